@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import NoReturn
 
 from holdfast.clock import Clock
@@ -19,6 +20,7 @@ from holdfast.plan.plan_cache import PlanCache
 from holdfast.ports.comm import Comm, KeyValueStore
 from holdfast.ports.framework import Framework
 from holdfast.settings import Settings
+from holdfast.types.reports import SaveReport
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +128,8 @@ class Job:
         self.progress = commits.progress
         """The writes of this process. No wait for them lasts for ever if storage does not answer."""
         self.progress.stall_seconds = self.stall_seconds
+        self.attempts_under_way: set[str] = set()
+        """Ids of the attempts of this process that have not ended. No removal of leftovers takes their files."""
         self._logged: set[str] = set()
         self._keys_lock = threading.Lock()
         self._keys: list[tuple[int, str]] = []
@@ -156,6 +160,13 @@ class Job:
     def attempt_id(self, sequence: int, step: int) -> str:
         """Return the id of one try at one step, 16 hex digits: hash(nonce, sequence, step)."""
         return short_digest_of(self.nonce.encode(), str(sequence).encode(), str(step).encode()).hex()
+
+    def begin_attempt(self, attempt: str, ended: Future[SaveReport]) -> None:
+        """Count an attempt among those under way until it has ended."""
+        under_way = self.attempts_under_way
+        under_way.add(attempt)
+        # Without the job: the handle of the save may be kept for long.
+        ended.add_done_callback(lambda _: under_way.discard(attempt))
 
     def deadline(self) -> float:
         """Return the monotonic time at which a wait for other ranks that begins now must end."""

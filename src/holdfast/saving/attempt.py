@@ -228,6 +228,7 @@ class SaveAttempt:
         """Record the agreement: from now on a failure aborts the attempt on every rank."""
         self.agreement = agreement
         self.handle.attempt = agreement.attempt
+        self.job.begin_attempt(agreement.attempt, self.handle.committed)
         self.commit_vote = CommitVote(self.job, agreement.sequence, agreement.attempt, self.name)
         self._progress = SaveProgress.AGREED
 
@@ -372,7 +373,7 @@ class SaveAttempt:
         self.commit_vote.announce(outcome)
         if outcome.kind is OutcomeKind.COMMITTED:
             with self.trace.phase("sweep"):
-                sweep(location, agreement.attempt, self.name, epoch)
+                sweep(location, agreement.attempt, self.name, epoch, self.job.attempts_under_way)
         return outcome
 
     def _ask_storage(self, reason: str) -> Outcome:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
@@ -31,7 +31,7 @@ from holdfast.format.names import (
 )
 from holdfast.format.sealed_json import stated_digest
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import exists, manifest_in, read_manifest_bytes
+from holdfast.repository.catalog import exists, manifest_in, read_manifest, read_manifest_bytes
 from holdfast.repository.epochs import current_fence, is_valid, require_newest
 from holdfast.repository.publish import packs_named_by, publish
 from holdfast.repository.quarantine import quarantined_attempts
@@ -280,37 +280,45 @@ def _counted_manifests(store: Store) -> Iterator[Manifest]:
         yield manifest_in(folder, read_manifest_bytes(store, folder, stored.key), f"{store.url}/{stored.key}")
 
 
-def sweep(location: CheckpointLocation, attempt: str, name: str, epoch: int) -> None:
+def sweep(location: CheckpointLocation, attempt: str, name: str, epoch: int, under_way: Collection[str] = ()) -> None:
     """Remove the files of failed attempts. The published manifest keeps them from publishing.
 
     A manifest that was removed since may have published one of these attempts, and other steps may refer to its packs.
-    Such packs stay. If a manifest cannot be read, everything stays.
+    Such packs stay. If a manifest cannot be read, everything stays. If a newer timeline meanwhile saves the step again,
+    the rest stays: it may be of that save.
 
     Args:
         location: The checkpoint.
         attempt: Id of the published attempt.
         name: Name of the save, for messages.
         epoch: Epoch of the writer lease; 0 for a checkpoint saved by path.
+        under_way: Attempts of this process that have not ended.
     """
     store = location.store
     try:
         folders = store.folders(location.folder)
         others = [folder for folder in folders if is_attempt_folder(folder) and folder != attempt]
-        kept: set[str] = set()
+        kept = set(under_way)
         referenced: frozenset[str] = frozenset()
         if others and location.step is not None:
+            counted = packs_named_by(_counted_manifests(store))
+            # Read after those in the folders: a manifest that moves meanwhile is then in one of the two lists.
             moved = moved_manifests(store)
-            kept = quarantined_attempts(store, location.step) | moved.attempts(location.step, others)
-            referenced = packs_named_by((*moved.manifests, *_counted_manifests(store)))
+            kept |= quarantined_attempts(store, location.step) | moved.attempts(location.step, others)
+            referenced = counted | packs_named_by(moved.manifests)
         for folder in others:
             if folder in kept:
                 continue
             prefix = f"{location.folder}{folder}/"
             keys = [entry.key for entry in store.list(prefix)]
             if all(is_attempt_file(key.removeprefix(prefix)) for key in keys):
+                # Ask after the listing: then no listed file belongs to a writer that took over, or to a newer save of
+                # the step, which writes only after this manifest has moved away.
                 if epoch:
-                    # Ask after the listing: then no listed file belongs to a writer that took over.
                     require_newest(store, epoch)
+                if not _is_published(location, attempt):
+                    logger.info("%s: the step is saved again; files of failed attempts stay for that save", name)
+                    return
                 # Deleting the absent key `nothing` makes the store remove the folder, even an empty one.
                 store.delete([*(key for key in keys if key not in referenced), f"{prefix}nothing"])
             else:
@@ -323,3 +331,11 @@ def sweep(location: CheckpointLocation, attempt: str, name: str, epoch: int) -> 
         logger.warning(
             "%s: files of failed attempts stay for now, the next save of the step removes them: %s", name, error
         )
+
+
+def _is_published(location: CheckpointLocation, attempt: str) -> bool:
+    """Return whether the manifest in the folder names this attempt."""
+    try:
+        return read_manifest(location.store, location.folder).attempt == attempt
+    except MissingError:
+        return False

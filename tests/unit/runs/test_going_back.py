@@ -18,6 +18,7 @@ from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingEr
 from holdfast.format.names import accepted_key
 from holdfast.format.sealed_json import decode_sealed
 from holdfast.policies import LatestN, Policies
+from holdfast.ports.store import Store
 from holdfast.repository.catalog import read_manifest
 from holdfast.repository.epochs import newest_epoch
 from holdfast.repository.timelines import committed_steps
@@ -378,6 +379,73 @@ def test_a_step_that_cannot_be_read_fails_no_load_and_counts_as_newer() -> None:
 
     assert outcomes_of_ranks(1, work) == [None]
     assert read_manifest(store, "step-000000000003/").timeline.number == 2
+
+
+class Held:
+    """One call to a store that waits until it is released."""
+
+    def __init__(self, name: str, key_end: str) -> None:
+        self.reached, self._released = Event(), Event()
+        self._name, self._key_end = name, key_end
+
+    def over(self, store: Store) -> FaultyStore:
+        return FaultyStore(store, Faults(self._wait, names=(self._name,), lasting=True))
+
+    def _wait(self, operation: FaultPoint) -> None:
+        if operation.subject.endswith(self._key_end) and not self._released.is_set():
+            self.reached.set()
+            assert self._released.wait(60.0)
+
+    def require_reached(self) -> None:
+        assert self.reached.wait(60.0), f"no call {self._name} of {self._key_end}"
+
+    def release(self) -> None:
+        self._released.set()
+
+
+def test_the_clean_up_after_a_save_spares_a_newer_save_of_the_same_step() -> None:
+    store, held = fresh_store(), Held("folders", "step-000000000003/")
+
+    def work(comm: ThreadComm) -> None:
+        # Without memory for copies a save writes in the call, while the one before it still cleans up.
+        job = Job(comm, SystemClock(), replace(PATIENT, arena_bytes_max=0), NumpyFramework(0))
+        run = CheckpointManager.over(held.over(store), job)
+        for step in (1, 2):
+            saved(run, step, {"p": plain(float(step))})
+        first = run.save(3, {"p": plain(3.0)})
+        held.require_reached()
+        assert run.load({"p": plain(0.0)}, 1) == 1
+        again = run.save(3, {"p": plain(-3.0)})
+        held.release()
+        first.wait(timeout=60.0)
+        again.wait(timeout=60.0)
+        run.close()
+
+    assert outcomes_of_ranks(1, work) == [None]
+    assert read_manifest(store, "step-000000000003/").timeline.number == 2
+
+
+def test_a_save_that_comes_second_to_a_step_is_refused_by_name() -> None:
+    store, held = fresh_store(), Held("put_if_absent", "step-000000000003/manifest.json")
+
+    def work(comm: ThreadComm) -> None:
+        job = Job(comm, SystemClock(), replace(PATIENT, arena_bytes_max=0), NumpyFramework(0))
+        run = CheckpointManager.over(held.over(store), job)
+        for step in (1, 2):
+            saved(run, step, {"p": plain(float(step))})
+        first = run.save(3, {"p": plain(3.0)})
+        held.require_reached()
+        assert run.load({"p": plain(0.0)}, 1) == 1
+        again = run.save(3, {"p": plain(-3.0)})
+        held.release()
+        first.wait(timeout=60.0)
+        # Not "a part is missing": the clean-up of the first must leave the files of the second to it.
+        with pytest.raises(ConflictError, match="another writer published first"):
+            again.wait(timeout=60.0)
+        run.close()
+
+    assert outcomes_of_ranks(1, work) == [None]
+    assert read_manifest(store, "step-000000000003/").timeline.number == 1
 
 
 # ------------------------------------------------------------------------------------------------ retention

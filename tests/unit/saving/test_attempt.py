@@ -6,9 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.errors import UnavailableError
+from holdfast.repository.timelines import displace
 from holdfast.saving.attempt import SaveAttempt
+from holdfast.saving.commit import sweep
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
 from tests.unit.ranks import World, fresh_store, plain
 
@@ -80,3 +83,18 @@ def test_a_state_that_cannot_be_collected_names_the_error_of_its_object() -> Non
         return type(caught.value.__cause__)
 
     assert World(1).play(part) == [MemoryError]
+
+
+def test_a_clean_up_removes_nothing_once_its_manifest_has_made_room_for_a_newer_save() -> None:
+    world = World(1)
+    world.play(lambda rank, run: run.save(1, {"p": plain(1.0)}).wait(timeout=60.0))
+    store, manifest = world.store, world.manifest(1)
+    dead, newer = ("step-000000000001/" + folder + "/r00000.safetensors" for folder in ("0" * 16, "f" * 16))
+    location = CheckpointLocation(store, "step-000000000001/", 1, root=store)
+    store.put(dead, b"of a save that failed")
+    sweep(location, manifest.attempt, "save of step 1", 0)
+    assert dead not in world.files()
+    displace(store, 1, manifest.digest)
+    store.put(newer, b"of the save that goes on")
+    sweep(location, manifest.attempt, "save of step 1", 0)
+    assert newer in world.files()
