@@ -29,7 +29,7 @@ from holdfast.ports.store import Packs, Store
 from holdfast.repository.catalog import read_run_id
 from holdfast.repository.tags import remove_tag, require_tag_name
 from holdfast.repository.timelines import committed_steps, run_timelines
-from holdfast.runs.garbage_collection import CheckpointGC, Pins
+from holdfast.runs.garbage_collection import CheckpointGC, Pins, StepPin
 from holdfast.runs.preemption import PreemptionHandler, estimated_write_bytes
 from holdfast.runs.step_request import RunParts, StepRequest, StepState
 from holdfast.runs.tags import tag_step
@@ -343,9 +343,9 @@ class CheckpointManager:
         try:
             handle = begin_save(self._job, request, self._dispatcher)
         except BaseException:
-            self._parts.pins.unpin(step, is_committed=False)
+            self._parts.pins.unpin(request.pin, is_committed=False)
             raise
-        handle.committed.add_done_callback(partial(_unpin_failed, self._parts.pins, step, handle))
+        handle.committed.add_done_callback(partial(_unpin_failed, self._parts.pins, request.pin, handle))
         self._position.lineage = request.lineage
         # Those in flight, and failures that `wait` must raise.
         self._pending = [
@@ -413,9 +413,9 @@ class CheckpointManager:
             raise InvalidError(f"{self._store.url}: the manager is closed; make a new CheckpointManager")
 
 
-def _unpin_failed(pins: Pins, step: int, handle: SaveHandle, committed: Future[SaveReport]) -> None:
-    """Unpin a step whose save has certainly failed. Holds no reference to the manager: the handle outlives it."""
+def _unpin_failed(pins: Pins, pin: StepPin, handle: SaveHandle, committed: Future[SaveReport]) -> None:
+    """Unpin what a save needed that has certainly failed. Holds no reference to the manager: the handle outlives it."""
     if handle.may_be_committed:
-        pins.note_unknown(step)
+        pins.note_unknown(pin)
     elif committed.exception() is not None:
-        pins.unpin(step, is_committed=False)
+        pins.unpin(pin, is_committed=False)

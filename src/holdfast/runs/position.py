@@ -28,7 +28,7 @@ from holdfast.loading.step_choice import ExactStep, NewestValid, StepSelector, f
 from holdfast.ports.store import Store
 from holdfast.repository.quarantine import identity_at, list_records, supersede
 from holdfast.repository.timelines import RunTimelines, StoredManifest, run_timelines
-from holdfast.runs.garbage_collection import Pins
+from holdfast.runs.garbage_collection import Pins, StepPin
 from holdfast.saving.deduplication import BaseStep, base_from_loaded
 from holdfast.types.manifest import Parent
 from holdfast.types.timeline import FIRST_TIMELINE, Timeline
@@ -69,8 +69,8 @@ class _LoadedStep:
     step: int
     digest: str
     timeline: Timeline
-    in_flight: frozenset[int]
-    """Steps that this process was still saving when it loaded. They belong to the timeline of before."""
+    in_flight: frozenset[StepPin]
+    """Saves of this process that had not ended when it loaded. They belong to the timeline of before."""
 
 
 class RunPosition:
@@ -125,7 +125,7 @@ class RunPosition:
             return
         self.loaded, self._newer = step, loaded.newer
         self.loads += 1
-        self._origin = _LoadedStep(step, manifest.digest, manifest.timeline, self._pins.under_way())
+        self._origin = _LoadedStep(step, manifest.digest, manifest.timeline, self._pins.saves())
         self._timeline = None
         self._pins.current_step = step
         self.base = base_from_loaded(manifest, loaded.index, loaded.filled)
@@ -188,11 +188,11 @@ class RunPosition:
         at_origin = stored.at(origin.step)
         if at_origin is None or at_origin.timeline is None or at_origin.timeline.id != origin.timeline.id:
             return False
-        in_flight = origin.in_flight & self._pins.under_way()
+        in_flight = origin.in_flight & self._pins.saves()
         return (
             not stored.newer_than(at_origin)
             and step >= origin.step
-            and not any(other > origin.step for other in in_flight)
+            and not any(other.step > origin.step for other in in_flight)
         )
 
     def _new_number_and_id(self, stored: RunTimelines) -> tuple[int, str]:

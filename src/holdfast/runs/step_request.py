@@ -23,7 +23,7 @@ from holdfast.repository.quarantine import supersede
 from holdfast.repository.removal import marks
 from holdfast.repository.tags import require_tag_free
 from holdfast.repository.timelines import displace, run_timelines
-from holdfast.runs.garbage_collection import Background, CheckpointGC, Pins
+from holdfast.runs.garbage_collection import Background, CheckpointGC, Pins, StepPin
 from holdfast.runs.position import Lineage, RunPosition
 from holdfast.runs.step_metrics import WantedMetrics, checked_metrics
 from holdfast.runs.suspect_steps import SuspectSteps
@@ -110,6 +110,8 @@ class StepRequest:
         self.lineage = Lineage(None, parts.position.lineage)
         """The lineage that the next save continues: this save."""
         self._metrics: dict[str, float] = {}
+        self.pin = StepPin(self._step)
+        """What garbage collection must leave alone until this save ends."""
         self._tags: tuple[str, ...] = ()
 
     def collect(self) -> Collected:
@@ -153,7 +155,7 @@ class StepRequest:
             parts.position.base = base
         if parts.job.comm.rank == 0:
             tag_saved(parts.store, parts.job.clock, self._step, manifest_digest, self._tags)
-            parts.pins.unpin(self._step, is_committed=True)
+            parts.pins.unpin(self.pin, is_committed=True)
             if is_current:
                 parts.pins.current_step = self._step
             if parts.collecting is not None:
@@ -162,7 +164,7 @@ class StepRequest:
     def _pin(self) -> bool:
         """Pin the step and its base; return whether the base is still there."""
         store, base = self._parts.store, None if self._base is None else self._base.identity
-        if not self._parts.pins.pin(self._step, None if base is None else base[0]) or base is None:
+        if not self._parts.pins.pin(self.pin, None if base is None else base[0]) or base is None:
             return False
         # Check after the pin: another process may have removed the base before this process took the writer lease.
         if manifest_digest(store, base[0]) != base[1]:

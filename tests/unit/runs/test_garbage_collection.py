@@ -29,11 +29,13 @@ from holdfast.repository.catalog import read_manifest, read_run_id
 from holdfast.repository.epochs import RELEASED, put_heartbeat
 from holdfast.repository.reader_leases import leases
 from holdfast.repository.removal import mark_keys, marks, put_mark
-from holdfast.runs.garbage_collection import CheckpointGC, Pins
+from holdfast.runs.garbage_collection import CheckpointGC, Pins, StepPin
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
+from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.types.removal import Unreferenced
 from tests.tuned import tuned
+from tests.unit.ranks import World, fresh_store, plain
 
 Result = TypeVar("Result")
 
@@ -522,19 +524,19 @@ def test_one_who_was_replaced_removes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_save_under_way_keeps_what_it_refers_to(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    pins = Pins()
+    pins, fourth = Pins(), StepPin(4)
     saved(tmp_path, 1, 2, 3)
-    assert pins.pin(4, 1)
+    assert pins.pin(fourth, 1)
     store, clock = store_of(tmp_path), SystemClock()
     with hold_writer_lease(store, clock, 10.0, run_id_of(store)) as tenure:
         report = CheckpointGC(store, clock, LatestN(1), tenure, pins).collect(0, lambda _: False)
         assert report is not None and report.steps == (2,)
-        pins.unpin(4, is_committed=True)
+        pins.unpin(fourth, is_committed=True)
         report = CheckpointGC(store, clock, LatestN(1), tenure, pins).collect(0, lambda _: False)
         assert report is not None and report.steps == (1,)
     assert pins.release_for_removal(frozenset([1, 2])) == {1, 2}
-    assert not pins.pin(5, 2), "what is going cannot be referred to any more"
-    assert pins.pin(6, 3)
+    assert not pins.pin(StepPin(5), 2), "what is going cannot be referred to any more"
+    assert pins.pin(StepPin(6), 3)
     assert pins.release_for_removal(frozenset([2, 3])) == {2}
 
 
@@ -662,7 +664,7 @@ def test_a_step_whose_old_manifest_is_going_is_not_saved_anew_beside_it() -> Non
     pinned = threading.Event()
 
     def pin() -> None:
-        pins.pin(5, None)
+        pins.pin(StepPin(5), None)
         pinned.set()
 
     thread = threading.Thread(target=pin)
@@ -684,14 +686,54 @@ def test_a_save_that_failed_for_certain_pins_nothing(tmp_path: Path) -> None:
 
 
 def test_a_save_that_may_come_later_stays_pinned() -> None:
-    pins = Pins()
-    assert pins.pin(5, 1)
-    pins.note_unknown(5)
-    assert pins.pin(5, 2), "tried again"
-    pins.unpin(5, is_committed=False)
-    assert pins.needed() == {1, 2, 5}
-    pins.unpin(5, is_committed=True)
+    pins, first, again, third = Pins(), StepPin(5), StepPin(5), StepPin(5)
+    assert pins.pin(first, 1)
+    pins.note_unknown(first)
+    assert pins.pin(again, 2), "tried again"
+    pins.unpin(again, is_committed=False)
+    assert pins.needed() == {1, 5}
+    pins.pin(third, None)
+    pins.unpin(third, is_committed=True)
     assert not pins.needed()
+
+
+def test_two_saves_of_one_step_are_pinned_each_by_itself() -> None:
+    pins, first, second = Pins(), StepPin(5), StepPin(5)
+    assert pins.pin(first, 1) and pins.pin(second, 2)
+    pins.unpin(first, is_committed=True)
+    assert pins.needed() == {2, 5} and pins.under_way() == {5}
+    pins.unpin(second, is_committed=True)
+    assert not pins.needed()
+
+
+def test_a_save_that_ended_before_it_was_pinned_pins_nothing() -> None:
+    pins, late = Pins(), StepPin(5)
+    pins.unpin(late, is_committed=False)
+    assert not pins.pin(late, 1) and not pins.needed()
+
+
+def test_a_refused_save_leaves_the_one_in_flight_of_the_same_step_pinned() -> None:
+    released, reached = threading.Event(), threading.Event()
+
+    def stall(operation: FaultPoint) -> None:
+        if operation.subject.endswith("000002/manifest.json"):
+            reached.set()
+            assert released.wait(60)
+
+    slow = FaultyStore(fresh_store(), Faults(stall, names=("put_if_absent",), lasting=True))
+
+    def part(rank: int, run: holdfast.CheckpointManager) -> None:
+        run.save(1, {"p": plain(1.0)}).wait(timeout=60.0)
+        first = run.save(2, {"p": plain(2.0)})
+        assert reached.wait(60)
+        with pytest.raises(InvalidError):
+            run.save(2, {"p": object()}).wait(timeout=60.0)
+        assert run._parts.pins.under_way() == {2}
+        released.set()
+        first.wait(timeout=60.0)
+        assert not run._parts.pins.under_way()
+
+    assert World(1, stores={0: slow}).play(part) == [None]
 
 
 def test_packs_that_a_manifest_set_aside_names_stay(tmp_path: Path) -> None:
