@@ -24,7 +24,7 @@ from functools import partial
 from holdfast.checkpoint.location import require_no_checkpoint
 from holdfast.clock import Clock
 from holdfast.errors import ConflictError, CorruptError, MissingError, first_three
-from holdfast.format.names import RUN_FILE, step_folder
+from holdfast.format.names import RUN_FILE
 from holdfast.leases.reader import ReaderLeases
 from holdfast.leases.writer import WriterLease, hold_writer_lease
 from holdfast.policies import KeepPolicy
@@ -35,7 +35,7 @@ from holdfast.repository.epochs import current_fence
 from holdfast.repository.publish import packs_named_by
 from holdfast.repository.quarantine import quarantined, superseded_packs
 from holdfast.repository.tags import read_tags
-from holdfast.repository.timelines import moved_manifests
+from holdfast.repository.timelines import MovedManifests, moved_manifests
 from holdfast.runs.known_steps import KnownSteps
 from holdfast.runs.reachability import unreferenced
 from holdfast.runs.retention import KeptFacts, kept
@@ -244,7 +244,7 @@ class CheckpointGC:
         """
         store = self._store
         run_id = _require_run(store)
-        fence, quarantine, moved = current_fence(store), quarantined(store), moved_manifests(store)
+        fence, quarantine = current_fence(store), quarantined(store)
         # Before the steps are listed: a save that ends during the listing then still counts as under way.
         under_way, needed = self._pins.under_way(), self._pins.needed()
         all_files: list[StepFiles] = []
@@ -255,8 +255,7 @@ class CheckpointGC:
         for step in folders:
             records = quarantine.get(step, {})
             pinned = {attempt for record in records.values() for attempt in record.attempts}
-            superseded = moved.attempts(step, store.folders(step_folder(step)) if step in moved.unreadable else ())
-            files, manifest, strangers = self._known.inspect(step, fence, pinned | superseded)
+            files, manifest, strangers = self._known.inspect(step, fence, pinned)
             all_files.append(files)
             for key in strangers:
                 self.warn_once("%s/%s: no file of a save; it is not removed", store.url, key)
@@ -267,6 +266,8 @@ class CheckpointGC:
                 reasons[step] = ("its manifest cannot be read",)
             elif files.digest[:16] in records or manifest.attempt in pinned:
                 reasons[step] = ("under quarantine",)
+        # After the folders: a manifest that moves meanwhile is then in one of the two lists.
+        moved = moved_manifests(store)
         readable = {step: manifest for step, manifest in manifests.items() if manifest is not None}
         reasons |= self._kept(readable, reasons, all_files)
         for step in needed & manifests.keys():
@@ -277,7 +278,8 @@ class CheckpointGC:
         unread = sorted({step for step, manifest in manifests.items() if manifest is None} | moved.unreadable)
         self._warn_of_unread(unread)
         staying = {*reasons, *under_way}
-        all_files = self._known.with_files_to_delete(all_files, staying, fence)
+        listed = self._known.with_files_to_delete(all_files, staying, fence)
+        all_files = [_with_attempts_of(moved, files) for files in listed]
         return Inventory(
             run_id,
             {files.step: files.digest for files in all_files if files.digest is not None and files.counts},
@@ -342,6 +344,12 @@ class CheckpointGC:
         if text % values not in self._warned:
             self._warned.add(text % values)
             logger.warning(text, *values)
+
+
+def _with_attempts_of(moved: MovedManifests, files: StepFiles) -> StepFiles:
+    """Return the files of a step, with the attempts pinned that moved manifests name."""
+    named = moved.attempts(files.step, files.attempts)
+    return replace(files, pinned=files.pinned | named) if named else files
 
 
 def _torn(

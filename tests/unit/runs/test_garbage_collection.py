@@ -20,7 +20,7 @@ import holdfast
 from holdfast import api, wiring
 from holdfast.clock import SystemClock
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
-from holdfast.format.names import step_folder
+from holdfast.format.names import SUPERSEDED_FOLDER, step_folder, superseded_key
 from holdfast.leases.reader import ReaderLease
 from holdfast.leases.writer import hold_writer_lease
 from holdfast.policies import AnyOf, BestN, LatestN, Tagged
@@ -29,6 +29,7 @@ from holdfast.repository.catalog import read_manifest, read_run_id
 from holdfast.repository.epochs import RELEASED, put_heartbeat
 from holdfast.repository.reader_leases import leases
 from holdfast.repository.removal import mark_keys, marks, put_mark
+from holdfast.repository.timelines import displace
 from holdfast.runs.garbage_collection import CheckpointGC, Pins, StepPin
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
@@ -710,6 +711,20 @@ def test_a_save_that_ended_before_it_was_pinned_pins_nothing() -> None:
     pins, late = Pins(), StepPin(5)
     pins.unpin(late, is_committed=False)
     assert not pins.pin(late, 1) and not pins.needed()
+
+
+def test_a_manifest_that_moves_during_an_inventory_keeps_its_files() -> None:
+    world = World(1)
+    world.play(lambda rank, run: [run.save(step, {"p": plain(step)}).wait(timeout=60.0) for step in (1, 2)])
+    store, digest = world.store, world.manifest(2).digest
+
+    def move(operation: FaultPoint) -> None:
+        if operation.subject == SUPERSEDED_FOLDER:
+            displace(store, 2, digest)
+
+    hooked = FaultyStore(store, Faults(move, names=("list",), lasting=True, after=True))
+    inventory = CheckpointGC(hooked, SystemClock(), None, None).survey()
+    assert store.size(superseded_key(2, digest)) and not inventory.unreferenced.files
 
 
 def test_a_refused_save_leaves_the_one_in_flight_of_the_same_step_pinned() -> None:
