@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, first_three
-from holdfast.format.names import manifest_key, step_folder, superseded_in
-from holdfast.format.sealed_json import Digest, StepNumber, Text, decode_sealed, header, sealed
+from holdfast.format.names import manifest_key, step_folder, superseded_in, superseded_key
+from holdfast.format.sealed_json import Digest, StepNumber, Text, decode_sealed, header, sealed, stated_digest
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, manifest_in, read_manifest_bytes
 from holdfast.repository.epochs import current_fence, fenced_error
@@ -96,7 +96,7 @@ def require_tag_free(store: Store, name: str) -> None:
         raise _conflict(store, name)
 
 
-def put_tag(store: Store, step: int, name: str, created: str, key: str | None = None) -> Tag:
+def put_tag(store: Store, step: int, name: str, created: str, digest: str | None = None) -> Tag:
     """Give a committed step a tag. If the step has this tag already, nothing changes.
 
     Args:
@@ -104,14 +104,13 @@ def put_tag(store: Store, step: int, name: str, created: str, key: str | None = 
         step: The step.
         name: The tag.
         created: Wall-clock time, for people.
-        key: Key of its manifest; None if it is in the folder of the step.
+        digest: Digest of its manifest, which may be superseded; None: the manifest in the folder of the step.
     Raises:
         MissingError: The step is not committed.
         ConflictError: The tag names another step; it was not touched.
         CorruptError: The step's manifest is damaged.
     """
-    key = key or manifest_key(step)
-    digest = _digest_of(store, step, key)
+    digest = _require_committed(store, step, digest)
     tag = Tag(name, step, digest, created)
     try:
         store.put_if_absent(_key(name), _encode(tag))
@@ -120,10 +119,12 @@ def put_tag(store: Store, step: int, name: str, created: str, key: str | None = 
         if existing is not None and (existing.step, existing.digest) == (step, digest):
             return existing
         raise _conflict(store, name) from conflict
-    if not exists(store, key):
+    try:
+        _require_committed(store, step, digest)
+    except MissingError:
         # Garbage collection deleted the step meanwhile. Remove the tag, which would name nothing.
         store.delete([_key(name)])
-        _digest_of(store, step, key)
+        raise
     return tag
 
 
@@ -157,17 +158,31 @@ def remove_tag(store: Store, name: str) -> None:
     store.delete([_key(name)])
 
 
-def _digest_of(store: Store, step: int, key: str) -> str:
-    folder = step_folder(step)
-    try:
-        manifest = manifest_in(folder, read_manifest_bytes(store, folder, key), f"{store.url}/{key}")
-        if not current_fence(store).admits(step, manifest.epoch, manifest.digest):
-            raise fenced_error(f"{store.url}/{key}")
-    except MissingError as missing:
-        raise MissingError(
-            f"{store.url}: no committed step {step} to tag; choose a committed step (holdfast ls {store.url})"
-        ) from missing
-    return manifest.digest
+def _require_committed(store: Store, step: int, digest: str | None) -> str:
+    """Return the digest of a committed manifest of a step.
+
+    Args:
+        store: The root of the run.
+        step: The step.
+        digest: The digest that is wanted; None: the manifest in the folder of the step.
+    """
+    folder, fenced = step_folder(step), None
+    # The folder first: a manifest that makes room for a newer timeline is copied before it leaves the folder.
+    for key in [manifest_key(step)] if digest is None else [manifest_key(step), superseded_key(step, digest)]:
+        try:
+            data = read_manifest_bytes(store, folder, key)
+        except MissingError:
+            continue
+        if digest is not None and stated_digest(data) != digest:
+            continue
+        manifest = manifest_in(folder, data, f"{store.url}/{key}")
+        if current_fence(store).admits(step, manifest.epoch, manifest.digest):
+            return manifest.digest
+        fenced = fenced_error(f"{store.url}/{key}")
+    name = step if digest is None else f"{step}@{digest[:8]}"
+    raise MissingError(
+        f"{store.url}: no committed step {name} to tag; choose a committed step (holdfast ls {store.url})"
+    ) from fenced
 
 
 def _conflict(store: Store, name: str) -> ConflictError:

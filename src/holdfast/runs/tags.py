@@ -11,6 +11,7 @@ from holdfast.format.names import step_and_digest
 from holdfast.leases.reader import is_being_deleted
 from holdfast.loading.step_choice import find_step
 from holdfast.ports.store import Store
+from holdfast.repository.catalog import manifest_digest
 from holdfast.repository.tags import put_tag, read_tags, remove_tag, require_tag_name
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,9 @@ def tag_step(store: Store, clock: Clock, step: object, name: object) -> None:
     name = require_tag_name(name)
     existed = name in read_tags(store).whole
     _, manifest = find_step(store, number, digest)
-    tag = put_tag(store, number, name, utc_now_text(clock), manifest.key)
+    # By its digest: a newer timeline may save the step again meanwhile.
+    known = manifest.digest or manifest_digest(store, number, manifest.key)
+    tag = put_tag(store, number, name, utc_now_text(clock), known)
     # Only after the tag is stored: a collection that missed the tag has stored its mark by now.
     if not existed and is_being_deleted(store, clock, number, tag.digest):
         remove_tag(store, name)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast.clock import SystemClock
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.sealed_json import sealed, unsealed
 from holdfast.repository.tags import put_tag, read_tags, remove_tag, require_tag_name
+from holdfast.repository.timelines import displace
+from holdfast.runs.tags import tag_step
+from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from tests.unit.ranks import World, plain, saved
 
 WHEN = "2026-03-01T10:00:00+00:00"
@@ -43,6 +47,31 @@ def test_no_step_no_tag(world: World) -> None:
     with pytest.raises(MissingError, match="no committed step 7"):
         put_tag(world.store, 7, "paper", WHEN)
     assert not read_tags(world.store).whole
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_tag_stays_with_its_manifest_that_makes_room_meanwhile(world: World, after: bool) -> None:
+    digest = world.manifest(1).digest
+
+    def make_room(operation: FaultPoint) -> None:
+        assert operation.subject == "tags/paper.json"
+        displace(world.store, 1, digest)
+
+    store = FaultyStore(world.store, Faults(make_room, names=("put_if_absent",), after=after))
+    tag_step(store, SystemClock(), 1, "paper")
+    assert read_tags(world.store).of(1, digest) == ("paper",)
+
+
+def test_a_tag_goes_to_the_manifest_that_it_means_although_the_step_was_saved_again() -> None:
+    world = World(1)
+    world.play(lambda rank, run: [saved(run, step, {"a": plain(step)}) for step in (1, 2)])
+    store, old = world.store, world.manifest(2).digest
+    world.play(lambda rank, run: (run.load({"a": plain(0.0)}, 1), saved(run, 2, {"a": plain(-2)})))
+    new = world.manifest(2).digest
+    assert put_tag(store, 2, "old", WHEN, old).digest == old != put_tag(store, 2, "new", WHEN).digest == new
+    with pytest.raises(MissingError, match="no committed step 2@00000000 to tag"):
+        put_tag(store, 2, "none", WHEN, "0" * 32)
+    assert set(read_tags(store).whole) == {"old", "new"}
 
 
 @pytest.mark.parametrize("name", ["", ".hidden", "a/b", "ä", "x" * 101, "a b", "-f", 7, None])
