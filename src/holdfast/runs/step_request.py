@@ -14,6 +14,7 @@ from holdfast.coordination.save_context import SaveContext
 from holdfast.engine.write import PackWriter
 from holdfast.errors import CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, run_fields_of_manifest
+from holdfast.format.names import manifest_key, superseded_key
 from holdfast.leases.writer import WriterLease
 from holdfast.policies import KeepPolicy
 from holdfast.ports.framework import Collected, Selection
@@ -109,9 +110,9 @@ class StepRequest:
         self.deduplicator = Deduplicator(location, self._base, parts.writer, parts.job.settings)
         self.lineage = Lineage(None, parts.position.lineage)
         """The lineage that the next save continues: this save."""
-        self._metrics: dict[str, float] = {}
         self.pin = StepPin(self._step)
         """What garbage collection must leave alone until this save ends."""
+        self._metrics: dict[str, float] = {}
         self._tags: tuple[str, ...] = ()
 
     def collect(self) -> Collected:
@@ -167,9 +168,13 @@ class StepRequest:
         if not self._parts.pins.pin(self.pin, None if base is None else base[0]) or base is None:
             return False
         # Check after the pin: another process may have removed the base before this process took the writer lease.
-        if manifest_digest(store, base[0]) != base[1]:
+        # The folder first: a manifest that makes room for a newer timeline is copied before it leaves the folder.
+        step, digest = base
+        if all(
+            manifest_digest(store, step, key) != digest for key in (manifest_key(step), superseded_key(step, digest))
+        ):
             return False
-        return not any(base[0] in mark.steps for mark in marks(store) if mark.is_carried_out)
+        return not any(mark.steps.get(step) == digest for mark in marks(store) if mark.is_carried_out)
 
 
 def claim_step(

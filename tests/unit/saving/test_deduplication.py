@@ -552,3 +552,17 @@ def test_what_is_no_number_is_counted_where_it_is_left_too(tmp_path: Path) -> No
     health = [holdfast.open_checkpoint(step_path(tmp_path, step)).manifest.health for step in (1, 2)]
     assert health[0] is not None and health[0].nonfinite == {"w1": 1}
     assert health[1] is not None and health[1].nonfinite == {"w1": 1}
+
+
+def test_a_base_that_made_room_for_a_newer_timeline_is_referred_to(tmp_path: Path) -> None:
+    state: dict[str, object] = {**weights(0)}
+    with manager_at(tmp_path) as manager:
+        for step in (1, 2):
+            saved(manager, step, state)
+        digest = read_manifest(LocalStore(tmp_path, settings=SMALL), step_folder(2)).digest
+        manager.load(state, 1)
+        saved(manager, 2, state)
+        manager.load(state, f"2@{digest}")
+        report = saved(manager, 3, state)
+    assert report.unchanged_bytes == 4 * 12_000
+    require_same(tmp_path, 3, weights(0))
