@@ -82,7 +82,7 @@ class OnRequest:
 
 @dataclass(frozen=True, slots=True)
 class LatestN(_Counted):
-    """Keep the newest `n` steps."""
+    """Keep the newest `n` steps of each timeline, and the `n` steps that a resume would try first."""
 
 
 @dataclass(frozen=True, slots=True)

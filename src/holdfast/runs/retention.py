@@ -75,7 +75,7 @@ def kept(policy: KeepPolicy | None, steps: Sequence[KeptFacts]) -> Reasons:
         step = max(facts.step for facts in timeline)
         why = NEWEST if timeline[0].timeline == newest.timeline else f"{NEWEST} of a superseded timeline"
         reasons[step] = (*reasons.get(step, ()), why)
-    healthy = _last_healthy([facts for facts in steps if newest.timeline.holds(facts.timeline.id, facts.step)])
+    healthy = _last_healthy(_chain(steps))
     if healthy is not None:
         reasons[healthy] = (*reasons.get(healthy, ()), LAST_HEALTHY)
     return {step: tuple(dict.fromkeys(reasons[step])) for step in sorted(reasons)}
@@ -89,6 +89,16 @@ def _last_healthy(steps: Sequence[KeptFacts]) -> int | None:
     known = [facts for facts in steps if facts.healthy is not None]
     unmarked = [facts for facts in known if facts.healthy] or [facts for facts in steps if facts.healthy is None]
     return max(unmarked, key=lambda facts: facts.age).step if known and unmarked else None
+
+
+def _chain(steps: Sequence[KeptFacts]) -> list[KeptFacts]:
+    """Return the steps that a resume may take: those of the newest timeline, and those of its ancestors up to the fork.
+
+    Args:
+        steps: At least one step.
+    """
+    timeline = max(steps, key=lambda facts: facts.age).timeline
+    return [facts for facts in steps if timeline.holds(facts.timeline.id, facts.step)]
 
 
 def _by_timeline(steps: Sequence[KeptFacts]) -> Iterable[list[KeptFacts]]:
@@ -106,9 +116,11 @@ def _kept_by(policy: KeepPolicy | SavePolicy, steps: Sequence[KeptFacts]) -> Rea
         chosen = together(*map(set, kept_by_policy))
         return {step: tuple(why for reasons in kept_by_policy for why in reasons.get(step, ())) for step in chosen}
     if isinstance(policy, LatestN):
-        # Each timeline by itself: going back must not use up the steps that it went back past, nor the reverse.
-        latest = [sorted(facts.step for facts in timeline)[-policy.n :] for timeline in _by_timeline(steps)]
-        return dict.fromkeys((step for steps_kept in latest for step in steps_kept), (f"latest {policy.n}",))
+        # Each timeline by itself: going back must not use up the steps that it went back past, nor the reverse. And the
+        # chain of the newest one: if that is short, a resume that finds damage falls back to the steps before the fork.
+        groups = [*_by_timeline(steps), _chain(steps)]
+        latest = [sorted(group, key=lambda facts: facts.age)[-policy.n :] for group in groups]
+        return dict.fromkeys((facts.step for group in latest for facts in group), (f"latest {policy.n}",))
     if isinstance(policy, EveryNth):
         return {facts.step: (f"every {policy.n}",) for facts in steps if facts.step % policy.n == 0}
     if isinstance(policy, BestN):

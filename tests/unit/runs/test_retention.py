@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from holdfast.errors import InvalidError
 from holdfast.policies import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, NewestPer, Tagged
 from holdfast.runs.retention import LAST_HEALTHY, NEWEST, KeptFacts, kept
+from holdfast.types.timeline import FIRST_TIMELINE
 
 metrics = st.one_of(st.floats(allow_nan=True, allow_infinity=True), st.integers(-3, 3).map(float))
 times = st.one_of(
@@ -126,6 +127,15 @@ def test_the_newest_of_each_period_is_that_of_the_highest_step_not_the_latest_ti
     ]
     assert list(kept(NewestPer("hour"), at)) == [3, 4, 5, 6]
     assert list(kept(NewestPer("day"), at)) == [4, 5, 6]
+
+
+def test_the_latest_are_those_of_each_timeline_and_those_of_the_chain_that_a_resume_takes() -> None:
+    second = FIRST_TIMELINE.fork(2, "a" * 16, 200, "d" * 32)
+    old = [KeptFacts(step) for step in (100, 200, 300, 400, 500)]
+    new = [KeptFacts(step, timeline=second) for step in (240, 280)]
+    assert list(kept(LatestN(2), [*old, new[0]])) == [200, 240, 400, 500]
+    assert list(kept(LatestN(3), [*old, *new])) == [200, 240, 280, 300, 400, 500]
+    assert list(kept(LatestN(2), [*old, *new])) == [240, 280, 400, 500]
 
 
 def test_reasons_say_which_rule_it_was() -> None:
