@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from bench.synthetic import SyntheticJob
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import SystemClock
-from holdfast.coordination.agreement import SaveAgreement
-from holdfast.coordination.details import encode_details, encode_difference
 from holdfast.coordination.job import Job
-from holdfast.coordination.records import Agreement, Details, Statement
+from holdfast.coordination.opening.agreement import SaveAgreement
+from holdfast.coordination.opening.details import encode_details, encode_difference
+from holdfast.coordination.opening.records import Agreement, Details, Statement
+from holdfast.coordination.opening.sibling_meshes import encode_tensors
 from holdfast.coordination.save_context import SaveContext
-from holdfast.coordination.sibling_meshes import encode_tensors
 from holdfast.format.digest import short_digest_of
 from holdfast.format.pack import header_of
 from holdfast.plan.ownership import owned_by

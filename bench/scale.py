@@ -31,7 +31,7 @@ from holdfast.checkpoint.index_loading import given_frames, index_for, resolved_
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import SystemClock
 from holdfast.coordination.commit_vote import Vote
-from holdfast.coordination.records import Agreement
+from holdfast.coordination.opening.records import Agreement
 from holdfast.engine.gc_pause import GcPause
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.index.index_builder import IndexBuilder

@@ -17,8 +17,8 @@ from bench.opening_on_paper import LoneComm, paper_context
 from bench.synthetic import SyntheticJob
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import SystemClock
-from holdfast.coordination.agreement import SaveAgreement
 from holdfast.coordination.job import Job
+from holdfast.coordination.opening.agreement import SaveAgreement
 from holdfast.errors import UnavailableError
 from holdfast.ports.in_process import InProcessKeyValueStore
 from holdfast.saving.fingerprint import StateFingerprint

@@ -16,9 +16,9 @@ from typing import Self
 from holdfast import wiring
 from holdfast.arguments import Globs, policies_of, preemption_of, require_state, selection_of
 from holdfast.checkpoint.location import CheckpointLocation, none_allowed, require_no_checkpoint
+from holdfast.coordination.exit.signals import Signals
 from holdfast.coordination.job import Job
 from holdfast.coordination.save_schedule import Schedule
-from holdfast.coordination.signals import Signals
 from holdfast.engine.background import SLICE_SECONDS
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.format.names import require_step, step_and_digest

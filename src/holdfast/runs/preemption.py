@@ -23,10 +23,10 @@ from typing import NoReturn
 
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import Clock
-from holdfast.coordination.exit_agreement import AGREE_SECONDS_MIN, ExitAgreement
-from holdfast.coordination.grace import expected_seconds, fits, usable_seconds
+from holdfast.coordination.exit.exit_agreement import AGREE_SECONDS_MIN, ExitAgreement
+from holdfast.coordination.exit.grace import expected_seconds, fits, usable_seconds
+from holdfast.coordination.exit.signals import Signals
 from holdfast.coordination.job import Job
-from holdfast.coordination.signals import Signals
 from holdfast.errors import PREEMPTED_ABANDONED, PREEMPTED_SAVED, CheckpointError, Preempted, UnavailableError
 from holdfast.format.digest import short_digest_of
 from holdfast.ports.framework import LocalShard

@@ -28,11 +28,11 @@ from dataclasses import replace
 from enum import Enum
 from typing import TypeVar
 
-from holdfast.coordination.agreement import SaveAgreement
 from holdfast.coordination.commit_vote import CommitVote, Vote
 from holdfast.coordination.job import Job
+from holdfast.coordination.opening.agreement import SaveAgreement
+from holdfast.coordination.opening.records import Agreement, DescribedState, Statement
 from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, committed, unknown
-from holdfast.coordination.records import Agreement, DescribedState, Statement
 from holdfast.coordination.save_context import SaveContext
 from holdfast.engine.background import CALLS, wait_in_slices
 from holdfast.engine.gc_pause import GcPause

@@ -11,8 +11,8 @@ from importlib import metadata
 
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.commit_vote import Vote
+from holdfast.coordination.opening.records import Agreement
 from holdfast.coordination.outcome import Outcome, ask_storage, committed, unknown
-from holdfast.coordination.records import Agreement
 from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.parallel_map import ordered_parallel_map
 from holdfast.errors import CheckpointError, ConflictError, MissingError

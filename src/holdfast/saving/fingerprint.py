@@ -7,7 +7,7 @@ from math import prod
 
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.job import Job
-from holdfast.coordination.records import Details, SiblingMeshes, Statement
+from holdfast.coordination.opening.records import Details, SiblingMeshes, Statement
 from holdfast.format.digest import short_digest_of
 from holdfast.format.index.tensor_table import require_listable
 from holdfast.format.values import values

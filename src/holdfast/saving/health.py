@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 
 from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.coordination.records import Agreement
+from holdfast.coordination.opening.records import Agreement
 from holdfast.engine.buffers import allocate_aligned
 from holdfast.errors import CheckpointError, MissingError
 from holdfast.format.digest import new_short_digest, short_digest_of

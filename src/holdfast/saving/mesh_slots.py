@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holdfast.coordination.records import StatedMesh
+from holdfast.coordination.opening.records import StatedMesh
 from holdfast.format.digest import short_digest_of
 from holdfast.geometry.mesh_packing import packed
 from holdfast.geometry.placement import coordinate_of, sibling_ranks

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from holdfast.coordination.job import Job
-from holdfast.coordination.records import Agreement
+from holdfast.coordination.opening.records import Agreement
 from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.write import WrittenPack
 from holdfast.format.index.index_builder import IndexBuilder

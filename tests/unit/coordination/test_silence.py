@@ -12,9 +12,9 @@ import pytest
 
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
-from holdfast.coordination.agreement import SaveAgreement
 from holdfast.coordination.commit_vote import CommitVote, Vote
 from holdfast.coordination.job import Job
+from holdfast.coordination.opening.agreement import SaveAgreement
 from holdfast.coordination.outcome import Outcome, OutcomeKind
 from holdfast.errors import UnavailableError
 from holdfast.ports.comm import KeyValueStore

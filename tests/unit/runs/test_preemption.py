@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from holdfast.checkpoint.location import none_allowed
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
+from holdfast.coordination.exit.signals import Signals
 from holdfast.coordination.job import Job
-from holdfast.coordination.signals import Signals
 from holdfast.errors import ConflictError, Preempted, UnavailableError
 from holdfast.policies import BestN, EveryNSteps, KeepPolicy, Policies
 from holdfast.ports.comm import KeyValueStore

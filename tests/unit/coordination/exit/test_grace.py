@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.coordination.grace import expected_seconds, fits, usable_seconds
+from holdfast.coordination.exit.grace import expected_seconds, fits, usable_seconds
 
 SECONDS = st.floats(0, 1e4)
 LISTS = st.lists(SECONDS, max_size=5)

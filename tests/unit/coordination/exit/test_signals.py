@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from holdfast.clock import SystemClock
-from holdfast.coordination.signals import Signals
+from holdfast.coordination.exit.signals import Signals
 from holdfast.errors import InvalidError
 from holdfast.settings import Preemption
 from tests.distributed.forked import REPOSITORY, environment
@@ -117,7 +117,7 @@ def test_on_another_thread_nothing_is_taken_and_that_is_said(caplog: pytest.LogC
 
 SCRIPT = """
 import os, signal, sys, time
-from holdfast.coordination.signals import Signals
+from holdfast.coordination.exit.signals import Signals
 from holdfast.clock import SystemClock
 signals = Signals(("SIGTERM", "SIGUSR1"), SystemClock())
 signals.take()

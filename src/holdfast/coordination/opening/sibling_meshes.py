@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from holdfast.coordination.job import error_from, error_text
 from holdfast.coordination.message_codec import decode_message, encode_message
-from holdfast.coordination.records import (
+from holdfast.coordination.opening.records import (
     DescribedState,
     Plain,
     SaveVerdict,

@@ -6,10 +6,10 @@ import pytest
 from torch.distributed import HashStore
 
 from holdfast.clock import SystemClock
-from holdfast.coordination.agreement import SaveAgreement
 from holdfast.coordination.job import Job, error_text
 from holdfast.coordination.message_codec import encode_message
-from holdfast.coordination.records import SaveVerdict
+from holdfast.coordination.opening.agreement import SaveAgreement
+from holdfast.coordination.opening.records import SaveVerdict
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.key_value_store import TorchKeyValueStore
 from holdfast.settings import Settings

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from holdfast.coordination.message_codec import decode_message, encode_message
-from holdfast.coordination.records import Details
+from holdfast.coordination.opening.records import Details
 from holdfast.format.digest import short_digest_of
 from holdfast.geometry.rank_ranges import RankRanges, rank_ranges, ranks_in
 from holdfast.geometry.tensor import Role

@@ -29,7 +29,7 @@ import logging
 import threading
 from contextlib import suppress
 
-from holdfast.coordination.grace import usable_seconds
+from holdfast.coordination.exit.grace import usable_seconds
 from holdfast.coordination.job import Job
 from holdfast.errors import CheckpointError, UnavailableError
 

@@ -21,7 +21,9 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from holdfast.coordination.details import (
+from holdfast.coordination.job import Job, error_from, error_text
+from holdfast.coordination.message_codec import decode_message, encode_message
+from holdfast.coordination.opening.details import (
     SharedTensors,
     decode_details,
     details_by_rank,
@@ -32,9 +34,7 @@ from holdfast.coordination.details import (
     shared_tensors,
     silent_ranks,
 )
-from holdfast.coordination.job import Job, error_from, error_text
-from holdfast.coordination.message_codec import decode_message, encode_message
-from holdfast.coordination.records import (
+from holdfast.coordination.opening.records import (
     Agreement,
     DescribedState,
     Details,
@@ -47,8 +47,8 @@ from holdfast.coordination.records import (
     refusal_in,
     skew_error_of,
 )
+from holdfast.coordination.opening.sibling_meshes import MeshJudgement, encode_tensors, publish_samples
 from holdfast.coordination.save_context import SaveContext
-from holdfast.coordination.sibling_meshes import MeshJudgement, encode_tensors, publish_samples
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.geometry.rank_ranges import RankRanges, rank_ranges, ranks_in
 from holdfast.plan.rank_differences import Differences, refusal_of

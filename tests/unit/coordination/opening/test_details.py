@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.checkpoint_manager import CheckpointManager
-from holdfast.coordination.details import (
+from holdfast.coordination.opening.details import (
     SharedTensors,
     decode_details,
     decode_difference,
@@ -21,7 +21,7 @@ from holdfast.coordination.details import (
     fitting_names,
     shared_tensors,
 )
-from holdfast.coordination.records import Details
+from holdfast.coordination.opening.records import Details
 from holdfast.geometry.tensor import Role
 from holdfast.ports.comm import KeyValueStore
 from holdfast.types.reports import SaveReport

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.clock import SystemClock
-from holdfast.coordination.exit_agreement import ExitAgreement
+from holdfast.coordination.exit.exit_agreement import ExitAgreement
 from holdfast.coordination.job import Job
 from holdfast.errors import UnavailableError
 from holdfast.ports.comm import KeyValueStore
