@@ -1,0 +1,172 @@
+"""What rank 0 decides on a save: it judges statements and answers of all ranks, and returns one verdict at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from holdfast.coordination.job import error_from
+from holdfast.coordination.opening.details import (
+    details_by_rank,
+    fitting_names,
+    mismatches,
+    shared_tensors,
+    silent_ranks,
+)
+from holdfast.coordination.opening.numbered_save import NumberedSave
+from holdfast.coordination.opening.records import (
+    Details,
+    SaveVerdict,
+    Statement,
+    ranks_listed,
+    refusal_in,
+    skew_error_of,
+)
+from holdfast.coordination.opening.sibling_meshes import MeshJudgement
+from holdfast.coordination.save_context import SaveContext
+from holdfast.errors import CheckpointError, UnavailableError
+from holdfast.geometry.rank_ranges import RankRanges, rank_ranges, ranks_in
+from holdfast.plan.rank_differences import Differences, refusal_of
+from holdfast.plan.unmatched_patterns import judge_unmatched
+
+
+class Decision:
+    """Rank 0's decision on one save."""
+
+    def __init__(self, save: NumberedSave, claim: Callable[[], SaveContext]) -> None:
+        """Decide nothing yet.
+
+        Args:
+            save: The save.
+            claim: Claims the location and returns the context; called before rank 0 agrees.
+        """
+        self._save, self._job, self._claim = save, save.job, claim
+        self._meshes: MeshJudgement
+        """What rank 0 knows of meshes; set by `on_statements`."""
+
+    def on_statements(self, records: Sequence[bytes]) -> SaveVerdict:
+        """Return the verdict on the statements and refusals of all ranks.
+
+        Args:
+            records: By rank, what it set.
+        """
+        job = self._job
+        for rank, record in enumerate(records):
+            refusal = refusal_in(record)
+            if refusal is not None:
+                error = error_from(refusal)
+                return self._save.refusal(type(error)(f"{self._save.name}: rank {rank} refused: {error}"))
+        statements = [Statement.decode(record) for record in records]
+        failures, failures_max = job.history.failures, job.settings.failed_saves_max
+        if failures_max is not None and failures >= failures_max:
+            text = (
+                f"{self._save.name}: the last saves failed, {failures} in a row; expected fewer than {failures_max} "
+                "(settings.failed_saves_max). Nothing was saved. The log has their errors: look there first"
+            )
+            return self._save.refusal(UnavailableError(text))
+        skew_error = skew_error_of(self._save.name, statements)
+        if skew_error is not None:
+            return self._save.refusal(skew_error)
+        unmatched_error, warnings = judge_unmatched(self._save.name, [statement.unmatched for statement in statements])
+        if unmatched_error is not None:
+            return self._save.refusal(unmatched_error)
+        for text in warnings:
+            job.warn_once(self._save.name, text)
+        classes: dict[bytes, list[int]] = {}
+        for rank, statement in enumerate(statements):
+            classes.setdefault(statement.layout, []).append(rank)
+        groups = list(classes.values())
+        differing = [
+            rank
+            for members in groups
+            for rank in members
+            if (statements[rank].agreeing, statements[rank].other)
+            != (statements[members[0]].agreeing, statements[members[0]].other)
+        ]
+        kept = self._still_differing(statements, groups)
+        self._meshes = MeshJudgement(self._save.name, groups, statements)
+        if len(groups) == 1 and not differing and self._meshes.are_matched_without_names:
+            return self._go_ahead(SaveVerdict(self._save.id, divergent=kept))
+        describe = sorted({members[0] for members in groups} | set(differing))
+        several = [rank_ranges(members) for members in groups] if len(groups) > 1 else []
+        return SaveVerdict(self._save.id, describe=rank_ranges(describe), classes=several, divergent=kept)
+
+    def _still_differing(self, statements: Sequence[Statement], classes: Sequence[Sequence[int]]) -> tuple[str, ...]:
+        """Return the names known to differ; none if their values are equal again within each class."""
+        names = self._job.differing.get(statements[0].layout, frozenset())
+        is_equal = all(len({statements[rank].known for rank in members}) == 1 for members in classes)
+        return () if is_equal else tuple(sorted(names))
+
+    def on_answers(self, verdict: SaveVerdict) -> SaveVerdict:
+        """Return rank 0's next verdict, once the ranks that it asked have answered."""
+        asked = self._meshes.sibling_ranks if verdict.compare else ranks_in(verdict.describe or verdict.name or ())
+        try:
+            if verdict.describe is not None:
+                return self._on_details(verdict, asked)
+            different = self._meshes.judge_samples(verdict, asked, self._save.read)
+            if different:
+                return replace(verdict, compare=False, name=rank_ranges(different))
+        except TimeoutError:
+            missing = f"{ranks_listed(asked)} did not publish {'samples' if verdict.describe is None else 'details'}"
+            limit = f"{self._job.agreement_seconds:g} s"
+            text = f"{self._save.name}: some of ranks {missing} within {limit}; look at those ranks"
+            return self._save.refusal(UnavailableError(text))
+        except CheckpointError as error:
+            return self._save.refusal(error)
+        return self._go_ahead(replace(verdict, compare=False))
+
+    def _on_details(self, verdict: SaveVerdict, asked: Sequence[int]) -> SaveVerdict:
+        classes = self._save.classes(verdict)
+        details, uneven = details_by_rank(asked, classes, partial(self._save.read, "details"))
+        plain = [details[ranks[0]].plain for ranks in classes]
+        self._meshes.judge_names(self._save.read("meshes", [ranks[0] for ranks in classes]), plain)
+        found = Differences.between(
+            {rank: each.agreeing for rank, each in details.items()},
+            {rank: each.other for rank, each in details.items()},
+        )
+        # A save by path has no save before it that would have warned.
+        job = self._job
+        is_first = self._save.step < 0 or not job.history.has_agreed
+        lossy = {name for each in details.values() for name in each.lossy}
+        refused = found.refused(lossy, is_first=is_first) if job.settings.replicas == "refuse" else []
+        refused += mismatches(details)
+        if refused:
+            return self._save.refusal(refusal_of(self._save.name, refused))
+        new = [name for name in found.others if job.is_first_occurrence(f"{name} differs between ranks")]
+        for text in found.warnings(new):
+            job.warn_once(self._save.name, text)
+        if found.replicas and job.is_first_occurrence("replicas differ"):
+            job.warn_once(self._save.name, found.drift_warning())
+        drift = found.drift(silent_ranks(asked, classes))
+        agreed = replace(
+            verdict,
+            describe=None,
+            divergent=tuple(sorted({*found.others, *verdict.divergent})),
+            drift=drift,
+            uneven=fitting_names(uneven, job.comm.world_size),
+            sharing=self._share(classes, details),
+        )
+        return self._go_ahead(agreed)
+
+    def _share(self, classes: Sequence[tuple[int, ...]], details: Mapping[int, Details]) -> RankRanges:
+        """Publish for each class which of its plain tensors other classes hold; return the numbers of those classes."""
+        job = self._job
+        shared = shared_tensors([details[ranks[0]].plain for ranks in classes]) if len(classes) > 1 else {}
+        for number, tensors in shared.items():
+            key = self._save.key("shared", number)
+            job.key_value_store.set(key, tensors.encode(), job.seconds_left(job.deadline()))
+            job.record_keys(self._save.sequence, [key])
+        return rank_ranges(sorted(shared))
+
+    def _go_ahead(self, verdict: SaveVerdict) -> SaveVerdict:
+        """Return the verdict with the context, or a refusal if the location cannot be claimed.
+
+        If there are sibling meshes whose samples were not compared yet, return the verdict that asks for them.
+        """
+        if verdict.siblings is None and (siblings := self._meshes.siblings) is not None:
+            return replace(verdict, compare=True, siblings=siblings)
+        try:
+            return replace(verdict, context=self._claim())
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for a verdict, whatever the error is
+            return self._save.refusal(error)

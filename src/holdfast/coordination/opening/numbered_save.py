@@ -1,0 +1,130 @@
+"""A save under its number: its keys in the key-value store, the deadline of its agreement, and its refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from holdfast.coordination.job import Job, error_text
+from holdfast.coordination.message_codec import decode_message, encode_message
+from holdfast.coordination.opening.records import SaveVerdict, Statement, refusal_in
+from holdfast.errors import InvalidError
+from holdfast.geometry.rank_ranges import ranks_in
+
+
+class NumberedSave:
+    """The keys of one numbered save, on one rank."""
+
+    def __init__(self, job: Job, step: int, location: bytes) -> None:
+        """Take no number yet.
+
+        Args:
+            job: The ranks.
+            step: The step being saved; -1 for a save by path.
+            location: 8-byte digest of the URL of the location.
+        """
+        self.job, self.step = job, step
+        self.id = step, location.hex()
+        """Step and digest of the location."""
+        self.name = f"save of step {step}" if step >= 0 else "save"
+        """Its name, for messages."""
+        self.deadline = job.agreement_deadline()
+        """When the agreement must end, on the monotonic clock."""
+        self.sequence = job.sequence
+        """Its number; final once `take_number` has returned."""
+
+    def take_number(self) -> SaveVerdict | None:
+        """Take the number of this save; return the refusal of it if the other ranks have given up already.
+
+        Raises:
+            UnavailableError: The key-value store failed; no number is taken.
+            TimeoutError: It gave no answer; no number is taken.
+        """
+        job = self.job
+        # Read the next number before any verdict. In the other order, a verdict set in between would raise the number
+        # and move this rank past a save that it belongs to.
+        latest = int(self._find(job.key("opening", "next")) or 0)  # The number after the last save that rank 0 closed.
+        verdict = self._find_verdict(job.sequence)
+        if verdict is None and latest > job.sequence:
+            job.sequence = latest
+            verdict = self._find_verdict(latest)
+        while verdict is not None:
+            is_own = verdict.refused is not None and verdict.save_id == self.id
+            if is_own and not self._is_retried(job.sequence + 1):
+                # The other ranks refused this very save before this rank called. This rank takes the refusal and its
+                # number. With the next number, its count would stay one ahead of the others' count. The exception:
+                # rank 0 has already opened that number, because it retries the same save.
+                break
+            # The other ranks opened and closed this number without this rank. Join them at the next.
+            job.sequence = max(job.sequence + 1, latest)
+            verdict = self._find_verdict(job.sequence)
+        self.sequence = job.sequence
+        job.sequence += 1
+        return verdict
+
+    def _find(self, key: str) -> bytes | None:
+        """Return the value of a key, None if it is not set; without waiting."""
+        store = self.job.key_value_store
+        return store.get_many([key], self.job.seconds_left(self.deadline))[0] if store.present(key) else None
+
+    def _find_verdict(self, sequence: int) -> SaveVerdict | None:
+        """Return the verdict of a numbered save if there is one, without waiting."""
+        record = self._find(self._key_of(sequence, "verdict"))
+        return None if record is None else decode_message(record, SaveVerdict)
+
+    def _is_retried(self, sequence: int) -> bool:
+        """Return whether rank 0 opened this save again, under the given number."""
+        record = self._find(self._key_of(sequence, "open", 0))
+        if record is None or refusal_in(record) is not None:
+            return False
+        statement = Statement.decode(record)
+        return (statement.step, statement.location.hex()) == self.id
+
+    def publish(self, name: str, record: bytes) -> None:
+        """Set what this rank publishes under a name."""
+        job, key = self.job, self.key(name, self.job.comm.rank)
+        job.key_value_store.set(key, record, job.seconds_left(self.deadline))
+        job.record_keys(self.sequence, [key])
+
+    def read(self, name: str, ranks: Sequence[int]) -> list[bytes]:
+        """Return what ranks published under a name, once all of them have."""
+        keys = [self.key(name, rank) for rank in ranks]
+        return self.job.key_value_store.get_many(keys, self.job.seconds_left(self.deadline))
+
+    def classes(self, verdict: SaveVerdict) -> list[tuple[int, ...]]:
+        """Return the ranks of each class."""
+        return [ranks_in(ranges) for ranges in verdict.classes] or [tuple(range(self.job.comm.world_size))]
+
+    def refusal(self, error: Exception) -> SaveVerdict:
+        """Return a refusal. It raises only where no training can be far on, or where the caller asked for it.
+
+        A wrong state or call raises until the ranks have agreed once. After that it would end a training that has run
+        for days. The rank that sets the verdict decides for all ranks.
+        """
+        history, failures_max = self.job.history, self.job.settings.failed_saves_max
+        raises = isinstance(error, InvalidError) and not history.has_agreed
+        raises |= failures_max is not None and history.failures + 1 >= failures_max
+        return SaveVerdict(self.id, refused=error_text(error), raises=raises)
+
+    def set_verdict(self, name: str, verdict: SaveVerdict) -> SaveVerdict:
+        """Set the verdict unless one is set already; return the verdict that is set."""
+        job = self.job
+        key = self.key(name)
+        standing = job.key_value_store.compare_set(
+            key, b"", encode_message(verdict), job.seconds_left(job.agreement_deadline())
+        )
+        if job.comm.rank == 0:
+            # Rank 0 deletes old verdicts later. A rank that missed them learns the next number from this key.
+            job.key_value_store.set(
+                job.key("opening", "next"),
+                str(self.sequence + 1).encode(),
+                job.seconds_left(job.agreement_deadline()),
+            )
+            job.record_keys(self.sequence, [key])
+        return decode_message(standing, SaveVerdict)
+
+    def key(self, name: str, *parts: object) -> str:
+        """Return a key of this save."""
+        return self._key_of(self.sequence, name, *parts)
+
+    def _key_of(self, sequence: int, name: str, *parts: object) -> str:
+        return self.job.key("opening", sequence, name, *parts)
