@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
+from holdfast.coordination.commit_vote import CommitVote
 from holdfast.coordination.job import Job, error_from, error_text
 from holdfast.coordination.message_codec import decode_message
 from holdfast.coordination.opening.decision import Decision
@@ -118,8 +119,12 @@ class SaveAgreement:
         self._take(verdict)
         if verdict.refused is not None:
             raise error_from(verdict.refused)
-        self._remember(statement.layout, verdict, described)
-        return self._agreement(verdict, state)
+        try:
+            self._remember(statement.layout, verdict, described)
+            return self._agreement(verdict, state)
+        except Exception as error:
+            self._abort(error)
+            raise
 
     def require_wanted(self) -> None:
         """Raise the refusal if the other ranks have refused this save before this rank called."""
@@ -225,6 +230,12 @@ class SaveAgreement:
             context=verdict.context,
             siblings={} if siblings is None else state.sibling_holders(siblings, number),
         )
+
+    def _abort(self, error: Exception) -> None:
+        """Abort the attempt that the ranks agreed on: they would wait for the vote of this rank."""
+        save = self._save
+        vote = CommitVote(self._job, save.sequence, self._job.attempt_id(save.sequence, save.step), save.name)
+        vote.abort(error_from(error_text(error)))
 
     def _decide(self, decision: Decision) -> SaveVerdict:
         """Return rank 0's verdict on the statements of all ranks."""

@@ -15,9 +15,9 @@ from holdfast.coordination.outcome import OutcomeKind
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.settings import Settings
 from holdfast.testing.comm import ThreadComm, ThreadGroup
-from holdfast.testing.faults import Faults, FaultyKeyValueStore, raise_error
+from holdfast.testing.faults import FaultPoint, Faults, FaultyKeyValueStore, raise_error
 from holdfast.types.reports import SaveReport
-from tests.unit.ranks import HASTY, PATIENT, World, saved, sharded
+from tests.unit.ranks import HASTY, PATIENT, World, plain, saved, sharded
 
 OPERATIONS = {"set", "get_many", "present", "compare_set"}
 
@@ -116,3 +116,23 @@ def test_a_rank_whose_decision_to_publish_got_no_reply_aborts_for_certain(after:
         vote.vote(Vote(1, "0"))
     assert vote.abort(UnavailableError("no reply")).kind is OutcomeKind.ABORTED
     assert vote.await_outcome().kind is OutcomeKind.ABORTED, "the other ranks hear of it at once"
+
+
+def test_a_rank_that_fails_after_the_verdict_aborts_the_save_for_the_others() -> None:
+    """It cannot read which of its plain tensors the other class holds too."""
+
+    def fail_once(operation: FaultPoint) -> None:
+        if "/shared/" in operation.subject and not failed:
+            failed.append(operation.subject)
+            raise UnavailableError("no answer")
+
+    failed: list[str] = []
+    faults = Faults(fail_once, names={"get_many"}, lasting=True)
+    world = World(2, boards={1: lambda inner: FaultyKeyValueStore(inner, faults)})
+    states = {"tied": plain(1.0), "own": plain(2.0)}, {"tied": plain(1.0)}
+    outcomes = world.play(lambda rank, run: [saved(run, step, states[rank]) for step in (1, 2)])
+    assert len(failed) == 1
+    for first, second in outcomes:  # type: ignore[misc]
+        assert isinstance(first, UnavailableError) and "no answer" in str(first), first
+        assert isinstance(second, SaveReport), second
+    assert "rank 1 aborted" in str(outcomes[0][0])  # type: ignore[index]
