@@ -195,7 +195,7 @@ def load(
         CorruptError: Stored bytes are not what was saved; the state may be partly filled.
     """
     require_state(state, "load(path, state)")
-    job = wiring.new_job(process_group, settings, saves=False)
+    job = wiring.loading_job(process_group, settings)
     request = LoadRequest(state, selection_of(only, skip, grads), strict, cast)
     return load_checkpoint(job, wiring.location_at(path, settings), request)
 

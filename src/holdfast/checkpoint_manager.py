@@ -84,7 +84,7 @@ class CheckpointManager:
         policies = policies_of(save, every, keep, keep_last)
         wanted = preemption_of(preemption)
         store = wiring.store_at(root, settings)
-        job = wiring.new_job(process_group, settings)
+        job = wiring.saving_job(process_group, settings, root)
         handler = None
         if wanted is not None:
             handler = PreemptionHandler(job, Signals(wanted.signals, job.clock), wanted.grace_seconds)

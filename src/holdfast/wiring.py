@@ -11,6 +11,7 @@ from functools import cache
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import CheckpointLocation, ForeignPath
 from holdfast.clock import SystemClock
+from holdfast.coordination.absent_ranks import CallWatch
 from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError
 from holdfast.format.names import is_superseded_name, step_and_digest, step_of_folder
@@ -214,10 +215,17 @@ def framework_of(comm: Comm) -> Framework:
     return TorchFramework(Ranks(comm.rank, comm.world_size, comm.rank_of_global))
 
 
-def new_job(process_group: ProcessGroup, settings: Settings, *, saves: bool = True) -> Job:
-    """Return a new job over a group; a collective of its ranks, unless the job only loads."""
+def loading_job(process_group: ProcessGroup, settings: Settings) -> Job:
+    """Return a job over a group that only loads; no collective."""
     comm = comm_of(process_group)
-    return Job(comm, SystemClock(), settings, framework_of(comm), saves=saves)
+    return Job(comm, SystemClock(), settings, framework_of(comm), saves=False)
+
+
+def saving_job(process_group: ProcessGroup, settings: Settings, root: object) -> Job:
+    """Return a new job over a group for the manager of a root; a collective of its ranks."""
+    comm = comm_of(process_group)
+    with CallWatch(comm, f"CheckpointManager({root})", "CheckpointManager(...)"):
+        return Job(comm, SystemClock(), settings, framework_of(comm))
 
 
 _JOBS_MAX = 4
@@ -241,9 +249,10 @@ def shared_job(process_group: ProcessGroup, settings: Settings) -> Job:
     # A process that was forked has none of the threads.
     living = [job for job in jobs.values() if not job.is_inherited]
     if settings not in jobs or jobs[settings].is_inherited:
-        jobs[settings] = (
-            living[0].with_settings(settings) if living else Job(comm, SystemClock(), settings, framework_of(comm))
-        )
+        with CallWatch(comm, "the first save by path with these settings", "save(path, state)"):
+            jobs[settings] = (
+                living[0].with_settings(settings) if living else Job(comm, SystemClock(), settings, framework_of(comm))
+            )
     jobs.move_to_end(settings)
     # Every rank drops the same ones: each makes the same calls. A save in flight keeps its job until it ends.
     while len(jobs) > _JOBS_MAX:

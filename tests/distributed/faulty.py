@@ -89,6 +89,10 @@ class BoardedComm:
         return self._inner.world_size
 
     @property
+    def group_id(self) -> str:
+        return self._inner.group_id
+
+    @property
     def timeout_seconds(self) -> float | None:
         return self._inner.timeout_seconds
 

@@ -12,6 +12,7 @@ class AloneComm:
 
     rank = 0
     world_size = 1
+    group_id = "alone"
     timeout_seconds = None
 
     def __init__(self) -> None:

@@ -26,6 +26,7 @@ from functools import partial
 
 from holdfast.checkpoint.index_loading import index_for
 from holdfast.checkpoint.location import CheckpointLocation
+from holdfast.coordination.absent_ranks import CallWatch
 from holdfast.coordination.job import Job, error_text
 from holdfast.engine.exchange import TransferStats
 from holdfast.engine.gc_pause import GcPause, is_small_transfer
@@ -129,6 +130,9 @@ class LoadAttempt:
     gc_pause: GcPause
     """Ends early once much data is known to move: the collector has time to run then."""
 
+    watch: CallWatch
+    """Finds out which ranks do not load; ends once all ranks do."""
+
     damage: StepDamage | None = None
     """Why the step before was given up; None for the first."""
 
@@ -191,8 +195,12 @@ def load_attempt(
     """
     events = dispatcher or EventDispatcher((), job.clock)
     trace = OperationTrace("load", home.step, home.url, job.comm, job.clock, events)
-    with GcPause() as gc_pause, closing(ReaderLease(job.clock, job.settings.lease_seconds)) as lease:
-        yield LoadAttempt(job, home, selector, request, trace, lease, gc_pause)
+    with (
+        GcPause() as gc_pause,
+        closing(ReaderLease(job.clock, job.settings.lease_seconds)) as lease,
+        CallWatch(job.comm, f"load of {home.url}", "load") as watch,
+    ):
+        yield LoadAttempt(job, home, selector, request, trace, lease, gc_pause, watch)
 
 
 def load(attempt: LoadAttempt) -> Loaded | None:
@@ -218,6 +226,7 @@ def load(attempt: LoadAttempt) -> Loaded | None:
             trace.begin(resolved.manifest.step, resolved.location.url)
             planned = _request_and_plan(attempt, resolved)
             agreed = _agree(attempt, resolved, planned)
+            attempt.watch.end()
             moved = _read_or_exchange(attempt, resolved, agreed)
             stats = _restore(attempt, agreed, moved)
             loaded = _finish(attempt, resolved, agreed, stats)

@@ -59,6 +59,11 @@ class Comm(Protocol):
         ...
 
     @property
+    def group_id(self) -> str:
+        """Names the group among those that use the same key-value store; the same on all its ranks."""
+        ...
+
+    @property
     def key_value_store(self) -> KeyValueStore:
         """The key-value store of the group's job."""
         ...

@@ -68,6 +68,9 @@ class ThreadComm:
     timeout_seconds: float | None = None
     """A group of threads trains nothing."""
 
+    group_id = "threads"
+    """Each group has a key-value store of its own."""
+
     def __init__(self, group: ThreadGroup, rank: int, key_value_store: KeyValueStore | None = None) -> None:
         """Join a group.
 
@@ -294,6 +297,9 @@ class CommSuite:
     def test_ranks_and_size(self, world_size: int) -> None:
         found = self.run(world_size, lambda comm: (comm.rank, comm.world_size))
         assert found == [(rank, world_size) for rank in range(world_size)]
+
+    def test_the_id_of_the_group_is_the_same_on_every_rank(self) -> None:
+        assert len({*self.run(3, lambda comm: comm.group_id)}) == 1
 
     @pytest.mark.parametrize("world_size", (1, 4))
     @pytest.mark.parametrize("payload", (b"", b"\0", bytes(range(256)) * 300))

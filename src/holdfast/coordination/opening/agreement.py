@@ -16,9 +16,10 @@ States of a numbered save (its `sequence`), and who moves it from one to the nex
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from holdfast.coordination import absent_ranks
 from holdfast.coordination.commit_vote import CommitVote
 from holdfast.coordination.job import Job, error_from, error_text
 from holdfast.coordination.message_codec import decode_message
@@ -59,6 +60,10 @@ class SaveAgreement:
         self.raises = False
         """Whether the call raises the refusal; decided by the verdict, so the same on every rank."""
         self._failure: UnavailableError | None = None
+        self._is_elected: bool | None = None
+        """Whether this rank asks which ranks are absent; None before the election."""
+        self._absent: Sequence[int] = range(job.comm.world_size)
+        """Ranks that may not have called: every rank until this rank has asked."""
         try:
             verdict = self._save.take_number()
         except (UnavailableError, TimeoutError) as error:
@@ -239,9 +244,10 @@ class SaveAgreement:
 
     def _decide(self, decision: Decision) -> SaveVerdict:
         """Return rank 0's verdict on the statements of all ranks."""
-        job, keys = self._job, self._open_keys()
+        job = self._job
+        keys = [self._save.key("open", rank) for rank in range(job.comm.world_size)]
         try:
-            records = job.key_value_store.get_many(keys, job.seconds_left(self._save.deadline))
+            records = self._await(keys, self._save.deadline)
         except TimeoutError:
             absence = self._absence_error(f"within {job.agreement_seconds:g} s")
             if absence is not None:
@@ -251,31 +257,57 @@ class SaveAgreement:
         return decision.on_statements(records)
 
     def _await_verdict(self, name: str) -> SaveVerdict:
-        job = self._job
-        key = self._save.key(name)
+        job, key = self._job, self._save.key(name)
         try:
-            (text,) = job.key_value_store.get_many([key], job.seconds_left(self._save.deadline) + _GRACE_SECONDS)
+            (text,) = self._await([key], self._save.deadline + _GRACE_SECONDS, job.asking_seconds)
         except TimeoutError:
             limit = f"within {job.agreement_seconds:g} s of rank {job.comm.rank}"
-            # Ranks come here together. If each asked for every rank, the store would answer for hours.
-            is_asking = not job.key_value_store.present(key) and job.is_elected(self._save.key("asking"))
+            is_asking = self._is_elected is not False and not job.key_value_store.present(key) and self._elect()
             if not is_asking:
                 with suppress(TimeoutError):
                     (text,) = job.key_value_store.get_many([key], job.asking_seconds)
                     return decode_message(text, SaveVerdict)
-            job.record_keys(self._save.sequence, [self._save.key("asking")])
             # Rank 0 itself may wait for other ranks: then name those.
             error = (self._absence_error(limit) if is_asking else None) or UnavailableError(
-                f"{self._save.name}: rank 0 called save and gave no verdict {limit}; look at rank 0"
+                f"{self._save.name}: rank 0 {'called save and ' if is_asking else ''}gave no verdict {limit}; look at "
+                "rank 0"
             )
             return self._save.set_verdict(name, self._save.refusal(error))
         return decode_message(text, SaveVerdict)
 
-    def _absence_error(self, limit: str) -> UnavailableError | None:
-        """Return the error that names the ranks without a statement or refusal; None if every rank has set one."""
-        keys = self._open_keys()
-        absent = [rank for rank, key in enumerate(keys) if not self._job.key_value_store.present(key)]
-        return absence_error_of(self._save.name, absent, len(keys), limit)
+    def _await(self, keys: Sequence[str], deadline: float, asking_seconds: float = 0.0) -> list[bytes]:
+        """Return the values of keys once all are set; log after ten seconds which ranks have not called.
 
-    def _open_keys(self) -> list[str]:
-        return [self._save.key("open", rank) for rank in range(self._job.comm.world_size)]
+        Args:
+            keys: The keys.
+            deadline: When this rank gives up.
+            asking_seconds: How much later it gives up if another rank decides at its deadline, once it has asked.
+        Raises:
+            TimeoutError: The deadline has passed.
+        """
+        job = self._job
+        if self._is_elected is None and job.seconds_left(deadline) > absent_ranks.ASK_SECONDS:
+            with suppress(TimeoutError):
+                return job.key_value_store.get_many(keys, absent_ranks.ASK_SECONDS)
+            absent = self._ask_for_absent() if self._elect() else None
+            deadline += asking_seconds if absent is None else 0.0
+            absent_ranks.log_absent(self._save.name, "save", absent, job.comm)
+        return job.key_value_store.get_many(keys, job.seconds_left(deadline))
+
+    def _elect(self) -> bool:
+        """Return whether this rank asks for all. If each asked for every rank, the store would answer for hours."""
+        if self._is_elected is None:
+            key = self._save.key("asking")
+            self._is_elected = self._job.is_elected(key)
+            self._job.record_keys(self._save.sequence, [key])
+        return self._is_elected
+
+    def _ask_for_absent(self) -> Sequence[int]:
+        """Return the ranks that have set neither a statement nor a refusal."""
+        is_present = self._job.key_value_store.present
+        self._absent = [rank for rank in self._absent if not is_present(self._save.key("open", rank))]
+        return self._absent
+
+    def _absence_error(self, limit: str) -> UnavailableError | None:
+        """Return the error that names the ranks that did not call; None if every rank has called."""
+        return absence_error_of(self._save.name, self._ask_for_absent(), self._job.comm.world_size, limit)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import weakref
 from collections.abc import Mapping, Sequence
 
@@ -54,7 +56,12 @@ class ProcessGroupComm:
         """The key-value store of the job."""
         self.timeout_seconds = _timeout_of(group)
         """How long a collective of the training waits."""
-        self._rank_of_global = {member: rank for rank, member in enumerate(dist.get_process_group_ranks(group))}
+        members = dist.get_process_group_ranks(group)
+        self._rank_of_global = {member: rank for rank, member in enumerate(members)}
+        # Names of groups are internal to torch. The count of restarts: torchrun keeps the store of the life before.
+        identity = repr((members, os.environ.get("TORCHELASTIC_RESTART_COUNT")))
+        self.group_id = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
+        """Names the group among those that use the same key-value store."""
 
     @property
     def _group(self) -> dist.ProcessGroup | None:

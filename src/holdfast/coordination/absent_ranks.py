@@ -1,0 +1,136 @@
+"""Calls that every rank must make: after ten seconds one rank finds out which ranks have not called, and logs it.
+
+States of a call on one rank, and who moves it from one to the next:
+
+    called   -> arrived   a background thread after two seconds: a key states that this rank has called
+    arrived  -> overdue   the same thread after ten seconds: the first rank to claim a key asks for every other rank
+    any      -> ended     the training thread, once every rank has called or the call has failed; the keys are deleted
+
+Most calls end within two seconds, and cost the key-value store nothing. An agreement on a save needs no such thread:
+its statements show who has called.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from holdfast.engine.background import CALLS
+from holdfast.errors import CheckpointError, first_three
+from holdfast.ports.comm import Comm
+
+logger = logging.getLogger(__name__)
+
+ASK_SECONDS = 10.0
+"""How long a rank waits for the others before one rank asks which ranks have not called."""
+
+_ARRIVAL_SECONDS = 2.0
+"""How long a rank waits before it states that it has called. A rank that called later counts as absent."""
+
+_CALL_SECONDS = 60.0
+"""Limit of one call to the key-value store."""
+
+
+def log_absent(name: str, call: str, absent: Sequence[int] | None, comm: Comm) -> None:
+    """Log that a call has waited for other ranks.
+
+    Args:
+        name: Name of what the call does.
+        call: The call that every rank must make.
+        absent: The ranks that have not made it; None if another rank asks for them.
+        comm: The ranks.
+    """
+    if absent is None:
+        logger.info(
+            "%s: rank %d has waited %g s for other ranks. Another rank logs which ranks have not called; every rank "
+            "must call %s",
+            name,
+            comm.rank,
+            ASK_SECONDS,
+            call,
+        )
+    elif absent:
+        logger.warning(
+            "%s: ranks [%s] did not call %s within %g s of rank %d; expected all %d ranks. Every rank must call it: "
+            "move it out of branches that only some ranks take, such as `if rank == 0:`",
+            name,
+            first_three(absent),
+            call,
+            ASK_SECONDS,
+            comm.rank,
+            comm.world_size,
+        )
+    else:
+        logger.info("%s: every rank has called %s; some rank has worked on it for %g s", name, call, ASK_SECONDS)
+
+
+class CallWatch:
+    """Watches, on one rank, a call that every rank must make. A context manager around the call.
+
+    A collective says nothing about a rank that does not call, and its timeout ends the training.
+    """
+
+    def __init__(self, comm: Comm, name: str, call: str) -> None:
+        """Begin to watch.
+
+        Args:
+            comm: The ranks.
+            name: Name of what the call does, for the log.
+            call: The call. A rank makes one call of this name at a time.
+        """
+        self._comm, self._name, self._call = comm, name, call
+        self._ended = threading.Event()
+        if comm.world_size > 1:
+            CALLS.submit(self._watch)
+
+    def __enter__(self) -> Self:
+        """Return the watch."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the watch."""
+        self.end()
+
+    def end(self) -> None:
+        """End the watch: every rank has called. Any further call does nothing."""
+        self._ended.set()
+
+    def _watch(self) -> None:
+        if self._ended.wait(_ARRIVAL_SECONDS):
+            return
+        keys = self._comm.key_value_store
+        own = [self._key(self._comm.rank)]
+        # The log is a help only: a failure of the key-value store is reported by the calls that need it.
+        with suppress(CheckpointError, TimeoutError):
+            keys.set(own[0], b"called", _CALL_SECONDS)
+            try:
+                if not self._ended.wait(ASK_SECONDS - _ARRIVAL_SECONDS):
+                    if self._is_elected():
+                        own.append(self._key("asking"))
+                    self._log(is_asking=len(own) > 1)
+                self._ended.wait()
+            finally:
+                keys.delete(own)
+
+    def _is_elected(self) -> bool:
+        """Return whether this rank asks for all. If each asked for every rank, the store would answer for hours."""
+        own = str(self._comm.rank).encode()
+        return self._comm.key_value_store.compare_set(self._key("asking"), b"", own, _CALL_SECONDS) == own
+
+    def _log(self, *, is_asking: bool) -> None:
+        absent = None
+        if is_asking:
+            present = self._comm.key_value_store.present
+            absent = [rank for rank in range(self._comm.world_size) if not present(self._key(rank))]
+        if not self._ended.is_set():  # Meanwhile the last rank may have called.
+            log_absent(self._name, self._call, absent, self._comm)
+
+    def _key(self, part: object) -> str:
+        # No nonce: a call that makes one, and a load by path, have none. Other groups may use the same store.
+        return f"calls/{self._comm.group_id}/{self._call}/{part}"
