@@ -78,8 +78,9 @@ class CheckpointManager:
             observers: Receive events of saves and loads: those of `holdfast.observers`, or your own. A slow or broken
                 observer cannot delay or fail a save.
         Raises:
-            InvalidError: The root is a checkpoint or no path; `save` or `keep` is invalid or given twice; or
-                `preemption` is given on a thread that receives no signals.
+            InvalidError: The root is a checkpoint or no path; `save` or `keep` is invalid or given twice;
+                `preemption` is given on a thread that receives no signals; or `WORLD_SIZE` is over 1 and there is no
+                process group.
         """
         policies = policies_of(save, every, keep, keep_last)
         wanted = preemption_of(preemption)
@@ -90,6 +91,7 @@ class CheckpointManager:
             handler = PreemptionHandler(job, Signals(wanted.signals, job.clock), wanted.grace_seconds)
         self._open(store, job, References(settings.allowed_roots), policies, observers, handler)
         self._position.starts_over = start_over
+        self._follows_default_group = process_group is None
 
     @classmethod
     def over(
@@ -134,6 +136,7 @@ class CheckpointManager:
         self._position = self._parts.position
         self._pending: list[SaveHandle] = []
         self._closed = False
+        self._follows_default_group = False
         self.load_report: LoadReport | None = None
         """Report of the last load."""
 
@@ -411,6 +414,8 @@ class CheckpointManager:
     def _require_not_closed(self) -> None:
         if self._closed:
             raise InvalidError(f"{self._store.url}: the manager is closed; make a new CheckpointManager")
+        if self._follows_default_group:
+            wiring.require_group(None, self._job.comm)  # The script may have made a process group since.
 
 
 def _unpin_failed(pins: Pins, pin: StepPin, handle: SaveHandle, committed: Future[SaveReport]) -> None:

@@ -205,6 +205,21 @@ def comm_of(process_group: ProcessGroup) -> Comm:
     return comm.comm_of(process_group)
 
 
+def require_group(process_group: ProcessGroup, comm: Comm) -> None:
+    """Refuse to save as if this process were alone although it is one of several ranks.
+
+    Args:
+        process_group: As the caller passed it.
+        comm: What `comm_of` returned for it.
+    Raises:
+        InvalidError: The message says how to mend it.
+    """
+    if process_group is None and comm.world_size == 1:
+        from holdfast.frameworks.torch.comm import require_default_group_of_one
+
+        require_default_group_of_one()
+
+
 def framework_of(comm: Comm) -> Framework:
     """Return the framework of a job's states."""
     from holdfast.frameworks.torch.comm import ProcessGroupComm, SoloComm
@@ -222,8 +237,13 @@ def loading_job(process_group: ProcessGroup, settings: Settings) -> Job:
 
 
 def saving_job(process_group: ProcessGroup, settings: Settings, root: object) -> Job:
-    """Return a new job over a group for the manager of a root; a collective of its ranks."""
+    """Return a new job over a group for the manager of a root; a collective of its ranks.
+
+    Raises:
+        InvalidError: This process is one of several ranks without a group.
+    """
     comm = comm_of(process_group)
+    require_group(process_group, comm)
     with CallWatch(comm, f"CheckpointManager({root})", "CheckpointManager(...)"):
         return Job(comm, SystemClock(), settings, framework_of(comm))
 
@@ -238,8 +258,12 @@ def shared_job(process_group: ProcessGroup, settings: Settings) -> Job:
     """Return the job that saves by path of a group and of equal settings share.
 
     A collective of its ranks at the first of them. Jobs of one group share connections and threads.
+
+    Raises:
+        InvalidError: This process is one of several ranks without a group.
     """
     comm = comm_of(process_group)
+    require_group(process_group, comm)
     from holdfast.frameworks.torch.comm import SoloComm, group_of
 
     # A process alone has no group: the class of its comm is the key. A job refers to its group weakly, so the entry of

@@ -35,6 +35,34 @@ def comm_of(process_group: object) -> ProcessGroupComm | SoloComm:
     return ProcessGroupComm(process_group)
 
 
+def require_default_group_of_one() -> None:
+    """Refuse that a process saves as if it were alone although it is one of several ranks.
+
+    Every rank would save its own part as a whole checkpoint, and the ranks would compete for the root.
+
+    Raises:
+        InvalidError: The default group has several ranks, or there is none and the launcher states several ranks.
+    """
+    way_out = (
+        "Call init_process_group first. If each rank shall save for itself, pass process_group=False, and a root of "
+        "its own on each rank"
+    )
+    if dist.is_initialized():
+        if dist.get_world_size() > 1:
+            raise InvalidError(
+                "the manager was made before init_process_group, so it knows this process only; expected the "
+                f"{dist.get_world_size()} ranks of the process group. {way_out}"
+            )
+        return
+    # torchrun and most launchers state it. Those that do not are met by the check above, once there is a group.
+    ranks = os.environ.get("WORLD_SIZE", "")
+    if ranks.isdecimal() and int(ranks) > 1:
+        raise InvalidError(
+            f"WORLD_SIZE={ranks}: this process is one of {ranks} ranks, but torch.distributed has no process group; "
+            f"expected one before a CheckpointManager is made or a state is saved. {way_out}"
+        )
+
+
 def group_of(process_group: object) -> object:
     """Return the object that identifies a group during its life."""
     return dist.group.WORLD if process_group is None else process_group
