@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import stat
+import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TypeVar
 
@@ -34,6 +36,11 @@ repeated, so it needs a connection that works."""
 
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 60_000}
 """Options of TCP: after a minute without an answer from the host a connection counts as broken."""
+
+_LIBC = ctypes.CDLL(None)
+
+_ADDRESS_BYTES = 128
+"""Size of the largest socket address, `sockaddr_storage`."""
 
 
 class TorchKeyValueStore:
@@ -181,23 +188,22 @@ def _keep_alive(port: int) -> None:
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             # Any thread may close the descriptor in between.
             with suppress(OSError):
-                if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
-                    with _borrowed_socket(descriptor) as connection:
-                        _keep_alive_if_to(connection, port)
+                if stat.S_ISSOCK(os.fstat(descriptor).st_mode) and _peer_port(descriptor) == port:
+                    _set_option(descriptor, socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                    for name, value in _KEEP_ALIVE.items():
+                        _set_option(descriptor, socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-@contextmanager
-def _borrowed_socket(descriptor: int) -> Iterator[socket.socket]:
-    """Yield the socket of a descriptor that another owner closes."""
-    connection = socket.socket(fileno=descriptor)
-    try:
-        yield connection
-    finally:
-        connection.detach()
+# Functions of the C library: a `socket.socket` over a descriptor makes it non-blocking if the training has called
+# `socket.setdefaulttimeout`, and closes it if a signal handler raises meanwhile. Gloo and c10d own these descriptors.
+def _peer_port(descriptor: int) -> int | None:
+    """Return the TCP port that a socket is connected to; None if it is connected to none."""
+    address, length = ctypes.create_string_buffer(_ADDRESS_BYTES), ctypes.c_uint32(_ADDRESS_BYTES)
+    if _LIBC.getpeername(descriptor, address, ctypes.byref(length)):
+        return None
+    family, port = int.from_bytes(address.raw[:2], sys.byteorder), int.from_bytes(address.raw[2:4], "big")
+    return port if family in (socket.AF_INET, socket.AF_INET6) else None
 
 
-def _keep_alive_if_to(connection: socket.socket, port: int) -> None:
-    if connection.getpeername()[1:2] == (port,):
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEP_ALIVE.items():
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+def _set_option(descriptor: int, level: int, option: int, value: int) -> None:
+    _LIBC.setsockopt(descriptor, level, option, ctypes.byref(ctypes.c_int(value)), ctypes.sizeof(ctypes.c_int))

@@ -94,6 +94,21 @@ def test_every_connection_is_kept_alive(server: dist.TCPStore, store: TorchKeyVa
     assert len(options) >= 2 and all(options), options
 
 
+def test_a_new_connection_leaves_the_sockets_of_others_blocking(store: TorchKeyValueStore) -> None:
+    """Gloo and c10d own sockets of this process. A training may limit the sockets of its downloads."""
+    ours, theirs = socket.socketpair()
+    socket.setdefaulttimeout(30.0)
+    try:
+        store.set("a", b"1", 5.0)
+        blocking = [os.get_blocking(each.fileno()) for each in (ours, theirs)]
+        assert store.get_many(["a"], 5.0) == [b"1"]
+    finally:
+        socket.setdefaulttimeout(None)
+        for each in (ours, theirs):
+            each.close()
+    assert blocking == [True, True]
+
+
 def test_threads_in_turn_share_one_connection(server: dist.TCPStore, store: TorchKeyValueStore) -> None:
     before = len(list(connections(server.port)))
     for number in range(4):
