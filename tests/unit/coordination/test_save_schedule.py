@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -293,17 +293,42 @@ def test_ranks_agree_again_after_a_board_that_failed_at_any_call(
     assert {187, 204, 221, 238, 255} <= set(first_saved)  # type: ignore[arg-type]
 
 
-def test_ranks_agree_again_after_rank_0_stood_still_for_longer_than_it_is_waited_for() -> None:
+def test_ranks_agree_again_after_rank_0_stood_still_for_longer_than_it_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # As if steps were slow: many announcements.
+    monkeypatch.setattr(plan, "AHEAD_CALLS_MAX", 6)
+    is_still, is_missed, goes_on = threading.Event(), threading.Event(), threading.Event()
+
+    class Impatient(FaultyKeyValueStore):
+        """Waits half a second for rank 0 while that stands still, else longer than any machine is busy."""
+
+        def get_many(self, keys: Sequence[str], timeout_seconds: float) -> list[bytes]:
+            try:
+                return super().get_many(keys, 0.5 if is_still.is_set() else timeout_seconds)
+            except TimeoutError:
+                is_missed.set()
+                raise
+
     def part(rank: int, schedule: Schedule, job: Job) -> list[int]:
         saved = []
         for step in range(1, 200):
             if rank == 0 and step == 20:
-                time.sleep(1.2)
+                is_still.set()
+                assert is_missed.wait(60.0)
+                is_still.clear()
+            if rank == 0 and step == 60:
+                goes_on.set()
+            if rank == 1 and step in (20, 130):
+                assert (is_still if step == 20 else goes_on).wait(60.0)
             time.sleep(0.01)
             saved += step_through(schedule, [step])
         return saved
 
-    first, second = played(2, EverySeconds(0.3), part, timeout_seconds=0.5)
+    def view(rank: int, key_value_store: KeyValueStore) -> KeyValueStore:
+        return Impatient(key_value_store, Faults()) if rank == 1 else key_value_store
+
+    first, second = played(2, EverySeconds(0.1), part, timeout_seconds=60.0, view_of=view)
     assert first != second, "what rank 1 could not know it did not do"
     later = [step for step in first if step > 150]  # type: ignore[attr-defined]
     assert len(later) > 1 and later == [step for step in second if step > 150]  # type: ignore[attr-defined]

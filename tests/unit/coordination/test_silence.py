@@ -82,7 +82,7 @@ def test_a_rank_that_writes_for_longer_than_the_timeout_aborts_no_save() -> None
     """It writes for three timeouts of the other rank, a window at a time."""
 
     def slowly(operation: FaultPoint) -> None:
-        time.sleep(0.6)
+        time.sleep(0.2)
 
     store = fresh_store()
     slow = FaultyStore(store, Faults(slowly, names={"upload.write"}, lasting=True))
@@ -90,7 +90,7 @@ def test_a_rank_that_writes_for_longer_than_the_timeout_aborts_no_save() -> None
     world = World(2, settings=settings, store=store, stores={1: slow})
 
     def part(rank: int, run: CheckpointManager) -> object:
-        return saved(run, 1, {"w": sharded(2, rows=6000)})
+        return saved(run, 1, {"w": sharded(2, rows=21_000)})
 
     outcomes = world.play(part)
     assert all(isinstance(each, SaveReport) for each in outcomes), outcomes

@@ -46,6 +46,11 @@ def played(
     return outcomes
 
 
+def await_wake_up(job: Job) -> None:
+    """Wait until this rank has reported its count: it passes no further call without the exit call."""
+    job.key_value_store.wait([job.key("alarm", "passed", job.comm.rank)], 60.0)
+
+
 def left_at(
     alarm: ExitAgreement, calls: int, told: int | None, pause: Callable[[int], None] = lambda _: None
 ) -> int | None:
@@ -101,10 +106,15 @@ def test_a_rank_that_is_far_ahead_is_not_overtaken_and_one_behind_catches_up() -
                 assert not alarm.should_stop(None)
             ahead.set()
             # In its fifty-first step, of which nobody else has seen anything.
-            time.sleep(0.3)
+            await_wake_up(job)
             return 50 + (left_at(alarm, 100, None) or 0)
-        ahead.wait(10)
-        return left_at(alarm, 100, 3 if rank == 1 else None, lambda _: time.sleep(0.002))
+        assert ahead.wait(60)
+
+        def pause(call: int) -> None:
+            if call == 4:
+                await_wake_up(job)
+
+        return left_at(alarm, 100, 3 if rank == 1 else None, pause)
 
     assert played(3, part) == [51, 51, 51]
 
@@ -112,6 +122,7 @@ def test_a_rank_that_is_far_ahead_is_not_overtaken_and_one_behind_catches_up() -
 def test_a_rank_that_waits_for_another_inside_a_step_keeps_nobody_from_agreeing() -> None:
     """As in a pipeline: rank 1 is inside step 6, which rank 0 must take part in."""
     begun = [threading.Event() for _ in range(8)]
+    passed = threading.Event()
 
     def part(rank: int, alarm: ExitAgreement, job: Job) -> int | None:
         told_at = None
@@ -120,12 +131,14 @@ def test_a_rank_that_waits_for_another_inside_a_step_keeps_nobody_from_agreeing(
                 begun[step].set()
                 if step == 5:
                     # Rank 1 has passed step 5, and waits for rank 0 inside step 6.
-                    time.sleep(0.2)
+                    assert passed.wait(60)
                     told_at = time.monotonic()
             else:
-                assert begun[step].wait(10), "rank 0 waits for rank 1, which waits for rank 0"
+                assert begun[step].wait(60), "rank 0 waits for rank 1, which waits for rank 0"
             if alarm.should_stop(told_at):
                 return step
+            if rank == 1 and step == 5:
+                passed.set()
         return None
 
     assert played(2, part) == [6, 6]
@@ -161,9 +174,9 @@ def test_a_rank_whose_handing_on_is_over_is_skipped() -> None:
             closed.set()
             return left
         left_at(alarm, 9, None)
-        closed.wait(10)
+        assert closed.wait(60)
         # Call 10 is the last that rank 1 has passed; all the others may pass it, and none would leave before.
-        return left_at(alarm, 2, 1 if rank == 0 else None, lambda _: time.sleep(0.05))
+        return left_at(alarm, 2, 1 if rank == 0 else None, lambda call: await_wake_up(job) if call == 2 else None)
 
     assert played(5, part) == [2, None, 2, 2, 2]
 
