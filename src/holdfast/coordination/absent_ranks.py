@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
@@ -30,6 +31,9 @@ ASK_SECONDS = 10.0
 
 _ARRIVAL_SECONDS = 2.0
 """How long a rank waits before it states that it has called. A rank that called later counts as absent."""
+
+_END_SECONDS = 1.0
+"""Longest wait for the thread at the end: it may be in a call to the key-value store."""
 
 _CALL_SECONDS = 60.0
 """Limit of one call to the key-value store."""
@@ -84,8 +88,7 @@ class CallWatch:
         """
         self._comm, self._name, self._call = comm, name, call
         self._ended = threading.Event()
-        if comm.world_size > 1:
-            CALLS.submit(self._watch)
+        self._watching = CALLS.submit(self._watch) if comm.world_size > 1 else None
 
     def __enter__(self) -> Self:
         """Return the watch."""
@@ -100,6 +103,9 @@ class CallWatch:
     def end(self) -> None:
         """End the watch: every rank has called. Any further call does nothing."""
         self._ended.set()
+        if self._watching is not None:
+            # The next call finds the thread idle, and the keys deleted.
+            wait([self._watching], _END_SECONDS)
 
     def _watch(self) -> None:
         if self._ended.wait(_ARRIVAL_SECONDS):
