@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,16 @@ class Built:
 
     digests: Callable[[], dict[str, str]]
     """Digest of every whole tensor this rank has a part in, and every group; a collective."""
+
+
+@cache
+def _mesh(shape: tuple[int, ...], names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """Return a mesh that all layouts of a process share, as a training makes its meshes once.
+
+    Each of its groups has threads and sockets until the process ends: one mesh for each load would add up to
+    a thousand threads.
+    """
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
 def _of_module(model: nn.Module, inner: nn.Module | None = None) -> Built:
@@ -120,7 +131,7 @@ def fsdp1_kept(seed: int) -> Built:
 
 
 def fsdp1_hybrid(seed: int) -> Built:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = _mesh((2, 2), ("replicate", "shard"))
     return _fsdp1(seed, ShardingStrategy.HYBRID_SHARD, mesh)
 
 
@@ -132,11 +143,11 @@ def _fsdp2(model: models.Net, mesh: DeviceMesh) -> models.Net:
 
 
 def fsdp2(seed: int) -> Built:
-    return _of_module(_fsdp2(models.net(seed), init_device_mesh("cpu", (dist.get_world_size(),))))
+    return _of_module(_fsdp2(models.net(seed), _mesh((dist.get_world_size(),))))
 
 
 def hsdp(seed: int) -> Built:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = _mesh((2, 2), ("replicate", "shard"))
     return _of_module(_fsdp2(models.net(seed), mesh))
 
 
@@ -153,7 +164,7 @@ def _tensor_parallel(model: models.Net, mesh: DeviceMesh) -> models.Net:
 
 
 def tp(seed: int) -> Built:
-    return _of_module(_tensor_parallel(models.net(seed), init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))))
+    return _of_module(_tensor_parallel(models.net(seed), _mesh((2,), ("tp",))))
 
 
 def _replicated(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -166,7 +177,7 @@ def _replicated(model: nn.Module, mesh: DeviceMesh) -> None:
 
 def tp_fsdp2(seed: int) -> Built:
     """Tensor parallel inside FSDP2: strided shards where both split one dimension."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = _mesh((2, 2), ("dp", "tp"))
     model = _tensor_parallel(models.net(seed), mesh["tp"])
     _replicated(model, mesh["tp"])
     _fsdp2(model, mesh["dp"])
@@ -179,7 +190,7 @@ def tp_fsdp2_partial(seed: int) -> Built:
 
     One norm is replicated by hand. All else is on one of two sibling meshes, as Transformers leaves it.
     """
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = _mesh((2, 2), ("dp", "tp"))
     model = _tensor_parallel(models.net(seed), mesh["tp"])
     distribute_module(model.blocks["0"].norm, mesh["tp"])
     _fsdp2(model, mesh["dp"])
@@ -189,14 +200,14 @@ def tp_fsdp2_partial(seed: int) -> Built:
 
 def tp_hsdp_partial(seed: int) -> Built:
     """Replicas of shards of tensor parallel modules: what the plan leaves out is on 2-d siblings."""
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    mesh = _mesh((2, 2, 2), ("replicate", "shard", "tp"))
     model = _tensor_parallel(models.net(seed), mesh["tp"])
     return _made_up(_fsdp2(model, mesh["replicate", "shard"]))
 
 
 def three_dimensions(seed: int) -> Built:
     """Data, context and tensor parallelism, of which FSDP2 takes the first two as one dimension."""
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "cp", "tp"))
+    mesh = _mesh((2, 1, 2), ("dp", "cp", "tp"))
     mesh["dp", "cp"]._flatten("dp_cp")
     model = _tensor_parallel(models.net(seed), mesh["tp"])
     return _made_up(_fsdp2(model, mesh["dp_cp"]))
@@ -204,17 +215,17 @@ def three_dimensions(seed: int) -> Built:
 
 def tp_by_hand(seed: int) -> Built:
     """Tensor parallel twice, with data parallelism by hand between them: the split modules are on siblings."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = _mesh((2, 2), ("dp", "tp"))
     return _made_up(_tensor_parallel(models.net(seed), mesh["tp"]))
 
 
 def ep_by_hand(seed: int) -> Built:
     """Experts on a mesh of their own, twice; the dense part under FSDP2 on a mesh of another call."""
     model = models.net(seed)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep"))
+    mesh = _mesh((2, 2), ("edp", "ep"))
     for name, each in list(model.experts.named_parameters()):
         setattr(model.experts, name, nn.Parameter(distribute_tensor(each.detach(), mesh["ep"], [Shard(0)])))
-    dense = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    dense = _mesh((4,), ("dp",))
     for block in model.blocks.values():
         fully_shard(block, mesh=dense)
     fully_shard(model, mesh=dense, ignored_params=set(model.experts.parameters()))
@@ -229,7 +240,7 @@ def _ranks_of(parameter: Tensor) -> list[int]:
 def sequence_parallel(seed: int) -> Built:
     """The sequence is split, not the parameters: all of them are replicated DTensors."""
     model = models.net(seed)
-    _replicated(model, init_device_mesh("cpu", (2,), mesh_dim_names=("sp",)))
+    _replicated(model, _mesh((2,), ("sp",)))
     return _made_up(model)
 
 
@@ -305,10 +316,10 @@ def _pipeline(seed: int, parts: list[list[str]]) -> Built:
 def ep(seed: int) -> Built:
     """Experts on a mesh of their own, two of four on each rank; the dense part under FSDP2 on the same ranks."""
     model = models.net(seed)
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    mesh = _mesh((2,), ("ep",))
     for name, each in list(model.experts.named_parameters()):
         setattr(model.experts, name, nn.Parameter(distribute_tensor(each.detach(), mesh, [Shard(0)])))
-    dense = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    dense = _mesh((2,), ("dp",))
     for block in model.blocks.values():
         fully_shard(block, mesh=dense)
     fully_shard(model, mesh=dense, ignored_params=set(model.experts.parameters()))
