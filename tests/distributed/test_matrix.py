@@ -7,18 +7,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests.distributed.forked import REPOSITORY
-from tests.distributed.launch import Case, run_world
+from tests.distributed.launch import Case, Launch
 from tests.distributed.matrix import cases
 from tests.distributed.matrix.layouts import KINDS
 
 TABLE = REPOSITORY / "docs" / "layouts.md"
-DEADLINE_SECONDS = 240.0
+DEADLINE_SECONDS = 840.0
 Digests = dict[str, str]
 
 pytestmark = pytest.mark.timeout(900)
@@ -49,18 +50,51 @@ class Matrix:
     """Names in the checkpoint that no rank's state has."""
 
 
-def _run(function: str, root: Path) -> dict[str, list[dict[str, object]]]:
-    """Run one function on every layout: one world for each number of ranks."""
-    run = getattr(cases, function)
-    found = {kind: [run(None, kind, str(root))] for kind, each in KINDS.items() if each.ranks == 1}
-    for ranks in sorted({each.ranks for each in KINDS.values()} - {1}):
-        kinds = [kind for kind, each in KINDS.items() if each.ranks == ranks]
-        module = "tests.distributed.matrix.cases"
-        world = [Case(f"{module}:{function}", {"kind": kind, "root": str(root)}, kind) for kind in kinds]
-        results = run_world(ranks, world, root / f"{function}-{ranks}", deadline_seconds=DEADLINE_SECONDS)
-        for kind in kinds:
-            found[kind] = [each for each in results.values(kind) if isinstance(each, dict)]
-    return found
+Found = dict[str, list[dict[str, object]]]
+"""What each rank returned, by layout."""
+
+
+def _kinds_of(ranks: int) -> list[str]:
+    return [kind for kind, each in KINDS.items() if each.ranks == ranks]
+
+
+def _launch(ranks: int, root: Path) -> Launch:
+    """Start a world that saves all layouts of so many ranks, and loads all layouts there are: each at its turn."""
+    module = "tests.distributed.matrix.cases"
+    sequence: list[Case] = []
+    for function in ("save", "load"):
+        turn = str(root / f"{function}-{ranks}.turn")
+        sequence.append(Case(f"{module}:await_turn", {"turn": turn}, f"{function}-turn"))
+        sequence += [
+            Case(f"{module}:{function}", {"kind": kind, "root": str(root)}, f"{function}-{kind}")
+            for kind in _kinds_of(ranks)
+        ]
+    return Launch(ranks, sequence, root / f"world-{ranks}", deadline_seconds=DEADLINE_SECONDS)
+
+
+def _run(root: Path) -> tuple[Found, Found]:
+    """Save every layout, then load each on each: one world for each number of ranks, one after the other.
+
+    What a layout has compiled and looked up in torch when it saves is there when it loads.
+    """
+    saved: Found = {kind: [cases.save(None, kind, str(root))] for kind in _kinds_of(1)}
+    loaded: Found = {}
+    with ExitStack() as stack:
+        sizes = sorted({each.ranks for each in KINDS.values()} - {1})
+        worlds = {ranks: stack.enter_context(_launch(ranks, root)) for ranks in sizes}
+        for function in ("save", "load"):
+            for ranks, world in worlds.items():
+                (root / f"{function}-{ranks}.turn").touch()
+                for rank in range(ranks):
+                    world.wait_for(f"{function}-{_kinds_of(ranks)[-1]}.{rank}.json")
+        for ranks, world in worlds.items():
+            results = world.join()
+            for kind in _kinds_of(ranks):
+                for function, found in (("save", saved), ("load", loaded)):
+                    values = results.values(f"{function}-{kind}")
+                    found[kind] = [each for each in values if isinstance(each, dict)]
+    loaded |= {kind: [cases.load(None, kind, str(root))] for kind in _kinds_of(1)}
+    return saved, loaded
 
 
 def _digests(value: object) -> Digests:
@@ -71,8 +105,7 @@ def _digests(value: object) -> Digests:
 @pytest.fixture(scope="module")
 def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
     root = tmp_path_factory.mktemp("matrix")
-    saved = _run("save", root)
-    loaded = _run("load", root)
+    saved, loaded = _run(root)
     pairs = [(source, kind) for source in KINDS for kind in KINDS]
     return Matrix(
         {kind: _joined((_digests(each["digests"]) for each in ranks), kind) for kind, ranks in saved.items()},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from pathlib import Path
 
 import holdfast
@@ -10,6 +11,15 @@ from tests.distributed.launch import World
 from tests.distributed.matrix.layouts import KINDS
 
 SAVED_STEPS = [1, 2]
+TURN_SECONDS = 840.0
+
+
+def await_turn(world: World, turn: str) -> None:
+    """Wait for a file: the worlds take turns, and none holds the processor meanwhile."""
+    deadline = time.monotonic() + TURN_SECONDS
+    while not Path(turn).exists():
+        assert time.monotonic() < deadline, f"{turn} never came"
+        time.sleep(0.05)
 
 
 def save(world: World | None, kind: str, root: str) -> dict[str, object]:
