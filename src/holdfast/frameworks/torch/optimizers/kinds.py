@@ -52,6 +52,13 @@ _KEYS: dict[str, dict[str, _Keys]] = {
 }
 """Keys by the package and name of a class. A class derived from one of these counts as it."""
 
+SWITCHES = frozenset({"amsgrad", "centered", "decoupled_weight_decay", "maximize", "momentum", "nesterov"})
+"""Hyperparameters that switch a part of the algorithm on or off, by truth value.
+
+A load that changes one of them would change the training without a word. Of the others, schedules change the numbers,
+and `fused` and its like choose an implementation.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class SavedState:

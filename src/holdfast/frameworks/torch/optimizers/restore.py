@@ -9,9 +9,9 @@ from typing import Protocol
 
 import torch
 
-from holdfast.errors import CorruptError, InvalidError
+from holdfast.errors import CorruptError, InvalidError, first_three
 from holdfast.frameworks.torch.containers import put_together
-from holdfast.frameworks.torch.optimizers.kinds import SavedState, misfit_of
+from holdfast.frameworks.torch.optimizers.kinds import SWITCHES, SavedState, misfit_of
 from holdfast.frameworks.torch.optimizers.parts import ParameterPart
 from holdfast.frameworks.torch.optimizers.state import OptimizerView, new_state_tensor
 from holdfast.frameworks.torch.tensors import torch_dtype
@@ -85,12 +85,14 @@ class OptimizerRestoration:
         listed = (*catalog.tensors, *catalog.aliases) if tensors is None else tensors
         self._stored = _stored_by_name(listed, f"{view.path}.state.", self._values)
         self._groups: list[tuple[dict[str, object], dict[str, object]]] = []
+        self._switched: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+        """Groups by hyperparameter, value in the optimizer, and value in the checkpoint."""
         self._states: list[tuple[torch.Tensor, dict[str, object]]] = []
         self._takes_state = False
         for position, (group, parameters) in enumerate(view.members.groups()):
-            self._group(group, parameters)
+            self._group(group, parameters, position)
             if not parameters:
-                self._empty_group(group, str(position))
+                self._empty_group(group, position)
             for parameter in parameters:
                 self._state(parameter, group, catalog)
         known = {*view.names.values(), *(part.name for parts in view.parts.values() for part in parts)}
@@ -115,10 +117,22 @@ class OptimizerRestoration:
                 return False
         return True
 
-    def misfit(self, record: OptimizerRecord | None) -> Misfit | None:
-        """Return why the saved state, of which the checkpoint states `record`, does not fit the optimizer, or None."""
+    def misfits(self, record: OptimizerRecord | None) -> list[Misfit]:
+        """Return what of the saved optimizer, of which the checkpoint states `record`, does not fit this one."""
         if not self._groups and not self._takes_state:
-            return None  # All of it is left out.
+            return []  # All of it is left out.
+        path, found = self._view.path, [self._misfit_of_state(record)]
+        for (key, own, saved), groups in self._switched.items():
+            text = (
+                f"{path}.param_groups: {first_three(groups)} had {key}={own}, the checkpoint has {key}={saved}; the "
+                "load sets the checkpoint's value, as load_state_dict of torch does. Build the optimizer with that "
+                f"value. Or keep its own values with skip='{path}.param_groups.*'; if they need other state, begin "
+                f"that anew with skip='{path}'"
+            )
+            found.append(Misfit(text, is_certain=False))
+        return [each for each in found if each is not None]
+
+    def _misfit_of_state(self, record: OptimizerRecord | None) -> Misfit | None:
         held = [*self._stored.values(), *(value for value in self._values.values() if isinstance(value, dict))]
         keys = {key for each in held for key in each}
         if self._masters:
@@ -132,7 +146,7 @@ class OptimizerRestoration:
         for parameter, state in self._states:
             self._view.members.set_state(parameter, state, self._keepers)
 
-    def _group(self, group: dict[str, object], parameters: Iterable[torch.Tensor]) -> None:
+    def _group(self, group: dict[str, object], parameters: Iterable[torch.Tensor], position: int) -> None:
         """Choose a group's hyperparameters.
 
         Raises:
@@ -156,13 +170,21 @@ class OptimizerRestoration:
             elif chosen is not values:
                 self._require_same(chosen_name, chosen, name, values)
         if chosen is not None:
-            self._groups.append((group, self._hyperparameters_of(chosen)))
+            self._set(group, chosen, f"group {position} ({chosen_name})")
 
-    def _empty_group(self, group: dict[str, object], position: str) -> None:
+    def _empty_group(self, group: dict[str, object], position: int) -> None:
         """Choose the hyperparameters of a group without parameters: those of the empty group at its position."""
-        values = self._hyperparameters.get(str(self._empty_groups.get(position)))
+        values = self._hyperparameters.get(str(self._empty_groups.get(str(position))))
         if isinstance(values, dict) and self._taker.takes_part(f"{self._view.path}.param_groups.{position}"):
-            self._groups.append((group, self._hyperparameters_of(values)))
+            self._set(group, values, f"group {position}")
+
+    def _set(self, group: dict[str, object], values: dict[str, Value], name: str) -> None:
+        """Have a group take saved hyperparameters, and note what they switch on or off in it."""
+        taken = self._hyperparameters_of(values)
+        for key in sorted(SWITCHES & group.keys() & taken.keys()):
+            if bool(group[key]) != bool(taken[key]):
+                self._switched[key, repr(group[key]), _written(values[key])].append(name)
+        self._groups.append((group, taken))
 
     def _hyperparameters_of(self, values: dict[str, Value]) -> dict[str, object]:
         if "params" in values:

@@ -276,8 +276,7 @@ class TorchRestoration:
             return
         restoration = OptimizerRestoration(view, saved, self, self._catalog, tensors)
         self._finishes.append(restoration.finish)
-        if (misfit := restoration.misfit(self._catalog.optimizers.get(view.path))) is not None:
-            self.misfits.append(misfit)
+        self.misfits += restoration.misfits(self._catalog.optimizers.get(view.path))
         if self._selector.selects_whole(view.path) and (outside := outside_state(view)) is not None:
             self.missing += [f"{view.path}.{name}" for name in outside.names]
 
