@@ -136,6 +136,8 @@ class TorchSource:
         on_gpu = bool(parts) and parts[0].local.is_cuda
         self.side: SideStream | None = side_stream(parts[0].local.device) if on_gpu else None
         """Stream of copies off a GPU, used by any thread; None for host memory."""
+        # The agreement samples on another thread. It must see what the caller's stream holds at the call.
+        self._stream = torch.cuda.current_stream(parts[0].local.device) if on_gpu else None
 
     def copy_into(self, piece: Region, start: int, stop: int, buffer: memoryview) -> Ticket:
         """Copy bytes `[start, stop)` of a piece, in row-major order, to the front of `buffer`.
@@ -188,7 +190,8 @@ class TorchSource:
 
     def sample(self, blocks: int, block_bytes: int) -> bytes:
         """Return at most `blocks` blocks of `block_bytes` each, spread evenly over the bytes of each part."""
-        return b"".join(_sampled(part.local, blocks, block_bytes) for part in self._parts)
+        with on_stream(self._stream):
+            return b"".join([_sampled(part.local, blocks, block_bytes) for part in self._parts])
 
     def stamp(self) -> object:
         """Return address and version counter of each tensor; of a DTensor its own counter and its local tensor's."""

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -33,6 +34,7 @@ pytestmark = [
 
 Staging = Literal["copy", "lazy"]
 STAGINGS: tuple[Staging, ...] = ("copy", "lazy")
+ALONE = Ranks(0, 1, lambda rank: rank)
 CYCLES = 1 << 28
 """What the GPU is kept busy for: about a seventh of a second."""
 
@@ -349,11 +351,26 @@ def test_a_forked_child_leaves_pinned_memory_alone(tmp_path: Path, gate: Gate) -
     run.close()
 
 
+def test_a_sample_on_another_thread_comes_after_what_the_stream_of_the_call_was_given_before_it() -> None:
+    """The agreement samples sibling meshes on a thread of its own, which has another current stream."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        row, square = (
+            torch.zeros(shape, dtype=torch.uint8, device="cuda") for shape in ((1 << 20,), (1 << 10, 1 << 10))
+        )
+        torch.cuda._sleep(CYCLES)
+        row.fill_(1)
+        square.fill_(1)
+        shards = collect({"row": row, "square": square.T}, Selection(), ALONE).shards
+    with ThreadPoolExecutor(1) as thread:
+        for shard in shards:
+            assert thread.submit(shard.source.sample, 64, 1024).result() == b"\x01" * (64 << 10)
+
+
 def test_a_tensor_is_sampled_alike_wherever_it_lies(tmp_path: Path) -> None:
     """Ranks of one job may hold copies in host memory and on a GPU, and then these agree."""
     whole = torch.randn(700, 900)
     found = []
     for each in (whole, whole.cuda(), whole.T, whole.cuda().T, whole[0, :5], whole.cuda()[0, :5]):
-        (shard,) = collect({"t": each}, Selection(), Ranks(0, 1, lambda rank: rank)).shards
+        (shard,) = collect({"t": each}, Selection(), ALONE).shards
         found.append(shard.source.sample(64, 1024))
     assert found[::2] == found[1::2]
