@@ -10,7 +10,7 @@
 #                   [ONLY=large,tiny] [QUICK=1]; two to three hours for all, and the same command continues after Ctrl-C
 #   make fuzz    coverage-guided fuzzing of every parser, FUZZ_SECONDS=600 in all
 #   make campaign   eight processes race for one root, ROUNDS=100 times; clocks set; killed and the power cut while
-#                   saving, collecting, fencing and repairing (ext4; XFS where xfsprogs is installed);
+#                   saving, going back, collecting, fencing and repairing (ext4; XFS where xfsprogs is installed);
 #                   a training told to end ROUNDS times; lives of runs drawn at random (about an hour)
 #   make clean   remove the environment, caches and runs
 #

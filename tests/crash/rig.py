@@ -17,6 +17,7 @@ from typing import cast
 import torch
 
 import holdfast
+from holdfast.api import list_steps
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
@@ -30,6 +31,7 @@ from holdfast.stores.local import LocalStore
 from holdfast.stores.syscalls import Syscalls
 from holdfast.testing.faults import Faults, FaultyKeyValueStore, FaultySyscalls
 from tests.going_on import goes_on
+from tests.property.life import Switch
 from tests.tuned import tuned
 
 SETTINGS = tuned(
@@ -120,6 +122,36 @@ def committed_at(root: Path, *steps: int) -> None:
     for step in steps:
         run.save(step, training_state(step)).wait()
     run.close()
+
+
+def go_back(store: Store, switch: Switch, faults: Faults) -> None:
+    """Load the old step, and save at the number of the newer one; the faults begin with the save."""
+    run = run_at(store)
+    run.load(training_state(NEXT), OLD)
+    switch.now = faults
+    run.save(NEW, training_state(NEXT)).wait()
+
+
+def require_no_timeline_lost(root: Path, *, acknowledged: bool) -> str:
+    """Require both steps after `go_back` was stopped, that training goes on, and that nothing acknowledged is lost.
+
+    Returns:
+        Which checkpoint of the newer step a restart loads: `old`, or `new`, which is on the new timeline.
+    """
+    loaded = training_state(OLD)
+    run = run_at(local_store(root))
+    assert run.load(loaded) == NEW
+    fate = {expected_fingerprint(NEW): "old", expected_fingerprint(NEXT): "new"}[fingerprint(loaded)]
+    assert fate == "new" or not acknowledged, "an acknowledged checkpoint was lost"
+    assert run.steps() == [OLD, NEW]
+    names = [record.name for record in list_steps(root).steps if record.superseded]
+    assert len(names) == (fate == "new"), names
+    for name in names:
+        assert run.load(loaded, name) == NEW and fingerprint(loaded) == expected_fingerprint(NEW)
+    run.close()
+    # Whoever comes next goes on.
+    committed_at(root, NEXT)
+    return fate
 
 
 def attempted(

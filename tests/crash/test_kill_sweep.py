@@ -11,24 +11,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.api import list_steps
-from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.errors import ConflictError
 from holdfast.stores.local import LocalStore
 from holdfast.testing.faults import Faults, FaultyStore, kill_process
 from tests.crash.rig import (
     LAZY,
     NEW,
-    NEXT,
     OLD,
     attempted,
     committed_at,
-    expected_fingerprint,
-    fingerprint,
+    go_back,
     in_child,
     local_store,
     paths_under,
     require_clean,
+    require_no_timeline_lost,
     require_whole,
     run_at,
     training_state,
@@ -156,19 +153,13 @@ def test_old_or_new_whole_wherever_the_process_dies(template: Path, in_memory: P
 def go_back_over_syscalls(root: Path, faults: Faults) -> None:
     """Load the old step, and save at the number of the newer one: there every call to the operating system counts."""
     switch = Switch()
-    go_back(run_at(local_store(root, switch)), switch, faults)
+    go_back(local_store(root, switch), switch, faults)
 
 
 def go_back_over_store(root: Path, faults: Faults) -> None:
     """The same, and every call to the store counts."""
     switch = Switch()
-    go_back(run_at(FaultyStore(local_store(root), switch)), switch, faults)
-
-
-def go_back(run: CheckpointManager, switch: Switch, faults: Faults) -> None:
-    run.load(training_state(NEXT), OLD)
-    switch.now = faults
-    run.save(NEW, training_state(NEXT)).wait()
+    go_back(FaultyStore(local_store(root), switch), switch, faults)
 
 
 @pytest.mark.parametrize(("save", "stride"), [(go_back_over_syscalls, STRIDE), (go_back_over_store, 1)])
@@ -181,20 +172,7 @@ def test_going_back_dies_anywhere_and_no_step_of_either_timeline_is_lost(
         root = in_memory / str(at)
         shutil.copytree(in_memory / "template", root)
         ending = in_child(partial(save, root, Faults(kill_process(), at=at)))
-        loaded = training_state(OLD)
-        run = run_at(local_store(root))
-        assert run.load(loaded) == NEW
-        fate = {expected_fingerprint(NEW): "old", expected_fingerprint(NEXT): "new"}[fingerprint(loaded)]
-        assert fate == "new" or not ending.acknowledged, "an acknowledged checkpoint was lost"
-        assert run.steps() == [OLD, NEW]
-        names = [record.name for record in list_steps(root).steps if record.superseded]
-        assert len(names) == (fate == "new"), names
-        for name in names:
-            assert run.load(loaded, name) == NEW and fingerprint(loaded) == expected_fingerprint(NEW)
-        run.close()
-        # Whoever comes next goes on.
-        committed_at(root, NEXT)
-        fates.append(fate)
+        fates.append(require_no_timeline_lost(root, acknowledged=ending.acknowledged))
         shutil.rmtree(root)
         if ending.acknowledged:
             break

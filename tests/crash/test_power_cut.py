@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.stores.local import LocalStore
 from holdfast.stores.syscalls import Syscalls
-from holdfast.testing.faults import Faults, FaultySyscalls
+from holdfast.testing.faults import FaultPoint, Faults, FaultySyscalls
 from tests.crash.mounts import (
     FILE_SYSTEMS,
     acted_until_power_cut,
@@ -25,23 +25,30 @@ from tests.crash.mounts import (
     workplace,
 )
 from tests.crash.rig import (
+    MANIFEST,
     NEW,
     NEXT,
     OLD,
     SETTINGS,
     committed_at,
+    go_back,
     local_store,
     paths_under,
     require_clean,
+    require_no_timeline_lost,
     require_whole,
     run_at,
     training_state,
 )
+from tests.property.life import Switch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
     pytest.mark.timeout(300),
 ]
+
+STRIDE = int(os.environ.get("GO_BACK_STRIDE", "60"))
+"""Distance of the system calls at which the power goes while a process goes back; `make campaign` tries every one."""
 
 POINTS = 50
 IMAGE_MIB = 16
@@ -123,6 +130,47 @@ def test_returned_save_survives_power_cut(location: Path, template: Path, kind: 
     assert acknowledged >= 1
     assert kept >= acknowledged
     assert kept < len(points)
+
+
+def go_back_on(root: Path, faults: Faults) -> None:
+    switch = Switch()
+    go_back(local_store(root, switch), switch, faults)
+
+
+def of_moving(seen: Sequence[FaultPoint]) -> range:
+    """Return the numbers of the system calls from the copy of the moved manifest to after its removal."""
+    copied = next(at for at, call in enumerate(seen, 1) if "superseded" in call.subject)
+    removed = next(
+        at for at, call in enumerate(seen, 1) if at > copied and call.name == "unlink" and MANIFEST in call.subject
+    )
+    return range(copied, removed + 3)
+
+
+@pytest.mark.timeout(1800)
+def test_no_step_of_either_timeline_is_lost_to_a_power_cut(location: Path, template: Path, kind: str) -> None:
+    """A process goes back and saves a number again, so a manifest moves; the power goes at each call around that."""
+    with mounted(template, location / "m", options="loop", kind=kind) as mount:
+        committed_at(mount / "root", NEW)
+    committed_at(location / "counted", OLD, NEW)
+    recorded = Faults()
+    go_back_on(location / "counted", recorded)
+    points = sorted({*range(1, recorded.counted + 2, STRIDE), *of_moving(recorded.seen), recorded.counted + 50})
+    fates = []
+    acknowledged = 0
+    for at in points:
+        image = location / "image"
+        copy_image(template, image)
+        with mounted(image, location / "m", options="loop", kind=kind) as mount:
+            returned = acted_until_power_cut(mount, at, partial(go_back_on, mount / "root"))
+        with mounted(image, location / "m", options="loop", kind=kind) as mount:
+            try:
+                fates.append(require_no_timeline_lost(mount / "root", acknowledged=returned))
+            except BaseException as error:
+                error.add_note(f"power cut at {at} of {recorded.counted}; found {sorted(paths_under(mount))}")
+                raise
+        acknowledged += returned
+    print(f"{kind}: {len(points)} power cuts: {acknowledged} saves had returned, {fates.count('new')} are on, 0 lost")
+    assert fates.count("old") >= 5 and fates.count("new") >= acknowledged >= 1
 
 
 def test_the_power_cut_is_a_real_one(location: Path, template: Path, kind: str) -> None:
