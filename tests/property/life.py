@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar, cast
@@ -22,15 +23,14 @@ from holdfast.format.names import epoch_key, manifest_key, step_folder
 from holdfast.frameworks.alone import AloneComm
 from holdfast.policies import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, SavePolicy, Tagged
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import read_manifest
+from holdfast.repository.catalog import manifest_in, read_manifest_bytes
 from holdfast.repository.epochs import newest_epoch, put_epoch, read_epoch
 from holdfast.repository.publish import packs_named_by
-from holdfast.repository.quarantine import is_quarantined
-from holdfast.repository.timelines import committed_steps
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.testing.faults import Action, Faults
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
-from tests.going_on import goes_on
+from holdfast.types.manifest import Manifest
+from holdfast.types.timeline import Timeline
 from tests.tuned import tuned
 
 SETTINGS = tuned(
@@ -55,7 +55,7 @@ OTHER = 1 << 30
 """Seeds from here down are of what nobody saves."""
 
 Content = tuple[int, ...]
-"""What a step holds: a seed for each tensor."""
+"""What a step holds: a seed for each tensor, and the number of the save, which no other has."""
 
 
 @functools.lru_cache(4096)
@@ -65,14 +65,14 @@ def array_of(name: str, seed: int) -> NDArray[np.uint8]:
 
 def state_of(content: Content) -> dict[str, object]:
     state: dict[str, object] = {
-        name: GlobalTensor("uint8", array_of(name, seed).copy()) for name, seed in zip(SIZES, content, strict=True)
+        name: GlobalTensor("uint8", array_of(name, seed).copy()) for name, seed in zip(SIZES, content[:-1], strict=True)
     }
     return {**state, "seeds": list(content)}
 
 
 def is_of(state: Mapping[str, object], content: Content) -> bool:
     """Return whether a state is, to the bit, what was saved."""
-    for name, seed in zip(SIZES, content, strict=True):
+    for name, seed in zip(SIZES, content[:-1], strict=True):
         tensor = state[name]
         array = tensor.array if isinstance(tensor, GlobalTensor) else tensor
         if not np.array_equal(cast(NDArray[np.uint8], array), array_of(name, seed)):
@@ -114,9 +114,14 @@ class Switch(Faults):
         return self.now.around(name, subject, call, always_done=always_done)
 
 
-@dataclass
+@dataclass(eq=False)
 class Held:
-    """A step that was committed."""
+    """A checkpoint that was committed; several may have one step, on different timelines."""
+
+    step: int
+
+    key: str
+    """Where its manifest is: in the folder of the step, or moved away for one of a newer timeline."""
 
     content: Content
     loss: float | None
@@ -130,6 +135,22 @@ class Held:
 
     harmed: set[str] = field(default_factory=set)
     """Those of them that were damaged: it may be unreadable since, but never wrong."""
+
+    timeline: Timeline | None = None
+    """What its manifest states; None if that cannot be read."""
+
+    @property
+    def name(self) -> str:
+        """What tells it from others of its step."""
+        return f"{self.step}@{str(self.digest)[:16]}"
+
+    @property
+    def is_moved(self) -> bool:
+        return self.key != manifest_key(self.step)
+
+    def __repr__(self) -> str:
+        number = self.timeline.number if self.timeline is not None else "?"
+        return f"{self.name} (timeline {number}{', moved' * self.is_moved}{', harmed' * bool(self.harmed)})"
 
 
 MISHAPS = st.one_of(
@@ -147,69 +168,94 @@ _RULES = st.one_of(
     st.builds(BestN, st.integers(1, 2), st.just(METRIC), st.sampled_from(("min", "max"))),
     st.just(Tagged()),
 )
-POLICIES: st.SearchStrategy[KeepPolicy] = st.one_of(
+POLICIES: st.SearchStrategy[KeepPolicy | None] = st.one_of(
+    st.none(),
     _RULES,
     st.builds(lambda a, b: AnyOf(a, b), _RULES, _RULES),
     st.builds(lambda a, b: AllOf(a, b), _RULES, _RULES),
 )
 
 
-def files_of(store: Store, step: int) -> frozenset[str]:
+def manifest_of(store: Store, held: Held) -> Manifest:
+    folder = step_folder(held.step)
+    return manifest_in(folder, read_manifest_bytes(store, folder, held.key), held.key)
+
+
+def files_of(manifest: Manifest, held: Held) -> frozenset[str]:
     """Return the keys of all that a step consists of."""
-    manifest = read_manifest(store, step_folder(step))
     records = (*manifest.parts, *manifest.indexes, *((manifest.overview,) if manifest.overview else ()))
-    own = {f"{step_folder(step)}{manifest.attempt}/{record.name}" for record in records}
-    return frozenset({manifest_key(step), *own, *packs_named_by([manifest])})
+    own = {f"{step_folder(held.step)}{manifest.attempt}/{record.name}" for record in records}
+    return frozenset({held.key, *own, *packs_named_by([manifest])})
 
 
-def loss_of(store: Store, step: int) -> float | None:
-    """Return what a step says that it is ranked by."""
-    return read_manifest(store, step_folder(step)).metrics.get(METRIC)
+def is_of_chain(newest: Timeline, held: Held) -> bool:
+    """Return whether a checkpoint is what a timeline, or one before it, came along."""
+    if held.timeline is None:
+        return False
+    last = {fork.timeline: fork.step for fork in newest.ancestors} | {newest.id: math.inf}
+    return held.step <= last.get(held.timeline.id, -1)
 
 
-def kept_by(policy: KeepPolicy | SavePolicy, steps: Mapping[int, Held], tagged: set[int]) -> set[int]:
+def chain_of(steps: Iterable[Held]) -> list[Held]:
+    """Return what a resume may take, the newest first."""
+    stated = [held for held in steps if held.timeline is not None]
+    timelines = [held.timeline for held in stated if held.timeline is not None]
+    if not timelines:
+        return []
+    newest = max(timelines, key=lambda timeline: (timeline.number, timeline.id))
+    order = [newest.id, *(fork.timeline for fork in newest.ancestors)]
+    chain = [held for held in stated if is_of_chain(newest, held)]
+    return sorted(chain, key=lambda held: (order.index(cast(Timeline, held.timeline).id), -held.step))
+
+
+def kept_by(policy: KeepPolicy | SavePolicy | None, steps: Collection[Held], tagged: set[Held]) -> set[Held]:
     """Return what a policy keeps, said a second time and otherwise."""
+    if policy is None:
+        return set(steps)
     if isinstance(policy, AnyOf | AllOf):
         each = [kept_by(part, steps, tagged) for part in policy.policies]
         return set.union(*each) if isinstance(policy, AnyOf) else set.intersection(*each)
     if isinstance(policy, LatestN):
-        return {step for step in steps if sum(other > step for other in steps) < policy.n}
+        latest = {held for held in steps if sum(other.step > held.step for other in siblings(held, steps)) < policy.n}
+        return latest | set(chain_of(steps)[: policy.n])
     if isinstance(policy, EveryNth):
-        return {step for step in steps if step % policy.n == 0}
+        return {held for held in steps if held.step % policy.n == 0}
     if isinstance(policy, BestN):
         sign = 1 if policy.mode == "min" else -1
-
-        ranked = sorted((sign * each.loss, -step) for step, each in steps.items() if each.loss is not None)
-        return {-step for _, step in ranked[: policy.n]}
+        ranked = sorted(
+            (held for held in steps if held.loss is not None),
+            key=lambda held: (sign * cast(float, held.loss), -held.step),
+        )
+        return set(ranked[: policy.n])
     assert isinstance(policy, Tagged)
     return tagged & set(steps)
 
 
-def run_on(store: Store, settings: Settings = SETTINGS) -> CheckpointManager:
+def siblings(held: Held, steps: Iterable[Held]) -> list[Held]:
+    """Return those of the same timeline."""
+    assert held.timeline is not None, "of what can be read"
+    return [other for other in steps if other.timeline is not None and other.timeline.id == held.timeline.id]
+
+
+def run_on(store: Store, settings: Settings = SETTINGS, *, starts_over: bool = False) -> CheckpointManager:
     """Return a manager of a process alone."""
-    return goes_on(CheckpointManager.over(store, Job(AloneComm(), CLOCK, settings, NumpyFramework(0))))
+    run = CheckpointManager.over(store, Job(AloneComm(), CLOCK, settings, NumpyFramework(0)))
+    run._position.starts_over = starts_over
+    return run
 
 
-def lived_by_another(store: Store, step: int, content: Content, loads: int | None) -> CheckpointError | None:
-    """Have another process resume, save a step and end; return what that save met."""
+def lived_by_another(store: Store, step: int, content: Content, loads: str | None) -> CheckpointError | None:
+    """Have another process load a step, or resume, save a step and end; return what that save met."""
     other = run_on(store)
     try:
-        state = state_of(content)
         with suppress(CheckpointError):
-            other.load(state, loads)
-            if loads is not None and is_older(store, loads):
-                other.load(state)
+            other.load(state_of(content), loads)
         other.save(step, state_of(content), metrics={METRIC: 0.0}).wait()
     except CheckpointError as error:
         return error
     finally:
         other.close()
     return None
-
-
-def is_older(store: Store, step: int) -> bool:
-    """Return whether a resume would rather take another step."""
-    return any(each > step and not is_quarantined(store, each) for each in committed_steps(store))
 
 
 def bury(store: Store) -> None:
@@ -222,9 +268,10 @@ def bury(store: Store) -> None:
         put_epoch(store, gone)
 
 
-def is_seen_damaged(store: Store, step: int) -> bool:
-    """Return whether reading all of a step back finds damage."""
-    location = CheckpointLocation(store, step_folder(step), step, root=store)
+def is_seen_damaged(store: Store, held: Held) -> bool:
+    """Return whether reading all of a checkpoint back finds damage."""
+    moved = held.key if held.is_moved else None
+    location = CheckpointLocation(store, step_folder(held.step), held.step, root=store, moved_manifest=moved)
     try:
         return bool(list(Checkpoint(location, SETTINGS, lambda array, _: array).verify()))
     except CheckpointError:

@@ -11,9 +11,8 @@ import errno
 import functools
 import os
 import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from typing import cast
 
 from hypothesis import HealthCheck, Phase, event, settings
@@ -27,11 +26,8 @@ from holdfast.format.names import manifest_key, step_folder
 from holdfast.offline.repair.repair import Repair
 from holdfast.policies import KeepPolicy
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import manifest_digest
 from holdfast.repository.epochs import RELEASED, newest_epoch, put_heartbeat
-from holdfast.repository.quarantine import is_quarantined
 from holdfast.repository.tags import read_tags
-from holdfast.repository.timelines import committed_steps
 from holdfast.runs.garbage_collection import CheckpointGC, CollectReport, collected
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
@@ -58,15 +54,14 @@ from tests.property.life import (
     Result,
     Switch,
     bury,
-    files_of,
     is_of,
+    is_of_chain,
     is_seen_damaged,
-    kept_by,
     lived_by_another,
-    loss_of,
     run_on,
     state_of,
 )
+from tests.property.run_model import Position, RunModel
 
 EXAMPLES = int(os.environ.get("LIFE_EXAMPLES", "24"))
 STEPS = int(os.environ.get("LIFE_STEPS", "40"))
@@ -95,21 +90,14 @@ class LifeOfARun(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.held: dict[int, Held] = {}
-        self.tags: dict[str, int] = {}
-        self.taken: set[str] = set()
-        """Tags of steps that are gone or were saved again since: names that mean nothing, and are not free."""
-        self.spoilt: set[str] = set()
-        """Every file that was damaged; who refers to it later is harmed from the first."""
-        self.unsure: dict[int, list[tuple[Content, float]]] = {}
-        """Saves that ended in an error, by step: storage knows what became of them."""
         self.run: CheckpointManager | None = None
-        self.content: Content = (0,) * len(SIZES)
-        self.seeds = 0
+        self.content: Content = (0,) * (len(SIZES) + 1)
+        self.saves = 0
         self.switch = Switch()
         self.cleanup = ExitStack()
         self.store, self.faulty = self.opened_stores()
-        self.reader = run_on(self.store, replace(SETTINGS, reports=False))
+        self.model = RunModel(self.store)
+        self.trained = Position(self.model)
 
     # What differs between stores.
 
@@ -125,74 +113,111 @@ class LifeOfARun(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.end_run()
-        self.reader.close()
+        self.model.reader.close()
         self.cleanup.close()
 
     # What happens.
 
     @rule(mishap=MISHAPS)
     def resume(self, mishap: Mishap) -> None:
-        """A process starts, and goes on from the newest whole step."""
+        """A process starts, and goes on from the newest whole step of the newest timeline."""
         self.end_run()
-        self.run = run_on(self.faulty)
+        run = self.run = run_on(self.faulty)
         state = state_of(self.next_content(frozenset(range(len(SIZES)))))
-        run = self.run
+        chain, last = self.model.chain(), self.model.last
+        intact = [held for held in chain if not held.harmed]
         step, error = self.attempted(mishap, lambda: run.load(state))
-        intact = self.intact()
         if isinstance(error, CorruptError):
             assert not intact, f"{error}, though {intact} are whole"
         elif error is None and step is None:
-            assert not committed_steps(self.store)
+            assert not self.model.reader.steps()
         elif error is None:
-            assert step is not None and step >= max(intact, default=0)
-            assert is_of(state, self.held[step].content), f"step {step} was resumed from wrongly"
+            found = [at for at, held in enumerate(chain) if held.step == step and is_of(state, held.content)]
+            assert found, f"step {step} was resumed from wrongly: {chain}"
+            loaded = chain[found[0]]
+            assert not intact or found[0] <= chain.index(intact[0]), f"{loaded} was resumed, and not {intact[0]}"
+            assert last is None or last.harmed or loaded is last, f"{loaded} was resumed, and {last} was saved last"
             assert run.load_report is not None
-            for each in run.load_report.passed_over:
-                assert self.held[each.step].harmed, f"{each.step} is whole, and was passed over: {each.why}"
-            self.content = self.held[step].content
-            event(f"resumed, {len(run.load_report.passed_over)} passed over")
+            skipped = run.load_report.passed_over
+            for each in skipped:
+                assert any(held.step == each.step for held in self.model.harmed()), f"passed over, and whole: {each}"
+            self.train_from(run, loaded, passed_over=bool(skipped))
+            event(f"resumed, {len(skipped)} passed over")
+
+    @rule(choice=CHOICES, by_digest=st.booleans(), mishap=MISHAPS)
+    @where(lambda self: self.model.held)
+    def go_back(self, choice: int, by_digest: bool, mishap: Mishap) -> None:
+        """Training loads a step by name, superseded ones too, and will save from there."""
+        run, chosen = self.the_run(), self.model.of_choice(choice)
+        is_named_by_step = [held for held in self.model.held if held.step == chosen.step] == [chosen]
+        is_named_by_step &= chosen in self.model.chain()
+        name = chosen.step if is_named_by_step and not by_digest else chosen.name
+        state = state_of(tuple(OTHER - seed for seed in chosen.content))
+        step, error = self.attempted(mishap, lambda: run.load(state, name))
+        if error is None:
+            assert step == chosen.step and is_of(state, chosen.content), f"{chosen} was loaded wrongly"
+            self.train_from(run, chosen)
+            event("went back to a " + ("step of the chain" if chosen in self.model.chain() else "superseded step"))
+        else:
+            assert chosen.harmed or isinstance(error, UnavailableError), error
 
     @rule(jump=st.integers(1, 3), changes=CHANGES, loss=LOSSES, tag=st.none() | NAMES, mishap=MISHAPS)
     def save(self, jump: int, changes: frozenset[int], loss: float, tag: str | None, mishap: Mishap) -> None:
-        """A step is saved, after those that are there."""
-        if tag in self.names():
+        """A step is saved, after the one that training came from."""
+        self.train()
+        if tag in self.model.names():
             tag = None
-        self.save_at(max(self.held, default=0) + jump, changes, loss, mishap, tag)
+        self.save_at(self.trained.step + jump, changes, loss, mishap, tag)
 
     @rule(choice=CHOICES, changes=CHANGES, loss=LOSSES, mishap=MISHAPS)
-    @where(lambda self: self.held)
+    @where(lambda self: self.model.held)
     def save_again(self, choice: int, changes: frozenset[int], loss: float, mishap: Mishap) -> None:
-        """A step is saved where one lies: refused, unless that one is known to be damaged."""
-        self.save_at(self.step_at(choice), changes, loss, mishap, None)
+        """A step is saved where one lies: refused on its timeline, unless that one is known to be damaged."""
+        self.train()
+        self.save_at(self.model.of_choice(choice).step, changes, loss, mishap, None)
+
+    @rule(step=st.integers(1, 12), starts_over=st.booleans(), mishap=MISHAPS)
+    @where(lambda self: self.model.held)
+    def save_unloaded(self, step: int, starts_over: bool, mishap: Mishap) -> None:
+        """A process saves that has loaded nothing: refused, unless it starts over."""
+        self.end_run()
+        run = self.run = run_on(self.faulty, starts_over=starts_over)
+        content = self.next_content(frozenset(range(len(SIZES))))
+        self.trained = Position(self.model)
+        if starts_over or not self.model.manifests():
+            self.save_at(step, frozenset(), 0.0, mishap, None)
+            return
+        _, error = self.attempted(mishap, lambda: run.save(step, state_of(content)).wait())
+        assert isinstance(error, InvalidError | UnavailableError), error
 
     @rule(choice=CHOICES, name=NAMES, mishap=MISHAPS)
-    @where(lambda self: self.held)
+    @where(lambda self: self.model.held)
     def tag(self, choice: int, name: str, mishap: Mishap) -> None:
-        run, step = self.the_run(), self.step_at(choice)
-        _, error = self.attempted(mishap, lambda: run.tag(step, name))
+        run, chosen, tags = self.the_run(), self.model.of_choice(choice), self.model.tags
+        _, error = self.attempted(mishap, lambda: run.tag(chosen.name, name))
         if error is None:
-            assert name not in self.names() or self.tags.get(name) == step
-            self.tags[name] = step
+            assert name not in self.model.names() or tags.get(name) is chosen
+            tags[name] = chosen
         elif isinstance(error, ConflictError):
-            assert name in self.names()
-            assert self.tags.get(name) != step
+            assert name in self.model.names()
+            assert tags.get(name) is not chosen
         elif not isinstance(error, UnavailableError):
-            assert self.held[step].harmed, error
+            assert chosen.harmed, error
 
     @rule(choice=CHOICES, mishap=MISHAPS)
-    @where(lambda self: self.tags)
+    @where(lambda self: self.model.tags)
     def untag(self, choice: int, mishap: Mishap) -> None:
-        run, name = self.the_run(), sorted(self.tags)[choice % len(self.tags)]
+        run, name = self.the_run(), sorted(self.model.tags)[choice % len(self.model.tags)]
         _, error = self.attempted(mishap, lambda: run.untag(name))
         assert error is None or isinstance(error, UnavailableError)
         is_there = name in read_tags(self.store).whole
         assert error is not None or not is_there
         if not is_there:
-            del self.tags[name]
+            del self.model.tags[name]
 
     @rule(policy=POLICIES, mishap=MISHAPS)
-    @where(lambda self: self.held)
-    def collect(self, policy: KeepPolicy, mishap: Mishap) -> None:
+    @where(lambda self: self.model.held)
+    def collect(self, policy: KeepPolicy | None, mishap: Mishap) -> None:
         """`holdfast gc`: refused while the run is open for writing, done once it is not."""
 
         def verb() -> CollectReport:
@@ -205,57 +230,52 @@ class LifeOfARun(RuleBasedStateMachine):
 
     @rule(policy=POLICIES, mishap=MISHAPS)
     @where(lambda self: self.is_holding)
-    def collect_beside_training(self, policy: KeepPolicy, mishap: Mishap) -> None:
+    def collect_beside_training(self, policy: KeepPolicy | None, mishap: Mishap) -> None:
         """The run collects by itself, and goes on to save with references to what it knows."""
-        collector = CheckpointGC(
-            self.faulty, CLOCK, policy, self.the_run()._parts.writer_lease, self.the_run()._parts.pins
-        )
+        parts = self.the_run()._parts
+        collector = CheckpointGC(self.faulty, CLOCK, policy, parts.writer_lease, parts.pins)
         self.collect_by(policy, mishap, lambda: collector.collect(0.0, lambda _: False))
 
     @rule(choice=CHOICES, file=CHOICES, at=CHOICES, kind=st.sampled_from(("flip", "cut", "missing")))
-    @where(lambda self: sum(bool(each.harmed) for each in self.held.values()) < 3 and self.held)
+    @where(lambda self: self.model.held and len(self.model.harmed()) < 3)
     def corrupt(self, choice: int, file: int, at: int, kind: str) -> None:
         """A file is damaged behind everybody's back: whoever reads all of what it belongs to sees it."""
-        files = sorted(self.held[self.step_at(choice)].files - self.spoilt)
-        if not files:
+        chosen = self.model.of_choice(choice)
+        files = sorted(chosen.files - self.model.spoilt)
+        key = files[file % len(files)] if files else chosen.key
+        if not files or (key == chosen.key and self.model.is_twice(chosen)):
             return
-        key = files[file % len(files)]
         data = bytearray(self.store.get(key, 1 << 30))
         if kind == "missing":
             self.store.delete([key])
         else:
             data[at % len(data)] ^= 1 << at % 8
             self.store.put(key, bytes(data) if kind == "flip" else bytes(data[: at % len(data)]))
-        self.spoilt.add(key)
-        for step, each in self.held.items():
-            if key in each.files:
-                each.harmed.add(key)
-                each.digest = manifest_digest(self.store, step)
-                # The header of a pack, which stock readers need, is for the step to check that wrote it.
-                is_own = key.startswith(step_folder(step))
-                assert not is_own or is_seen_damaged(self.store, step), (
-                    f"{key}: nobody sees it damaged ({kind} at {at})"
-                )
+        for held in self.model.damaged(key):
+            # The header of a pack, which stock readers need, is for the step to check that wrote it.
+            is_own = key == held.key or key.startswith(step_folder(held.step))
+            assert not is_own or is_seen_damaged(self.store, held), f"{key}: nobody sees it damaged ({kind} at {at})"
 
     @rule(choice=st.none() | CHOICES, mishap=MISHAPS)
-    @where(lambda self: self.held)
+    @where(lambda self: self.model.held)
     def repair(self, choice: int | None, mishap: Mishap) -> None:
         """`holdfast repair`: what it calls whole is, and what was whole stays as it was."""
         self.end_run()
-        step = None if choice is None else self.step_at(choice)
+        step = None if choice is None else self.model.of_choice(choice).step
         repair = Repair(self.faulty, none_allowed, CLOCK, SETTINGS)
+        harmed = self.model.harmed()
         report, error = self.attempted(mishap, lambda: repair.run(step))
-        harmed = [step for step, each in self.held.items() if each.harmed]
         for each in report.steps if report is not None else ():
-            if each.outcome in ("whole", "repaired"):
-                self.held[each.step].harmed.clear()
+            held = self.model.at(each.step)
+            if held is None:
+                assert each.outcome == "unfinished", each
+            elif each.outcome in ("whole", "repaired"):
+                held.harmed.clear()
             elif each.outcome == "damaged":
                 # What could not be read back is told as what is damaged.
-                assert each.step in harmed or mishap is not NO_MISHAP, f"{each} was whole"
+                assert held in harmed or mishap is not NO_MISHAP, f"{each} was whole"
             else:
-                assert each.step not in self.intact(), f"{each} was committed"
-        for damaged in harmed:
-            self.look_again(damaged)
+                assert held.harmed, f"{each} was committed"
         assert error is None or isinstance(error, UnavailableError), error
 
     @rule(
@@ -264,87 +284,84 @@ class LifeOfARun(RuleBasedStateMachine):
         policy=POLICIES,
         loads=st.none() | CHOICES,
         jump=st.integers(1, 2),
-        others_jump=st.integers(1, 2),
+        others_jump=st.integers(-2, 2),
         changes=CHANGES,
     )
-    @where(lambda self: self.is_holding)
+    @where(lambda self: self.is_holding and self.trained.origin)
     def lose_the_epoch(
         self,
         verb: str,
         at: int,
-        policy: KeepPolicy,
+        policy: KeepPolicy | None,
         loads: int | None,
         jump: int,
         others_jump: int,
         changes: frozenset[int],
     ) -> None:
-        """In the midst of a verb another process takes over, resumes and saves, and then the first goes on."""
-        run, newest = self.the_run(), max(self.held, default=0)
+        """In the midst of a verb another process takes over, loads and saves, and then the first goes on."""
+        run, parts, model = self.the_run(), self.the_run()._parts, self.model
         content, others = self.next_content(changes), self.next_content(changes)
-        step, others_step = newest + jump, newest + others_jump
+        step, others_step = self.trained.step + jump, max(1, self.trained.step + others_jump)
         came: list[CheckpointError | None] = []
 
         def take_over(operation: FaultPoint) -> None:
             put_heartbeat(self.store, newest_epoch(self.store), RELEASED)  # As if the lease were over.
-            self.unsure.setdefault(others_step, []).append((others, 0.0))
-            chosen = self.step_at(loads) if loads is not None and self.held else None
+            model.unsure.setdefault(others_step, []).append((others, 0.0))
+            chosen = model.of_choice(loads).name if loads is not None and model.held else None
             came.append(lived_by_another(self.store, others_step, others, chosen))
-            self.settle()
+            model.settle()
             if came[-1] is None:
-                self.unsure.clear()  # What is not there by now is under an epoch that is over, and may not come.
+                model.unsure.clear()  # What is not there by now is under an epoch that is over, and may not come.
 
         names = None if at > 0 else PUBLISHING  # The moment that an epoch is for.
         self.switch.now = Faults(take_over, at=at * self.scale if at > 0 else 1 - at, names=names)
-        error: CheckpointError | None = None
-        may_go: set[int] = set()
+        error, may_go = cast(CheckpointError | None, None), set[Held]()
         try:
             if verb == "save":
-                self.unsure.setdefault(step, []).append((content, 0.0))
+                model.unsure.setdefault(step, []).append((content, 0.0))
                 run.save(step, state_of(content), metrics={METRIC: 0.0}).wait()
             else:
-                may_go = set(self.held) - self.kept_for_certain(policy)
-                CheckpointGC(self.faulty, CLOCK, policy, run._parts.writer_lease, run._parts.pins).collect(
-                    0.0, lambda _: False
-                )
+                may_go = set(model.held) - model.kept_for_certain(policy)
+                collector = CheckpointGC(self.faulty, CLOCK, policy, parts.writer_lease, parts.pins)
+                collector.collect(0.0, lambda _: False)
         except CheckpointError as failure:
             error = failure
-        self.end_run()
+        self.end_run(may_go)
         self.switch.now = Faults()
-        self.settle(may_go)
+        model.settle(may_go)
+        model.last = None
         for acknowledged, at_step, saved in ((came[:1] == [None], others_step, others), (error is None, step, content)):
             if acknowledged and (saved is others or verb == "save"):
-                assert self.held[at_step].content == saved, f"step {at_step} was acknowledged, and is another"
+                assert model.with_content(at_step, saved), f"step {at_step} was acknowledged, and is another"
 
     # What must hold after each of them.
 
     @invariant()
     def what_is_kept_can_be_read(self) -> None:
-        visible, intact = committed_steps(self.store), self.intact()
-        assert set(intact) <= set(visible) <= set(self.held), f"{visible} are there; {intact} should be"
-        for step in visible:
-            held = self.held[step]
+        known = {held.digest for held in self.model.held}
+        assert set(self.model.manifests().values()) <= known, f"somebody saved what nobody asked for: {known}"
+        visible, intact = set(self.model.reader.steps()), self.model.intact()
+        assert {held.step for held in self.model.chain() if not held.harmed} <= visible
+        assert visible <= {held.step for held in self.model.held}
+        for held in self.model.held:
             state = state_of(tuple(OTHER - seed for seed in held.content))
             try:
-                self.reader.load(state, step)
+                self.model.reader.load(state, held.name)
             except CheckpointError as error:
-                assert held.harmed, f"step {step} is whole, and cannot be read: {error}"
+                assert held not in intact, f"{held} is whole, and cannot be read: {error}"
             else:
-                assert is_of(state, held.content), f"step {step} reads as something else, damaged: {held.harmed}"
-            assert held.harmed or not is_seen_damaged(self.store, step)
+                assert is_of(state, held.content), f"{held} reads as something else, damaged: {held.harmed}"
+            assert held.harmed or not is_seen_damaged(self.store, held), held
 
     @invariant()
     def what_is_tagged_stays_tagged(self) -> None:
-        tags = read_tags(self.store)
-        assert not tags.damaged
-        for name, step in self.tags.items():
-            assert tags.whole[name].step == step
-            assert self.held[step].harmed or name in tags.of(step, str(self.held[step].digest)), f"{name} holds nothing"
+        self.model.require_tags_hold()
 
     # How it is done.
 
     @property
     def is_holding(self) -> bool:
-        """Whether this process has an open manager that may write."""
+        """Whether this process has an open manager that holds the writer lease."""
         return self.run is not None and self.run._parts.writer_lease.epoch > 0
 
     def the_run(self) -> CheckpointManager:
@@ -352,134 +369,98 @@ class LifeOfARun(RuleBasedStateMachine):
             self.run = run_on(self.faulty)
         return self.run
 
-    def end_run(self) -> None:
+    def train(self) -> None:
+        """Have a manager that may save: one that loaded a step, or starts over where none can be loaded."""
+        if self.trained.origin is None and self.model.held and self.trained.timeline is None:
+            self.resume(NO_MISHAP)
+            if self.trained.origin is None:
+                self.end_run()
+                self.run, self.trained = run_on(self.faulty, starts_over=True), Position(self.model)
+
+    def train_from(self, run: CheckpointManager, held: Held, *, passed_over: bool = False) -> None:
+        """Go on from a loaded step, unless the process is gone."""
+        if self.run is run:
+            self.content = held.content
+            self.trained = Position(self.model, held, passed_over)
+
+    def end_run(self, may_go: Collection[Held] = ()) -> None:
         """Close the manager; where its store is dead, nothing of that reaches it."""
         run, self.run = self.run, None
+        self.trained = Position(self.model)
         if run is not None:
             with suppress(CheckpointError):
                 run.close()
-            self.settle()
+            self.settle(may_go)
+
+    def settle(self, may_go: Collection[Held] = ()) -> None:
+        self.model.settle(may_go)
+        if self.run is None:
+            self.model.unsure.clear()
 
     def next_content(self, changes: frozenset[int]) -> Content:
         """Train on: some tensors are others than before."""
-        self.seeds += 1
-        self.content = tuple(self.seeds if at in changes else seed for at, seed in enumerate(self.content))
+        self.saves += 1
+        seeds = (self.saves if at in changes else seed for at, seed in enumerate(self.content[:-1]))
+        self.content = (*seeds, self.saves)
         return self.content
 
     def attempted(
-        self, mishap: Mishap, verb: Callable[[], Result], may_go: Collection[int] = ()
+        self, mishap: Mishap, verb: Callable[[], Result], may_go: Collection[Held] = ()
     ) -> tuple[Result | None, CheckpointError | None]:
         """Do something, let a mishap happen in its midst, and take note of what came of what nobody was told."""
         self.switch.now = faults = mishap.faults(self.failure, self.scale)
-        result: Result | None = None
-        error: CheckpointError | None = None
+        result, error = cast(Result | None, None), cast(CheckpointError | None, None)
         try:
             result = verb()
         except CheckpointError as failure:
             error = failure
         if mishap.kind == "crash" and faults.met:
-            self.end_run()
+            self.end_run(may_go)
             bury(self.store)
         self.switch.now = Faults()
         self.settle(may_go)
         return result, error
 
     def save_at(self, step: int, changes: frozenset[int], loss: float, mishap: Mishap, tag: str | None) -> None:
-        run, content, before = self.the_run(), self.next_content(changes), self.held.get(step)
-        if before is None or before.harmed:
-            self.unsure.setdefault(step, []).append((content, loss))
+        run, content, model, trained = self.the_run(), self.next_content(changes), self.model, self.trained
+        before = model.at(step)
+        others = [held for held in model.intact() if held.step == step]
+        model.unsure.setdefault(step, []).append((content, loss))
         tags = () if tag is None else (tag,)
         report, error = self.attempted(
             mishap, lambda: run.save(step, state_of(content), metrics={METRIC: loss}, tags=tags).wait()
         )
         if error is None:
             assert report is not None
-            assert before is None or before.harmed, f"step {step} was saved over"
-            assert self.held[step].content == content
-            self.unsure.pop(step, None)
-        elif isinstance(error, ConflictError):
-            assert step in self.held, error
+            saved = model.with_content(step, content)
+            assert saved is not None and saved.timeline is not None, f"step {step} was acknowledged, and is not there"
+            over = [held for held in others if is_of_chain(saved.timeline, held)]
+            assert not over, f"{over} was saved over by {saved}"
+            trained.require_continued_by(saved)
+            trained.timeline, trained.step = saved.timeline, step
+            event(f"saved on timeline {min(saved.timeline.number, 9)}{' over a number' * bool(others)}")
+            model.unsure.pop(step, None)
+            return
+        trained.is_sure = False
+        if isinstance(error, ConflictError):
+            is_needed = any(map(trained.came_along, others)) or (before is not None and before.harmed)
+            assert is_needed, f"{others} are superseded, and their number is not free: {error}"
         else:
             assert isinstance(error, UnavailableError), error
 
-    def collect_by(self, policy: KeepPolicy, mishap: Mishap, verb: Callable[[], CollectReport | None]) -> None:
-        before, kept = set(self.held), self.kept_for_certain(policy)
-        is_clear = set(self.intact()) == before and self.run is None and mishap is NO_MISHAP
+    def collect_by(self, policy: KeepPolicy | None, mishap: Mishap, verb: Callable[[], CollectReport | None]) -> None:
+        model = self.model
+        before, kept = set(model.held), model.kept_for_certain(policy)
+        is_clear = not model.harmed() and self.run is None and mishap is NO_MISHAP
         is_clear &= not list(self.store.list("readers/"))  # Whoever crashed while reading lives on here.
+        is_clear &= not any(map(model.is_twice, before))
         report, error = self.attempted(mishap, verb, may_go=before - kept)
-        is_ranked = all(each.loss is not None and not each.harmed for each in self.held.values())
+        is_ranked = all(each.loss is not None and not each.harmed for each in model.held)
         assert error is None or isinstance(error, UnavailableError if is_ranked else (UnavailableError, InvalidError))
         if report is not None:
-            assert set(report.steps) <= before - kept
-            assert not is_clear or set(self.held) == kept
+            assert not {held for held in kept if held.key in map(manifest_key, report.steps)}
+            assert not is_clear or set(model.held) == kept, f"{set(model.held) - kept} should have gone"
             event(f"collected {len(report.steps)} of {len(before)}")
-
-    # The model.
-
-    def intact(self) -> list[int]:
-        return sorted(step for step, each in self.held.items() if not each.harmed)
-
-    def names(self) -> set[str]:
-        return {*self.tags, *self.taken}
-
-    def step_at(self, choice: int) -> int:
-        return sorted(self.held)[choice % len(self.held)]
-
-    def kept_for_certain(self, policy: KeepPolicy) -> set[int]:
-        """Return the whole steps that a policy keeps, even if damaged ones of which nobody knows take their places."""
-        counted = {step: self.held[step] for step in committed_steps(self.store)}
-        for step in [step for step, each in counted.items() if each.harmed and is_quarantined(self.store, step)]:
-            del counted[step]
-        if not counted:
-            return set()
-        return {*kept_by(policy, counted, set(self.tags.values())), max(counted)} & set(self.intact())
-
-    def settle(self, may_go: Collection[int] = ()) -> None:
-        """Take note of what storage says of what nobody was told."""
-        visible = committed_steps(self.store)
-        for step in set(may_go) - set(visible):
-            self.forget(step)
-            del self.held[step]
-        for step in set(self.unsure) & set(visible):
-            known = self.held.get(step)
-            if known is None or known.digest != manifest_digest(self.store, step):
-                self.adopt(step, self.unsure[step])
-        if self.run is None:
-            self.unsure.clear()
-        for name, tag in read_tags(self.store).whole.items():
-            if name not in self.names():
-                self.tags[name] = tag.step
-
-    def adopt(self, step: int, attempts: Sequence[tuple[Content, float]]) -> None:
-        """Take a step that is newly there into the model: it is one of those that somebody tried to save."""
-        self.forget(step)
-        self.spoilt.discard(manifest_key(step))
-        # Not from the tensors: they may lie in a pack that was damaged before this step came to refer to it.
-        told: dict[str, object] = {"seeds": None}
-        self.reader.load(told, step, only="seeds")
-        found = [attempt for attempt in attempts if list(attempt[0]) == told["seeds"]]
-        assert found, f"step {step} is none of those that were saved there"
-        self.held[step] = Held(*found[-1], None, frozenset())
-        self.look_again(step)
-        self.held[step].harmed = set(self.held[step].files & self.spoilt)
-
-    def look_again(self, step: int) -> None:
-        """Take note of the files of a step whose manifest is another than before."""
-        held, digest = self.held[step], manifest_digest(self.store, step)
-        if digest != held.digest:
-            again = read_tags(self.store).of(step, str(digest))
-            self.tags |= dict.fromkeys(again, step)
-            self.taken -= set(again)
-        held.digest = digest
-        with suppress(CheckpointError):
-            held.files, held.loss = files_of(self.store, step), loss_of(self.store, step)
-
-    def forget(self, step: int) -> None:
-        """Note that a step is gone: its tags hold nothing any more, and are there all the same."""
-        lost = {name for name, tagged in self.tags.items() if tagged == step}
-        self.taken |= lost
-        for name in lost:
-            del self.tags[name]
 
 
 class InMemory(LifeOfARun):
