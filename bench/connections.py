@@ -48,25 +48,25 @@ def connections_to(port: int) -> int:
     return count
 
 
-def connections_per_rank() -> dict[str, int]:
+def connections_per_rank(ranks: int = RANKS) -> dict[str, int]:
     """Return the most connections of a rank during saves, and at rest after them."""
     with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
         probe.close()
-        multiprocessing.spawn(_train, (port, folder), nprocs=RANKS)
+        multiprocessing.spawn(_train, (port, folder, ranks), nprocs=ranks)
         counts = [tuple(map(int, path.read_text().split())) for path in Path(folder).glob("count-*")]
-    assert len(counts) == RANKS, counts
+    assert len(counts) == ranks, counts
     return {
         "connections_per_rank": max(max(each) for each in counts),
         "connections_per_rank_at_rest": max(at_rest for _, at_rest in counts),
     }
 
 
-def _train(rank: int, port: int, folder: str) -> None:
+def _train(rank: int, port: int, folder: str, ranks: int) -> None:
     """Train and save on one rank; a second thread counts the connections all the time."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     most, is_over = 0, threading.Event()
 
     def watch() -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.alone import AloneComm
+from holdfast.frameworks.torch.descriptor_limit import warn_of_descriptor_limit
 from holdfast.frameworks.torch.key_value_store import TorchKeyValueStore
 
 _TAG = 0x686F6C64
@@ -82,6 +83,9 @@ class ProcessGroupComm:
         self._default_store = dist.distributed_c10d._get_default_store()
         self.key_value_store = TorchKeyValueStore(self._default_store)
         """The key-value store of the job."""
+        if dist.get_rank() == 0:
+            # The ranks of every group connect to the store of the whole job.
+            warn_of_descriptor_limit(dist.get_world_size())
         self.timeout_seconds = _timeout_of(group)
         """How long a collective of the training waits."""
         members = dist.get_process_group_ranks(group)
