@@ -134,9 +134,11 @@ class Settings:
     reads the state once (`docs/performance.md`)."""
 
     replicas: Literal["refuse", "lowest"] = "refuse"
-    """What a save does if samples of replicated plain tensors differ between ranks. `refuse`: it saves nothing, because
-    undeclared parts of one tensor look the same. `lowest`: it saves the lowest rank's, marks the step unhealthy
-    (`divergent`), and warns once. For replicas that drift on real hardware. Rank 0's value decides."""
+    """What a save does if samples of replicas differ: of plain tensors between ranks, or of DTensors between sibling
+    meshes. `refuse`: it saves nothing, because undeclared parts of one tensor look the same, and so do two pipeline
+    stages that reuse a name. `lowest`: it saves the lowest rank's, and of siblings those of the mesh with the lowest
+    rank, marks the step unhealthy (`divergent`), and warns once. For replicas that drift on real hardware. Rank 0's
+    value decides."""
 
     reports: bool = True
     """Whether every rank writes a report beside the checkpoint that it saved or loaded, for `holdfast trace` and for

@@ -54,7 +54,7 @@ def owned_by(
         rank: This rank.
         shards: Its shards.
         holders: For each plain tensor the ranks that hold it, ascending. For each DTensor on sibling meshes the ranks
-            of all siblings that hold the same pieces.
+            that hold the same pieces and write: of all siblings, or of one, which this rank may not be on.
         split_bytes_min: Smaller pieces are not divided.
         lowest_only: Whether every plain tensor is written by its lowest holder, as buffers are.
     """
@@ -72,6 +72,8 @@ def owned_by(
             else:
                 copies.setdefault(holders[shard.tensor.fqn], []).append(item)
     for group, items in replicated.items():
+        if rank not in group:
+            continue
         owned += _equal_part(items, group.index(rank), len(group), split_bytes_min)
     for group, items in copies.items():
         owned += _whole_to_least_loaded(items, group.index(rank), len(group))

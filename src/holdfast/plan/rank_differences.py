@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import chain
 
 from holdfast.errors import InvalidError, first_three, printable
 from holdfast.types.health import NAMED_RANKS_MAX, Health
@@ -99,33 +99,58 @@ class Differences:
             )
         return lines
 
-    def drift_warning(self) -> str:
-        """Return the warning of replicas that differ, where the lowest rank's are saved."""
-        return (
-            f"{len(self.replicas)} replicated tensors differ between ranks: {printable(first_three(self.replicas))}. "
-            "With replicas='lowest' those of the lowest rank are saved, and the step is marked unhealthy; later saves "
-            "do so without this warning. Broadcast the parameters and optimizer state from one rank to end the drift"
-        )
-
-    def drift(self, silent: Mapping[int, Ranks]) -> Health | None:
-        """Return the first replicas that differ, as the health of a checkpoint names them; None if none differ.
+    def drift(self, silent: Mapping[int, Ranks]) -> Drift:
+        """Return the replicas that differ.
 
         Args:
             silent: Ranks that described nothing, by the rank whose state is theirs too.
         """
-        divergent: dict[str, tuple[int, ...]] = {}
-        undecided = []
-        for name, by_digest in islice(self.replicas.items(), _DRIFTED_MAX):
+        drift = Drift()
+        for name, by_digest in self.replicas.items():
             groups = [
                 [*ranks, *(rank for each in ranks for rank in silent.get(each, ()))] for ranks in by_digest.values()
             ]
-            divergent[name], is_undecided = outvoted(groups)
-            if is_undecided:
-                undecided.append(name)
-        return Health(divergent=divergent, undecided=tuple(undecided)) if divergent else None
+            drift.add(name, groups)
+        return drift
 
     def _saved_rank(self, name: str) -> int:
         return min(map(min, self.others[name].values()))
+
+
+class Drift:
+    """Replicas that differ, in a save that keeps the lowest rank's."""
+
+    def __init__(self) -> None:
+        """Know none."""
+        self._names: list[str] = []
+        self._divergent: dict[str, tuple[int, ...]] = {}
+        self._undecided: list[str] = []
+
+    def add(self, name: str, groups: Sequence[Ranks]) -> None:
+        """Add a tensor.
+
+        Args:
+            name: Its FQN.
+            groups: Ranks with equal copies.
+        """
+        self._names.append(name)
+        if len(self._divergent) < _DRIFTED_MAX:
+            self._divergent[name], is_undecided = outvoted(groups)
+            if is_undecided:
+                self._undecided.append(name)
+
+    @property
+    def health(self) -> Health | None:
+        """The first of them, as the health of a checkpoint names them; None if there are none."""
+        return Health(divergent=self._divergent, undecided=tuple(self._undecided)) if self._divergent else None
+
+    def warning(self, saved: str) -> str:
+        """Return the warning; `saved` says whose copies are saved."""
+        return (
+            f"{len(self._names)} replicated tensors differ between ranks: {printable(first_three(self._names))}. "
+            f"With replicas='lowest' {saved} are saved, and the step is marked unhealthy; later saves do so without "
+            "this warning. Broadcast the parameters and optimizer state from one rank to end the drift"
+        )
 
 
 def refusal_of(name: str, texts: Sequence[str]) -> InvalidError:

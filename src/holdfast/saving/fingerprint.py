@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from holdfast.checkpoint.location import CheckpointLocation
@@ -12,7 +12,7 @@ from holdfast.format.digest import short_digest_of
 from holdfast.format.index.tensor_table import require_listable
 from holdfast.format.values import values
 from holdfast.geometry.mesh_packing import unpacked
-from holdfast.geometry.tensor import Role
+from holdfast.geometry.tensor import Mesh, Role
 from holdfast.plan.siblings import NO_FAMILY, TensorOnMesh
 from holdfast.ports.framework import Collected, LocalShard
 from holdfast.saving.mesh_slots import MeshSlots
@@ -126,11 +126,22 @@ class StateFingerprint:
                 samples[family][local.shard.tensor.fqn] = self._sample(local).hex()
         return {family: found for family, found in samples.items() if found}
 
-    def sibling_holders(self, siblings: SiblingMeshes, class_number: int) -> Mapping[str, tuple[int, ...]]:
-        """Return by FQN the ranks that hold what this rank holds of each tensor on sibling meshes, ascending."""
-        meshes = list(map(unpacked, siblings.families))
+    def sibling_holders(
+        self, siblings: SiblingMeshes, class_number: int, *, lowest_only: bool = False
+    ) -> Mapping[str, tuple[int, ...]]:
+        """Return by FQN the ranks that hold what this rank holds of each tensor on sibling meshes, ascending.
+
+        Args:
+            siblings: The sibling meshes.
+            class_number: The class of this rank.
+            lowest_only: Whether of each family only the mesh with the lowest rank counts.
+        """
+        meshes: list[Sequence[Mesh]] = [unpacked(family) for family in siblings.families]
+        if lowest_only:
+            meshes = [[min(family, key=lambda mesh: min(mesh.ranks))] for family in meshes]
+        offset = len(meshes) if lowest_only else 0
         return {
-            local.shard.tensor.fqn: self._slots.holders(local.shard, meshes[family], family)
+            local.shard.tensor.fqn: self._slots.holders(local.shard, meshes[family], family + offset)
             for local in self._collected.shards
             if (family := self._family_of(local, siblings, class_number)) != NO_FAMILY
         }

@@ -97,7 +97,7 @@ def plan_packs(attempt: SaveAttempt, collected: Collected, fingerprint: StateFin
     rank, settings = job.comm.rank, job.settings
     shards = [local.shard for local in collected.shards]
     holders = agreement.holders_of_each([shard.tensor.fqn for shard in shards if shard.holders is None])
-    holders.update(agreement.siblings)
+    holders.update(agreement.sibling_writers)
 
     # Parameters and their moments must come from one rank if replicas differ.
     is_drifted = agreement.drift is not None

@@ -10,7 +10,7 @@ States of a numbered save (its `sequence`), and who moves it from one to the nex
     open      -> described  rank 0, with the verdict `describe`: some ranks must publish details
     open or described -> compared  rank 0, with the verdict `compare`: ranks on sibling meshes must publish samples
     compared  -> named      rank 0, with the verdict `name`: samples differ, and some ranks must publish them by name
-    any       -> agreed     rank 0, with a verdict that carries the context; `named` is always refused
+    any       -> agreed     rank 0, with a verdict that carries the context
     any       -> refused    rank 0, or any rank at its deadline: the first compare-and-set of the verdict counts
 """
 
@@ -35,7 +35,7 @@ from holdfast.coordination.opening.records import (
     as_unavailable,
     encode_refusal,
 )
-from holdfast.coordination.opening.sibling_meshes import encode_tensors, publish_samples
+from holdfast.coordination.opening.sibling_meshes import encode_tensors, publish_samples, siblings_in
 from holdfast.coordination.save_context import SaveContext
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.geometry.rank_ranges import RankRanges, ranks_in
@@ -216,7 +216,7 @@ class SaveAgreement:
             self._job.record_differing(layout, names)
 
     def _agreement(self, verdict: SaveVerdict, state: DescribedState) -> Agreement:
-        rank, classes, siblings = self._job.comm.rank, self._save.classes(verdict), verdict.siblings
+        rank, classes = self._job.comm.rank, self._save.classes(verdict)
         number, class_ranks = next((number, ranks) for number, ranks in enumerate(classes) if rank in ranks)
         shared: dict[str, tuple[int, ...]] = {}
         if number in ranks_in(verdict.sharing):
@@ -224,6 +224,7 @@ class SaveAgreement:
             (record,) = self._job.key_value_store.get_many([key], self._job.seconds_left(self._job.deadline()))
             shared = SharedTensors.decode(record).holders(classes)
         assert verdict.context is not None, "a verdict to go ahead carries the context"
+        siblings, writers = siblings_in(verdict, state, number)
         return Agreement(
             sequence=self._save.sequence,
             attempt=self._job.attempt_id(self._save.sequence, self._save.step),
@@ -233,7 +234,8 @@ class SaveAgreement:
             divergent=verdict.divergent,
             drift=verdict.drift,
             context=verdict.context,
-            siblings={} if siblings is None else state.sibling_holders(siblings, number),
+            siblings=siblings,
+            sibling_writers=writers,
         )
 
     def _abort(self, error: Exception) -> None:

@@ -20,6 +20,7 @@ from holdfast.coordination.opening.records import (
     SaveVerdict,
     Statement,
     ranks_listed,
+    ranks_that_differ,
     refusal_in,
     skew_error_of,
 )
@@ -77,13 +78,7 @@ class Decision:
         for rank, statement in enumerate(statements):
             classes.setdefault(statement.layout, []).append(rank)
         groups = list(classes.values())
-        differing = [
-            rank
-            for members in groups
-            for rank in members
-            if (statements[rank].agreeing, statements[rank].other)
-            != (statements[members[0]].agreeing, statements[members[0]].other)
-        ]
+        differing = ranks_that_differ(statements, groups)
         kept = self._still_differing(statements, groups)
         self._meshes = MeshJudgement(self._save.name, groups, statements)
         if len(groups) == 1 and not differing and self._meshes.are_matched_without_names:
@@ -104,8 +99,9 @@ class Decision:
         try:
             if verdict.describe is not None:
                 return self._on_details(verdict, asked)
-            different = self._meshes.judge_samples(verdict, asked, self._save.read)
-            if different:
+            if verdict.name is not None:
+                verdict = self._meshes.judge_difference(verdict, asked, self._save.read, self._job)
+            elif different := self._meshes.differing_ranks(asked, self._save.read):
                 return replace(verdict, compare=False, name=rank_ranges(different))
         except TimeoutError:
             missing = f"{ranks_listed(asked)} did not publish {'samples' if verdict.describe is None else 'details'}"
@@ -136,14 +132,14 @@ class Decision:
         new = [name for name in found.others if job.is_first_occurrence(f"{name} differs between ranks")]
         for text in found.warnings(new):
             job.warn_once(self._save.name, text)
-        if found.replicas and job.is_first_occurrence("replicas differ"):
-            job.warn_once(self._save.name, found.drift_warning())
         drift = found.drift(silent_ranks(asked, classes))
+        if drift.health is not None and job.is_first_occurrence("replicas differ"):
+            job.warn_once(self._save.name, drift.warning("those of the lowest rank"))
         agreed = replace(
             verdict,
             describe=None,
             divergent=tuple(sorted({*found.others, *verdict.divergent})),
-            drift=drift,
+            drift=drift.health,
             uneven=fitting_names(uneven, job.comm.world_size),
             sharing=self._share(classes, details),
         )

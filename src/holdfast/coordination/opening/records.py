@@ -129,13 +129,17 @@ class Agreement:
     """Buffers, objects and values that differ between ranks."""
 
     drift: Health | None
-    """The replicas that differ, if the save keeps the lowest rank's. Then that rank writes every plain tensor."""
+    """The replicas that differ, if the save keeps the lowest rank's. Then that rank writes every plain tensor, and the
+    mesh with the lowest rank writes every DTensor on siblings."""
 
     context: SaveContext
     """Rank 0's decisions for every rank."""
 
     siblings: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Of this rank's DTensors on sibling meshes: the ranks of all siblings that hold the same part, ascending."""
+
+    sibling_writers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Of those, the ranks that write the part: all, or if replicas drift those of the mesh with the lowest rank."""
 
     @property
     def differing(self) -> tuple[str, ...]:
@@ -187,8 +191,16 @@ class DescribedState(Protocol):
         """Return by family and FQN the digest of samples of each tensor on sibling meshes, hex."""
         ...
 
-    def sibling_holders(self, siblings: SiblingMeshes, class_number: int) -> Mapping[str, tuple[int, ...]]:
-        """Return by FQN the ranks that hold what this rank holds of each tensor on sibling meshes, ascending."""
+    def sibling_holders(
+        self, siblings: SiblingMeshes, class_number: int, *, lowest_only: bool = False
+    ) -> Mapping[str, tuple[int, ...]]:
+        """Return by FQN the ranks that hold what this rank holds of each tensor on sibling meshes, ascending.
+
+        Args:
+            siblings: The sibling meshes.
+            class_number: The class of this rank.
+            lowest_only: Whether of each family only the mesh with the lowest rank counts.
+        """
         ...
 
 
@@ -259,6 +271,12 @@ def refusal_in(record: bytes) -> str | None:
 def ranks_listed(ranks: Sequence[int]) -> str:
     """Return ranks for a message, at most three of them."""
     return f"[{first_three(ranks)}]"
+
+
+def ranks_that_differ(statements: Sequence[Statement], classes: Sequence[Sequence[int]]) -> list[int]:
+    """Return the ranks whose values differ from those of the lowest rank of their class."""
+    values = [(statement.agreeing, statement.other) for statement in statements]
+    return [rank for members in classes for rank in members if values[rank] != values[members[0]]]
 
 
 def skew_error_of(name: str, statements: Sequence[Statement]) -> InvalidError | None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
-from holdfast.coordination.job import error_from, error_text
+from holdfast.coordination.job import Job, error_from, error_text
 from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.coordination.opening.records import (
     DescribedState,
@@ -24,7 +25,15 @@ from holdfast.format.digest import short_digest_of
 from holdfast.geometry.mesh_packing import packed, unpacked
 from holdfast.geometry.rank_ranges import ranks_in
 from holdfast.geometry.tensor import Mesh
+from holdfast.plan.rank_differences import Drift
 from holdfast.plan.siblings import RankClass, Siblings, SiblingSearch, TensorOnMesh, format_mesh
+from holdfast.types.health import with_drift
+
+_Holders = Mapping[str, tuple[int, ...]]
+"""By FQN, ranks in ascending order."""
+
+_Read = Callable[[str, Sequence[int]], list[bytes]]
+"""Returns what ranks published under a name."""
 
 _Samples = Mapping[int, Mapping[str, str]]
 """By family and FQN the digest of samples, hex."""
@@ -58,9 +67,23 @@ def publish_samples(
         publish("samples", encode_refusal(error_text(error)))
         raise
     if is_named:
-        publish("names", encode_message(samples))
+        publish("names", zlib.compress(encode_message(samples), 1))
     elif samples:
         publish("samples", encode_message(_family_digests(samples)))
+
+
+def siblings_in(verdict: SaveVerdict, state: DescribedState, class_number: int) -> tuple[_Holders, _Holders]:
+    """Return by FQN the ranks that hold what this rank holds of each tensor on sibling meshes, and those that write it.
+
+    All of them share the writing. If replicas drift, the mesh with the lowest rank writes: a parameter and its moments
+    must come from one replica.
+    """
+    if verdict.siblings is None:
+        return {}, {}
+    holders = state.sibling_holders(verdict.siblings, class_number)
+    if verdict.drift is None:
+        return holders, holders
+    return holders, state.sibling_holders(verdict.siblings, class_number, lowest_only=True)
 
 
 def _family_digests(samples: _Samples) -> dict[int, str]:
@@ -91,8 +114,8 @@ class MeshJudgement:
         first_ranks = {stated.digest: stated.first for statement in statements for stated in statement.meshes}
         self._search = SiblingSearch([_rank_class(ranks, statements) for ranks in classes], self._meshes, first_ranks)
         self._siblings = self._search.of_one_class() if len(classes) == 1 else None
-        self._different: list[tuple[int, int, int]] = []
-        """Families with different samples: number, and two ranks at equal positions of two of its meshes."""
+        self._different: list[tuple[int, list[list[int]]]] = []
+        """Families with different samples: number, and the ranks at one position of its meshes by their samples."""
 
     @property
     def are_matched_without_names(self) -> bool:
@@ -134,20 +157,15 @@ class MeshJudgement:
             "of its own. Otherwise build the module on one mesh, or on mesh['dp'] of one init_device_mesh"
         )
 
-    def judge_samples(
-        self, verdict: SaveVerdict, ranks: Sequence[int], read: Callable[[str, Sequence[int]], list[bytes]]
-    ) -> list[int]:
+    def differing_ranks(self, ranks: Sequence[int], read: _Read) -> list[int]:
         """Return pairs of ranks whose samples differ, one pair per family; empty if all siblings are equal.
 
         Args:
-            verdict: The verdict that asked for samples.
-            ranks: The ranks that it asked.
-            read: Returns what ranks published under a name.
+            ranks: The ranks that were asked for samples.
+            read: Returns what they published under a name.
         Raises:
-            CheckpointError: A rank refused, or the samples are by name: then the error names the tensors that differ.
+            CheckpointError: A rank refused.
         """
-        if verdict.name is not None:
-            raise self._difference(ranks, read("names", ranks))
         digests: dict[int, Mapping[int, str]] = {}
         for rank, record in zip(ranks, read("samples", ranks), strict=True):
             refusal = refusal_in(record)
@@ -157,37 +175,50 @@ class MeshJudgement:
         for number in range(len(self._found.families)):
             # Ranks at equal positions of siblings hold equal pieces.
             for ranks in zip(*(mesh.ranks for mesh in self._family(number)), strict=True):
-                others = [rank for rank in ranks if digests[rank].get(number) != digests[ranks[0]].get(number)]
-                if others:
-                    self._different.append((number, ranks[0], others[0]))
+                groups: dict[str | None, list[int]] = {}
+                for rank in ranks:
+                    groups.setdefault(digests[rank].get(number), []).append(rank)
+                if len(groups) > 1:
+                    self._different.append((number, [*groups.values()]))
                     break
-        return sorted({rank for _, *pair in self._different for rank in pair})
+        return sorted({group[0] for _, groups in self._different for group in groups[:2]})
 
-    def _difference(self, ranks: Sequence[int], records: Sequence[bytes]) -> InvalidError:
-        """Return the refusal that names the tensors whose samples differ.
+    def judge_difference(self, verdict: SaveVerdict, ranks: Sequence[int], read: _Read, job: Job) -> SaveVerdict:
+        """Return the verdict with the tensors that drift, if the save keeps those of the lowest mesh.
 
         Args:
-            ranks: Ranks that `judge_samples` returned.
-            records: Their samples by family and FQN.
+            verdict: The verdict that asked for samples by name.
+            ranks: The ranks that it asked.
+            read: Returns what they published under a name.
+            job: Its settings decide.
+        Raises:
+            InvalidError: The save keeps none of them; the message names the tensors.
         """
-        samples = dict(
-            zip(ranks, (decode_message(record, dict[int, dict[str, str]]) for record in records), strict=True)
-        )
+        records = [zlib.decompress(record) for record in read("names", ranks)]
+        samples = {
+            rank: decode_message(record, dict[int, dict[str, str]]) for rank, record in zip(ranks, records, strict=True)
+        }
         texts: list[str] = []
-        for number, first, other in self._different:
+        drift = Drift()
+        for number, groups in self._different:
+            first, other = (group[0] for group in groups[:2])
             by_name, other_by_name = samples[first][number], samples[other][number]
+            differing = [fqn for fqn in sorted(by_name) if by_name[fqn] != other_by_name.get(fqn)]
             meshes = {rank: mesh for mesh in self._family(number) for rank in mesh.ranks}
-            texts += [
-                f"{fqn} ({format_mesh(meshes[first])} ≠ {format_mesh(meshes[other])})"
-                for fqn in sorted(by_name)
-                if by_name[fqn] != other_by_name.get(fqn)
-            ]
-        return InvalidError(
-            f"{self._save_name}: sibling meshes hold different values under one name: {first_three(texts)}. Expected "
-            "equal copies on meshes of equal shape. If these are different modules (e.g. two pipeline stages that "
-            "reuse a name), give each a name of its own. If they are replicas, training has made them diverge: "
-            "broadcast them from one rank"
-        )
+            texts += [f"{fqn} ({format_mesh(meshes[first])} ≠ {format_mesh(meshes[other])})" for fqn in differing]
+            for fqn in differing:
+                drift.add(fqn, groups)
+        if job.settings.replicas == "refuse":
+            raise InvalidError(
+                f"{self._save_name}: sibling meshes hold different values under one name: {first_three(texts)}. "
+                "Expected equal copies on meshes of equal shape. If these are different modules (e.g. two pipeline "
+                "stages that reuse a name), give each a name of its own. If they are replicas, training has made them "
+                "diverge: broadcast them from one rank, or save those of the lowest mesh with "
+                "Settings(replicas='lowest')"
+            )
+        if job.is_first_occurrence("siblings differ"):
+            job.warn_once(self._save_name, drift.warning("those of the mesh with the lowest rank"))
+        return replace(verdict, name=None, drift=with_drift(drift.health, verdict.drift))
 
     @property
     def _found(self) -> Siblings:

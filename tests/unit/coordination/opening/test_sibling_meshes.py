@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,8 +15,9 @@ from holdfast.errors import InvalidError
 from holdfast.format.names import rank_of_pack
 from holdfast.geometry.tensor import Layout, Placement, Role
 from holdfast.testing.framework import GlobalTensor
+from holdfast.types.health import Health
 from holdfast.types.reports import SaveReport
-from tests.unit.ranks import World, plain, saved
+from tests.unit.ranks import PATIENT, World, plain, saved
 
 R, S0, S1 = Placement(None), Placement(0), Placement(1)
 State = dict[str, object]
@@ -140,15 +143,64 @@ def test_siblings_that_differ_are_refused_by_name() -> None:
     states = [
         {"same": tensor(layouts[rank]), "norm": tensor(layouts[rank], value=float(rank % 2))} for rank in range(4)
     ]
-    require_refused(
-        World(4), states, "norm (mesh [2] of ranks [0, 2] ≠ mesh [2] of ranks [1, 3])", "name of its own", "broadcast"
-    )
+    said = "norm (mesh [2] of ranks [0, 2] ≠ mesh [2] of ranks [1, 3])", "name of its own", "replicas='lowest'"
+    require_refused(World(4), states, *said, "broadcast")
 
 
 def test_one_rank_of_many_that_differs_is_found() -> None:
     layouts = on((2,), [S0], (0, 1), (2, 3), (4, 5), (6, 7))
     states: list[State] = [{"w": tensor(layouts[rank], value=float(rank == 5))} for rank in range(8)]
     require_refused(World(8), states, "w (mesh [2] of ranks [0, 1] ≠ mesh [2] of ranks [4, 5])")
+
+
+def test_siblings_that_drift_are_saved_from_the_lowest_mesh_if_asked(caplog: pytest.LogCaptureFixture) -> None:
+    """One mesh writes all of them: a parameter and its moments must come from one replica."""
+    caplog.set_level(logging.WARNING)
+    layouts = on((2,), [S0], (3, 2), (5, 4), (1, 0))
+    world = World(6, replace(PATIENT, replicas="lowest"))
+
+    def state(rank: int, step: int) -> State:
+        drift = float(rank in (2, 3) and step == 2) + float(rank // 2 * (step == 3))
+        same = {"moment": tensor(layouts[rank], value=3.0), "v": plain(9.0)}
+        return {**same, **{f"w{number}": tensor(layouts[rank], value=drift + number) for number in range(3)}}
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        reports = [saved(run, step, state(rank, step)) for step in (1, 2, 3, 4)]
+        into = state(rank, 2)
+        run.load(into, 3)
+        return reports, into
+
+    names = ("w0", "w1", "w2")
+    for rank, (reports, into) in enumerate(world.play(part)):  # type: ignore[misc]
+        require_saved(reports)
+        assert [report.divergent for report in reports] == [(), names, names, ()]
+        assert [bool(report.unhealthy) for report in reports] == [False, True, True, False]
+        assert [report.planned for report in reports] == [True, True, False, False]
+        for name in (*names, "moment"):
+            (box,) = into[name].regions_on(rank)
+            part_of = box.relative_to((0, 0))
+            lowest = state(0, 3)[name]
+            assert (into[name].array[part_of] == lowest.array[part_of]).all(), name  # type: ignore[attr-defined]
+    for name in (*names, "moment"):
+        assert written(world, 3, name).keys() == {0, 1} and sum(written(world, 3, name).values()) == 64 * 64 * 4
+    assert written(world, 3, "v").keys() == {0}
+    for step in (1, 4):
+        assert {rank for name in (*names, "moment") for rank in written(world, step, name)} == {*range(6)}
+    assert [world.manifest(step).health for step in (1, 4)] == [None, None]
+    assert world.manifest(2).health == Health(divergent=dict.fromkeys(names, (3,)))
+    assert world.manifest(3).health == Health(divergent=dict.fromkeys(names, (1, 3, 5)), undecided=names)
+    (text,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert text.startswith("save of step 2: 3 replicated tensors differ between ranks: w0, w1, w2. With")
+    assert "replicas='lowest' those of the mesh with the lowest rank are saved" in text and "unhealthy" in text
+
+
+def test_siblings_are_saved_from_one_mesh_if_plain_replicas_drift() -> None:
+    layouts = on((2,), [S0], (0, 2), (1, 3))
+    world = World(4, replace(PATIENT, replicas="lowest"))
+    states: list[State] = [{"w": tensor(layouts[rank]), "v": plain(float(rank))} for rank in range(4)]
+    require_saved(save_everywhere(world, states))
+    assert written(world, 1, "w") == dict.fromkeys((0, 2), 8192) and written(world, 1, "v").keys() == {0}
+    assert world.manifest(1).health == Health(divergent={"v": (0, 1, 2, 3)}, undecided=("v",))
 
 
 def test_replicas_on_one_mesh_are_trusted_as_before() -> None:
