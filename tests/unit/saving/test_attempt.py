@@ -8,11 +8,13 @@ import pytest
 
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.checkpoint_manager import CheckpointManager
-from holdfast.errors import UnavailableError
+from holdfast.errors import CheckpointError, ConflictError, UnavailableError
 from holdfast.repository.timelines import displace
 from holdfast.saving.attempt import SaveAttempt
 from holdfast.saving.commit import sweep
+from holdfast.saving.handle import SaveHandle
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
+from holdfast.types.reports import SaveReport
 from tests.unit.ranks import World, fresh_store, plain
 
 
@@ -50,6 +52,27 @@ def test_a_failure_while_a_failed_save_is_ended_completes_the_handle(
         return handle.committed.done()
 
     assert World(1, store=store, stores={0: broken}).play(part) == [True]
+
+
+def test_of_four_saves_of_one_step_begun_together_one_is_whole() -> None:
+    world = World(2)
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        handles = [run.save(1, {"p": plain(float(value))}) for value in range(4)]
+        return [type(outcome_of(handle)) for handle in handles]
+
+    for outcomes in world.play(part):
+        assert outcomes == [SaveReport, ConflictError, ConflictError, ConflictError]
+    target = {"p": plain(9.0)}
+    assert World(1, store=world.store).play(lambda rank, run: run.load(target)) == [1]
+    assert (target["p"].array == 0.0).all()
+
+
+def outcome_of(handle: SaveHandle) -> object:
+    try:
+        return handle.wait(timeout=25.0)
+    except CheckpointError as error:
+        return error
 
 
 def test_a_save_whose_end_fails_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:

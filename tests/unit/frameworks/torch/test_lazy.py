@@ -523,9 +523,14 @@ def test_a_model_that_is_being_saved_can_be_copied_pickled_and_trained_in_a_fork
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # The compiler's own.
-def test_a_compiled_step_waits_and_is_not_compiled_anew(tmp_path: Path, gate: Gate) -> None:
+@pytest.mark.parametrize("is_compiled_first", [False, True])
+def test_a_compiled_step_waits_and_is_not_compiled_anew(tmp_path: Path, gate: Gate, is_compiled_first: bool) -> None:
+    """Whether it was compiled before the first lazy save, which sets the fence, or in it."""
     training = Training()
     step = torch.compile(training.optimizer.step, backend="aot_eager")
+    if is_compiled_first:
+        training.backward()
+        step()
     run = run_at(tmp_path, gate)
     graphs = []
     for number in range(4):
