@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.connections import connections_per_rank
+from bench.connections import announced_step_calls, connections_per_rank
 from holdfast.frameworks.torch.descriptor_limit import CONNECTIONS_PER_RANK
 
 
@@ -11,3 +11,10 @@ def test_a_rank_has_no_more_connections_than_rank_0_checks_its_limit_for() -> No
     assert 2 <= counts["connections_per_rank_at_rest"] <= counts["connections_per_rank"], counts
     # Four in most runs. Five where a write, a commit and the loop call at one time.
     assert counts["connections_per_rank"] <= CONNECTIONS_PER_RANK, counts
+
+
+def test_a_rank_reads_announcements_off_its_training_thread() -> None:
+    """Each call there would hold up every rank at the same step: the store answers them one after the other."""
+    calls = announced_step_calls(steps=150)
+    assert calls["announced_step_calls_on_training_thread"] == 0, calls
+    assert calls["announced_step_calls_on_training_thread_of_rank_0"] > 0, "rank 0 announces"

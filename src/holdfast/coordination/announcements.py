@@ -11,12 +11,15 @@ The states of an announcement, and who moves it on:
     removed    The keys of a block of 64 are deleted.
 
     pending -> stored      rank 0, in `announce()`, by compare-and-set on the empty key
-    stored -> in force     each rank for itself, in `announcement_for()`
+    stored -> in force     each rank for itself, in `announcement_for()`, usually read before by `read_ahead()`
     in force -> removed    rank 0, once every other rank has counted the whole block as read
 
 Rank 0 never waits for another rank, so no two ranks can wait for each other. The key-value store is the only source:
 every rank, rank 0 included, takes all announcements from it in order. A rank that misses one decides late, never
 differently.
+
+Ranks other than rank 0 make no call to the key-value store on the training thread to read: they come to the same step
+at one time, and the store would answer them one after the other.
 """
 
 from __future__ import annotations
@@ -24,11 +27,14 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
+from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 
 from holdfast.coordination.job import Job
 from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.coordination.save_due import Announcement, LastSave, next_until
+from holdfast.engine.background import CALLS, BackgroundQueue, wait_in_slices
 from holdfast.errors import CheckpointError, UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -53,6 +59,8 @@ class Announcements:
         self._timeout_seconds = job.settings.commit_timeout_seconds
         self._generation = -1
         self._is_patient = True
+        # Looks, which do not wait: interpreter exit may wait for them.
+        self._looks = BackgroundQueue("holdfast-announcements", job.progress)
         self.restart()
 
     def restart(self) -> None:
@@ -62,6 +70,9 @@ class Announcements:
         """The announcement for the last step; None before the first one was read."""
         # Rank 0 counts stored announcements, every other rank counts those it has read.
         self._count = 0
+        # Not on rank 0: the last look for the next announcement, and with how many steps left the next look begins.
+        self._look: Future[bytes | None] | None = None
+        self._look_below = 0
         # Rank 0 only: stored, and not in force yet.
         self._ahead: deque[Announcement] = deque()
         self._until: int | None = None
@@ -119,12 +130,26 @@ class Announcements:
         """Return the announcement in force at a step; None if it cannot be read, which never ends training."""
         try:
             while self.in_force is None or self.in_force.until < step:
-                self._read_next()
+                self.in_force = self._read_next()
                 self._is_patient = True
+                self._look_below = (self.in_force.until - step) // 2
         except (CheckpointError, TimeoutError) as error:
             self._warn(step, error)
             return None
         return self.in_force
+
+    def read_ahead(self, step: int) -> None:
+        """Look for the next announcement on another thread, once half of the steps of this one are over. Never waits.
+
+        Call it at a step that is not saved: a look beside the agreement on a save needs one more connection.
+        """
+        if self._job.comm.rank == 0 or self.in_force is None or (self._look is not None and not self._look.done()):
+            return
+        left = self.in_force.until - step
+        if left <= self._look_below and self._looked() is None:
+            # Rank 0 may be late: look again each time that half of the steps left are over.
+            self._look_below = left // 2
+            self._begin_look()
 
     def _warn(self, step: int, error: Exception) -> None:
         if self._is_patient:
@@ -137,26 +162,65 @@ class Announcements:
         # Wait only once: otherwise every further step would wait for the whole timeout. Later steps only look.
         self._is_patient = False
 
-    def _read_next(self) -> None:
-        """Put the next announcement in force; wait for it if rank 0 has not stored it."""
+    def _read_next(self) -> Announcement:
+        """Return the next announcement; wait for it if rank 0 has not stored it."""
         if self._job.comm.rank == 0:
             if not self._ahead:
                 raise UnavailableError(
                     "rank 0 could not store its next announcement; expected to. See the warning before"
                 )
-            self.in_force = self._ahead.popleft()
-            return
-        key = self._key("told", self._count)
-        if not self._is_patient and not self._key_value_store.present(key):
-            raise TimeoutError(f"{key}: not set; expected an announcement of rank 0")
-        (data,) = self._key_value_store.get_many([key], self._timeout_seconds)
-        self.in_force = decode_message(data, Announcement)
+            return self._ahead.popleft()
+        data = self._looked()
+        if data is None:
+            data = self._awaited() if self._is_patient else self._looked_again()
+        self._look = None
         self._count += 1
         if self._count % _BLOCK == 0:
-            block = self._count // _BLOCK - 1
-            # A failed count does no harm: a rank that counts a later block has read this one.
-            with suppress(CheckpointError, TimeoutError):
-                self._key_value_store.add(self._key("read", block), 1, self._timeout_seconds)
+            self._looks.submit(partial(self._count_as_read, self._key("read", self._count // _BLOCK - 1)))
+        return decode_message(data, Announcement)
+
+    def _awaited(self) -> bytes:
+        """Return the next announcement once rank 0 has stored it. Another thread asks, so that this one hears signals.
+
+        Raises:
+            TimeoutError: Rank 0 has stored none in time.
+            UnavailableError: The key-value store failed.
+        """
+        call = CALLS.submit(partial(self._get, self._key("told", self._count)))
+        # A call may take twice its limit, if its connection has to be made anew.
+        return wait_in_slices(call, 3 * self._timeout_seconds, self._job.clock, lambda: None)
+
+    def _looked_again(self) -> bytes:
+        """Return nothing: begin another look, whose result a later step takes.
+
+        Raises:
+            TimeoutError: Always.
+        """
+        if self._look is None or self._look.done():
+            self._begin_look()
+        raise TimeoutError(f"{self._key('told', self._count)}: not set; expected an announcement of rank 0")
+
+    def _begin_look(self) -> None:
+        self._look = self._looks.submit(partial(self._find, self._key("told", self._count)))  # type: ignore[assignment]
+
+    def _looked(self) -> bytes | None:
+        """Return the next announcement if the last look has found it; without waiting."""
+        look = self._look
+        return look.result() if look is not None and look.done() and look.exception() is None else None
+
+    def _find(self, key: str) -> bytes | None:
+        """Return the value of a key, None if it is not set; without waiting for another rank."""
+        return self._get(key) if self._key_value_store.present(key) else None
+
+    def _get(self, key: str) -> bytes:
+        (data,) = self._key_value_store.get_many([key], self._timeout_seconds)
+        return data
+
+    def _count_as_read(self, key: str) -> None:
+        """Count a block of announcements as read by this rank."""
+        # A failed count does no harm: a rank that counts a later block has read this one.
+        with suppress(CheckpointError, TimeoutError):
+            self._key_value_store.add(key, 1, self._timeout_seconds)
 
     def _publish(self, announcement: Announcement) -> None:
         """Store an announcement, or take the one that an earlier try stored although it seemed to fail.

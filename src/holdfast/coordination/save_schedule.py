@@ -66,6 +66,12 @@ class Schedule:
                 self._requested_at = step
                 self._announcements.request(step)
             self._announcements.announce(step, self._last_save)
+        is_saved = self._decide(step)
+        if self._announcements is not None and not is_saved:
+            self._announcements.read_ahead(step)
+        return is_saved
+
+    def _decide(self, step: int) -> bool:
         decision = self._replay(_Event("decide", step))
         if step == self._last_step:
             return False
