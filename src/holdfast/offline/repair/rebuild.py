@@ -32,13 +32,19 @@ from holdfast.format.timeline import TimelineDocument, decode_timeline
 from holdfast.geometry.region import Region
 from holdfast.ports.store import Stored
 from holdfast.repository.catalog import read_file
+from holdfast.repository.timelines import RunTimelines
 from holdfast.saving.commit import build_manifest, write_index
 from holdfast.saving.merge import merge_parts
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.timeline import FIRST_TIMELINE, Timeline
 
+LOST_TIMELINE = Timeline(2, "0" * 16)
+"""The timeline of a rebuilt manifest whose own one is lost. It is never the newest where another second one exists."""
+
 _CHUNK_BYTES_MAX = 4 * MIB
+_FORMAT_WITHOUT_TIMELINES = re.compile(rb'\{\n "holdfast": \{\n  "format": \[\n   1,\n   [0-2]\n  \],\n')
+_TIMELINE = re.compile(rb'^ "timeline": (\{\n.*?^ \}),\n', re.MULTILINE | re.DOTALL)
 
 
 class Unprovable(Exception):
@@ -169,7 +175,12 @@ def _digests_of(stored: Stored, pieces: Sequence[StatedPiece], chunk_bytes: int)
 
 
 def rebuilt_manifest(
-    location: CheckpointLocation, damaged: bytes, run_id: str | None, created: str, settings: Settings
+    location: CheckpointLocation,
+    damaged: bytes,
+    run_id: str | None,
+    created: str,
+    timeline: Timeline,
+    settings: Settings,
 ) -> Manifest:
     """Return the commit record of a checkpoint with a damaged manifest, from its parts; writes its index again.
 
@@ -178,6 +189,7 @@ def rebuilt_manifest(
         damaged: The damaged manifest.
         run_id: The run, if the root names it.
         created: The time to record if it cannot be read from the damaged manifest.
+        timeline: The timeline to record.
         settings: How an index is split.
     Raises:
         Unprovable: A part is missing, unproven, or contradicts another.
@@ -196,22 +208,52 @@ def rebuilt_manifest(
     except CheckpointError as error:
         raise Unprovable(str(error)) from error
     manifest = build_manifest(location, attempt, merged_parts, index, run_id, _line(damaged, "created") or created)
-    return replace(manifest, timeline=_timeline(damaged))
+    return replace(manifest, timeline=timeline)
 
 
-def _timeline(damaged: bytes) -> Timeline:
-    """Return the timeline that a damaged manifest states.
+def timeline_of_damaged(damaged: bytes, stored: RunTimelines, *, has_timelines: bool) -> Timeline:
+    """Return the timeline to record in a rebuilt manifest.
 
-    The first timeline if it states none or the line is damaged. The step is then superseded if the run has newer
-    timelines: that is the safe side, since a resume must not jump to a step that training went back past.
+    A resume must not take a step that another timeline saved. So if the damaged manifest does not tell its timeline,
+    the step counts to `LOST_TIMELINE`, which is in no chain: the step can be loaded by its digest.
+
+    Args:
+        damaged: The damaged manifest.
+        stored: The other manifests of the run.
+        has_timelines: Whether the list of the newest epoch is one with timelines.
+    Raises:
+        Unprovable: The timeline is lost, and the step may be the only one of the newest timeline.
     """
-    match = re.search(rb'^ "timeline": (\{.*\}),$', damaged, re.MULTILINE)
-    if match is None:
+    if not has_timelines:
         return FIRST_TIMELINE
+    known = {manifest.timeline for manifest in (*stored.chain, *stored.superseded) if manifest.timeline is not None}
+    stated = _timeline(damaged)
+    if stated is not None and not any(_contradict(stated, other) for other in known):
+        return stated
+    if stated is None and _FORMAT_WITHOUT_TIMELINES.match(damaged):
+        return FIRST_TIMELINE
+    if stored.newest.number == 1:
+        raise Unprovable(
+            "the damaged manifest does not tell its timeline, and no other step is of a second timeline: whether a "
+            "resume must take this step first is unknown"
+        )
+    return LOST_TIMELINE
+
+
+def _timeline(damaged: bytes) -> Timeline | None:
+    """Return the timeline that a damaged manifest states; None if it states none, or if its lines are damaged."""
+    match = _TIMELINE.search(damaged)
+    if match is None:
+        return None
     try:
         return decode_timeline(msgspec.json.decode(match[1], type=TimelineDocument))
-    except msgspec.DecodeError:
-        return FIRST_TIMELINE
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+
+
+def _contradict(one: Timeline, other: Timeline) -> bool:
+    """Return whether two timelines cannot be of one run: number or id is the same, and something else differs."""
+    return one != other and (one.number == other.number or one.id == other.id)
 
 
 def _votes(location: CheckpointLocation, damaged: bytes) -> tuple[str, list[Vote]]:

@@ -25,7 +25,14 @@ from holdfast.format.names import OVERVIEW_FILE, index_name, is_index_name, step
 from holdfast.leases.writer import WriterLease
 from holdfast.offline.repair.bit_flip import correct_bit_flip
 from holdfast.offline.repair.overlay import OverlayStore
-from holdfast.offline.repair.rebuild import Unprovable, lost_fields, rebuilt_index, rebuilt_manifest
+from holdfast.offline.repair.rebuild import (
+    LOST_TIMELINE,
+    Unprovable,
+    lost_fields,
+    rebuilt_index,
+    rebuilt_manifest,
+    timeline_of_damaged,
+)
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs, Store
 from holdfast.repository.catalog import (
@@ -39,13 +46,19 @@ from holdfast.repository.catalog import (
 from holdfast.repository.epochs import current_fence, is_valid_manifest
 from holdfast.repository.quarantine import backup, is_quarantined, quarantined, release
 from holdfast.repository.tags import tags_for_new_manifest
+from holdfast.repository.timelines import RunTimelines, run_timelines
 from holdfast.saving.commit import write_index
 from holdfast.settings import Settings
 from holdfast.types.manifest import FileRecord, Manifest
+from holdfast.types.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
 _ACCEPTED = "manifest.json: was fenced off, and is published again"
+
+
+class _NotAcceptable(Exception):
+    """The manifest of a fenced writer must not count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +171,8 @@ class Repair:
             if manifest is None:
                 return StepRepair(step, "unfinished", (), ("no valid manifest, so it is no checkpoint",), ())
             manifest = self._with_index(location, overlay, manifest, done)
+        except _NotAcceptable as error:
+            return StepRepair(step, "unfinished", (), (str(error),), ())
         except Unprovable as error:
             if _ACCEPTED in done:
                 return _not_accepted(step, [str(error)], error.fqns)
@@ -188,7 +203,10 @@ class Repair:
             if not is_valid and not self._unfinished:
                 return None
             manifest = manifest_in(location.folder, data, where)
-            return manifest if is_valid else self._put_manifest(location, overlay, manifest, done, _ACCEPTED)
+            if is_valid:
+                return manifest
+            _require_known_timeline(manifest.timeline, run_timelines(self._store))
+            return self._put_manifest(location, overlay, manifest, done, _ACCEPTED)
         except MissingError:
             return None
         except CorruptError as error:
@@ -202,14 +220,14 @@ class Repair:
             overlay.put(location.manifest_key, corrected)
             done.append("manifest.json: one bit corrected, proven by its digest")
             return manifest
-        rebuilt = rebuilt_manifest(location, data, self._run_id(), utc_now_text(self._clock), self._settings)
-        return self._put_manifest(
-            location,
-            overlay,
-            rebuilt,
-            done,
-            f"manifest.json: rebuilt from {len(rebuilt.parts)} parts; lost are {', '.join(lost_fields(data))}",
-        )
+        has_timelines = current_fence(self._store).has_timelines
+        timeline = timeline_of_damaged(data, run_timelines(self._store), has_timelines=has_timelines)
+        rebuilt = rebuilt_manifest(location, data, self._run_id(), utc_now_text(self._clock), timeline, self._settings)
+        lost = lost_fields(data)
+        if timeline == LOST_TIMELINE:
+            lost.append("timeline, so the step is superseded")
+        action = f"manifest.json: rebuilt from {len(rebuilt.parts)} parts; lost are {', '.join(lost)}"
+        return self._put_manifest(location, overlay, rebuilt, done, action)
 
     def _with_index(
         self, location: CheckpointLocation, overlay: OverlayStore, manifest: Manifest, done: list[str]
@@ -298,6 +316,25 @@ class Repair:
 
     def _location(self, store: Store, step: int) -> CheckpointLocation:
         return CheckpointLocation(store, step_folder(step), step, references=self._references, root=self._store)
+
+
+def _require_known_timeline(timeline: Timeline, stored: RunTimelines) -> None:
+    """Refuse to accept a manifest whose timeline would become the newest, or would share its number with another one.
+
+    Raises:
+        _NotAcceptable: It would.
+    """
+    known = {manifest.timeline for manifest in (*stored.chain, *stored.superseded) if manifest.timeline is not None}
+    if timeline in known or not known:
+        return
+    # Its writer was replaced before a manifest of the timeline counted. Since then the run has gone on without it.
+    numbers = {other.number for other in known}
+    if timeline.number > max(numbers) or timeline.number in numbers:
+        raise _NotAcceptable(
+            f"its manifest was fenced off, and it is of timeline {timeline.number}, of which no step counts. Expected "
+            f"one that counts: the newest is {stored.newest.number}, and a resume would take this step before it or "
+            "confuse the two. Nothing was changed. To read the step, copy the root and remove epochs/ from the copy"
+        )
 
 
 def _surplus(location: CheckpointLocation, manifest: Manifest) -> list[str]:

@@ -1,0 +1,114 @@
+"""Repairing manifests of a run with timelines: no step enters the chain of a timeline that did not save it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from holdfast.api import StepRepair, repair
+from holdfast.repository.catalog import read_manifest
+from tests.unit.runs.test_going_back import (
+    SETTINGS,
+    go_on,
+    manager_at,
+    resumed,
+    save_steps,
+    step_path,
+    store_of,
+    superseded,
+)
+
+
+def repaired(root: Path, step: int, *, unfinished: bool = False) -> StepRepair:
+    (found,) = repair(root, step, unfinished=unfinished, settings=SETTINGS).steps
+    return found
+
+
+def manifest_path(root: Path, step: int) -> Path:
+    return step_path(root, step) / "manifest.json"
+
+
+def steps_of_chain(root: Path) -> list[int]:
+    with manager_at(root) as manager:
+        return list(manager.steps())
+
+
+@pytest.fixture
+def rewound(tmp_path: Path) -> Path:
+    """A run with steps 1 to 3 of the first timeline; the second one left at step 1 and saved steps 2 and 4."""
+    save_steps(tmp_path, 1, 2, 3)
+    go_on(tmp_path, 1, 2, 4)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("step", "number"), [(1, 1), (4, 2)])
+def test_a_rebuilt_manifest_states_its_timeline(rewound: Path, step: int, number: int) -> None:
+    path = manifest_path(rewound, step)
+    path.write_bytes(path.read_bytes()[:-10])
+    assert repaired(rewound, step).outcome == "repaired"
+    assert read_manifest(store_of(rewound), f"{path.parent.name}/").timeline.number == number
+    assert steps_of_chain(rewound) == [1, 2, 4] and resumed(rewound) == (4, -4)
+
+
+_NAME = rb'"timeline"', rb'"tXmXlXnX"'
+_ID = rb'(?<="id": ")[0-9a-f]{4}', b"0000"
+
+
+@pytest.mark.parametrize("change", [_NAME, _ID, (rb"(?s).*", b"")], ids=["name", "id", "all"])
+def test_a_step_whose_timeline_is_lost_is_superseded(rewound: Path, change: tuple[bytes, bytes]) -> None:
+    path = manifest_path(rewound, 4)
+    data = path.read_bytes()
+    path.write_bytes(re.sub(*change, data, count=1))
+    found = repaired(rewound, 4)
+    assert found.outcome == "repaired" and "timeline, so the step is superseded" in found.done[0]
+    assert steps_of_chain(rewound) == [1, 2] and resumed(rewound) == (2, -2)
+    (name,) = (name for name in superseded(rewound) if name.startswith("4@"))
+    assert resumed(rewound, name) == (4, -4)
+    # The next timeline has a number of its own.
+    go_on(rewound, 1, 5)
+    assert read_manifest(store_of(rewound), "step-000000000005/").timeline.number == 3
+
+
+def test_what_may_be_the_newest_step_is_not_rebuilt_without_its_timeline(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    go_on(tmp_path, 1, 3)
+    path = manifest_path(tmp_path, 3)
+    path.write_bytes(re.sub(*_NAME, path.read_bytes()))
+    found = repaired(tmp_path, 3)
+    assert found.outcome == "damaged" and "does not tell its timeline" in found.lost[0]
+
+
+@pytest.mark.parametrize("loaded", [3, 1], ids=["newer than all", "same number"])
+def test_a_fenced_manifest_of_a_timeline_that_never_counted_is_not_accepted(tmp_path: Path, loaded: int) -> None:
+    save_steps(tmp_path, 1, 2, 3)
+    go_on(tmp_path, 1, 2)
+    path = manifest_path(tmp_path, 2)
+    data = path.read_bytes()
+    path.unlink()
+    # Another writer goes on without it, on the first timeline or on another second one.
+    go_on(tmp_path, loaded, 4)
+    path.write_bytes(data)
+    found = repaired(tmp_path, 2, unfinished=True)
+    assert found.outcome == "unfinished" and "is of timeline 2, of which no step counts" in found.lost[0]
+    assert path.read_bytes() == data and resumed(tmp_path) == (4, -4)
+
+
+def test_a_fenced_manifest_of_an_older_timeline_is_accepted_as_superseded(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 3)
+    go_on(tmp_path, 1, 2)
+    path = manifest_path(tmp_path, 2)
+    data = path.read_bytes()
+    path.unlink()
+    go_on(tmp_path, 1, 4)
+    go_on(tmp_path, 1, 5)
+    # Of the second timeline that took its place no step is left either.
+    manifest_path(tmp_path, 4).unlink()
+    go_on(tmp_path, None, 6)
+    path.write_bytes(data)
+    assert repaired(tmp_path, 2, unfinished=True).outcome == "repaired"
+    assert resumed(tmp_path) == (6, -6)
+    names = superseded(tmp_path)
+    assert [name[0] for name in names] == ["2", "2", "3"]
+    assert sorted(resumed(tmp_path, name) for name in names[:2]) == [(2, -2), (2, 2)]
