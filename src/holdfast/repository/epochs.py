@@ -178,7 +178,7 @@ def current_fence(store: Store) -> Fence:
     """Return which manifests of a run count now.
 
     If the list of the newest epoch is damaged, the list before it is used, with a warning: damage to one small file
-    must not make all steps of a run unreadable.
+    must not make all steps of a run unreadable. If no list can be read, every manifest counts.
 
     Raises:
         UnavailableError: Storage failed.
@@ -205,7 +205,9 @@ def _current_fence(store: Store) -> Fence:
         except CorruptError as error:
             is_damaged = True
             logger.warning("the list of epoch %d cannot be read; the list before it is used: %s", number, error)
-    return Fence()
+    # No list is left, so every manifest counts. A damaged list may have been one with timelines: so the timelines that
+    # the manifests state decide, and the next list must be one with timelines again.
+    return Fence(has_timelines=is_damaged)
 
 
 def is_valid(store: Store, fence: Fence, step: int) -> bool:

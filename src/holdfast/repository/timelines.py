@@ -157,7 +157,7 @@ def moved_manifests(store: Store) -> MovedManifests:
 
 def _stored_manifests(store: Store, fence: Fence) -> Iterator[StoredManifest]:
     places = [(step, manifest_key(step)) for step in step_folders(store)]
-    if not fence.epoch:
+    if not fence.epoch and not fence.has_timelines:
         # A run without epochs has one timeline, and every manifest counts: none needs to be read.
         yield from (StoredManifest(step, key) for step, key in places if _is_stored(store, step, key))
         return
