@@ -8,6 +8,7 @@ from typing import TypeVar
 import msgspec
 
 from holdfast.coordination.job import error_from, error_text
+from holdfast.types.inspected import inspected
 
 T = TypeVar("T")
 
@@ -26,7 +27,8 @@ def encode_message(value: object) -> bytes:
 
 def decode_message(data: bytes, kind: type[T]) -> T:
     """Return the value of type `kind` that `encode_message` wrote."""
-    return msgspec.convert(json.loads(data), kind, str_keys=True, dec_hook=lambda _, text: error_from(text))
+    message = json.loads(data)
+    return msgspec.convert(message, inspected(kind), str_keys=True, dec_hook=lambda _, text: error_from(text))
 
 
 def _builtin(value: object) -> object:

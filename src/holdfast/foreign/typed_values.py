@@ -7,6 +7,7 @@ from typing import Annotated, TypeVar
 import msgspec
 
 from holdfast.errors import CorruptError
+from holdfast.types.inspected import inspected
 
 COUNT_MAX = 1 << 62
 """Above every count of elements or bytes in a file."""
@@ -35,6 +36,6 @@ def typed(value: object, kind: type[_T], where: str) -> _T:
     """
     # msgspec is strict: it takes neither a bool nor a float for an int, and its messages hold no values of the file.
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, inspected(kind))
     except msgspec.ValidationError as error:
         raise CorruptError(f"{where}: {error}. Read another copy") from error

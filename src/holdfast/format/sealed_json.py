@@ -12,6 +12,7 @@ from holdfast.errors import CorruptError, InvalidError
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.names import EPOCH_MAX, STEP_MAX, WORLD_SIZE_MAX
 from holdfast.format.values.json_text import dumps, loads
+from holdfast.types.inspected import inspected
 from holdfast.types.manifest import FORMAT_MAJOR, FORMAT_MINOR_MAX, FORMAT_MINOR_RUN
 
 Text = Annotated[str, msgspec.Meta(pattern=r"\A[^\ud800-\udfff]*\Z")]
@@ -94,7 +95,7 @@ def convert(document: object, into: type[_T], where: str) -> _T:
         CorruptError: A field is missing or outside its limits; the message names the file and the field.
     """
     try:
-        return msgspec.convert(document, into)
+        return msgspec.convert(document, inspected(into))
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # The latter where text has surrogates.
         problem = str(error)[0].lower() + str(error)[1:]
         field = _PATH.search(problem) or _MISSING.search(problem)

@@ -23,6 +23,7 @@ from holdfast.plan.exchange import (
 from holdfast.ports.framework import Target
 from holdfast.ports.store import Packs
 from holdfast.settings import Settings
+from holdfast.types.inspected import inspected
 from holdfast.types.manifest import Manifest
 from holdfast.types.plan import ExchangePlan, LoadPlan
 
@@ -50,7 +51,7 @@ class Offer:
     @staticmethod
     def decode(data: bytes) -> Offer:
         """Return the value that `encode` wrote."""
-        return msgspec.msgpack.decode(data, type=Offer)
+        return msgspec.msgpack.decode(data, type=inspected(Offer))
 
 
 NO_OFFER = Offer()

@@ -23,6 +23,7 @@ from holdfast.foreign.typed_values import Count, Shape
 from holdfast.foreign.wording import CONVERT, shown
 from holdfast.geometry.box import Box
 from holdfast.geometry.region import coordinate_at
+from holdfast.types.inspected import inspected
 
 VERSION_MAX = 1
 _BLOCKS_MAX = 1 << 16
@@ -82,7 +83,7 @@ def slices_of_map(
         ScaledError: A rank multiplied a block by a number.
     """
     try:
-        stated = msgspec.convert(value, _AffineMap)
+        stated = msgspec.convert(value, inspected(_AffineMap))
     except msgspec.ValidationError as error:
         raise _unfit(where, f"a value of a wrong type ({error})") from error
     slices = []

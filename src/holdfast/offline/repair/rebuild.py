@@ -36,6 +36,7 @@ from holdfast.repository.timelines import RunTimelines
 from holdfast.saving.commit import build_manifest, write_index
 from holdfast.saving.merge import merge_parts
 from holdfast.settings import MIB, PAGE_BYTES, Settings
+from holdfast.types.inspected import inspected
 from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.timeline import FIRST_TIMELINE, Timeline
 
@@ -246,7 +247,7 @@ def _timeline(damaged: bytes) -> Timeline | None:
     if match is None:
         return None
     try:
-        return decode_timeline(msgspec.json.decode(match[1], type=TimelineDocument))
+        return decode_timeline(msgspec.json.decode(match[1], type=inspected(TimelineDocument)))
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
 

@@ -1,0 +1,28 @@
+"""Has msgspec inspect a type once, on one thread, before any thread converts a value to it."""
+
+from __future__ import annotations
+
+import threading
+from typing import TypeVar
+
+import msgspec
+
+_T = TypeVar("_T")
+
+# Reentrant: a signal handler may save while its thread is in here.
+_inspecting = threading.RLock()
+_inspected: set[object] = set()
+
+
+def inspected(kind: type[_T]) -> type[_T]:
+    """Return a type that msgspec has inspected, with all types that it refers to.
+
+    Call it wherever `msgspec.convert` or a decode function gets a class. msgspec inspects a class at its first use, and
+    stores the result on the class before it is complete. A second thread that uses the class meanwhile reads null
+    pointers, and the process dies by a segmentation fault (seen with msgspec 0.22).
+    """
+    if kind not in _inspected:
+        with _inspecting:
+            msgspec.msgpack.Decoder(kind)
+            _inspected.add(kind)
+    return kind
