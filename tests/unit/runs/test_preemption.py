@@ -273,7 +273,7 @@ def test_a_rank_that_is_gone_leaves_the_others_with_what_is_committed() -> None:
 def test_whoever_is_publishing_when_time_is_up_is_not_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest is on its way while both ranks abandon their saves, and there before the grace ends."""
     # Late saves are abandoned 3 s after the signal. A busy machine has half a minute to end what is being published.
-    for module in ("holdfast.coordination.exit_agreement", "holdfast.runs.preemption"):
+    for module in ("holdfast.coordination.exit.exit_agreement", "holdfast.runs.preemption"):
         monkeypatch.setattr(f"{module}.usable_seconds", lambda grace_seconds: grace_seconds - 30.0)
     abandoned, both = threading.Semaphore(0), 2
     real = SaveHandle.abandon
