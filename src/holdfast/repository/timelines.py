@@ -161,9 +161,8 @@ def _stored_manifests(store: Store, fence: Fence) -> Iterator[StoredManifest]:
         # A run without epochs has one timeline, and every manifest counts: none needs to be read.
         yield from (StoredManifest(step, key) for step, key in places if _is_stored(store, step, key))
         return
-    moved = superseded_keys(store) if fence.has_timelines else []
     known: set[tuple[int, str]] = set()
-    for step, key in (*places, *moved):
+    for step, key in _folders_then_moved(store, places, fence):
         manifest = _read(store, fence, step, key)
         # After a crash a manifest is in both places: the one in the step's folder comes first.
         if manifest is not None and (manifest.digest is None or (step, manifest.digest) not in known):
@@ -186,6 +185,15 @@ def moved_steps(store: Store, fence: Fence) -> list[tuple[int, str]]:
         for manifest in manifests
         if manifest is not None and manifest.digest is not None
     ]
+
+
+def _folders_then_moved(store: Store, places: Iterable[tuple[int, str]], fence: Fence) -> Iterator[tuple[int, str]]:
+    """Return step and key of the manifests in step folders, and then of those under `superseded/`."""
+    yield from places
+    # Listed only after the manifests in the folders were read. A writer copies a manifest to `superseded/` before it
+    # removes it from its folder: in this order a manifest that moves meanwhile is seen at least once.
+    if fence.has_timelines:
+        yield from superseded_keys(store)
 
 
 def _is_stored(store: Store, step: int, key: str) -> bool:
