@@ -14,8 +14,8 @@ def goes_on(run: CheckpointManager) -> CheckpointManager:
     """
     position, decide = run._position, run._position.timeline_for
 
-    def timeline_for(step: int) -> Timeline:
-        return run_timelines(position.home.store).newest if position.loads == 0 else decide(step)
+    def timeline_for(step: int, epoch: int) -> Timeline:
+        return run_timelines(position.home.store).newest if position.loads == 0 else decide(step, epoch)
 
     position.timeline_for = timeline_for  # type: ignore[method-assign]
     return run

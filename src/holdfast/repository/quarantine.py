@@ -13,6 +13,7 @@ from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from holdfast.format.names import MANIFEST_FILE, is_attempt_folder, manifest_key, step_folder, step_of_folder
 from holdfast.format.sealed_json import header, sealed, unsealed
 from holdfast.ports.store import Store
+from holdfast.repository.epochs import require_newest
 from holdfast.repository.publish import packs_named_by
 
 logger = logging.getLogger(__name__)
@@ -99,10 +100,16 @@ def list_records(store: Store) -> list[tuple[int, str]]:
     return [(step, identity) for step, identity in named if step is not None]
 
 
-def is_quarantined(store: Store, step: int) -> bool:
-    """Return whether the manifest at a step is under quarantine."""
+def is_quarantined(store: Store, step: int, key: str | None = None) -> bool:
+    """Return whether a manifest of a step is under quarantine.
+
+    Args:
+        store: The root of the run.
+        step: The step.
+        key: Key of the manifest; None if it is in the folder of the step.
+    """
     identities = {identity for number, identity in list_records(store) if number == step}
-    return bool(identities) and identity_at(store, manifest_key(step)) in identities
+    return bool(identities) and identity_at(store, key or manifest_key(step)) in identities
 
 
 def quarantine(store: Store, step: int, key: str, identity: str, why: str, found: str) -> None:
@@ -145,18 +152,28 @@ def release(store: Store, step: int) -> None:
     store.delete([_key(step, identity) for number, identity in list_records(store) if number == step])
 
 
-def supersede(store: Store, step: int) -> bool:
+def supersede(store: Store, step: int, epoch: int, key: str | None = None) -> bool:
     """Make room for a save at a step whose manifest is under quarantine; return whether there was one.
 
     The manifest is kept beside its record, and `quarantined_attempts` protects the files that it names.
+
+    Args:
+        store: The root of the run.
+        step: The step.
+        epoch: Epoch of the caller.
+        key: Key of the manifest; None if it is in the folder of the step.
+    Raises:
+        ConflictError: Another process took over; the manifest stays.
     """
+    key = key or manifest_key(step)
     try:
-        if not is_quarantined(store, step):
+        if not is_quarantined(store, step, key):
             return False
     except MissingError:
         return False
-    key = manifest_key(step)
-    backup(store, step, key, MANIFEST_BYTES_MAX)
+    backup(store, step, key, MANIFEST_BYTES_MAX, MANIFEST_FILE)
+    # Directly before the deletion: a newer writer may have published another manifest under this key.
+    require_newest(store, epoch)
     store.delete([key])
     return True
 
@@ -178,15 +195,21 @@ def superseded_packs(store: Store) -> frozenset[str]:
     return packs_named_by(manifests)
 
 
-def backup(store: Store, step: int, key: str, bytes_max: int) -> str:
+def backup(store: Store, step: int, key: str, bytes_max: int, name: str = "") -> str:
     """Copy a file into the quarantine folder before it is replaced; return the key of the copy.
 
+    Args:
+        store: The root of the run.
+        step: The step that the file belongs to.
+        key: Its key.
+        bytes_max: Size of the largest file of its kind.
+        name: End of the copy's name; empty for the name of the file.
     Raises:
         MissingError: The file does not exist.
         CorruptError: It is larger than any file of its kind.
     """
     data = store.get(key, bytes_max)
-    copy_key = _key(step, hex_digest_of(data)[:16], key.rpartition("/")[2])
+    copy_key = _key(step, hex_digest_of(data)[:16], name or key.rpartition("/")[2])
     try:
         store.put_if_absent(copy_key, data)
     except ConflictError:

@@ -16,7 +16,7 @@ from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest, run_fi
 from holdfast.format.names import SUPERSEDED_FOLDER, manifest_key, superseded_in, superseded_key
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import step_folders
-from holdfast.repository.epochs import current_fence
+from holdfast.repository.epochs import current_fence, require_newest, unreadable_error
 from holdfast.repository.publish import publish
 from holdfast.types.epoch import Fence
 from holdfast.types.manifest import Manifest
@@ -113,16 +113,30 @@ def _age_in(newest: Timeline, manifest: StoredManifest) -> int:
     return ids.index(manifest.timeline.id)
 
 
-def displace(store: Store, step: int, digest: str) -> None:
+def displace(store: Store, step: int, digest: str, epoch: int) -> None:
     """Move the manifest of a step to `superseded/`, so that a newer timeline can save the step.
 
     The copy is durable before the manifest goes. After a crash in between, both exist and are the same manifest.
     """
     key = manifest_key(step)
     publish(store, superseded_key(step, digest), store.get(key, MANIFEST_BYTES_MAX))
+
+    Args:
+        store: The root of the run.
+        step: The step.
+        digest: Digest of the manifest.
+        epoch: Epoch of the caller. Its list is one with timelines: readers and the next writer look for the copy.
+    Raises:
+        ConflictError: Another process took over; the manifest stays.
     store.delete([key])
 
 
+    # Directly before the deletion: a writer that was stopped for longer than its lease may find here the manifest that
+    # a newer writer has published at this step. If this process is stopped between the check and the deletion, the
+    # deletion may still remove such a manifest, because a store deletes by key alone. No reader or writer can restore
+    # it then: nothing else names its attempt. If the newer writer has not saved the step, the deletion does no harm:
+    # its list has the manifest, and the copy counts.
+    require_newest(store, epoch)
 @dataclass(frozen=True, slots=True)
 class MovedManifests:
     """The manifests under `superseded/`. They and their files stay."""

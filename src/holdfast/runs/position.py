@@ -140,21 +140,22 @@ class RunPosition:
         """Return whether a restart would resume from this step, because it was just loaded and is the newest."""
         return step == self.loaded and not self._newer
 
-    def timeline_for(self, step: int) -> Timeline:
+    def timeline_for(self, step: int, epoch: int) -> Timeline:
         """Return the timeline of the next save. On rank 0, which holds the writer lease.
 
         Args:
             step: The step that is saved.
+            epoch: The epoch of the writer lease.
         Raises:
             InvalidError: The root holds steps, and this manager has loaded none of them.
         """
         if self._timeline is None:
-            self._timeline = self._decide(step, run_timelines(self._store))
+            self._timeline = self._decide(step, run_timelines(self._store), epoch)
             self.starts_over = False
             self._last_number = max(self._last_number, self._timeline.number)
         return self._timeline
 
-    def _decide(self, step: int, stored: RunTimelines) -> Timeline:
+    def _decide(self, step: int, stored: RunTimelines, epoch: int) -> Timeline:
         origin = self._origin
         if self.starts_over or origin is None:
             if not stored.chain and not stored.superseded:
@@ -177,7 +178,7 @@ class RunPosition:
             origin.step,
             number,
         )
-        _move_damaged(self._store, origin.step, stored)
+        _move_damaged(self._store, origin.step, stored, epoch)
         return origin.timeline.fork(number, new_id, origin.step, origin.digest)
 
     def _is_at_end(self, step: int, origin: _LoadedStep, stored: RunTimelines) -> bool:
@@ -201,8 +202,8 @@ class RunPosition:
         return number, self._job.clock.random_bytes(_ID_BYTES).hex()
 
 
-def _move_damaged(store: Store, origin: int, stored: RunTimelines) -> None:
-    """Move damaged manifests under quarantine above a step away from their steps.
+def _move_damaged(store: Store, origin: int, stored: RunTimelines, epoch: int) -> None:
+    """Move damaged manifests under quarantine above a step away from their steps, and out of `superseded/`.
 
     A damaged manifest does not state its timeline, so it would count as newer at every restart, and each restart would
     begin a timeline.
@@ -210,9 +211,9 @@ def _move_damaged(store: Store, origin: int, stored: RunTimelines) -> None:
     for manifest in stored.chain:
         if manifest.timeline is None and manifest.step > origin:
             try:
-                supersede(store, manifest.step)
+                supersede(store, manifest.step, epoch, manifest.key)
             except CheckpointError as error:
-                logger.warning("step %d: its damaged manifest stays in its folder: %s", manifest.step, error)
+                logger.warning("step %d: its damaged manifest stays where it is: %s", manifest.step, error)
 
 
 class _Choice:

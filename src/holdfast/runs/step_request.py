@@ -181,7 +181,7 @@ def claim_step(
     location: CheckpointLocation,
     writer_lease: WriterLease,
     clock: Clock,
-    timeline_of_save: Callable[[], Timeline] | None = None,
+    timeline_of_save: Callable[[int], Timeline] | None = None,
 ) -> SaveContext:
     """Take the writer lease and make room for a step. A root without a run becomes the root of a new run.
 
@@ -189,7 +189,7 @@ def claim_step(
         location: The step.
         writer_lease: The lease of the run.
         clock: The time, and randomness.
-        timeline_of_save: Returns the timeline of the step once the lease is held; None for the newest one.
+        timeline_of_save: Returns the timeline of the step, given the epoch; None for the newest one.
     Raises:
         ConflictError: A checkpoint is there, or another job writes to this root.
         InvalidError: The root holds steps, and the manager has loaded none of them.
@@ -197,19 +197,31 @@ def claim_step(
     store = location.store
     run_id = ensure_run(store, clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}")
     epoch = writer_lease.hold(run_id)
-    timeline = run_timelines(store).newest if timeline_of_save is None else timeline_of_save()
+    timeline = run_timelines(store).newest if timeline_of_save is None else timeline_of_save(epoch)
     if timeline.number > 1:
         declare_timelines(store, epoch)
-    if location.step is not None and supersede(store, location.step):
+    if location.step is not None and supersede(store, location.step, epoch):
         logger.warning(
             "step %d: its damaged manifest is moved to quarantine, and the step is saved anew", location.step
         )
-    if not clear_fenced(location, epoch) and not _make_room(location, timeline):
+    _require_not_moved(location, timeline)
+    if not clear_fenced(location, epoch) and not _make_room(location, timeline, epoch):
         location.require_empty()
     return SaveContext(run_id=run_id, created=utc_now_text(clock), epoch=epoch, timeline=timeline)
 
 
-def _make_room(location: CheckpointLocation, timeline: Timeline) -> bool:
+def _require_not_moved(location: CheckpointLocation, timeline: Timeline) -> None:
+    """Refuse to save a step whose manifest is under `superseded/` and in the chain: the chain would hold it twice."""
+    assert location.step is not None, "a run saves steps"
+    for manifest in moved_at(location.store, location.step):
+        if manifest.timeline is not None and timeline.holds(manifest.timeline.id, location.step):
+            raise ConflictError(
+                f"{location.url}: a checkpoint of this timeline is already there; expected none. Its manifest is "
+                f"{manifest.key}. Nothing was touched. Save another step, or save to another root"
+            )
+
+
+def _make_room(location: CheckpointLocation, timeline: Timeline, epoch: int) -> bool:
     """Move a manifest of another timeline away from a step that is saved again; return whether the step is free."""
     assert location.step is not None, "a run saves steps"
     try:
@@ -222,5 +234,6 @@ def _make_room(location: CheckpointLocation, timeline: Timeline) -> bool:
     if timeline.holds(fields.timeline.id, location.step):
         return False
     logger.info("step %d: a newer timeline saves it again; its manifest is moved to superseded/", location.step)
-    displace(location.store, location.step, fields.digest)
+    # The list of the epoch is one with timelines by now: after a crash, readers look for the moved manifest.
+    displace(location.store, location.step, fields.digest, epoch)
     return True
