@@ -27,6 +27,7 @@ RankNumber = Annotated[int, msgspec.Meta(ge=0, lt=WORLD_SIZE_MAX)]
 
 _SEALED = re.compile(rb'(.*),\n "digest": "([0-9a-f]{32})"\n}\n', re.DOTALL)
 _SEAL = re.compile(rb',\n "digest": "([0-9a-f]{32})"\n}\n\Z')
+_SEAL_BYTES = len(b',\n "digest": "') + 32 + len(b'"\n}\n')
 _PATH = re.compile(r"\$\.(\w+)")
 _MISSING = re.compile(r"required field `(\w+)`")
 
@@ -69,6 +70,15 @@ def stated_digest(data: bytes) -> str | None:
     """Return the digest at the end of a sealed text, unverified; None if there is none."""
     match = _SEAL.search(data)
     return match[1].decode() if match else None
+
+
+def possible_digests(data: bytes) -> list[str]:
+    """Return the digests that a sealed text may have had before it was damaged: that of its body, and the stated one.
+
+    One of the two is right if only the body or only the end of the text is damaged.
+    """
+    stated = stated_digest(data)
+    return [hex_digest_of(data[:-_SEAL_BYTES]), *([] if stated is None else [stated])]
 
 
 def decode_sealed(data: bytes, kind: str | tuple[str, ...], into: type[_T], where: str) -> tuple[_T, str]:

@@ -253,10 +253,7 @@ def accepted_steps(store: Store, fence: Fence, steps: Iterable[int]) -> dict[int
             accepted[step] = None  # Too large for a manifest.
             continue
         except InvalidError as error:
-            raise InvalidError(
-                f"{error}. Whether step {step} counts is unknown until its manifest can be read. A new writer would "
-                "make the step invalid, so this one stops. Nothing was changed. Make the manifest readable"
-            ) from error
+            raise unreadable_error(step, error) from error
         try:
             manifest_step, epoch, digest, _ = run_fields_of_manifest(data, f"{store.url}/{key}")
         except (CorruptError, InvalidError):
@@ -265,6 +262,14 @@ def accepted_steps(store: Store, fence: Fence, steps: Iterable[int]) -> dict[int
         if manifest_step is None or fence.admits(manifest_step, epoch, digest):
             accepted[step] = digest
     return accepted
+
+
+def unreadable_error(step: int, error: InvalidError) -> InvalidError:
+    """Return the error of a new writer for a manifest that is not a readable file."""
+    return InvalidError(
+        f"{error}. Whether step {step} counts is unknown until its manifest can be read. A new writer would "
+        "make the step invalid, so this one stops. Nothing was changed. Make the manifest readable"
+    )
 
 
 def fenced_error(where: str) -> MissingError:

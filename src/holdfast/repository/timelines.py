@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from holdfast.errors import CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest, run_fields_of_manifest
 from holdfast.format.names import SUPERSEDED_FOLDER, manifest_key, superseded_in, superseded_key
+from holdfast.format.sealed_json import possible_digests
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import step_folders
 from holdfast.repository.epochs import current_fence, require_newest, unreadable_error
@@ -57,8 +58,8 @@ class RunTimelines:
     """All other manifests, by ascending step."""
 
     def at(self, step: int) -> StoredManifest | None:
-        """Return the manifest of a step in the chain."""
-        return next((manifest for manifest in self.chain if manifest.step == step), None)
+        """Return the manifest of a step in the chain; the newest if it has the number twice."""
+        return next((manifest for manifest in reversed(self.chain) if manifest.step == step), None)
 
     def superseded_at(self, step: int) -> list[StoredManifest]:
         """Return the superseded manifests of a step."""
@@ -88,13 +89,15 @@ def arranged(manifests: Iterable[StoredManifest]) -> RunTimelines:
     ordered = sorted(manifests, key=lambda manifest: (manifest.step, manifest.key))
     timelines = [manifest.timeline for manifest in ordered if manifest.timeline is not None]
     newest = max(timelines, key=lambda timeline: (timeline.number, timeline.id), default=FIRST_TIMELINE)
+    in_folders = {manifest.step for manifest in ordered if superseded_in(manifest.key) is None}
     chain: list[StoredManifest] = []
     superseded: list[StoredManifest] = []
     for manifest in ordered:
         timeline = manifest.timeline
         if timeline is None:
-            # Unknown: a resume tries it and reports the damage. One that was moved is left out.
-            is_in_chain = superseded_in(manifest.key) is None
+            # Unknown: a resume tries it and reports the damage. One that was moved is left out if another manifest
+            # took its place. If none did, the save that moved it failed, and no newer timeline may have taken effect.
+            is_in_chain = superseded_in(manifest.key) is None or manifest.step not in in_folders
         else:
             is_in_chain = newest.holds(timeline.id, manifest.step)
         (chain if is_in_chain else superseded).append(manifest)
@@ -117,9 +120,6 @@ def displace(store: Store, step: int, digest: str, epoch: int) -> None:
     """Move the manifest of a step to `superseded/`, so that a newer timeline can save the step.
 
     The copy is durable before the manifest goes. After a crash in between, both exist and are the same manifest.
-    """
-    key = manifest_key(step)
-    publish(store, superseded_key(step, digest), store.get(key, MANIFEST_BYTES_MAX))
 
     Args:
         store: The root of the run.
@@ -128,15 +128,18 @@ def displace(store: Store, step: int, digest: str, epoch: int) -> None:
         epoch: Epoch of the caller. Its list is one with timelines: readers and the next writer look for the copy.
     Raises:
         ConflictError: Another process took over; the manifest stays.
-    store.delete([key])
-
-
+    """
+    key = manifest_key(step)
+    publish(store, superseded_key(step, digest), store.get(key, MANIFEST_BYTES_MAX))
     # Directly before the deletion: a writer that was stopped for longer than its lease may find here the manifest that
     # a newer writer has published at this step. If this process is stopped between the check and the deletion, the
     # deletion may still remove such a manifest, because a store deletes by key alone. No reader or writer can restore
     # it then: nothing else names its attempt. If the newer writer has not saved the step, the deletion does no harm:
     # its list has the manifest, and the copy counts.
     require_newest(store, epoch)
+    store.delete([key])
+
+
 @dataclass(frozen=True, slots=True)
 class MovedManifests:
     """The manifests under `superseded/`. They and their files stay."""
@@ -184,6 +187,15 @@ def _stored_manifests(store: Store, fence: Fence) -> Iterator[StoredManifest]:
             known.add((step, manifest.digest or ""))
 
 
+def _folders_then_moved(store: Store, places: Iterable[tuple[int, str]], fence: Fence) -> Iterator[tuple[int, str]]:
+    """Return step and key of the manifests in step folders, and then of those under `superseded/`."""
+    yield from places
+    # Listed only after the manifests in the folders were read. A writer copies a manifest to `superseded/` before it
+    # removes it from its folder: in this order a manifest that moves meanwhile is seen at least once.
+    if fence.has_timelines:
+        yield from superseded_keys(store)
+
+
 def superseded_keys(store: Store) -> list[tuple[int, str]]:
     """Return step and key of every manifest under `superseded/`."""
     keys = [entry.key for entry in store.list(SUPERSEDED_FOLDER)]
@@ -192,22 +204,57 @@ def superseded_keys(store: Store) -> list[tuple[int, str]]:
 
 
 def moved_steps(store: Store, fence: Fence) -> list[tuple[int, str]]:
-    """Return step and digest of the readable manifests under `superseded/` that count."""
-    manifests = (_read(store, fence, step, key) for step, key in superseded_keys(store))
-    return [
-        (manifest.step, manifest.digest)
-        for manifest in manifests
-        if manifest is not None and manifest.digest is not None
-    ]
+    """Return step and digest of the manifests under `superseded/` that count.
+
+    A damaged one counts too, by the digest that it had before the damage: a manifest that is repaired or restored is
+    then accepted. It is left out if neither its text nor the list of the epoch before tells the digest.
+
+    Raises:
+        InvalidError: A manifest is not a readable file, so whether it counts is unknown.
+        UnavailableError: Storage failed.
+    """
+    counted = []
+    for step, key in superseded_keys(store):
+        data = b""
+        try:
+            data = store.get(key, MANIFEST_BYTES_MAX)
+        except MissingError:
+            continue
+        except CorruptError:
+            pass  # Too large for a manifest.
+        except InvalidError as error:
+            raise unreadable_error(step, error) from error
+        digest: str | None
+        try:
+            _, epoch, digest, _ = run_fields_of_manifest(data, f"{store.url}/{key}")
+        except (CorruptError, InvalidError) as error:
+            digest = _digest_before_damage(step, key, data, fence)
+            if digest is None:
+                logger.warning("step %d: its damaged manifest is not accepted, its digest is lost: %s", step, error)
+                continue
+        else:
+            if not fence.admits(step, epoch, digest):
+                continue
+        counted.append((step, digest))
+    return counted
 
 
-def _folders_then_moved(store: Store, places: Iterable[tuple[int, str]], fence: Fence) -> Iterator[tuple[int, str]]:
-    """Return step and key of the manifests in step folders, and then of those under `superseded/`."""
-    yield from places
-    # Listed only after the manifests in the folders were read. A writer copies a manifest to `superseded/` before it
-    # removes it from its folder: in this order a manifest that moves meanwhile is seen at least once.
-    if fence.has_timelines:
-        yield from superseded_keys(store)
+def _digest_before_damage(step: int, key: str, data: bytes, fence: Fence) -> str | None:
+    """Return the digest of a damaged manifest under `superseded/`. Its name has the first 16 digits of it."""
+    named = superseded_in(key)
+    assert named is not None, "the key was listed as that of a superseded manifest"
+    listed = [digest for other, digest in fence.superseded if other == step]
+    candidates = (*listed, fence.accepted.get(step), *possible_digests(data))
+    return next((digest for digest in candidates if digest is not None and digest.startswith(named[1])), None)
+
+
+def moved_at(store: Store, step: int) -> list[StoredManifest]:
+    """Return the manifests of a step under `superseded/` that count."""
+    keys = [key for other, key in superseded_keys(store) if other == step]
+    # Most saves find no such key, and need not read the list of the epoch.
+    fence = current_fence(store) if keys else Fence()
+    manifests = (_read(store, fence, step, key) for key in keys)
+    return [manifest for manifest in manifests if manifest is not None]
 
 
 def _is_stored(store: Store, step: int, key: str) -> bool:

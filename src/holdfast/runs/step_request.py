@@ -12,7 +12,7 @@ from holdfast.clock import Clock, utc_now_text
 from holdfast.coordination.job import Job
 from holdfast.coordination.save_context import SaveContext
 from holdfast.engine.write import PackWriter
-from holdfast.errors import CorruptError, InvalidError, MissingError
+from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, run_fields_of_manifest
 from holdfast.format.names import manifest_key, superseded_key
 from holdfast.leases.writer import WriterLease
@@ -23,7 +23,7 @@ from holdfast.repository.epochs import declare_timelines
 from holdfast.repository.quarantine import supersede
 from holdfast.repository.removal import marks
 from holdfast.repository.tags import require_tag_free
-from holdfast.repository.timelines import displace, run_timelines
+from holdfast.repository.timelines import displace, moved_at, run_timelines
 from holdfast.runs.garbage_collection import Background, CheckpointGC, Pins, StepPin
 from holdfast.runs.position import Lineage, RunPosition
 from holdfast.runs.step_metrics import WantedMetrics, checked_metrics

@@ -55,7 +55,7 @@ def test_a_tag_stays_with_its_manifest_that_makes_room_meanwhile(world: World, a
 
     def make_room(operation: FaultPoint) -> None:
         assert operation.subject == "tags/paper.json"
-        displace(world.store, 1, digest)
+        displace(world.store, 1, digest, 1)
 
     store = FaultyStore(world.store, Faults(make_room, names=("put_if_absent",), after=after))
     tag_step(store, SystemClock(), 1, "paper")

@@ -720,7 +720,7 @@ def test_a_manifest_that_moves_during_an_inventory_keeps_its_files() -> None:
 
     def move(operation: FaultPoint) -> None:
         if operation.subject == SUPERSEDED_FOLDER:
-            displace(store, 2, digest)
+            displace(store, 2, digest, 1)
 
     hooked = FaultyStore(store, Faults(move, names=("list",), lasting=True, after=True))
     inventory = CheckpointGC(hooked, SystemClock(), None, None).survey()

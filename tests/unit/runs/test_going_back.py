@@ -20,8 +20,8 @@ from holdfast.format.sealed_json import decode_sealed
 from holdfast.policies import LatestN, Policies
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import read_manifest
-from holdfast.repository.epochs import newest_epoch
-from holdfast.repository.timelines import committed_steps
+from holdfast.repository.epochs import declare_timelines, newest_epoch
+from holdfast.repository.timelines import committed_steps, displace
 from holdfast.runs.garbage_collection import collected
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
@@ -89,11 +89,6 @@ def damage(root: Path, step: int) -> None:
     data = bytearray(pack.read_bytes())
     data[-1] ^= 1
     pack.write_bytes(data)
-
-
-def damage_manifest(root: Path, step: int) -> None:
-    path = step_path(root, step) / "manifest.json"
-    path.write_bytes(path.read_bytes()[:-40])
 
 
 def store_of(root: Path) -> LocalStore:
@@ -210,6 +205,18 @@ def test_every_rank_goes_back_together() -> None:
     assert world.committed() == [1, 2, 4]
 
 
+def test_a_step_of_the_chain_that_was_moved_is_not_saved_again(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 3)
+    go_on(tmp_path, 1, 2)
+    (name,) = (name for name in superseded(tmp_path) if name.startswith("3@"))
+    with manager_at(tmp_path) as manager:
+        manager.load(state_of(0), step=name)
+        # Step 2 of the first timeline is in the chain of step 3, and stored under superseded/.
+        with pytest.raises(ConflictError, match=r"already there; .*superseded/000000000002\."):
+            manager.save(2, state_of(-2)).wait()
+    assert resumed(tmp_path) == (2, -2)
+
+
 def test_a_lower_number_than_the_loaded_step_is_newer_than_it(tmp_path: Path) -> None:
     save_steps(tmp_path, 100)
     go_on(tmp_path, 100, 50)
@@ -317,9 +324,18 @@ def test_a_damaged_step_that_is_repaired_before_the_next_save_is_newest_again(tm
     assert superseded(tmp_path) == []
 
 
-def test_a_damaged_manifest_begins_one_timeline_and_not_one_a_restart(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_a_damaged_manifest_begins_one_timeline_and_not_one_a_restart(tmp_path: Path, is_moved: bool) -> None:
     save_steps(tmp_path, 1, 2, 9)
-    damage_manifest(tmp_path, 9)
+    if is_moved:
+        # A save at step 9 on a new timeline was killed after it had moved the manifest.
+        store = store_of(tmp_path)
+        declare_timelines(store, 1)
+        displace(store, 9, read_manifest(store, "step-000000000009/").digest, 1)
+    (path,) = tmp_path.glob("superseded/*.json") if is_moved else [step_path(tmp_path, 9) / "manifest.json"]
+    path.write_bytes(path.read_bytes()[:-40])
+    with manager_at(tmp_path) as manager:
+        assert manager.steps() == [1, 2, 9], "a resume tries it and reports the damage"
     for step in (3, 4, 5):
         go_on(tmp_path, None, step)
     manifest = read_manifest(store_of(tmp_path), "step-000000000005/")

@@ -117,7 +117,7 @@ def test_a_clean_up_removes_nothing_once_its_manifest_has_made_room_for_a_newer_
     store.put(dead, b"of a save that failed")
     sweep(location, manifest.attempt, "save of step 1", 0)
     assert dead not in world.files()
-    displace(store, 1, manifest.digest)
+    displace(store, 1, manifest.digest, 1)
     store.put(newer, b"of the save that goes on")
     sweep(location, manifest.attempt, "save of step 1", 0)
     assert newer in world.files()
