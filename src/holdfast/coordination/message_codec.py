@@ -28,7 +28,9 @@ def encode_message(value: object) -> bytes:
 def decode_message(data: bytes, kind: type[T]) -> T:
     """Return the value of type `kind` that `encode_message` wrote."""
     message = json.loads(data)
-    return msgspec.convert(message, inspected(kind), str_keys=True, dec_hook=lambda _, text: error_from(text))
+    return msgspec.convert(
+        message, inspected(kind, msgspec.msgpack.Decoder), str_keys=True, dec_hook=lambda _, text: error_from(text)
+    )
 
 
 def _builtin(value: object) -> object:

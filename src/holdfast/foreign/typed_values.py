@@ -36,6 +36,6 @@ def typed(value: object, kind: type[_T], where: str) -> _T:
     """
     # msgspec is strict: it takes neither a bool nor a float for an int, and its messages hold no values of the file.
     try:
-        return msgspec.convert(value, inspected(kind))
+        return msgspec.convert(value, inspected(kind, msgspec.msgpack.Decoder))
     except msgspec.ValidationError as error:
         raise CorruptError(f"{where}: {error}. Read another copy") from error

@@ -105,7 +105,7 @@ def convert(document: object, into: type[_T], where: str) -> _T:
         CorruptError: A field is missing or outside its limits; the message names the file and the field.
     """
     try:
-        return msgspec.convert(document, inspected(into))
+        return msgspec.convert(document, inspected(into, msgspec.msgpack.Decoder))
     except (msgspec.ValidationError, UnicodeEncodeError) as error:  # The latter where text has surrogates.
         problem = str(error)[0].lower() + str(error)[1:]
         field = _PATH.search(problem) or _MISSING.search(problem)

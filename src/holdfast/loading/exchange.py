@@ -51,7 +51,7 @@ class Offer:
     @staticmethod
     def decode(data: bytes) -> Offer:
         """Return the value that `encode` wrote."""
-        return msgspec.msgpack.decode(data, type=inspected(Offer))
+        return msgspec.msgpack.decode(data, type=inspected(Offer, msgspec.msgpack.Decoder))
 
 
 NO_OFFER = Offer()

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import TypeVar
-
-import msgspec
 
 _T = TypeVar("_T")
 
@@ -14,15 +13,19 @@ _inspecting = threading.RLock()
 _inspected: set[object] = set()
 
 
-def inspected(kind: type[_T]) -> type[_T]:
+def inspected(kind: type[_T], decoder_of: Callable[[type[_T]], object]) -> type[_T]:
     """Return a type that msgspec has inspected, with all types that it refers to.
 
     Call it wherever `msgspec.convert` or a decode function gets a class. msgspec inspects a class at its first use, and
     stores the result on the class before it is complete. A second thread that uses the class meanwhile reads null
     pointers, and the process dies by a segmentation fault (seen with msgspec 0.22).
+
+    Args:
+        kind: The type.
+        decoder_of: A decoder class of msgspec: making a decoder of a type inspects it.
     """
     if kind not in _inspected:
         with _inspecting:
-            msgspec.msgpack.Decoder(kind)
+            decoder_of(kind)
             _inspected.add(kind)
     return kind

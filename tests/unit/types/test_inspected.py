@@ -27,7 +27,7 @@ for number in range(50):
 
     def convert(kind):
         together.wait()
-        msgspec.convert({"field19": {"value": 5}}, inspected(kind))
+        msgspec.convert({"field19": {"value": 5}}, inspected(kind, msgspec.msgpack.Decoder))
 
     threads = [threading.Thread(target=convert, args=(module.Outer,)) for _ in range(4)]
     for thread in threads:

@@ -83,7 +83,7 @@ def slices_of_map(
         ScaledError: A rank multiplied a block by a number.
     """
     try:
-        stated = msgspec.convert(value, inspected(_AffineMap))
+        stated = msgspec.convert(value, inspected(_AffineMap, msgspec.msgpack.Decoder))
     except msgspec.ValidationError as error:
         raise _unfit(where, f"a value of a wrong type ({error})") from error
     slices = []

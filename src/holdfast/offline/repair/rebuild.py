@@ -247,7 +247,7 @@ def _timeline(damaged: bytes) -> Timeline | None:
     if match is None:
         return None
     try:
-        return decode_timeline(msgspec.json.decode(match[1], type=inspected(TimelineDocument)))
+        return decode_timeline(msgspec.json.decode(match[1], type=inspected(TimelineDocument, msgspec.msgpack.Decoder)))
     except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
 
