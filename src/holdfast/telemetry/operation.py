@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 
 from holdfast.clock import Clock
+from holdfast.engine.background import CALLS, wait_in_slices
 from holdfast.ports.comm import Comm
 from holdfast.ports.store import Store
 from holdfast.repository.reports import put_report
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 0.1
 """Shortest time between two progress events of one operation."""
+
+_STORING_SECONDS_MAX = 5.0
+"""Longest wait for storage to take a report. The save or load has succeeded by then, and its caller waits."""
 
 _NO_FACTS = ("step", "url", "attempt", "phases", "bytes")
 """Fields of an outcome that a report holds elsewhere, or not at all."""
@@ -118,6 +122,8 @@ class OperationTrace:
     def end(self, outcome: SaveReport | LoadReport, id: str, store: Store | None, folder: str) -> None:
         """Dispatch the report, and store it beside the checkpoint if possible. Never raises.
 
+        Storage that does not answer delays the return by a few seconds, and the report may appear later.
+
         Args:
             outcome: The `SaveReport` or `LoadReport`.
             id: 16 hex digits that all ranks share.
@@ -129,7 +135,9 @@ class OperationTrace:
             report = self._report(outcome, id)
             self._dispatcher.dispatch(Ended(report))
             if store is not None:
-                put_report(store, folder, report)
+                # On another thread: a published checkpoint counts for its caller although storage hangs now.
+                future = CALLS.submit(lambda: put_report(store, folder, report))
+                wait_in_slices(future, _STORING_SECONDS_MAX, self._clock, lambda: None)
         except Exception as error:  # noqa: BLE001 - no report is worth a save or a load
             # A warning on rank 0 only: if one rank cannot write, most likely none can.
             level = logging.INFO if self.operation.rank else logging.WARNING

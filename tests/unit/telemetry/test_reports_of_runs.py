@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +18,12 @@ from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.format.names import step_folder
 from holdfast.repository.reports import reports_in
 from holdfast.telemetry.trace import trace_of
-from holdfast.testing.faults import Faults, FaultyStore, raise_error
+from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
 from holdfast.testing.framework import GlobalTensor
 from holdfast.types.events import Began, Ended, Entered, Event, Failed, Phase, Progress, RankReport
 from holdfast.types.reports import LoadReport, SaveReport
 from tests.tuned import tuned
-from tests.unit.ranks import HASTY, PATIENT, World, plain, saved, sharded
+from tests.unit.ranks import HASTY, PATIENT, World, fresh_store, plain, saved, sharded
 from tests.unit.telemetry.traced import require_sound
 
 SAVED = {"collect", "agree", "plan", "compare", "copy", "queue", "write", "part", "vote"}
@@ -237,3 +238,29 @@ def test_loads_without_end_leave_the_report_of_the_last(tmp_path: Path) -> None:
             manager.load(state)
     names = [path.name for path in (tmp_path / step_folder(1) / "reports").iterdir()]
     assert sorted(name.partition("-")[0] for name in names) == ["load", "save"]
+
+
+def test_storage_that_hangs_after_the_commit_does_not_keep_a_save_or_load_from_its_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("holdfast.telemetry.operation._STORING_SECONDS_MAX", 0.05)
+    over, store = threading.Event(), fresh_store()
+
+    def hang(operation: FaultPoint) -> None:
+        if "reports/" in operation.subject:
+            over.wait(300.0)
+
+    faulty = FaultyStore(store, Faults(hang, names={"put"}, lasting=True))
+    world = World(2, store=store, stores={0: faulty, 1: faulty})
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        return saved(run, 7, {"w": sharded(2)}), loaded(run, target(2))
+
+    with caplog.at_level(logging.WARNING, logger="holdfast"):
+        outcomes = world.play(part)
+    assert not over.is_set()
+    over.set()
+    for report, load_report in outcomes:  # type: ignore[misc]
+        assert isinstance(report, SaveReport), report
+        assert isinstance(load_report, LoadReport), load_report
+    assert any("save of step 7: the report could not be stored" in each.getMessage() for each in caplog.records)
