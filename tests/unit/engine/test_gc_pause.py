@@ -6,16 +6,20 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import ItemsView, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import holdfast
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.engine.gc_pause import GcPause
 from holdfast.settings import Settings
+from holdfast.types.reports import SaveReport
 from holdfast.wiring import shared_job
+from tests.unit.ranks import PATIENT, World, saved, sharded
 
 
 @pytest.fixture(autouse=True)
@@ -100,3 +104,29 @@ def test_a_child_forked_meanwhile_has_its_collector() -> None:
             os._exit(0 if off and gc.isenabled() else 1)
         _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_the_collector_runs_while_a_save_waits_for_slow_ranks() -> None:
+    paused = threading.Event()
+
+    class Watched(dict[str, object]):
+        def items(self) -> ItemsView[str, object]:  # type: ignore[override]
+            if not gc.isenabled():
+                paused.set()
+            return super().items()
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        is_met = True
+        if rank == 1:
+            # This rank calls only once the other one waits for it with the collector on.
+            is_met = paused.wait(120.0)
+            end = time.monotonic() + 120.0
+            while not gc.isenabled() and time.monotonic() < end:
+                time.sleep(0.01)
+            is_met = is_met and gc.isenabled()
+        return is_met, saved(run, 1, Watched(w=sharded(2)))
+
+    settings = replace(PATIENT, agreement_timeout_seconds=300.0)
+    for is_met, report in World(2, settings=settings).play(part):  # type: ignore[misc]
+        assert is_met
+        assert isinstance(report, SaveReport), report
