@@ -426,7 +426,9 @@ class SaveAttempt:
         if outcome.kind is not OutcomeKind.ABORTED:
             self._fail_unknown(f"{error}; {outcome.reason}", error)
             return
-        self._remove_files()
+        # Where a write hangs, removing its files would hang too. The next save of the step removes them.
+        if self.job.progress.hung is None:
+            self._remove_files()
         self.handle.fail(failure)
 
     def _fail_unknown(self, reason: str, cause: BaseException | None = None) -> None:

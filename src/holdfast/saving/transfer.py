@@ -10,9 +10,10 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 
 from holdfast.coordination.job import Job
-from holdfast.engine.background import SLICE_SECONDS
+from holdfast.engine.background import CALLS, SLICE_SECONDS, wait_in_slices
 from holdfast.engine.gc_pause import gc_paused_for
 from holdfast.engine.staging import Staging
 from holdfast.engine.write import PackWriter, WrittenPack
@@ -73,6 +74,8 @@ class Transfer:
         self._on_written = on_written
         self._staging = Staging(job.arena)
         self._written: list[WrittenPack] | None = None
+        self._has_left_write = False
+        """Whether the call has ended before its write: the write must end with its next window."""
         self._is_copying = False
         self._copied_at: float | None = None
         self._fence_starts: list[float] = []
@@ -94,7 +97,7 @@ class Transfer:
         is_lazy = not awaited and self._job.settings.staging == "lazy" and self._can_be_lazy(collected)
         buffers = sum(-(-pack.bytes // arena.buffer_bytes) for pack in self._packs)
         if awaited or not arena.holds(1 if is_lazy else buffers):
-            self._written = self._write_packs(lambda pack: self._writer.write(pack, sources, self._on_progress))
+            self._written = self._write_in_call(sources)
             self._reach_staged()
             return
         if collected.pin is not None:
@@ -161,17 +164,49 @@ class Transfer:
 
     def _give_up_if_stalled(self, since: float) -> None:
         """Give up this save once training has waited for too long while no byte was written."""
+        if self._job.progress.idle_seconds(since) >= self._job.stall_seconds:
+            self._handle.stop_waiting(self._stall_error(since))
+
+    def _stall_error(self, since: float) -> UnavailableError:
         progress = self._job.progress
-        seconds = progress.idle_seconds(since)
-        if seconds >= self._job.stall_seconds:
-            reason = progress.hung or "storage does not answer"
-            self._handle.stop_waiting(
-                UnavailableError(
-                    f"{self._name}: training waited for {seconds:,.0f} s, and no byte was written meanwhile; expected "
-                    f"some within {self._job.stall_seconds:g} s (settings.stall_timeout_seconds). "
-                    f"Nothing was committed. Look at the storage: {reason}"
-                )
-            )
+        return UnavailableError(
+            f"{self._name}: training waited for {progress.idle_seconds(since):,.0f} s, and no byte was written "
+            f"meanwhile; expected some within {self._job.stall_seconds:g} s (settings.stall_timeout_seconds). "
+            f"Nothing was committed. Look at the storage: {progress.hung or 'storage does not answer'}"
+        )
+
+    def _write_in_call(self, sources: Sequence[Source]) -> list[WrittenPack]:
+        """Write the state on another thread, and wait for it on the training thread.
+
+        In slices: handlers of signals run meanwhile, and a write that hangs is noticed.
+
+        Raises:
+            UnavailableError: No byte was written for too long.
+            CheckpointError: A pack could not be written.
+        """
+        clock, progress = self._job.clock, self._job.progress
+        start = clock.monotonic_seconds()
+
+        def note_slice() -> None:
+            if progress.idle_seconds(start) >= self._job.stall_seconds:
+                raise self._stall_error(start)
+
+        future = CALLS.submit(
+            lambda: self._write_packs(lambda pack: self._writer.write(pack, sources, self._on_progress_in_call))
+        )
+        try:
+            return wait_in_slices(future, math.inf, clock, note_slice)
+        except BaseException:
+            # Unless it hangs, the write ends before this rank removes its files and training changes the state.
+            self._has_left_write = True
+            while not future.done() and progress.idle_seconds(start) < self._job.stall_seconds:
+                wait([future], SLICE_SECONDS)
+            raise
+
+    def _on_progress_in_call(self, count: int) -> None:
+        if self._has_left_write:
+            raise UnavailableError(f"{self._name}: its call has ended before its write")
+        self._on_progress(count)
 
     def _block_training(self) -> None:
         """Block the training thread until the state is copied. The framework calls this before it changes the state."""

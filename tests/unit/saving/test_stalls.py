@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -17,11 +19,15 @@ import torch
 import holdfast
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
+from holdfast.coordination.job import Job
 from holdfast.engine.background import BackgroundQueue, WriteProgress
 from holdfast.errors import UnavailableError
 from holdfast.settings import KIB, MIB, Settings
+from holdfast.stores.local import LocalStore
 from holdfast.stores.syscalls import Syscalls
+from holdfast.testing.comm import ThreadComm, ThreadGroup
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
+from holdfast.testing.framework import NumpyFramework
 from tests.unit.ranks import PATIENT, World, fresh_store, plain, saved
 
 SMALL_ARENA = replace(PATIENT, arena_bytes_max=3 * PATIENT.window_bytes, stall_timeout_seconds=1.5)
@@ -118,6 +124,47 @@ def test_an_optimizer_step_is_held_no_longer_than_the_timeout(stuck: threading.E
     with pytest.raises(UnavailableError):
         manager.close()
     assert time.monotonic() - start < 8.0, "close does not wait for the write"
+
+
+@pytest.mark.parametrize("is_awaited", (False, True))
+def test_a_save_that_writes_in_the_call_is_held_no_longer_than_the_timeout(
+    stuck: threading.Event, tmp_path: Path, is_awaited: bool
+) -> None:
+    settings = Settings(arena_bytes_max=0, stall_timeout_seconds=1.5)
+    manager = holdfast.CheckpointManager(tmp_path / "run", process_group=False, settings=settings)
+    manager.save(1, {"w": torch.zeros(10)}).wait()
+    stuck.set()
+    state = {"w": torch.zeros(2 * MIB)}
+    if is_awaited:
+        with pytest.raises(UnavailableError, match=r"no byte was written meanwhile.*stall_timeout_seconds"):
+            holdfast.save(tmp_path / "awaited", state, process_group=False, settings=settings)
+    else:
+        failure = manager.save(2, state).failure
+        assert isinstance(failure, UnavailableError) and "stall_timeout_seconds" in str(failure), failure
+        assert "save of step 2 has written no byte" in str(manager.save(3, {"w": torch.zeros(10)}).failure)
+        with pytest.raises(UnavailableError):
+            manager.close()
+    assert manager.steps() == [1]
+
+
+def test_a_write_in_the_call_that_fails_late_leaves_no_file(tmp_path: Path) -> None:
+    """Ctrl-C during the write: the call ends once the write has, and nothing is left of it."""
+    store = LocalStore(tmp_path / "run", settings=Settings())
+    settings = replace(PATIENT, arena_bytes_max=0)
+    writing = threading.Event()
+
+    def interrupt(operation: FaultPoint) -> None:
+        if not writing.is_set():
+            writing.set()
+            os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.02)
+
+    job = Job(ThreadComm(ThreadGroup(1), 0), SystemClock(), settings, NumpyFramework(0))
+    run = CheckpointManager.over(FaultyStore(store, Faults(interrupt, names={"upload.write"}, lasting=True)), job)
+    with pytest.raises(KeyboardInterrupt):
+        run.save(1, {"w": plain(1.0, count=100_000)})
+    assert writing.is_set()
+    assert [entry.key for entry in store.list() if "step-" in entry.key] == []
 
 
 def test_close_gives_up_a_save_whose_write_hangs(stuck: threading.Event, tmp_path: Path) -> None:
