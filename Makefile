@@ -11,7 +11,8 @@
 #   make fuzz    coverage-guided fuzzing of every parser, FUZZ_SECONDS=600 in all
 #   make campaign   eight processes race for one root, ROUNDS=100 times; clocks set; killed and the power cut while
 #                   saving, going back, collecting, fencing and repairing (ext4; XFS where xfsprogs is installed);
-#                   a training told to end ROUNDS times; lives of runs drawn at random (about an hour)
+#                   a training told to end ROUNDS times; lives of runs drawn at random; FAULTS=1000 faults drawn
+#                   for saves of trainings, FAULTS_SEED=n for the same ones again (about 75 minutes)
 #   make clean   remove the environment, caches and runs
 #
 # PYTHON=/path/to/python3 chooses another interpreter for the environment.
@@ -29,6 +30,7 @@ READY := $(VENV)/.ready
 FUZZ_SECONDS ?= 600
 FUZZ_TARGETS ?=
 ROUNDS ?= 100
+FAULTS ?= 1000
 QUICK ?=
 ONLY ?=
 BEFORE ?=
@@ -102,6 +104,7 @@ campaign: $(READY)
 	    tests/crash/test_repair_kill.py tests/crash/test_kill_sweep.py tests/crash/test_power_cut.py \
 	    tests/distributed/test_preemption.py
 	@LIFE_EXAMPLES=$$((5 * $(ROUNDS))) $(PY) -m pytest -q --timeout 3600 -o faulthandler_timeout=3660 tests/property/test_life_of_a_run.py
+	@FAULTS=$(FAULTS) $(PY) -m pytest -q -s tests/distributed/test_failed_saves.py
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache runs
