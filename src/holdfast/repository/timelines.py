@@ -57,6 +57,12 @@ class RunTimelines:
     superseded: tuple[StoredManifest, ...]
     """All other manifests, by ascending step."""
 
+    @property
+    def known(self) -> frozenset[Timeline]:
+        """The timelines that the manifests state."""
+        stated = (manifest.timeline for manifest in (*self.chain, *self.superseded))
+        return frozenset(timeline for timeline in stated if timeline is not None)
+
     def at(self, step: int) -> StoredManifest | None:
         """Return the manifest of a step in the chain; the newest if it has the number twice."""
         return next((manifest for manifest in reversed(self.chain) if manifest.step == step), None)

@@ -227,9 +227,8 @@ def timeline_of_damaged(damaged: bytes, stored: RunTimelines, *, has_timelines: 
     """
     if not has_timelines:
         return FIRST_TIMELINE
-    known = {manifest.timeline for manifest in (*stored.chain, *stored.superseded) if manifest.timeline is not None}
     stated = _timeline(damaged)
-    if stated is not None and not any(_contradict(stated, other) for other in known):
+    if stated is not None and not any(_contradict(stated, other) for other in stored.known):
         return stated
     if stated is None and _FORMAT_WITHOUT_TIMELINES.match(damaged):
         return FIRST_TIMELINE

@@ -324,7 +324,7 @@ def _require_known_timeline(timeline: Timeline, stored: RunTimelines) -> None:
     Raises:
         _NotAcceptable: It would.
     """
-    known = {manifest.timeline for manifest in (*stored.chain, *stored.superseded) if manifest.timeline is not None}
+    known = stored.known
     if timeline in known or not known:
         return
     # Its writer was replaced before a manifest of the timeline counted. Since then the run has gone on without it.
