@@ -79,6 +79,14 @@ def superseded_key(step: int, digest: str) -> str:
     return f"{SUPERSEDED_FOLDER}{step:012d}.{digest[:16]}.json"
 
 
+def manifest_keys(step: int, digest: str) -> tuple[str, str]:
+    """Return where a manifest may be stored, in the order to read.
+
+    The folder first: a manifest that makes room for a newer timeline is copied before it leaves the folder.
+    """
+    return manifest_key(step), superseded_key(step, digest)
+
+
 def superseded_in(key: str) -> tuple[int, str] | None:
     """Return step and first 16 digits of the digest of a superseded manifest; None for any other key."""
     match = _SUPERSEDED.fullmatch(key)

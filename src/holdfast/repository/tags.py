@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, first_three
-from holdfast.format.names import manifest_key, step_folder, superseded_in, superseded_key
+from holdfast.format.names import manifest_key, manifest_keys, step_folder, superseded_in
 from holdfast.format.sealed_json import Digest, StepNumber, Text, decode_sealed, header, sealed, stated_digest
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, manifest_in, read_manifest_bytes
@@ -167,8 +167,7 @@ def _require_committed(store: Store, step: int, digest: str | None) -> str:
         digest: The digest that is wanted; None: the manifest in the folder of the step.
     """
     folder, fenced = step_folder(step), None
-    # The folder first: a manifest that makes room for a newer timeline is copied before it leaves the folder.
-    for key in [manifest_key(step)] if digest is None else [manifest_key(step), superseded_key(step, digest)]:
+    for key in [manifest_key(step)] if digest is None else manifest_keys(step, digest):
         try:
             data = read_manifest_bytes(store, folder, key)
         except MissingError:

@@ -14,7 +14,7 @@ from holdfast.coordination.save_context import SaveContext
 from holdfast.engine.write import PackWriter
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, run_fields_of_manifest
-from holdfast.format.names import manifest_key, superseded_key
+from holdfast.format.names import manifest_keys
 from holdfast.leases.writer import WriterLease
 from holdfast.policies import KeepPolicy
 from holdfast.ports.framework import Collected, Selection
@@ -168,11 +168,8 @@ class StepRequest:
         if not self._parts.pins.pin(self.pin, None if base is None else base[0]) or base is None:
             return False
         # Check after the pin: another process may have removed the base before this process took the writer lease.
-        # The folder first: a manifest that makes room for a newer timeline is copied before it leaves the folder.
         step, digest = base
-        if all(
-            manifest_digest(store, step, key) != digest for key in (manifest_key(step), superseded_key(step, digest))
-        ):
+        if all(manifest_digest(store, step, key) != digest for key in manifest_keys(step, digest)):
             return False
         return not any(mark.steps.get(step) == digest for mark in marks(store) if mark.is_carried_out)
 
