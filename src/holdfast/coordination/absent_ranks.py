@@ -20,6 +20,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
+from holdfast.coordination.job import is_elected
 from holdfast.engine.background import CALLS
 from holdfast.errors import CheckpointError, first_three
 from holdfast.ports.comm import Comm
@@ -117,17 +118,13 @@ class CallWatch:
             keys.set(own[0], b"called", _CALL_SECONDS)
             try:
                 if not self._ended.wait(ASK_SECONDS - _ARRIVAL_SECONDS):
-                    if self._is_elected():
+                    # If each asked for every rank, the store would answer for hours.
+                    if is_elected(self._comm, self._key("asking"), _CALL_SECONDS):
                         own.append(self._key("asking"))
                     self._log(is_asking=len(own) > 1)
                 self._ended.wait()
             finally:
                 keys.delete(own)
-
-    def _is_elected(self) -> bool:
-        """Return whether this rank asks for all. If each asked for every rank, the store would answer for hours."""
-        own = str(self._comm.rank).encode()
-        return self._comm.key_value_store.compare_set(self._key("asking"), b"", own, _CALL_SECONDS) == own
 
     def _log(self, *, is_asking: bool) -> None:
         absent = None

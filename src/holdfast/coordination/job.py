@@ -215,8 +215,7 @@ class Job:
             UnavailableError: The key-value store failed.
             TimeoutError: It gave no answer.
         """
-        own = str(self.comm.rank).encode()
-        return self.key_value_store.compare_set(key, b"", own, self.seconds_left(self.deadline())) == own
+        return is_elected(self.comm, key, self.seconds_left(self.deadline()))
 
     @property
     def asking_seconds(self) -> float:
@@ -278,6 +277,12 @@ class Job:
     def is_inherited(self) -> bool:
         """Whether this process was forked after the job was made. A fork does not copy the job's threads."""
         return os.getpid() != self._process
+
+
+def is_elected(comm: Comm, key: str, seconds: float) -> bool:
+    """Return whether this rank is the first to claim a key within a time limit; as `Job.is_elected`."""
+    own = str(comm.rank).encode()
+    return comm.key_value_store.compare_set(key, b"", own, seconds) == own
 
 
 def error_text(error: BaseException) -> str:
