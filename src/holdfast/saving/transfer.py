@@ -164,8 +164,11 @@ class Transfer:
 
     def _give_up_if_stalled(self, since: float) -> None:
         """Give up this save once training has waited for too long while no byte was written."""
-        if self._job.progress.idle_seconds(since) >= self._job.stall_seconds:
+        if self._is_stalled(since):
             self._handle.stop_waiting(self._stall_error(since))
+
+    def _is_stalled(self, since: float) -> bool:
+        return self._job.progress.idle_seconds(since) >= self._job.stall_seconds
 
     def _stall_error(self, since: float) -> UnavailableError:
         progress = self._job.progress
@@ -184,11 +187,11 @@ class Transfer:
             UnavailableError: No byte was written for too long.
             CheckpointError: A pack could not be written.
         """
-        clock, progress = self._job.clock, self._job.progress
+        clock = self._job.clock
         start = clock.monotonic_seconds()
 
         def note_slice() -> None:
-            if progress.idle_seconds(start) >= self._job.stall_seconds:
+            if self._is_stalled(start):
                 raise self._stall_error(start)
 
         future = CALLS.submit(
@@ -199,7 +202,7 @@ class Transfer:
         except BaseException:
             # Unless it hangs, the write ends before this rank removes its files and training changes the state.
             self._has_left_write = True
-            while not future.done() and progress.idle_seconds(start) < self._job.stall_seconds:
+            while not future.done() and not self._is_stalled(start):
                 wait([future], SLICE_SECONDS)
             raise
 
