@@ -102,8 +102,8 @@ def require_whole(root: Path, steps: list[int]) -> None:
     """Load every step, and compare it bit for bit."""
     with holdfast.CheckpointManager(root, process_group=False) as manager:
         for step in steps:
-            state = {**{name: torch.zeros_like(tensor) for name, tensor in tensors_at(0).items()}}
-            found: dict[str, object] = {**state, "step": 0, "loader": Loader()}
+            found: dict[str, object] = {name: torch.zeros_like(tensor) for name, tensor in tensors_at(0).items()}
+            found |= {"step": 0, "loader": Loader()}
             assert manager.load(found, step) == step
             for name, expected in tensors_at(step).items():
                 assert torch.equal(found[name], expected), f"step {step}: {name}"  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ from holdfast.repository.catalog import read_manifest
 from holdfast.repository.epochs import declare_timelines, newest_epoch
 from holdfast.repository.timelines import committed_steps, displace
 from holdfast.runs.garbage_collection import collected
+from holdfast.saving.handle import SaveHandle
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
 from holdfast.testing.comm import ThreadComm, outcomes_of_ranks
@@ -419,20 +420,26 @@ class Held:
         self._released.set()
 
 
+def step_3_twice(comm: ThreadComm, store: Store, held: Held) -> tuple[CheckpointManager, SaveHandle, SaveHandle]:
+    """Save step 3; while that save is held, go back to step 1 and save step 3 again."""
+    # Without memory for copies a save writes in the call, while the one before it still runs.
+    job = Job(comm, SystemClock(), replace(PATIENT, arena_bytes_max=0), NumpyFramework(0))
+    run = CheckpointManager.over(held.over(store), job)
+    for step in (1, 2):
+        saved(run, step, {"p": plain(float(step))})
+    first = run.save(3, {"p": plain(3.0)})
+    held.require_reached()
+    assert run.load({"p": plain(0.0)}, 1) == 1
+    again = run.save(3, {"p": plain(-3.0)})
+    held.release()
+    return run, first, again
+
+
 def test_the_clean_up_after_a_save_spares_a_newer_save_of_the_same_step() -> None:
     store, held = fresh_store(), Held("folders", "step-000000000003/")
 
     def work(comm: ThreadComm) -> None:
-        # Without memory for copies a save writes in the call, while the one before it still cleans up.
-        job = Job(comm, SystemClock(), replace(PATIENT, arena_bytes_max=0), NumpyFramework(0))
-        run = CheckpointManager.over(held.over(store), job)
-        for step in (1, 2):
-            saved(run, step, {"p": plain(float(step))})
-        first = run.save(3, {"p": plain(3.0)})
-        held.require_reached()
-        assert run.load({"p": plain(0.0)}, 1) == 1
-        again = run.save(3, {"p": plain(-3.0)})
-        held.release()
+        run, first, again = step_3_twice(comm, store, held)
         first.wait(timeout=60.0)
         again.wait(timeout=60.0)
         run.close()
@@ -445,15 +452,7 @@ def test_a_save_that_comes_second_to_a_step_is_refused_by_name() -> None:
     store, held = fresh_store(), Held("put_if_absent", "step-000000000003/manifest.json")
 
     def work(comm: ThreadComm) -> None:
-        job = Job(comm, SystemClock(), replace(PATIENT, arena_bytes_max=0), NumpyFramework(0))
-        run = CheckpointManager.over(held.over(store), job)
-        for step in (1, 2):
-            saved(run, step, {"p": plain(float(step))})
-        first = run.save(3, {"p": plain(3.0)})
-        held.require_reached()
-        assert run.load({"p": plain(0.0)}, 1) == 1
-        again = run.save(3, {"p": plain(-3.0)})
-        held.release()
+        run, first, again = step_3_twice(comm, store, held)
         first.wait(timeout=60.0)
         # Not "a part is missing": the clean-up of the first must leave the files of the second to it.
         with pytest.raises(ConflictError, match="another writer published first"):
