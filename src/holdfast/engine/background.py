@@ -83,15 +83,21 @@ class BackgroundQueue:
         self._is_closed = False
 
     def submit(self, work: Callable[[], object]) -> Future[object]:
-        """Run a call after all calls submitted earlier."""
+        """Run a call after all calls submitted earlier.
+
+        Raises:
+            RuntimeError: The queue is closed, or no thread could be started.
+        """
         future: Future[object] = Future()
         with self._lock:
             if self._is_closed:
                 raise RuntimeError(f"{self._name}: the queue is closed")
             if self._thread is None:
                 # A daemon: the interpreter would wait for any other thread, also for one whose write hangs.
-                self._thread = threading.Thread(target=_work, args=(self._calls,), name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=_work, args=(self._calls,), name=self._name, daemon=True)
+                # If no thread can be started now, the call is not taken, and the next one tries again.
+                thread.start()
+                self._thread = thread
                 # The thread refers to the calls only: a queue that nobody refers to is dropped, and ends its thread.
                 weakref.finalize(self, self._calls.put, None).atexit = False
                 _QUEUES.add(self)

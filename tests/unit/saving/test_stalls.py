@@ -228,6 +228,27 @@ def test_a_queue_waits_for_slow_work_and_leaves_hung_work_behind() -> None:
         hung.submit(hang)
 
 
+@pytest.mark.parametrize("name", ("holdfast-copy", "holdfast-commit"))
+def test_a_thread_that_cannot_be_started_fails_one_save_only(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused, start = [name], threading.Thread.start
+
+    def start_later(self: threading.Thread) -> None:
+        if self.name in refused:
+            refused.remove(self.name)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start_later)
+    settings = Settings(stall_timeout_seconds=20.0)
+    with holdfast.CheckpointManager(tmp_path / "run", process_group=False, settings=settings) as manager:
+        with pytest.raises(UnavailableError, match="can't start new thread"):
+            manager.save(1, {"w": torch.zeros(10)}).wait()
+        assert manager.save(2, {"w": torch.zeros(10)}).wait(timeout=30.0) is not None
+    assert manager.steps() == [2]
+
+
 class Claims:
     """Holds rank 0's look at the location until it is released."""
 
