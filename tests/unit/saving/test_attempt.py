@@ -9,6 +9,7 @@ import pytest
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.errors import CheckpointError, ConflictError, UnavailableError
+from holdfast.format.names import epoch_key
 from holdfast.repository.timelines import displace
 from holdfast.saving.attempt import SaveAttempt
 from holdfast.saving.commit import sweep
@@ -92,6 +93,27 @@ def test_a_save_whose_end_fails_is_unknown(monkeypatch: pytest.MonkeyPatch) -> N
         return handle.may_be_committed
 
     assert World(1, store=store, stores={0: broken}).play(part) == [True]
+
+
+def test_an_error_of_any_kind_after_the_publishing_leaves_the_published_files() -> None:
+    """The look at the epoch after the put runs out of memory: the manifest is there, so no file may be removed."""
+    world = World(1)
+    raised: list[str] = []
+
+    def no_room(operation: FaultPoint) -> None:
+        if operation.subject == epoch_key(2) and not raised and world.committed() == [1]:
+            raised.append(operation.subject)
+            raise MemoryError("no room")
+
+    broken = FaultyStore(world.store, Faults(no_room, names=("get",), lasting=True))
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        outcome_of(run.save(1, {"p": plain(1.0)}))
+        target = {"p": plain(9.0)}
+        return run.load(target), float(target["p"].array[0])
+
+    assert World(1, store=world.store, stores={0: broken}).play(part) == [(1, 1.0)]
+    assert raised
 
 
 def test_a_state_that_cannot_be_collected_names_the_error_of_its_object() -> None:
