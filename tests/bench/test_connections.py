@@ -9,7 +9,7 @@ from holdfast.frameworks.torch.descriptor_limit import CONNECTIONS_PER_RANK
 def test_a_rank_has_no_more_connections_than_rank_0_checks_its_limit_for() -> None:
     counts = connections_per_rank(ranks=2)
     assert 2 <= counts["connections_per_rank_at_rest"] <= counts["connections_per_rank"], counts
-    # Four in most runs. Five where a write, a commit and the loop call at one time.
+    # Three in most runs. Four where a save begins while the one before it waits for its outcome.
     assert counts["connections_per_rank"] <= CONNECTIONS_PER_RANK, counts
 
 

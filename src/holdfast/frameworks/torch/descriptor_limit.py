@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import resource
 
+from holdfast.frameworks.torch.connection_pool import CONNECTIONS
+
 logger = logging.getLogger(__name__)
 
-CONNECTIONS_PER_RANK = 5
-"""Most connections of a rank to the host: torch's own, and those of the training loop, of writes, of commits and of the
-wait for an exit."""
+CONNECTIONS_PER_RANK = 1 + CONNECTIONS
+"""Connections of a rank to the host: torch's own, and those that this package keeps."""
 
 _OTHER_DESCRIPTORS = 256
 """Descriptors that the process needs for all else: files of a save, libraries, devices, connections to other ranks."""
