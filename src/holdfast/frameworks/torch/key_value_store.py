@@ -39,9 +39,10 @@ class TorchKeyValueStore:
         """Return the values of all keys in one call once every one of them is set."""
 
         def get(store: Store, seconds: timedelta) -> list[bytes]:
-            store.wait(list(keys), seconds)
             if store.has_extended_api():  # type: ignore[attr-defined]
+                # It waits for all keys first, as `wait` does.
                 return [bytes(value) for value in store.multi_get(list(keys))]
+            store.wait(list(keys), seconds)
             return [bytes(store.get(key)) for key in keys]
 
         return self._call("get", keys[0], timeout_seconds, get) if keys else []
