@@ -26,7 +26,13 @@ from tests.property.held import Held, any_held, meshes
 from tests.tuned import tuned
 
 SETTINGS = tuned(
-    Settings(chunk_bytes=4096, window_bytes=8192, windows_in_flight=2, commit_timeout_seconds=20.0),
+    Settings(
+        chunk_bytes=4096,
+        window_bytes=8192,
+        windows_in_flight=2,
+        arena_bytes_max=1 << 30,
+        commit_timeout_seconds=20.0,
+    ),
     zero_copy_bytes_min=1,
 )
 WORLD_SIZE_MAX = 16
