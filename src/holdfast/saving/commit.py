@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import platform
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -138,11 +139,19 @@ def installed_versions() -> dict[str, str]:
     """Return the versions of the software that writes this checkpoint."""
     versions = {"python": platform.python_version()}
     for name in ("holdfast", "torch", "numpy"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+        version = _installed_version(name)
+        if version is not None:
+            versions[name] = version
     return versions
+
+
+@functools.cache
+def _installed_version(name: str) -> str | None:
+    """Return the version of a package; None if it is not installed. Reading it takes a millisecond."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def write_index(
