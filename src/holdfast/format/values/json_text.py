@@ -6,6 +6,7 @@ import json
 import math
 import re
 
+import msgspec
 import numpy as np
 
 from holdfast.errors import CorruptError, InvalidError
@@ -47,9 +48,9 @@ def dumps(document: object, *, indent: int | None = None) -> bytes:
         InvalidError: The document holds a value that `loads` would not return unchanged.
     """
     _check_document(document)
-    separators = (",", ":") if indent is None else (",", ": ")
-    text = json.dumps(document, ensure_ascii=False, allow_nan=False, indent=indent, separators=separators)
-    return text.encode("utf-8")
+    text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")
+    # `json` indents in Python, some ten times slower than it encodes; the bytes are the same.
+    return text if indent is None else msgspec.json.format(text, indent=indent)
 
 
 def loads(data: bytes) -> object:

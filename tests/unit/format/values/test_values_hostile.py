@@ -333,6 +333,13 @@ def test_texts_give_back_their_document(document, indent):
     assert repr(json.loads(text)) == repr(document)
 
 
+@settings(deadline=None)
+@given(json_documents, st.sampled_from([1, 2]))
+def test_indented_texts_are_those_of_the_standard_library(document, indent):
+    """Bytes on disk must not change with what encodes them."""
+    assert dumps(document, indent=indent) == json.dumps(document, ensure_ascii=False, indent=indent).encode()
+
+
 # ------------------------------------------------------------------------------------------ damage
 
 tag_names = [
