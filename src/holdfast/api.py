@@ -28,7 +28,6 @@ from holdfast.offline.imports.import_step import ImportReport, import_step
 from holdfast.offline.repair.repair import Repair, RepairReport, StepRepair
 from holdfast.plan.forecast import Forecast
 from holdfast.policies import KeepPolicy
-from holdfast.ports.framework import Selection
 from holdfast.ports.observer import Observer
 from holdfast.repository.tags import Tag, remove_tag, require_tag_name
 from holdfast.runs.garbage_collection import CollectReport, collected
@@ -38,6 +37,7 @@ from holdfast.runs.tags import tag_step
 from holdfast.saving.handle import SaveHandle
 from holdfast.saving.request import PathRequest
 from holdfast.saving.save import begin_save, save_and_wait
+from holdfast.saving.wrong_call import refuse_call
 from holdfast.settings import Settings
 from holdfast.stores.destination import LocalDestination
 from holdfast.stores.foreign import References
@@ -118,7 +118,10 @@ def save(
         ConflictError: The path already holds a checkpoint; it was not touched.
         UnavailableError: Storage, the key-value store or a rank failed, or the outcome is unknown.
     """
-    return save_and_wait(*_request(path, state, selection_of(only, skip, grads), process_group, settings))
+    job, request = _request(path, state, (only, skip, grads), process_group, settings)
+    if isinstance(request, InvalidError):
+        raise refuse_call(job, request).failure or request
+    return save_and_wait(job, request)
 
 
 def async_save(
@@ -146,19 +149,28 @@ def async_save(
         InvalidError: The state or the call is wrong, or ranks disagree, and these ranks never agreed on a save before.
             Nothing was written. `SaveHandle.wait` raises all other errors.
     """
-    return begin_save(*_request(path, state, selection_of(only, skip, grads), process_group, settings))
+    job, request = _request(path, state, (only, skip, grads), process_group, settings)
+    return refuse_call(job, request) if isinstance(request, InvalidError) else begin_save(job, request)
 
 
 def _request(
     path: wiring.Path,
     state: Mapping[str, object],
-    selection: Selection,
+    chosen: tuple[Globs, Globs, bool],
     process_group: wiring.ProcessGroup,
     settings: Settings,
-) -> tuple[Job, PathRequest]:
-    require_state(state, "save(path, state)")
+) -> tuple[Job, PathRequest | InvalidError]:
+    """Return the job and the request of a save by path, or what is wrong with the call on this rank."""
+    try:
+        require_state(state, "save(path, state)")
+        selection, store = selection_of(*chosen), wiring.store_at(path, settings)
+    except InvalidError as misuse:
+        if wiring.comm_of(process_group).world_size == 1:
+            raise
+        # The first of these jobs is a collective: the other ranks would wait for this one.
+        return wiring.shared_job(process_group, settings), misuse
     job = wiring.shared_job(process_group, settings)
-    return job, PathRequest(job, wiring.store_at(path, settings), state, selection)
+    return job, PathRequest(job, store, state, selection)
 
 
 def load(

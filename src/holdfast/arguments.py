@@ -9,6 +9,7 @@ from typing import cast
 
 from holdfast import policies
 from holdfast.errors import InvalidError
+from holdfast.format.names import require_step
 from holdfast.ports.framework import Selection
 from holdfast.settings import Preemption
 
@@ -25,6 +26,18 @@ def require_state(state: object, call: str) -> None:
     if not isinstance(state, Mapping):
         hint = "; the arguments are swapped" if isinstance(state, str | int | PathLike) else ""
         raise InvalidError(f"{call}: state is {type(state).__name__}; expected a dict of what to save or load{hint}")
+
+
+def require_save_arguments(step: object, state: object, call: str) -> None:
+    """Refuse a step that is no step, and a state that is not a dict.
+
+    Raises:
+        InvalidError: One of them is of another type, or the step is out of range.
+    """
+    if isinstance(step, Mapping):
+        raise InvalidError(f"{call}: step is a dict, so the arguments are swapped; pass the step first")
+    require_state(state, call)
+    require_step(step)
 
 
 def selection_of(only: Globs, skip: Globs, grads: bool) -> Selection:

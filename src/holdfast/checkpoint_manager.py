@@ -14,16 +14,17 @@ from types import TracebackType
 from typing import Self
 
 from holdfast import wiring
-from holdfast.arguments import Globs, policies_of, preemption_of, require_state, selection_of
+from holdfast.arguments import Globs, policies_of, preemption_of, require_save_arguments, require_state, selection_of
 from holdfast.checkpoint.location import CheckpointLocation, none_allowed, require_no_checkpoint
 from holdfast.coordination.exit.signals import Signals
 from holdfast.coordination.job import Job
 from holdfast.coordination.save_schedule import Schedule
 from holdfast.engine.background import SLICE_SECONDS
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
-from holdfast.format.names import require_step, step_and_digest
+from holdfast.format.names import is_step, step_and_digest
 from holdfast.loading.load import LoadRequest, load, load_attempt
 from holdfast.policies import KeepPolicy, Policies, SavePolicy
+from holdfast.ports.framework import Selection
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs, Store
 from holdfast.repository.catalog import read_run_id
@@ -35,6 +36,7 @@ from holdfast.runs.step_request import RunParts, StepRequest, StepState
 from holdfast.runs.tags import tag_step
 from holdfast.saving.handle import SaveHandle
 from holdfast.saving.save import begin_save
+from holdfast.saving.wrong_call import refuse_call
 from holdfast.settings import Preemption, Settings
 from holdfast.stores.foreign import References
 from holdfast.telemetry.dispatcher import EventDispatcher
@@ -161,13 +163,16 @@ class CheckpointManager:
             Preempted: A rank received a signal. All ranks stop at this step; `code` tells whether it is saved. A
                 `SystemExit`, not an `Exception`.
         """
-        self._require_open(step, state, "maybe_save")
+        self._require_not_closed()
         if self._schedule is None:
             raise InvalidError(
                 f"{self._store.url}: maybe_save does not know when to save; expected a manager made with every=100 or "
                 "save=…, as in CheckpointManager(root, every=100). To save at once, call save(step, state)"
             )
-        passed = StepState(state, selection_of(only, skip, grads), metrics)
+        passed = _passed(step, state, "maybe_save(step, state)", (only, skip, grads), metrics)
+        if passed.misuse is not None and (self._job.comm.world_size == 1 or not is_step(step)):
+            # Without a step this rank cannot decide whether the others save. They raise at their next save.
+            return refuse_call(self._job, passed.misuse)
         if self._preemption is not None and self._preemption.should_stop(step):
             self._preemption.save_and_exit(
                 step,
@@ -212,8 +217,8 @@ class CheckpointManager:
             metrics: Metrics of the step, numbers by name; only those of rank 0 are stored.
             tags: Tags that the step gets once it is committed, as with `tag`; only those of rank 0 are set.
         """
-        self._require_open(step, state, "save")
-        return self._begin_save(step, StepState(state, selection_of(only, skip, grads), metrics, tags))
+        self._require_not_closed()
+        return self._begin_save(step, _passed(step, state, "save(step, state)", (only, skip, grads), metrics, tags))
 
     def load(
         self,
@@ -339,6 +344,8 @@ class CheckpointManager:
             error.add_note(f"closing the checkpoint manager also failed: {failure}")
 
     def _begin_save(self, step: int, passed: StepState) -> SaveHandle:
+        if passed.misuse is not None:
+            return refuse_call(self._job, passed.misuse)
         self._position.loaded = None
         if self._schedule is not None:
             self._schedule.note_saved(step)
@@ -397,25 +404,32 @@ class CheckpointManager:
 
     def _estimated_write_bytes(self, passed: StepState) -> int:
         """Return a lower bound of the bytes that this rank must write, before any comparison with what is stored."""
-        if self._position.base is not None and self._job.settings.deduplicate:
+        if passed.misuse is not None or (self._position.base is not None and self._job.settings.deduplicate):
             return 0  # Every byte may be unchanged.
         collected = self._job.framework.collect(passed.state, passed.selection)
         return estimated_write_bytes(collected.shards, self._job.comm.world_size)
-
-    def _require_open(self, step: object, state: object, call: str) -> None:
-        if isinstance(step, Mapping):
-            raise InvalidError(
-                f"{call}(step, state): step is a dict, so the arguments are swapped; pass the step first"
-            )
-        require_state(state, f"{call}(step, state)")
-        self._require_not_closed()
-        require_step(step)
 
     def _require_not_closed(self) -> None:
         if self._closed:
             raise InvalidError(f"{self._store.url}: the manager is closed; make a new CheckpointManager")
         if self._follows_default_group:
             wiring.require_group(None, self._job.comm)  # The script may have made a process group since.
+
+
+def _passed(
+    step: object,
+    state: Mapping[str, object],
+    call: str,
+    chosen: tuple[Globs, Globs, bool],
+    metrics: Mapping[str, object] | None,
+    tags: Sequence[str] | str = (),
+) -> StepState:
+    """Return the arguments of a call that saves, or what is wrong with them: every rank then raises, or none."""
+    try:
+        require_save_arguments(step, state, call)
+        return StepState(state, selection_of(*chosen), metrics, tags)
+    except InvalidError as misuse:
+        return StepState({}, Selection(), misuse=misuse)
 
 
 def _unpin_failed(pins: Pins, pin: StepPin, handle: SaveHandle, committed: Future[SaveReport]) -> None:

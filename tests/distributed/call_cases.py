@@ -90,3 +90,33 @@ def _close_one_by_one(world: World, manager: holdfast.CheckpointManager, root: P
     manager.close()
     marker.touch()
     return True
+
+
+def wrong_calls(world: World, root: str) -> dict[str, object]:
+    """One rank makes calls that are wrong. Return what each raised on this rank, and the steps that were saved."""
+    state: dict[str, object] = {"w": torch.ones(3)}
+    raised: dict[str, list[str]] = {}
+
+    with holdfast.CheckpointManager(f"{root}/wrong", every=1) as manager:
+        manager.save(1, state).wait()
+        calls: dict[str, Callable[[int, bool], object]] = {
+            "save": lambda step, wrong: manager.save(step, None if wrong else state),  # type: ignore[arg-type]
+            "negative step": lambda step, wrong: manager.save(-2 if wrong else step, state),
+            "maybe_save": lambda step, wrong: manager.maybe_save(step, [] if wrong else state),  # type: ignore[arg-type]
+            "save by path": lambda _, wrong: holdfast.save(f"{root}/two", [] if wrong else state),  # type: ignore[arg-type]
+            "path": lambda _, wrong: holdfast.async_save(3 if wrong else f"{root}/two", state),  # type: ignore[arg-type]
+        }
+        for number, name in enumerate(calls):
+            for failing in (0, 1):
+                # Rank 0 raises before the other calls. By path it cannot: the first of those calls is a collective.
+                is_first = world.rank == 0 and failing == 0 and "path" not in name
+                if not is_first:
+                    dist.barrier()
+                try:
+                    calls[name](2 + 2 * number + failing, world.rank == failing)
+                except holdfast.InvalidError as error:
+                    raised.setdefault(name, []).append(str(error))
+                if is_first:
+                    dist.barrier()
+        manager.save(20, state).wait()
+        return {"raised": raised, "steps": manager.steps()}

@@ -1,10 +1,14 @@
-"""Calls that one rank of two makes: within seconds its log names the other rank, and both go on once that calls."""
+"""Calls that one rank of two makes, or makes wrong.
+
+Within seconds the log of a rank that calls alone names the other, and both go on once that calls. A call of save that
+is wrong on one rank raises on both.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.distributed.launch import Case, run_worlds
+from tests.distributed.launch import Case, Results, run_worlds
 
 ABSENT = {
     "manager": ("ranks [1] did not call CheckpointManager(...)", 0),
@@ -16,10 +20,16 @@ ABSENT = {
 
 
 @pytest.fixture(scope="module")
-def values(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:  # type: ignore[type-arg]
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     root = tmp_path_factory.mktemp("calls")
-    case = Case("tests.distributed.call_cases:late_calls", {"root": str(root)}, "calls")
-    found = run_worlds(2, [[case]], root / "world", deadline_seconds=150)["calls"].values("calls")
+    late = Case("tests.distributed.call_cases:late_calls", {"root": str(root)}, "calls")
+    wrong = Case("tests.distributed.call_cases:wrong_calls", {"root": str(root)}, "wrong")
+    return run_worlds(2, [[late, wrong]], root / "world", deadline_seconds=150)["calls"]
+
+
+@pytest.fixture(scope="module")
+def values(results: Results) -> list[dict]:  # type: ignore[type-arg]
+    found = results.values("calls")
     assert all(isinstance(value, dict) for value in found)
     return found  # type: ignore[return-value]
 
@@ -39,3 +49,21 @@ def test_the_calls_end_once_every_rank_has_made_them(values: list[dict]) -> None
 
 def test_a_rank_closes_its_manager_without_the_others(values: list[dict]) -> None:  # type: ignore[type-arg]
     assert [value["closed"] for value in values] == [True, True]
+
+
+def test_a_call_that_is_wrong_on_one_rank_raises_the_same_on_both(results: Results) -> None:
+    first, second = results.values("wrong")
+    assert first == second
+    assert isinstance(first, dict) and first["steps"] == [1, 20]
+    expected = {
+        "save": "save(step, state): state is NoneType; expected a dict",
+        "negative step": "step='-2' (int); expected a whole number from 0",
+        "maybe_save": "maybe_save(step, state): state is list; expected a dict",
+        "save by path": "save(path, state): state is list; expected a dict",
+        "path": "path is int; expected a folder as str or Path",
+    }
+    assert list(first["raised"]) == list(expected)
+    for name, texts in first["raised"].items():
+        for rank, text in enumerate(texts):
+            assert f"rank {rank} refused: {expected[name]}" in text, text
+        assert len(texts) == 2, texts

@@ -160,13 +160,18 @@ def rank_of_pack(name: str) -> int:
     return int(match[2])
 
 
+def is_step(step: object) -> bool:
+    """Return whether a value is a whole number in the range of steps."""
+    return isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= STEP_MAX
+
+
 def require_step(step: object) -> None:
     """Refuse what is no step.
 
     Raises:
         InvalidError: It is not a whole number, or out of range.
     """
-    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= STEP_MAX:
+    if not is_step(step):
         kind = type(step).__name__
         raise InvalidError(f"step={str(step)[:80]!r} ({kind}); expected a whole number from 0 to {STEP_MAX}")
 

@@ -87,6 +87,9 @@ class StepState:
     tags: Iterable[str] | str = ()
     """Tags as passed, not checked yet."""
 
+    misuse: InvalidError | None = None
+    """What is wrong with the arguments on this rank; the other fields are empty then."""
+
     is_last: bool = False
     """Whether the job ends after this save. Then metrics that the policy ranks by may be missing."""
 

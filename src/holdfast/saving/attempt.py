@@ -55,7 +55,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_LATE_SECONDS = 10.0
+LATE_SECONDS = 10.0
 """How much longer than an agreement may take the training thread waits for it."""
 
 
@@ -199,7 +199,7 @@ class SaveAttempt:
         Raises:
             UnavailableError: The call hangs. Every wait in it has a deadline, so storage does not answer rank 0.
         """
-        seconds = self.job.agreement_deadline() - self.job.clock.monotonic_seconds() + _LATE_SECONDS
+        seconds = self.job.agreement_deadline() - self.job.clock.monotonic_seconds() + LATE_SECONDS
         try:
             return wait_in_slices(future, seconds, self.job.clock, self._note_wait)
         except TimeoutError:

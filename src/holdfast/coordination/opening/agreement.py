@@ -53,7 +53,7 @@ class SaveAgreement:
         Args:
             job: The ranks.
             step: The step being saved; -1 for a save by path.
-            location: 8-byte digest of the URL of the location.
+            location: 8-byte digest of the URL of the location; empty if the call is wrong on this rank.
         """
         self._job, self._save = job, NumberedSave(job, step, location)
         self._refused: str | None = None
@@ -72,23 +72,23 @@ class SaveAgreement:
             if verdict is not None:
                 self._refused, self.raises = verdict.refused, verdict.raises
 
-    def refuse(self, error: BaseException) -> None:
+    def refuse(self, error: BaseException, *, is_misuse: bool = False) -> None:
         """Publish that this rank cannot save, so that no other rank waits for it. Never raises.
 
         After an `Exception` this rank also waits for the verdict. It says whether the refusal raises on every rank.
+
+        Args:
+            error: Why this rank refuses.
+            is_misuse: Whether the call is wrong on this rank. Then every rank raises.
         """
         job = self._job
         if self._refused is not None:
             return
         with suppress(CheckpointError, TimeoutError):
-            self._publish_refusal(error)
+            self._publish_refusal(error, is_misuse=is_misuse)
             if job.comm.rank == 0:
-                text = error_text(error)
-                self._take(
-                    self._save.set_verdict(
-                        "verdict", self._save.refusal(error_from(text, f"{self._save.name}: rank 0 refused: "))
-                    )
-                )
+                refused = error_from(error_text(error), f"{self._save.name}: rank 0 refused: ")
+                self._take(self._save.set_verdict("verdict", self._save.refusal(refused, is_misuse=is_misuse)))
             elif isinstance(error, Exception):
                 self._take(self._await_verdict("verdict"))
 
@@ -136,10 +136,15 @@ class SaveAgreement:
         if self._refused is not None:
             raise error_from(self._refused)
 
-    def _publish_refusal(self, error: BaseException) -> None:
+    def refusal(self) -> CheckpointError | None:
+        """Return the refusal that the verdict gave to every rank; None if there is none."""
+        return None if self._refused is None else error_from(self._refused)
+
+    def _publish_refusal(self, error: BaseException, *, is_misuse: bool = False) -> None:
         """Set a refusal in place of this rank's statement."""
         job, key = self._job, self._save.key("open", self._job.comm.rank)
-        job.key_value_store.set(key, encode_refusal(error_text(error)), job.seconds_left(job.agreement_deadline()))
+        record = encode_refusal(error_text(error), is_misuse=is_misuse)
+        job.key_value_store.set(key, record, job.seconds_left(job.agreement_deadline()))
         job.record_keys(self._save.sequence, [key])
         job.sequence = max(job.sequence, self._save.sequence + 1)
 
@@ -187,7 +192,7 @@ class SaveAgreement:
 
     def _take(self, verdict: SaveVerdict) -> None:
         """Take note of the verdict on this save."""
-        self.raises = verdict.raises
+        self._refused, self.raises = verdict.refused, verdict.raises
         self._job.history.has_agreed |= verdict.context is not None
 
     def _publish_details(self, verdict: SaveVerdict, state: DescribedState) -> None:

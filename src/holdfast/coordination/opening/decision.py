@@ -19,6 +19,7 @@ from holdfast.coordination.opening.records import (
     Details,
     SaveVerdict,
     Statement,
+    is_misuse,
     ranks_listed,
     ranks_that_differ,
     refusal_in,
@@ -53,11 +54,12 @@ class Decision:
             records: By rank, what it set.
         """
         job = self._job
-        for rank, record in enumerate(records):
+        # Misuse first: it raises on every rank, whatever else is wrong.
+        for rank, record in sorted(enumerate(records), key=lambda each: (not is_misuse(each[1]), each[0])):
             refusal = refusal_in(record)
             if refusal is not None:
-                error = error_from(refusal)
-                return self._save.refusal(type(error)(f"{self._save.name}: rank {rank} refused: {error}"))
+                error = error_from(refusal, f"{self._save.name}: rank {rank} refused: ")
+                return self._save.refusal(error, is_misuse=is_misuse(record))
         statements = [Statement.decode(record) for record in records]
         failures, failures_max = job.history.failures, job.settings.failed_saves_max
         if failures_max is not None and failures >= failures_max:

@@ -20,7 +20,7 @@ class NumberedSave:
         Args:
             job: The ranks.
             step: The step being saved; -1 for a save by path.
-            location: 8-byte digest of the URL of the location.
+            location: 8-byte digest of the URL of the location; empty if the call is wrong.
         """
         self.job, self.step = job, step
         self.id = step, location.hex()
@@ -48,7 +48,7 @@ class NumberedSave:
             job.sequence = latest
             verdict = self._find_verdict(latest)
         while verdict is not None:
-            is_own = verdict.refused is not None and verdict.save_id == self.id
+            is_own = verdict.refused is not None and self._may_be(verdict.save_id)
             if is_own and not self._is_retried(job.sequence + 1):
                 # The other ranks refused this very save before this rank called. This rank takes the refusal and its
                 # number. With the next number, its count would stay one ahead of the others' count. The exception:
@@ -60,6 +60,10 @@ class NumberedSave:
         self.sequence = job.sequence
         job.sequence += 1
         return verdict
+
+    def _may_be(self, save_id: tuple[int, str]) -> bool:
+        """Return whether a verdict is on this save. A rank whose call is wrong does not know its step and location."""
+        return save_id == self.id or not (save_id[1] and self.id[1])
 
     def _find(self, key: str) -> bytes | None:
         """Return the value of a key, None if it is not set; without waiting."""
@@ -94,14 +98,14 @@ class NumberedSave:
         """Return the ranks of each class."""
         return [ranks_in(ranges) for ranges in verdict.classes] or [tuple(range(self.job.comm.world_size))]
 
-    def refusal(self, error: Exception) -> SaveVerdict:
+    def refusal(self, error: Exception, *, is_misuse: bool = False) -> SaveVerdict:
         """Return a refusal. It raises only where no training can be far on, or where the caller asked for it.
 
-        A wrong state or call raises until the ranks have agreed once. After that it would end a training that has run
-        for days. The rank that sets the verdict decides for all ranks.
+        A wrong state raises until the ranks have agreed once. After that it would end a training that has run for days.
+        Misuse of the call is a defect of the program and always raises. The rank that sets the verdict decides for all.
         """
         history, failures_max = self.job.history, self.job.settings.failed_saves_max
-        raises = isinstance(error, InvalidError) and not history.has_agreed
+        raises = is_misuse or (isinstance(error, InvalidError) and not history.has_agreed)
         raises |= failures_max is not None and history.failures + 1 >= failures_max
         return SaveVerdict(self.id, refused=error_text(error), raises=raises)
 

@@ -25,6 +25,9 @@ _STATEMENT = struct.Struct("<q8s8s8s8s8s")
 _REFUSAL_PREFIX = b"!" * 8
 """Eight bytes that begin no statement: as a step they are above 2**61."""
 
+_MISUSE_PREFIX = b"?" * 8
+"""Begins the refusal of a rank whose call is wrong."""
+
 
 class StatedMesh(NamedTuple):
     """A mesh that holds tensors of a rank. Every rank sends one per mesh, so the record has no field names."""
@@ -212,7 +215,8 @@ class SaveVerdict:
     """
 
     save_id: tuple[int, str]
-    """Step and digest of the location. Distinguishes a retry of this save from another save with the same number."""
+    """Step and digest of the location. Distinguishes a retry of this save from another save with the same number. No
+    digest: the call is wrong on the rank that set the verdict, so it does not know which save the others make."""
 
     refused: str | None = None
     """The error of every rank, as `error_text` wrote it."""
@@ -258,14 +262,20 @@ class SaveVerdict:
         return "compared" if self.compare else "named" if self.name is not None else None
 
 
-def encode_refusal(error_text: str) -> bytes:
-    """Return the record that a rank sets instead of its statement if it cannot save."""
-    return _REFUSAL_PREFIX + error_text.encode()
+def encode_refusal(error_text: str, *, is_misuse: bool = False) -> bytes:
+    """Return the record that a rank sets instead of its statement if it cannot save, or if its call is wrong."""
+    return (_MISUSE_PREFIX if is_misuse else _REFUSAL_PREFIX) + error_text.encode()
 
 
 def refusal_in(record: bytes) -> str | None:
     """Return the error text of a refusal; None if the record is a statement."""
-    return record.removeprefix(_REFUSAL_PREFIX).decode() if record.startswith(_REFUSAL_PREFIX) else None
+    is_refusal = record.startswith((_REFUSAL_PREFIX, _MISUSE_PREFIX))
+    return record[len(_REFUSAL_PREFIX) :].decode() if is_refusal else None
+
+
+def is_misuse(record: bytes) -> bool:
+    """Return whether a record is the refusal of a rank whose call is wrong."""
+    return record.startswith(_MISUSE_PREFIX)
 
 
 def ranks_listed(ranks: Sequence[int]) -> str:

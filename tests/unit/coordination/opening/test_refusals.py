@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -116,3 +117,59 @@ def test_the_log_line_of_a_failure_counts_and_says_how_long_ago_the_last_commit_
 def test_a_number_of_failures_below_one_is_refused(wrong: int) -> None:
     with pytest.raises(InvalidError, match="failed_saves_max"):
         replace(PATIENT, failed_saves_max=wrong)
+
+
+WRONG_CALLS = {
+    "the state": lambda run: run.save(2, None),
+    "the step": lambda run: run.save(-2, {"w": plain(0)}),
+    "the arguments": lambda run: run.save({"w": plain(0)}, 2),
+    "a pattern": lambda run: run.save(2, {"w": plain(0)}, only=3),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_CALLS)
+@pytest.mark.parametrize("failing", (0, 1, 2))
+def test_a_call_that_is_wrong_on_one_rank_raises_on_every_rank(failing: int, wrong: str) -> None:
+    world = World(3)
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        good = {"w": plain(0)}
+        saved(run, 1, good)
+        with pytest.raises(InvalidError) as raised:
+            WRONG_CALLS[wrong](run) if rank == failing else run.save(2, good)
+        return str(raised.value), saved(run, 3, good)
+
+    texts = [text for text, _ in world.play(part)]  # type: ignore[misc]
+    assert len(set(texts)) == 1 and f"rank {failing} refused: " in texts[0], texts
+    assert world.committed() == [1, 3]
+
+
+def test_a_call_that_is_wrong_on_every_rank_raises_on_every_rank() -> None:
+    world = World(2)
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        with pytest.raises(InvalidError, match=r"rank 0 refused: save\(step, state\): state is NoneType"):
+            run.save(1, None)  # type: ignore[arg-type]
+        return saved(run, 1, {"w": plain(0)})
+
+    world.play(part)
+    assert world.committed() == [1]
+
+
+def test_a_wrong_call_that_the_others_refuse_for_its_absence_raises_on_no_rank() -> None:
+    world = World(2, settings=replace(PATIENT, agreement_timeout_seconds=0.5))
+    refused = threading.Event()
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        if rank == 0:
+            error = kept(run, 1, {"w": plain(0)})
+            refused.set()
+        else:
+            assert refused.wait(60.0)
+            error = kept(run, 1, None)  # type: ignore[arg-type]
+        return error, saved(run, 2, {"w": plain(0)})
+
+    errors = [error for error, _ in world.play(part)]  # type: ignore[misc]
+    assert isinstance(errors[0], UnavailableError) and "ranks [1] did not call save" in str(errors[0])
+    assert isinstance(errors[1], InvalidError) and "state is NoneType" in str(errors[1])
+    assert world.committed() == [2]

@@ -1,0 +1,47 @@
+"""A call of save that is wrong on this rank: every rank raises, or none does."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+
+from holdfast.coordination.job import Job
+from holdfast.coordination.opening.agreement import SaveAgreement
+from holdfast.engine.background import CALLS, wait_in_slices
+from holdfast.errors import InvalidError
+from holdfast.saving.attempt import LATE_SECONDS
+from holdfast.saving.handle import SaveHandle
+
+logger = logging.getLogger(__name__)
+
+
+def refuse_call(job: Job, misuse: InvalidError) -> SaveHandle:
+    """Refuse a save because its call is wrong on this rank. The other ranks learn it at their next save.
+
+    Without that, this rank would raise alone, and the others would wait for it until their timeout.
+
+    Args:
+        job: The ranks that save together.
+        misuse: What is wrong.
+    Returns:
+        The handle of the failed save, if no rank raises: the others refused it for another reason, or did not save.
+    Raises:
+        InvalidError: On every rank. The message names the lowest rank whose call is wrong.
+    """
+    if job.comm.world_size == 1 or job.is_inherited:
+        raise misuse
+
+    def note_wait() -> None:
+        if job.is_first_occurrence(str(misuse)):
+            logger.warning("save: this rank waits for the other ranks, to refuse its call together: %s", misuse)
+
+    opening = SaveAgreement(job, -1, b"")
+    with suppress(TimeoutError):
+        refused = CALLS.submit(lambda: opening.refuse(misuse, is_misuse=True))
+        wait_in_slices(refused, job.agreement_seconds + LATE_SECONDS, job.clock, note_wait)
+    if opening.raises:
+        job.history.note_raised()
+        raise opening.refusal() or misuse from misuse
+    handle = SaveHandle("save", history=job.history)
+    handle.fail(misuse)
+    return handle
