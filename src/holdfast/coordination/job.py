@@ -16,6 +16,7 @@ from holdfast.engine.background import BackgroundQueue, WriteProgress
 from holdfast.engine.memory_limits import MemoryShare, memory_statement
 from holdfast.errors import BY_NAME, CheckpointError, CorruptError, MissingError, UnavailableError
 from holdfast.format.digest import short_digest_of
+from holdfast.plan.declared_parts import SumCache
 from holdfast.plan.plan_cache import PlanCache
 from holdfast.ports.comm import Comm, KeyValueStore
 from holdfast.ports.framework import Framework
@@ -114,6 +115,8 @@ class Job:
         """Memory for copies of the state."""
         self.plan_cache = PlanCache()
         """Plans of earlier saves."""
+        self.part_sums = SumCache()
+        """Sums of the declared parts of earlier saves."""
         if queues is None:
             progress = WriteProgress(clock)
             queues = BackgroundQueue("holdfast-copy", progress), BackgroundQueue("holdfast-commit", progress)

@@ -14,7 +14,7 @@ class Sharded:
     A run of the flattened tensor, as ZeRO holds it: `Sharded(tensor, global_shape=(8, 4), flat_start=13)` with a
     1-d tensor. Optimizer state with the tensor's local shape gets the same layout.
 
-    Exactly one rank, or exactly the declared `replicas`, must hold each element; a save proves it.
+    Exactly one rank, or exactly the declared `replicas`, must hold each element; a save checks it before it writes.
     """
 
     tensor: object

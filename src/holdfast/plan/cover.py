@@ -15,8 +15,10 @@ from holdfast.geometry.region import Region, region_boxes
 Ints = NDArray[np.int64]
 _Words = NDArray[np.uint64]
 
-_PRIME = np.uint64((1 << 31) - 1)
+PRIME = (1 << 31) - 1
 """Products of two residues stay below 2**62, and sums of a billion residues below 2**61: both fit 64 bits."""
+
+_PRIME = np.uint64(PRIME)
 
 _BLOCK = 1 << 17
 """Pieces per numpy call: many enough to amortise the call, few enough to keep temporary arrays small."""
@@ -53,8 +55,8 @@ def uncovered(shapes: Sequence[tuple[int, ...]], tensor: Ints, start: Ints, stop
             sums = np.zeros(len(members), dtype=np.uint64)
             for block in np.split(pieces, range(_BLOCK, len(pieces), _BLOCK)):
                 columns = first_coordinate[block][:, None] + np.arange(ndim)
-                np.add.at(sums, number_of[tensor[block]], _volumes(start[columns], stop[columns], key))
-            wanted = _volumes(np.zeros_like(lengths), lengths, key)
+                np.add.at(sums, number_of[tensor[block]], volumes(start[columns], stop[columns], key))
+            wanted = volumes(np.zeros_like(lengths), lengths, key)
             wrong[members] |= sums % _PRIME != wanted
     return [int(number) for number in np.flatnonzero(wrong)]
 
@@ -161,7 +163,7 @@ def _whole_in_concatenated(
     return np.flatnonzero(whole)
 
 
-def _volumes(start: Ints, stop: Ints, key: int) -> _Words:
+def volumes(start: Ints, stop: Ints, key: int) -> _Words:
     """Return Π_d (R_d[stop_d] − R_d[start_d]) modulo the prime for each row."""
     product = np.ones(len(start), dtype=np.uint64)
     for dim in range(start.shape[1]):

@@ -1,8 +1,8 @@
-"""Fingerprints the state of a rank with digests, so that ranks can compare states in 48 bytes at every save."""
+"""Fingerprints the state of a rank with digests, so that ranks can compare states in 56 bytes at every save."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 
 from holdfast.checkpoint.location import CheckpointLocation
@@ -13,6 +13,16 @@ from holdfast.format.index.tensor_table import require_listable
 from holdfast.format.values import values
 from holdfast.geometry.mesh_packing import unpacked
 from holdfast.geometry.tensor import Mesh, Role
+from holdfast.plan.declared_parts import (
+    DeclaredParts,
+    DeclaredTensor,
+    Sum,
+    declared_tensors,
+    encode_sum,
+    is_declared,
+    parts_of,
+    sums_of_parts,
+)
 from holdfast.plan.siblings import NO_FAMILY, TensorOnMesh
 from holdfast.ports.framework import Collected, LocalShard
 from holdfast.saving.mesh_slots import MeshSlots
@@ -55,6 +65,7 @@ class StateFingerprint:
         meshes = "".join(stated.digest for stated in self._meshes)
         self.shards = short_digest_of(layout, meshes.encode(), self._local_pieces())
         """Fingerprint of the layout, of its meshes and of the pieces that this rank holds."""
+        self._sums = job.part_sums.of(self.shards, self._shards, job.comm.rank)
 
     def statement(self, step: int) -> Statement:
         """Return the statement of this rank for the save agreement."""
@@ -66,6 +77,7 @@ class StateFingerprint:
             agreeing=short_digest_of(*(fqn.encode() + digest for fqn, digest in self._agreeing.items())),
             other=other,
             known=known,
+            parts=encode_sum(self._sums.held),
             unmatched=tuple(self._collected.unmatched),
             meshes=self._meshes,
         )
@@ -79,7 +91,27 @@ class StateFingerprint:
         }
         agreeing = {fqn: digest.hex() for fqn, digest in self._agreeing.items()}
         other = {name: digest.hex() for name, digest in self._entries().items()}
-        return Details(self._location.url, plain, agreeing, other, self._lossy())
+        return Details(self._location.url, plain, agreeing, other, self._lossy(), self.declared_tensors())
+
+    def declared_tensors(self) -> Mapping[str, DeclaredTensor]:
+        """Return the tensors of which this rank declares parts, by FQN."""
+        return declared_tensors(self._shards)
+
+    def whole_sum(self) -> Sum:
+        """Return the sum of those tensors as a whole."""
+        return self._sums.whole
+
+    def part_sums(self) -> Mapping[str, Sum]:
+        """Return the sum of what this rank declares of each tensor, by FQN."""
+        return sums_of_parts(self._shards, self._slots.rank)
+
+    def declared_parts(self, fqns: Collection[str]) -> Mapping[str, DeclaredParts]:
+        """Return what this rank declares of some tensors, by FQN."""
+        return {
+            shard.tensor.fqn: parts_of(shard)
+            for shard in self._shards
+            if is_declared(shard) and shard.tensor.fqn in fqns
+        }
 
     def _lossy(self) -> list[str]:
         """Return the buffers and objects of which one rank's cannot stand for all.

@@ -1,13 +1,16 @@
 """The agreement that opens a save: every rank sets a statement, rank 0 decides. No collective runs.
 
-Each rank sets one record: 48 bytes, and the digests of its meshes. Rank 0 reads all records in one call and sets one
+Each rank sets one record: 56 bytes, and the digests of its meshes. Rank 0 reads all records in one call and sets one
 verdict; the other ranks wait for it with a deadline. Ranks with equal layouts form a class. Only if layouts or plain
-tensors differ do the lowest rank of each class and the ranks that differ publish details. Only if there are sibling
+tensors differ do the lowest rank of each class and the ranks that differ publish details. Only if declared parts
+overlap or leave gaps do all ranks publish sums of them, and then the parts of a few tensors. Only if there are sibling
 meshes (`plan/siblings.py`) do their ranks publish samples.
 
 States of a numbered save (its `sequence`), and who moves it from one to the next:
 
     open      -> described  rank 0, with the verdict `describe`: some ranks must publish details
+    open or described -> parts  rank 0, with the verdict `parts`: some declared tensor is wrong, and rank 0 asks which.
+                      It asks again until it knows, and then refuses.
     open or described -> compared  rank 0, with the verdict `compare`: ranks on sibling meshes must publish samples
     compared  -> named      rank 0, with the verdict `name`: samples differ, and some ranks must publish them by name
     any       -> agreed     rank 0, with a verdict that carries the context
@@ -24,6 +27,7 @@ from holdfast.coordination.commit_vote import CommitVote
 from holdfast.coordination.job import Job, error_from, error_text
 from holdfast.coordination.message_codec import decode_message
 from holdfast.coordination.opening.decision import Decision
+from holdfast.coordination.opening.declared_parts import answer_on_parts
 from holdfast.coordination.opening.details import SharedTensors, decode_details, encode_details, encode_difference
 from holdfast.coordination.opening.numbered_save import NumberedSave
 from holdfast.coordination.opening.records import (
@@ -178,13 +182,15 @@ class SaveAgreement:
     ) -> tuple[SaveVerdict, RankRanges | None]:
         """Set the statement and what this rank is asked for; return the last verdict, and who was asked."""
         save, rank = self._save, self._job.comm.rank
-        is_deciding, decision = rank == 0, Decision(save, claim)
+        is_deciding, decision = rank == 0, Decision(save, claim, state)
         save.publish("open", statement.encode())
         verdict = save.set_verdict("verdict", self._decide(decision)) if is_deciding else self._await_verdict("verdict")
         described = verdict.describe
         while (name := verdict.next_key) is not None:
             if verdict.describe is not None:
                 self._publish_details(verdict, state)
+            elif verdict.parts is not None:
+                save.publish(verdict.parts.key, answer_on_parts(verdict.parts, state))
             else:
                 publish_samples(verdict, state, rank, save.classes(verdict), save.publish)
             verdict = save.set_verdict(name, decision.on_answers(verdict)) if is_deciding else self._await_verdict(name)

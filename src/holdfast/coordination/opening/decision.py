@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 
 from holdfast.coordination.job import error_from
+from holdfast.coordination.opening.declared_parts import PartsJudgement, declared_by_all
 from holdfast.coordination.opening.details import (
     details_by_rank,
     fitting_names,
@@ -16,7 +18,9 @@ from holdfast.coordination.opening.details import (
 )
 from holdfast.coordination.opening.numbered_save import NumberedSave
 from holdfast.coordination.opening.records import (
+    DescribedState,
     Details,
+    PartsQuestion,
     SaveVerdict,
     Statement,
     is_misuse,
@@ -36,16 +40,19 @@ from holdfast.plan.unmatched_patterns import judge_unmatched
 class Decision:
     """Rank 0's decision on one save."""
 
-    def __init__(self, save: NumberedSave, claim: Callable[[], SaveContext]) -> None:
+    def __init__(self, save: NumberedSave, claim: Callable[[], SaveContext], state: DescribedState) -> None:
         """Decide nothing yet.
 
         Args:
             save: The save.
             claim: Claims the location and returns the context; called before rank 0 agrees.
+            state: The state of rank 0.
         """
-        self._save, self._job, self._claim = save, save.job, claim
+        self._save, self._job, self._claim, self._state = save, save.job, claim, state
         self._meshes: MeshJudgement
         """What rank 0 knows of meshes; set by `on_statements`."""
+        self._parts: PartsJudgement
+        """What rank 0 knows of declared parts; set by `on_statements`."""
 
     def on_statements(self, records: Sequence[bytes]) -> SaveVerdict:
         """Return the verdict on the statements and refusals of all ranks.
@@ -83,8 +90,13 @@ class Decision:
         differing = ranks_that_differ(statements, groups)
         kept = self._still_differing(statements, groups)
         self._meshes = MeshJudgement(self._save.name, groups, statements)
+        self._parts = PartsJudgement(self._save.name, statements)
         if len(groups) == 1 and not differing and self._meshes.are_matched_without_names:
-            return self._go_ahead(SaveVerdict(self._save.id, divergent=kept))
+            verdict = SaveVerdict(self._save.id, divergent=kept)
+            # All ranks declare the same tensors, so their names are needed only for a refusal.
+            if self._parts.held == self._state.whole_sum():
+                return self._go_ahead(verdict)
+            return self._on_parts(verdict, self._parts.question(self._state.declared_tensors(), ()))
         describe = sorted({members[0] for members in groups} | set(differing))
         several = [rank_ranges(members) for members in groups] if len(groups) > 1 else []
         return SaveVerdict(self._save.id, describe=rank_ranges(describe), classes=several, divergent=kept)
@@ -101,12 +113,17 @@ class Decision:
         try:
             if verdict.describe is not None:
                 return self._on_details(verdict, asked)
+            if verdict.parts is not None:
+                asked = tuple(range(self._job.comm.world_size))
+                question = self._parts.next_question(verdict.parts, self._save.read(verdict.parts.key, asked))
+                return self._on_parts(verdict, question)
             if verdict.name is not None:
                 verdict = self._meshes.judge_difference(verdict, asked, self._save.read, self._job)
             elif different := self._meshes.differing_ranks(asked, self._save.read):
                 return replace(verdict, compare=False, name=rank_ranges(different))
         except TimeoutError:
-            missing = f"{ranks_listed(asked)} did not publish {'samples' if verdict.describe is None else 'details'}"
+            what = "details" if verdict.describe else "declared parts" if verdict.parts else "samples"
+            missing = f"{ranks_listed(asked)} did not publish {what}"
             limit = f"{self._job.agreement_seconds:g} s"
             text = f"{self._save.name}: some of ranks {missing} within {limit}; look at those ranks"
             return self._save.refusal(UnavailableError(text))
@@ -118,7 +135,7 @@ class Decision:
         classes = self._save.classes(verdict)
         details, uneven = details_by_rank(asked, classes, partial(self._save.read, "details"))
         plain = [details[ranks[0]].plain for ranks in classes]
-        self._meshes.judge_names(self._save.read("meshes", [ranks[0] for ranks in classes]), plain)
+        on_meshes = self._meshes.judge_names(self._save.read("meshes", [ranks[0] for ranks in classes]), plain)
         found = Differences.between(
             {rank: each.agreeing for rank, each in details.items()},
             {rank: each.other for rank, each in details.items()},
@@ -131,6 +148,7 @@ class Decision:
         refused += mismatches(details)
         if refused:
             return self._save.refusal(refusal_of(self._save.name, refused))
+        declared = declared_by_all(self._save.name, {ranks[0]: details[ranks[0]].declared for ranks in classes})
         new = [name for name in found.others if job.is_first_occurrence(f"{name} differs between ranks")]
         for text in found.warnings(new):
             job.warn_once(self._save.name, text)
@@ -145,7 +163,11 @@ class Decision:
             uneven=fitting_names(uneven, job.comm.world_size),
             sharing=self._share(classes, details),
         )
-        return self._go_ahead(agreed)
+        return self._on_parts(agreed, self._parts.question(declared, {*on_meshes, *chain(*plain)}))
+
+    def _on_parts(self, verdict: SaveVerdict, question: PartsQuestion | None) -> SaveVerdict:
+        """Return the verdict that asks about declared parts, or goes ahead if there is nothing to ask."""
+        return self._go_ahead(verdict) if question is None else replace(verdict, parts=question)
 
     def _share(self, classes: Sequence[tuple[int, ...]], details: Mapping[int, Details]) -> RankRanges:
         """Publish for each class which of its plain tensors other classes hold; return the numbers of those classes."""

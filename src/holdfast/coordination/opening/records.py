@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -14,6 +14,7 @@ from holdfast.errors import InvalidError, UnavailableError, first_three
 from holdfast.geometry.mesh_packing import PackedMeshes
 from holdfast.geometry.rank_ranges import RankRanges
 from holdfast.geometry.tensor import Role
+from holdfast.plan.declared_parts import DeclaredParts, DeclaredTensor, Sum
 from holdfast.plan.siblings import TensorOnMesh
 from holdfast.ports.framework import UnmatchedPattern
 from holdfast.types.health import Health
@@ -21,7 +22,7 @@ from holdfast.types.health import Health
 Plain = Mapping[str, tuple[str, tuple[int, ...], Role]]
 """Plain tensors by FQN: dtype, global shape, role."""
 
-_STATEMENT = struct.Struct("<q8s8s8s8s8s")
+_STATEMENT = struct.Struct("<q8s8s8s8s8s8s")
 _REFUSAL_PREFIX = b"!" * 8
 """Eight bytes that begin no statement: as a step they are above 2**61."""
 
@@ -44,7 +45,7 @@ class StatedMesh(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """The statement of one rank at the start of a save: 48 bytes, the patterns that match nothing, and its meshes."""
+    """The statement of one rank at the start of a save: 56 bytes, the patterns that match nothing, and its meshes."""
 
     step: int
     """The step being saved; -1 for a save by path."""
@@ -64,6 +65,9 @@ class Statement:
     known: bytes
     """8-byte digest of those that are known to differ."""
 
+    parts: bytes = bytes(8)
+    """8-byte sum of the declared parts (`plan/declared_parts.py`); zeros without any."""
+
     unmatched: tuple[UnmatchedPattern, ...] = ()
     """Patterns of `only` and `skip` that match no name of this rank's state."""
 
@@ -71,8 +75,9 @@ class Statement:
     """The meshes of the rank's DTensors, in the order of the tensors."""
 
     def encode(self) -> bytes:
-        """Return the statement as 48 bytes, followed by patterns and meshes if there are any."""
-        head = _STATEMENT.pack(self.step, self.location, self.layout, self.agreeing, self.other, self.known)
+        """Return the statement as 56 bytes, followed by patterns and meshes if there are any."""
+        digests = self.location, self.layout, self.agreeing, self.other, self.known, self.parts
+        head = _STATEMENT.pack(self.step, *digests)
         tail = self.unmatched, self.meshes
         return head + encode_message(tail) if any(tail) else head
 
@@ -107,6 +112,9 @@ class Details:
 
     lossy: Sequence[str]
     """Names in `other` of which one rank's cannot stand for all: integer buffers of several elements, and objects."""
+
+    declared: Mapping[str, DeclaredTensor] = field(default_factory=dict)
+    """The tensors of which the rank declares parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +187,46 @@ class SiblingMeshes:
         return self.exceptions.get(fqn, self.slots[class_number][slot])
 
 
+@dataclass(frozen=True, slots=True)
+class PartsQuestion:
+    """A question about declared parts, which every rank answers: rank 0 looks for the tensors that are wrong."""
+
+    number: int
+    """Number of the question in its save, from 1."""
+
+    intervals: Sequence[tuple[str, str]] = ()
+    """First and last FQN of each interval of names; of each, a rank publishes the sum of what it declares."""
+
+    fqns: Sequence[str] = ()
+    """Tensors of which a rank publishes what it declares."""
+
+    @property
+    def key(self) -> str:
+        """Name of the answers, and of the verdict that follows."""
+        return f"parts{self.number}"
+
+
 class DescribedState(Protocol):
     """The state of a rank, described as far as rank 0 asks."""
 
     def details(self) -> Details:
         """Return the facts behind the statement, by name."""
+        ...
+
+    def declared_tensors(self) -> Mapping[str, DeclaredTensor]:
+        """Return the tensors of which this rank declares parts, by FQN."""
+        ...
+
+    def whole_sum(self) -> Sum:
+        """Return the sum of those tensors as a whole."""
+        ...
+
+    def part_sums(self) -> Mapping[str, Sum]:
+        """Return the sum of what this rank declares of each tensor, by FQN."""
+        ...
+
+    def declared_parts(self, fqns: Collection[str]) -> Mapping[str, DeclaredParts]:
+        """Return what this rank declares of some tensors, by FQN."""
         ...
 
     def tensors_on_meshes(self) -> Mapping[str, TensorOnMesh]:
@@ -211,7 +254,7 @@ class DescribedState(Protocol):
 class SaveVerdict:
     """Rank 0's decision on one numbered save: `refused`, `context`, or one question to the ranks.
 
-    The questions are `describe`, `compare` and `name`. A verdict with a question is followed by another verdict.
+    The questions are `describe`, `parts`, `compare` and `name`. Another verdict follows a verdict with a question.
     """
 
     save_id: tuple[int, str]
@@ -226,6 +269,9 @@ class SaveVerdict:
 
     describe: RankRanges | None = None
     """Ranks that must publish details before the next verdict."""
+
+    parts: PartsQuestion | None = None
+    """What every rank must publish of its declared parts before the next verdict."""
 
     compare: bool = False
     """Whether ranks with siblings must publish digests of samples before the next verdict."""
@@ -259,6 +305,8 @@ class SaveVerdict:
         """Name of the key of the verdict that follows; None if this verdict is the last."""
         if self.describe is not None:
             return "final"
+        if self.parts is not None:
+            return self.parts.key
         return "compared" if self.compare else "named" if self.name is not None else None
 
 

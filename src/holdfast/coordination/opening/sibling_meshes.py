@@ -137,8 +137,8 @@ class MeshJudgement:
         digests = {digest for family in self._found.families for digest in family}
         return tuple(sorted({rank for digest in digests for rank in self._meshes[digest].ranks}))
 
-    def judge_names(self, tensors: Sequence[bytes], plain: Sequence[Plain]) -> None:
-        """Find the siblings by name.
+    def judge_names(self, tensors: Sequence[bytes], plain: Sequence[Plain]) -> frozenset[str]:
+        """Find the siblings by name; return the FQNs of all DTensors.
 
         Args:
             tensors: By class the DTensors that its lowest rank published.
@@ -149,7 +149,7 @@ class MeshJudgement:
         named = [decode_message(zlib.decompress(record), dict[str, TensorOnMesh]) for record in tensors]
         self._siblings, texts = self._search.by_name(named, plain)
         if not texts:
-            return
+            return frozenset(fqn for each in named for fqn in each)
         raise InvalidError(
             f"{self._save_name}: ranks hold one name on meshes that are no replicas of each other: "
             f"{first_three(texts)}. Expected one mesh, or disjoint meshes of equal shape with equal dtype, shape and "
