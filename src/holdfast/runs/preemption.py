@@ -27,6 +27,7 @@ from holdfast.coordination.exit.exit_agreement import AGREE_SECONDS_MIN, ExitAgr
 from holdfast.coordination.exit.grace import expected_seconds, fits, usable_seconds
 from holdfast.coordination.exit.signals import Signals
 from holdfast.coordination.job import Job
+from holdfast.engine.background import CALLS, SLICE_SECONDS, wait_in_slices
 from holdfast.errors import PREEMPTED_ABANDONED, PREEMPTED_SAVED, CheckpointError, Preempted, UnavailableError
 from holdfast.format.digest import short_digest_of
 from holdfast.ports.framework import LocalShard
@@ -48,6 +49,9 @@ _PROBE_PARTS_MAX = 4
 
 _PROBE_SECONDS_MAX = 0.5
 """Time limit of the probe: it runs within the grace period."""
+
+_HUNG_SECONDS = 5.0
+"""After this time without a written byte a write counts as hung, once its save is abandoned: the process is to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,13 +197,17 @@ class PreemptionHandler:
         # The key looks like a pack of an attempt: if the process is killed, the next sweep removes the file.
         attempt = short_digest_of(job.nonce.encode(), b"probe").hex()
         key = f"{location.folder}{attempt}/r{job.comm.rank:05d}.safetensors"
+        in_flight = min(job.settings.window_bytes * job.settings.windows_in_flight, _PROBE_BYTES_MAX)
         try:
-            in_flight = min(job.settings.window_bytes * job.settings.windows_in_flight, _PROBE_BYTES_MAX)
-            speed = write_bytes_per_second(location.store, key, in_flight, job.clock)
+            # On another thread: storage that hangs must not hold the end of the process.
+            probe = CALLS.submit(lambda: write_bytes_per_second(location.store, key, in_flight, job.clock))
+            speed = wait_in_slices(probe, job.seconds_left(self._deadline), job.clock, lambda: None)
             return expected_seconds((), ages, held_bytes(), speed)
-        except CheckpointError as error:
+        except (CheckpointError, TimeoutError) as error:
             logger.warning(
-                "step %s: cannot estimate how long its save would take, so it is not saved: %s", location.step, error
+                "step %s: cannot estimate how long its save would take, so it is not saved: %s",
+                location.step,
+                str(error) or "storage does not answer",
             )
             return math.inf
 
@@ -212,7 +220,7 @@ class PreemptionHandler:
         return [save for save in self._unfinished_saves if not save.handle.committed.done()]
 
     def _await_saves(self) -> None:
-        """Wait for unfinished saves, and abandon those that do not end in time."""
+        """Wait for unfinished saves, and abandon those that do not end in time. Never wait for a write that hangs."""
         futures = [save.handle.committed for save in self._unfinished_saves]
         wait(futures, self._job.seconds_left(self._deadline))
         late = [save for save in self._unfinished_saves if not save.handle.committed.done()]
@@ -220,14 +228,25 @@ class PreemptionHandler:
             save.handle.abandon(
                 UnavailableError(f"the save of step {save.step} was abandoned: the job received a signal to end")
             )
-        wait(futures)
+        # An abandoned write ends with its next window. Neither this wait nor the exit of the process outlasts one that
+        # hangs.
+        progress = self._job.progress
+        progress.stall_seconds = min(progress.stall_seconds, _HUNG_SECONDS)
+        while wait(futures, SLICE_SECONDS).not_done:
+            hung = progress.hung
+            if hung is not None:
+                for save in late:
+                    error = f"the save of step {save.step} was abandoned: the job received a signal to end while {hung}"
+                    save.handle.stop_waiting(UnavailableError(error))
+                return
 
     def _is_committed(self, handle: SaveHandle, location: CheckpointLocation) -> bool:
-        if not isinstance(handle.failure, UnavailableError):
+        if not handle.may_be_committed:
             return handle.committed.done() and handle.failure is None
-        with suppress(CheckpointError):
+        with suppress(CheckpointError, TimeoutError):
             # No rank knows the outcome, but storage does. A manifest of another attempt is not this save.
-            return confirmed_manifest(location.store, location.folder).attempt == handle.attempt
+            look = CALLS.submit(lambda: confirmed_manifest(location.store, location.folder))
+            return wait_in_slices(look, _HUNG_SECONDS, self._job.clock, lambda: None).attempt == handle.attempt
         return False
 
     def _finish(self, step: int, location: CheckpointLocation | None, refusal: str | None) -> NoReturn:

@@ -212,6 +212,38 @@ def test_a_save_that_takes_longer_than_those_before_it_is_abandoned_in_time() ->
     assert [key for key in (entry.key for entry in store.list()) if f"{step:012d}" in key] == []
 
 
+@pytest.mark.parametrize("saves", (1, 0))
+def test_storage_that_hangs_does_not_hold_the_end(monkeypatch: pytest.MonkeyPatch, saves: int) -> None:
+    """The write of a save hangs, or the probe of the speed before the first save."""
+    monkeypatch.setattr("holdfast.runs.preemption._HUNG_SECONDS", 0.5)
+    armed, released = threading.Event(), threading.Event()
+    store, ended = fresh_store(), threading.Barrier(2)
+    answered: list[FaultPoint] = []
+
+    def hang(operation: FaultPoint) -> None:
+        if armed.is_set() and not released.wait(90.0):
+            answered.append(operation)
+
+    hung = FaultyStore(store, Faults(hang, names=("upload.write",), lasting=True))
+    world = World(2, grace_seconds=3.0, store=store, stores={0: hung})
+
+    def part(rank: Rank) -> None:
+        for step in range(1, saves + 1):
+            rank.run.save(step, state_of(step, rank.size)).wait()
+        armed.set()
+        try:
+            rank.train(100_000, told=3, first=2)
+        finally:
+            with suppress(UnavailableError):
+                rank.run.close()
+            ended.wait(100.0)
+            released.set()
+
+    ((code, _),) = ends(world.play(part))
+    assert code == 86 and not answered
+    assert committed_steps(store) == [*range(1, saves + 1)]
+
+
 def test_a_save_under_way_of_that_very_step_is_waited_for_and_no_other_begun() -> None:
     world = World(2)
 
