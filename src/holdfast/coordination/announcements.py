@@ -10,7 +10,7 @@ The states of an announcement, and who moves it on:
     in force   A rank decides its steps by it. Each rank reads announcements in order, and at its own time.
     removed    The keys of a block of 64 are deleted.
 
-    pending -> stored      rank 0, in `announce()`, by compare-and-set on the empty key
+    pending -> stored      rank 0, in `announcer.py`, by compare-and-set on the empty key
     stored -> in force     each rank for itself, in `announcement_for()`, usually read before by `read_ahead()`
     in force -> removed    rank 0, once every other rank has counted the whole block as read
 
@@ -18,37 +18,25 @@ Rank 0 never waits for another rank, so no two ranks can wait for each other. Th
 every rank, rank 0 included, takes all announcements from it in order. A rank that misses one decides late, never
 differently.
 
-Ranks other than rank 0 make no call to the key-value store on the training thread to read: they come to the same step
-at one time, and the store would answer them one after the other.
+No rank makes a call to the key-value store on its training thread: all ranks come to the same step at one time, and the
+store would answer them one after the other. Only a rank whose step has no announcement yet waits for such a call.
 """
 
 from __future__ import annotations
 
 import logging
-import math
-from collections import deque
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
+from holdfast.coordination.announcer import BLOCK, Announcer
 from holdfast.coordination.job import Job
-from holdfast.coordination.message_codec import decode_message, encode_message
-from holdfast.coordination.save_due import Announcement, LastSave, next_until
+from holdfast.coordination.message_codec import decode_message
+from holdfast.coordination.save_due import Announcement, LastSave
 from holdfast.engine.background import CALLS, BackgroundQueue, wait_in_slices
-from holdfast.errors import CheckpointError, UnavailableError
+from holdfast.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
-
-_BLOCK = 64
-"""Announcements that a rank counts as read together, so that their keys can be removed."""
-
-_REQUEST_SECONDS = 10.0
-"""How long rank 0 waits for the step of a request that is already counted. After that it drops the request."""
-
-_PAUSE_FACTOR = 9
-"""After a failed try, rank 0 announces nothing for this many times the duration of the try.
-
-A store that always times out then costs at most a tenth of the training time."""
 
 
 class Announcements:
@@ -59,8 +47,8 @@ class Announcements:
         self._timeout_seconds = job.settings.commit_timeout_seconds
         self._generation = -1
         self._is_patient = True
-        # Looks, which do not wait: interpreter exit may wait for them.
-        self._looks = BackgroundQueue("holdfast-announcements", job.progress)
+        # Calls that wait for no other rank: interpreter exit may wait for them.
+        self._calls = BackgroundQueue("holdfast-announcements", job.progress)
         self.restart()
 
     def restart(self) -> None:
@@ -68,63 +56,33 @@ class Announcements:
         self._generation += 1
         self.in_force: Announcement | None = None
         """The announcement for the last step; None before the first one was read."""
-        # Rank 0 counts stored announcements, every other rank counts those it has read.
+        # Not on rank 0: announcements read, the last look for the next one, and with how many steps left the next look
+        # begins.
         self._count = 0
-        # Not on rank 0: the last look for the next announcement, and with how many steps left the next look begins.
         self._look: Future[bytes | None] | None = None
         self._look_below = 0
-        # Rank 0 only: stored, and not in force yet.
-        self._ahead: deque[Announcement] = deque()
-        self._until: int | None = None
-        self._requested: int | None = None
-        self._requests_read = 0
-        self._blocks_removed = 0
-        self._last: tuple[int, float] | None = None
-        self._strides: deque[int] = deque(maxlen=8)
-        self._call_seconds: deque[float] = deque(maxlen=8)
-        self._paused_until = -math.inf
+        self._announcer = None
+        if self._job.comm.rank == 0:
+            key_of = partial(self._job.key, "schedule", self._generation)
+            self._announcer = Announcer(self._job, key_of, self._calls)
 
     def request(self, step: int) -> None:
         """Ask rank 0 for a save of `step` or of one soon after it."""
-        if self._job.comm.rank == 0:
-            self._requested = max(step, self._requested or 0)
-            return
-        try:
-            # The count first: rank 0 finds requests by their numbers.
-            number = self._key_value_store.add(self._key("asks"), 1, self._timeout_seconds)
-            self._key_value_store.set(self._key("ask", number), str(step).encode(), self._timeout_seconds)
-        except (CheckpointError, TimeoutError) as error:
-            logger.warning("step %d: the requested save cannot be announced: %s. Request it again", step, error)
+        if self._announcer is not None:
+            self._announcer.request(step)
+        else:
+            self._calls.submit(partial(self._ask, step, self._generation))
 
     def announce(self, step: int, last_save: LastSave) -> None:
-        """Store the next announcement if the steps covered so far end soon; only rank 0 does anything.
+        """Have the next announcement stored if the steps covered so far end soon; only rank 0 does anything.
 
         Args:
             step: The current step of rank 0.
             last_save: The last save, as rank 0 knows it.
         """
-        now = self._job.clock.monotonic_seconds()
-        if self._job.comm.rank != 0:
-            return
-        if self._job.comm.world_size == 1:
-            # No other rank: an announcement for this step alone needs no store.
-            self._ahead.append(Announcement(step, now, self._requested))
-            return
-        if self._last is not None and step > self._last[0]:
-            self._strides.append(step - self._last[0])
-            self._call_seconds.append(now - self._last[1])
-        self._last = step, now
-        if now < self._paused_until:
-            return
-        try:
-            while (until := next_until(step, self._until, self._strides, self._call_seconds)) is not None:
-                self._read_requests()
-                first = last_save if self._count == 0 else None
-                self._publish(Announcement(until, now, self._requested, first))
-        except (CheckpointError, TimeoutError) as error:
-            self._warn(step, error)
-            after = self._job.clock.monotonic_seconds()
-            self._paused_until = after + _PAUSE_FACTOR * (after - now)
+        failure = None if self._announcer is None else self._announcer.announce(step, last_save)
+        if failure is not None:
+            self._warn(step, failure)
 
     def announcement_for(self, step: int) -> Announcement | None:
         """Return the announcement in force at a step; None if it cannot be read, which never ends training."""
@@ -164,19 +122,15 @@ class Announcements:
 
     def _read_next(self) -> Announcement:
         """Return the next announcement; wait for it if rank 0 has not stored it."""
-        if self._job.comm.rank == 0:
-            if not self._ahead:
-                raise UnavailableError(
-                    "rank 0 could not store its next announcement; expected to. See the warning before"
-                )
-            return self._ahead.popleft()
+        if self._announcer is not None:
+            return self._announcer.next()
         data = self._looked()
         if data is None:
             data = self._awaited() if self._is_patient else self._looked_again()
         self._look = None
         self._count += 1
-        if self._count % _BLOCK == 0:
-            self._looks.submit(partial(self._count_as_read, self._key("read", self._count // _BLOCK - 1)))
+        if self._count % BLOCK == 0:
+            self._calls.submit(partial(self._count_as_read, self._key("read", self._count // BLOCK - 1)))
         return decode_message(data, Announcement)
 
     def _awaited(self) -> bytes:
@@ -201,7 +155,7 @@ class Announcements:
         raise TimeoutError(f"{self._key('told', self._count)}: not set; expected an announcement of rank 0")
 
     def _begin_look(self) -> None:
-        self._look = self._looks.submit(partial(self._find, self._key("told", self._count)))  # type: ignore[assignment]
+        self._look = self._calls.submit(partial(self._find, self._key("told", self._count)))  # type: ignore[assignment]
 
     def _looked(self) -> bytes | None:
         """Return the next announcement if the last look has found it; without waiting."""
@@ -222,51 +176,16 @@ class Announcements:
         with suppress(CheckpointError, TimeoutError):
             self._key_value_store.add(key, 1, self._timeout_seconds)
 
-    def _publish(self, announcement: Announcement) -> None:
-        """Store an announcement, or take the one that an earlier try stored although it seemed to fail.
-
-        A rank may have decided by the earlier one already.
-        """
-        key, value = self._key("told", self._count), encode_message(announcement)
-        stored = self._key_value_store.compare_set(key, b"", value, self._timeout_seconds)
-        announcement = decode_message(stored, Announcement)
-        self._count += 1
-        self._until = announcement.until
-        self._ahead.append(announcement)
-        if self._count % _BLOCK == 0:
-            with suppress(CheckpointError, TimeoutError):
-                self._remove_read()
-
-    def _read_requests(self) -> None:
-        total = self._key_value_store.add(self._key("asks"), 0, self._timeout_seconds)
-        if total == self._requests_read:
-            return
-        keys = [self._key("ask", number) for number in range(self._requests_read + 1, total + 1)]
-        with suppress(TimeoutError):
-            self._key_value_store.wait(keys, _REQUEST_SECONDS)
-        # A rank that failed between count and step has logged it.
-        keys = [key for key in keys if self._key_value_store.present(key)]
-        steps = [int(data) for data in self._key_value_store.get_many(keys, _REQUEST_SECONDS)]
-        self._requests_read = total
-        if steps:
-            self._requested = max(*steps, self._requested or 0)
-        self._key_value_store.delete(keys)
-
-    def _remove_read(self) -> None:
-        """Delete the keys of announcements that every rank has read, so that the key-value store stays small."""
-        blocks = range(self._blocks_removed, self._count // _BLOCK)
-        for newest in reversed(blocks):
-            readers = self._key_value_store.add(self._key("read", newest), 0, self._timeout_seconds)
-            if readers < self._job.comm.world_size - 1:
-                continue
-            # Ranks read in order: all of them have read every earlier block too.
-            for block in range(self._blocks_removed, newest + 1):
-                numbers = range(block * _BLOCK, (block + 1) * _BLOCK)
-                self._key_value_store.delete(
-                    [*(self._key("told", number) for number in numbers), self._key("read", block)]
-                )
-            self._blocks_removed = newest + 1
-            return
+    def _ask(self, step: int, generation: int) -> None:
+        """Ask rank 0 for a save, on another thread; a failure is logged."""
+        try:
+            # The count first: rank 0 finds requests by their numbers.
+            key = self._job.key("schedule", generation, "asks")
+            number = self._key_value_store.add(key, 1, self._timeout_seconds)
+            key = self._job.key("schedule", generation, "ask", number)
+            self._key_value_store.set(key, str(step).encode(), self._timeout_seconds)
+        except (CheckpointError, TimeoutError) as error:
+            logger.warning("step %d: the requested save cannot be announced: %s. Request it again", step, error)
 
     def _key(self, *parts: object) -> str:
         return self._job.key("schedule", self._generation, *parts)

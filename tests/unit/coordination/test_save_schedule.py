@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.clock import SystemClock
-from holdfast.coordination import announcements
+from holdfast.coordination import announcer
 from holdfast.coordination import save_due as plan
 from holdfast.coordination.job import Job
 from holdfast.coordination.save_schedule import Schedule
@@ -343,7 +343,7 @@ def test_ranks_agree_again_after_rank_0_stood_still_for_longer_than_it_is_waited
 
 
 def test_a_request_that_was_counted_and_never_named_holds_rank_0_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(announcements, "_REQUEST_SECONDS", 0.3)
+    monkeypatch.setattr(announcer, "_REQUEST_SECONDS", 0.3)
 
     def part(rank: int, schedule: Schedule, job: Job) -> list[int]:
         if rank == 1:
