@@ -263,7 +263,7 @@ class Claims:
 def test_a_look_at_the_location_that_hangs_fails_the_save_and_later_ones_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("holdfast.saving.attempt._LATE_SECONDS", 0.5)
+    monkeypatch.setattr("holdfast.saving.attempt.LATE_SECONDS", 0.5)
     claims, store = Claims(), fresh_store()
     faults = Faults(None, names={"list", "get", "exists", "put_if_absent", "size"}, lasting=True)
     settings = replace(PATIENT, agreement_timeout_seconds=1.0, stall_timeout_seconds=1.0)
