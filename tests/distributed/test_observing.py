@@ -39,9 +39,9 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
 
 def reports_of(root: Path, step: int) -> dict[tuple[str, int], RankReport]:
     store = LocalStore(root, settings=Settings())
-    found = dict(reports_in(store, f"step-{step:012d}/"))
-    assert all(isinstance(each, RankReport) for each in found.values()), found
-    return {(each.operation.verb, each.operation.rank): each for each in found.values()}  # type: ignore[union-attr]
+    found = [each for _, each in reports_in(store, f"step-{step:012d}/")]
+    assert all(isinstance(each, RankReport) for each in found), found
+    return {(each.operation.verb, each.operation.rank): each for each in found}  # type: ignore[union-attr]
 
 
 def test_every_rank_left_what_it_said_of_itself(observed: Observed) -> None:
@@ -59,6 +59,8 @@ def test_every_rank_left_what_it_said_of_itself(observed: Observed) -> None:
             assert report.seconds <= told["seconds"] + 0.05, "no longer than it took, seen from outside"
             assert report.operation.world_size == RANKS
     assert reports_of(observed.root, 1).keys() == {("save", 0), ("save", 1)}
+    (file,) = (observed.root / f"step-{1:012d}" / "reports").iterdir()
+    assert file.name.endswith("-r00000.json"), "the ranks of one node share a file"
 
 
 def test_phases_account_for_the_time(observed: Observed) -> None:

@@ -21,11 +21,15 @@ from holdfast.plan.plan_cache import PlanCache
 from holdfast.ports.comm import Comm, KeyValueStore
 from holdfast.ports.framework import Framework
 from holdfast.settings import Settings
+from holdfast.telemetry.node_reports import IDENTITY_BYTES, NodeReports, node_identity
 from holdfast.types.reports import SaveReport
 
 logger = logging.getLogger(__name__)
 
 _NONCE_BYTES = 8
+_STATED_BYTES = _NONCE_BYTES + IDENTITY_BYTES
+"""Bytes that every rank states. The domains of its memory may follow."""
+
 _HELD_SECONDS_MAX = 300.0
 """How long a save may hold the training thread, unless the settings say otherwise."""
 
@@ -73,7 +77,7 @@ class Job:
     """The ranks that save and load together, and the resources they share for the life of the process.
 
     Saving and loading both take it. A nonce separates its keys from those of an earlier job on the same key-value
-    store. Construction is a collective: rank 0 states the nonce, and every rank states which memory it shares.
+    store. Construction is a collective: rank 0 states the nonce, and every rank which node and memory it shares.
     """
 
     def __init__(
@@ -97,13 +101,12 @@ class Job:
             queues: The queues for copies and commits of a job that shares them; None: make new ones.
         """
         self.comm, self.clock, self.settings, self._framework = comm, clock, settings, framework
-        self.nonce, statements = "", []
-        if saves:
-            nonce = clock.random_bytes(_NONCE_BYTES) if comm.rank == 0 else bytes(_NONCE_BYTES)
-            # Only an arena without a stated budget needs the count.
-            statements = comm.all_gather(nonce + (memory_statement() if settings.arena_bytes_max is None else b""))
-            self.nonce = statements[0][:_NONCE_BYTES].hex()
-        memory = MemoryShare(statement[_NONCE_BYTES:] for statement in statements)
+        statements = _statements(comm, clock, settings) if saves else []
+        self.nonce = statements[0][:_NONCE_BYTES].hex() if saves else ""
+        memory = MemoryShare(statement[_STATED_BYTES:] for statement in statements)
+        identities = [statement[_NONCE_BYTES:_STATED_BYTES] for statement in statements]
+        self.node_reports = NodeReports(comm.rank, identities, self.nonce)
+        """Stores the reports of this rank."""
         self._process = os.getpid()
         self.process_deadline: float | None = None
         """Monotonic time at which the process will be killed, if known. No wait for other ranks lasts longer."""
@@ -286,6 +289,14 @@ def is_elected(comm: Comm, key: str, seconds: float) -> bool:
     """Return whether this rank is the first to claim a key within a time limit; as `Job.is_elected`."""
     own = str(comm.rank).encode()
     return comm.key_value_store.compare_set(key, b"", own, seconds) == own
+
+
+def _statements(comm: Comm, clock: Clock, settings: Settings) -> list[bytes]:
+    """Return what every rank states to a new job: rank 0 the nonce, and all ranks which node and memory they share."""
+    nonce = clock.random_bytes(_NONCE_BYTES) if comm.rank == 0 else bytes(_NONCE_BYTES)
+    # Only an arena without a stated budget needs the count of those who share memory.
+    memory = memory_statement() if settings.arena_bytes_max is None else b""
+    return comm.all_gather(nonce + node_identity() + memory)
 
 
 def error_text(error: BaseException) -> str:

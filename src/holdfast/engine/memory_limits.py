@@ -64,7 +64,7 @@ def memory_domains(proc: Path = Path("/proc"), root: Path = Path("/")) -> list[M
     """
     available = _numbers_in(proc / "meminfo").get("MemAvailable:")
     free = available * 1024 if available is not None else os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    boot = "".join(_lines_of(proc / "sys/kernel/random/boot_id")) or socket.gethostname()
+    boot = _boot_of(proc)
     groups: dict[bytes, MemoryDomain] = {}
     # A parent's limit applies to all groups below it together, so every level is a domain.
     for version in (_V1, _V2):
@@ -78,6 +78,11 @@ def memory_domains(proc: Path = Path("/proc"), root: Path = Path("/")) -> list[M
                 groups[identity] = MemoryDomain(identity, max(headroom, 0))
     host = MemoryDomain(short_digest_of(boot.encode()), max(free, 0))
     return [host, *sorted(groups.values(), key=attrgetter("free_bytes"))]
+
+
+def host_identity(proc: Path = Path("/proc")) -> bytes:
+    """Return bytes that are equal in every process of the host since its boot, and nowhere else."""
+    return _boot_of(proc).encode()
 
 
 def memory_statement() -> bytes:
@@ -115,6 +120,10 @@ def ranks_on_host() -> int:
     """
     stated = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(int(stated), 1) if stated.isdigit() else 1
+
+
+def _boot_of(proc: Path) -> str:
+    return "".join(_lines_of(proc / "sys/kernel/random/boot_id")) or socket.gethostname()
 
 
 def _headroom_bytes(version: _Version, folder: Path) -> int | None:

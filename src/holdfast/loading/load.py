@@ -419,7 +419,7 @@ def _finish(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLoad, stats:
     )
     # Nothing is written beside another system's checkpoint, which has no attempt.
     store = location.store if job.settings.reports and manifest.attempt else None
-    trace.end(report, resolved.reader_id, store, location.folder)
+    trace.end(report, resolved.reader_id, store, location.folder, job.node_reports)
     if job.comm.rank == 0:
         message = "loaded %s: %d tensors, %d bytes in %.2f s"
         logger.info(message, location.url, len(report.loaded), report.bytes, report.seconds)

@@ -1,12 +1,13 @@
 """Reports beside a checkpoint: what each rank did during the save, and during the last load of each reader.
 
+A file holds the report of a rank, and with it those of other ranks of its node.
 Reports are for people. No reader of a checkpoint needs them, and no code decides anything by them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -25,44 +26,46 @@ _REPORT_BYTES_MAX = 1 << 20
 _PHASES_MAX = 10_000
 
 
-def put_report(store: Store, folder: str, report: RankReport) -> None:
-    """Put a report beside a checkpoint.
+def put_reports(store: Store, folder: str, reports: Sequence[RankReport]) -> None:
+    """Put reports of some ranks on one save or load beside its checkpoint, in the file of the first.
 
     Raises:
-        CheckpointError: The report could not be written.
+        CheckpointError: The file could not be written.
     """
-    operation = report.operation
-    name = f"{operation.verb}-{report.id}-r{operation.rank:05d}.json"
+    operation = reports[0].operation
+    name = f"{operation.verb}-{reports[0].id}-r{operation.rank:05d}.json"
     # Not durable: a power cut may lose a report, and no save should wait for a disk because of it.
-    store.put(f"{folder}{REPORTS_FOLDER}{name}", encode_report(report), durable=False)
+    store.put(f"{folder}{REPORTS_FOLDER}{name}", encode_reports(reports), durable=False)
 
 
-def encode_report(report: RankReport) -> bytes:
-    """Return the bytes of a report."""
+def encode_reports(reports: Sequence[RankReport]) -> bytes:
+    """Return the bytes of a file of reports; the first names the file."""
+    first, *others = [_fields(report) for report in reports]
+    return sealed({**header("report"), **first, **({"others": others} if others else {})})
+
+
+def _fields(report: RankReport) -> dict[str, object]:
     operation = report.operation
-    return sealed(
-        {
-            **header("report"),
-            "verb": operation.verb,
-            "id": report.id,
-            "step": operation.step,
-            "rank": operation.rank,
-            "world_size": operation.world_size,
-            "host": report.host,
-            "pid": report.pid,
-            "began": datetime.fromtimestamp(report.began_unix_seconds, UTC).isoformat(timespec="milliseconds"),
-            "began_unix_seconds": report.began_unix_seconds,
-            "seconds": report.seconds,
-            "bytes": report.bytes,
-            "bytes_per_second": report.bytes_per_second,
-            "facts": dict(report.facts),
-            "phases": [[phase.name, phase.start_seconds, phase.seconds] for phase in report.phases],
-        }
-    )
+    return {
+        "verb": operation.verb,
+        "id": report.id,
+        "step": operation.step,
+        "rank": operation.rank,
+        "world_size": operation.world_size,
+        "host": report.host,
+        "pid": report.pid,
+        "began": datetime.fromtimestamp(report.began_unix_seconds, UTC).isoformat(timespec="milliseconds"),
+        "began_unix_seconds": report.began_unix_seconds,
+        "seconds": report.seconds,
+        "bytes": report.bytes,
+        "bytes_per_second": report.bytes_per_second,
+        "facts": dict(report.facts),
+        "phases": [[phase.name, phase.start_seconds, phase.seconds] for phase in report.phases],
+    }
 
 
 def reports_in(store: Readable, folder: str) -> Iterator[tuple[str, RankReport | CheckpointError]]:
-    """Yield key and report of every report beside a checkpoint, by key; for an unreadable report, key and error.
+    """Yield key and report of every report beside a checkpoint, by key; for an unreadable file, key and error.
 
     Args:
         store: The store of the checkpoint.
@@ -77,14 +80,14 @@ def reports_in(store: Readable, folder: str) -> Iterator[tuple[str, RankReport |
             continue
         where = f"{store.url}/{key}"
         try:
-            report = decode_report(store.get(key, _REPORT_BYTES_MAX), where, f"{store.url}/{folder}".rstrip("/"))
-            identity = (report.operation.verb, report.id, report.operation.rank)
+            reports = decode_reports(store.get(key, _REPORT_BYTES_MAX), where, f"{store.url}/{folder}".rstrip("/"))
+            identity = (reports[0].operation.verb, reports[0].id, reports[0].operation.rank)
             if identity != (match[1], match[2], int(match[3])):
                 raise CorruptError(f"{where}: is report {identity}; expected the report in its name. It was renamed")
         except CheckpointError as error:
             yield key, error
         else:
-            yield key, report
+            yield from ((key, report) for report in reports)
 
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
@@ -105,8 +108,12 @@ class _ReportDocument(msgspec.Struct):
     step: StepNumber | None = None
 
 
-def decode_report(data: bytes, where: str, url: str) -> RankReport:
-    """Return the report that a text holds.
+class _FileDocument(_ReportDocument):
+    others: list[_ReportDocument] = []
+
+
+def decode_reports(data: bytes, where: str, url: str) -> tuple[RankReport, ...]:
+    """Return the reports that a file holds, at least one.
 
     Args:
         data: The text.
@@ -116,7 +123,11 @@ def decode_report(data: bytes, where: str, url: str) -> RankReport:
         CorruptError: The text is damaged, or a field is impossible.
         InvalidError: It is of a format that this version does not read.
     """
-    document, _ = decode_sealed(data, "report", _ReportDocument, where)
+    document, _ = decode_sealed(data, "report", _FileDocument, where)
+    return tuple(_report(each, url) for each in (document, *document.others))
+
+
+def _report(document: _ReportDocument, url: str) -> RankReport:
     return RankReport(
         operation=Operation(document.verb, document.step, url, document.rank, document.world_size),
         id=document.id,

@@ -410,7 +410,7 @@ class SaveAttempt:
                     "; ".join(findings[:3]),
                 )
         store = self.location.store if self.job.settings.reports else None
-        self.trace.end(report, self.agreement.attempt, store, self.location.folder)
+        self.trace.end(report, self.agreement.attempt, store, self.location.folder, self.job.node_reports)
         self.handle.reach_committed(report)
         try:
             self.job.delete_keys_before(self.agreement.sequence)

@@ -15,8 +15,8 @@ from holdfast.clock import Clock
 from holdfast.engine.background import CALLS, wait_in_slices
 from holdfast.ports.comm import Comm
 from holdfast.ports.store import Store
-from holdfast.repository.reports import put_report
 from holdfast.telemetry.dispatcher import EventDispatcher
+from holdfast.telemetry.node_reports import NodeReports
 from holdfast.types.events import (
     Began,
     Ended,
@@ -119,7 +119,9 @@ class OperationTrace:
         # Outside the lock: dispatching must not serialise the threads that move bytes.
         self._dispatcher.dispatch(event)
 
-    def end(self, outcome: SaveReport | LoadReport, id: str, store: Store | None, folder: str) -> None:
+    def end(
+        self, outcome: SaveReport | LoadReport, id: str, store: Store | None, folder: str, node: NodeReports
+    ) -> None:
         """Dispatch the report, and store it beside the checkpoint if possible. Never raises.
 
         Storage that does not answer delays the return by a few seconds, and the report may appear later.
@@ -129,6 +131,7 @@ class OperationTrace:
             id: 16 hex digits that all ranks share.
             store: The store of the checkpoint; None stores no report.
             folder: The folder of the checkpoint in that store.
+            node: Stores the report.
         """
         self._is_over = True
         try:
@@ -136,7 +139,7 @@ class OperationTrace:
             self._dispatcher.dispatch(Ended(report))
             if store is not None:
                 # On another thread: a published checkpoint counts for its caller although storage hangs now.
-                future = CALLS.submit(lambda: put_report(store, folder, report))
+                future = CALLS.submit(lambda: node.put(store, folder, report))
                 wait_in_slices(future, _STORING_SECONDS_MAX, self._clock, lambda: None)
         except Exception as error:  # noqa: BLE001 - no report is worth a save or a load
             # A warning on rank 0 only: if one rank cannot write, most likely none can.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
 from holdfast.format.sealed_json import sealed, unsealed
-from holdfast.repository.reports import decode_report, encode_report, put_report, reports_in
+from holdfast.repository.reports import decode_reports, encode_reports, put_reports, reports_in
 from holdfast.stores.memory import MemoryStore
 from holdfast.types.events import Operation, Phase, RankReport
 
@@ -42,24 +42,24 @@ reports = st.builds(
 
 @given(report=reports)
 def test_it_reads_back_as_it_was_written(report: RankReport) -> None:
-    assert decode_report(encode_report(report), "there", "memory://somewhere") == report
+    assert decode_reports(encode_reports([report]), "there", "memory://somewhere") == (report,)
 
 
 def test_the_bandwidth_counts_the_time_in_which_bytes_moved() -> None:
     told = (Phase("copy", 0.0, 9.0), Phase("write", 1.0, 2.0), Phase("wait", 3.0, 5.0))
     report = RankReport(Operation("save", 1, "x", 0, 1), "0" * 16, "h", 1, 0.0, 10.0, told, 6_000)
     assert report.bytes_per_second == 3_000
-    document = json.loads(encode_report(report))
+    document = json.loads(encode_reports([report]))
     assert document["bytes_per_second"] == 3_000
     assert document["began"] == "1970-01-01T00:00:00.000+00:00"
 
 
 @given(report=reports, at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_no_flipped_bit_is_taken_for_a_report(report: RankReport, at: float, bit: int) -> None:
-    data = bytearray(encode_report(report))
+    data = bytearray(encode_reports([report]))
     data[int(at * len(data))] ^= 1 << bit
     with pytest.raises(CheckpointError):
-        decode_report(bytes(data), "there", "x")
+        decode_reports(bytes(data), "there", "x")
 
 
 WRONG = {
@@ -81,29 +81,29 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_is_named(name: str) -> None:
     report = RankReport(Operation("save", 1, "x", 0, 1), "0" * 16, "h", 1, 0.0, 1.0, (), 0)
-    document, _ = unsealed(encode_report(report), "there")
+    document, _ = unsealed(encode_reports([report]), "there")
     for wrong in WRONG[name]:
         with pytest.raises(CorruptError, match=f"there: {name} is "):
-            decode_report(sealed({**document, name: wrong}), "there", "x")
+            decode_reports(sealed({**document, name: wrong}), "there", "x")
 
 
 def test_more_phases_than_any_operation_has_are_refused() -> None:
     told = tuple(Phase("a", 0.0, 0.0) for _ in range(10_001))
     report = RankReport(Operation("save", 1, "x", 0, 1), "0" * 16, "h", 1, 0.0, 1.0, told, 0)
     with pytest.raises(CorruptError, match=r"phases is .*length <= 10000"):
-        decode_report(encode_report(report), "there", "x")
+        decode_reports(encode_reports([report]), "there", "x")
 
 
 def test_another_kind_and_a_newer_format_are_refused() -> None:
     for header in ({"format": [2, 0], "kind": "report"}, {"format": [1, 0], "kind": "run"}):
         with pytest.raises(InvalidError):
-            decode_report(sealed({"holdfast": header}), "there", "x")
+            decode_reports(sealed({"holdfast": header}), "there", "x")
 
 
 def test_a_folder_yields_what_can_be_read_and_says_what_cannot() -> None:
     store = MemoryStore(uuid.uuid4().hex)
     good = RankReport(Operation("save", 5, f"{store.url}/s", 3, 4), "ab" * 8, "h", 1, 0.0, 1.0, (), 0)
-    put_report(store, "s/", good)
+    put_reports(store, "s/", [good])
     key = f"s/reports/save-{'ab' * 8}-r00003.json"
     assert [entry.key for entry in store.list()] == [key]
     store.put(f"s/reports/load-{'cd' * 8}-r00001.json", store.get(key, 1 << 20))
@@ -114,3 +114,18 @@ def test_a_folder_yields_what_can_be_read_and_says_what_cannot() -> None:
     renamed, empty = (found[f"s/reports/load-{each * 8}-r00001.json"] for each in ("cd", "ef"))
     assert "It was renamed" in str(renamed) and "truncated" in str(empty)
     assert len(found) == 2
+
+
+def test_ranks_of_a_node_share_a_file() -> None:
+    store = MemoryStore(uuid.uuid4().hex)
+    of_ranks = [
+        RankReport(Operation("save", 5, f"{store.url}/s", rank, 4), "ab" * 8, "h", rank, 0.0, 1.0, (), rank)
+        for rank in (1, 3)
+    ]
+    put_reports(store, "s/", of_ranks)
+    key = f"s/reports/save-{'ab' * 8}-r00001.json"
+    assert list(reports_in(store, "s/")) == [(key, each) for each in of_ranks]
+    document, _ = unsealed(store.get(key, 1 << 20), "there")
+    for wrong in (None, {}, [{}], [{**document, "rank": -1}]):
+        with pytest.raises(CorruptError, match="others"):
+            decode_reports(sealed({**document, "others": wrong}), "there", "x")

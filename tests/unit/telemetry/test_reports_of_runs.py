@@ -82,6 +82,8 @@ def test_every_rank_reports_a_save_and_a_load() -> None:
     ]
     assert len({each.id for each in reports if each.operation.verb == "load"}) == 1
     assert {each.id for each in reports if each.operation.verb == "save"} == {world.manifest(7).attempt}
+    files = [name for name in world.files() if "/reports/" in name]
+    assert [name[-11:] for name in files] == ["r00000.json"] * 2, "the ranks of one node share a file"
     committers = [each for each in reports if names_of(each.phases) >= COMMITTED]
     assert len(committers) == 1, "one rank commits, the others wait for it"
     for each in reports:
@@ -132,7 +134,8 @@ def test_a_report_that_cannot_be_written_is_a_warning_of_one_rank(caplog: pytest
         outcomes = world.play(lambda rank, run: saved(run, 1, {"w": sharded(2)}))
     assert [type(each) for each in outcomes] == [SaveReport, SaveReport]
     said = [each for each in caplog.records if "the report could not be stored beside the checkpoint" in each.message]
-    assert sorted(each.levelno for each in said) == [logging.INFO, logging.WARNING]
+    # Rank 1 leaves its report to rank 0 if it comes first. Then only rank 0 fails.
+    assert sorted(each.levelno for each in said) in ([logging.INFO, logging.WARNING], [logging.WARNING])
     assert "beside the checkpoint: UnavailableError: " in said[0].message
     assert said[0].message.endswith("set settings.reports=False")
     assert reports_of(world, 1) == []

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import MissingError
 from holdfast.format.digest import hex_digest_of
-from holdfast.repository.reports import encode_report, put_report
+from holdfast.repository.reports import encode_reports, put_reports
 from holdfast.stores.memory import MemoryStore
 from holdfast.telemetry import trace as tracing
 from holdfast.telemetry.trace import trace_document, trace_of
@@ -50,7 +50,7 @@ def test_a_checkpoint_and_a_run_are_traced_alike() -> None:
             operation = Operation("save", step, f"{store.url}/step-{step:012d}", rank, 2)
             phases = (Phase("write", 0.0, 1.0),)
             report = RankReport(operation, f"{step:016x}", f"host{rank}", 1, 100.0 * step, 1.5, phases, 10)
-            put_report(store, f"step-{step:012d}/", report)
+            put_reports(store, f"step-{step:012d}/", [report])
     store.put(f"step-{2:012d}/reports/load-{'0' * 16}-r00000.json", b"half")
     trace = trace_of(store)
     assert (trace.saves, trace.loads, trace.ranks) == (2, 0, 2)
@@ -71,7 +71,7 @@ def test_numbers_that_no_trace_can_hold_are_damage(fact: str) -> None:
     store = MemoryStore(uuid.uuid4().hex)
     report = RankReport(Operation("save", None, "x", 0, 1), "0" * 16, "host", 1, 1.0, 1.0, (), 10, {"x": 123456})
     for number, (old, new) in enumerate([("123456", fact), ('"seconds": 1.0', f'"seconds": {fact}')]):
-        body = encode_report(report).decode().rpartition(',\n "digest"')[0].replace(old, new, 1).encode()
+        body = encode_reports([report]).decode().rpartition(',\n "digest"')[0].replace(old, new, 1).encode()
         assert new.encode() in body
         sealed_anew = body + b',\n "digest": "' + hex_digest_of(body).encode() + b'"\n}\n'
         store.put(f"reports/save-{number:016x}-r00000.json", sealed_anew)
@@ -100,7 +100,8 @@ def test_more_than_a_trace_holds_leaves_the_oldest_out(monkeypatch: pytest.Monke
     for step in (1, 2, 3):
         operation = Operation("save", step, f"{store.url}/step-{step:012d}", 0, 1)
         phases = (Phase("write", 0.0, 1.0),) * 2
-        put_report(store, f"step-{step:012d}/", RankReport(operation, f"{step:016x}", "host", 1, 1.0, 1.5, phases, 10))
+        report = RankReport(operation, f"{step:016x}", "host", 1, 1.0, 1.5, phases, 10)
+        put_reports(store, f"step-{step:012d}/", [report])
     trace = trace_of(store)
     assert trace.saves == 2
     assert trace.left_out_from == f"step-{1:012d}/"
