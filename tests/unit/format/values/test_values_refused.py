@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from holdfast.errors import CorruptError, InvalidError
+from holdfast.format.values import values
 from holdfast.format.values.values import DEPTH_MAX, ENCODED_BYTES_MAX, decode, dumps, encode, loads
 from holdfast.types.values import FrameworkValue, Group, TensorRef
 from tests.unit.format.values.sameness import assert_same, ordered
@@ -235,7 +236,9 @@ def test_many_small_contents_count_together():
         encode([part] * 5, "x")
 
 
-def test_containers_shared_ever_again_end_in_an_error():
+def test_containers_shared_ever_again_end_in_an_error(monkeypatch):
+    # A smaller limit is reached sooner, in the same way.
+    monkeypatch.setattr(values, "ENCODED_BYTES_MAX", 1 << 20)
     value = [0]
     for _ in range(60):
         value = [value, value]
