@@ -33,6 +33,9 @@ def save(world: World | None, kind: str, root: str) -> dict[str, object]:
 def load(world: World | None, kind: str, root: str) -> dict[str, object]:
     """Load what each layout saved, into an optimizer that has stepped and one that has not in turn; then step on."""
     found: dict[str, object] = {}
+    gc.collect()
+    # What the imports left stays: each collection below would look at it for some 15 ms.
+    gc.freeze()
     for number, source in enumerate(KINDS):
         if not (Path(root) / source).exists():
             continue

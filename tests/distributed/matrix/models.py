@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as collectives
+from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tests.distributed.networks import digest
 
@@ -115,13 +119,46 @@ def whole(tensor: Tensor) -> Tensor:
 
 def of_module(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Return digests of every tensor and group of a module and its optimizer; a collective where there are DTensors."""
-    found = {name: digest(whole(tensor)) for name, tensor in model.state_dict().items()}
+    groups: dict[str, str] = {}
+    tensors: dict[str, Tensor] = dict(model.state_dict())
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, group in members(optimizer):
-        found[f"{names[parameter]}/group"] = hyperparameters(group)
+        groups[f"{names[parameter]}/group"] = hyperparameters(group)
         for key, value in optimizer.state.get(parameter, {}).items():
-            found[f"{names[parameter]}/{key}"] = digest(whole(value))
+            tensors[f"{names[parameter]}/{key}"] = value
+    return groups | {name: digest(tensor) for name, tensor in wholes(tensors).items()}
+
+
+def wholes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors whole. One collective for each dimension of a mesh: `full_tensor` takes milliseconds a tensor."""
+    found = {name: tensor.detach() for name, tensor in tensors.items()}
+    meshes: dict[DeviceMesh, dict[str, DTensor]] = {}
+    for name, tensor in found.items():
+        if isinstance(tensor, DTensor):
+            if all(type(each) in (Shard, Replicate) for each in tensor.placements):
+                meshes.setdefault(tensor.device_mesh, {})[name] = tensor
+            else:
+                found[name] = tensor.full_tensor()
+    for mesh, laid in meshes.items():
+        parts = [{name: (each.to_local().numpy(), _first_element(each)) for name, each in laid.items()}]
+        for dimension in range(mesh.ndim):
+            everybody: list[list[dict[str, tuple[NDArray[np.generic], Sequence[int]]]]] = [[]] * mesh.size(dimension)
+            dist.all_gather_object(everybody, parts, group=mesh.get_group(dimension))
+            parts = [part for rank in everybody for part in rank]
+        for name, each in laid.items():
+            found[name] = torch.zeros(each.shape, dtype=each.dtype)
+            held = torch.zeros(each.shape, dtype=torch.bool)
+            for part in parts:
+                local, first = part[name]
+                region = tuple(slice(start, start + length) for start, length in zip(first, local.shape, strict=True))
+                found[name][region] = torch.from_numpy(local)
+                held[region] = True
+            assert held.all(), f"{name}: nobody holds {(~held).sum()} elements"
     return found
+
+
+def _first_element(tensor: DTensor) -> Sequence[int]:
+    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1]
 
 
 def members(optimizer: torch.optim.Optimizer) -> Iterable[tuple[Tensor, Mapping[str, object]]]:
