@@ -26,6 +26,11 @@ _LONG = ("property", "hostile", "distributed", "measured", "crash", "export", "e
 """Folders whose files take long, the longest first."""
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Return half as many workers more than processors: a third of the time a worker waits for processes and timers."""
+    return (os.cpu_count() or 1) * 3 // 2
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes long: of several processes that share the files, none is left alone with it at the end."""
     places = {folder: place for place, folder in enumerate(_LONG)}
