@@ -118,9 +118,8 @@ def test_an_optimizer_step_is_held_no_longer_than_the_timeout(stuck: threading.E
     optimizer.step()
     assert 1.0 < time.monotonic() - start < 8.0
     assert isinstance(handle.failure, UnavailableError)
-    start = time.monotonic()
-    assert "save of step 2 has written no byte" in str(manager.save(3, {"model": module}).failure)
-    assert time.monotonic() - start < 1.0
+    # A save that had waited would say for how long training waited.
+    assert "save of step 3: the save of step 2 has written no byte" in str(manager.save(3, {"model": module}).failure)
     with pytest.raises(UnavailableError):
         manager.close()
     assert time.monotonic() - start < 8.0, "close does not wait for the write"
