@@ -165,8 +165,11 @@ def read_file(store: Store, folder: str, attempt: str, record: FileRecord) -> by
         CorruptError: The file is missing, or has another size or content.
     """
     key = f"{folder}{attempt}/{record.name}"
-    check_size(store, key, record)
-    data = store.get(key, min(record.bytes, INDEX_BYTES_MAX))
+    try:
+        data = store.get(key, min(record.bytes, INDEX_BYTES_MAX))
+    except MissingError as missing:
+        raise _missing(store, key, record) from missing
+    _require_size(store, key, record, len(data))
     digest = hex_digest_of(data)
     if digest != record.digest:
         raise CorruptError(
@@ -212,9 +215,17 @@ def check_size(store: Readable, key: str, record: FileRecord) -> None:
     try:
         size = store.size(key)
     except MissingError as missing:
-        raise CorruptError(
-            f"{store.url}/{key}: missing; expected {record.bytes} bytes, as the manifest says. Read another copy"
-        ) from missing
+        raise _missing(store, key, record) from missing
+    _require_size(store, key, record, size)
+
+
+def _missing(store: Readable, key: str, record: FileRecord) -> CorruptError:
+    return CorruptError(
+        f"{store.url}/{key}: missing; expected {record.bytes} bytes, as the manifest says. Read another copy"
+    )
+
+
+def _require_size(store: Readable, key: str, record: FileRecord, size: int) -> None:
     if size != record.bytes:
         raise CorruptError(f"{store.url}/{key}: {size} bytes; expected {record.bytes}. Read another copy")
 

@@ -39,7 +39,7 @@ class FileReading:
         where = self._where(key)
         with translated("read", where), self._open_object(key) as (fd, size):
             if size > bytes_max:
-                raise CorruptError(f"{where}: {size} bytes; expected at most {bytes_max}")
+                raise CorruptError(f"{where}: {size} bytes; expected at most {bytes_max}. Read another copy")
             data = memoryview(bytearray(size))
             done = 0
             while done < size:

@@ -62,7 +62,7 @@ class MemoryStore:
         """Return a small object whole."""
         data = self._object(key)
         if len(data) > bytes_max:
-            raise CorruptError(f"{self.url}/{key}: {len(data)} bytes; expected at most {bytes_max}")
+            raise CorruptError(f"{self.url}/{key}: {len(data)} bytes; expected at most {bytes_max}. Read another copy")
         return data
 
     def get_ranges(
