@@ -217,8 +217,11 @@ class IndexMerger:
                 numbers = np.arange(table.count)
             else:
                 self._register_first()
-                for tensor in table.specs.values():
-                    register_tensor(self._tensors, tensor, where)
+                for fqn, dtype, shape in table.rows():
+                    spec = self._tensors.get(fqn)
+                    # Make a spec only of a new or different tensor: thousands of tables repeat the same tensors.
+                    if spec is None or spec.dtype != dtype or spec.global_shape != shape:
+                        register_tensor(self._tensors, TensorSpec(fqn, dtype, shape), where)
                 merged_numbers = [self._numbers.setdefault(fqn, len(self._numbers)) for fqn in table.fqns]
                 numbers = np.array(merged_numbers, dtype=np.int64)
             known = self._tables[id(table)] = table, numbers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import chain, pairwise
 from operator import attrgetter
@@ -78,13 +78,7 @@ class TensorTable:
     @cached_property
     def specs(self) -> Mapping[str, TensorSpec]:
         """Every tensor by FQN, ascending."""
-        lengths = self.lengths.tolist()
-        names = map(self._dtypes.__getitem__, self._dtype_numbers.tolist())
-        stops = self.first_length.tolist()
-        return {
-            fqn: TensorSpec(fqn, dtype, tuple(lengths[begin:stop]))
-            for fqn, dtype, (begin, stop) in zip(self.fqns, names, pairwise(stops), strict=True)
-        }
+        return {fqn: TensorSpec(fqn, dtype, shape) for fqn, dtype, shape in self.rows()}
 
     @cached_property
     def numbers(self) -> Mapping[str, int]:
@@ -105,6 +99,13 @@ class TensorTable:
     def bytes(self) -> int:
         """Bytes of all tensors."""
         return sum((self.numels * self.itemsizes).tolist())
+
+    def rows(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """Yield FQN, element type and shape of every tensor, FQNs ascending."""
+        lengths = self.lengths.tolist()
+        names = map(self._dtypes.__getitem__, self._dtype_numbers.tolist())
+        for fqn, dtype, (begin, stop) in zip(self.fqns, names, pairwise(self.first_length.tolist()), strict=True):
+            yield fqn, dtype, tuple(lengths[begin:stop])
 
     def taken(self, chosen: Ints) -> TensorTable:
         """Return the table of the tensors with these numbers, ascending."""
