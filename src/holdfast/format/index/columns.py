@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -12,6 +12,9 @@ from holdfast.errors import CorruptError
 
 Ints = NDArray[np.int64]
 Number = TypeVar("Number", np.int64, np.float64)
+
+_BLOCK = 1 << 17
+"""Runs taken at once: many enough to amortise the calls, few enough that temporary arrays stay small."""
 
 _WIDTHS = ("<u1", "<u2", "<u4", "<u8")
 assert sys.byteorder == "little", "columns are stored little-endian and read without a swap"
@@ -70,6 +73,19 @@ def positions(first: Ints, numbers: Ints) -> Ints:
     return result
 
 
+def runs_taken(values: NDArray[Any], first: Ints, numbers: Ints) -> NDArray[Any]:
+    """Return the values of the chosen runs, run after run; arguments as `positions`."""
+    # Block by block: the positions of tens of millions of values would need as much memory as the values.
+    blocks = [numbers[at : at + _BLOCK] for at in range(0, len(numbers), _BLOCK)]
+    result = np.empty(int((first[numbers + 1] - first[numbers]).sum()), dtype=values.dtype)
+    filled = 0
+    for block in blocks:
+        at = positions(first, block)
+        result[filled : filled + len(at)] = values[at]
+        filled += len(at)
+    return result
+
+
 def products(counts: Ints, factors: NDArray[Number]) -> NDArray[Number]:
     """Return the product of each of several consecutive runs of factors; 1 for an empty run.
 
@@ -77,10 +93,8 @@ def products(counts: Ints, factors: NDArray[Number]) -> NDArray[Number]:
         counts: Number of factors of each run.
         factors: The factors of all runs, run after run.
     """
-    first = run_starts(counts)
     result = np.ones(len(counts), dtype=factors.dtype)
-    # One pass per factor position, over all runs that are long enough: runs are shapes, so there are few passes.
-    for position in range(int(counts.max()) if len(counts) else 0):
-        longer = np.flatnonzero(counts > position)
-        result[longer] *= factors[first[longer] + position]
+    filled = np.flatnonzero(counts)
+    # `reduceat` multiplies from each start to the next one. An empty run has no factors between the two.
+    result[filled] = np.multiply.reduceat(factors, run_starts(counts)[filled])
     return result

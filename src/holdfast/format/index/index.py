@@ -14,7 +14,7 @@ import numpy as np
 
 from holdfast.errors import InvalidError
 from holdfast.format.index.columns import Ints
-from holdfast.format.index.piece_columns import PieceColumns, PieceIntervals, in_order, joined
+from holdfast.format.index.piece_columns import PieceColumns, PieceIntervals, PieceJoiner, in_order
 from holdfast.format.index.tensor_table import TensorTable
 from holdfast.geometry.box import Box
 from holdfast.geometry.chunking import DIGEST_BYTES
@@ -27,10 +27,6 @@ _FEW = 8
 
 _MADE_AT_ONCE_MAX = 1 << 18
 """Up to this many pieces, an index of small tensors makes all values at the first request, which is faster."""
-
-_JOINED_AT_ONCE = 256
-"""Indexes whose columns are joined early, while more are added. Thousands of small columns, freed one by one at the
-end, would fragment the memory that the joined columns need."""
 
 
 class Index:
@@ -183,8 +179,7 @@ class IndexMerger:
         self._numbers: dict[str, int] = {}
         self._packs: dict[str, int] = {}
         self._tables: dict[int, tuple[TensorTable, Ints]] = {}
-        self._blocks: list[PieceColumns] = []
-        self._parts: list[PieceColumns] = []
+        self._pieces = PieceJoiner()
         if table is not None:
             self._number(table, "")
 
@@ -202,11 +197,9 @@ class IndexMerger:
         numbers = self._number(index.table, where)
         packs = [self._packs.setdefault(name, len(self._packs)) for name in index.packs]
         pieces = index.pieces
-        self._parts.append(
+        self._pieces.add(
             replace(pieces, tensors=numbers[pieces.tensors], packs=np.array(packs, dtype=np.int64)[pieces.packs])
         )
-        if len(self._parts) == _JOINED_AT_ONCE:
-            self._blocks.append(PieceColumns(**joined(self._parts)))
 
     def _number(self, table: TensorTable, where: str) -> Ints:
         """Return the merged number of each tensor of a table; cached, because thousands of ranks share few tables."""
@@ -241,10 +234,7 @@ class IndexMerger:
         else:
             whole = TensorTable.of(self._tensors.values())
             number_of = np.fromiter(map(whole.numbers.__getitem__, self._numbers), np.int64, len(self._numbers))
-        parts = [*self._blocks, *self._parts]
-        self._blocks.clear()
-        self._parts.clear()
-        columns = joined(parts)
+        columns = self._pieces.columns()
         columns["tensors"] = number_of[columns["tensors"]]
         return Index(self._chunk_bytes, whole, list(self._packs), in_order(columns))
 

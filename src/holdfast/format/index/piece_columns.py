@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.format.index.columns import Ints, positions, run_starts
+from holdfast.format.index.columns import Ints, positions, run_starts, runs_taken
 from holdfast.format.index.tensor_table import TensorTable
 from holdfast.geometry.box import Box
 from holdfast.geometry.chunking import DIGEST_BYTES
@@ -76,8 +76,7 @@ class PieceColumns:
 
     def taken(self, numbers: Ints) -> PieceColumns:
         """Return the pieces with these numbers, in this order."""
-        chunks = positions(self.first_chunk, numbers)
-        digests = np.frombuffer(self.digests, dtype=f"V{DIGEST_BYTES}")[chunks]
+        digests = runs_taken(np.frombuffer(self.digests, dtype=f"V{DIGEST_BYTES}"), self.first_chunk, numbers)
         return self._select(numbers, positions(self.first_coordinate, numbers), digests.view(np.uint8).data)
 
     def between(self, first: int, stop: int) -> PieceColumns:
@@ -104,15 +103,27 @@ class PieceColumns:
         return order[np.argsort(self.tensors[order], kind="stable")]
 
 
-def joined(parts: list[PieceColumns]) -> dict[str, Any]:
-    """Return the columns of several parts, which share the numbers of tensors and packs.
+class PieceJoiner:
+    """Joins the pieces of several indexes, which share the numbers of tensors and packs.
 
-    Empties the list, and frees each column of the parts once it is joined: there may be millions of pieces.
+    Each column grows in place. Thousands of small arrays, joined at the end, would need twice the memory.
     """
-    columns_of = [dict(vars(part)) for part in parts or [_NONE]]
-    parts.clear()
-    columns = {name: np.concatenate([each.pop(name) for each in columns_of]) for name in _BY_PIECE + _BY_COORDINATE}
-    return {**columns, "digests": memoryview(b"".join(each.pop("digests") for each in columns_of))}
+
+    def __init__(self) -> None:
+        """Begin with no pieces."""
+        self._columns = {name: bytearray() for name in (*_BY_PIECE, *_BY_COORDINATE, "digests")}
+
+    def add(self, pieces: PieceColumns) -> None:
+        """Append pieces."""
+        for name, column in self._columns.items():
+            column.extend(getattr(pieces, name))
+
+    def columns(self) -> dict[str, Any]:
+        """Return the columns of all pieces. Nothing can be added afterwards."""
+        columns, self._columns = self._columns, {}
+        digests = memoryview(columns.pop("digests"))
+        dtypes = {name: bool if name == "flat" else np.int64 for name in columns}
+        return {**{name: np.frombuffer(columns[name], dtypes[name]) for name in dtypes}, "digests": digests}
 
 
 def in_order(columns: dict[str, Any]) -> PieceColumns:
@@ -125,19 +136,12 @@ def in_order(columns: dict[str, Any]) -> PieceColumns:
     order = PieceColumns(**columns).order()
     if bool((order[1:] > order[:-1]).all()):
         return PieceColumns(**columns)
-    chunks = positions(run_starts(columns["chunks"]), order)
-    digests = np.frombuffer(columns.pop("digests"), dtype=f"V{DIGEST_BYTES}")[chunks].view(np.uint8).data
-    del chunks
-    coordinates = positions(run_starts(columns["widths"]), order)
-    ordered = {name: columns.pop(name)[coordinates] for name in _BY_COORDINATE}
-    del coordinates
-    return PieceColumns(**ordered, **{name: columns.pop(name)[order] for name in _BY_PIECE}, digests=digests)
-
-
-_NONE = PieceColumns(
-    *(np.empty(0, dtype=np.int64),) * 3, np.empty(0, dtype=bool), *(np.empty(0, dtype=np.int64),) * 5, memoryview(b"")
-)
-"""Columns of no pieces."""
+    digests = np.frombuffer(columns.pop("digests"), dtype=f"V{DIGEST_BYTES}")
+    digests = runs_taken(digests, run_starts(columns["chunks"]), order)
+    first = run_starts(columns["widths"])
+    ordered = {name: runs_taken(columns.pop(name), first, order) for name in _BY_COORDINATE}
+    ordered |= {name: columns.pop(name)[order] for name in _BY_PIECE}
+    return PieceColumns(**ordered, digests=digests.view(np.uint8).data)
 
 
 def bounds_of(table: TensorTable, tensors: Ints, flat: Bools, widths: Ints) -> Ints:
