@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import msgspec
 
 from holdfast.format.sealed_json import Digest, StepNumber
+from holdfast.types.inspected import inspected
 from holdfast.types.timeline import FIRST_TIMELINE, Fork, Timeline
 
 _NUMBER_MAX = (1 << 53) - 1
 _ANCESTORS_MAX = 100_000
+
+_LINES = re.compile(rb'^ "timeline": (\{\n.*?^ \}),\n', re.MULTILINE | re.DOTALL)
 
 _Number = Annotated[int, msgspec.Meta(ge=2, le=_NUMBER_MAX)]
 _Id = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
@@ -36,3 +40,17 @@ def decode_timeline(document: TimelineDocument | None) -> Timeline:
     if document is None:
         return FIRST_TIMELINE
     return Timeline(document.number, document.id, tuple(Fork(*ancestor) for ancestor in document.ancestors))
+
+
+def timeline_in_damaged(damaged: bytes) -> Timeline | None:
+    """Return the timeline that a damaged manifest states; None if it states none, or if its lines are damaged.
+
+    Nothing proves it: a caller compares it with the timelines of other manifests.
+    """
+    match = _LINES.search(damaged)
+    if match is None:
+        return None
+    try:
+        return decode_timeline(msgspec.json.decode(match[1], type=inspected(TimelineDocument, msgspec.msgpack.Decoder)))
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None

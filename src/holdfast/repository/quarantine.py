@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
@@ -12,9 +12,11 @@ from holdfast.format.digest import hex_digest_of
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from holdfast.format.names import MANIFEST_FILE, is_attempt_folder, manifest_key, step_folder, step_of_folder
 from holdfast.format.sealed_json import header, sealed, unsealed
+from holdfast.format.timeline import timeline_in_damaged
 from holdfast.ports.store import Store
 from holdfast.repository.epochs import require_newest
 from holdfast.repository.publish import packs_named_by
+from holdfast.types.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -186,13 +188,28 @@ def quarantined_attempts(store: Store, step: int) -> set[str]:
 def superseded_packs(store: Store) -> frozenset[str]:
     """Return the packs of the run that superseded manifests name, by their path from the root."""
     manifests = []
+    for key, data in _manifest_copies(store):
+        try:
+            manifests.append(decode_manifest(data, f"{store.url}/{key}"))
+        except (CorruptError, InvalidError):
+            continue  # Its packs are unknown, and no reader can use them without the manifest.
+    return packs_named_by(manifests)
+
+
+def stated_timelines(store: Store) -> list[Timeline]:
+    """Return the timelines that manifests state which were moved to quarantine or replaced; nothing proves them."""
+    timelines = (timeline_in_damaged(data) for _, data in _manifest_copies(store))
+    return [timeline for timeline in timelines if timeline is not None]
+
+
+def _manifest_copies(store: Store) -> Iterator[tuple[str, bytes]]:
+    """Return key and bytes of the manifests under quarantine, as far as they can be read."""
     for entry in store.list(QUARANTINE):
         if _SUPERSEDED.fullmatch(entry.key.removeprefix(QUARANTINE)):
             try:
-                manifests.append(decode_manifest(store.get(entry.key, MANIFEST_BYTES_MAX), f"{store.url}/{entry.key}"))
+                yield entry.key, store.get(entry.key, MANIFEST_BYTES_MAX)
             except (CorruptError, InvalidError, MissingError):
-                continue  # Its packs are unknown, and no reader can use them without the manifest.
-    return packs_named_by(manifests)
+                continue
 
 
 def backup(store: Store, step: int, key: str, bytes_max: int, name: str = "") -> str:

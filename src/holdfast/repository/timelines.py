@@ -15,10 +15,12 @@ from holdfast.errors import CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest, run_fields_of_manifest
 from holdfast.format.names import SUPERSEDED_FOLDER, manifest_key, superseded_in, superseded_key
 from holdfast.format.sealed_json import possible_digests
+from holdfast.format.timeline import timeline_in_damaged
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import step_folders
 from holdfast.repository.epochs import current_fence, require_newest, unreadable_error
 from holdfast.repository.publish import publish
+from holdfast.repository.quarantine import stated_timelines
 from holdfast.types.epoch import Fence
 from holdfast.types.manifest import Manifest
 from holdfast.types.timeline import FIRST_TIMELINE, Timeline
@@ -41,6 +43,9 @@ class StoredManifest:
 
     timeline: Timeline | None = FIRST_TIMELINE
     """Its timeline; None if it is damaged or of a newer format."""
+
+    stated: Timeline | None = None
+    """The timeline that it still states if it is damaged; nothing proves it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,9 @@ def run_timelines(store: Store) -> RunTimelines:
     A step whose manifest is a link or a pipe is skipped with a warning: no save publishes these, and one such step
     must not make the others unusable.
     """
-    return arranged(_stored_manifests(store, current_fence(store)))
+    fence = current_fence(store)
+    manifests = list(_stored_manifests(store, fence))
+    return arranged(manifests, stated_timelines(store) if fence.has_timelines else ())
 
 
 def committed_steps(store: Store) -> list[int]:
@@ -90,10 +97,19 @@ def committed_steps(store: Store) -> list[int]:
     return sorted(manifest.step for manifest in run_timelines(store).chain)
 
 
-def arranged(manifests: Iterable[StoredManifest]) -> RunTimelines:
-    """Return manifests by timeline. Pure."""
+def arranged(manifests: Iterable[StoredManifest], quarantined: Iterable[Timeline] = ()) -> RunTimelines:
+    """Return manifests by timeline. Pure.
+
+    Args:
+        manifests: The manifests that count.
+        quarantined: Timelines that manifests under `quarantine/` state.
+    """
     ordered = sorted(manifests, key=lambda manifest: (manifest.step, manifest.key))
-    timelines = [manifest.timeline for manifest in ordered if manifest.timeline is not None]
+    proven = {manifest.timeline for manifest in ordered if manifest.timeline is not None}
+    # The only manifest of the newest timeline may be damaged or under quarantine. Without it, a resume would take the
+    # steps that training went back past. A text that is damaged just there contradicts the others, and does not count.
+    stated = {*quarantined, *(manifest.stated for manifest in ordered if manifest.stated is not None)}
+    timelines = proven | {one for one in stated if not any(one.contradicts(other) for other in proven)}
     newest = max(timelines, key=lambda timeline: (timeline.number, timeline.id), default=FIRST_TIMELINE)
     in_folders = {manifest.step for manifest in ordered if superseded_in(manifest.key) is None}
     chain: list[StoredManifest] = []
@@ -288,7 +304,7 @@ def _read(store: Store, fence: Fence, step: int, key: str) -> StoredManifest | N
     try:
         fields = run_fields_of_manifest(data, f"{store.url}/{key}")
     except (CorruptError, InvalidError):
-        return StoredManifest(step, key, None, None)
+        return StoredManifest(step, key, None, None, timeline_in_damaged(data))
     if fields.step is not None and not fence.admits(fields.step, fields.epoch, fields.digest):
         return None
     return StoredManifest(step, key, fields.digest, fields.timeline)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
@@ -12,7 +12,7 @@ from holdfast.repository.catalog import exists, read_manifest, read_run_id, step
 from holdfast.repository.epochs import current_fence
 from holdfast.repository.quarantine import QuarantineRecord, identity_at, quarantined
 from holdfast.repository.tags import Tag, Tags, read_tags
-from holdfast.repository.timelines import MovedManifests, StoredManifest, arranged, moved_manifests
+from holdfast.repository.timelines import MovedManifests, StoredManifest, moved_manifests, run_timelines
 from holdfast.types.epoch import Fence
 from holdfast.types.manifest import Manifest
 
@@ -105,21 +105,20 @@ def run_record(store: Store) -> RunRecord:
         error = found
     tags, known = read_tags(store), quarantined(store)
     moved = moved_manifests(store)
+    # Without a second timeline no step is superseded, and the manifests need not be read twice.
+    superseded = run_timelines(store).superseded if fence.has_timelines else ()
     records = [_step_record(store, step, tags, known.get(step, {}), fence, moved) for step in steps]
     stored = {record.manifest.digest for record in records if record.manifest is not None}
     records += [
         _moved_record(manifest, tags, known, fence) for manifest in moved.manifests if manifest.digest not in stored
     ]
-    return RunRecord(store.url, run_id, error, _with_superseded(records), tuple(tags.whole.values()), tags.damaged)
+    return RunRecord(
+        store.url, run_id, error, _with_superseded(records, superseded), tuple(tags.whole.values()), tags.damaged
+    )
 
 
-def _with_superseded(records: Sequence[StepRecord]) -> list[StepRecord]:
+def _with_superseded(records: Sequence[StepRecord], superseded: Iterable[StoredManifest]) -> list[StepRecord]:
     """Return the records by ascending step, those of superseded steps marked."""
-    superseded = arranged(
-        StoredManifest(record.step, "", record.manifest.digest, record.manifest.timeline)
-        for record in records
-        if record.manifest is not None and not record.fenced
-    ).superseded
     left_behind = {manifest.digest for manifest in superseded}
     marked = [
         replace(record, superseded=record.manifest is not None and record.manifest.digest in left_behind)

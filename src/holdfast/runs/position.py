@@ -186,6 +186,8 @@ class RunPosition:
 
         A step below the loaded one also needs a new timeline: on the same one, a resume would load the higher number.
         """
+        if stored.newest not in stored.known:
+            return False  # Only damaged manifests, or some under quarantine, state the newest timeline.
         at_origin = stored.at(origin.step)
         if at_origin is None or at_origin.timeline is None or at_origin.timeline.id != origin.timeline.id:
             return False

@@ -41,6 +41,10 @@ class Timeline:
         """Return whether a step of a timeline, given by its id, belongs to the chain of this one."""
         return timeline == self.id or any(fork.timeline == timeline and step <= fork.step for fork in self.ancestors)
 
+    def contradicts(self, other: Timeline) -> bool:
+        """Return whether two timelines cannot be of one run: number or id is the same, and something else differs."""
+        return self != other and (self.number == other.number or self.id == other.id)
+
     def fork(self, number: int, new_id: str, step: int, digest: str) -> Timeline:
         """Return a timeline that leaves this one at a step of it.
 

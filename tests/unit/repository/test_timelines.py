@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.errors import ConflictError, InvalidError
 from holdfast.format.manifest import decode_manifest, encode_manifest
-from holdfast.format.names import accepted_key, manifest_key
+from holdfast.format.names import accepted_key, manifest_key, superseded_key
 from holdfast.repository.catalog import step_folders
 from holdfast.repository.epochs import accepted_steps, current_fence, declare_timelines, put_accepted, put_epoch
 from holdfast.repository.quarantine import identity_at, quarantine, supersede
@@ -192,6 +192,44 @@ def test_a_damaged_moved_manifest_that_nothing_replaced_is_tried(rewound: Memory
     timelines = run_timelines(rewound)
     assert [manifest.step for manifest in timelines.chain] == [1, 3]
     assert [manifest.step for manifest in timelines.superseded] == [2, 3]
+
+
+# ---------------------------------------------------------- the newest timeline is damaged or under quarantine
+
+
+def flip(store: MemoryStore, key: str, place: bytes) -> None:
+    """Flip one bit of the last byte of a text in an object."""
+    data = bytearray(store.get(key, 1 << 20))
+    data[data.index(place) + len(place) - 1] ^= 1
+    store.put(key, bytes(data))
+
+
+@pytest.mark.parametrize("is_moved", [False, True])
+def test_a_damaged_manifest_still_states_the_newest_timeline(rewound: MemoryStore, is_moved: bool) -> None:
+    key, digest = manifest_key(2), digest_of(rewound, 2)
+    if is_moved:
+        # A save of the next timeline was killed after it had moved the manifest.
+        displace(rewound, 2, digest, 1)
+        key = superseded_key(2, digest)
+    flip(rewound, key, b"run_id")
+    stored = run_timelines(rewound)
+    assert stored.newest == SECOND and committed_steps(rewound) == [1, 2], "step 3 was left behind"
+
+
+def test_a_manifest_under_quarantine_still_states_the_newest_timeline(rewound: MemoryStore) -> None:
+    key = manifest_key(2)
+    quarantine(rewound, 2, key, identity_at(rewound, key), "its data is damaged", "")
+    assert supersede(rewound, 2, 1)
+    stored = run_timelines(rewound)
+    assert stored.newest == SECOND and committed_steps(rewound) == [1], "step 3 was left behind"
+
+
+@pytest.mark.parametrize("place", [b'"number": 2', b"2" * 16, b'"d' + b"d" * 31])
+def test_a_timeline_that_contradicts_another_manifest_counts_for_nothing(rewound: MemoryStore, place: bytes) -> None:
+    publish(rewound, 4, SECOND)
+    flip(rewound, manifest_key(2), place)
+    assert run_timelines(rewound).newest == SECOND
+    assert committed_steps(rewound) == [1, 2, 4]
 
 
 def test_a_number_that_the_chain_has_twice_names_the_newest() -> None:

@@ -21,6 +21,7 @@ from holdfast.policies import LatestN, Policies
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import read_manifest
 from holdfast.repository.epochs import declare_timelines, newest_epoch
+from holdfast.repository.quarantine import supersede
 from holdfast.repository.timelines import committed_steps, displace
 from holdfast.runs.garbage_collection import collected
 from holdfast.saving.handle import SaveHandle
@@ -344,6 +345,21 @@ def test_a_damaged_manifest_begins_one_timeline_and_not_one_a_restart(tmp_path: 
     assert resumed(tmp_path) == (5, -5)
     backups = [path for path in (tmp_path / "quarantine").iterdir() if "manifest" in path.name]
     assert len(backups) == 1, "the damaged manifest is kept"
+
+
+def test_a_save_that_fails_after_a_fallback_leaves_the_steps_before_it_superseded(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2, 3)
+    go_on(tmp_path, 1, 2)
+    damage(tmp_path, 2)
+    assert resumed(tmp_path) == (1, 1)
+    # The next save of step 2 ended after it had moved the manifest of the damaged step, the only one of timeline 2.
+    store = store_of(tmp_path)
+    assert supersede(store, 2, newest_epoch(store))
+    assert resumed(tmp_path) == (1, 1), "training has gone back past step 3"
+    assert [name.split("@")[0] for name in superseded(tmp_path)] == ["2", "3"]
+    go_on(tmp_path, None, 2)
+    assert read_manifest(store, "step-000000000002/").timeline.number == 3
+    assert resumed(tmp_path) == (2, -2)
 
 
 # ------------------------------------------------------------------------------------------------- in flight

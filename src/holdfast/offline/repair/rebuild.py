@@ -7,8 +7,6 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-import msgspec
-
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.commit_vote import Vote
 from holdfast.engine.buffers import allocate_aligned
@@ -28,7 +26,7 @@ from holdfast.format.names import (
 )
 from holdfast.format.pack import HEADER_BYTES_MAX, StatedPiece, pack_digest, stated_pieces
 from holdfast.format.part import decode_part, is_sealed, require_part_of
-from holdfast.format.timeline import TimelineDocument, decode_timeline
+from holdfast.format.timeline import timeline_in_damaged
 from holdfast.geometry.region import Region
 from holdfast.ports.store import Stored
 from holdfast.repository.catalog import read_file
@@ -36,7 +34,6 @@ from holdfast.repository.timelines import RunTimelines
 from holdfast.saving.commit import build_manifest, write_index
 from holdfast.saving.merge import merge_parts
 from holdfast.settings import MIB, PAGE_BYTES, Settings
-from holdfast.types.inspected import inspected
 from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.timeline import FIRST_TIMELINE, Timeline
 
@@ -45,7 +42,6 @@ LOST_TIMELINE = Timeline(2, "0" * 16)
 
 _CHUNK_BYTES_MAX = 4 * MIB
 _FORMAT_WITHOUT_TIMELINES = re.compile(rb'\{\n "holdfast": \{\n  "format": \[\n   1,\n   [0-2]\n  \],\n')
-_TIMELINE = re.compile(rb'^ "timeline": (\{\n.*?^ \}),\n', re.MULTILINE | re.DOTALL)
 
 
 class Unprovable(Exception):
@@ -227,8 +223,8 @@ def timeline_of_damaged(damaged: bytes, stored: RunTimelines, *, has_timelines: 
     """
     if not has_timelines:
         return FIRST_TIMELINE
-    stated = _timeline(damaged)
-    if stated is not None and not any(_contradict(stated, other) for other in stored.known):
+    stated = timeline_in_damaged(damaged)
+    if stated is not None and not any(stated.contradicts(other) for other in stored.known):
         return stated
     if stated is None and _FORMAT_WITHOUT_TIMELINES.match(damaged):
         return FIRST_TIMELINE
@@ -238,22 +234,6 @@ def timeline_of_damaged(damaged: bytes, stored: RunTimelines, *, has_timelines: 
             "resume must take this step first is unknown"
         )
     return LOST_TIMELINE
-
-
-def _timeline(damaged: bytes) -> Timeline | None:
-    """Return the timeline that a damaged manifest states; None if it states none, or if its lines are damaged."""
-    match = _TIMELINE.search(damaged)
-    if match is None:
-        return None
-    try:
-        return decode_timeline(msgspec.json.decode(match[1], type=inspected(TimelineDocument, msgspec.msgpack.Decoder)))
-    except (msgspec.MsgspecError, UnicodeDecodeError):
-        return None
-
-
-def _contradict(one: Timeline, other: Timeline) -> bool:
-    """Return whether two timelines cannot be of one run: number or id is the same, and something else differs."""
-    return one != other and (one.number == other.number or one.id == other.id)
 
 
 def _votes(location: CheckpointLocation, damaged: bytes) -> tuple[str, list[Vote]]:
