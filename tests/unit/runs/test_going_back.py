@@ -384,7 +384,8 @@ def test_a_save_in_flight_at_the_load_belongs_to_the_old_timeline() -> None:
         again = run.save(4, {"p": plain(4.0)})
         released.set()
         handle.wait()
-        assert run._parts.pins.current_step == 2 or again.committed.done(), "training goes on from there"
+        # Step 4 is current a moment before its handle says that it is committed.
+        assert run._parts.pins.current_step in (2, 4), "training goes on from there"
         again.wait()
         assert run.steps() == [1, 2, 4] or run.steps() == [2, 4]
         run.close()
