@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from holdfast.clock import Clock
@@ -180,6 +180,27 @@ def wait_in_slices(future: Future[T], seconds: float, clock: Clock, note_slice: 
         if not future.done():
             note_slice()
     return future.result()
+
+
+_SOON_SECONDS = 5.0
+"""Longest wait for what follows a success: its caller waits."""
+
+
+def is_done_soon(work: Callable[[], object], clock: Clock) -> bool:
+    """Do on another thread what follows a success; return whether it ended within a few seconds. If not, it goes on.
+
+    What succeeded must count for its caller although storage hangs now.
+
+    Raises:
+        BaseException: The work failed with this error.
+    """
+    future = CALLS.submit(work)
+    with suppress(TimeoutError):
+        wait_in_slices(future, _SOON_SECONDS, clock, lambda: None)
+    if not future.done():
+        return False
+    future.result()
+    return True
 
 
 _QUEUES: weakref.WeakSet[BackgroundQueue] = weakref.WeakSet()

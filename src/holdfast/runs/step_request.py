@@ -11,6 +11,7 @@ from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import Clock, utc_now_text
 from holdfast.coordination.job import Job
 from holdfast.coordination.save_context import SaveContext
+from holdfast.engine.background import is_done_soon
 from holdfast.engine.write import PackWriter
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, run_fields_of_manifest
@@ -158,12 +159,21 @@ class StepRequest:
         if is_current:
             parts.position.base = base
         if parts.job.comm.rank == 0:
-            tag_saved(parts.store, parts.job.clock, self._step, manifest_digest, self._tags)
-            parts.pins.unpin(self.pin, is_committed=True)
             if is_current:
                 parts.pins.current_step = self._step
-            if parts.collecting is not None:
-                parts.collecting.want()
+            if not self._tags:
+                self._release(manifest_digest)
+            # The handle reports a step that has its tags. But a save that is committed counts although storage hangs.
+            elif not is_done_soon(partial(self._release, manifest_digest), parts.job.clock):
+                logger.error("step %d is saved, but storage does not answer: it gets its tags later", self._step)
+
+    def _release(self, manifest_digest: str) -> None:
+        """Tag the step, and leave it to garbage collection from then on."""
+        parts = self._parts
+        tag_saved(parts.store, parts.job.clock, self._step, manifest_digest, self._tags)
+        parts.pins.unpin(self.pin, is_committed=True)
+        if parts.collecting is not None:
+            parts.collecting.want()
 
     def _pin(self) -> bool:
         """Pin the step and its base; return whether the base is still there."""

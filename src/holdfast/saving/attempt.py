@@ -34,7 +34,7 @@ from holdfast.coordination.opening.agreement import SaveAgreement
 from holdfast.coordination.opening.records import Agreement, DescribedState, Statement
 from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, committed, unknown
 from holdfast.coordination.save_context import SaveContext
-from holdfast.engine.background import CALLS, wait_in_slices
+from holdfast.engine.background import CALLS, is_done_soon, wait_in_slices
 from holdfast.engine.gc_pause import GcPause
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.format.digest import hex_digest_of, short_digest_of
@@ -373,8 +373,21 @@ class SaveAttempt:
         self.commit_vote.announce(outcome)
         if outcome.kind is OutcomeKind.COMMITTED:
             with self.trace.phase("sweep"):
-                sweep(location, agreement.attempt, self.name, epoch, self.job.attempts_under_way)
+                self._sweep()
         return outcome
+
+    def _sweep(self) -> None:
+        """Remove the files of failed attempts. The outcome is certain, so it does not wait for a removal that hangs."""
+        attempt, epoch = self.agreement.attempt, self.agreement.context.epoch
+
+        def work() -> None:
+            sweep(self.location, attempt, self.name, epoch, self.job.attempts_under_way)
+
+        try:
+            if not is_done_soon(work, self.job.clock):
+                logger.warning("%s: committed, but the removal of files of failed attempts hangs", self.name)
+        except Exception as error:  # noqa: BLE001 - the next save of the step removes them
+            logger.warning("%s: committed, but files of failed attempts stay: %s", self.name, _text_of(error))
 
     def _ask_storage(self, reason: str) -> Outcome:
         """Return the outcome by the manifest, if the key-value store does not hold it."""

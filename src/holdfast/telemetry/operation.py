@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 
 from holdfast.clock import Clock
-from holdfast.engine.background import CALLS, wait_in_slices
+from holdfast.engine.background import is_done_soon
 from holdfast.ports.comm import Comm
 from holdfast.ports.store import Store
 from holdfast.telemetry.dispatcher import EventDispatcher
@@ -35,9 +35,6 @@ logger = logging.getLogger(__name__)
 
 _PROGRESS_SECONDS = 0.1
 """Shortest time between two progress events of one operation."""
-
-_STORING_SECONDS_MAX = 5.0
-"""Longest wait for storage to take a report. The save or load has succeeded by then, and its caller waits."""
 
 _NO_FACTS = ("step", "url", "attempt", "phases", "bytes")
 """Fields of an outcome that a report holds elsewhere, or not at all."""
@@ -137,10 +134,8 @@ class OperationTrace:
         try:
             report = self._report(outcome, id)
             self._dispatcher.dispatch(Ended(report))
-            if store is not None:
-                # On another thread: a published checkpoint counts for its caller although storage hangs now.
-                future = CALLS.submit(lambda: node.put(store, folder, report))
-                wait_in_slices(future, _STORING_SECONDS_MAX, self._clock, lambda: None)
+            if store is not None and not is_done_soon(lambda: node.put(store, folder, report), self._clock):
+                raise TimeoutError("storage does not answer")
         except Exception as error:  # noqa: BLE001 - no report is worth a save or a load
             # A warning on rank 0 only: if one rank cannot write, most likely none can.
             level = logging.INFO if self.operation.rank else logging.WARNING

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -143,3 +145,40 @@ def test_a_clean_up_removes_nothing_once_its_manifest_has_made_room_for_a_newer_
     store.put(newer, b"of the save that goes on")
     sweep(location, manifest.attempt, "save of step 1", 0)
     assert newer in world.files()
+
+
+@pytest.mark.parametrize("hanging", ("delete", "tags"))
+def test_the_outcome_of_a_published_save_does_not_wait_for_storage_that_hangs(
+    hanging: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The test ends the hang itself, once the outcome is there."""
+    monkeypatch.setattr("holdfast.engine.background._SOON_SECONDS", 0.05)
+    over, met = threading.Event(), threading.Event()
+
+    def hang(operation: FaultPoint) -> None:
+        if hanging == "delete" or "tags/" in operation.subject:
+            met.set()
+            assert over.wait(60.0)
+
+    world = World(2)
+    dead = f"step-000000000001/{'0' * 16}/r00000.safetensors"
+    world.store.put(dead, b"of a save that failed")
+    names = {"delete"} if hanging == "delete" else {"put", "put_if_absent"}
+    broken = FaultyStore(world.store, Faults(hang, names=names, lasting=True))
+    world = replace(world, stores={0: broken, 1: broken})
+
+    both = threading.Barrier(2)
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        try:
+            report = run.save(1, {"p": plain(1.0)}, tags=["paper"]).wait(timeout=30.0)
+            both.wait(30.0)
+            assert met.wait(30.0)
+        finally:
+            over.set()
+        return report
+
+    assert all(isinstance(report, SaveReport) for report in world.play(part))
+    assert world.committed() == [1]
+    assert ("removal of files" in caplog.text) == (hanging == "delete")
+    assert ("gets its tags later" in caplog.text) == (hanging == "tags")

@@ -246,7 +246,7 @@ def test_loads_without_end_leave_the_report_of_the_last(tmp_path: Path) -> None:
 def test_storage_that_hangs_after_the_commit_does_not_keep_a_save_or_load_from_its_end(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("holdfast.telemetry.operation._STORING_SECONDS_MAX", 0.05)
+    monkeypatch.setattr("holdfast.engine.background._SOON_SECONDS", 0.05)
     over, store = threading.Event(), fresh_store()
 
     def hang(operation: FaultPoint) -> None:
