@@ -29,7 +29,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
-from holdfast.coordination.announcer import BLOCK, Announcer
+from holdfast.coordination.announcer import BLOCK, LATE_SECONDS, Announcer
 from holdfast.coordination.job import Job
 from holdfast.coordination.message_codec import decode_message
 from holdfast.coordination.save_due import Announcement, LastSave
@@ -44,7 +44,8 @@ class Announcements:
 
     def __init__(self, job: Job) -> None:
         self._job, self._key_value_store = job, job.key_value_store
-        self._timeout_seconds = job.settings.commit_timeout_seconds
+        # The training thread waits: not for as long as a collective of the training, in which rank 0 may wait for it.
+        self._timeout_seconds = job.agreement_seconds
         self._generation = -1
         self._is_patient = True
         # Calls that wait for no other rank: interpreter exit may wait for them.
@@ -141,8 +142,8 @@ class Announcements:
             UnavailableError: The key-value store failed.
         """
         call = CALLS.submit(partial(self._get, self._key("told", self._count)))
-        # A call may take twice its limit, if its connection has to be made anew.
-        return wait_in_slices(call, 3 * self._timeout_seconds, self._job.clock, lambda: None)
+        # No longer, although a call may take twice its limit: other ranks may wait in a collective.
+        return wait_in_slices(call, self._timeout_seconds + LATE_SECONDS, self._job.clock, lambda: None)
 
     def _looked_again(self) -> bytes:
         """Return nothing: begin another look, whose result a later step takes.

@@ -31,6 +31,9 @@ from holdfast.errors import CheckpointError, UnavailableError
 BLOCK = 64
 """Announcements that a rank counts as read together, so that their keys can be removed."""
 
+LATE_SECONDS = 10.0
+"""How much longer than a call may take the training thread waits for it."""
+
 _REQUEST_SECONDS = 10.0
 """How long rank 0 waits for the step of a request that is already counted. After that it drops the request."""
 
@@ -72,7 +75,7 @@ class Announcer:
             calls: The thread that makes the calls to the key-value store.
         """
         self._job, self._key_value_store, self._key_of, self._calls = job, job.key_value_store, key_of, calls
-        self._timeout_seconds = job.settings.commit_timeout_seconds
+        self._timeout_seconds = job.agreement_seconds
         self._stored = _Stored()
         self._storing: Future[object] | None = None
         self._tried_seconds = 0.0
@@ -125,8 +128,8 @@ class Announcer:
         """
         storing = self._storing
         if not self._stored.ahead and storing is not None and not self._job.is_inherited:
-            # A call may take twice its limit, if its connection has to be made anew.
-            wait_in_slices(storing, 3 * self._timeout_seconds, self._job.clock, lambda: None)
+            # No longer, although a call may take twice that: other ranks may wait in a collective.
+            wait_in_slices(storing, self._timeout_seconds + LATE_SECONDS, self._job.clock, lambda: None)
         with suppress(IndexError):
             return self._stored.ahead.popleft()
         raise UnavailableError("rank 0 has not stored its next announcement; expected one for each step")

@@ -219,6 +219,18 @@ def test_without_rank_0_a_loop_goes_on_and_steps_count(caplog: pytest.LogCapture
     assert sum("announcements of rank 0 are not available" in record.message for record in caplog.records) == 1
 
 
+def test_a_rank_waits_for_rank_0_no_longer_than_a_collective_of_the_training_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 may wait for it there: it could not store its announcements, and went on."""
+    monkeypatch.setattr(ThreadComm, "timeout_seconds", 1.0)
+
+    def part(rank: int, schedule: Schedule, job: Job) -> list[int]:
+        return [] if rank == 0 else step_through(schedule, [10, 20])
+
+    assert played(2, AnyOf(EveryNSteps(20), OnRequest()), part, timeout_seconds=600.0)[1] == [20]
+
+
 def test_steps_alone_put_nothing_on_the_board_and_announcements_do_not_pile_up() -> None:
     def part(rank: int, schedule: Schedule, job: Job) -> list[int]:
         return step_through(schedule, list(range(20_000)))

@@ -41,6 +41,12 @@ _WAIT_SECONDS = 300.0
 _POLL_SECONDS = 1.0
 """How often rank 0 checks whether it was closed while it waits for the reports of the others."""
 
+_RETRY_SECONDS, _RETRY_SECONDS_MAX = 1.0, 30.0
+"""Pause after a failure of the key-value store: the first, and the longest."""
+
+_FAILURES_MAX = 10
+"""Failures counted: the pause is at its longest by then."""
+
 AGREE_SECONDS_MIN = 2.0
 """Shortest time for the agreement, even after the grace: a rank that stops alone breaks the step of the others. With
 all ranks alive the agreement takes milliseconds."""
@@ -59,7 +65,7 @@ class ExitAgreement:
         self._is_signalled = False
         self._is_rank_0_closed = False
         self._exit_call: int | None = None
-        self._is_closed = False
+        self._closed = threading.Event()
         self.deadline: float | None = None
         """When a save must have ended, on the monotonic clock; None before a signal or wake-up."""
         self._thread = threading.Thread(target=self._wait_and_report, name="holdfast-exit", daemon=True)
@@ -91,7 +97,7 @@ class ExitAgreement:
 
     def close(self) -> None:
         """End the thread, and mark this rank as closed for the ranks that still run."""
-        self._is_closed = True
+        self._closed.set()
         atexit.unregister(self.close)
         if self._job.is_inherited:
             return  # A forked child: the thread and the keys are its parent's.
@@ -140,19 +146,27 @@ class ExitAgreement:
             if elapsed is not None:
                 self._report(elapsed)
         except (CheckpointError, TimeoutError) as error:
-            if not self._is_closed:
+            if not self._closed.is_set():
                 logger.warning(
                     "a signal to another rank may not stop this rank: %s. Send the signal to every rank", error
                 )
 
     def _await_wake_up(self) -> float | None:
         """Return how long ago a rank received a signal, once one did; None at the end of the run."""
-        while not self._is_closed:
+        failures = 0
+        while not self._closed.is_set():
             try:
                 (text,) = self._job.key_value_store.get_many([self._wake(self._job.comm.rank)], _WAIT_SECONDS)
             except TimeoutError:
-                continue
-            return None if text == _CLOSED else float(text)
+                failures = 0
+            except CheckpointError as error:
+                # The network may come back. Without this thread no other rank could stop this one any more.
+                if not failures:
+                    logger.warning("a signal to another rank does not stop this rank now: %s. It tries again", error)
+                self._closed.wait(min(_RETRY_SECONDS * 2**failures, _RETRY_SECONDS_MAX))
+                failures = min(failures + 1, _FAILURES_MAX)
+            else:
+                return None if text == _CLOSED else float(text)
         return None
 
     def _report(self, elapsed: float) -> None:
@@ -190,7 +204,7 @@ class ExitAgreement:
             try:
                 return self._job.key_value_store.get_many(keys, _POLL_SECONDS)
             except TimeoutError:
-                if self._is_closed or clock.monotonic_seconds() >= end:
+                if self._closed.is_set() or clock.monotonic_seconds() >= end:
                     raise
 
     def _wake(self, rank: int) -> str:

@@ -18,7 +18,7 @@ from holdfast.errors import UnavailableError
 from holdfast.ports.comm import KeyValueStore
 from holdfast.settings import Settings
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
-from holdfast.testing.faults import Faults, FaultyKeyValueStore, raise_error
+from holdfast.testing.faults import FaultPoint, Faults, FaultyKeyValueStore, raise_error
 
 
 def played(
@@ -198,6 +198,28 @@ def test_a_rank_that_never_answers_is_waited_for_no_longer_than_the_grace() -> N
         return FaultyKeyValueStore(key_value_store, gone) if rank == 1 else key_value_store
 
     assert played(2, part, grace_seconds=1.5, view_of=view) == ["left alone", "silent"]
+
+
+def test_a_key_value_store_that_fails_for_a_while_leaves_a_rank_that_can_be_stopped() -> None:
+    """Rank 1 fails to wait for its wake-up, before a signal to rank 0."""
+    failed = threading.Event()
+
+    def fail(operation: FaultPoint) -> None:
+        failed.set()
+        raise UnavailableError(operation.subject)
+
+    failing = Faults(fail, names=("get_many",), lasting=True)
+
+    def part(rank: int, alarm: ExitAgreement, job: Job) -> int | None:
+        assert failed.wait(60.0)
+        failing.heal()
+        return left_at(alarm, 1_000_000, 2 if rank == 0 else None, lambda _: time.sleep(0.001))
+
+    def view(rank: int, key_value_store: KeyValueStore) -> KeyValueStore:
+        return FaultyKeyValueStore(key_value_store, failing) if rank == 1 else key_value_store
+
+    first, second = played(2, part, view_of=view)
+    assert first == second
 
 
 def test_a_loop_that_goes_back_is_counted_by_its_calls() -> None:
