@@ -36,6 +36,7 @@ from holdfast.coordination.opening.records import (
     SaveVerdict,
     Statement,
     absence_error_of,
+    as_failure,
     as_unavailable,
     encode_refusal,
 )
@@ -109,7 +110,7 @@ class SaveAgreement:
             state: The state, to describe it if rank 0 asks this rank.
             claim: Claims the location and returns the context; called on rank 0 before it agrees.
 
-        If the key-value store fails here, this rank refuses the save, so that no other rank waits for it. If a verdict
+        If this rank fails here, in whatever way, it refuses the save, so that no other rank waits for it. If a verdict
         is there already, it holds.
 
         Raises:
@@ -119,15 +120,18 @@ class SaveAgreement:
         """
         if self._refused is not None:
             raise error_from(self._refused)
+        failure: CheckpointError | None = None
         try:
             if self._failure is not None:
                 raise self._failure
             verdict, described = self._state_and_wait(statement, state, claim)
-        except (UnavailableError, TimeoutError) as error:
-            verdict, described = self._refuse_for(as_unavailable(error))
+        except Exception as error:  # noqa: BLE001 - the other ranks wait, whatever the error is
+            failure = as_failure(error)
+            failure.__cause__ = None if failure is error else error
+            verdict, described = self._refuse_for(failure)
         self._take(verdict)
         if verdict.refused is not None:
-            raise error_from(verdict.refused)
+            raise error_from(verdict.refused) from failure
         try:
             self._remember(statement.layout, verdict, described)
             return self._agreement(verdict, state)
@@ -152,16 +156,16 @@ class SaveAgreement:
         job.record_keys(self._save.sequence, [key])
         job.sequence = max(job.sequence, self._save.sequence + 1)
 
-    def _refuse_for(self, error: UnavailableError) -> tuple[SaveVerdict, RankRanges | None]:
-        """Refuse the save because the key-value store failed on this rank; return the verdict that stands.
+    def _refuse_for(self, error: CheckpointError) -> tuple[SaveVerdict, RankRanges | None]:
+        """Refuse the save because this rank failed in the agreement; return the verdict that stands.
 
         Rank 0 may have decided already, and the other ranks go on then: so does this rank.
 
         Raises:
-            UnavailableError: The key-value store fails again.
+            CheckpointError: The key-value store fails again: the error that this rank refuses for.
         """
         rank = self._job.comm.rank
-        refusal = self._save.refusal(UnavailableError(f"{self._save.name}: rank {rank} could not agree on it: {error}"))
+        refusal = self._save.refusal(type(error)(f"{self._save.name}: rank {rank} could not agree on it: {error}"))
         try:
             self._publish_refusal(error)
             verdict = self._save.set_verdict("verdict", refusal)
@@ -181,20 +185,30 @@ class SaveAgreement:
         claim: Callable[[], SaveContext],
     ) -> tuple[SaveVerdict, RankRanges | None]:
         """Set the statement and what this rank is asked for; return the last verdict, and who was asked."""
-        save, rank = self._save, self._job.comm.rank
-        is_deciding, decision = rank == 0, Decision(save, claim, state)
+        save = self._save
+        is_deciding, decision = self._job.comm.rank == 0, Decision(save, claim, state)
         save.publish("open", statement.encode())
         verdict = save.set_verdict("verdict", self._decide(decision)) if is_deciding else self._await_verdict("verdict")
         described = verdict.describe
         while (name := verdict.next_key) is not None:
-            if verdict.describe is not None:
-                self._publish_details(verdict, state)
-            elif verdict.parts is not None:
-                save.publish(verdict.parts.key, answer_on_parts(verdict.parts, state))
-            else:
-                publish_samples(verdict, state, rank, save.classes(verdict), save.publish)
+            try:
+                self._answer(verdict, state)
+            except Exception as error:
+                # Rank 0 waits for the answer of this rank.
+                save.publish(verdict.answer_key, encode_refusal(error_text(error)))
+                raise
             verdict = save.set_verdict(name, decision.on_answers(verdict)) if is_deciding else self._await_verdict(name)
         return verdict, described
+
+    def _answer(self, verdict: SaveVerdict, state: DescribedState) -> None:
+        """Publish what rank 0 asks of this rank."""
+        save = self._save
+        if verdict.describe is not None:
+            self._publish_details(verdict, state)
+        elif verdict.parts is not None:
+            save.publish(verdict.parts.key, answer_on_parts(verdict.parts, state))
+        else:
+            publish_samples(verdict, state, self._job.comm.rank, save.classes(verdict), save.publish)
 
     def _take(self, verdict: SaveVerdict) -> None:
         """Take note of the verdict on this save."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from holdfast.coordination.job import Job, error_text
+from holdfast.coordination.job import Job, error_from, error_text
 from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.coordination.opening.records import SaveVerdict, Statement, refusal_in
 from holdfast.errors import InvalidError
@@ -90,9 +90,18 @@ class NumberedSave:
         job.record_keys(self.sequence, [key])
 
     def read(self, name: str, ranks: Sequence[int]) -> list[bytes]:
-        """Return what ranks published under a name, once all of them have."""
+        """Return what ranks published under a name, once all of them have.
+
+        Raises:
+            CheckpointError: A rank published a refusal instead; the message names the rank.
+        """
         keys = [self.key(name, rank) for rank in ranks]
-        return self.job.key_value_store.get_many(keys, self.job.seconds_left(self.deadline))
+        records = self.job.key_value_store.get_many(keys, self.job.seconds_left(self.deadline))
+        for rank, record in zip(ranks, records, strict=True):
+            refusal = refusal_in(record)
+            if refusal is not None:
+                raise error_from(refusal, f"{self.name}: rank {rank} refused: ")
+        return records
 
     def classes(self, verdict: SaveVerdict) -> list[tuple[int, ...]]:
         """Return the ranks of each class."""

@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.coordination.save_context import SaveContext
-from holdfast.errors import InvalidError, UnavailableError, first_three
+from holdfast.errors import CheckpointError, InvalidError, UnavailableError, first_three
 from holdfast.geometry.mesh_packing import PackedMeshes
 from holdfast.geometry.rank_ranges import RankRanges
 from holdfast.geometry.tensor import Role
@@ -309,6 +309,15 @@ class SaveVerdict:
             return self.parts.key
         return "compared" if self.compare else "named" if self.name is not None else None
 
+    @property
+    def answer_key(self) -> str:
+        """Name of the key under which a rank that is asked answers the question."""
+        if self.describe is not None:
+            return "details"
+        if self.parts is not None:
+            return self.parts.key
+        return "samples" if self.compare else "names"
+
 
 def encode_refusal(error_text: str, *, is_misuse: bool = False) -> bytes:
     """Return the record that a rank sets instead of its statement if it cannot save, or if its call is wrong."""
@@ -371,3 +380,11 @@ def absence_error_of(name: str, absent: Sequence[int], world_size: int, limit: s
 def as_unavailable(error: Exception) -> UnavailableError:
     """Return a failure of the key-value store as one of our errors."""
     return error if isinstance(error, UnavailableError) else UnavailableError(str(error))
+
+
+def as_failure(error: Exception) -> CheckpointError:
+    """Return any failure of an agreement as one of our errors."""
+    if isinstance(error, CheckpointError):
+        return error
+    text = str(error) if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+    return UnavailableError(text)

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from holdfast.coordination.job import Job, error_from, error_text
+from holdfast.coordination.job import Job
 from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.coordination.opening.records import (
     DescribedState,
@@ -17,8 +17,6 @@ from holdfast.coordination.opening.records import (
     SaveVerdict,
     SiblingMeshes,
     Statement,
-    encode_refusal,
-    refusal_in,
 )
 from holdfast.errors import InvalidError, first_three
 from holdfast.format.digest import short_digest_of
@@ -51,21 +49,13 @@ def publish_samples(
     classes: Sequence[Sequence[int]],
     publish: Callable[[str, bytes], None],
 ) -> None:
-    """Publish what a verdict asks of this rank: one digest per family, or the samples by name.
-
-    Raises:
-        Exception: A tensor cannot be sampled. The refusal is published, so that rank 0 does not wait.
-    """
+    """Publish what a verdict asks of this rank: one digest per family, or the samples by name."""
     assert verdict.siblings is not None, "samples are asked of siblings"
     is_named = rank in ranks_in(verdict.name or ())
     if not (verdict.compare or is_named):
         return
-    try:
-        own_class = next(number for number, ranks in enumerate(classes) if rank in ranks)
-        samples = state.sibling_samples(verdict.siblings, own_class)
-    except Exception as error:
-        publish("samples", encode_refusal(error_text(error)))
-        raise
+    own_class = next(number for number, ranks in enumerate(classes) if rank in ranks)
+    samples = state.sibling_samples(verdict.siblings, own_class)
     if is_named:
         publish("names", zlib.compress(encode_message(samples), 1))
     elif samples:
@@ -168,9 +158,6 @@ class MeshJudgement:
         """
         digests: dict[int, Mapping[int, str]] = {}
         for rank, record in zip(ranks, read("samples", ranks), strict=True):
-            refusal = refusal_in(record)
-            if refusal is not None:
-                raise error_from(refusal, f"{self._save_name}: rank {rank} refused: ")
             digests[rank] = decode_message(record, dict[int, str])
         for number in range(len(self._found.families)):
             # Ranks at equal positions of siblings hold equal pieces.

@@ -7,10 +7,16 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from holdfast.checkpoint_manager import CheckpointManager
+from holdfast.coordination.opening.decision import Decision
+from holdfast.coordination.opening.records import SaveVerdict
 from holdfast.errors import InvalidError, UnavailableError
+from holdfast.geometry.tensor import Layout, Placement
+from holdfast.saving.fingerprint import StateFingerprint
+from holdfast.testing.framework import GlobalTensor
 from tests.unit.ranks import PATIENT, World, plain, saved, sharded
 
 
@@ -173,3 +179,38 @@ def test_a_wrong_call_that_the_others_refuse_for_its_absence_raises_on_no_rank()
     assert isinstance(errors[0], UnavailableError) and "ranks [1] did not call save" in str(errors[0])
     assert isinstance(errors[1], InvalidError) and "state is NoneType" in str(errors[1])
     assert world.committed() == [2]
+
+
+@pytest.mark.parametrize("failing", (0, 1))
+@pytest.mark.parametrize("asked", ("details", "sibling_samples"))
+def test_a_rank_that_fails_where_rank_0_asks_it_refuses_at_once_and_all_raise(
+    monkeypatch: pytest.MonkeyPatch, asked: str, failing: int
+) -> None:
+    real = getattr(StateFingerprint, asked)
+
+    def answer(self: StateFingerprint, *arguments: object) -> object:
+        if self._slots.rank == failing:
+            raise InvalidError("it is gone")
+        return real(self, *arguments)
+
+    monkeypatch.setattr(StateFingerprint, asked, answer)
+    world = World(2, settings=replace(PATIENT, commit_timeout_seconds=600.0))
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        on_sibling = GlobalTensor("float32", np.ones(4, dtype=np.float32), Layout((1,), (rank,), (Placement(0),)))
+        differing = {"n": rank} if asked != "sibling_samples" else {}
+        return kept(run, 1, {"w": on_sibling, **differing})
+
+    for outcome in world.play(part):
+        raised, error = outcome  # type: ignore[misc]
+        assert raised and isinstance(error, InvalidError) and "it is gone" in str(error), outcome
+
+
+def test_rank_0_that_fails_to_judge_refuses_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def judge(self: Decision, records: object) -> SaveVerdict:
+        raise KeyError("no such rank")
+
+    monkeypatch.setattr(Decision, "on_statements", judge)
+    world = World(2, settings=replace(PATIENT, commit_timeout_seconds=600.0))
+    for outcome in world.play(lambda _, run: kept(run, 1, {"w": sharded(2)})):
+        assert isinstance(outcome, UnavailableError) and "KeyError: 'no such rank'" in str(outcome), outcome
