@@ -30,7 +30,8 @@ class WriteProgress:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._writing: dict[object, str] = {}
+        self._busy: dict[object, tuple[str, float]] = {}
+        """Name of each save that writes or asks, and when it began."""
         self._moved_at = clock.monotonic_seconds()
         self.stall_seconds = 300.0
         """After this time without a written byte a write counts as hung."""
@@ -38,14 +39,22 @@ class WriteProgress:
     @contextmanager
     def writing(self, name: str) -> Iterator[None]:
         """Record that the block writes a save."""
-        token = object()
         self.note_written()
-        self._writing[token] = name
+        try:
+            with self.asking(name):
+                yield
+        finally:
+            self.note_written()
+
+    @contextmanager
+    def asking(self, name: str) -> Iterator[None]:
+        """Record that the block asks storage for a save. An answer is no sign that a write which hangs goes on."""
+        token = object()
+        self._busy[token] = name, self._clock.monotonic_seconds()
         try:
             yield
         finally:
-            self._writing.pop(token, None)
-            self.note_written()
+            self._busy.pop(token, None)
 
     def note_written(self) -> None:
         """Record that storage has taken bytes, or that a write has ended."""
@@ -58,11 +67,11 @@ class WriteProgress:
     @property
     def hung(self) -> str | None:
         """A text about the write that hangs, for a message; None if none does."""
-        names = list(self._writing.values())
-        seconds = self.idle_seconds(0.0)
-        if not names or seconds < self.stall_seconds:
-            return None
-        return f"the {names[0]} has written no byte for {seconds:,.0f} s: storage does not answer"
+        for name, began in list(self._busy.values()):
+            seconds = self.idle_seconds(began)
+            if seconds >= self.stall_seconds:
+                return f"the {name} has written no byte for {seconds:,.0f} s: storage does not answer"
+        return None
 
 
 class BackgroundQueue:

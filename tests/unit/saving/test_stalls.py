@@ -248,6 +248,35 @@ def test_a_thread_that_cannot_be_started_fails_one_save_only(
     assert manager.steps() == [2]
 
 
+def test_answers_to_other_saves_do_not_hide_a_write_that_hangs() -> None:
+    clock = ClockByHand()
+    progress = WriteProgress(clock)
+    progress.stall_seconds = 10.0
+    with progress.writing("save of step 1"):
+        for step in range(2, 6):
+            assert progress.hung is None
+            with progress.asking(f"save of step {step}"):
+                clock.seconds += 3.0
+        assert "save of step 1 has written no byte for 12 s" in str(progress.hung)
+        progress.note_written()
+        assert progress.hung is None
+        with progress.asking("save of step 6"):
+            clock.seconds += 11.0
+            progress.note_written()
+            assert progress.hung is None
+    assert progress.hung is None
+
+
+class ClockByHand(SystemClock):
+    """A clock that goes as it is told."""
+
+    def __init__(self) -> None:
+        self.seconds = 5000.0
+
+    def monotonic_seconds(self) -> float:
+        return self.seconds
+
+
 class Claims:
     """Holds rank 0's look at the location until it is released."""
 
