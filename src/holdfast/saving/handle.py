@@ -95,11 +95,12 @@ class SaveHandle:
             if moment == "staged" and in_flight is not None and is_saver and not self.staged.done():
                 # A lazy save is staged only after this thread has checked that the state did not change.
                 left = in_flight.settle(timeout)
-            result = future.result(left)
-        except TimeoutError:
+            with suppress(TimeoutError):
+                future.result(left)
             if not future.done():
-                raise TimeoutError(f"{self.name}: not {moment} within {timeout} s; the save goes on") from None
-            raise
+                raise TimeoutError(f"{self.name}: not {moment} within {timeout} s; the save goes on")
+            # It may have ended after the timeout: its failure must not be lost.
+            result = future.result()
         finally:
             with self._lock:
                 self._waiting -= 1

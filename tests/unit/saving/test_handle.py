@@ -6,7 +6,7 @@ import gc
 import logging
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pytest
 
@@ -31,6 +31,21 @@ def test_moments_come_one_after_the_other() -> None:
     assert handle.wait(timeout=0.01) == REPORT
     assert handle.committed.result(0.01) == REPORT
     assert handle.failure is None
+
+
+def test_a_failure_right_after_the_timeout_of_a_wait_is_raised() -> None:
+    class EndsLate(Future[SaveReport]):
+        def result(self, timeout: float | None = None) -> SaveReport:
+            if timeout is not None and not self.done():
+                self.set_exception(UnavailableError("no space"))
+                raise TimeoutError
+            return super().result(timeout)
+
+    handle = SaveHandle("save of step 7")
+    handle.committed = EndsLate()
+    with pytest.raises(UnavailableError, match="no space"):
+        handle.wait(timeout=0.01)
+    assert handle.was_awaited
 
 
 def test_a_wait_that_runs_out_says_so_and_the_save_goes_on() -> None:
