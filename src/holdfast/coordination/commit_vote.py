@@ -73,12 +73,7 @@ class CommitVote:
         self._has_voted = True
         # Never retry: a rank counted twice would let the attempt commit without the vote of another rank.
         count = job.key_value_store.add(self._key("count"), 1, job.seconds_left(deadline))
-        shared = (
-            [self._key(name) for name in ("count", "outcome", "result", "asking", "progress")]
-            if job.comm.rank == 0
-            else []
-        )
-        job.record_keys(self._sequence, [key, *shared])
+        job.record_keys(self._sequence, [key, *(self._shared_keys if job.comm.rank == 0 else ())])
         if count < job.comm.world_size:
             return _VOTING
         # Set before the decision: another thread of this rank may abort the attempt meanwhile.
@@ -205,10 +200,18 @@ class CommitVote:
         """Set the outcome unless one is set already; return the outcome that is set."""
         job = self._job
         key, text = self._key("outcome"), encode_message(wanted)
-        return decode_message(job.key_value_store.compare_set(key, b"", text, job.seconds_left(deadline)), Outcome)
+        decided = decode_message(job.key_value_store.compare_set(key, b"", text, job.seconds_left(deadline)), Outcome)
+        if decided.kind is OutcomeKind.ABORTED and decided.rank == job.comm.rank:
+            # Rank 0 deletes these keys if it voted. It may have been aborted before.
+            job.record_keys(self._sequence, self._shared_keys)
+        return decided
 
     def _announce(self, outcome: Outcome, deadline: float) -> None:
         self._job.key_value_store.set(self._key("result"), encode_message(outcome), self._job.seconds_left(deadline))
+
+    @property
+    def _shared_keys(self) -> list[str]:
+        return [self._key(name) for name in ("count", "outcome", "result", "asking", "progress")]
 
     def _key(self, *parts: object) -> str:
         return self._job.key("attempt", self._attempt, *parts)

@@ -269,9 +269,14 @@ class Job:
         and aborts it.
         """
         with self._keys_lock:
-            old = [key for number, key in self._keys if number < sequence]
+            old = [(number, key) for number, key in self._keys if number < sequence]
             self._keys = [(number, key) for number, key in self._keys if number >= sequence]
-        self.key_value_store.delete(old)
+        try:
+            self.key_value_store.delete([key for _, key in old])
+        except BaseException:
+            with self._keys_lock:
+                self._keys += old  # The next commit tries again.
+            raise
 
     def close(self) -> None:
         """Wait for the saves in the background, end their threads, and free the arena."""

@@ -179,7 +179,7 @@ class SaveAttempt:
 
         def claim() -> SaveContext:
             # A claim that hangs is reported by the saves after it, as a write that hangs.
-            with self.job.progress.writing(self.name):
+            with self.job.progress.asking(self.name):
                 return self.request.claim()
 
         future = CALLS.submit(lambda: opening.agree(statement, state, claim))
@@ -427,7 +427,7 @@ class SaveAttempt:
         self.handle.reach_committed(report)
         try:
             self.job.delete_keys_before(self.agreement.sequence)
-        except CheckpointError as error:
+        except (CheckpointError, TimeoutError) as error:
             logger.warning("%s: old keys of the key-value store stay until the next commit: %s", self.name, error)
 
     # --------------------------------------------------------------------------------------------- failures

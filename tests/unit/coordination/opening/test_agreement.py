@@ -12,6 +12,8 @@ import pytest
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.geometry.tensor import Role
+from holdfast.ports.comm import KeyValueStore
+from holdfast.testing.faults import FaultPoint, Faults, FaultyKeyValueStore, FaultyStore, raise_error
 from holdfast.testing.framework import GlobalTensor
 from holdfast.types.reports import SaveReport
 from tests.unit.ranks import HASTY, PATIENT, World, fresh_store, plain, saved, sharded
@@ -324,6 +326,50 @@ def test_the_board_does_not_grow_with_the_number_of_saves(world_size: int) -> No
     for found in world.play(part):
         require_reports(found)  # type: ignore[arg-type]
     assert max(counts[6:]) <= max(counts[:6]) + world_size, counts
+
+
+def test_the_keys_of_failed_saves_go_with_the_next_commit() -> None:
+    """Rank 1 aborts each second save before rank 0 votes; one call that deletes keys fails too."""
+    boards: list[Callable[[], list[str]]] = []
+    counts: list[int] = []
+    here = threading.Barrier(2, timeout=30.0)
+    failing = threading.Event()
+
+    def fail(operation: FaultPoint) -> None:
+        if failing.is_set():
+            raise UnavailableError("no space")
+
+    def hold(operation: FaultPoint) -> None:
+        while failing.is_set() and not any(key.endswith("/result") for key in boards[0]() if key not in known):
+            time.sleep(0.001)
+
+    known: set[str] = set()
+    store = fresh_store()
+    broken = FaultyStore(store, Faults(fail, names=("upload.write",), lasting=True))
+    slow = FaultyStore(store, Faults(hold, names=("upload.write",), lasting=True))
+    deleting = Faults(raise_error(UnavailableError), at=20, names=("delete",))
+
+    def view(key_value_store: KeyValueStore) -> KeyValueStore:
+        boards.append(key_value_store.keys)  # type: ignore[attr-defined]
+        return FaultyKeyValueStore(key_value_store, deleting)
+
+    world = World(2, store=store, stores={0: slow, 1: broken}, boards={0: view})
+
+    def part(rank: int, run: CheckpointManager) -> None:
+        for step in range(24):
+            here.wait()
+            known.update(boards[0]())
+            if rank == 0:
+                failing.set() if step % 2 else failing.clear()
+            here.wait()
+            outcome = saved(run, step, {"w": sharded(2)})
+            assert isinstance(outcome, UnavailableError) == bool(step % 2), outcome
+            here.wait()
+            if rank == 0 and not step % 2:
+                counts.append(len(boards[0]()))
+
+    world.play(part)
+    assert max(counts[6:]) <= max(counts[:6]) + 2, counts
 
 
 def test_a_job_of_one_rank_needs_nobody() -> None:
