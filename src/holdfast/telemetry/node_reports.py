@@ -23,6 +23,9 @@ from holdfast.repository.reports import decode_reports, encode_reports, put_repo
 from holdfast.types.events import RankReport
 
 IDENTITY_BYTES = 8
+_MEETINGS_MAX = 8
+"""Meetings that may be left in the folder: if storage takes no reports, each save leaves one."""
+
 _RANKS_MAX = 64
 """Most ranks that share a file: a reader takes files up to 1 MiB."""
 
@@ -71,6 +74,8 @@ class NodeReports:
         meeting = self._folder / f"{report.operation.verb}-{report.id}"
         try:
             _make_own(self._folder)
+            if report.operation.rank == self.ranks[0]:
+                _remove_old(self._folder)
             meeting.mkdir(mode=0o700, exist_ok=True)
             _write(meeting / _waiting(report.operation.rank), encode_reports([report]))
         except OSError:
@@ -119,6 +124,13 @@ def _make_own(folder: Path) -> None:
     stat = folder.lstat()
     if stat.st_uid != os.getuid() or folder.is_symlink() or stat.st_mode & 0o077:
         raise PermissionError(f"{folder} is not private to this user")
+
+
+def _remove_old(folder: Path) -> None:
+    """Remove all meetings but the newest."""
+    oldest_first = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    for meeting in oldest_first[:-_MEETINGS_MAX]:
+        shutil.rmtree(meeting, ignore_errors=True)
 
 
 def _write(path: Path, data: bytes) -> None:

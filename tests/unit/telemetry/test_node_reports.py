@@ -101,6 +101,18 @@ def test_what_one_rank_could_not_store_the_next_stores() -> None:
     assert stored(store) == {file_of(0): [0, 1, 2]}
 
 
+def test_storage_that_takes_no_reports_leaves_a_few_of_them_on_the_node(folder: Path) -> None:
+    full = FaultyStore(
+        MemoryStore(uuid.uuid4().hex),
+        Faults(raise_error(lambda key: UnavailableError(f"{key}: full")), names={"put"}, lasting=True),
+    )
+    for number in range(30):
+        with pytest.raises(UnavailableError):
+            NodeReports(0, [HERE] * 2, "job").put(full, "", report(0, f"{number:016x}"))
+    left = {path.name for path in (folder / "holdfast-job-0").iterdir()}
+    assert left == {f"save-{number:016x}" for number in range(21, 30)}
+
+
 def test_a_node_of_many_ranks_has_several_files() -> None:
     assert NodeReports(63, [HERE] * 100, "job").ranks == tuple(range(64))
     assert NodeReports(64, [HERE] * 100, "job").ranks == tuple(range(64, 100))
