@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from holdfast.api import StepRepair, repair
+from holdfast.checkpoint.location import none_allowed
+from holdfast.clock import SystemClock
+from holdfast.errors import ConflictError
+from holdfast.offline.repair.repair import Repair
 from holdfast.repository.catalog import read_manifest
+from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from tests.unit.runs.test_going_back import (
     SETTINGS,
     go_on,
@@ -112,3 +117,20 @@ def test_a_fenced_manifest_of_an_older_timeline_is_accepted_as_superseded(tmp_pa
     names = superseded(tmp_path)
     assert [name[0] for name in names] == ["2", "2", "3"]
     assert sorted(resumed(tmp_path, name) for name in names[:2]) == [(2, -2), (2, 2)]
+
+
+def test_a_step_that_is_saved_again_while_it_is_repaired_stays(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    path = manifest_path(tmp_path, 2)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"run_id")] ^= 1
+    path.write_bytes(data)
+
+    def train(operation: FaultPoint) -> None:
+        # The repair has corrected the bit and reads the tensors. It writes nothing yet, so it does not hold the lease.
+        go_on(tmp_path, None, 2)
+
+    store = FaultyStore(store_of(tmp_path), Faults(train, names=("get_ranges",)))
+    with pytest.raises(ConflictError, match=r"step 2: its manifest is another one .* Nothing was written"):
+        Repair(store, none_allowed, SystemClock(), SETTINGS).run(2)
+    assert resumed(tmp_path) == (2, -2)

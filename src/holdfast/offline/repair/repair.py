@@ -16,7 +16,7 @@ from holdfast.checkpoint.coverage import require_covered
 from holdfast.checkpoint.location import CheckpointLocation, require_no_checkpoint
 from holdfast.checkpoint.verify import Damage, Verification
 from holdfast.clock import Clock, utc_now_text
-from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError, first_three
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, first_three
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.index.index import Index
 from holdfast.format.index.index_file import INDEX_BYTES_MAX, encode_index
@@ -165,6 +165,7 @@ class Repair:
         """Repair one step, and read all of it back."""
         overlay = OverlayStore(self._store)
         location = self._location(overlay, step)
+        before = self._manifest_bytes(location)
         done: list[str] = []
         try:
             manifest = self._manifest(location, overlay, done)
@@ -177,7 +178,7 @@ class Repair:
             if _ACCEPTED in done:
                 return _not_accepted(step, [str(error)], error.fqns)
             # What was proven before is written all the same.
-            self._write(step, overlay)
+            self._write(location, overlay, before)
             return StepRepair(step, "damaged", tuple(done), (str(error),), tuple(error.fqns))
         surplus = _surplus(location, manifest)
         if surplus:
@@ -187,7 +188,7 @@ class Repair:
         fqns = sorted({damage.fqn for damage in damages if damage.fqn is not None})
         if damages and _ACCEPTED in done:
             return _not_accepted(step, map(_format_damage, damages), fqns)
-        self._write(step, overlay)
+        self._write(location, overlay, before)
         if not damages and not self._dry_run and quarantined(self._store).get(step):
             self._hold()
             release(self._store, step)
@@ -288,14 +289,37 @@ class Repair:
     def _require_sound(self, location: CheckpointLocation, manifest: Manifest) -> None:
         require_covered(read_index(location.store, location.folder, manifest), self._clock, location.url)
 
-    def _write(self, step: int, overlay: OverlayStore) -> None:
-        """Write the overlay's changes; before a file is replaced or removed, keep a backup of its bytes."""
-        if self._dry_run:
+    def _manifest_bytes(self, location: CheckpointLocation) -> bytes | None:
+        """Return the manifest of a step; None if it is absent or no readable file."""
+        try:
+            return read_manifest_bytes(self._store, location.folder)
+        except (MissingError, CorruptError, InvalidError):
+            return None
+
+    def _write(self, location: CheckpointLocation, overlay: OverlayStore, before: bytes | None) -> None:
+        """Write the overlay's changes; before a file is replaced or removed, keep a backup of its bytes.
+
+        Args:
+            location: The step.
+            overlay: The changes.
+            before: The manifest from which they were planned.
+        Raises:
+            ConflictError: The step has another manifest now.
+        """
+        assert location.step is not None, "a run holds steps"
+        if self._dry_run or not overlay.pending:
             return
+        self._hold()
+        # Planning may take hours, and most of it needs no lease. A training may have saved the step again meanwhile.
+        if self._manifest_bytes(location) != before:
+            raise ConflictError(
+                f"{self._store.url}: step {location.step}: its manifest is another one than was examined; expected the "
+                "same. Another process saved the step meanwhile. Nothing was written. Run the repair again"
+            )
         for key, data in overlay.pending.items():
             self._hold()
             try:
-                backup_key = backup(self._store, step, key, INDEX_BYTES_MAX)
+                backup_key = backup(self._store, location.step, key, INDEX_BYTES_MAX)
                 logger.info("%s is kept as %s", key, backup_key)
             except MissingError:
                 pass  # A new file replaces none.
