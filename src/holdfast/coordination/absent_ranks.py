@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from types import TracebackType
@@ -71,6 +71,23 @@ def log_absent(name: str, call: str, absent: Sequence[int] | None, comm: Comm) -
         )
     else:
         logger.info("%s: every rank has called %s; some rank has worked on it for %g s", name, call, ASK_SECONDS)
+
+
+def ranks_without(ranks: Sequence[int], have_all: Callable[[Sequence[int]], bool]) -> list[int]:
+    """Return the ranks whose key is not set.
+
+    It asks for all at once, then for each half that lacks a key: for one rank of 16,384 that is 29 requests.
+
+    Args:
+        ranks: The ranks, ascending.
+        have_all: Asks whether the keys of ranks are all set.
+    """
+    if not ranks or have_all(ranks):
+        return []
+    if len(ranks) == 1:
+        return [*ranks]
+    middle = len(ranks) // 2
+    return ranks_without(ranks[:middle], have_all) + ranks_without(ranks[middle:], have_all)
 
 
 class CallWatch:
@@ -130,7 +147,7 @@ class CallWatch:
         absent = None
         if is_asking:
             present = self._comm.key_value_store.present
-            absent = [rank for rank in range(self._comm.world_size) if not present(self._key(rank))]
+            absent = ranks_without(range(self._comm.world_size), lambda ranks: present(*map(self._key, ranks)))
         if not self._ended.is_set():  # Meanwhile the last rank may have called.
             log_absent(self._name, self._call, absent, self._comm)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 
+from holdfast.coordination.absent_ranks import ranks_without
 from holdfast.coordination.job import Job
 from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, aborted_by, ask_storage
@@ -191,7 +192,10 @@ class CommitVote:
         if not is_asking:
             return "some ranks did not finish their part"
         keys = self._job.key_value_store
-        silent = [rank for rank in range(self._job.comm.world_size) if not keys.present(self._key("vote", rank))]
+        silent = ranks_without(
+            range(self._job.comm.world_size),
+            lambda ranks: keys.present(*(self._key("vote", rank) for rank in ranks)),
+        )
         if not silent:
             return "all ranks voted, and the last one to vote did not begin to commit"
         return f"ranks [{first_three(silent)}] did not finish their part"

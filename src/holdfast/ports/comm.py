@@ -21,8 +21,8 @@ class KeyValueStore(Protocol):
         """Return the values of all keys in one call once every one of them is set."""
         ...
 
-    def present(self, key: str) -> bool:
-        """Return whether a key is set, without waiting for it."""
+    def present(self, *keys: str) -> bool:
+        """Return whether all keys are set, without waiting for them; one request."""
         ...
 
     def add(self, key: str, amount: int, timeout_seconds: float) -> int:

@@ -32,10 +32,10 @@ class InProcessKeyValueStore:
                 raise TimeoutError(f"{first_three(absent)} not set within {timeout_seconds:.1f} s")
             return [self._values[key] for key in keys]
 
-    def present(self, key: str) -> bool:
-        """Return whether a key is set, without waiting for it."""
+    def present(self, *keys: str) -> bool:
+        """Return whether all keys are set, without waiting for them."""
         with self._changed:
-            return key in self._values
+            return all(key in self._values for key in keys)
 
     def add(self, key: str, amount: int, timeout_seconds: float) -> int:
         """Add to a counter that starts at 0 and return its new value."""

@@ -240,6 +240,8 @@ class KeyValueStoreSuite:
         assert key_value_store.present("key")
         key_value_store.add("count", 1, 5.0)
         assert key_value_store.present("count")
+        assert key_value_store.present("key", "count")
+        assert not key_value_store.present("key", "never", "count")
 
     def test_add_counts_every_thread(self, key_value_store: KeyValueStore) -> None:
         with ThreadPoolExecutor(4) as pool:

@@ -223,9 +223,9 @@ class FaultyKeyValueStore:
         """Return the values of all keys."""
         return self._faults.around("get_many", ",".join(keys), lambda: self._inner.get_many(keys, timeout_seconds))
 
-    def present(self, key: str) -> bool:
-        """Return whether a key is set."""
-        return self._faults.around("present", key, lambda: self._inner.present(key))
+    def present(self, *keys: str) -> bool:
+        """Return whether all keys are set."""
+        return self._faults.around("present", ",".join(keys), lambda: self._inner.present(*keys))
 
     def add(self, key: str, amount: int, timeout_seconds: float) -> int:
         """Add to a counter."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -123,3 +123,17 @@ def test_a_save_that_one_rank_does_not_call_is_logged_and_commits_once_it_does(
     assert "save of step 7: ranks [2] did not call save" in warning and "Every rank must call it" in warning
     assert "rank 1 has waited" in log.texts(logging.INFO)[0]
     assert not [key for key in asked if "/open/" in key and not key.endswith("/open/0")], asked
+
+
+@pytest.mark.parametrize("absent", ([], [0], [16_383], [3, 4, 9_000], [*range(64)]))
+def test_a_few_absent_ranks_of_many_take_few_requests(absent: list[int]) -> None:
+    requests: list[int] = []
+
+    def have_all(ranks: Sequence[int]) -> bool:
+        requests.append(len(ranks))
+        return not any(ranks[0] <= rank <= ranks[-1] for rank in absent)
+
+    assert absent_ranks.ranks_without(range(16_384), have_all) == absent
+    # Two requests for each halving: fourteen halvings for one rank.
+    assert len(requests) <= 1 + 28 * max(len(absent), 1)
+    assert absent_ranks.ranks_without([], have_all) == []

@@ -31,8 +31,8 @@ class Counters:
     def get_many(self, keys: Sequence[str], timeout_seconds: float) -> list[bytes]:
         return [b"%d" % self.values[key] for key in keys]
 
-    def present(self, key: str) -> bool:
-        return key in self.values
+    def present(self, *keys: str) -> bool:
+        return all(key in self.values for key in keys)
 
     def compare_set(self, key: str, expected: bytes, desired: bytes, timeout_seconds: float) -> bytes:
         return desired

@@ -331,8 +331,10 @@ class SaveAgreement:
 
     def _ask_for_absent(self) -> Sequence[int]:
         """Return the ranks that have set neither a statement nor a refusal."""
-        is_present = self._job.key_value_store.present
-        self._absent = [rank for rank in self._absent if not is_present(self._save.key("open", rank))]
+        is_present, key = self._job.key_value_store.present, self._save.key
+        self._absent = absent_ranks.ranks_without(
+            self._absent, lambda ranks: is_present(*(key("open", rank) for rank in ranks))
+        )
         return self._absent
 
     def _absence_error(self, limit: str) -> UnavailableError | None:

@@ -47,9 +47,9 @@ class TorchKeyValueStore:
 
         return self._call("get", keys[0], timeout_seconds, get) if keys else []
 
-    def present(self, key: str) -> bool:
-        """Return whether a key is set, without waiting."""
-        return self._call("check", key, _CALL_SECONDS, lambda store, _: bool(store.check([key])))
+    def present(self, *keys: str) -> bool:
+        """Return whether all keys are set, without waiting."""
+        return self._call("check", keys[0], _CALL_SECONDS, lambda store, _: bool(store.check(list(keys))))
 
     def add(self, key: str, amount: int, timeout_seconds: float) -> int:
         """Add to a counter that starts at 0 and return its new value. Never retried."""
