@@ -40,13 +40,8 @@ class NumberedSave:
             TimeoutError: It gave no answer; no number is taken.
         """
         job = self.job
-        # Read the next number before any verdict. In the other order, a verdict set in between would raise the number
-        # and move this rank past a save that it belongs to.
-        latest = int(self._find(job.key("opening", "next")) or 0)  # The number after the last save that rank 0 closed.
+        # A verdict that this rank missed is still there: it goes after a later commit, which needs this rank's vote.
         verdict = self._find_verdict(job.sequence)
-        if verdict is None and latest > job.sequence:
-            job.sequence = latest
-            verdict = self._find_verdict(latest)
         while verdict is not None:
             is_own = verdict.refused is not None and self._may_be(verdict.save_id)
             if is_own and not self._is_retried(job.sequence + 1):
@@ -55,7 +50,7 @@ class NumberedSave:
                 # rank 0 has already opened that number, because it retries the same save.
                 break
             # The other ranks opened and closed this number without this rank. Join them at the next.
-            job.sequence = max(job.sequence + 1, latest)
+            job.sequence += 1
             verdict = self._find_verdict(job.sequence)
         self.sequence = job.sequence
         job.sequence += 1
@@ -126,12 +121,6 @@ class NumberedSave:
             key, b"", encode_message(verdict), job.seconds_left(job.agreement_deadline())
         )
         if job.comm.rank == 0:
-            # Rank 0 deletes old verdicts later. A rank that missed them learns the next number from this key.
-            job.key_value_store.set(
-                job.key("opening", "next"),
-                str(self.sequence + 1).encode(),
-                job.seconds_left(job.agreement_deadline()),
-            )
             job.record_keys(self.sequence, [key])
         return decode_message(standing, SaveVerdict)
 

@@ -24,7 +24,7 @@ OPERATIONS = {"set", "get_many", "present", "compare_set"}
 
 @pytest.mark.parametrize("rank_of_fault", (0, 1))
 @pytest.mark.parametrize("after", (False, True))
-@pytest.mark.parametrize("at", range(1, 7))
+@pytest.mark.parametrize("at", range(1, 6))
 def test_nobody_waits_for_a_rank_whose_key_value_store_fails_once(rank_of_fault: int, after: bool, at: int) -> None:
     faults = Faults(None, names=OPERATIONS, at=at, after=after)
     world = World(2, settings=PATIENT, boards={rank_of_fault: lambda inner: FaultyKeyValueStore(inner, faults)})

@@ -43,11 +43,7 @@ class RankOneOfTwo:
 def test_rank_0s_refusal_may_land_at_any_moment_of_an_arrival(at: int, after: bool) -> None:
     def refuse(operation: FaultPoint) -> None:
         verdict = SaveVerdict((7, PLACE.hex()), refused=error_text(InvalidError("no")))
-        for key, value in (
-            (job.key("opening", 0, "verdict"), encode_message(verdict)),
-            (job.key("opening", "next"), b"1"),
-        ):
-            comm.real.set(key, value, 5.0)
+        comm.real.set(job.key("opening", 0, "verdict"), encode_message(verdict), 5.0)
 
     faults = Faults(refuse, at=at, names=("present", "get_many"), after=after)
     comm = RankOneOfTwo(faults)

@@ -20,12 +20,12 @@ class LateBoard:
     def __getattr__(self, name: str) -> object:
         return getattr(self._key_value_store, name)
 
-    def present(self, key: str) -> bool:
-        found = self._key_value_store.present(key)
+    def present(self, *keys: str) -> bool:
+        found = self._key_value_store.present(*keys)
         self._looks -= 1
         if self._looks == 0:
-            job = key.partition("/")[0]
-            self._key_value_store.wait([f"{job}/opening/0/verdict", f"{job}/opening/next"], 10.0)
+            job = keys[0].partition("/")[0]
+            self._key_value_store.wait([f"{job}/opening/0/verdict"], 10.0)
         return found
 
 
