@@ -1,7 +1,7 @@
 """The calls to the key-value store while thousands of ranks open a save and one of them is dead, in one process.
 
-Limit: the ranks run one after the other, so this counts calls and measures no time. The order is the worst one that
-the deadlines allow: all ranks arrive before any of them decides, and all deadlines pass before the refusal is set.
+Limit: the ranks run one after the other, so this counts calls and measures no time. All ranks arrive at one time, and
+the lowest one alive decides at its deadline. A wait of another rank that ends before runs out.
 
 Every rank runs the real agreement. A call counts as the requests that `TorchKeyValueStore` sends for it: one, except
 that a successful `get_many` is a wait and a read. A wait that times out counts as two, since c10d cancels it.
@@ -9,6 +9,7 @@ that a successful `get_many` is a wait and a read. A wait that times out counts 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,47 +27,64 @@ from holdfast.settings import Settings
 from holdfast.testing.comm import ThreadGroup
 
 STEP = 1000
-_OF_RANK_0 = ("/verdict", "opening/next")
-"""What ends a key that rank 0, or the elected rank, sets as it decides."""
+_VERDICT = "/verdict"
+"""What ends the key that rank 0, or the elected rank, sets as it decides."""
+
+
+class PaperClock(SystemClock):
+    """A clock that moves on only while a call waits."""
+
+    def __init__(self) -> None:
+        """Begin at 0."""
+        self.seconds = 0.0
+
+    def monotonic_seconds(self) -> float:
+        """Return the seconds since all ranks arrived."""
+        return self.seconds
 
 
 class UndecidedStore(InProcessKeyValueStore):
-    """The key-value store as one rank sees it: without a decision until the rank's first call of `decided_by`.
+    """The key-value store as one rank sees it: a decision is there from a time on.
 
-    No call waits: a key that is not there now stays absent until the deadline, because no other rank runs meanwhile.
+    No call waits: no other rank runs meanwhile. A key that is not there now stays absent until the limit of the call.
     """
 
-    def __init__(self, shared: InProcessKeyValueStore, decided_by: str) -> None:
+    def __init__(self, shared: InProcessKeyValueStore, clock: PaperClock, decided_at: float) -> None:
         """Share the keys of `shared`."""
         self._values, self._changed = shared._values, shared._changed
-        self._decided_by, self._is_decided = decided_by, False
+        self._clock, self._decided_at = clock, decided_at
         self.requests = 0
 
     def set(self, key: str, value: bytes, timeout_seconds: float) -> None:
         """As the port says."""
-        self._count("set")
+        self.requests += 1
         super().set(key, value, timeout_seconds)
 
     def get_many(self, keys: Sequence[str], timeout_seconds: float) -> list[bytes]:
-        """As the port says, without waiting."""
-        self._count("get_many", 2)
-        if all(map(self._is_seen, keys)):
-            return [self._values[key] for key in keys]
-        raise TimeoutError(f"{keys[0]}: not set")
-
-    def present(self, key: str) -> bool:
         """As the port says."""
-        self._count("present")
-        return self._is_seen(key)
+        self.requests += 2
+        clock = self._clock
+        if not all(map(self._is_seen, keys)):
+            end = clock.seconds + timeout_seconds
+            is_decided = end >= self._decided_at and all(key in self._values for key in keys)
+            clock.seconds = max(clock.seconds, self._decided_at) if is_decided else end
+            if not is_decided:
+                raise TimeoutError(f"{keys[0]}: not set")
+        return [self._values[key] for key in keys]
+
+    def present(self, *keys: str) -> bool:
+        """As the port says."""
+        self.requests += 1
+        return all(map(self._is_seen, keys))
 
     def add(self, key: str, amount: int, timeout_seconds: float) -> int:
         """As the port says."""
-        self._count("add")
+        self.requests += 1
         return super().add(key, amount, timeout_seconds)
 
     def compare_set(self, key: str, expected: bytes, desired: bytes, timeout_seconds: float) -> bytes:
         """As the port says."""
-        self._count("compare_set")
+        self.requests += 1
         return super().compare_set(key, expected, desired, timeout_seconds)
 
     def wait(self, keys: Sequence[str], timeout_seconds: float) -> None:
@@ -75,15 +93,11 @@ class UndecidedStore(InProcessKeyValueStore):
 
     def delete(self, keys: Sequence[str]) -> None:
         """As the port says."""
-        self._count("delete", len(keys))
+        self.requests += len(keys)
         super().delete(keys)
 
-    def _count(self, verb: str, requests: int = 1) -> None:
-        self.requests += requests
-        self._is_decided |= verb == self._decided_by
-
     def _is_seen(self, key: str) -> bool:
-        return key in self._values and (self._is_decided or not key.endswith(_OF_RANK_0))
+        return key in self._values and (self._clock.seconds >= self._decided_at or not key.endswith(_VERDICT))
 
 
 def calls_with_a_dead_rank(job: SyntheticJob, place: CheckpointLocation, settings: Settings) -> dict[str, int]:
@@ -95,26 +109,29 @@ def calls_with_a_dead_rank(job: SyntheticJob, place: CheckpointLocation, setting
     settings = replace(settings, arena_bytes_max=0)
     leader = LoneComm(ThreadGroup(job.world_size), 0)
     state = StateFingerprint(job.collected_on(0), Job(leader, SystemClock(), settings), place)
-    # With rank 0 alive, it decides first and the others find its verdict once they wait. With rank 0 dead, the others
-    # find no verdict before one of them is elected.
-    dead_other = _requests(job.world_size, job.world_size - 1, "set", state, settings)
-    dead_first = _requests(job.world_size, 0, "compare_set", state, settings)
+    dead_other = _requests(job.world_size, job.world_size - 1, state, settings)
+    dead_first = _requests(job.world_size, 0, state, settings)
     return {"store_calls_dead_rank": max(dead_other, dead_first), "store_calls_dead_rank_not_0": dead_other}
 
 
-def _requests(world_size: int, dead: int, decided_by: str, state: StateFingerprint, settings: Settings) -> int:
+def _requests(world_size: int, dead: int, state: StateFingerprint, settings: Settings) -> int:
     group = ThreadGroup(world_size)
     statement = state.statement(STEP)
     alive = [rank for rank in range(world_size) if rank != dead]
-    stores = {rank: UndecidedStore(group.key_value_store, decided_by) for rank in alive}
-    jobs = {rank: Job(LoneComm(group, rank, stores[rank]), SystemClock(), settings) for rank in alive}
+    nonce = Job(LoneComm(group, alive[0]), SystemClock(), settings).nonce
     # All have arrived before the first one decides. Each sets the same record again when its turn comes.
     for rank in alive:
-        group.key_value_store.set(jobs[rank].key("opening", 0, "open", rank), statement.encode(), 60.0)
-    for job in jobs.values():
-        agreement = SaveAgreement(job, STEP, b"on paper")
+        group.key_value_store.set(f"{nonce}/opening/0/open/{rank}", statement.encode(), 60.0)
+    requests, decided_at = 0, math.inf
+    for rank in alive:
+        clock = PaperClock()
+        store = UndecidedStore(group.key_value_store, clock, decided_at)
+        agreement = SaveAgreement(Job(LoneComm(group, rank, store), clock, settings), STEP, b"on paper")
         assert _is_refused(partial(agreement.agree, statement, state, paper_context)), "no save without every rank"
-    return sum(store.requests for store in stores.values())
+        # The lowest rank alive decides: rank 0, or the elected one.
+        decided_at = min(decided_at, clock.seconds)
+        requests += store.requests
+    return requests
 
 
 def _is_refused(agree: Callable[[], object]) -> bool:

@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 ASK_SECONDS = 10.0
 """How long a rank waits for the others before one rank asks which ranks have not called."""
 
+ASKING_RANKS = 64
+"""The lowest ranks, of which one is elected to ask. An election costs the key-value store a request of each rank."""
+
 _ARRIVAL_SECONDS = 2.0
 """How long a rank waits before it states that it has called. A rank that called later counts as absent."""
 

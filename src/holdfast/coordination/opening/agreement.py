@@ -305,6 +305,8 @@ class SaveAgreement:
     def _await(self, keys: Sequence[str], deadline: float, asking_seconds: float = 0.0) -> list[bytes]:
         """Return the values of keys once all are set; log after ten seconds which ranks have not called.
 
+        Only the lowest ranks look after ten seconds: of thousands of ranks, each makes one call until the refusal.
+
         Args:
             keys: The keys.
             deadline: When this rank gives up.
@@ -313,7 +315,9 @@ class SaveAgreement:
             TimeoutError: The deadline has passed.
         """
         job = self._job
-        if self._is_elected is None and job.seconds_left(deadline) > absent_ranks.ASK_SECONDS:
+        if job.comm.rank >= absent_ranks.ASKING_RANKS:
+            deadline += asking_seconds
+        elif self._is_elected is None and job.seconds_left(deadline) > absent_ranks.ASK_SECONDS:
             with suppress(TimeoutError):
                 return job.key_value_store.get_many(keys, absent_ranks.ASK_SECONDS)
             absent = self._ask_for_absent() if self._elect() else None
