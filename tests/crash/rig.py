@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import os
 import re
@@ -58,7 +59,8 @@ def expected_fingerprint(step: int) -> str:
 
 def training_state(step: int) -> State:
     """Return a module, an optimizer that has stepped, and values; all but one tensor another at every step."""
-    torch.manual_seed(step)
+    # `torch.manual_seed` also seeds accelerators, and formats the whole stack of the caller for each kind.
+    torch.default_generator.manual_seed(step)
     model = torch.nn.Sequential(torch.nn.Linear(37, 41), torch.nn.BatchNorm1d(41), torch.nn.Linear(41, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for parameter in model.parameters():
@@ -185,6 +187,8 @@ def in_child(act: Callable[[], None]) -> Ending:
     if child == 0:
         code = 17
         try:
+            # The collector would visit what the child inherited, and so copy its pages.
+            gc.freeze()
             # A forked process has none of the threads that share out torch's work.
             torch.set_num_threads(1)
             act()
