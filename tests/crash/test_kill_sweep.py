@@ -14,10 +14,12 @@ import torch
 from holdfast.errors import ConflictError
 from holdfast.stores.local import LocalStore
 from holdfast.testing.faults import Faults, FaultyStore, kill_process
+from tests.crash.judging import Judged
 from tests.crash.rig import (
     LAZY,
     NEW,
     OLD,
+    Ending,
     attempted,
     committed_at,
     go_back,
@@ -83,6 +85,7 @@ def save_what_is_partly_frozen_over_store(root: Path, faults: Faults) -> None:
 
 def sweep(template: Path, work: Path, save: Saver, expected: set[int]) -> list[str]:
     """Kill a save at its first operation, its second, …, until it lives; return what became of each."""
+    judged = Judged[str]()
     fates = []
     for at in range(1, 2000):
         root = work / str(at)
@@ -91,24 +94,30 @@ def sweep(template: Path, work: Path, save: Saver, expected: set[int]) -> list[s
         faults = Faults(kill_process(), at=at)
         ending = in_child(partial(save, root, faults))
         assert ending.killed != ending.acknowledged, "it either died or said that it was done"
-        survived = set(run_at(local_store(root)).steps())
         try:
-            assert survived in (expected, expected | {NEW})
-            if ending.acknowledged:
-                assert NEW in survived, "an acknowledged checkpoint was lost"
-            if NEW in survived:
-                require_whole(root, survived)
-            resume(root, committed=NEW in survived)
-            require_whole(root, expected | {NEW})
-            require_clean(root, NEW, found_committed=NEW in survived)
+            fates.append(judged.fate(root, ending, partial(old_or_new, root, ending, expected)))
         except BaseException as error:
             error.add_note(f"killed at operation {at}; files: {sorted(paths_under(root))}")
             raise
-        shutil.rmtree(root)
-        fates.append("new" if NEW in survived else "old")
+        shutil.rmtree(root, ignore_errors=not root.exists())
         if ending.acknowledged:
+            print(f"{judged.deaths} deaths left {judged.contents} contents")
             return fates
     raise AssertionError("the save never came to its end")
+
+
+def old_or_new(root: Path, ending: Ending, expected: set[int]) -> str:
+    """Require that the old step or the new one is whole, and that training resumes; return which."""
+    survived = set(run_at(local_store(root)).steps())
+    assert survived in (expected, expected | {NEW})
+    if ending.acknowledged:
+        assert NEW in survived, "an acknowledged checkpoint was lost"
+    if NEW in survived:
+        require_whole(root, survived)
+    resume(root, committed=NEW in survived)
+    require_whole(root, expected | {NEW})
+    require_clean(root, NEW, found_committed=NEW in survived)
+    return "new" if NEW in survived else "old"
 
 
 def resume(root: Path, *, committed: bool) -> None:
@@ -167,12 +176,14 @@ def test_going_back_dies_anywhere_and_no_step_of_either_timeline_is_lost(
     in_memory: Path, save: Saver, stride: int
 ) -> None:
     committed_at(in_memory / "template", OLD, NEW)
+    judged = Judged[str]()
     fates = []
     for at in range(1, 2000, stride):
         root = in_memory / str(at)
         shutil.copytree(in_memory / "template", root)
         ending = in_child(partial(save, root, Faults(kill_process(), at=at)))
-        fates.append(require_no_timeline_lost(root, acknowledged=ending.acknowledged))
+        judge = partial(require_no_timeline_lost, root, acknowledged=ending.acknowledged)
+        fates.append(judged.fate(root, ending, judge))
         shutil.rmtree(root)
         if ending.acknowledged:
             break
