@@ -19,6 +19,7 @@ from holdfast.ports.store import Store
 from holdfast.repository.catalog import read_run_id
 from holdfast.runs.garbage_collection import CheckpointGC
 from holdfast.testing.faults import Faults, FaultyStore, fail_with, kill_process, raise_error
+from tests.crash.judging import Judged
 from tests.crash.mounts import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image
 from tests.crash.rig import committed_at, in_child, local_store, paths_under, require_whole, run_at
 
@@ -53,13 +54,18 @@ def over_store(root: Path, faults: Faults) -> None:
     collect(FaultyStore(local_store(root), faults))
 
 
-def require_goes_on(root: Path) -> None:
-    """Require that what is left is whole, and that another collection ends as one that nothing disturbed."""
+def require_goes_on(root: Path) -> int:
+    """Require that what is left is whole, and that another collection ends as one that nothing disturbed.
+
+    Returns:
+        How many steps were gone.
+    """
     left = set(run_at(local_store(root)).steps())
     assert left >= KEPT, "a kept step was lost"
     require_whole(root, left)
     collect(local_store(root))
     require_collected(root)
+    return len(STEPS) - len(left)
 
 
 def require_collected(root: Path) -> None:
@@ -80,13 +86,13 @@ def template(in_memory: Path) -> Path:
 @pytest.mark.parametrize("way", [over_syscalls, over_store])
 def test_killed_anywhere(in_memory: Path, template: Path, way: Callable[[Path, Faults], None]) -> None:
     root = in_memory / "root"
+    judged = Judged[int]()
     gone = []
     for at in range(1, 4000, STRIDE if way is over_syscalls else 1):
         shutil.copytree(template, root)
         ending = in_child(partial(way, root, Faults(kill_process(), at=at)))
         try:
-            gone.append(len(STEPS) - len(run_at(local_store(root)).steps()))
-            require_goes_on(root)
+            gone.append(judged.fate(root, ending, partial(require_goes_on, root)))
         except BaseException as error:
             error.add_note(f"killed at operation {at}; files: {sorted(paths_under(root))}")
             raise
@@ -96,11 +102,12 @@ def test_killed_anywhere(in_memory: Path, template: Path, way: Callable[[Path, F
     assert ending.acknowledged
     assert {0, 1, 2} >= set(gone) >= {0, 2}, "it was killed before the first manifest went and after the last"
     assert gone == sorted(gone), "what went stays gone"
-    print(f"{way.__name__}: {at} points, 0 kept steps lost, 0 unreadable")
+    print(f"{way.__name__}: {judged.deaths} deaths left {judged.contents} contents: 0 kept steps lost, 0 unreadable")
 
 
 def test_an_error_at_any_operation_loses_nothing(in_memory: Path, template: Path) -> None:
     root = in_memory / "root"
+    judged = Judged[int]()
     for at in range(1, 2000):
         shutil.copytree(template, root)
         faults = Faults(raise_error(UnavailableError), at=at)
@@ -108,7 +115,7 @@ def test_an_error_at_any_operation_loses_nothing(in_memory: Path, template: Path
             over_store(root, faults)
         except CheckpointError as error:
             assert "a fault was injected at" in str(error) or faults.met
-        require_goes_on(root)
+        judged.fate(root, "ended", partial(require_goes_on, root))
         shutil.rmtree(root)
         if not faults.met:
             break
@@ -122,13 +129,14 @@ def test_an_error_of_the_system_loses_nothing(in_memory: Path, template: Path, c
     shutil.copytree(template, root)
     over_syscalls(root, total)
     shutil.rmtree(root)
+    judged = Judged[int]()
     for at in range(1 + code % 7, total.counted + 1, 7):
         shutil.copytree(template, root)
         try:
             over_syscalls(root, Faults(fail_with(code), at=at))
         except CheckpointError:
             pass
-        require_goes_on(root)
+        judged.fate(root, "ended", partial(require_goes_on, root))
         shutil.rmtree(root)
 
 

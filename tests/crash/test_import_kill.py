@@ -20,10 +20,12 @@ from holdfast.frameworks.alone import AloneComm
 from holdfast.offline.imports.import_step import import_step
 from holdfast.ports.store import Store
 from holdfast.testing.faults import Faults, FaultyStore, kill_process
+from tests.crash.judging import Judged
 from tests.crash.rig import (
     NEW,
     OLD,
     SETTINGS,
+    Ending,
     committed_at,
     in_child,
     local_store,
@@ -88,33 +90,40 @@ def test_killed_anywhere(
     template = in_memory / "template"
     if before:
         committed_at(template, *before)
+    judged = Judged[str]()
     fates = []
     for at in range(1, 1000):
         root = in_memory / "root"
         if before:
             shutil.copytree(template, root)
         ending = in_child(partial(way, source, copied, root, Faults(kill_process(), at=at)))
-        survived = set(run_at(local_store(root)).steps())
         try:
-            assert survived in (before, before | {NEW})
-            assert NEW in survived or not ending.acknowledged, "an acknowledged import was lost"
-            if NEW in survived:
-                require_imported(root, source)
-                with pytest.raises(ConflictError):
-                    import_into(local_store(root), source, copied=copied)
-            else:
-                import_into(local_store(root), source, copied=copied)
-            require_imported(root, source)
-            require_step_clean(root, found_committed=NEW in survived)
+            fates.append(judged.fate(root, ending, partial(old_or_new, root, source, ending, before, copied=copied)))
         except BaseException as error:
             error.add_note(f"killed at operation {at}; files: {sorted(paths_under(root))}")
             raise
-        shutil.rmtree(root)
-        fates.append("new" if NEW in survived else "old")
+        shutil.rmtree(root, ignore_errors=not root.exists())
         if ending.acknowledged:
             break
+    print(f"{judged.deaths} deaths left {judged.contents} contents")
     assert {"old", "new"} == set(fates), "the import was killed before its commit and after it"
     assert fates == sorted(fates, reverse=True), "once committed it stays committed"
+
+
+def old_or_new(root: Path, source: Path, ending: Ending, before: set[int], *, copied: bool) -> str:
+    """Require that the import is there and whole, or is not there and can be made; return which."""
+    survived = set(run_at(local_store(root)).steps())
+    assert survived in (before, before | {NEW})
+    assert NEW in survived or not ending.acknowledged, "an acknowledged import was lost"
+    if NEW in survived:
+        require_imported(root, source)
+        with pytest.raises(ConflictError):
+            import_into(local_store(root), source, copied=copied)
+    else:
+        import_into(local_store(root), source, copied=copied)
+    require_imported(root, source)
+    require_step_clean(root, found_committed=NEW in survived)
+    return "new" if NEW in survived else "old"
 
 
 def require_step_clean(root: Path, *, found_committed: bool) -> None:

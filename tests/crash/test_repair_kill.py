@@ -16,11 +16,13 @@ from holdfast.clock import SystemClock
 from holdfast.offline.repair.repair import Repair
 from holdfast.testing.faults import Faults, kill_process
 from tests.crash.damages import DAMAGES, damage_a_chunk, index_of, manifest_of, truncate
+from tests.crash.judging import Judged
 from tests.crash.mounts import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image, workplace
 from tests.crash.rig import (
     NEW,
     OLD,
     SETTINGS,
+    Ending,
     committed_at,
     content_under,
     in_child,
@@ -97,26 +99,32 @@ def test_a_repair_killed_anywhere_leaves_what_was_and_ends_well_when_run_again(i
     template = in_memory / "template"
     quarantined_at(template, HARMS[harm])
     before = content_under(template)
+    judged = Judged[None]()
     kills = 0
     # Of the thirty files that one takes away, not each tells something new.
     for at in range(1, 2000, 13 if harm == "split" else 1):
         root = in_memory / str(at)
         shutil.copytree(template, root)
         ending = in_child(partial(repair, root, Faults(kill_process(), at=at, names=CHANGES)))
+        kills += ending.killed
         try:
-            require_no_worse(root, before)
-            if ending.killed:
-                kills += 1
-                finished(root)
-            require_whole(root, {OLD, NEW})
+            judged.fate(root, ending, partial(require_repaired, root, before, ending))
         except BaseException as error:
             error.add_note(f"killed at operation {at}; found {sorted(paths_under(root))}")
             raise
         shutil.rmtree(root)
         if not ending.killed:
             break
-    print(f"{kills} kills")
+    print(f"{kills} kills left {judged.contents} contents")
     assert kills >= 12
+
+
+def require_repaired(root: Path, before: dict[str, bytes], ending: Ending) -> None:
+    """Require that nothing got worse, and that both steps are whole when the repair has run to its end."""
+    require_no_worse(root, before)
+    if ending.killed:
+        finished(root)
+    require_whole(root, {OLD, NEW})
 
 
 def finished(root: Path) -> None:
@@ -132,6 +140,7 @@ def test_what_a_repair_cannot_save_is_no_worse_for_being_killed(in_memory: Path)
     damage_a_chunk(step_path(template, NEW))
     DAMAGES["index-missing"](step_path(template, NEW))
     before = content_under(template)
+    judged = Judged[None]()
     for at in range(1, 2000):
         root = in_memory / str(at)
         shutil.copytree(template, root)
@@ -141,7 +150,7 @@ def test_what_a_repair_cannot_save_is_no_worse_for_being_killed(in_memory: Path)
             Repair(store, none_allowed, SystemClock(), SETTINGS).run(None)
 
         ending = in_child(hurt)
-        require_no_worse(root, before)
+        judged.fate(root, ending, partial(require_no_worse, root, before))
         shutil.rmtree(root)
         if not ending.killed:
             return
