@@ -20,7 +20,7 @@ import torch
 import holdfast
 from holdfast.api import list_steps
 from holdfast.checkpoint_manager import CheckpointManager
-from holdfast.clock import SystemClock
+from holdfast.clock import Clock, SystemClock
 from holdfast.coordination.job import Job
 from holdfast.frameworks.torch.comm import SoloComm
 from holdfast.frameworks.torch.framework import TorchFramework
@@ -111,16 +111,18 @@ def local_store(root: Path, faults: Faults | None = None) -> LocalStore:
     return LocalStore(root, settings=SETTINGS, syscalls=syscalls)
 
 
-def run_at(store: Store, board_faults: Faults | None = None, settings: Settings = SETTINGS) -> CheckpointManager:
+def run_at(
+    store: Store, board_faults: Faults | None = None, settings: Settings = SETTINGS, clock: Clock | None = None
+) -> CheckpointManager:
     """Return a run as the manager builds it, except that it may save before it loads."""
     comm = SoloComm() if board_faults is None else FaultyComm(board_faults)
     ranks = Ranks(comm.rank, comm.world_size, comm.rank_of_global)
-    return goes_on(CheckpointManager.over(store, Job(comm, SystemClock(), settings, TorchFramework(ranks))))
+    return goes_on(CheckpointManager.over(store, Job(comm, clock or SystemClock(), settings, TorchFramework(ranks))))
 
 
-def committed_at(root: Path, *steps: int) -> None:
+def committed_at(root: Path, *steps: int, clock: Clock | None = None) -> None:
     """Save steps without any fault."""
-    run = run_at(local_store(root))
+    run = run_at(local_store(root), clock=clock)
     for step in steps:
         run.save(step, training_state(step)).wait()
     run.close()
