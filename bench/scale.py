@@ -22,7 +22,6 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
-from bench.connections import announced_step_calls, connections_per_rank
 from bench.load_on_paper import Given, bytes_into_rank
 from bench.opening_on_paper import STEP, Opened, opened, opened_with_a_difference, packs_on, paper_context
 from bench.silence_on_paper import calls_with_a_dead_rank
@@ -301,6 +300,9 @@ def main() -> None:
         found.append(measured(moe, arguments.root, loads=False))
         keys |= {f"moe_{key}_{moe.world_size}": value for key, value in found[-1].items()}
         # The number of ranks does not change these.
+        # Here and not at the top: it imports torch, and the peaks that other processes state would hold it.
+        from bench.connections import announced_step_calls, connections_per_rank
+
         keys |= connections_per_rank() | announced_step_calls()
     known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     RESULTS.parent.mkdir(exist_ok=True)
