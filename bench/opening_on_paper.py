@@ -31,8 +31,11 @@ STEP = 1000
 POSITION = "loader.position"
 
 
-class Left(Exception):
-    """Raised in a rank that is not measured, at the point where it would wait."""
+class Left(BaseException):
+    """Raised in a rank that is not measured, at the point where it would wait.
+
+    It is no `Exception`: a rank that fails refuses the save, and this one goes on elsewhere.
+    """
 
 
 class LeavingBoard(InProcessKeyValueStore):
