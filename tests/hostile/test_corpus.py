@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.crash.mounts import workplace
 from tests.hostile.cases import HARMLESS
 from tests.hostile.corpus import CASES
 from tests.hostile.crafting import Crafted, make_template
@@ -25,15 +26,15 @@ pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture(scope="session")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+def outcomes() -> Iterator[dict[str, Any]]:
     """What each case came to, tried in one process that does nothing else; and what it grew to, under ''."""
-    workplace = tmp_path_factory.mktemp("hostile")
     CANARY.unlink(missing_ok=True)
     environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY / 'src'}{os.pathsep}{REPOSITORY}"}
-    command = [sys.executable, "-W", "error", "-m", "tests.hostile.trial", str(workplace)]
-    done = subprocess.run(
-        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=550, check=False
-    )
+    with workplace() as folder:
+        command = [sys.executable, "-W", "error", "-m", "tests.hostile.trial", str(folder)]
+        done = subprocess.run(
+            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=550, check=False
+        )
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, done.stderr[-3000:]
     yield {each.get("name", ""): each for each in found}
