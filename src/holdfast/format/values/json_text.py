@@ -49,7 +49,7 @@ def dumps(document: object, *, indent: int | None = None) -> bytes:
     """
     _check_document(document)
     text = json.dumps(document, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8")
-    # `json` indents in Python, some ten times slower than it encodes; the bytes are the same.
+    # `json` indents in Python, msgspec in C. The bytes are the same.
     return text if indent is None else msgspec.json.format(text, indent=indent)
 
 
