@@ -33,7 +33,6 @@ _PAIR = struct.Struct("<II")
 _PAIRS_MAX = 1_000_000
 """Most pairs of boxes that the search for an overlap compares: a message must not take hours."""
 
-
 _LAYOUTS_MAX = 4
 """Layouts kept: a job may save several in turn."""
 

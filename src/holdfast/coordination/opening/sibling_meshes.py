@@ -156,9 +156,8 @@ class MeshJudgement:
         Raises:
             CheckpointError: A rank refused.
         """
-        digests: dict[int, Mapping[int, str]] = {}
-        for rank, record in zip(ranks, read("samples", ranks), strict=True):
-            digests[rank] = decode_message(record, dict[int, str])
+        records = zip(ranks, read("samples", ranks), strict=True)
+        digests = {rank: decode_message(record, dict[int, str]) for rank, record in records}
         for number in range(len(self._found.families)):
             # Ranks at equal positions of siblings hold equal pieces.
             for ranks in zip(*(mesh.ranks for mesh in self._family(number)), strict=True):
