@@ -193,9 +193,9 @@ class Store(Readable, Protocol):
     A key is relative, its parts are separated by `/`, and each part matches `[A-Za-z0-9._-]{1,128}` without a leading
     dot. Any other key is `InvalidError`.
 
-    A store has no rename, no append and no locks, so that file systems and object stores behave alike. Any thread may
-    make any call. Implementations raise only the five errors. A wrong call, or a place without write permission, is
-    `InvalidError`. A failure that may be temporary (full disk, quota, I/O error, too many open files) is
+    A store has no append, no locks and no rename but `move`, so that file systems and object stores behave alike. Any
+    thread may make any call. Implementations raise only the five errors. A wrong call, or a place without write
+    permission, is `InvalidError`. A failure that may be temporary (full disk, quota, I/O error, too many open files) is
     `UnavailableError`. An absent key is `MissingError`, a lost race `ConflictError`.
     """
 
@@ -254,6 +254,22 @@ class Store(Readable, Protocol):
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; absent keys are no error. Follows no links."""
+        ...
+
+    def move(self, key: str, new_key: str) -> None:
+        """Give an object another key; durable on return.
+
+        Exactly one object moves, the one that is at `key` at that moment. At any time, and after a crash at any point,
+        it is at one key at least. What is stored at `key` afterwards stays. An object store copies the object, deletes
+        the original on condition that it is still the same, and otherwise deletes the copy and begins again.
+
+        Args:
+            key: The object.
+            new_key: A key that no other call uses, for example with random digits. An object there may be replaced.
+        Raises:
+            MissingError: No such key.
+            UnavailableError: It failed; the object may have either key.
+        """
         ...
 
 
@@ -336,3 +352,7 @@ class ForwardingStore(ForwardingReadable):
         """Remove objects; absent keys are no error."""
         listed = tuple(keys)
         self._around("delete", ",".join(listed), lambda: self._inner.delete(listed))
+
+    def move(self, key: str, new_key: str) -> None:
+        """Give an object another key."""
+        self._around("move", key, lambda: self._inner.move(key, new_key))

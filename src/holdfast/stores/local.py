@@ -152,6 +152,29 @@ class LocalStore(FileReading):
                 self._folders.sweep(parts)
                 self._sync_remaining(parts)
 
+    def move(self, key: str, new_key: str) -> None:
+        """Give an object another key; durable on return."""
+        parts, new_parts, where = split_key(key), split_key(new_key), self._where(key)
+        with translated("move", where, writing=True):
+            self._in_folder(new_parts[:-1], lambda folder: self._rename_into(folder, parts, new_parts[-1], where))
+            # The new name first: a power cut in between leaves both names rather than none, where that can happen.
+            self._folders.sync(new_parts[:-1])
+            self._sync_remaining(parts[:-1])
+
+    def _rename_into(self, new_folder: int, parts: tuple[str, ...], new_name: str, where: str) -> None:
+        try:
+            with self._folders.opened(parts[:-1]) as folder:
+                _require_regular(self._syscalls.stat(parts[-1], dir_fd=folder), where)
+        except FileNotFoundError as absent:
+            # A network file system may repeat a call whose reply was lost. Nobody else uses the new name.
+            with suppress(FileNotFoundError):
+                self._syscalls.stat(new_name, dir_fd=new_folder)
+                return
+            raise MissingError(f"{where}: no such object") from absent
+        with self._folders.opened(parts[:-1]) as folder:
+            # If this finds no file, one of the two folders or the object was removed: the caller tries again.
+            self._syscalls.rename(parts[-1], new_name, dir_fd=folder, new_dir_fd=new_folder)
+
     def _make_durable(self, key: str) -> None:
         """Make durable an object of another process, which may have died before it did so."""
         parts = split_key(key)

@@ -103,13 +103,25 @@ class MemoryStore:
             with _lock:
                 self._objects.pop(key, None)
 
+    def move(self, key: str, new_key: str) -> None:
+        """Give an object another key."""
+        split_key(key)
+        split_key(new_key)
+        with _lock:
+            if key not in self._objects:
+                raise self._missing(key)
+            self._objects[new_key] = self._objects.pop(key)
+
     def _object(self, key: str) -> bytes:
         split_key(key)
         with _lock:
             data = self._objects.get(key)
         if data is None:
-            raise MissingError(f"{self.url}/{key}: no such object")
+            raise self._missing(key)
         return data
+
+    def _missing(self, key: str) -> MissingError:
+        return MissingError(f"{self.url}/{key}: no such object")
 
     def _conflict(self, key: str) -> ConflictError:
         return ConflictError(f"{self.url}/{key}: another writer stored it; it was not touched")

@@ -97,9 +97,9 @@ class Syscalls:
         """Give a file a second name unless that name is taken."""
         os.link(name, new_name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
 
-    def rename(self, name: str, new_name: str, *, dir_fd: int) -> None:
-        """Rename a file, replacing a file of the new name."""
-        os.rename(name, new_name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+    def rename(self, name: str, new_name: str, *, dir_fd: int, new_dir_fd: int | None = None) -> None:
+        """Rename a file, replacing a file of the new name; into another folder if `new_dir_fd` is given."""
+        os.rename(name, new_name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd if new_dir_fd is None else new_dir_fd)
 
     def rename_noreplace(self, name: str, new_name: str, *, dir_fd: int) -> None:
         """Rename a file unless that name is taken."""

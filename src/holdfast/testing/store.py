@@ -9,6 +9,7 @@ import mmap
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import ClassVar
 
 import pytest
@@ -452,6 +453,27 @@ class Listings(_StoreFixture):
         assert keys(store) == []
         store.put_if_absent("b/c", b"anew")
         assert store.get("b/c", 4) == b"anew"
+
+    def test_move(self, store: Store) -> None:
+        store.put("a/b/c", b"1")
+        store.move("a/b/c", "new/folder/c")
+        store.put_if_absent("a/b/c", b"anew")
+        assert (store.get("a/b/c", 4), store.get("new/folder/c", 1)) == (b"anew", b"1")
+        for absent in ("none", "none/at/all", "a/b", "a/b/c/below"):
+            with pytest.raises(MissingError):
+                store.move(absent, "new/key")
+        assert keys(store) == ["a/b/c", "new/folder/c"]
+
+    def test_writers_beside_movers_lose_nothing(self, store: Store) -> None:
+        def write(number: int) -> int:
+            for turn in range(5):
+                with suppress(MissingError):
+                    store.put_if_absent(f"a/{number}-{turn}", b"1")
+                    store.move(f"a/{(number + 1) % 4}-{turn}", f"b/{number}-{turn}")
+            return 5
+
+        with ThreadPoolExecutor(4) as pool:
+            assert sum(pool.map(write, range(4))) == len(keys(store))
 
     def test_writers_beside_deleters(self, store: Store) -> None:
         def write(number: int) -> None:

@@ -36,6 +36,10 @@ class OverlayStore(ForwardingStore):
         """Remove objects."""
         self.pending.update(dict.fromkeys(keys))
 
+    def move(self, key: str, new_key: str) -> None:
+        """Raise: a repair copies and deletes."""
+        raise NotImplementedError(key)
+
     def upload(self, key: str, total_bytes: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
         """Raise: a repair writes no packs."""
         raise NotImplementedError(key)
