@@ -14,8 +14,8 @@ from holdfast.format.names import MANIFEST_FILE, is_attempt_folder, manifest_key
 from holdfast.format.sealed_json import header, sealed, unsealed
 from holdfast.format.timeline import timeline_in_damaged
 from holdfast.ports.store import Store
-from holdfast.repository.epochs import require_newest
 from holdfast.repository.publish import packs_named_by
+from holdfast.repository.withdrawal import withdraw
 from holdfast.types.timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -173,10 +173,8 @@ def supersede(store: Store, step: int, epoch: int, key: str | None = None) -> bo
             return False
     except MissingError:
         return False
-    backup(store, step, key, MANIFEST_BYTES_MAX, MANIFEST_FILE)
-    # Directly before the deletion: a newer writer may have published another manifest under this key.
-    require_newest(store, epoch)
-    store.delete([key])
+    copy_key = backup(store, step, key, MANIFEST_BYTES_MAX, MANIFEST_FILE)
+    withdraw(store, step, key, store.get(copy_key, MANIFEST_BYTES_MAX), epoch)
     return True
 
 

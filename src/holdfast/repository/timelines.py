@@ -11,16 +11,17 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from holdfast.errors import CorruptError, InvalidError, MissingError
+from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest, run_fields_of_manifest
 from holdfast.format.names import SUPERSEDED_FOLDER, manifest_key, superseded_in, superseded_key
 from holdfast.format.sealed_json import possible_digests
 from holdfast.format.timeline import timeline_in_damaged
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import step_folders
-from holdfast.repository.epochs import current_fence, require_newest, unreadable_error
+from holdfast.repository.epochs import current_fence, unreadable_error
 from holdfast.repository.publish import publish
 from holdfast.repository.quarantine import stated_timelines
+from holdfast.repository.withdrawal import name_moved, withdraw
 from holdfast.types.epoch import Fence
 from holdfast.types.manifest import Manifest
 from holdfast.types.timeline import FIRST_TIMELINE, Timeline
@@ -141,7 +142,8 @@ def _age_in(newest: Timeline, manifest: StoredManifest) -> int:
 def displace(store: Store, step: int, digest: str, epoch: int) -> None:
     """Move the manifest of a step to `superseded/`, so that a newer timeline can save the step.
 
-    The copy is durable before the manifest goes. After a crash in between, both exist and are the same manifest.
+    The copy is durable before the manifest goes. After a crash in between, both exist and are the same manifest. A
+    manifest that a newer writer has published here meanwhile stays: see `withdraw`.
 
     Args:
         store: The root of the run.
@@ -152,14 +154,9 @@ def displace(store: Store, step: int, digest: str, epoch: int) -> None:
         ConflictError: Another process took over; the manifest stays.
     """
     key = manifest_key(step)
-    publish(store, superseded_key(step, digest), store.get(key, MANIFEST_BYTES_MAX))
-    # Directly before the deletion: a writer that was stopped for longer than its lease may find here the manifest that
-    # a newer writer has published at this step. If this process is stopped between the check and the deletion, the
-    # deletion may still remove such a manifest, because a store deletes by key alone. No reader or writer can restore
-    # it then: nothing else names its attempt. If the newer writer has not saved the step, the deletion does no harm:
-    # its list has the manifest, and the copy counts.
-    require_newest(store, epoch)
-    store.delete([key])
+    data = store.get(key, MANIFEST_BYTES_MAX)
+    publish(store, superseded_key(step, digest), data)
+    withdraw(store, step, key, data, epoch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +254,18 @@ def moved_steps(store: Store, fence: Fence) -> list[tuple[int, str]]:
         else:
             if not fence.admits(step, epoch, digest):
                 continue
+            if key != superseded_key(step, digest):
+                _name_by_digest(store, step, data)
         counted.append((step, digest))
     return counted
+
+
+def _name_by_digest(store: Store, step: int, data: bytes) -> None:
+    """Store a manifest by its digest too: its former writer ended while it put the manifest back."""
+    try:
+        name_moved(store, step, data)
+    except (ConflictError, InvalidError) as error:  # It counts by its content; only a look by digest misses it.
+        logger.warning("step %d: %s", step, error)
 
 
 def _digest_before_damage(step: int, key: str, data: bytes, fence: Fence) -> str | None:

@@ -109,9 +109,9 @@ def run_record(store: Store) -> RunRecord:
     superseded = run_timelines(store).superseded if fence.has_timelines else ()
     records = [_step_record(store, step, tags, known.get(step, {}), fence, moved) for step in steps]
     stored = {record.manifest.digest for record in records if record.manifest is not None}
-    records += [
-        _moved_record(manifest, tags, known, fence) for manifest in moved.manifests if manifest.digest not in stored
-    ]
+    # Both copies of a manifest may exist: one record.
+    elsewhere = {manifest.digest: manifest for manifest in moved.manifests if manifest.digest not in stored}
+    records += [_moved_record(manifest, tags, known, fence) for manifest in elsewhere.values()]
     return RunRecord(
         store.url, run_id, error, _with_superseded(records, superseded), tuple(tags.whole.values()), tags.damaged
     )

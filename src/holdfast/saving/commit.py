@@ -21,7 +21,7 @@ from holdfast.format.digest import hex_digest_of
 from holdfast.format.index.index import Index
 from holdfast.format.index.index_file import encode_index
 from holdfast.format.index.overview import IndexParts, Overview, encode_overview, split
-from holdfast.format.manifest import encode_manifest
+from holdfast.format.manifest import MANIFEST_BYTES_MAX, encode_manifest
 from holdfast.format.names import (
     OVERVIEW_FILE,
     PARTS_FOLDER,
@@ -33,10 +33,11 @@ from holdfast.format.names import (
 from holdfast.format.sealed_json import stated_digest
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, manifest_in, read_manifest, read_manifest_bytes
-from holdfast.repository.epochs import current_fence, is_valid, require_newest
-from holdfast.repository.publish import packs_named_by, publish
+from holdfast.repository.epochs import current_fence, is_valid_manifest, require_newest
+from holdfast.repository.publish import get_or_none, packs_named_by, publish
 from holdfast.repository.quarantine import quarantined_attempts
 from holdfast.repository.timelines import moved_manifests, run_timelines
+from holdfast.repository.withdrawal import withdraw
 from holdfast.saving.health import last_counted_health
 from holdfast.saving.merge import MergedParts, merge_parts
 from holdfast.saving.request import SaveRequest
@@ -259,17 +260,19 @@ def clear_fenced(location: CheckpointLocation, epoch: int) -> bool:
         ConflictError: Another writer took over.
     """
     assert location.step is not None, "only a run has epochs"
-    if not exists(location.store, location.manifest_key):
+    store, key = location.store, location.manifest_key
+    if not exists(store, key):
         return True
-    fence = current_fence(location.store)
-    try:
-        if fence.epoch != epoch or is_valid(location.store, fence, location.step):
-            return False
-    except MissingError:
+    fence = current_fence(store)
+    if fence.epoch != epoch:
+        return False
+    data = get_or_none(store, key, MANIFEST_BYTES_MAX)
+    if data is None:
         return True
-    require_newest(location.store, epoch)
+    if is_valid_manifest(data, fence, f"{store.url}/{key}"):
+        return False
     logger.warning("step %d: the manifest of a fenced writer does not count and is removed", location.step)
-    location.store.delete([location.manifest_key])
+    withdraw(store, location.step, key, data, epoch)
     return True
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 
 import pytest
 
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.errors import ConflictError, InvalidError
 from holdfast.format.manifest import decode_manifest, encode_manifest
-from holdfast.format.names import accepted_key, manifest_key, superseded_key
-from holdfast.repository.catalog import step_folders
+from holdfast.format.names import accepted_key, manifest_key, manifest_keys, step_folder, superseded_key
+from holdfast.repository.catalog import manifest_digest, step_folders
 from holdfast.repository.epochs import accepted_steps, current_fence, declare_timelines, put_accepted, put_epoch
 from holdfast.repository.quarantine import identity_at, quarantine, supersede
 from holdfast.repository.timelines import (
@@ -20,6 +22,7 @@ from holdfast.repository.timelines import (
     moved_steps,
     run_timelines,
 )
+from holdfast.saving.commit import clear_fenced
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.types.epoch import Epoch, Holder
@@ -146,6 +149,111 @@ def test_a_late_writer_removes_no_manifest_in_place_of_a_quarantined_one(rewound
     with pytest.raises(ConflictError, match="epoch 1 is over"):
         supersede(late, 2, 1)
     assert committed_steps(rewound) == [1, 2]
+
+
+class _Crash(Exception):
+    """The process is gone."""
+
+
+def moved_late(store: MemoryStore, act: Callable[[int], None], third_writer: bool = False) -> str:
+    """Move step 3 away as a writer that is stopped after its last look at the epoch, while another one saves it.
+
+    Args:
+        store: The run.
+        act: Called before each operation from the one that takes the manifest, with the number of the operation.
+        third_writer: Whether one more writer saves the step again once it has left its folder.
+    Returns:
+        The digest of the newest manifest of the step.
+    """
+    newer = SECOND.fork(3, "3" * 16, 2, digest_of(store, 2))
+    digests: list[str] = []
+    count = 0
+
+    def step_in(operation: FaultPoint) -> None:
+        nonlocal count
+        if not digests and operation.name != "move":
+            return
+        if not digests:
+            begin(store, 2)
+            digests.append(publish(store, 3, newer, epoch=2))
+        elif third_writer and len(digests) == 1:
+            begin(store, 3)
+            digests.append(publish(store, 3, newer.fork(4, "4" * 16, 2, digest_of(store, 2)), epoch=3))
+        count += 1
+        act(count)
+
+    late = FaultyStore(store, Faults(step_in, lasting=True))
+    with pytest.raises((ConflictError, _Crash), match=r"epoch 1 is over|^$"):
+        displace(late, 3, digest_of(store, 3), 1)
+    return digests[-1]
+
+
+@pytest.mark.parametrize("third_writer", [False, True])
+def test_a_late_writer_puts_back_what_it_took(rewound: MemoryStore, third_writer: bool) -> None:
+    before = {manifest.digest for manifest in (*run_timelines(rewound).chain, *run_timelines(rewound).superseded)}
+    counts: list[int] = []
+
+    def look(count: int) -> None:
+        counts.append(count)
+        # The manifest that the other writer acknowledged is seen at every moment.
+        assert run_timelines(rewound).newest.number == (4 if third_writer and count > 1 else 3)
+
+    digest = moved_late(rewound, look, third_writer)
+    assert len(counts) > 4
+    timelines = run_timelines(rewound)
+    assert [manifest.step for manifest in timelines.chain] == [1, 2, 3] and digest_of(rewound, 3) == digest
+    known = {manifest.digest for manifest in (*timelines.chain, *timelines.superseded)}
+    assert known > before and len(known) == len(before) + 1 + third_writer
+
+
+@pytest.mark.parametrize("third_writer", [False, True])
+@pytest.mark.parametrize("at", range(2, 10))
+def test_a_late_writer_that_is_killed_after_it_took_a_manifest_loses_none(
+    rewound: MemoryStore, at: int, third_writer: bool
+) -> None:
+    def kill(count: int) -> None:
+        if count == at:
+            raise _Crash
+
+    digest = moved_late(rewound, kill, third_writer)
+    seen = run_timelines(rewound)
+    assert seen.chain[-1].digest == digest
+    # The next writer gives a manifest that was left behind the name that tags and `step@digest` look for.
+    begin(rewound, 4)
+    after = run_timelines(rewound)
+    assert {(one.step, one.digest) for one in (*after.chain, *after.superseded)} == {
+        (one.step, one.digest) for one in (*seen.chain, *seen.superseded)
+    }
+    for one in (*after.chain, *after.superseded):
+        assert one.digest is not None
+        assert one.digest in [manifest_digest(rewound, one.step, key) for key in manifest_keys(one.step, one.digest)]
+
+
+@pytest.mark.parametrize("verb", ["displace", "supersede", "clear_fenced"])
+def test_a_late_writer_leaves_a_manifest_that_came_after_its_look(rewound: MemoryStore, verb: str) -> None:
+    key = manifest_key(3)
+    if verb == "supersede":
+        quarantine(rewound, 3, key, identity_at(rewound, key), "damage", "")
+    begin(rewound, 2)
+    if verb == "clear_fenced":
+        # Epoch 1 publishes too late: this manifest does not count.
+        publish(rewound, 3, SECOND)
+    digests: list[str] = []
+
+    def take_over(point: FaultPoint) -> None:
+        begin(rewound, 3)
+        digests.append(publish(rewound, 3, SECOND.fork(3, "3" * 16, 2, digest_of(rewound, 2)), epoch=3))
+
+    late = FaultyStore(rewound, Faults(take_over, names=("move",)))
+    with pytest.raises(ConflictError, match="epoch 2 is over"):
+        if verb == "displace":
+            displace(late, 3, digest_of(rewound, 3), 2)
+        elif verb == "supersede":
+            supersede(late, 3, 2)
+        else:
+            clear_fenced(CheckpointLocation(late, step_folder(3), 3), 2)
+    assert [digest_of(rewound, 3)] == digests
+    assert committed_steps(rewound) == [1, 2, 3]
 
 
 # ------------------------------------------------------------------------ moved manifests that cannot be read

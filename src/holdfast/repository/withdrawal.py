@@ -1,0 +1,74 @@
+"""Taking a manifest from its key. A manifest that another writer has put there meanwhile is put back."""
+
+from __future__ import annotations
+
+import logging
+
+from holdfast.clock import SystemClock
+from holdfast.errors import ConflictError, MissingError
+from holdfast.format.manifest import MANIFEST_BYTES_MAX
+from holdfast.format.names import superseded_key
+from holdfast.format.sealed_json import stated_digest
+from holdfast.ports.store import Store
+from holdfast.repository.epochs import require_newest
+from holdfast.repository.publish import publish
+
+logger = logging.getLogger(__name__)
+
+
+def withdraw(store: Store, step: int, key: str, data: bytes, epoch: int) -> None:
+    """Remove a manifest of a step from its key. A copy is durable elsewhere, or it does not count.
+
+    The states of the key, and who moves between them:
+    - `data` is there. This call moves it to a key of its own under `superseded/`, and removes it there.
+    - Another manifest is there: this process was stopped after its look at the epoch, for longer than its lease, and a
+      newer writer has published it. This call moves it too, sees what it moved, and puts it back. From the move on it
+      is also under `superseded/`, where it counts as it did before: a crash at any point loses nothing, and a reader,
+      which lists `superseded/` after it has read the folders, sees it. So it is never removed from there.
+    - Nothing is there: another writer has removed it.
+
+    Args:
+        store: The root of the run.
+        step: The step.
+        key: Key of the manifest.
+        data: Its bytes.
+        epoch: Epoch of the caller.
+    Raises:
+        ConflictError: Another process took over. What it has published stays.
+    """
+    require_newest(store, epoch)
+    # A deletion by key alone would remove whatever is there by now. The random name is used by this call alone.
+    aside = superseded_key(step, SystemClock().random_bytes(8).hex())
+    try:
+        store.move(key, aside)
+    except MissingError:
+        require_newest(store, epoch)
+        return
+    moved = store.get(aside, MANIFEST_BYTES_MAX)
+    if moved == data:
+        store.delete([aside])
+        return
+    _put_back(store, step, key, moved)
+    require_newest(store, epoch)
+    raise ConflictError(
+        f"{store.url}/{key}: another manifest was stored while this process replaced the one it had read; expected the "
+        "same. It was put back. Stop one of the two jobs, or save elsewhere"
+    )
+
+
+def _put_back(store: Store, step: int, key: str, data: bytes) -> None:
+    """Store a manifest of another writer under its key again, and under the name that a moved manifest has."""
+    logger.warning("step %d: another writer has saved it meanwhile; its manifest is put back", step)
+    name_moved(store, step, data)
+    try:
+        publish(store, key, data)
+    except ConflictError:
+        # The step was saved once more, on a newer timeline: this manifest would have been moved away for that.
+        logger.warning("step %d was saved once more; the manifest stays under superseded/", step)
+
+
+def name_moved(store: Store, step: int, data: bytes) -> None:
+    """Store a manifest under `superseded/` by its digest, as `step@digest` and tags look for it. It stays there."""
+    digest = stated_digest(data)
+    if digest is not None:
+        publish(store, superseded_key(step, digest), data)
