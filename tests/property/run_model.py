@@ -192,8 +192,9 @@ class RunModel:
             assert held.harmed or name in tags.of(held.step, str(held.digest)), f"{name} holds nothing"
 
     def is_twice(self, held: Held) -> bool:
-        """Return whether a crash left a manifest in both of its places."""
-        return not held.is_moved and superseded_key(held.step, str(held.digest)) in self.manifests()
+        """Return whether a crash left a manifest in a second place."""
+        stored = self.manifests().items()
+        return any(key != held.key and (_step_of(key), digest) == (held.step, held.digest) for key, digest in stored)
 
 
 class Position:
