@@ -140,8 +140,11 @@ def go_back_on(root: Path, faults: Faults) -> None:
 def of_moving(seen: Sequence[FaultPoint]) -> range:
     """Return the numbers of the system calls from the copy of the moved manifest to after its removal."""
     copied = next(at for at, call in enumerate(seen, 1) if "superseded" in call.subject)
+    moved = next(
+        at for at, call in enumerate(seen, 1) if at > copied and call.name == "rename" and MANIFEST in call.subject
+    )
     removed = next(
-        at for at, call in enumerate(seen, 1) if at > copied and call.name == "unlink" and MANIFEST in call.subject
+        at for at, call in enumerate(seen, 1) if at > moved and call.name == "unlink" and "superseded" in call.subject
     )
     return range(copied, removed + 3)
 
