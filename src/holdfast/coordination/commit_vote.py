@@ -117,6 +117,8 @@ class CommitVote:
         job = self._job
         try:
             decided = self._decide(aborted_by(job.comm.rank, error), job.deadline())
+            # Rank 0 may never vote, and so never record them.
+            job.record_keys(self._sequence, [self._key("outcome"), self._key("result")])
             if decided.kind is OutcomeKind.PUBLISHING:
                 if decided.rank != job.comm.rank or self._may_publish:
                     return ask_storage("another rank is publishing")

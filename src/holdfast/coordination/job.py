@@ -261,6 +261,14 @@ class Job:
         with self._keys_lock:
             self._keys += [(sequence, key) for key in keys]
 
+    def delete_opening_keys_before(self, sequence: int) -> None:
+        """Remove this rank's keys of the openings before one that all ranks have entered.
+
+        A rank takes part in one opening after the other, and takes the refusal of one that it missed before it enters
+        the next. Keys of votes stay: a rank may still wait for the outcome of an earlier save.
+        """
+        self._delete_keys(sequence, self.key("opening", ""))
+
     def delete_keys_before(self, sequence: int) -> None:
         """Remove this rank's keys of saves before a committed one, so that the key-value store stays small.
 
@@ -268,9 +276,12 @@ class Job:
         waits on those keys. A weaker rule would be wrong: a rank that finds no outcome takes the attempt as undecided
         and aborts it.
         """
+        self._delete_keys(sequence)
+
+    def _delete_keys(self, sequence: int, prefix: str = "") -> None:
         with self._keys_lock:
-            old = [(number, key) for number, key in self._keys if number < sequence]
-            self._keys = [(number, key) for number, key in self._keys if number >= sequence]
+            old = [each for each in self._keys if each[0] < sequence and each[1].startswith(prefix)]
+            self._keys = [each for each in self._keys if each[0] >= sequence or not each[1].startswith(prefix)]
         try:
             self.key_value_store.delete([key for _, key in old])
         except BaseException:

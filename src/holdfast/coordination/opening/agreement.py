@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from holdfast.coordination import absent_ranks
 from holdfast.coordination.commit_vote import CommitVote
@@ -197,7 +198,11 @@ class SaveAgreement:
                 # Rank 0 waits for the answer of this rank.
                 save.publish(verdict.answer_key, encode_refusal(error_text(error)))
                 raise
-            verdict = save.set_verdict(name, decision.on_answers(verdict)) if is_deciding else self._await_verdict(name)
+            verdict = (
+                save.set_verdict(name, _after_all(decision.on_answers(verdict)))
+                if is_deciding
+                else self._await_verdict(name)
+            )
         return verdict, described
 
     def _answer(self, verdict: SaveVerdict, state: DescribedState) -> None:
@@ -214,6 +219,10 @@ class SaveAgreement:
         """Take note of the verdict on this save."""
         self._refused, self.raises = verdict.refused, verdict.raises
         self._job.history.has_agreed |= verdict.context is not None
+        if verdict.has_all or (verdict.context is not None and self._job.history.failures):
+            # The next commit would remove them, but it may be far away.
+            with suppress(CheckpointError, TimeoutError):
+                self._job.delete_opening_keys_before(self._save.sequence)
 
     def _publish_details(self, verdict: SaveVerdict, state: DescribedState) -> None:
         """Publish what rank 0 asked this rank for: all details, or how they differ from those of the lowest rank."""
@@ -281,7 +290,7 @@ class SaveAgreement:
                 return self._save.refusal(absence)
             # The last statement arrived after the timeout, while this rank looked for absent ones.
             records = job.key_value_store.get_many(keys, job.seconds_left(job.agreement_deadline()))
-        return decision.on_statements(records)
+        return _after_all(decision.on_statements(records))
 
     def _await_verdict(self, name: str) -> SaveVerdict:
         job, key = self._job, self._save.key(name)
@@ -344,3 +353,8 @@ class SaveAgreement:
     def _absence_error(self, limit: str) -> UnavailableError | None:
         """Return the error that names the ranks that did not call; None if every rank has called."""
         return absence_error_of(self._save.name, self._ask_for_absent(), self._job.comm.world_size, limit)
+
+
+def _after_all(verdict: SaveVerdict) -> SaveVerdict:
+    """Return a verdict that rank 0 gives once every rank has stated or refused."""
+    return replace(verdict, has_all=verdict.refused is not None)

@@ -214,3 +214,21 @@ def test_rank_0_that_fails_to_judge_refuses_at_once(monkeypatch: pytest.MonkeyPa
     world = World(2, settings=replace(PATIENT, commit_timeout_seconds=600.0))
     for outcome in world.play(lambda _, run: kept(run, 1, {"w": sharded(2)})):
         assert isinstance(outcome, UnavailableError) and "KeyError: 'no such rank'" in str(outcome), outcome
+
+
+def test_saves_that_fail_without_end_leave_few_keys() -> None:
+    """Without a commit in between, which removes them: each is refused once all ranks have stated."""
+    world, boards = World(2), []
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        saved(run, 1, halves(0))
+        for step in range(2, 202):
+            assert isinstance(saved(run, step, halves(rank)), InvalidError)
+        boards.append(run._job.key_value_store)
+        return run._job
+
+    jobs = world.play(part)
+    assert len({id(board) for board in boards}) == 1
+    keys = [key for key in boards[0]._values if "/opening/" in key]  # type: ignore[attr-defined]
+    assert len(keys) <= 12, keys
+    assert all(len(job._keys) <= 12 for job in jobs)  # type: ignore[attr-defined]
