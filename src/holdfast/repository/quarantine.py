@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
@@ -149,9 +149,16 @@ def quarantine(store: Store, step: int, key: str, identity: str, why: str, found
         logger.debug("step %d is under quarantine already", step)
 
 
-def release(store: Store, step: int) -> None:
-    """Remove the records of a step. Backups of its files stay."""
-    store.delete([_key(step, identity) for number, identity in list_records(store) if number == step])
+def release(store: Store, step: int, kept: Container[str] = ()) -> None:
+    """Remove the records of a step. Backups of its files stay.
+
+    Args:
+        store: The root of the run.
+        step: The step.
+        kept: Identities of other manifests of the step; their records stay.
+    """
+    records = [identity for number, identity in list_records(store) if number == step and identity not in kept]
+    store.delete([_key(step, identity) for identity in records])
 
 
 def supersede(store: Store, step: int, epoch: int, key: str | None = None) -> bool:

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest, run_fields_of_manifest
 from holdfast.format.names import SUPERSEDED_FOLDER, manifest_key, superseded_in, superseded_key
 from holdfast.format.sealed_json import possible_digests
@@ -160,14 +160,33 @@ def displace(store: Store, step: int, digest: str, epoch: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class DamagedManifest:
+    """A manifest under `superseded/` that cannot be read."""
+
+    step: int
+    """The step, which its name tells."""
+
+    key: str
+    """Its key."""
+
+    error: CheckpointError
+    """The damage."""
+
+
+@dataclass(frozen=True, slots=True)
 class MovedManifests:
     """The manifests under `superseded/`. They and their files stay."""
 
     manifests: tuple[Manifest, ...] = ()
     """Those that can be read."""
 
-    unreadable: frozenset[int] = frozenset()
-    """Steps of those that cannot be read: they may name any attempt of their step, and any pack."""
+    damaged: tuple[DamagedManifest, ...] = ()
+    """Those that cannot be read: they may name any attempt of their step, and any pack."""
+
+    @property
+    def unreadable(self) -> frozenset[int]:
+        """Steps of those that cannot be read."""
+        return frozenset(manifest.step for manifest in self.damaged)
 
     def attempts(self, step: int, folders: Iterable[str]) -> set[str]:
         """Return the attempts of a step that they name or may name.
@@ -182,13 +201,13 @@ class MovedManifests:
 
 def moved_manifests(store: Store) -> MovedManifests:
     """Return the manifests that made room for newer timelines."""
-    manifests, unreadable = [], set()
+    manifests, damaged = [], []
     for step, key in superseded_keys(store):
         try:
             manifests.append(decode_manifest(store.get(key, MANIFEST_BYTES_MAX), f"{store.url}/{key}"))
-        except (CorruptError, InvalidError):
-            unreadable.add(step)
-    return MovedManifests(tuple(manifests), frozenset(unreadable))
+        except (CorruptError, InvalidError) as error:
+            damaged.append(DamagedManifest(step, key, error))
+    return MovedManifests(tuple(manifests), tuple(damaged))
 
 
 def _stored_manifests(store: Store, fence: Fence) -> Iterator[StoredManifest]:

@@ -112,6 +112,11 @@ def run_record(store: Store) -> RunRecord:
     # Both copies of a manifest may exist: one record.
     elsewhere = {manifest.digest: manifest for manifest in moved.manifests if manifest.digest not in stored}
     records += [_moved_record(manifest, tags, known, fence) for manifest in elsewhere.values()]
+    in_folders = {record.step for record in records if record.manifest is not None}
+    records += [
+        StepRecord(damaged.step, None, damaged.error, (), superseded=damaged.step in in_folders)
+        for damaged in moved.damaged
+    ]
     return RunRecord(
         store.url, run_id, error, _with_superseded(records, superseded), tuple(tags.whole.values()), tags.damaged
     )
@@ -121,7 +126,7 @@ def _with_superseded(records: Sequence[StepRecord], superseded: Iterable[StoredM
     """Return the records by ascending step, those of superseded steps marked."""
     left_behind = {manifest.digest for manifest in superseded}
     marked = [
-        replace(record, superseded=record.manifest is not None and record.manifest.digest in left_behind)
+        record if record.manifest is None else replace(record, superseded=record.manifest.digest in left_behind)
         for record in records
     ]
     return sorted(marked, key=lambda record: (record.step, record.manifest.timeline.number if record.manifest else 0))

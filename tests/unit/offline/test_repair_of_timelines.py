@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.api import StepRepair, repair
+from holdfast.api import StepRepair, list_steps, repair
 from holdfast.checkpoint.location import none_allowed
 from holdfast.clock import SystemClock
 from holdfast.errors import ConflictError
 from holdfast.offline.repair.repair import Repair
 from holdfast.repository.catalog import read_manifest
+from holdfast.repository.quarantine import identity_at, list_records, quarantine
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from tests.unit.runs.test_going_back import (
     SETTINGS,
@@ -134,3 +135,45 @@ def test_a_step_that_is_saved_again_while_it_is_repaired_stays(tmp_path: Path) -
     with pytest.raises(ConflictError, match=r"step 2: its manifest is another one .* Nothing was written"):
         Repair(store, none_allowed, SystemClock(), SETTINGS).run(2)
     assert resumed(tmp_path) == (2, -2)
+
+
+# --------------------------------------------------------------------------------- manifests under superseded/
+
+
+def moved_path(root: Path) -> Path:
+    (path,) = (root / "superseded").glob("*.json")
+    return path
+
+
+def test_a_damaged_manifest_under_superseded_is_listed_and_corrected(rewound: Path) -> None:
+    path = moved_path(rewound)
+    whole = path.read_bytes()
+    assert resumed(rewound, f"2@{path.name[13:21]}") == (2, 2)
+    path.write_bytes(whole.replace(b'"step"', b'"stdp"', 1))
+    (record,) = (record for record in list_steps(rewound).steps if record.error)
+    assert record.step == 2 and record.superseded and path.name in str(record.error)
+    planned = repair(rewound, None, dry_run=True, settings=SETTINGS)
+    assert path.read_bytes() != whole
+    assert repair(rewound, None, settings=SETTINGS) == planned
+    (found,) = planned.steps
+    assert (found.step, found.outcome) == (2, "repaired") and path.name in found.done[0]
+    assert path.read_bytes() == whole and resumed(rewound, f"2@{path.name[13:21]}") == (2, 2)
+    assert len([name for name in (rewound / "quarantine").iterdir() if path.name in name.name]) == 1
+    assert repair(rewound, None, settings=SETTINGS).steps == ()
+
+
+def test_a_manifest_under_superseded_that_cannot_be_corrected_is_told(rewound: Path) -> None:
+    path = moved_path(rewound)
+    path.write_bytes(path.read_bytes()[:-40])
+    damaged = path.read_bytes()
+    found = repaired(rewound, 2)
+    assert found.outcome == "damaged" and path.name in found.lost[0]
+    assert path.read_bytes() == damaged and resumed(rewound, 2) == (2, -2)
+
+
+def test_a_repair_keeps_the_record_of_the_other_manifest_of_its_step(rewound: Path) -> None:
+    store, moved, key = store_of(rewound), f"superseded/{moved_path(rewound).name}", "step-000000000002/manifest.json"
+    for damaged in (moved, key):
+        quarantine(store, 2, damaged, identity_at(store, damaged), "damage", "")
+    assert repaired(rewound, 2).outcome == "whole"
+    assert list_records(store) == [(2, identity_at(store, moved))]

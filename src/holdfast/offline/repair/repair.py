@@ -7,7 +7,7 @@ a dry run does the same work, and an interrupted repair leaves the manifest of b
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -20,7 +20,7 @@ from holdfast.errors import CheckpointError, ConflictError, CorruptError, Invali
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.index.index import Index
 from holdfast.format.index.index_file import INDEX_BYTES_MAX, encode_index
-from holdfast.format.manifest import decode_manifest, encode_manifest
+from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest, encode_manifest
 from holdfast.format.names import OVERVIEW_FILE, index_name, is_index_name, step_folder
 from holdfast.leases.writer import WriterLease
 from holdfast.offline.repair.bit_flip import correct_bit_flip
@@ -44,9 +44,15 @@ from holdfast.repository.catalog import (
     step_folders,
 )
 from holdfast.repository.epochs import current_fence, is_valid_manifest
-from holdfast.repository.quarantine import backup, is_quarantined, quarantined, release
+from holdfast.repository.quarantine import backup, identity_at, is_quarantined, quarantined, release
 from holdfast.repository.tags import tags_for_new_manifest
-from holdfast.repository.timelines import RunTimelines, run_timelines
+from holdfast.repository.timelines import (
+    DamagedManifest,
+    RunTimelines,
+    moved_manifests,
+    run_timelines,
+    superseded_keys,
+)
 from holdfast.saving.commit import write_index
 from holdfast.settings import Settings
 from holdfast.types.manifest import FileRecord, Manifest
@@ -141,9 +147,18 @@ class Repair:
         if not steps or (step is not None and step not in steps):
             missing = "no steps" if step is None else f"no step {step}; the newest are {first_three(steps[::-1])}"
             raise MissingError(f"{self._store.url}: {missing}. Try another path, or choose another step")
+        damaged = moved_manifests(self._store).damaged
         chosen = [number for number in steps if self._needs_repair(number)] if step is None else [step]
+        if step is None:
+            chosen = sorted({*chosen, *(manifest.step for manifest in damaged)})
         try:
-            return RepairReport(self._store.url, tuple(self._repair_step(number) for number in chosen))
+            return RepairReport(
+                self._store.url,
+                tuple(
+                    self._with_moved(self._repair_step(number), [one for one in damaged if one.step == number])
+                    for number in chosen
+                ),
+            )
         finally:
             self._writer_lease.release()
 
@@ -191,9 +206,38 @@ class Repair:
         self._write(location, overlay, before)
         if not damages and not self._dry_run and quarantined(self._store).get(step):
             self._hold()
-            release(self._store, step)
+            moved = [key for number, key in superseded_keys(self._store) if number == step]
+            release(self._store, step, [identity_at(self._store, key) for key in moved])
         outcome: Literal["whole", "repaired", "damaged"] = "damaged" if damages else "repaired" if done else "whole"
         return StepRepair(step, outcome, tuple(done), tuple(map(_format_damage, damages)), tuple(fqns))
+
+    def _with_moved(self, found: StepRepair, damaged: Sequence[DamagedManifest]) -> StepRepair:
+        """Return the repair of a step with that of its damaged manifests under `superseded/`."""
+        done: list[str] = []
+        lost: list[str] = []
+        for manifest in damaged:
+            try:
+                data = self._store.get(manifest.key, MANIFEST_BYTES_MAX)
+            except CorruptError:  # Too large for a manifest.
+                data = b""
+            corrected = correct_bit_flip(data)
+            if corrected is None:
+                lost.append(str(manifest.error))
+                continue
+            if not self._dry_run:
+                self._hold()
+                backup(self._store, manifest.step, manifest.key, MANIFEST_BYTES_MAX)
+                self._store.put(manifest.key, corrected)
+            done.append(f"{manifest.key}: one bit corrected, proven by its digest")
+        if not done and not lost:
+            return found
+        is_damaged = lost or found.outcome == "damaged"
+        return replace(
+            found,
+            outcome="damaged" if is_damaged else "repaired",
+            done=(*found.done, *done),
+            lost=(*found.lost, *lost),
+        )
 
     def _manifest(self, location: CheckpointLocation, overlay: OverlayStore, done: list[str]) -> Manifest | None:
         where = f"{location.url}/manifest.json"
