@@ -9,7 +9,8 @@ from typing import NoReturn
 
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import decode_manifest
-from holdfast.format.names import MANIFEST_FILE, RUN_FILE, is_file_url, step_folder, step_of_pack
+from holdfast.format.names import MANIFEST_FILE, RUN_FILE, is_file_url, manifest_keys, step_folder, step_of_pack
+from holdfast.format.sealed_json import stated_digest
 from holdfast.ports.store import Packs, Readable, Store, Stored, packs_under
 from holdfast.repository.catalog import (
     check_size,
@@ -81,6 +82,9 @@ class CheckpointLocation:
 
     moved_manifest: str | None = None
     """Key of the manifest, if a newer timeline saved the step again; None if the manifest is in the folder."""
+
+    digest: str | None = None
+    """Digest of the manifest, if it was read when the step was chosen. Another manifest is another checkpoint."""
 
     @property
     def url(self) -> str:
@@ -173,7 +177,7 @@ def manifest_bytes_at(location: CheckpointLocation) -> bytes:
         InvalidError: The path is the root of a run.
     """
     try:
-        data = read_manifest_bytes(location.store, location.folder, location.manifest_key)
+        data = _chosen_manifest(location)
     except MissingError:
         if location.step is None:
             require_no_run(location.store, "read one checkpoint here")
@@ -181,6 +185,33 @@ def manifest_bytes_at(location: CheckpointLocation) -> bytes:
     if location.root is not None and not _is_valid_in(location.root, location, data):
         raise fenced_error(f"{location.store.url}/{location.manifest_key}")
     return data
+
+
+def _chosen_manifest(location: CheckpointLocation) -> bytes:
+    keys = [location.manifest_key]
+    if location.step is not None and location.digest is not None:
+        # A newer timeline may have moved it since the step was chosen, and may have saved the step again.
+        keys += [key for key in manifest_keys(location.step, location.digest) if key not in keys]
+    error: MissingError | None = None
+    for key in keys:
+        try:
+            data = read_manifest_bytes(location.store, location.folder, key)
+        except MissingError as missing:
+            error = error or missing
+            continue
+        # A damaged text may state no digest: it is judged as the manifest that was chosen.
+        if location.digest is None or stated_digest(data) in (None, location.digest):
+            return data
+        error = _replaced_error(location)
+    assert error is not None, "one key at least was read"
+    raise error
+
+
+def _replaced_error(location: CheckpointLocation) -> MissingError:
+    return MissingError(
+        f"{location.url}: manifest {location.digest} was replaced or removed since the step was chosen; expected it in "
+        "this folder or under superseded/. Choose the step again"
+    )
 
 
 def is_all_there(location: CheckpointLocation) -> bool:

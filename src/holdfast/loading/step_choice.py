@@ -326,7 +326,13 @@ def location_of(home: CheckpointLocation, manifest: StoredManifest) -> Checkpoin
         manifest: Its manifest.
     """
     moved = None if manifest.key == manifest_key(manifest.step) else manifest.key
-    return replace(home, folder=step_folder(manifest.step), step=manifest.step, moved_manifest=moved)
+    return replace(
+        home,
+        folder=step_folder(manifest.step),
+        step=manifest.step,
+        moved_manifest=moved,
+        digest=manifest.digest,
+    )
 
 
 def raise_or_fall_back(

@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.errors import ConflictError, InvalidError
+from holdfast.checkpoint.location import CheckpointLocation, manifest_bytes_at
+from holdfast.errors import ConflictError, InvalidError, MissingError
 from holdfast.format.manifest import decode_manifest, encode_manifest
 from holdfast.format.names import accepted_key, manifest_key, manifest_keys, step_folder, superseded_key
+from holdfast.loading.step_choice import find_step, location_of
 from holdfast.repository.catalog import manifest_digest, step_folders
 from holdfast.repository.epochs import accepted_steps, current_fence, declare_timelines, put_accepted, put_epoch
 from holdfast.repository.quarantine import identity_at, quarantine, supersede
@@ -254,6 +255,25 @@ def test_a_late_writer_leaves_a_manifest_that_came_after_its_look(rewound: Memor
             clear_fenced(CheckpointLocation(late, step_folder(3), 3), 2)
     assert [digest_of(rewound, 3)] == digests
     assert committed_steps(rewound) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("is_saved_again", [False, True])
+def test_a_step_that_moves_after_it_was_chosen_is_read_where_it_is(rewound: MemoryStore, is_saved_again: bool) -> None:
+    home = CheckpointLocation(rewound, "", None, root=rewound)
+    third = digest_of(rewound, 3)
+    location = location_of(home, find_step(rewound, 3, third[:4])[1])
+    displace(rewound, 3, third, 1)
+    if is_saved_again:
+        publish(rewound, 3, SECOND)
+    assert decode_manifest(manifest_bytes_at(location), "").digest == third
+
+
+def test_a_step_that_is_replaced_after_it_was_chosen_is_not_read(rewound: MemoryStore) -> None:
+    home = CheckpointLocation(rewound, "", None, root=rewound)
+    location = location_of(home, find_step(rewound, 2, "")[1])
+    publish(rewound, 2, SECOND, epoch=2)
+    with pytest.raises(MissingError, match=r"was replaced or removed since .* Choose the step again"):
+        manifest_bytes_at(location)
 
 
 # ------------------------------------------------------------------------ moved manifests that cannot be read
