@@ -34,7 +34,7 @@ from holdfast.coordination.job import Job
 from holdfast.coordination.message_codec import decode_message
 from holdfast.coordination.save_due import Announcement, LastSave
 from holdfast.engine.background import CALLS, BackgroundQueue, wait_in_slices
-from holdfast.errors import CheckpointError
+from holdfast.errors import CheckpointError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Announcements:
         if self._announcer is not None:
             self._announcer.request(step)
         else:
-            self._calls.submit(partial(self._ask, step, self._generation))
+            self._calls.submit_short(partial(self._ask, step, self._generation))
 
     def announce(self, step: int, last_save: LastSave) -> None:
         """Have the next announcement stored if the steps covered so far end soon; only rank 0 does anything.
@@ -131,7 +131,7 @@ class Announcements:
         self._look = None
         self._count += 1
         if self._count % BLOCK == 0:
-            self._calls.submit(partial(self._count_as_read, self._key("read", self._count // BLOCK - 1)))
+            self._calls.submit_short(partial(self._count_as_read, self._key("read", self._count // BLOCK - 1)))
         return decode_message(data, Announcement)
 
     def _awaited(self) -> bytes:
@@ -141,7 +141,11 @@ class Announcements:
             TimeoutError: Rank 0 has stored none in time.
             UnavailableError: The key-value store failed.
         """
-        call = CALLS.submit(partial(self._get, self._key("told", self._count)))
+        ask = partial(self._get, self._key("told", self._count))
+        try:
+            call = CALLS.submit(ask)
+        except UnavailableError:
+            return ask()  # No thread. To decide without the announcement would part this rank from the others.
         # No longer, although a call may take twice its limit: other ranks may wait in a collective.
         return wait_in_slices(call, self._timeout_seconds + LATE_SECONDS, self._job.clock, lambda: None)
 
@@ -156,7 +160,7 @@ class Announcements:
         raise TimeoutError(f"{self._key('told', self._count)}: not set; expected an announcement of rank 0")
 
     def _begin_look(self) -> None:
-        self._look = self._calls.submit(partial(self._find, self._key("told", self._count)))  # type: ignore[assignment]
+        self._look = self._calls.submit_short(partial(self._find, self._key("told", self._count)))  # type: ignore[assignment]
 
     def _looked(self) -> bytes | None:
         """Return the next announcement if the last look has found it; without waiting."""

@@ -115,7 +115,8 @@ class Announcer:
         until = next_until(step, stored.until, self._strides, self._call_seconds)
         if until is not None:
             first = last_save if stored.count == 0 else None
-            self._storing = self._calls.submit(partial(self._store, Announcement(until, now, self._requested, first)))
+            store = partial(self._store, Announcement(until, now, self._requested, first))
+            self._storing = self._calls.submit_short(store)
         return None
 
     def next(self) -> Announcement:

@@ -94,7 +94,8 @@ class CommitVote:
         now = job.clock.monotonic_seconds()
         if now - self._announced_at >= job.settings.commit_timeout_seconds / 4:
             self._announced_at = now
-            CALLS.submit(self._announce_progress)
+            with suppress(UnavailableError):  # No thread: announced again later.
+                CALLS.submit(self._announce_progress)
 
     def _announce_progress(self) -> None:
         key = self._key("progress")

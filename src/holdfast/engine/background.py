@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 from holdfast.clock import Clock
+from holdfast.errors import UnavailableError
 
 T = TypeVar("T")
 _Call = tuple[Future[Any], Callable[[], Any]]
@@ -74,6 +75,16 @@ class WriteProgress:
         return None
 
 
+def _start(thread: threading.Thread) -> None:
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise UnavailableError(
+            f"{thread.name}: {error}; expected one more thread. Raise the limit of threads of this process (ulimit -u, "
+            "pids.max of the control group), or end other threads"
+        ) from error
+
+
 class BackgroundQueue:
     """Runs calls one after the other on a thread of its own; interpreter exit waits for them, unless a write hangs."""
 
@@ -95,7 +106,8 @@ class BackgroundQueue:
         """Run a call after all calls submitted earlier.
 
         Raises:
-            RuntimeError: The queue is closed, or no thread could be started.
+            RuntimeError: The queue is closed.
+            UnavailableError: No thread could be started.
         """
         future: Future[object] = Future()
         with self._lock:
@@ -105,7 +117,7 @@ class BackgroundQueue:
                 # A daemon: the interpreter would wait for any other thread, also for one whose write hangs.
                 thread = threading.Thread(target=_work, args=(self._calls,), name=self._name, daemon=True)
                 # If no thread can be started now, the call is not taken, and the next one tries again.
-                thread.start()
+                _start(thread)
                 self._thread = thread
                 # The thread refers to the calls only: a queue that nobody refers to is dropped, and ends its thread.
                 weakref.finalize(self, self._calls.put, None).atexit = False
@@ -114,6 +126,15 @@ class BackgroundQueue:
             self._last = weakref.ref(future)
             self._calls.put((future, work))
         return future
+
+    def submit_short(self, work: Callable[[], object]) -> Future[object]:
+        """Run a short call as `submit` does; on this thread if no thread can be started."""
+        try:
+            return self.submit(work)
+        except UnavailableError:
+            future: Future[object] = Future()
+            _carry_out(future, work)
+            return future
 
     @property
     def is_idle(self) -> bool:
@@ -141,13 +162,17 @@ class DaemonCalls:
         self._idle: deque[queue.SimpleQueue[_Call]] = deque()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Make a call on another thread."""
+        """Make a call on another thread.
+
+        Raises:
+            UnavailableError: No thread could be started.
+        """
         future: Future[T] = Future()
         try:
             inbox = self._idle.pop()
         except IndexError:
             inbox = queue.SimpleQueue()
-            threading.Thread(target=self._work, args=(inbox,), name="holdfast-call", daemon=True).start()
+            _start(threading.Thread(target=self._work, args=(inbox,), name="holdfast-call", daemon=True))
         inbox.put((future, work))
         return future
 

@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.clock import SystemClock
-from holdfast.coordination import announcer
+from holdfast.coordination import announcements, announcer
 from holdfast.coordination import save_due as plan
 from holdfast.coordination.job import Job
 from holdfast.coordination.save_schedule import Schedule
+from holdfast.engine import background
 from holdfast.policies import AllOf, AnyOf, EveryNSteps, EverySeconds, OnRequest, SavePolicy
 from holdfast.ports.comm import KeyValueStore
 from holdfast.ports.in_process import InProcessKeyValueStore
@@ -217,6 +218,32 @@ def test_without_rank_0_a_loop_goes_on_and_steps_count(caplog: pytest.LogCapture
     assert saved == [20, 40]
     assert time.monotonic() - start < 10, "it waits once, not at every step"
     assert sum("announcements of rank 0 are not available" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("name", ["holdfast-announcements", "holdfast-call"])
+@pytest.mark.parametrize("refusals", [1, 3, 1000])
+def test_a_thread_that_cannot_be_started_ends_no_training(
+    name: str, refusals: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused, start = [name] * refusals, threading.Thread.start
+
+    def start_later(self: threading.Thread) -> None:
+        if self.name in refused:
+            refused.remove(self.name)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    def part(rank: int, schedule: Schedule, job: Job) -> list[int]:
+        if rank == 1:
+            schedule.request()
+        return step_through(schedule, list(range(1, 70)))
+
+    monkeypatch.setattr(threading.Thread, "start", start_later)
+    monkeypatch.setattr(background, "CALLS", background.DaemonCalls())
+    monkeypatch.setattr(announcements, "CALLS", background.CALLS)
+    first, second = played(2, AnyOf(EveryNSteps(20), OnRequest()), part, timeout_seconds=5.0)
+    assert first == second
+    assert {20, 40, 60} <= set(first)  # type: ignore[call-overload]
 
 
 def test_a_rank_waits_for_rank_0_no_longer_than_a_collective_of_the_training_does(
