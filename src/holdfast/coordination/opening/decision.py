@@ -62,12 +62,18 @@ class Decision:
         """
         job = self._job
         # Misuse first: it raises on every rank, whatever else is wrong.
-        for rank, record in sorted(enumerate(records), key=lambda each: (not is_misuse(each[1]), each[0])):
-            refusal = refusal_in(record)
-            if refusal is not None:
-                error = error_from(refusal, f"{self._save.name}: rank {rank} refused: ")
-                return self._save.refusal(error, is_misuse=is_misuse(record))
-        statements = [Statement.decode(record) for record in records]
+        refusals = [
+            (not is_misuse(record), rank, text)
+            for rank, record in enumerate(records)
+            if (text := refusal_in(record)) is not None
+        ]
+        if refusals:
+            is_other, rank, text = min(refusals)
+            error = error_from(text, f"{self._save.name}: rank {rank} refused: ")
+            return self._save.refusal(error, is_misuse=not is_other)
+        # Most ranks of a layout state the same. Without this, 16,384 records take 0.2 s longer.
+        decoded = {record: Statement.decode(record) for record in set(records)}
+        statements = [decoded[record] for record in records]
         failures, failures_max = job.history.failures, job.settings.failed_saves_max
         if failures_max is not None and failures >= failures_max:
             text = (

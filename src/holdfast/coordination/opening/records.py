@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -85,7 +85,8 @@ class Statement:
     def decode(cls, record: bytes) -> Statement:
         """Return the statement that `encode` wrote."""
         unmatched, meshes = _decoded_tail(record[_STATEMENT.size :])
-        return replace(cls(*_STATEMENT.unpack(record[: _STATEMENT.size])), unmatched=unmatched, meshes=meshes)
+        step, location, layout, agreeing, other, known, parts = _STATEMENT.unpack(record[: _STATEMENT.size])
+        return cls(step, location, layout, agreeing, other, known, parts, unmatched, meshes)
 
 
 @lru_cache(maxsize=1024)
