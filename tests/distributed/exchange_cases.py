@@ -88,6 +88,32 @@ def load_damaged(world: World, path: str, layout: str, exchange: str) -> list[in
     return load(world, path, layout, exchange)
 
 
+def load_views(world: World, path: str) -> list[list[int]]:
+    """Load a file of another system in which one tensor is a part of another, then the file as a step of a run.
+
+    Return bytes read and bytes given by others, of each load.
+    """
+    folder = Path(path)
+    whole = torch.arange(1 << 17, dtype=torch.float32)
+    expected = {"whole": whole, "part": whole[5000:9000]}
+    if world.rank == 0:
+        folder.mkdir()
+        torch.save(expected, folder / "model.pt")  # noqa: TID251 - as another system does
+        holdfast.import_checkpoint(folder / "model.pt", folder / "run", step=1)
+    dist.barrier()
+    settings = replace(ROUNDS_OF_32_KIB, share_reads="always", allowed_roots=(path,))
+    states = [{name: torch.zeros_like(tensor) for name, tensor in expected.items()} for _ in range(2)]
+    reports = [holdfast.load(str(folder / "model.pt"), {"model": states[0]}, settings=settings)]
+    with holdfast.CheckpointManager(str(folder / "run"), settings=settings) as manager:
+        assert manager.load({"model": states[1]}) == 1
+        assert manager.load_report is not None
+        assert manager.load_report.passed_over == ()
+        reports.append(manager.load_report)
+    for state in states:
+        assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+    return [[report.bytes, report.exchanged_bytes] for report in reports]
+
+
 class OverGloo(CommSuite):
     """The suite that every comm must pass, on the processes of this world or on the first few of them."""
 

@@ -56,6 +56,7 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
             case("save", "save_damaged", path=at("damaged"), layout="rows"),
             case("load_damaged", path=at("damaged"), layout="columns", exchange="always"),
             case("load", "after_damage", path=at("rows-2"), layout="columns", exchange="always"),
+            case("load_views", path=at("views")),
         ],
         root / "world-2",
     )
@@ -110,6 +111,12 @@ def test_otherwise_everybody_reads_what_he_wants(worlds: Worlds, name: str) -> N
     """By force of the setting, or because so few bytes are not worth a round."""
     assert all(given == 0 for _, given in counted(worlds.two, name))
     assert amplification(worlds.two, name) > 1.9
+
+
+def test_a_tensor_that_is_a_part_of_another_is_not_damage(worlds: Worlds) -> None:
+    """In the file of another system two tensors may share bytes. Each rank then reads its own."""
+    whole_and_part = 4 * ((1 << 17) + 4000)
+    assert worlds.two.values("load_views") == [[[whole_and_part, 0]] * 2] * 2
 
 
 def test_a_flipped_bit_is_every_ranks_error_and_nobody_hangs(worlds: Worlds) -> None:

@@ -12,6 +12,7 @@ from holdfast.coordination.job import Job
 from holdfast.engine.exchange import ExchangeProbe, PlannedExchange, TransferStats, execute_exchange
 from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.read import execute
+from holdfast.format.names import is_file_url
 from holdfast.plan.exchange import (
     PROBE_ROUNDS,
     JobExchange,
@@ -88,6 +89,17 @@ def agree_on_exchange(offers: Sequence[Offer]) -> AgreedExchange | None:
     forced = offers[0].share_reads == "always"
     job = job_exchange([offer.description for offer in offers], offers[0].round_bytes, forced=forced)
     return AgreedExchange(job, forced) if job is not None else None
+
+
+def has_files_elsewhere(manifest: Manifest) -> bool:
+    """Return whether a checkpoint has files of another system. Pieces may share bytes in those."""
+    return not manifest.attempt or any(is_file_url(pack.name) for pack in manifest.packs)
+
+
+def divides_chunks(exchange: AgreedExchange, plan: LoadPlan, manifest: Manifest) -> bool:
+    """Return whether pieces that share bytes of another system's file keep this rank from exchanging its reads."""
+    runs = [run for run in plan.runs if not manifest.attempt or is_file_url(run.pack)]
+    return exchange.job.divides(runs, _pack_numbers(manifest))
 
 
 def read_or_exchange(

@@ -35,7 +35,15 @@ from holdfast.format.index.index import Index
 from holdfast.format.index.split_index import SplitIndex
 from holdfast.geometry.box import Box
 from holdfast.leases.reader import ReaderLease
-from holdfast.loading.exchange import AgreedExchange, Offer, agree_on_exchange, offer_of, read_or_exchange
+from holdfast.loading.exchange import (
+    AgreedExchange,
+    Offer,
+    agree_on_exchange,
+    divides_chunks,
+    has_files_elsewhere,
+    offer_of,
+    read_or_exchange,
+)
 from holdfast.loading.messages import RankStatus
 from holdfast.loading.requirements import (
     filled_bytes,
@@ -314,7 +322,7 @@ def _agree(attempt: LoadAttempt, resolved: Resolved, planned: PlannedLoad | Exce
         if attempt.request.strict:
             stored = {*resolved.index.tensors, *manifest.aliases} if unexpected else set()
             require_complete(missing, unexpected, stored, resolved.location.url, is_whole=gathered.is_whole)
-        exchange = _exchange_of(attempt, [status.offer for status in statuses])
+        exchange = _exchange_of(attempt, manifest, planned.plan, [status.offer for status in statuses])
         return AgreedLoad(planned, exchange, tuple(missing), tuple(unexpected))
 
 
@@ -327,20 +335,27 @@ def _status_of(planned: PlannedLoad | Exception) -> RankStatus:
     return RankStatus(None, named, unnamed, tuple(restoration.unexpected), tuple(restoration.unmatched), planned.offer)
 
 
-def _exchange_of(attempt: LoadAttempt, offers: list[Offer]) -> AgreedExchange | None:
+def _exchange_of(
+    attempt: LoadAttempt, manifest: Manifest, plan: LoadPlan, offers: list[Offer]
+) -> AgreedExchange | None:
     """Return the exchange that follows from all offers, if any; a collective if there is one.
 
     If any rank cannot compute it, every rank raises before the first round. A rank that fails here
     cannot know whether the others exchange bytes, so it joins one gather of errors. If the others do not exchange,
     their next gather of errors receives its error. Both carry the same message.
     """
-    exchange, own = None, None
+    exchange, own, divides = None, None, False
+    is_shareable = has_files_elsewhere(manifest)
     try:
         exchange = agree_on_exchange(offers)
+        divides = exchange is not None and is_shareable and divides_chunks(exchange, plan, manifest)
     except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
         own = error
     if exchange is not None or own is not None:
         _raise_together(attempt, own)
+    # A rank sees the chunks of its own reads only, so any rank may find one that cannot be exchanged.
+    if exchange is not None and is_shareable and any(attempt.job.comm.bitwise_or(bytes([divides]))):
+        return None
     return exchange
 
 

@@ -174,11 +174,7 @@ class JobExchange:
         takes: list[list[Take]] = [[] for _ in range(self.round_count)]
         alone: list[ReadRun] = []
         for run in plan.runs:
-            pack_start = int(self.pack_starts[pack_numbers[run.pack]])
-            starts = pack_start + np.array([chunk.offset for chunk in run.chunks], dtype=np.int64)
-            stops = starts + np.array([chunk.bytes for chunk in run.chunks], dtype=np.int64)
-            segments = np.searchsorted(self.bounds, starts, side="right") - 1
-            divided = np.flatnonzero(stops > self.bounds[segments + 1])
+            segments, divided = self._segments_of(run, pack_numbers)
             if len(divided):
                 chunk = run.chunks[int(divided[0])]
                 raise CorruptError(
@@ -202,6 +198,27 @@ class JobExchange:
                     takes[self.rounds[segment]].append(Take(part, reader))
         rounds = (ExchangeRound(tuple(give), tuple(take)) for give, take in zip(gives, takes, strict=True))
         return ExchangePlan(tuple(rounds), LoadPlan(tuple(alone)))
+
+    def divides(self, runs: Sequence[ReadRun], pack_numbers: Mapping[str, int]) -> bool:
+        """Return whether pieces that share bytes keep a rank from exchanging some of its reads.
+
+        Either a chunk is divided, because another piece begins or ends inside it, or two chunks are the same bytes.
+
+        Args:
+            runs: Reads of the rank, in the order of its plan.
+            pack_numbers: The numbers used in its description.
+        """
+        if any((run.pack, run.start) == (later.pack, later.start) for run, later in pairwise(runs)):
+            return True
+        return any(len(self._segments_of(run, pack_numbers)[1]) for run in runs)
+
+    def _segments_of(self, run: ReadRun, pack_numbers: Mapping[str, int]) -> tuple[Ints, Ints]:
+        """Return the segment in which each chunk of a run begins, and the numbers of chunks that end in another one."""
+        pack_start = int(self.pack_starts[pack_numbers[run.pack]])
+        starts = pack_start + np.array([chunk.offset for chunk in run.chunks], dtype=np.int64)
+        stops = starts + np.array([chunk.bytes for chunk in run.chunks], dtype=np.int64)
+        segments = np.searchsorted(self.bounds, starts, side="right") - 1
+        return segments, np.flatnonzero(stops > self.bounds[segments + 1])
 
 
 def job_exchange(descriptions: Sequence[bytes], round_bytes: int, *, forced: bool) -> JobExchange | None:

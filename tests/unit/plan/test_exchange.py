@@ -264,6 +264,24 @@ def test_pieces_that_overlap_are_damage() -> None:
         job.plan_of(0, plans[0], numbers)
 
 
+def test_pieces_that_share_bytes_are_found_before_they_are_exchanged() -> None:
+    """In a file of another system a tensor may be a part of another one: a rank alone sees only what it reads."""
+    pieces = pieces_of_packs([[100], [30], [100]])
+    numbers = {"r00000.safetensors": 0}
+    pieces["1.0"] = [replace(pieces["1.0"][0], pack="r00000.safetensors", offset=4146)]
+    both = whole({fqn: pieces[fqn] for fqn in ("0.0", "1.0")})
+    plans = [plan_of(pieces, wanted) for wanted in (both, {"0.0": (0, 100)}, {"1.0": (0, 30)})]
+    job = exchanged(plans, 1)
+    assert job is not None
+    assert [job.divides(plan.runs, numbers) for plan in plans] == [True, True, False]
+    words = TensorSpec("2.0", "float32", (25,))
+    pieces["2.0"] = [Piece(words, Box.whole((25,)), "r00000.safetensors", 4096, bytes(16), CHUNK)]
+    plans = [plan_of(pieces, wanted) for wanted in ({"0.0": (0, 100), "2.0": (0, 25)}, {"2.0": (0, 25)})]
+    job = exchanged(plans, 1)
+    assert job is not None
+    assert [job.divides(plan.runs, numbers) for plan in plans] == [True, False], "two elements of other sizes"
+
+
 def test_a_job_of_many_ranks_is_planned_quickly() -> None:
     """4096 ranks, 64 replicas of 64 shards that are cut inside chunks: time grows with what is described."""
     pieces = pieces_of_packs([[640 * CHUNK]])
