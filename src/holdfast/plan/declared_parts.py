@@ -161,10 +161,15 @@ def problem_of(tensor: DeclaredTensor, held: Mapping[int, DeclaredParts]) -> str
         tensor: The tensor.
         held: What each rank declares of it.
     """
+    # A rank that states the same as the lowest of its group is compared once: all of a job may be one group.
+    compared: set[int] = set()
     for rank, parts in sorted(held.items()):
+        if rank in compared:
+            continue
         for other in parts.holders:
             if held.get(other) != parts:
                 return f"rank {rank} states replicas [{first_three(parts.holders)}]; rank {other} states other parts"
+        compared.update(parts.holders)
     found = [(box, rank) for rank, parts in sorted(held.items()) if rank == parts.holders[0] for box in parts.boxes]
     overlap = _overlap_in(found)
     if overlap is not None:

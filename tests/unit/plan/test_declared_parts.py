@@ -92,6 +92,28 @@ def test_replicas_with_other_parts_are_found_and_named() -> None:
     assert problem_of(TENSOR, held) == "rank 0 states replicas [0, 1]; rank 1 states other parts"
 
 
+class Counted(dict[int, DeclaredParts]):
+    """What ranks declare, with a count of the comparisons."""
+
+    count = 0
+
+    def get(self, key: int, default: object = None) -> DeclaredParts | None:  # type: ignore[override]
+        self.count += 1
+        return super().get(key)
+
+
+def test_each_rank_of_a_group_of_replicas_is_compared_once() -> None:
+    """Rank 0 looks for the problem while all ranks wait: to compare each pair of 2,000 ranks took 89 s."""
+    parts = DeclaredParts((Box((0, 0, 0), (2, 4, 5)),), tuple(range(100)))
+    held = Counted(dict.fromkeys(range(100), parts))
+    assert problem_of(TENSOR, held) == "no rank holds 20 of 60 elements"
+    assert held.count == 100
+    held[7] = DeclaredParts(parts.boxes, (7,))
+    assert problem_of(TENSOR, held).endswith("; rank 7 states other parts")
+    held = Counted({5: parts, 6: parts})
+    assert problem_of(TENSOR, held).endswith("; rank 0 states other parts"), "rank 0 states nothing"
+
+
 @pytest.mark.parametrize("shape", [(), (0, 4)])
 def test_a_scalar_and_a_tensor_without_elements(shape: tuple[int, ...]) -> None:
     tensor = TensorSpec("s", "float32", shape)
