@@ -71,7 +71,7 @@ def unsettled(number: int, a: Sequence[Piece], b: Sequence[Piece]) -> tuple[list
         Windows over pieces of `a`, sorted by their start in the tensor, so that windows close in the tensor are close
         in the list, however the pieces are cut; and the bytes of `a` that need not be read.
     """
-    known: dict[Spot, bytes] = {}
+    known: dict[Spot, bytes] | None = None
     whole = {(piece.region, piece.chunk_bytes): piece.digests for piece in b if piece.digests}
     windows: list[CompareWindow] = []
     settled_bytes = 0
@@ -79,9 +79,11 @@ def unsettled(number: int, a: Sequence[Piece], b: Sequence[Piece]) -> tuple[list
         if piece.digests and whole.get((piece.region, piece.chunk_bytes)) == piece.digests:
             settled_bytes += piece.bytes
             continue
-        if piece.digests and not known:
-            known = {spot: digest for other in b for spot, digest in _digests(other)}
-        same = [known.get(spot) == digest for spot, digest in _digests(piece)]
+        same: list[bool] = []
+        if piece.digests:
+            if known is None:
+                known = {spot: digest for other in b for spot, digest in _digests(other)}
+            same = [known.get(spot) == digest for spot, digest in _digests(piece)]
         for chunk, window in enumerate(windows_of(number, piece)):
             if same and same[chunk]:
                 settled_bytes += window.bytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
@@ -112,6 +113,27 @@ def test_without_digests_nothing_is_settled() -> None:
     windows, settled_bytes = unsettled(0, unhashed, unhashed)
     assert (met(windows, (8, 4)) == 1).all()
     assert settled_bytes == 0
+
+
+class Walked(list[Piece]):
+    """Pieces, with a count of the walks over all of them."""
+
+    walks = 0
+
+    def __iter__(self) -> Iterator[Piece]:
+        self.walks += 1
+        return super().__iter__()
+
+
+def test_a_copy_without_digests_is_not_walked_for_each_piece_of_the_other() -> None:
+    """A tensor of 2,000 ranks took 35 s to compare with another system's copy in as many pieces."""
+    spec = TensorSpec("w", "uint8", (40,))
+    rows = [Box((row,), (row + 1,)) for row in range(40)]
+    a = [hashed(spec, row, np.zeros(40, dtype=np.uint8)) for row in rows]
+    b = Walked(Piece(spec, row, "pack", 0, b"", CHUNK) for row in rows)
+    windows, settled_bytes = unsettled(0, a, b)
+    assert (len(windows), settled_bytes) == (40, 0)
+    assert b.walks <= 2
 
 
 def test_windows_come_by_where_they_begin_in_the_tensor() -> None:
