@@ -14,7 +14,8 @@ from holdfast.types.timeline import FIRST_TIMELINE, Fork, Timeline
 _NUMBER_MAX = (1 << 53) - 1
 _ANCESTORS_MAX = 100_000
 
-_LINES = re.compile(rb'^ "timeline": (\{\n.*?^ \}),\n', re.MULTILINE | re.DOTALL)
+_FIRST_LINE = re.compile(rb'^ "timeline": (?=\{\n)', re.MULTILINE)
+_LAST_LINE = b"\n },\n"
 
 _Number = Annotated[int, msgspec.Meta(ge=2, le=_NUMBER_MAX)]
 _Id = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
@@ -47,10 +48,13 @@ def timeline_in_damaged(damaged: bytes) -> Timeline | None:
 
     Nothing proves it: a caller compares it with the timelines of other manifests.
     """
-    match = _LINES.search(damaged)
-    if match is None:
+    first = _FIRST_LINE.search(damaged)
+    # Two searches, not one pattern: a crafted text must not make the second one begin again and again.
+    stop = -1 if first is None else damaged.find(_LAST_LINE, first.end())
+    if first is None or stop < 0:
         return None
+    text = damaged[first.end() : stop + len(b"\n }")]
     try:
-        return decode_timeline(msgspec.json.decode(match[1], type=inspected(TimelineDocument, msgspec.msgpack.Decoder)))
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return decode_timeline(msgspec.json.decode(text, type=inspected(TimelineDocument, msgspec.msgpack.Decoder)))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
