@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,14 @@ import holdfast
 from holdfast.types.export import ExportOptions
 from tests.export.sources import bits, exported
 
-transformers = pytest.importorskip("transformers", reason="extra: interop")
+
+def library() -> Any:
+    """Import Transformers when a test runs: every process that shares the suite collects this file."""
+    return pytest.importorskip("transformers", reason="extra: interop")
 
 
 def config_of(kind: str, *, tied: bool) -> object:
+    transformers = library()
     small = {
         "vocab_size": 128,
         "hidden_size": 32,
@@ -35,6 +40,7 @@ def config_of(kind: str, *, tied: bool) -> object:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("shard_bytes", [1 << 40, 30_000])
 def test_what_is_exported_is_loaded_from_the_folder(tmp_path: Path, kind: str, tied: bool, shard_bytes: int) -> None:
+    transformers = library()
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config_of(kind, tied=tied)).eval()
     holdfast.save(tmp_path / "saved", {"model": model}, process_group=False)

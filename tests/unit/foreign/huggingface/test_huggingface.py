@@ -14,23 +14,27 @@ from safetensors.torch import load_file
 import holdfast
 from holdfast.errors import InvalidError
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    transformers = pytest.importorskip("transformers", reason="needs the extra interop")
-    peft = pytest.importorskip("peft", reason="needs the extra interop")
-
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SIZES = {"vocab_size": 101, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
+def library(name: str) -> Any:
+    """Import what only these tests use, when one runs: every process that shares the suite collects this file."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip(name, reason="needs the extra interop")
+
+
 def llama(seed: int, *, tied: bool = True) -> Any:
+    transformers = library("transformers")
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(intermediate_size=48, num_hidden_layers=3, tie_word_embeddings=tied, **SIZES)
     return transformers.LlamaForCausalLM(config)
 
 
 def mixtral(seed: int) -> Any:
+    transformers = library("transformers")
     torch.manual_seed(seed)
     config = transformers.MixtralConfig(intermediate_size=24, num_hidden_layers=2, num_local_experts=4, **SIZES)
     return transformers.MixtralForCausalLM(config).to(torch.bfloat16)
@@ -61,7 +65,7 @@ def test_a_tied_llama_in_several_files(tmp_path: Path) -> None:
     assert not same(fresh, model)
     report = holdfast.load(tmp_path, {"model": fresh}, process_group=False)
     assert same(fresh, model)
-    assert same(fresh, transformers.LlamaForCausalLM.from_pretrained(tmp_path))
+    assert same(fresh, library("transformers").LlamaForCausalLM.from_pretrained(tmp_path))
     assert fresh.lm_head.weight is fresh.model.embed_tokens.weight
     assert report.missing == report.unexpected == ()
     assert report.loaded_bytes == report.tensor_bytes
@@ -111,6 +115,8 @@ def test_what_transformers_wrote_equals_what_we_save_of_it(tmp_path: Path) -> No
 
 
 def test_an_adapter_by_the_names_of_its_file(tmp_path: Path) -> None:
+    peft = library("peft")
+
     def adapted(seed: int) -> Any:
         model = peft.get_peft_model(llama(7), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
         torch.manual_seed(seed)
