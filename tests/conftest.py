@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,3 +38,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {folder: place for place, folder in enumerate(_LONG)}
     tests = Path(__file__).parent
     items.sort(key=lambda item: places.get(item.path.relative_to(tests).parts[0], len(places)))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Look for garbage in what collecting made once, at its end, and never again.
+
+    Modules and tests live until the process ends. Each full collection would walk them all, and each forked process
+    would copy their pages.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
