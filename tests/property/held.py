@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 
 from hypothesis import strategies as st
@@ -26,16 +27,26 @@ class Held:
     siblings: tuple[Layout, ...] = ()
 
 
+# Hypothesis looks through each new strategy before the first draw, which takes longer than the draw: equal ones are
+# made once.
+@cache
+def permuted(world_size: int) -> st.SearchStrategy[list[int]]:
+    """All ranks, in any order."""
+    return st.permutations(range(world_size))
+
+
+@cache
 @st.composite
 def meshes(draw: st.DrawFn, world_size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """A mesh of 1 to 3 dimensions over some or all ranks, in any order."""
     shape: list[int] = []
     for _ in range(draw(st.integers(1, 3))):
         shape.append(draw(st.integers(1, world_size // math.prod(shape))))
-    ranks = draw(st.permutations(range(world_size)))[: math.prod(shape)]
+    ranks = draw(permuted(world_size))[: math.prod(shape)]
     return tuple(shape), tuple(ranks)
 
 
+@cache
 @st.composite
 def placements(draw: st.DrawFn, ndim: int) -> Placement:
     """Replicate, Shard or _StridedShard."""
@@ -43,6 +54,7 @@ def placements(draw: st.DrawFn, ndim: int) -> Placement:
     return Placement(dim) if dim is None else Placement(dim, draw(st.integers(1, SPLIT_MAX)))
 
 
+@cache
 @st.composite
 def layouts(draw: st.DrawFn, world_size: int, ndim: int) -> Layout:
     """A mesh, and for each of its dimensions any placement, the same dimension of the tensor several times included."""
@@ -50,6 +62,7 @@ def layouts(draw: st.DrawFn, world_size: int, ndim: int) -> Layout:
     return Layout(shape, ranks, tuple(draw(placements(ndim)) for _ in shape))
 
 
+@cache
 @st.composite
 def flat_runs(draw: st.DrawFn, numel: int, parts: int) -> list[Region]:
     """The flattened tensor cut into runs: evenly as ZeRO does, or anywhere, through rows and with empty runs."""
@@ -62,6 +75,7 @@ def flat_runs(draw: st.DrawFn, numel: int, parts: int) -> list[Region]:
     return [FlatRange(a, b) for a, b in pairwise(cuts)]
 
 
+@cache
 @st.composite
 def guillotine(draw: st.DrawFn, shape: tuple[int, ...], parts: int) -> list[Region]:
     """The tensor cut into boxes, each cut going right through one box of those before it."""
@@ -81,10 +95,11 @@ def guillotine(draw: st.DrawFn, shape: tuple[int, ...], parts: int) -> list[Regi
     return list(boxes)
 
 
+@cache
 @st.composite
 def declared(draw: st.DrawFn, world_size: int, shape: tuple[int, ...]) -> Declared:
     """Every element stated to lie on one group of replicas, as flat ranges or as boxes; groups share no rank."""
-    ranks = draw(st.permutations(range(world_size)))
+    ranks = draw(permuted(world_size))
     groups: list[tuple[int, ...]] = []
     while len(ranks) > 0 and (not groups or draw(st.integers(0, 5))):
         members = draw(st.integers(1, min(len(ranks), 3)))
@@ -103,12 +118,13 @@ def declared(draw: st.DrawFn, world_size: int, shape: tuple[int, ...]) -> Declar
     return {rank: tuple(held) for group, held in dealt.items() for rank in group}
 
 
+@cache
 @st.composite
 def siblings(draw: st.DrawFn, world_size: int, ndim: int) -> Held:
     """Disjoint meshes of one shape over some or all ranks, in any order, all with the same placements."""
     shape, ranks = draw(meshes(max(world_size // 2, 1)))
     chosen = tuple(draw(placements(ndim)) for _ in shape)
-    others = draw(st.permutations(range(world_size)))
+    others = draw(permuted(world_size))
     count = draw(st.integers(1, world_size // len(ranks)))
     first, *rest = (
         Layout(shape, tuple(others[number * len(ranks) : (number + 1) * len(ranks)]), chosen) for number in range(count)
@@ -116,6 +132,7 @@ def siblings(draw: st.DrawFn, world_size: int, ndim: int) -> Held:
     return Held(first, siblings=tuple(rest))
 
 
+@cache
 @st.composite
 def any_held(draw: st.DrawFn, world_size: int, shape: tuple[int, ...], shared: tuple[Layout, ...]) -> Held:
     """Any way to hold a tensor, most often on a mesh that others share, as in a real model."""

@@ -87,6 +87,9 @@ class Job2Job:
 
 
 _LENGTHS = st.sampled_from((0, 1, 1, 2, 3, 4, 5, 7, 8, 9, 16, 17))
+_DTYPES = st.sampled_from(sorted(DTYPES))
+_ROLES = st.sampled_from(Role)
+_NAMES = st.sampled_from(("layer", "ß.weight", "a.b.c"))
 _LARGE_SHAPES = st.sampled_from(((4097,), (64, 80), (3, 1500), (1500, 3), (5, 1, 1111), (9001,), (2, 3, 4, 300)))
 SHAPES = st.one_of(st.lists(_LENGTHS, max_size=4).map(tuple), _LARGE_SHAPES)
 
@@ -95,11 +98,11 @@ SHAPES = st.one_of(st.lists(_LENGTHS, max_size=4).map(tuple), _LARGE_SHAPES)
 def tensors(draw: st.DrawFn, number: int, save_ranks: int, load_ranks: int, meshed: tuple[Layout, ...]) -> Tensor:
     shape = draw(SHAPES)
     return Tensor(
-        fqn=draw(st.sampled_from(("layer", "ß.weight", "a.b.c"))) + f".{number}",
-        dtype=draw(st.sampled_from(sorted(DTYPES))),
+        fqn=draw(_NAMES) + f".{number}",
+        dtype=draw(_DTYPES),
         shape=shape,
         seed=draw(st.integers(0, 1 << 16)),
-        role=draw(st.sampled_from(Role)),
+        role=draw(_ROLES),
         saved=draw(any_held(save_ranks, shape, meshed)),
         loaded=draw(any_held(load_ranks, shape, ())),
     )
