@@ -42,6 +42,9 @@ from holdfast.stores.foreign import References
 from holdfast.telemetry.dispatcher import EventDispatcher
 from holdfast.types.reports import LoadReport, SaveReport
 
+_FAILURES_HALF = 100
+"""Of the failed saves that nobody awaits, the first and the last so many are kept for `wait`. The log has all."""
+
 
 class CheckpointManager:
     """Saves and loads the steps of one run under a root. A context manager; every rank of the group makes one.
@@ -137,6 +140,8 @@ class CheckpointManager:
         self._parts = RunParts(job, home, policies.keep)
         self._position = self._parts.position
         self._pending: list[SaveHandle] = []
+        self._forgotten = 0
+        """Failed saves since the last `wait` whose handles are not kept."""
         self._closed = False
         self._follows_default_group = False
         self.load_report: LoadReport | None = None
@@ -308,7 +313,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: A save failed, and no call has raised its error yet. If several failed, the first is
-                raised; its cause is an `ExceptionGroup` of all errors.
+                raised; its cause is an `ExceptionGroup` of all errors, or of the first and the last 100.
         """
         failures: list[Exception] = []
         for handle in self._pending:
@@ -319,10 +324,12 @@ class CheckpointManager:
                 if not is_known:
                     failures.append(error)
         self._pending.clear()
-        if len(failures) == 1:
+        count, self._forgotten = len(failures) + self._forgotten, 0
+        if failures and count == 1:
             raise failures[0]
         if failures:
-            raise failures[0] from ExceptionGroup(f"{len(failures)} saves failed", failures)
+            others = f"; the errors of {count - len(failures)} of them are in the log only" * (count > len(failures))
+            raise failures[0] from ExceptionGroup(f"{count} saves failed{others}", failures)
 
     def close(self) -> None:
         """Wait for every save in flight, then release the resources. Raises as `wait`."""
@@ -357,16 +364,23 @@ class CheckpointManager:
             raise
         handle.committed.add_done_callback(partial(_unpin_failed, self._parts.pins, request.pin, handle))
         self._position.lineage = request.lineage
-        # Those in flight, and failures that `wait` must raise.
-        self._pending = [
-            known
-            for known in self._pending
-            if not known.committed.done() or (known.failure is not None and not known.was_awaited)
-        ]
+        self._forget_ended()
         self._pending.append(handle)
         if self._preemption is not None:
             self._preemption.note_save(step, handle)
         return handle
+
+    def _forget_ended(self) -> None:
+        """Forget all saves but those in flight, and failures that `wait` must raise: a run may save for months."""
+        kept = [
+            known
+            for known in self._pending
+            if not known.committed.done() or (known.failure is not None and not known.was_awaited)
+        ]
+        failed = [known for known in kept if known.committed.done()]
+        forgotten = set(failed[_FAILURES_HALF:-_FAILURES_HALF])
+        self._forgotten += len(forgotten)
+        self._pending = [known for known in kept if known not in forgotten]
 
     def _close(self, *, hand_on: bool) -> None:
         """Wait for every save in flight, then release the resources.

@@ -202,6 +202,34 @@ def test_several_failures_are_raised_as_one_with_all_as_its_cause() -> None:
     assert len(cause.exceptions) == 3
 
 
+def test_of_many_failures_that_nobody_awaits_the_first_and_the_last_are_kept(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.CRITICAL, logger="holdfast")
+    monkeypatch.setattr("holdfast.checkpoint_manager._FAILURES_HALF", 2)
+    world, _ = broken_run()
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        kept: weakref.WeakSet[SaveHandle] = weakref.WeakSet()
+        for step in range(9):
+            handle = run.save(step, {"w": plain(1.0)})
+            kept.add(handle)
+            wait([handle.committed], timeout=30.0)
+        del handle
+        gc.collect()
+        # What has ended is looked through when the next save begins.
+        assert sorted(each.name for each in kept) == [f"save of step {step}" for step in (0, 1, 6, 7, 8)]
+        with pytest.raises(UnavailableError, match="upload") as raised:
+            run.wait()
+        run.wait()
+        return raised.value.__cause__
+
+    (cause,) = world.play(part)
+    assert isinstance(cause, ExceptionGroup), cause
+    assert cause.message == "9 saves failed; the errors of 4 of them are in the log only"
+    assert len(cause.exceptions) == 5
+
+
 def test_a_closed_run_saves_and_loads_no_more() -> None:
     def part(rank: int, run: CheckpointManager) -> object:
         run.close()
