@@ -147,6 +147,60 @@ class Flat(torch.optim.Optimizer):
         self.buffers.copy_(state_dict["buffers"])
 
 
+class SlowLookahead(Lookahead):
+    """Its slow weights begin with the second step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.slow = []
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        if self.count == 1:
+            self.slow = [[each.detach().clone() for each in group["params"]] for group in self.param_groups]
+        super().step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() if self.slow else self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.slow = [[torch.empty_like(each) for each in group] for group in state_dict["slow"]]
+        super().load_state_dict(state_dict)
+
+
+class Averaging(torch.optim.AdamW):
+    """Keeps averages beside the whole state of each parameter, and holds no other optimizer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.averages = [each.detach().clone() for each in self.param_groups[0]["params"]]
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        super().step()
+        for parameter, average in zip(self.param_groups[0]["params"], self.averages, strict=True):
+            average.lerp_(parameter.detach(), 0.1)
+            parameter.data.lerp_(average, 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "averages": self.averages}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for own, saved in zip(self.averages, state_dict["averages"], strict=True):
+            own.copy_(saved)
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+
+
+class Copying(torch.optim.AdamW):
+    """Returns copies of its moments, and holds no other optimizer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        stated = super().state_dict()
+        state = {key: {name: each.clone() for name, each in own.items()} for key, own in stated["state"].items()}
+        return {**stated, "state": state}
+
+
 def accelerated(model: nn.Module) -> torch.optim.Optimizer:
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
@@ -163,8 +217,9 @@ BY_PARAMETER: dict[str, Build] = {
     "sam with state": partial(Sam, keeps_old=True),
     "lookahead by parameter": LookaheadByParameter,
     "accelerate": accelerated,
+    "copies": Copying,
 }
-AS_OBJECT: dict[str, Build] = {"lookahead": Lookahead, "flat": Flat}
+AS_OBJECT: dict[str, Build] = {"lookahead": Lookahead, "flat": Flat, "averages": Averaging}
 
 
 def net(seed: int = 0) -> nn.Module:
@@ -207,6 +262,34 @@ def test_state_inside_is_stored_by_parameter(tmp_path: Path, name: str) -> None:
     advance(model, optimizer, 2)
     holdfast.save(tmp_path / "c", {"model": model, "optimizer": optimizer}, process_group=False)
     assert "optimizer.state.1.weight.exp_avg" in holdfast.open_checkpoint(tmp_path / "c").tensors
+
+
+def test_state_that_begins_with_a_later_step_is_saved(tmp_path: Path) -> None:
+    model, fresh = net(), net(seed=1)
+    optimizer, other = SlowLookahead(model), SlowLookahead(fresh)
+    advance(model, optimizer, 1)
+    holdfast.save(tmp_path / "before", {"model": model, "optimizer": optimizer}, process_group=False)
+    advance(model, optimizer, 4)
+    holdfast.save(tmp_path / "after", {"model": model, "optimizer": optimizer}, process_group=False)
+    expected = advance(model, optimizer, 5)
+    holdfast.load(tmp_path / "after", {"model": fresh, "optimizer": other}, process_group=False)
+    assert advance(fresh, other, 5) == expected
+
+
+def test_a_state_dict_is_called_alike_with_and_without_state(tmp_path: Path) -> None:
+    # It may be a collective, and which parameters have state differs by rank.
+    model, calls = net(), []
+
+    class Counting(Copying):
+        def state_dict(self) -> dict[str, Any]:
+            calls.append(len(self.state))
+            return super().state_dict()
+
+    optimizer = Counting(model)
+    for number, steps in enumerate((0, 1, 1)):
+        advance(model, optimizer, steps) if steps else None
+        holdfast.save(tmp_path / str(number), {"model": model, "optimizer": optimizer}, process_group=False)
+    assert calls == [0, 4, 4]
 
 
 def test_a_container_and_one_optimizer_load_each_other(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -24,9 +24,6 @@ _STEPPING = {"step", "get_optimizer_state_dict", "get_state_dict"}
 
 _DEPTH_MAX = 3
 """How deep containers are searched for tensors."""
-
-_complete: WeakSet[Optimizer] = WeakSet()
-"""Optimizers whose `state_dict` was seen to return nothing but state by parameter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +40,18 @@ class OutsideState:
 def outside_state(view: OptimizerView) -> OutsideState | None:
     """Return the state that an optimizer keeps outside `state`, or None.
 
-    Only an optimizer with a `state_dict` of its own is asked, if it holds others or lacks state of a parameter. Of one
-    that holds no other, only tensors count: plain entries were always left out.
+    Every optimizer with a `state_dict` of its own is asked at every save, and on every rank. What an answer holds
+    depends on the steps so far: slow weights may begin with any step. And a `state_dict` may be a collective, while
+    which parameters have state differs by rank. Of an optimizer that holds no other, only tensors count: plain entries
+    were always left out.
 
     Raises:
         InvalidError: Its `state_dict` raises.
     """
     optimizer = view.optimizer
-    if not has_own_state_dict(optimizer) or optimizer in _complete:
+    if not has_own_state_dict(optimizer):
         return None
     holds_others = any(True for _ in directly_inside(optimizer))
-    if not holds_others and all(optimizer.state.get(each) for each in view.names if each.requires_grad):
-        return None
     held = [each for member in view.members for each in (*member.state.values(), *member.param_groups)]
     own = {0, *(_address(tensor) for tensor in _tensors(held, _DEPTH_MAX + 1))}
     if may_step(view):
@@ -69,14 +66,12 @@ def outside_state(view: OptimizerView) -> OutsideState | None:
             f"{view.path}: {type(optimizer).__name__}.state_dict() raised {type(error).__name__}: {error}; expected "
             "its state. Pass the optimizer inside it, or leave it out with skip="
         ) from error
-    unexplained = _unexplained(state, own, "", plain_too=holds_others)
+    asked = state
+    if not holds_others and _is_copy(state.get("state"), optimizer):
+        asked = {key: value for key, value in state.items() if key != "state"}
+    unexplained = _unexplained(asked, own, "", plain_too=holds_others)
     names = tuple(dict.fromkeys(name.partition(".")[0] for name in unexplained))
-    if names:
-        return OutsideState(names, state)
-    if any(member.state for member in view.members):
-        # From now on its entries are known. An optimizer without state may add entries with its first step.
-        _complete.add(optimizer)
-    return None
+    return OutsideState(names, state) if names else None
 
 
 def require_whole_state(view: OptimizerView, outside: OutsideState) -> Mapping[str, object]:
@@ -164,6 +159,25 @@ def _address(tensor: torch.Tensor) -> int:
     except RuntimeError:
         # Subclasses that wrap other tensors have no address.
         return id(tensor)
+
+
+def _is_copy(stated: object, optimizer: Optimizer) -> bool:
+    """Return whether stated state has the keys, shapes and dtypes of an optimizer's `state`, in the same order.
+
+    Some optimizers return copies, for example in host memory. Tensors of another dtype are no copies: they were
+    computed with something that `state` lacks, such as a scale.
+    """
+    if not isinstance(stated, Mapping) or len(stated) != len(optimizer.state):
+        return False
+    pairs = zip(stated.values(), optimizer.state.values(), strict=True)
+    return all(_form(entries) == _form(own) for entries, own in pairs)
+
+
+def _form(entries: object) -> object:
+    """Return key, shape and dtype of each tensor in the state of one parameter."""
+    if not isinstance(entries, Mapping):
+        return None
+    return {key: (each.shape, each.dtype) for key, each in entries.items() if isinstance(each, torch.Tensor)}
 
 
 def _unexplained(value: object, own: set[int], name: str, *, plain_too: bool) -> Iterator[str]:
