@@ -366,6 +366,38 @@ def test_what_a_checkpoint_lacks_of_a_wrapper_is_missing(tmp_path: Path) -> None
         holdfast.load(tmp_path / "c", {"model": model, "optimizer": Lookahead(model)})
 
 
+class Partial(HoldsOptimizers):
+    """Its own groups lack parameters that an optimizer inside steps."""
+
+    def __init__(self, model: nn.Module, own: list[nn.Parameter]) -> None:
+        self.optimizers = [torch.optim.AdamW(model.parameters())]
+        super().__init__([{"params": own}], {})
+
+
+@pytest.mark.parametrize("held", [0, 2])
+def test_groups_that_lack_parameters_stepped_inside_are_refused(tmp_path: Path, held: int) -> None:
+    model = net()
+    optimizer = Partial(model, [*model.parameters()][:held])
+    advance(model, optimizer, 1)
+    state = {"model": model, "optimizer": optimizer}
+    with pytest.raises(InvalidError, match=rf"optimizer: AdamW inside Partial steps 4 .* Partial hold {held}, not all"):
+        holdfast.save(tmp_path / "c", state, process_group=False)
+    assert not (tmp_path / "c").exists()
+    holdfast.save(tmp_path / "c", {"model": model, "optimizer": optimizer.optimizers[0]}, process_group=False)
+    with pytest.raises(InvalidError, match=rf"optimizer: AdamW inside Partial steps 4 .* Partial hold {held}, not all"):
+        holdfast.load(tmp_path / "c", state, process_group=False)
+
+
+def test_an_optimizer_that_is_only_referred_to_does_not_count(tmp_path: Path) -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model[0].parameters())
+    optimizer.other = torch.optim.AdamW(model[1].parameters())  # type: ignore[attr-defined]
+    advance(model, optimizer, 1)
+    holdfast.save(tmp_path / "c", {"model": model, "optimizer": optimizer}, process_group=False)
+    names = holdfast.open_checkpoint(tmp_path / "c").tensors
+    assert {name[:17] for name in names if name.startswith("optimizer")} == {"optimizer.state.0"}
+
+
 def test_two_optimizers_that_disagree_are_refused(tmp_path: Path) -> None:
     model = net()
     optimizer = Sam(model)

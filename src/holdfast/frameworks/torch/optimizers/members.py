@@ -28,7 +28,7 @@ class OptimizerMembers:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._members = _members_of(optimizer)
+        self._members, self._apart = _members_of(optimizer)
         self.keep_state_inside = len(self._members) > 1 or self._members[0].state is not optimizer.state
         """Whether an optimizer inside holds state that the outer one does not share."""
         self.is_one = len(self._members) == 1
@@ -39,6 +39,23 @@ class OptimizerMembers:
 
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(self._members)
+
+    def require_whole(self, path: str) -> None:
+        """Refuse an optimizer whose groups lack parameters that an optimizer inside it steps.
+
+        Args:
+            path: Path of the optimizer in the state, for the message.
+        Raises:
+            InvalidError: The state of an optimizer inside it would be left out.
+        """
+        if self._apart:
+            optimizer, inner = self._apart[0]
+            held, stepped = (sum(1 for _ in parameters_of(each)) for each in (optimizer, inner))
+            raise InvalidError(
+                f"{path}: {type(inner).__name__} inside {type(optimizer).__name__} steps {stepped} parameters, and "
+                f"the groups of {type(optimizer).__name__} hold {held}, not all of them; expected every parameter that "
+                "is stepped inside. Add the others to its param_groups, or pass the optimizers inside it one by one"
+            )
 
     def groups(self) -> list[tuple[dict[str, Any], list[torch.Tensor]]]:
         """Return the parameter groups, each with its parameters.
@@ -143,28 +160,37 @@ class OptimizerMembers:
         return [member for member, parameters in pairs if id(parameter) in parameters]
 
 
-def _members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+def _members_of(optimizer: Optimizer) -> tuple[tuple[Optimizer, ...], list[tuple[Optimizer, Optimizer]]]:
     """Return an optimizer and all inside it that step its parameters, the inner ones first, one for each `state`.
 
     Optimizers that step other parameters, as one that is only referred to, do not count.
+
+    Returns:
+        The optimizers, and pairs of one and an optimizer inside it that also steps parameters which it lacks.
     """
     inside = [*directly_inside(optimizer)]
     if not inside:
-        return (optimizer,)
+        return (optimizer,), []
     parameters = {id(parameter) for parameter in parameters_of(optimizer)}
     members: dict[int, Optimizer] = {}
     visited: dict[int, Optimizer] = {}
+    apart: list[tuple[Optimizer, Optimizer]] = []
 
     def visit(member: Optimizer) -> None:
         visited[id(member)] = member
         for inner in directly_inside(member):
-            if id(inner) not in visited and all(id(parameter) in parameters for parameter in parameters_of(inner)):
+            if id(inner) in visited:
+                continue
+            stepped = {id(parameter) for parameter in parameters_of(inner)}
+            if stepped <= parameters:
                 visit(inner)
+            elif not parameters or stepped & parameters:
+                apart.append((optimizer, inner))
         if (state := getattr(member, "state", None)) is not None:
             members.setdefault(id(state), member)
 
     visit(optimizer)
-    return tuple(members.values())
+    return tuple(members.values()), apart
 
 
 def directly_inside(optimizer: Optimizer) -> Iterator[Optimizer]:

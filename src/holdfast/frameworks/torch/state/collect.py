@@ -203,6 +203,8 @@ class _Collector:
         if outside is not None:
             self._record_optimizer(view, ())
             return self._state_of_object(view.path, view.optimizer, require_whole_state(view, outside))
+        if self.selector.selects_whole(view.path):
+            view.members.require_whole(view.path)
         group, keys = collect_optimizer(view, on_state)
         self._record_optimizer(view, keys)
         for members in (group.items["param_groups"], group.items.get("empty_groups", {})):

@@ -274,6 +274,8 @@ class TorchRestoration:
             if self._takes_part_whole(view.path):
                 self.missing.append(view.path)
             return
+        if self._selector.selects_whole(view.path):
+            view.members.require_whole(view.path)
         restoration = OptimizerRestoration(view, saved, self, self._catalog, tensors)
         self._finishes.append(restoration.finish)
         self.misfits += restoration.misfits(self._catalog.optimizers.get(view.path))
