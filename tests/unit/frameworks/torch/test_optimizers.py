@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
 from holdfast.errors import InvalidError
@@ -91,6 +95,47 @@ def test_every_stock_optimizer_goes_on_as_if_nothing_had_happened(tmp_path: Path
     step(second, two)
     for ours, theirs in zip(first.parameters(), second.parameters(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+class Preconditioned(torch.optim.Optimizer):
+    """Keeps lists of tensors for each parameter, as SOAP and Shampoo do."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            averages = self.state[parameter].setdefault("averages", [torch.zeros_like(parameter)] * 2)
+            averages[0].lerp_(parameter.grad, 0.5)
+            parameter.sub_(averages[1])
+
+
+@pytest.mark.parametrize("as_dtensor", [False, True])
+def test_tensors_in_containers_of_the_state_are_made_for_their_parameter(tmp_path: Path, as_dtensor: bool) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        local = torch.arange(6.0).view(3, 2)
+        models = [nn.Parameter(distribute_tensor(local, mesh, [Shard(0)]) if as_dtensor else +local) for _ in range(2)]
+        for each in models:
+            each.grad = torch.ones_like(each)
+        one, two = map(Preconditioned, ([each] for each in models))
+        states = [{"model": {"w": models[0]}, "optimizer": one}, {"model": {"w": models[1]}, "optimizer": two}]
+        one.step()
+        holdfast.save(tmp_path / "c", states[0])
+        holdfast.load(tmp_path / "c", states[1])
+        averages = two.state[models[1]]["averages"]
+        assert type(averages[0]) is type(models[0].data) and averages[0] is averages[1]
+        one.step()
+        two.step()
+        assert torch.equal(models[0], models[1])
+        # Where the state has them, they are filled in place: a compiled step holds them.
+        holdfast.load(tmp_path / "c", states[1])
+        assert two.state[models[1]]["averages"][0] is averages[0]
+        assert averages[0].sum() == 3
+    finally:
+        dist.destroy_process_group()
 
 
 def assert_same_hyperparameters(one: torch.optim.Optimizer, two: torch.optim.Optimizer) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from holdfast.errors import CorruptError, InvalidError, first_three
-from holdfast.frameworks.torch.containers import put_together
+from holdfast.frameworks.torch.containers import put_together, tensors_in
 from holdfast.frameworks.torch.optimizers.kinds import SWITCHES, SavedState, misfit_of
 from holdfast.frameworks.torch.optimizers.parts import ParameterPart
 from holdfast.frameworks.torch.optimizers.state import OptimizerView, new_state_tensor
@@ -89,6 +90,8 @@ class OptimizerRestoration:
         """Groups by hyperparameter, value in the optimizer, and value in the checkpoint."""
         self._states: list[tuple[torch.Tensor, dict[str, object]]] = []
         self._takes_state = False
+        self._new: dict[tuple[object, ...], torch.Tensor] = {}
+        """New tensors in containers, by stored name, device and layout."""
         for position, (group, parameters) in enumerate(view.members.groups()):
             self._group(group, parameters, position)
             if not parameters:
@@ -214,7 +217,8 @@ class OptimizerRestoration:
             self._want_tensors(name, state, present, catalog, parts.get(name))
             for key, value in values.items() if isinstance(values, dict) else ():
                 if self._taker.takes_part(view.state_fqn(name, key)):
-                    state.entries[key] = put_together(value, self._leaf)
+                    known = tensors_in(present.get(key), view.state_fqn(name, key))
+                    state.entries[key] = put_together(value, self._leaf_of(state, key, known, catalog))
                     self._takes_state = True
         for key, value in present.items():
             if key in state.entries:
@@ -276,8 +280,37 @@ class OptimizerRestoration:
         saved = {key for each in (*(self._stored.get(name, ()) for name in names), *values) for key in each}
         return bool(saved if self._view.members.is_one else saved & self._view.members.keys_beside(parameter, key))
 
-    def _leaf(self, leaf: Value) -> object:
-        return self._taker.take(leaf, None) if isinstance(leaf, TensorRef) else leaf
+    def _leaf_of(
+        self, state: _WantedState, key: str, present: Mapping[str, object], catalog: Catalog
+    ) -> Callable[[Value], object]:
+        """Return `on_leaf` for a container in a parameter's state: its tensors are filled as those outside of it are.
+
+        A new one has the device and layout that the optimizer's next step needs: those of the parameter.
+        """
+
+        def on_leaf(leaf: Value) -> object:
+            if not isinstance(leaf, TensorRef):
+                return leaf
+            tensor, stored = present.get(leaf.fqn), catalog.aliases.get(leaf.fqn, leaf.fqn)
+            spec = catalog.tensors.get(stored)
+            if spec is None:
+                return self._taker.take(leaf, tensor)
+            parameter, shape = state.parameter, self._view.local_shape(state.parameter, spec.global_shape)
+            fits = isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == shape
+            if fits and not self._taker.takes_part(leaf.fqn):
+                return tensor
+            if not isinstance(tensor, torch.Tensor) or not fits:
+                catalog.require_stored(stored)
+                layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+                tensor = self._new.get((stored, parameter.device, layout))  # Tied when it was saved, so tied again.
+                if tensor is None:
+                    tensor = new_state_tensor(parameter, state.group, key, torch_dtype(spec.dtype), shape)
+                    tensor.zero_()  # `skip` may leave it out.
+                    self._new[stored, parameter.device, layout] = tensor
+            self._taker.want(leaf.fqn, tensor, self._view.declared_for(parameter, tensor))
+            return tensor
+
+        return on_leaf
 
 
 def _written(value: Value) -> str:
