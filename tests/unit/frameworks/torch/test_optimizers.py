@@ -97,6 +97,25 @@ def test_every_stock_optimizer_goes_on_as_if_nothing_had_happened(tmp_path: Path
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("saves_names", [False, True])
+def test_names_that_an_optimizer_lists_are_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves_names: bool
+) -> None:
+    # As two pipeline stages would save them, each with its own names; then one rank has all, without the wrapper.
+    model = net()
+    named = [(f"module.{name}", parameter) for name, parameter in model.named_parameters()]
+    first = torch.optim.AdamW([{"params": named[:2]}, {"params": named[2:]}])
+    step(model, first)
+    with monkeypatch.context() as patched:
+        if saves_names:  # As in checkpoints of older versions.
+            patched.setattr("holdfast.frameworks.torch.optimizers.state.LISTS_OF_MEMBERS", ("params",))
+        holdfast.save(tmp_path / "c", {"model": model, "optimizer": first})
+    second = torch.optim.AdamW(model.named_parameters())
+    holdfast.load(tmp_path / "c", {"model": model, "optimizer": second})
+    assert second.param_groups[0]["param_names"] == [name for name, _ in model.named_parameters()]
+    assert_same_state(state_by_name(model, first), state_by_name(model, second))
+
+
 class Preconditioned(torch.optim.Optimizer):
     """Keeps lists of tensors for each parameter, as SOAP and Shampoo do."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from holdfast.errors import InvalidError, first_three
 from holdfast.frameworks.torch.containers import put_together
-from holdfast.frameworks.torch.optimizers.state import OptimizerView
+from holdfast.frameworks.torch.optimizers.state import LISTS_OF_MEMBERS, OptimizerView
 from holdfast.ports.framework import Catalog
 from holdfast.types.values import Group, TensorRef, Value
 
@@ -54,7 +54,7 @@ def by_name(
     names: dict[str, str] = {}
     for position, (group, group_fqns) in enumerate(zip(groups, fqns, strict=True)):
         hyperparameters[str(position)] = {
-            key: put_together(value, on_leaf) for key, value in group.items() if key not in ("params", "param_names")
+            key: put_together(value, on_leaf) for key, value in group.items() if key not in LISTS_OF_MEMBERS
         }
         if not group_fqns:
             empty_groups[str(position)] = str(position)

@@ -14,7 +14,7 @@ from holdfast.errors import CorruptError, InvalidError, first_three
 from holdfast.frameworks.torch.containers import put_together, tensors_in
 from holdfast.frameworks.torch.optimizers.kinds import SWITCHES, SavedState, misfit_of
 from holdfast.frameworks.torch.optimizers.parts import ParameterPart
-from holdfast.frameworks.torch.optimizers.state import OptimizerView, new_state_tensor
+from holdfast.frameworks.torch.optimizers.state import LISTS_OF_MEMBERS, OptimizerView, new_state_tensor
 from holdfast.frameworks.torch.tensors import torch_dtype
 from holdfast.geometry.sharded import Sharded
 from holdfast.ports.framework import Catalog, Misfit
@@ -194,10 +194,12 @@ class OptimizerRestoration:
             raise CorruptError(
                 f"{self._view.path}.param_groups: the hyperparameters hold params; expected none. Read another copy"
             )
-        return {key: put_together(value, lambda leaf: leaf) for key, value in values.items()}
+        # Older checkpoints hold `param_names`.
+        kept = {key: value for key, value in values.items() if key not in LISTS_OF_MEMBERS}
+        return {key: put_together(value, lambda leaf: leaf) for key, value in kept.items()}
 
     def _require_same(self, first: str, chosen: dict[str, Value], second: str, values: dict[str, Value]) -> None:
-        for key in sorted(chosen.keys() | values.keys()):
+        for key in sorted((chosen.keys() | values.keys()).difference(LISTS_OF_MEMBERS)):
             if _written(chosen.get(key)) != _written(values.get(key)):
                 raise InvalidError(
                     f"{self._view.path}.param_groups: one group holds {first} with {key}={_written(chosen.get(key))} "

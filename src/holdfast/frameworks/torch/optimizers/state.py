@@ -73,6 +73,13 @@ class OptimizerView:
         return f"{self.path}.state.{name}.{key}"
 
 
+LISTS_OF_MEMBERS = ("params", "param_names")
+"""Entries of a parameter group that list its members; all others are hyperparameters.
+
+torch adds the names if an optimizer is made of `named_parameters()`. They are this job's own: another grouping, or a
+module without a wrapper, has others.
+"""
+
 OnState = Callable[[str, torch.Tensor, Sharded | None], Value]
 """Called for each tensor of the state: its FQN, the tensor, and its declared layout, if any."""
 
@@ -104,7 +111,7 @@ def collect_optimizer(view: OptimizerView, on_state: OnState) -> tuple[Group, tu
         values = {
             name: take_apart(value, f"{view.path}.param_groups.{name}", small_tensor)
             for name, value in group.items()
-            if name != "params"
+            if name not in LISTS_OF_MEMBERS
         }
         content = hashlib.blake2b(repr(values).encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
         hyperparameters[content] = values
