@@ -327,6 +327,17 @@ def test_tensors_that_a_layer_saves_and_does_not_load_are_refused_at_the_save(tm
         holdfast.load(tmp_path / f"{number}", {"model": model})
 
 
+def test_a_tensor_that_nothing_loads_is_left_out_of_both(tmp_path: Path) -> None:
+    # As the error of the save says: the way to train an adapter over a quantised model.
+    model = nn.Sequential(Quantised(2, 2))
+    holdfast.save(tmp_path / "c", {"model": model}, skip="*.absmax")
+    expected = model[0].weight.detach().clone()
+    nn.init.zeros_(model[0].weight)
+    report = holdfast.load(tmp_path / "c", {"model": model}, skip="*.absmax")
+    assert torch.equal(model[0].weight, expected)
+    assert report.skipped == ("model.0.weight.absmax",)
+
+
 def test_a_lazy_saves_hooks_load_nothing(tmp_path: Path) -> None:
     model = nn.Sequential(Quantised(2, 2))
     settings = holdfast.Settings(staging="lazy")

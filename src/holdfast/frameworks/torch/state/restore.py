@@ -225,8 +225,11 @@ class TorchRestoration:
         registered = {id(tensor) for tensor in (*node.module.parameters(), *node.module.buffers())}
         made_by_hooks: dict[str, object] = {}
         for fqn, tensor in node.tensors.items():
-            if not self.want(f"{node.path}.{fqn}", tensor, node.declared.get(id(tensor))):
-                self.missing.append(f"{node.path}.{fqn}")
+            path = f"{node.path}.{fqn}"
+            if id(tensor) not in registered and not self.takes_part(path):
+                continue  # Not passed to the module either, in which there may be nothing that loads it.
+            if not self.want(path, tensor, node.declared.get(id(tensor))):
+                self.missing.append(path)
             elif id(tensor) not in registered:
                 made_by_hooks[fqn] = tensor
         for fqn, tensor in node.tensors.items() if self._selection.grads else ():
