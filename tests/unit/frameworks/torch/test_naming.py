@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -238,6 +239,42 @@ def test_extra_state_of_values_and_tensors(tmp_path: Path) -> None:
     assert content["seen"] == 3
     assert torch.equal(content["mean"], torch.arange(3.0))
     assert fresh[1].content == [1, "two"]
+
+
+EXTRA_STATES = {
+    "none": None,
+    "value": {"seen": 3},
+    "empty": torch.empty(0, dtype=torch.uint8),
+    "bytes": torch.arange(5, dtype=torch.uint8),
+    "floats": torch.arange(5.0),
+    "inside": {"scale": torch.arange(2.0)},
+}
+
+
+@pytest.mark.parametrize("present", EXTRA_STATES)
+@pytest.mark.parametrize("saved", EXTRA_STATES)
+def test_extra_state_may_change_its_kind_and_size(tmp_path: Path, saved: str, present: str) -> None:
+    # That of an FP8 module is empty, or None, until its first step.
+    holdfast.save(tmp_path / "c", {"model": nn.Sequential(Extra(EXTRA_STATES[saved]))})
+    fresh = nn.Sequential(Extra(copy.deepcopy(EXTRA_STATES[present])))
+    report = holdfast.load(tmp_path / "c", {"model": fresh})
+    assert report.missing == report.unexpected == ()
+    content, expected = fresh[0].content, EXTRA_STATES[saved]
+    if isinstance(expected, torch.Tensor):
+        assert isinstance(content, torch.Tensor)
+        assert content.dtype == expected.dtype and torch.equal(content, expected)
+    else:
+        assert repr(content) == repr(expected)
+
+
+def test_extra_state_that_the_checkpoint_lacks_or_that_is_left_out(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {"model": nn.Sequential(Extra(torch.arange(5.0)), nn.Linear(2, 2))}, skip="*_extra*")
+    fresh = nn.Sequential(Extra(torch.arange(3.0)), nn.Linear(2, 2))
+    with pytest.raises(InvalidError, match=r"1 missing from the checkpoint: model\.0\._extra_state"):
+        holdfast.load(tmp_path / "c", {"model": fresh})
+    holdfast.load(tmp_path / "c", {"model": fresh}, skip="model.0._extra_state")
+    content = fresh[0].content
+    assert isinstance(content, torch.Tensor) and torch.equal(content, torch.arange(3.0))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")

@@ -61,6 +61,11 @@ def is_metric(value: object) -> bool:
     return any(kind.__name__ == "Metric" for kind in type(value).__mro__)
 
 
+def is_extra_state(fqn: str) -> bool:
+    """Return whether a name is that of what `get_extra_state` of a module returns."""
+    return fqn.rpartition(".")[2] == "_extra_state"
+
+
 def extra_state_owners(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """Return the modules with `set_extra_state`, by the FQN of their extra state."""
     owners = {}

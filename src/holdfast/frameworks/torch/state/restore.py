@@ -17,6 +17,7 @@ from holdfast.frameworks.torch.optimizers.restore import OptimizerRestoration
 from holdfast.frameworks.torch.optimizers.state import OptimizerView
 from holdfast.frameworks.torch.state import gradients, rng
 from holdfast.frameworks.torch.state.made_entries import load_made_entries
+from holdfast.frameworks.torch.state.naming import is_extra_state
 from holdfast.frameworks.torch.state.selection import (
     ABSENT,
     EntryMerge,
@@ -224,10 +225,14 @@ class TorchRestoration:
     def _module(self, node: ModuleNode, saved: Value) -> None:
         registered = {id(tensor) for tensor in (*node.module.parameters(), *node.module.buffers())}
         made_by_hooks: dict[str, object] = {}
+        extra: dict[str, object] = {}
         for fqn, tensor in node.tensors.items():
             path = f"{node.path}.{fqn}"
             if id(tensor) not in registered and not self.takes_part(path):
                 continue  # Not passed to the module either, in which there may be nothing that loads it.
+            if id(tensor) not in registered and is_extra_state(fqn):
+                extra[fqn] = tensor
+                continue
             if not self.want(path, tensor, node.declared.get(id(tensor))):
                 self.missing.append(path)
             elif id(tensor) not in registered:
@@ -237,17 +242,32 @@ class TorchRestoration:
         if self._selection.grads and self._takes_part_whole(node.path):
             self._finishes.append(lambda: gradients.forget_unreduced(node.module))
         items = _children(saved)
-        for fqn in node.values:
+        values = {fqn: value for fqn, value in node.values.items() if self.takes_part(f"{node.path}.{fqn}")}
+        for fqn, present in {**values, **extra}.items():
             path = f"{node.path}.{fqn}"
-            if not self.takes_part(path):
-                continue
-            if fqn in items:
-                made_by_hooks[fqn] = put_together(items[fqn], self._leaf({}))
-            else:
+            entry = self._made_entry(path, items.get(fqn, ABSENT))
+            if entry is ABSENT:
                 self.missing.append(path)
-        self.unexpected += [f"{node.path}.{fqn}" for fqn in items if fqn not in node.values]
+            else:
+                made_by_hooks[fqn] = put_together(entry, self._leaf(self._template(path, present)))
+        self.unexpected += [f"{node.path}.{fqn}" for fqn in items if fqn not in node.values and fqn not in extra]
         if made_by_hooks:
             self._finishes.append(lambda: load_made_entries(node, made_by_hooks))
+
+    def _made_entry(self, path: str, saved: Value) -> Value:
+        """Return what the checkpoint has of an entry that a module makes; `ABSENT` if it has nothing.
+
+        Extra state belongs to its module alone. A tensor of it may have another size after a step (the scales of FP8,
+        pickled), and it may have been no tensor.
+        """
+        is_tensor = is_extra_state(path) and self._catalog.aliases.get(path, path) in self._catalog.tensors
+        return TensorRef(path) if saved is ABSENT and is_tensor else saved
+
+    def _template(self, path: str, present: object) -> dict[str, object]:
+        """Return the present tensor of extra state, by name, if it can be filled."""
+        spec = self._catalog.tensors.get(self._catalog.aliases.get(path, path))
+        fits = isinstance(present, torch.Tensor) and spec is not None and dtype_name(present.dtype) == spec.dtype
+        return {path: present} if fits else {}
 
     def _gradient(self, name: str, tensor: torch.Tensor, declared: Sharded | None, *, by_fsdp1: bool = False) -> None:
         """Have a parameter's gradient filled as it was saved, or removed if none was saved."""
