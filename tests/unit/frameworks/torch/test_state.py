@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections import OrderedDict
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from fractions import Fraction
 from pathlib import Path
@@ -202,6 +203,24 @@ def test_unexpected_names_are_listed_and_nothing_changes(tmp_path: Path) -> None
     report = holdfast.load(tmp_path / "c", state, strict=False)
     assert "model.1.bias" in report.unexpected
     assert not torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("others", [0, 50])
+def test_names_that_only_the_checkpoint_has_are_not_compared_with_each_key(tmp_path: Path, others: int) -> None:
+    # A flat state on a rank of many stages or experts: nearly all names of the checkpoint are those of other ranks.
+    class Watched(dict[str, object]):
+        passes = 0
+
+        def __iter__(self) -> Iterator[str]:
+            self.passes += 1
+            return super().__iter__()
+
+    names = ["layers.0.w", *(f"layers.{number}.w" for number in range(1, others + 1))]
+    holdfast.save(tmp_path / "c", {name: torch.ones(1) for name in names})
+    state = Watched({"layers.0.w": torch.zeros(1), "layers.7": torch.zeros(1)})
+    report = holdfast.load(tmp_path / "c", state, strict=False)
+    assert report.unexpected == (("layers.7.w",) if others else ())
+    assert state.passes <= 5
 
 
 def test_a_parameter_missing_from_the_optimizer_is_listed(tmp_path: Path) -> None:

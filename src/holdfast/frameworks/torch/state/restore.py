@@ -23,6 +23,7 @@ from holdfast.frameworks.torch.state.selection import (
     EntryMerge,
     Selector,
     saved_names,
+    with_names_above,
 )
 from holdfast.frameworks.torch.state.walk import (
     DictNode,
@@ -462,7 +463,8 @@ class TorchRestoration:
         for fqn in self._catalog.tensors:
             if fqn in self._used or fqn in masters:
                 continue
-            if any(fqn == key or fqn.startswith(f"{key}.") for key in state) and self._selector.selects(fqn):
+            # A flat state has a key for each tensor, and a checkpoint of many stages or experts has many others.
+            if any(name in state for name in with_names_above(fqn)) and self._selector.selects(fqn):
                 self.unexpected.append(fqn)
 
 

@@ -41,7 +41,7 @@ class Selector:
         if self.takes_all:
             return True
         self._known.append(name)
-        names = _with_names_above(name)
+        names = with_names_above(name)
 
         def matches(patterns: Sequence[str]) -> bool:
             return any(fnmatchcase(prefix, pattern) for pattern in patterns for prefix in names)
@@ -76,7 +76,8 @@ class Selector:
         )
 
 
-def _with_names_above(name: str) -> list[str]:
+def with_names_above(name: str) -> list[str]:
+    """Return a name and all names above it."""
     return [name, *(name[:at] for at, letter in enumerate(name) if letter == ".")]
 
 
@@ -86,7 +87,7 @@ def _unmatched(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
     for name in names:
         if not matchers:
             break
-        above = _with_names_above(name)
+        above = with_names_above(name)
         for pattern in [pattern for pattern, matches in matchers.items() if any(map(matches, above))]:
             del matchers[pattern]
     return {*matchers}
