@@ -310,6 +310,21 @@ def test_hyperparameters_saved_as_tensors_come_back_as_tensors(tmp_path: Path) -
     assert torch.equal(rate, torch.tensor(0.3))
 
 
+@pytest.mark.parametrize("saved", [0.5, torch.tensor(0.5)])
+def test_a_rate_that_the_optimizer_keeps_as_a_tensor_stays_one_on_its_device(
+    tmp_path: Path, saved: float | torch.Tensor
+) -> None:
+    model = net()
+    holdfast.save(tmp_path / "c", {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=saved)})
+    for device in ("cpu", "meta"):  # A GPU keeps a rate in its memory, as the meta device does here.
+        other = torch.optim.AdamW(model.parameters())
+        other.param_groups[0]["lr"] = torch.tensor(0.1, device=device)
+        holdfast.load(tmp_path / "c", {"model": model, "optimizer": other})
+        rate = other.param_groups[0]["lr"]
+        assert isinstance(rate, torch.Tensor) and rate.device.type == device and rate.dtype == torch.float32
+        assert device == "meta" or rate == 0.5
+
+
 def test_saved_optimizers_are_keyed_by_fqn(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.AdamW(model.parameters())

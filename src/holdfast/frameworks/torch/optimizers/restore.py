@@ -183,7 +183,7 @@ class OptimizerRestoration:
 
     def _set(self, group: dict[str, object], values: dict[str, Value], name: str) -> None:
         """Have a group take saved hyperparameters, and note what they switch on or off in it."""
-        taken = self._hyperparameters_of(values)
+        taken = {key: _as_kept(group.get(key), value) for key, value in self._hyperparameters_of(values).items()}
         for key in sorted(SWITCHES & group.keys() & taken.keys()):
             if bool(group[key]) != bool(taken[key]):
                 self._switched[key, repr(group[key]), _written(values[key])].append(name)
@@ -313,6 +313,18 @@ class OptimizerRestoration:
             return tensor
 
         return on_leaf
+
+
+def _as_kept(present: object, saved: object) -> object:
+    """Return a saved hyperparameter in the form in which an optimizer keeps it: as a tensor, on the same device.
+
+    A graph would capture a learning rate in host memory as a constant, and some optimizers refuse a plain number.
+    """
+    if not isinstance(present, torch.Tensor):
+        return saved
+    if isinstance(saved, torch.Tensor):
+        return saved.to(present.device)
+    return torch.full_like(present, saved) if isinstance(saved, int | float) and not present.ndim else saved
 
 
 def _written(value: Value) -> str:
