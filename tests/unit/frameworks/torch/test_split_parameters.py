@@ -208,6 +208,18 @@ def test_state_of_another_shape_than_the_parameter_is_refused(tmp_path: Path) ->
         holdfast.save(tmp_path / "c", {"model": model, "optimizer": optimizer}, process_group=False)
 
 
+def test_state_in_a_container_of_a_split_parameter_is_refused(tmp_path: Path) -> None:
+    model = Fused()
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.wqkv.weight]["averages"] = [torch.zeros(12, 4)]
+    with pytest.raises(InvalidError, match=r"optimizer\.state\.wq\.weight\.averages\.0: is in a container, .* splits"):
+        holdfast.save(tmp_path / "c", {"model": model, "optimizer": optimizer}, process_group=False)
+    state = {"model": dict(model.named_parameters()), "optimizer": optimizer}
+    holdfast.save(tmp_path / "c", state, process_group=False)
+    holdfast.load(tmp_path / "c", state, process_group=False)
+    assert [each.shape for each in optimizer.state[model.wqkv.weight]["averages"]] == [(12, 4)]
+
+
 def test_a_gradient_of_a_split_parameter_is_refused(tmp_path: Path) -> None:
     model = Fused()
     model(torch.ones(1, 4)).sum().backward()

@@ -148,6 +148,12 @@ def _collect_state(
 
     def on_tensor(fqn: str, tensor: torch.Tensor) -> Value:
         if part is not None:
+            if "." in fqn.removeprefix(view.state_fqn(name, "")) and tensor.numel() > 1:
+                raise InvalidError(
+                    f"{fqn}: is in a container, and a state-dict hook of the module splits its parameter, so a load "
+                    "could not join the parts; expected a tensor outside of containers. Pass "
+                    "dict(module.named_parameters()) in place of the module"
+                )
             tensor = part.of(tensor, parameter, fqn)
         return on_state(fqn, tensor, view.declared_for(parameter, tensor))
 
