@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import ItemsView, Iterable
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
 from holdfast.errors import InvalidError
+from holdfast.frameworks.torch.optimizers.names import StateNames, named_parameters_of, ties_of
 from holdfast.frameworks.torch.optimizers.state import new_state_tensor
 
 RATES = {"0.weight": 0.5, "0.bias": 0.25, "1.weight": 0.125, "1.bias": 0.0625}
@@ -114,6 +115,31 @@ def test_names_that_an_optimizer_lists_are_its_own(
     holdfast.load(tmp_path / "c", {"model": model, "optimizer": second})
     assert second.param_groups[0]["param_names"] == [name for name, _ in model.named_parameters()]
     assert_same_state(state_by_name(model, first), state_by_name(model, second))
+
+
+def test_one_optimizer_for_each_parameter_searches_the_modules_once(tmp_path: Path) -> None:
+    # As optimizers that step in backward. The search of each went over all tensors of the state.
+    class Watched(dict[str, torch.Tensor]):
+        passes = 0
+
+        def items(self) -> ItemsView[str, torch.Tensor]:
+            self.passes += 1
+            return super().items()
+
+    model = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(20)])
+    model[1].weight = model[0].weight
+    tensors = Watched(model.state_dict(keep_vars=True))
+    state = StateNames({"model": model}, {"model": tensors}, {}, {})
+    found: dict[str, str] = {}
+    ties: dict[str, str] = {}
+    for parameter in model.parameters():
+        optimizer = torch.optim.SGD([parameter], lr=0.1)
+        names, _ = named_parameters_of(optimizer, "optimizer", state)
+        found |= dict.fromkeys(names.values(), "")
+        ties |= ties_of(names, state)
+    assert [*found] == [f"{number}.weight" for number in range(20) if number != 1]
+    assert ties == {"1.weight": "0.weight"}
+    assert tensors.passes == 2
 
 
 class Preconditioned(torch.optim.Optimizer):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -16,9 +17,12 @@ Parts = dict[int, tuple[ParameterPart, ...]]
 """Parts of parameters, by the identity of the parameter."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StateNames:
-    """The names of the tensors in modules and dicts of a state."""
+    """The names of the tensors in modules and dicts of a state.
+
+    What all optimizers of a state need is found once: a state may have one optimizer for each parameter.
+    """
 
     modules: Mapping[str, torch.nn.Module]
     """Modules by path."""
@@ -31,6 +35,33 @@ class StateNames:
 
     declared: Mapping[int, Sharded]
     """Layouts declared by the user or read off FSDP1, by the identity of the local tensor."""
+
+    @cached_property
+    def known(self) -> Mapping[int, tuple[str, str]]:
+        """First path and name below it of each tensor, by identity."""
+        known = dict(self.loose)
+        for module_path, tensors in self.tensors.items():
+            for fqn, tensor in tensors.items():
+                known.setdefault(id(tensor), (module_path, fqn))
+        return known
+
+    @cached_property
+    def by_memory(self) -> PartsByMemory:
+        """Finds the parts of parameters that modules store in parts."""
+        return PartsByMemory(self.tensors)
+
+    @cached_property
+    def tied(self) -> Mapping[int, Sequence[Sequence[str]]]:
+        """Of each tensor with several names in one module, by identity: these names, of each such module."""
+        tied: dict[int, list[list[str]]] = {}
+        for tensors in self.tensors.values():
+            names: dict[int, list[str]] = {}
+            for fqn, tensor in tensors.items():
+                names.setdefault(id(tensor), []).append(fqn)
+            for identity, fqns in names.items():
+                if len(fqns) > 1:
+                    tied.setdefault(identity, []).append(fqns)
+        return tied
 
 
 def named_parameters_of(
@@ -48,23 +79,18 @@ def named_parameters_of(
     Raises:
         InvalidError: A parameter is not in the state, or its module stores copies of it under other names.
     """
-    known = dict(state.loose)
-    for module_path, tensors in state.tensors.items():
-        for fqn, tensor in tensors.items():
-            known.setdefault(id(tensor), (module_path, fqn))
     names: dict[torch.Tensor, tuple[str, str]] = {}
     parts: Parts = {}
-    by_memory: PartsByMemory | None = None
     for number, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
-            if id(parameter) not in known:
-                by_memory = by_memory or PartsByMemory(state.tensors)
-                found = None if id(parameter) in state.declared else by_memory.parts_of(parameter)
+            named = state.known.get(id(parameter))
+            if named is None:
+                found = None if id(parameter) in state.declared else state.by_memory.parts_of(parameter)
                 if found is None:
                     raise _unnamed(parameter, f"parameter {position} of group {number}", path, state)
                 module_path, parts[id(parameter)] = found
-                known[id(parameter)] = module_path, found[1][0].name
-            names[parameter] = known[id(parameter)]
+                named = module_path, found[1][0].name
+            names[parameter] = named
     owners = {module_path for module_path, _ in names.values()}
     if len(owners) == 1:
         return {parameter: fqn for parameter, (_, fqn) in names.items()}, parts
@@ -94,19 +120,15 @@ def _unnamed(parameter: torch.Tensor, position: str, path: str, state: StateName
     )
 
 
-def ties_of(names: Mapping[torch.Tensor, str], modules: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, str]:
+def ties_of(names: Mapping[torch.Tensor, str], state: StateNames) -> dict[str, str]:
     """Return further names of an optimizer's parameters in their modules, each with the name that is used.
 
     State is stored under all names of its parameter. One job may hold embedding and head as one tied tensor; another,
     split into pipeline stages, as two.
     """
-    known = {id(parameter): name for parameter, name in names.items()}
     ties: dict[str, str] = {}
-    for tensors in modules.values():
-        first: dict[int, str] = {}
-        for fqn, tensor in tensors.items():
-            name = known.get(id(tensor))
-            main = first.setdefault(id(tensor), fqn)
-            if name is not None and fqn != main and name.endswith(main):
-                ties[name.removesuffix(main) + fqn] = name
+    for parameter, name in names.items() if state.tied else ():
+        for main, *others in state.tied.get(id(parameter), ()):
+            if name.endswith(main):
+                ties |= {name.removesuffix(main) + fqn: name for fqn in others}
     return ties

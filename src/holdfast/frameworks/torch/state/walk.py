@@ -105,7 +105,7 @@ def walk(state: Mapping[str, object], rank_of_global: RankOfGlobal) -> DictNode:
         path = _joined(parent.path, key)
         _require_unlisted(optimizer, path, known.listed)
         names, parts = named_parameters_of(optimizer, path, names_of_state)
-        ties = ties_of(names, known.modules)
+        ties = ties_of(names, names_of_state)
         members, elsewhere = OptimizerMembers(optimizer), frozenset(known.elsewhere)
         parent.children[key] = OptimizerView(optimizer, path, names, known.declared, members, elsewhere, ties, parts)
     return root
