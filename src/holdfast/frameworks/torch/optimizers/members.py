@@ -28,7 +28,8 @@ class OptimizerMembers:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._members, self._apart = _members_of(optimizer)
+        self._optimizer = optimizer
+        self._members, self._lacking = _members_of(optimizer)
         self.keep_state_inside = len(self._members) > 1 or self._members[0].state is not optimizer.state
         """Whether an optimizer inside holds state that the outer one does not share."""
         self.is_one = len(self._members) == 1
@@ -48,8 +49,8 @@ class OptimizerMembers:
         Raises:
             InvalidError: The state of an optimizer inside it would be left out.
         """
-        if self._apart:
-            optimizer, inner = self._apart[0]
+        if self._lacking:
+            optimizer, inner = self._optimizer, self._lacking[0]
             held, stepped = (sum(1 for _ in parameters_of(each)) for each in (optimizer, inner))
             raise InvalidError(
                 f"{path}: {type(inner).__name__} inside {type(optimizer).__name__} steps {stepped} parameters, and "
@@ -160,21 +161,21 @@ class OptimizerMembers:
         return [member for member, parameters in pairs if id(parameter) in parameters]
 
 
-def _members_of(optimizer: Optimizer) -> tuple[tuple[Optimizer, ...], list[tuple[Optimizer, Optimizer]]]:
+def _members_of(optimizer: Optimizer) -> tuple[tuple[Optimizer, ...], tuple[Optimizer, ...]]:
     """Return an optimizer and all inside it that step its parameters, the inner ones first, one for each `state`.
 
     Optimizers that step other parameters, as one that is only referred to, do not count.
 
     Returns:
-        The optimizers, and pairs of one and an optimizer inside it that also steps parameters which it lacks.
+        These optimizers, and those inside it that also step parameters which its groups lack.
     """
     inside = [*directly_inside(optimizer)]
     if not inside:
-        return (optimizer,), []
+        return (optimizer,), ()
     parameters = {id(parameter) for parameter in parameters_of(optimizer)}
     members: dict[int, Optimizer] = {}
     visited: dict[int, Optimizer] = {}
-    apart: list[tuple[Optimizer, Optimizer]] = []
+    lacking: list[Optimizer] = []
 
     def visit(member: Optimizer) -> None:
         visited[id(member)] = member
@@ -185,12 +186,12 @@ def _members_of(optimizer: Optimizer) -> tuple[tuple[Optimizer, ...], list[tuple
             if stepped <= parameters:
                 visit(inner)
             elif not parameters or stepped & parameters:
-                apart.append((optimizer, inner))
+                lacking.append(inner)
         if (state := getattr(member, "state", None)) is not None:
             members.setdefault(id(state), member)
 
     visit(optimizer)
-    return tuple(members.values()), apart
+    return tuple(members.values()), tuple(lacking)
 
 
 def directly_inside(optimizer: Optimizer) -> Iterator[Optimizer]:
