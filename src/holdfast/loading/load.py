@@ -344,17 +344,18 @@ def _exchange_of(
     cannot know whether the others exchange bytes, so it joins one gather of errors. If the others do not exchange,
     their next gather of errors receives its error. Both carry the same message.
     """
-    exchange, own, divides = None, None, False
-    is_shareable = has_files_elsewhere(manifest)
+    exchange, own = None, None
+    may_share_bytes = divides = False
     try:
         exchange = agree_on_exchange(offers)
-        divides = exchange is not None and is_shareable and divides_chunks(exchange, plan, manifest)
+        if exchange is not None and has_files_elsewhere(manifest):
+            may_share_bytes, divides = True, divides_chunks(exchange, plan, manifest)
     except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
         own = error
     if exchange is not None or own is not None:
         _raise_together(attempt, own)
     # A rank sees the chunks of its own reads only, so any rank may find one that cannot be exchanged.
-    if exchange is not None and is_shareable and any(attempt.job.comm.bitwise_or(bytes([divides]))):
+    if may_share_bytes and any(attempt.job.comm.bitwise_or(bytes([divides]))):
         return None
     return exchange
 
