@@ -285,6 +285,10 @@ class Catalog:
     require_stored: Callable[[str], None] = lambda _: None
     """Raises for a stored FQN whose packs are missing or truncated; called before memory of its shape is allocated."""
 
+    def stored_fqn(self, fqn: str) -> str:
+        """Return the FQN under which a tensor is stored: that of its tied name, else its own."""
+        return self.aliases.get(fqn, fqn)
+
 
 @dataclass(frozen=True, slots=True)
 class Selection:

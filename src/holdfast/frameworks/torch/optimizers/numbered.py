@@ -150,5 +150,5 @@ def _aliases(view: OptimizerView, names: Mapping[str, str], catalog: Catalog) ->
     for fqn in (*catalog.tensors, *catalog.aliases):
         number, _, key = fqn.removeprefix(prefix).rpartition(".") if fqn.startswith(prefix) else ("", "", "")
         if number in names:
-            aliases[view.state_fqn(names[number], key)] = catalog.aliases.get(fqn, fqn)
+            aliases[view.state_fqn(names[number], key)] = catalog.stored_fqn(fqn)
     return aliases

@@ -116,7 +116,7 @@ class OptimizerRestoration:
             return False
         for key in keys:
             first, second = self._view.state_fqn(tied, key), self._view.state_fqn(name, key)
-            if not catalog.same_content(catalog.aliases.get(first, first), catalog.aliases.get(second, second)):
+            if not catalog.same_content(catalog.stored_fqn(first), catalog.stored_fqn(second)):
                 return False
         return True
 
@@ -255,7 +255,7 @@ class OptimizerRestoration:
                 if part is not None and key in present:
                     state.entries.setdefault(key, present[key])
                 continue
-            stored = catalog.aliases.get(fqn, fqn)
+            stored = catalog.stored_fqn(fqn)
             if stored in self._masters and key not in present:
                 # This optimizer keeps no master copy.
                 continue
@@ -293,7 +293,7 @@ class OptimizerRestoration:
         def on_leaf(leaf: Value) -> object:
             if not isinstance(leaf, TensorRef):
                 return leaf
-            tensor, stored = present.get(leaf.fqn), catalog.aliases.get(leaf.fqn, leaf.fqn)
+            tensor, stored = present.get(leaf.fqn), catalog.stored_fqn(leaf.fqn)
             spec = catalog.tensors.get(stored)
             if spec is None:
                 return self._taker.take(leaf, tensor)

@@ -109,7 +109,7 @@ class TorchRestoration:
         """
         if not (self._selector.takes_all or self.takes_part(fqn)):
             return True
-        stored = self._catalog.aliases.get(fqn, fqn)
+        stored = self._catalog.stored_fqn(fqn)
         spec = self._catalog.tensors.get(stored)
         if spec is None:
             self._without.append((fqn, tensor))
@@ -154,7 +154,7 @@ class TorchRestoration:
 
     def take(self, reference: TensorRef, template: object) -> torch.Tensor:
         """Return the tensor to fill for a reference in a container: the template if its shape fits, else a new one."""
-        stored = self._catalog.aliases.get(reference.fqn, reference.fqn)
+        stored = self._catalog.stored_fqn(reference.fqn)
         spec = self._catalog.tensors.get(stored)
         if spec is None:
             raise InvalidError(
@@ -175,14 +175,14 @@ class TorchRestoration:
 
     def pass_over(self, fqn: str) -> None:
         """Record that a stored tensor is not needed: the tensor that it is tied to is filled."""
-        self._used.add(self._catalog.aliases.get(fqn, fqn))
+        self._used.add(self._catalog.stored_fqn(fqn))
 
     def takes_part(self, name: str) -> bool:
         """Return whether `only` and `skip` select a name; record it as skipped if not."""
         if self._selector.selects(name):
             return True
         self.skipped.append(name)
-        self._used.add(self._catalog.aliases.get(name, name))
+        self._used.add(self._catalog.stored_fqn(name))
         return False
 
     def _takes_part_whole(self, path: str) -> bool:
@@ -261,19 +261,19 @@ class TorchRestoration:
         Extra state belongs to its module alone. A tensor of it may have another size after a step (the scales of FP8,
         pickled), and it may have been no tensor.
         """
-        is_tensor = is_extra_state(path) and self._catalog.aliases.get(path, path) in self._catalog.tensors
+        is_tensor = is_extra_state(path) and self._catalog.stored_fqn(path) in self._catalog.tensors
         return TensorRef(path) if saved is ABSENT and is_tensor else saved
 
     def _template(self, path: str, present: object) -> dict[str, object]:
         """Return the present tensor of extra state, by name, if it can be filled."""
-        spec = self._catalog.tensors.get(self._catalog.aliases.get(path, path))
+        spec = self._catalog.tensors.get(self._catalog.stored_fqn(path))
         fits = isinstance(present, torch.Tensor) and spec is not None and dtype_name(present.dtype) == spec.dtype
         return {path: present} if fits else {}
 
     def _gradient(self, name: str, tensor: torch.Tensor, declared: Sharded | None, *, by_fsdp1: bool = False) -> None:
         """Have a parameter's gradient filled as it was saved, or removed if none was saved."""
         fqn = f"{name}{gradients.SUFFIX}"
-        stored = self._catalog.tensors.get(self._catalog.aliases.get(fqn, fqn))
+        stored = self._catalog.tensors.get(self._catalog.stored_fqn(fqn))
         if not tensor.is_leaf or (stored is None and tensor.grad is None) or not self.takes_part(fqn):
             return
         if stored is None:
@@ -360,7 +360,7 @@ class TorchRestoration:
         }
         for key, value in known.items():
             fqn = f"{path}.{key}"
-            if isinstance(value, torch.Tensor) and self._catalog.aliases.get(fqn, fqn) in self._catalog.tensors:
+            if isinstance(value, torch.Tensor) and self._catalog.stored_fqn(fqn) in self._catalog.tensors:
                 merged[key] = TensorRef(fqn)
         return merged
 
