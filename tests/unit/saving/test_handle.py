@@ -6,6 +6,7 @@ import gc
 import logging
 import threading
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pytest
@@ -168,23 +169,31 @@ def test_what_was_told_is_not_raised_again() -> None:
     assert world.play(part) == ["closed"]
 
 
+def kept_after(run: CheckpointManager, count: int, end: Callable[[SaveHandle], object]) -> list[str]:
+    """Save steps one after the other, each until it has ended; return the names of the handles that are still kept."""
+    kept: weakref.WeakSet[SaveHandle] = weakref.WeakSet()
+    for step in range(count):
+        handle = run.save(step, {"w": plain(1.0)})
+        kept.add(handle)
+        end(handle)
+    del handle
+    gc.collect()
+    return sorted(each.name for each in kept)
+
+
 def test_the_manager_keeps_no_handle_of_a_failure_that_was_raised(caplog: pytest.LogCaptureFixture) -> None:
     # A captured record would keep the error, whose traceback refers to the handle.
     caplog.set_level(logging.CRITICAL, logger="holdfast")
     world, _ = broken_run()
 
     def part(rank: int, run: CheckpointManager) -> object:
-        kept: weakref.WeakSet[SaveHandle] = weakref.WeakSet()
-        for step in range(5):
-            handle = run.save(step, {"w": plain(1.0)})
-            kept.add(handle)
+        def see_it_fail(handle: SaveHandle) -> None:
             with pytest.raises(UnavailableError, match="upload"):
                 handle.wait()
-        del handle
-        gc.collect()
-        return len(kept)
 
-    assert world.play(part) == [1], "the last one, until the next save"
+        return kept_after(run, 5, see_it_fail)
+
+    assert world.play(part) == [["save of step 4"]], "the last one, until the next save"
 
 
 def test_several_failures_are_raised_as_one_with_all_as_its_cause() -> None:
@@ -210,15 +219,9 @@ def test_of_many_failures_that_nobody_awaits_the_first_and_the_last_are_kept(
     world, _ = broken_run()
 
     def part(rank: int, run: CheckpointManager) -> object:
-        kept: weakref.WeakSet[SaveHandle] = weakref.WeakSet()
-        for step in range(9):
-            handle = run.save(step, {"w": plain(1.0)})
-            kept.add(handle)
-            wait([handle.committed], timeout=30.0)
-        del handle
-        gc.collect()
+        kept = kept_after(run, 9, lambda handle: wait([handle.committed], timeout=30.0))
         # What has ended is looked through when the next save begins.
-        assert sorted(each.name for each in kept) == [f"save of step {step}" for step in (0, 1, 6, 7, 8)]
+        assert kept == [f"save of step {step}" for step in (0, 1, 6, 7, 8)]
         with pytest.raises(UnavailableError, match="upload") as raised:
             run.wait()
         run.wait()
