@@ -43,7 +43,7 @@ from holdfast.telemetry.dispatcher import EventDispatcher
 from holdfast.types.reports import LoadReport, SaveReport
 
 _FAILURES_HALF = 100
-"""Of the failed saves that nobody awaits, the first and the last so many are kept for `wait`. The log has all."""
+"""How many of the first failed saves that nobody awaits, and of the last, are kept for `wait`. The log has all."""
 
 
 class CheckpointManager:

@@ -108,7 +108,7 @@ class Screen:
         self.console.file.write(json.dumps(document, indent=1, allow_nan=False) + "\n")
 
     def _print(self, text: Text) -> None:
-        # Long lists go through pipes, and rich takes ten times as long for a line without colors.
+        # Long lists go through pipes, and rich takes twenty times as long for a line without colors.
         if self.console.color_system is None:
             self.console.file.write(f"{text.plain}\n")
             return
