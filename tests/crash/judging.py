@@ -11,6 +11,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Hashable
+from functools import lru_cache
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -38,23 +39,40 @@ def content_of(root: Path) -> bytes:
     """
     drawn: dict[bytes, bytes] = {}
 
-    def alike(found: re.Match[bytes]) -> bytes:
-        name = found["drawn"]
-        return b"~" if name is None else drawn.setdefault(name, b"~%d~" % len(drawn))
+    def alike(data: bytes) -> bytes:
+        places, rest = _varying_in(data)
+        written = []
+        for before, name in places:
+            written += [before, b"~" if name is None else drawn.setdefault(name, b"~%d~" % len(drawn))]
+        return b"".join([*written, rest])
 
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*")):
         status, name = path.lstat(), path.relative_to(root).as_posix()
         data = b""
         if path.is_file() and _REPORT.search(name) is None:
-            data = _VARYING.sub(alike, path.read_bytes())
+            data = alike(path.read_bytes())
             if path.suffix == ".beat":
                 # How often a holder has said that it lives follows the clock. That it has let go is a word.
                 data = re.sub(rb"[0-9]+", b"~", data)
         links = status.st_nlink if path.is_file() else 0
-        said = b"%b|%o|%d|%d|" % (_VARYING.sub(alike, name.encode()), status.st_mode, links, len(data))
+        said = b"%b|%o|%d|%d|" % (alike(name.encode()), status.st_mode, links, len(data))
         digest.update(said + data + b"\n")
     return digest.digest()
+
+
+@lru_cache(maxsize=512)
+def _varying_in(data: bytes) -> tuple[list[tuple[bytes, bytes | None]], bytes]:
+    """Return what stands before each place that varies, with the name drawn there, if one is; and what is left.
+
+    Most files of a root are those of the root before, byte for byte, and the search takes longer than reading them.
+    """
+    places: list[tuple[bytes, bytes | None]] = []
+    end = 0
+    for found in _VARYING.finditer(data):
+        places.append((data[end : found.start()], found["drawn"]))
+        end = found.end()
+    return places, data[end:]
 
 
 class Judged(Generic[Fate]):
