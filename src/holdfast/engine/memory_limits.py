@@ -23,6 +23,10 @@ _STATED_DOMAINS_MAX = 4
 """Domains that a rank states: 32 bytes. The host, and the three groups that leave least; deeper trees are rare."""
 
 
+_UNLIMITED_MIN = 1 << 62
+"""Version 1 states the most that the kernel can count where a group has no limit: 2**63 less a page."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Version:
     """Names of the files of one version of control groups, and the usual mount of its memory hierarchy."""
@@ -128,8 +132,11 @@ def _boot_of(proc: Path) -> str:
 
 def _headroom_bytes(version: _Version, folder: Path) -> int | None:
     """Return the bytes that a control group's limit leaves; None if it has no limit."""
-    limit, usage = _number_of(folder / version.limit), _number_of(folder / version.usage)
-    if limit is None or usage is None:
+    limit = _number_of(folder / version.limit)
+    if limit is None or limit >= _UNLIMITED_MIN:
+        return None
+    usage = _number_of(folder / version.usage)
+    if usage is None:
         return None
     # The kernel counts page cache as used, but reclaims it before it refuses an allocation.
     counts = _numbers_in(folder / "memory.stat")
