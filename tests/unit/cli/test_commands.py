@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import holdfast as package
+from tests.newer_format import write_newer
 from tests.unit.cli.running import command, holdfast, on_terminal, separately
 
 STEP = "step-000000000010"
@@ -73,6 +74,25 @@ def test_ls_shows_a_damaged_manifest_as_damaged_and_the_others_as_they_are(root:
 def test_ls_shows_a_manifest_that_is_none_as_damaged(root: Path, content: bytes) -> None:
     (root / STEP / "manifest.json").write_bytes(content)
     assert rows_of(holdfast("ls", root).out)["10"][1] == "damaged"
+
+
+def test_ls_takes_a_step_of_a_newer_format_for_no_damaged_one(root: Path) -> None:
+    write_newer(root / STEP / "manifest.json")
+    ended = holdfast("ls", root)
+    assert ended.status == 0
+    assert rows_of(ended.out)["10"][1] == "unreadable"
+    assert "Read it with a newer Holdfast" in next(
+        line for line in ended.out.splitlines() if line.startswith("step 10:")
+    )
+    statuses = [each["status"] for each in holdfast("ls", root, "--json").json()["steps"]]
+    assert statuses[:2] == ["unreadable", "committed"]
+
+
+def test_ls_takes_a_run_file_of_a_newer_format_for_no_damaged_one(root: Path) -> None:
+    write_newer(root / "holdfast.json")
+    ended = holdfast("ls", root)
+    assert ended.status == 0
+    assert "holdfast.json cannot be read: " in ended.out and "Read it with a newer Holdfast" in ended.out
 
 
 def test_ls_tells_of_a_damaged_run_file_and_still_lists(root: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.newer_format import write_newer
 from tests.unit.cli.running import holdfast, separately
 
 STEP = "step-000000000010"
@@ -44,6 +45,25 @@ def test_an_unfinished_step_is_told_and_no_failure(root: Path) -> None:
     ended = holdfast("repair", root)
     assert ended.status == 0
     assert "step 30: unfinished" in ended.out
+
+
+def test_a_step_of_a_newer_format_is_left_as_it_is_and_the_others_are_repaired(root: Path) -> None:
+    newer = write_newer(root / STEP / "manifest.json")
+    cut(root / "step-000000000020" / "manifest.json")
+    ended = holdfast("repair", root)
+    assert ended.status == 0, ended.err
+    assert "step 10: unreadable\n" in ended.out and "Read it with a newer Holdfast" in ended.out
+    assert "step 20: repaired" in ended.out and "lost: " not in ended.out
+    assert (root / STEP / "manifest.json").read_bytes() == newer
+    assert holdfast("repair", root, "--json").json()["steps"][0]["outcome"] == "unreadable"
+
+
+def test_a_step_of_a_newer_format_that_is_asked_for_is_refused(root: Path) -> None:
+    newer = write_newer(root / STEP / "manifest.json")
+    ended = holdfast("repair", root, "--step", 10)
+    assert ended.status == 2
+    assert "Read it with a newer Holdfast" in ended.err
+    assert (root / STEP / "manifest.json").read_bytes() == newer
 
 
 @pytest.mark.parametrize("arguments", [("--step", 11), ("--step", -1)])

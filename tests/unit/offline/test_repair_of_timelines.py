@@ -15,6 +15,7 @@ from holdfast.offline.repair.repair import Repair
 from holdfast.repository.catalog import read_manifest
 from holdfast.repository.quarantine import identity_at, list_records, quarantine
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
+from tests.newer_format import write_newer
 from tests.unit.runs.test_going_back import (
     SETTINGS,
     go_on,
@@ -169,6 +170,16 @@ def test_a_manifest_under_superseded_that_cannot_be_corrected_is_told(rewound: P
     found = repaired(rewound, 2)
     assert found.outcome == "damaged" and path.name in found.lost[0]
     assert path.read_bytes() == damaged and resumed(rewound, 2) == (2, -2)
+
+
+def test_a_manifest_of_a_newer_format_under_superseded_is_not_taken_for_damaged(rewound: Path) -> None:
+    path = moved_path(rewound)
+    newer = write_newer(path)
+    (record,) = (record for record in list_steps(rewound).steps if record.error)
+    assert record.step == 2 and "Read it with a newer Holdfast" in str(record.error)
+    assert repair(rewound, None, settings=SETTINGS).steps == ()
+    assert repaired(rewound, 2).outcome == "whole"
+    assert path.read_bytes() == newer
 
 
 def test_a_repair_keeps_the_record_of_the_other_manifest_of_its_step(rewound: Path) -> None:

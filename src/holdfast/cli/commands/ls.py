@@ -10,7 +10,7 @@ from holdfast import api
 from holdfast.cli.ending import ended_well
 from holdfast.cli.opening import AsJson, Root
 from holdfast.cli.screen import Screen, attributes, counted, print_result, shown_bytes
-from holdfast.errors import printable
+from holdfast.errors import CorruptError, printable
 from holdfast.types.health import Health, findings_of, is_healthy
 
 _COLUMNS = (">STEP", "CREATED", ">AGE", ">TENSORS", ">BYTES", ">RANKS", "ATTEMPT")
@@ -36,7 +36,8 @@ def _show(screen: Screen, run: api.RunRecord) -> None:
     else:
         screen.line("no committed step yet")
     if run.error:
-        screen.line(f"holdfast.json is damaged: {printable(str(run.error))}", style="red")
+        problem = "is damaged" if isinstance(run.error, CorruptError) else "cannot be read"
+        screen.line(f"holdfast.json {problem}: {printable(str(run.error))}", style="red")
     for record in run.steps:
         if record.error:
             screen.line(f"step {record.step}: {printable(str(record.error))}", style="red")
@@ -62,7 +63,7 @@ def _show_health(screen: Screen, record: api.StepRecord) -> None:
 def _row(record: api.StepRecord, now: datetime) -> list[str]:
     manifest = record.manifest
     if manifest is None:
-        return [str(record.step), "damaged", *["-"] * (len(_COLUMNS) - 2)]
+        return [str(record.step), _problem(record), *["-"] * (len(_COLUMNS) - 2)]
     return [
         record.name,
         shown_time(manifest.created),
@@ -72,6 +73,11 @@ def _row(record: api.StepRecord, now: datetime) -> list[str]:
         str(manifest.world_size),
         manifest.attempt,
     ]
+
+
+def _problem(record: api.StepRecord) -> str:
+    """Return in a word why a manifest cannot be read: one of a newer format is as good as it was."""
+    return "damaged" if isinstance(record.error, CorruptError) else "unreadable"
 
 
 def _style(record: api.StepRecord) -> str:
@@ -149,7 +155,7 @@ def _document(run: api.RunRecord) -> dict[str, object]:
 
 def _status(record: api.StepRecord) -> str:
     if record.error:
-        return "damaged"
+        return _problem(record)
     if record.fenced:
         return "fenced"
     if record.superseded:

@@ -14,7 +14,7 @@ from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, print_result
 from holdfast.errors import printable
 
-_STYLES = {"whole": "green", "repaired": "green", "damaged": "red", "unfinished": "yellow"}
+_STYLES = {"whole": "green", "repaired": "green", "damaged": "red", "unfinished": "yellow", "unreadable": "yellow"}
 
 
 def repair(

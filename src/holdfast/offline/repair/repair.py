@@ -74,15 +74,16 @@ class StepRepair:
     step: int
     """The step."""
 
-    outcome: Literal["whole", "repaired", "damaged", "unfinished"]
+    outcome: Literal["whole", "repaired", "damaged", "unfinished", "unreadable"]
     """`whole`: undamaged before; `repaired`: undamaged now; `damaged`: some of it could not be rebuilt; `unfinished`:
-    no save of it was ever published, so it is no checkpoint."""
+    no save of it was ever published, so it is no checkpoint; `unreadable`: it is of a newer format, and was left as it
+    is."""
 
     done: tuple[str, ...]
     """What was rebuilt, and from what; in a dry run, what would be."""
 
     lost: tuple[str, ...]
-    """What could not be rebuilt, and what is lost with it."""
+    """What could not be rebuilt, and what is lost with it; for `unfinished` and `unreadable` why."""
 
     lost_tensors: tuple[str, ...]
     """FQNs of tensors that lost bytes, ascending."""
@@ -138,7 +139,8 @@ class Repair:
 
         Raises:
             MissingError: There is no such step, or no step at all.
-            InvalidError: A step is of a newer format, or references files that may not be read.
+            InvalidError: The step that was asked for is of a newer format, or a step references files that may not be
+                read.
             ConflictError: Another process writes to the run.
             UnavailableError: Storage failed; the same call continues.
         """
@@ -147,15 +149,17 @@ class Repair:
         if not steps or (step is not None and step not in steps):
             missing = "no steps" if step is None else f"no step {step}; the newest are {first_three(steps[::-1])}"
             raise MissingError(f"{self._store.url}: {missing}. Try another path, or choose another step")
-        damaged = moved_manifests(self._store).damaged
+        # A manifest of a newer format is not damaged.
+        damaged = [one for one in moved_manifests(self._store).damaged if isinstance(one.error, CorruptError)]
         chosen = [number for number in steps if self._needs_repair(number)] if step is None else [step]
         if step is None:
             chosen = sorted({*chosen, *(manifest.step for manifest in damaged)})
+        repaired = self._repair_found_step if step is None else self._repair_step
         try:
             return RepairReport(
                 self._store.url,
                 tuple(
-                    self._with_moved(self._repair_step(number), [one for one in damaged if one.step == number])
+                    self._with_moved(repaired(number), [one for one in damaged if one.step == number])
                     for number in chosen
                 ),
             )
@@ -175,6 +179,17 @@ class Repair:
             return bool(self._store.folders(location.folder))
         except (CorruptError, InvalidError):
             return True
+
+    def _repair_found_step(self, step: int) -> StepRepair:
+        """Repair a step that nobody asked for by number. One of a newer format does not keep others from repair."""
+        location = self._location(self._store, step)
+        try:
+            manifest_in(location.folder, read_manifest_bytes(self._store, location.folder), location.url)
+        except InvalidError as error:
+            return StepRepair(step, "unreadable", (), (str(error),), ())
+        except (CorruptError, MissingError):
+            pass
+        return self._repair_step(step)
 
     def _repair_step(self, step: int) -> StepRepair:
         """Repair one step, and read all of it back."""
