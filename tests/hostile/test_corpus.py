@@ -29,7 +29,12 @@ pytestmark = pytest.mark.timeout(600)
 def outcomes() -> Iterator[dict[str, Any]]:
     """What each case came to, tried in one process that does nothing else; and what it grew to, under ''."""
     CANARY.unlink(missing_ok=True)
-    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY / 'src'}{os.pathsep}{REPOSITORY}"}
+    # A module that a crafted run is the first to import would leave a folder of compiled code.
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{REPOSITORY / 'src'}{os.pathsep}{REPOSITORY}",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
     with workplace() as folder:
         command = [sys.executable, "-W", "error", "-m", "tests.hostile.trial", str(folder)]
         done = subprocess.run(
