@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from holdfast.errors import InvalidError
+from holdfast.format.digest import hex_digest_of
 
 RUN_FILE = "holdfast.json"
 MANIFEST_FILE = "manifest.json"
@@ -27,6 +28,8 @@ STEP_MAX = 10**12 - 1
 
 EPOCH_MAX = 10**12 - 1
 """Largest epoch: the name of its record has 12 digits."""
+
+_DRAW_DIGITS = 10
 
 WORLD_SIZE_MAX = 100_000
 """Largest number of ranks: a file name has 5 digits for the rank."""
@@ -77,6 +80,27 @@ def superseded_key(step: int, digest: str) -> str:
         digest: Its digest.
     """
     return f"{SUPERSEDED_FOLDER}{step:012d}.{digest[:16]}.json"
+
+
+def aside_key(step: int, draw: bytes) -> str:
+    """Return the key of a manifest that is being removed or replaced; readers take it for a superseded one.
+
+    Args:
+        step: Its step.
+        draw: Five random bytes, so that no two calls use one key.
+    """
+    return f"{SUPERSEDED_FOLDER}{step:012d}.{draw.hex()}{_check_digits(draw)}.json"
+
+
+def is_aside(key: str) -> bool:
+    """Return whether a key was made by `aside_key`, rather than from the digest of a manifest."""
+    named = superseded_in(key)
+    return named is not None and named[1][_DRAW_DIGITS:] == _check_digits(bytes.fromhex(named[1][:_DRAW_DIGITS]))
+
+
+def _check_digits(draw: bytes) -> str:
+    # A name with the digest of a manifest has these digits once in 16 million.
+    return hex_digest_of(b"aside" + draw)[: 16 - _DRAW_DIGITS]
 
 
 def manifest_keys(step: int, digest: str) -> tuple[str, str]:

@@ -40,6 +40,7 @@ from holdfast.leases.process import is_gone, is_this_process, this_process
 from holdfast.ports.store import Store
 from holdfast.repository import epochs
 from holdfast.repository.catalog import step_folders, touch_root
+from holdfast.repository.cut_off import finish_withdrawals
 from holdfast.repository.timelines import moved_steps
 from holdfast.types.epoch import Epoch, Holder
 
@@ -126,6 +127,7 @@ class WriterLease:
         """Store which steps of former writers count. A manifest that they publish from now on does not."""
         former_fence = epochs.current_fence(self._store)
         touch_root(self._store)
+        finish_withdrawals(self._store, former_fence)
         accepted = epochs.accepted_steps(self._store, former_fence, step_folders(self._store))
         superseded = moved_steps(self._store, former_fence) if former_fence.has_timelines else None
         epochs.put_accepted(self._store, number, run_id, accepted, superseded)

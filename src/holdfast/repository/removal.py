@@ -14,7 +14,7 @@ import heapq
 import logging
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -32,7 +32,9 @@ from holdfast.format.names import (
 from holdfast.format.sealed_json import Digest, EpochNumber, StepNumber, decode_sealed, header, sealed, stated_digest
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import manifest_in
+from holdfast.repository.epochs import require_newest
 from holdfast.repository.publish import packs_named_by
+from holdfast.repository.withdrawal import withdraw
 from holdfast.settings import MIB
 from holdfast.types.epoch import Fence
 from holdfast.types.manifest import Manifest
@@ -199,21 +201,42 @@ def mark_keys(store: Store) -> list[str]:
     return [entry.key for entry in store.list(MARKS_FOLDER) if _MARK.fullmatch(entry.key)]
 
 
-def remove(store: Store, to_delete: Unreferenced) -> None:
-    """Remove manifests, then the files that they named.
+def remove(store: Store, to_delete: Unreferenced, epoch: int) -> Unreferenced:
+    """Remove manifests, then the files that they named; return what was removed.
 
     The first deletion is durable before the second begins. So a crash at any point leaves no visible step without
-    its files.
+    its files. A manifest that another writer has published at one of the steps meanwhile stays: see `withdraw`.
 
+    Args:
+        store: The root of the run.
+        to_delete: What may go.
+        epoch: Epoch of the caller.
     Raises:
+        ConflictError: Another process took over; no file was removed.
         UnavailableError: Storage failed; the next collection continues.
     """
     # Oldest first: a reader that lists meanwhile still finds the newest step.
-    manifests = [manifest_key(step) for step in sorted(to_delete.steps)]
-    if manifests:
-        store.delete(manifests)
+    removed = {
+        step: digest for step, digest in sorted(to_delete.steps.items()) if _remove_manifest(store, step, digest, epoch)
+    }
     if to_delete.files:
+        require_newest(store, epoch)
         store.delete(sorted(to_delete.files))
+    remove_folders(store, removed)
+    return replace(to_delete, steps=removed)
+
+
+def _remove_manifest(store: Store, step: int, digest: str, epoch: int) -> bool:
+    """Remove the manifest of a step if it is still the given one; return whether it was."""
+    key = manifest_key(step)
+    try:
+        data = store.get(key, MANIFEST_BYTES_MAX)
+    except (MissingError, CorruptError):
+        return False
+    if stated_digest(data) != digest:
+        return False
+    withdraw(store, step, key, data, epoch, is_only_copy=True)
+    return True
 
 
 def remove_folders(store: Store, steps: Iterable[int]) -> None:

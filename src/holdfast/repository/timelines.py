@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest, run_fields_of_manifest
-from holdfast.format.names import SUPERSEDED_FOLDER, manifest_key, superseded_in, superseded_key
+from holdfast.format.names import SUPERSEDED_FOLDER, is_aside, manifest_key, superseded_in, superseded_key
 from holdfast.format.sealed_json import possible_digests
 from holdfast.format.timeline import timeline_in_damaged
 from holdfast.ports.store import Store
@@ -205,6 +205,8 @@ def moved_manifests(store: Store) -> MovedManifests:
     for step, key in superseded_keys(store):
         try:
             manifests.append(decode_manifest(store.get(key, MANIFEST_BYTES_MAX), f"{store.url}/{key}"))
+        except MissingError:
+            continue  # A writer was just removing it.
         except (CorruptError, InvalidError) as error:
             damaged.append(DamagedManifest(step, key, error))
     return MovedManifests(tuple(manifests), tuple(damaged))
@@ -321,7 +323,8 @@ def _read(store: Store, fence: Fence, step: int, key: str) -> StoredManifest | N
     try:
         data = store.get(key, MANIFEST_BYTES_MAX)
     except MissingError:
-        return None
+        # A new writer may have put it back into its folder since that was read.
+        return _read(store, fence, step, manifest_key(step)) if is_aside(key) else None
     except CorruptError:  # Too large for a manifest.
         return StoredManifest(step, key, None, None)
     except InvalidError as error:

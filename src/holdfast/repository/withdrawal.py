@@ -7,7 +7,7 @@ import logging
 from holdfast.clock import SystemClock
 from holdfast.errors import ConflictError, MissingError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX
-from holdfast.format.names import superseded_key
+from holdfast.format.names import aside_key, superseded_key
 from holdfast.format.sealed_json import stated_digest
 from holdfast.ports.store import Store
 from holdfast.repository.epochs import require_newest
@@ -15,17 +15,21 @@ from holdfast.repository.publish import publish
 
 logger = logging.getLogger(__name__)
 
+_ASIDE_BYTES = 5
 
-def withdraw(store: Store, step: int, key: str, data: bytes, epoch: int) -> None:
-    """Remove a manifest of a step from its key. A copy is durable elsewhere, or it does not count.
+
+def withdraw(store: Store, step: int, key: str, data: bytes, epoch: int, *, is_only_copy: bool = False) -> None:
+    """Remove a manifest of a step from its key.
 
     The states of the key, and who moves between them:
     - `data` is there. This call moves it to a key of its own under `superseded/`, and removes it there.
     - Another manifest is there: this process was stopped after its look at the epoch, for longer than its lease, and a
       newer writer has published it. This call moves it too, sees what it moved, and puts it back. From the move on it
       is also under `superseded/`, where it counts as it did before: a crash at any point loses nothing, and a reader,
-      which lists `superseded/` after it has read the folders, sees it. So it is never removed from there.
+      which lists `superseded/` after it has read the folders, sees it. So this call never removes it from there.
     - Nothing is there: another writer has removed it.
+
+    If this process ends in between, the next writer finishes: see `cut_off.py`.
 
     Args:
         store: The root of the run.
@@ -33,19 +37,28 @@ def withdraw(store: Store, step: int, key: str, data: bytes, epoch: int) -> None
         key: Key of the manifest.
         data: Its bytes.
         epoch: Epoch of the caller.
+        is_only_copy: Whether it counts and no copy is durable elsewhere. Then it stays if another process took over:
+            its writer may have gone on from it.
     Raises:
         ConflictError: Another process took over. What it has published stays.
     """
     require_newest(store, epoch)
     # A deletion by key alone would remove whatever is there by now. The random name is used by this call alone.
-    aside = superseded_key(step, SystemClock().random_bytes(8).hex())
+    aside = aside_key(step, SystemClock().random_bytes(_ASIDE_BYTES))
     try:
         store.move(key, aside)
     except MissingError:
         require_newest(store, epoch)
         return
-    moved = store.get(aside, MANIFEST_BYTES_MAX)
+    try:
+        moved = store.get(aside, MANIFEST_BYTES_MAX)
+    except MissingError:
+        # The next writer has put back what this call moved: see `cut_off.py`.
+        require_newest(store, epoch)
+        raise
     if moved == data:
+        if is_only_copy:
+            _require_still_newest(store, step, key, data, epoch)
         store.delete([aside])
         return
     _put_back(store, step, key, moved)
@@ -56,9 +69,17 @@ def withdraw(store: Store, step: int, key: str, data: bytes, epoch: int) -> None
     )
 
 
+def _require_still_newest(store: Store, step: int, key: str, data: bytes, epoch: int) -> None:
+    try:
+        require_newest(store, epoch)
+    except ConflictError:
+        _put_back(store, step, key, data)
+        raise
+
+
 def _put_back(store: Store, step: int, key: str, data: bytes) -> None:
     """Store a manifest of another writer under its key again, and under the name that a moved manifest has."""
-    logger.warning("step %d: another writer has saved it meanwhile; its manifest is put back", step)
+    logger.warning("step %d: another writer took over meanwhile; the manifest is put back", step)
     name_moved(store, step, data)
     try:
         publish(store, key, data)

@@ -30,7 +30,7 @@ from holdfast.leases.writer import WriterLease, hold_writer_lease
 from holdfast.policies import KeepPolicy
 from holdfast.ports.store import Store
 from holdfast.repository import removal
-from holdfast.repository.catalog import manifest_digest, read_run_id, step_folders, stored_bytes
+from holdfast.repository.catalog import read_run_id, step_folders, stored_bytes
 from holdfast.repository.epochs import current_fence
 from holdfast.repository.publish import packs_named_by
 from holdfast.repository.quarantine import quarantined, superseded_packs
@@ -225,11 +225,8 @@ class CheckpointGC:
                 # A save pinned one of them meanwhile: a new inventory finds the files that it needs.
                 second = self.survey()
                 to_delete = to_delete.confirmed_by(second.unreferenced)
-            to_delete = replace(
-                to_delete, steps={s: d for s, d in to_delete.steps.items() if manifest_digest(self._store, s) == d}
-            )
             self._writer_lease.require()
-            removal.remove(self._store, to_delete)
+            to_delete = removal.remove(self._store, to_delete, self._writer_lease.epoch)
         finally:
             self._pins.release_for_removal(frozenset())
         return _report(second, to_delete)

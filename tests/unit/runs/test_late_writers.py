@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from holdfast.errors import CheckpointError
+from holdfast.clock import SystemClock
+from holdfast.errors import CheckpointError, ConflictError
+from holdfast.format.names import step_folder
+from holdfast.leases.writer import hold_writer_lease
+from holdfast.policies import AnyOf, EveryNth, LatestN
+from holdfast.repository.catalog import read_manifest, read_run_id
 from holdfast.repository.epochs import RELEASED, newest_epoch, put_heartbeat
+from holdfast.repository.timelines import moved_manifests
+from holdfast.runs.garbage_collection import CheckpointGC
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, outcomes_of_ranks
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
@@ -26,14 +35,14 @@ def value_of(store: MemoryStore, step: int | None = None) -> tuple[int | None, f
     return outcome
 
 
-def take_over(store: MemoryStore, value: float) -> None:
-    """Save step 2 on a timeline that leaves step 1, as a new job does once the lease of the former one is over."""
+def take_over(store: MemoryStore, value: float, step: int = 2) -> None:
+    """Save a step on a timeline that leaves the one before, as a new job does once the lease of the former is over."""
 
     def work(comm: ThreadComm) -> None:
         put_heartbeat(store, newest_epoch(store), RELEASED)
         run = run_of(comm, store)
-        run.load({"p": plain(0.0)}, 1)
-        run.save(2, {"p": plain(value)}).wait()
+        run.load({"p": plain(0.0)}, step - 1)
+        run.save(step, {"p": plain(value)}).wait()
         run.close()
 
     assert outcomes_of_ranks(1, work) == [None]
@@ -69,3 +78,74 @@ def test_a_late_writer_does_not_remove_what_others_saved_at_the_step(writers: in
     (outcome,) = outcomes_of_ranks(1, late)
     assert stopped and isinstance(outcome, CheckpointError) and "took over" in str(outcome), outcome
     assert value_of(store) == (2, 9.0 + writers)
+
+
+def collect_late(store: MemoryStore, stop: Callable[[FaultPoint], None]) -> None:
+    """Keep steps 3 and 5 and remove step 4, as a collector that is stopped where it takes the manifest."""
+    run_id = read_run_id(store)
+    assert run_id is not None
+    stopped: list[FaultPoint] = []
+
+    def meet(operation: FaultPoint) -> None:
+        if operation.subject.endswith("/manifest.json") and not stopped:
+            stopped.append(operation)
+            stop(operation)
+
+    late = FaultyStore(store, Faults(meet, names=("delete", "move"), lasting=True))
+    clock = SystemClock()
+    try:
+        with hold_writer_lease(store, clock, 60.0, run_id) as writer_lease:
+            CheckpointGC(late, clock, AnyOf(EveryNth(3), LatestN(1)), writer_lease).collect(0, lambda _: False)
+    finally:
+        assert stopped
+
+
+@pytest.fixture
+def three_steps() -> MemoryStore:
+    store = fresh_store()
+
+    def first_life(comm: ThreadComm) -> None:
+        run = run_of(comm, store)
+        for step in (3, 4, 5):
+            run.save(step, {"p": plain(float(step))}).wait()
+        run.close()
+
+    assert outcomes_of_ranks(1, first_life) == [None]
+    return store
+
+
+def test_a_late_collector_does_not_remove_what_others_saved_at_the_step(three_steps: MemoryStore) -> None:
+    with pytest.raises(ConflictError, match="took over"):
+        collect_late(three_steps, lambda _: take_over(three_steps, 10.0, step=4))
+    assert value_of(three_steps) == (4, 10.0)
+
+
+def test_a_late_collector_does_not_remove_a_step_that_others_went_on_from(three_steps: MemoryStore) -> None:
+    with pytest.raises(ConflictError, match="took over"):
+        collect_late(three_steps, lambda _: take_over(three_steps, 10.0, step=5))
+    assert value_of(three_steps, 4) == (4, 4.0)
+
+
+class _Killed(Exception):
+    """The process is gone."""
+
+
+@pytest.mark.parametrize("verb", ["get", "delete"])
+def test_what_a_killed_collector_took_goes_with_the_next_collection(three_steps: MemoryStore, verb: str) -> None:
+    def kill(operation: FaultPoint) -> None:
+        if operation.subject.startswith("superseded/"):
+            raise _Killed
+
+    killed = FaultyStore(three_steps, Faults(kill, names=(verb,), lasting=True))
+    clock, policy = SystemClock(), AnyOf(EveryNth(3), LatestN(1))
+    run_id = read_run_id(three_steps)
+    assert run_id is not None
+    with hold_writer_lease(three_steps, clock, 60.0, run_id) as writer_lease, pytest.raises(_Killed):
+        CheckpointGC(killed, clock, policy, writer_lease).collect(0, lambda _: False)
+    assert len(moved_manifests(three_steps).manifests) == 1
+    with hold_writer_lease(three_steps, clock, 60.0, run_id) as writer_lease:
+        assert read_manifest(three_steps, step_folder(4)).step == 4, "a step that goes later is whole until then"
+        CheckpointGC(three_steps, clock, policy, writer_lease).collect(0, lambda _: False)
+    assert not moved_manifests(three_steps).manifests
+    assert not list(three_steps.list(step_folder(4)))
+    assert value_of(three_steps) == (5, 5.0)

@@ -1,0 +1,54 @@
+"""Finishing what a killed writer left: a manifest that it had moved from its key, and neither removed nor put back."""
+
+from __future__ import annotations
+
+import logging
+
+from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.format.manifest import MANIFEST_BYTES_MAX
+from holdfast.format.names import is_aside, manifest_key, superseded_key
+from holdfast.format.sealed_json import stated_digest
+from holdfast.ports.store import Store
+from holdfast.repository.epochs import is_valid_manifest
+from holdfast.repository.publish import publish
+from holdfast.repository.timelines import superseded_keys
+from holdfast.repository.withdrawal import name_moved
+from holdfast.types.epoch import Fence
+
+logger = logging.getLogger(__name__)
+
+
+def finish_withdrawals(store: Store, fence: Fence) -> None:
+    """Finish each withdrawal of a manifest that was cut off. A new writer calls it before it lists the steps.
+
+    The manifest goes back to its step, unless it does not count. A collection decides about it again; and if it was
+    taken by mistake, it must not be lost.
+
+    Args:
+        store: The root of the run.
+        fence: Which manifests count.
+    Raises:
+        UnavailableError: Storage failed.
+    """
+    for step, key in superseded_keys(store):
+        if not is_aside(key):
+            continue
+        try:
+            data = store.get(key, MANIFEST_BYTES_MAX)
+        except (CorruptError, InvalidError, MissingError):
+            continue  # No manifest, or not a readable file: nobody can say what it is.
+        if key == superseded_key(step, stated_digest(data) or ""):
+            continue  # Its name is that of its digest, which has the check digits by chance.
+        if is_valid_manifest(data, fence, f"{store.url}/{key}"):
+            _return(store, step, data)
+        store.delete([key])
+
+
+def _return(store: Store, step: int, data: bytes) -> None:
+    try:
+        publish(store, manifest_key(step), data)
+    except ConflictError:
+        # The step was saved again since: on a newer timeline, for which the manifest would have been moved as well.
+        name_moved(store, step, data)
+    else:
+        logger.warning("step %d: a writer ended while it removed the manifest; it is put back", step)
