@@ -11,6 +11,7 @@ from holdfast.format.sealed_json import stated_digest
 from holdfast.ports.store import Store
 from holdfast.repository.epochs import is_valid_manifest
 from holdfast.repository.publish import publish
+from holdfast.repository.quarantine import has_backup
 from holdfast.repository.timelines import superseded_keys
 from holdfast.repository.withdrawal import name_moved
 from holdfast.types.epoch import Fence
@@ -21,8 +22,9 @@ logger = logging.getLogger(__name__)
 def finish_withdrawals(store: Store, fence: Fence) -> None:
     """Finish each withdrawal of a manifest that was cut off. A new writer calls it before it lists the steps.
 
-    The manifest goes back to its step, unless it does not count. A collection decides about it again; and if it was
-    taken by mistake, it must not be lost.
+    A manifest under quarantine that a save sets aside has a copy under `quarantine/`, and goes. Damaged and moved, it
+    would keep every pack of the run: nobody could say which of them it names. Each other one goes back to its step,
+    unless it does not count. A collection decides about it again; and if it was taken by mistake, it must not be lost.
 
     Args:
         store: The root of the run.
@@ -39,7 +41,7 @@ def finish_withdrawals(store: Store, fence: Fence) -> None:
             continue  # No manifest, or not a readable file: nobody can say what it is.
         if key == superseded_key(step, stated_digest(data) or ""):
             continue  # Its name is that of its digest, which has the check digits by chance.
-        if is_valid_manifest(data, fence, f"{store.url}/{key}"):
+        if not has_backup(store, step, data) and is_valid_manifest(data, fence, f"{store.url}/{key}"):
             _return(store, step, data)
         store.delete([key])
 

@@ -14,7 +14,7 @@ from holdfast.format.names import MANIFEST_FILE, is_attempt_folder, manifest_key
 from holdfast.format.sealed_json import header, sealed, unsealed
 from holdfast.format.timeline import timeline_in_damaged
 from holdfast.ports.store import Store
-from holdfast.repository.publish import packs_named_by
+from holdfast.repository.publish import holds, packs_named_by
 from holdfast.repository.withdrawal import withdraw
 from holdfast.types.timeline import Timeline
 
@@ -237,6 +237,11 @@ def backup(store: Store, step: int, key: str, bytes_max: int, name: str = "") ->
     except ConflictError:
         logger.debug("%s is backed up already", key)  # The name holds the digest, so the content is the same.
     return copy_key
+
+
+def has_backup(store: Store, step: int, data: bytes) -> bool:
+    """Return whether exactly these bytes of a manifest were copied into the quarantine folder."""
+    return holds(store, _key(step, hex_digest_of(data)[:16], MANIFEST_FILE), data)
 
 
 def _read(store: Store, step: int, identity: str) -> QuarantineRecord:

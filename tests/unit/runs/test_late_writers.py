@@ -8,11 +8,13 @@ import pytest
 
 from holdfast.clock import SystemClock
 from holdfast.errors import CheckpointError, ConflictError
-from holdfast.format.names import step_folder
+from holdfast.format.names import aside_key, manifest_key, step_folder
 from holdfast.leases.writer import hold_writer_lease
 from holdfast.policies import AnyOf, EveryNth, LatestN
 from holdfast.repository.catalog import read_manifest, read_run_id
-from holdfast.repository.epochs import RELEASED, newest_epoch, put_heartbeat
+from holdfast.repository.cut_off import finish_withdrawals
+from holdfast.repository.epochs import RELEASED, current_fence, newest_epoch, put_heartbeat
+from holdfast.repository.quarantine import supersede
 from holdfast.repository.timelines import moved_manifests
 from holdfast.runs.garbage_collection import CheckpointGC
 from holdfast.stores.memory import MemoryStore
@@ -149,3 +151,50 @@ def test_what_a_killed_collector_took_goes_with_the_next_collection(three_steps:
     assert not moved_manifests(three_steps).manifests
     assert not list(three_steps.list(step_folder(4)))
     assert value_of(three_steps) == (5, 5.0)
+
+
+@pytest.mark.parametrize("verb", ["get", "delete"])
+def test_a_kill_while_a_damaged_manifest_is_set_aside_keeps_no_packs_for_ever(
+    three_steps: MemoryStore, verb: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = manifest_key(5)
+    three_steps.put(key, three_steps.get(key, 1 << 20)[:-40])
+    assert value_of(three_steps) == (4, 4.0), "the damaged step is passed over, and put under quarantine"
+
+    def kill(operation: FaultPoint) -> None:
+        if operation.subject.startswith("superseded/"):
+            raise _Killed
+
+    run_id = read_run_id(three_steps)
+    assert run_id is not None
+    clock = SystemClock()
+    killed = FaultyStore(three_steps, Faults(kill, names=(verb,), lasting=True))
+    with hold_writer_lease(three_steps, clock, 60.0, run_id) as writer_lease, pytest.raises(_Killed):
+        supersede(killed, 5, writer_lease.epoch)
+    assert moved_manifests(three_steps).damaged
+    with hold_writer_lease(three_steps, clock, 60.0, run_id) as writer_lease:
+        assert not moved_manifests(three_steps).damaged
+        CheckpointGC(three_steps, clock, LatestN(1), writer_lease).collect(0, lambda _: False)
+    assert "no pack is removed" not in caplog.text
+    assert not list(three_steps.list(step_folder(3)))
+    assert value_of(three_steps) == (4, 4.0)
+
+
+def test_a_moved_manifest_that_was_not_set_aside_goes_back(three_steps: MemoryStore) -> None:
+    data = three_steps.get(manifest_key(4), 1 << 20)
+    damaged = data[:-40]
+    three_steps.put(manifest_key(4), damaged)
+    three_steps.move(manifest_key(4), aside_key(4, b"draws"))
+    finish_withdrawals(three_steps, current_fence(three_steps))
+    assert three_steps.get(manifest_key(4), 1 << 20) == damaged, "it is damaged there as well, and can be repaired"
+    assert not list(three_steps.list("superseded/"))
+
+
+def test_a_name_by_digest_with_the_check_digits_by_chance_stays(three_steps: MemoryStore) -> None:
+    chance = aside_key(4, b"draws")
+    digits = chance.split(".")[1]
+    data = three_steps.get(manifest_key(4), 1 << 20)
+    sealed = data[: -len(digits) * 2 - 4] + digits.encode() + b"0" * 16 + data[-4:]
+    three_steps.put(chance, sealed)
+    finish_withdrawals(three_steps, current_fence(three_steps))
+    assert three_steps.get(chance, 1 << 20) == sealed
