@@ -8,7 +8,7 @@ may take. So a save that moves a manifest away and then fails changes nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
@@ -91,6 +91,32 @@ def run_timelines(store: Store) -> RunTimelines:
     fence = current_fence(store)
     manifests = list(_stored_manifests(store, fence))
     return arranged(manifests, stated_timelines(store) if fence.has_timelines else ())
+
+
+def newest_timeline(
+    store: Store, fence: Fence, in_folders: Mapping[int, Manifest | None], moved: MovedManifests
+) -> Timeline:
+    """Return the newest timeline, as `run_timelines` does, from manifests that were read already.
+
+    A damaged one is read again: its text may state the newest timeline, though no manifest that can be read does.
+
+    Args:
+        store: The root of the run.
+        fence: Which manifests count.
+        in_folders: The manifest that counts in the folder of each step; None if it cannot be read.
+        moved: Those under `superseded/`.
+    """
+    if not fence.has_timelines:
+        return FIRST_TIMELINE
+    whole = [(step, manifest) for step, manifest in in_folders.items() if manifest is not None]
+    for manifest in moved.manifests:
+        if manifest.step is not None and fence.admits(manifest.step, manifest.epoch, manifest.digest):
+            whole.append((manifest.step, manifest))
+    damaged = [(step, manifest_key(step)) for step, manifest in in_folders.items() if manifest is None]
+    damaged += [(manifest.step, manifest.key) for manifest in moved.damaged]
+    known = [StoredManifest(step, manifest_key(step), each.digest, each.timeline) for step, each in whole]
+    read = (_read(store, fence, step, key) for step, key in damaged)
+    return arranged((*known, *(manifest for manifest in read if manifest is not None)), stated_timelines(store)).newest
 
 
 def committed_steps(store: Store) -> list[int]:

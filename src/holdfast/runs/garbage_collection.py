@@ -30,17 +30,19 @@ from holdfast.leases.writer import WriterLease, hold_writer_lease
 from holdfast.policies import KeepPolicy
 from holdfast.ports.store import Store
 from holdfast.repository import removal
-from holdfast.repository.catalog import read_run_id, step_folders, stored_bytes
+from holdfast.repository.catalog import read_run_id, step_folders
 from holdfast.repository.epochs import current_fence
 from holdfast.repository.publish import packs_named_by
 from holdfast.repository.quarantine import quarantined, superseded_packs
 from holdfast.repository.tags import read_tags
-from holdfast.repository.timelines import MovedManifests, moved_manifests
+from holdfast.repository.timelines import MovedManifests, moved_manifests, newest_timeline
 from holdfast.runs.known_steps import KnownSteps
 from holdfast.runs.reachability import unreferenced
 from holdfast.runs.retention import KeptFacts, kept
+from holdfast.runs.torn_steps import torn_steps
 from holdfast.types.manifest import Manifest
 from holdfast.types.removal import StepFiles, Unreferenced
+from holdfast.types.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -265,8 +267,7 @@ class CheckpointGC:
                 reasons[step] = ("under quarantine",)
         # After the folders: a manifest that moves meanwhile is then in one of the two lists.
         moved = moved_manifests(store)
-        readable = {step: manifest for step, manifest in manifests.items() if manifest is not None}
-        reasons |= self._kept(readable, reasons, all_files)
+        reasons |= self._kept(manifests, reasons, all_files, newest_timeline(store, fence, manifests, moved))
         for step in needed & manifests.keys():
             reasons[step] = (*reasons.get(step, ()), "a save under way needs it")
         current_step = self._pins.current_step
@@ -302,14 +303,20 @@ class CheckpointGC:
             )
 
     def _kept(
-        self, manifests: Mapping[int, Manifest], known: Mapping[int, tuple[str, ...]], all_files: Sequence[StepFiles]
+        self,
+        manifests: Mapping[int, Manifest | None],
+        known: Mapping[int, tuple[str, ...]],
+        all_files: Sequence[StepFiles],
+        newest: Timeline,
     ) -> Mapping[int, tuple[str, ...]]:
         """Return why further steps stay: the policy or a tag keeps them, or a reader has a lease on them."""
         tags = read_tags(self._store)
         for error in tags.damaged.values():
             raise error
-        candidates = {step: manifest for step, manifest in manifests.items() if step not in known}
-        reasons = dict(_torn(self._store, candidates, all_files))
+        candidates = {
+            step: manifest for step, manifest in manifests.items() if manifest is not None and step not in known
+        }
+        reasons = dict(torn_steps(self._store, candidates, all_files, newest))
         facts = [
             KeptFacts(
                 step,
@@ -325,7 +332,7 @@ class CheckpointGC:
         for step, why in self._readers.holds(forget=self._writer_lease is not None).items():
             steps = candidates if step is None else [step] if step in candidates else []
             reasons |= dict.fromkeys(steps, (f"read by {why}",))
-        for step, whys in kept(self._keep, facts).items():
+        for step, whys in kept(self._keep, facts, newest).items():
             reasons[step] = (*whys, *reasons.get(step, ()))
         return reasons
 
@@ -347,33 +354,6 @@ def _with_attempts_of(moved: MovedManifests, files: StepFiles) -> StepFiles:
     """Return the files of a step, with the attempts pinned that moved manifests name."""
     named = moved.attempts(files.step, files.attempts)
     return replace(files, pinned=files.pinned | named) if named else files
-
-
-def _torn(
-    store: Store, manifests: Mapping[int, Manifest], all_files: Sequence[StepFiles]
-) -> Mapping[int, tuple[str, ...]]:
-    """Return the newest steps of each timeline with missing files, down to its first complete step.
-
-    No run resumes from them. The complete step is the newest valid one of its timeline, and the policy keeps it.
-    """
-    stored = {key: size for files in all_files for sizes in files.attempts.values() for key, size in sizes.items()}
-    torn = {}
-    complete = set[str]()
-    for step in sorted(manifests, reverse=True):
-        timeline = manifests[step].timeline.id
-        if timeline in complete:
-            continue
-        short = [
-            key
-            for key, size in removal.named_files(manifests[step]).items()
-            # A pack of another step, the folder of which is not listed again, is looked at by itself.
-            if (stored[key] if key in stored else stored_bytes(store, key)) != size
-        ]
-        if short:
-            torn[step] = (f"{short[0]} is missing or of another size",)
-        else:
-            complete.add(timeline)
-    return torn
 
 
 def _require_all_listed(store: Store, first: Inventory, second: Inventory, under_way: frozenset[int]) -> None:

@@ -52,30 +52,35 @@ class KeptFacts:
         return self.timeline.number, self.step
 
 
-def kept(policy: KeepPolicy | None, steps: Sequence[KeptFacts]) -> Reasons:
+def kept(policy: KeepPolicy | None, steps: Sequence[KeptFacts], newest: Timeline | None = None) -> Reasons:
     """Return the steps that are kept, ascending, each with the reasons.
 
-    The newest step of each timeline is always kept. So is the last healthy step of the newest timeline and its
-    ancestors, once the health of a step is known. The decision is stable: after the other steps are removed, the same
-    steps are kept.
+    The newest step of each timeline is always kept. So are the newest and the last healthy step of the chain, which is
+    the newest timeline and its ancestors up to the fork; the latter once the health of a step is known. If no step of
+    the newest timeline can be loaded, a restart falls back to the newest step of its chain. The decision is stable:
+    after the other steps are removed, the same steps are kept.
 
     Args:
         policy: What to keep; None for everything.
         steps: The complete steps of the run, in any order. Leave out damaged steps: they must not take the place of a
             step that can be loaded.
+        newest: The newest timeline, of which no step may be among them; None for that of the newest step.
     Raises:
         InvalidError: The policy ranks by a metric that no step has; the message names it. A misspelt name must not
             remove the best step.
     """
     if not steps:
         return {}
-    reasons: Reasons = {facts.step: ("no policy",) for facts in steps} if policy is None else _kept_by(policy, steps)
-    newest = max(steps, key=lambda facts: facts.age)
-    for timeline in _by_timeline(steps):
-        step = max(facts.step for facts in timeline)
-        why = NEWEST if timeline[0].timeline == newest.timeline else f"{NEWEST} of a superseded timeline"
-        reasons[step] = (*reasons.get(step, ()), why)
-    healthy = _last_healthy(_chain(steps))
+    chain = _chain(steps, newest or max(steps, key=lambda facts: facts.age).timeline)
+    reasons: Reasons = (
+        {facts.step: ("no policy",) for facts in steps} if policy is None else _kept_by(policy, steps, chain)
+    )
+    end = max(chain, key=lambda facts: facts.age).step if chain else None
+    for step in {max(facts.step for facts in timeline) for timeline in _by_timeline(steps)} | {end}:
+        if step is not None:
+            why = NEWEST if step == end else f"{NEWEST} of a superseded timeline"
+            reasons[step] = (*reasons.get(step, ()), why)
+    healthy = _last_healthy(chain)
     if healthy is not None:
         reasons[healthy] = (*reasons.get(healthy, ()), LAST_HEALTHY)
     return {step: tuple(dict.fromkeys(reasons[step])) for step in sorted(reasons)}
@@ -91,14 +96,14 @@ def _last_healthy(steps: Sequence[KeptFacts]) -> int | None:
     return max(unmarked, key=lambda facts: facts.age).step if known and unmarked else None
 
 
-def _chain(steps: Sequence[KeptFacts]) -> list[KeptFacts]:
+def _chain(steps: Iterable[KeptFacts], newest: Timeline) -> list[KeptFacts]:
     """Return the steps that a resume may take: those of the newest timeline, and those of its ancestors up to the fork.
 
     Args:
-        steps: At least one step.
+        steps: Steps of the run.
+        newest: The newest timeline.
     """
-    timeline = max(steps, key=lambda facts: facts.age).timeline
-    return [facts for facts in steps if timeline.holds(facts.timeline.id, facts.step)]
+    return [facts for facts in steps if newest.holds(facts.timeline.id, facts.step)]
 
 
 def _by_timeline(steps: Sequence[KeptFacts]) -> Iterable[list[KeptFacts]]:
@@ -109,16 +114,16 @@ def _by_timeline(steps: Sequence[KeptFacts]) -> Iterable[list[KeptFacts]]:
     return timelines.values()
 
 
-def _kept_by(policy: KeepPolicy | SavePolicy, steps: Sequence[KeptFacts]) -> Reasons:
+def _kept_by(policy: KeepPolicy | SavePolicy, steps: Sequence[KeptFacts], chain: Sequence[KeptFacts]) -> Reasons:
     if isinstance(policy, AnyOf | AllOf):
-        kept_by_policy = [_kept_by(member, steps) for member in policy.policies]
+        kept_by_policy = [_kept_by(member, steps, chain) for member in policy.policies]
         together = set.union if isinstance(policy, AnyOf) else set.intersection
         chosen = together(*map(set, kept_by_policy))
         return {step: tuple(why for reasons in kept_by_policy for why in reasons.get(step, ())) for step in chosen}
     if isinstance(policy, LatestN):
         # Each timeline by itself: going back must not use up the steps that it went back past, nor the reverse. And the
         # chain of the newest one: if that is short, a resume that finds damage falls back to the steps before the fork.
-        groups = [*_by_timeline(steps), _chain(steps)]
+        groups = [*_by_timeline(steps), chain]
         latest = [sorted(group, key=lambda facts: facts.age)[-policy.n :] for group in groups]
         return dict.fromkeys((facts.step for group in latest for facts in group), (f"latest {policy.n}",))
     if isinstance(policy, EveryNth):

@@ -513,6 +513,28 @@ def test_a_step_that_was_moved_stays_whole_though_the_policy_removes_others(tmp_
         assert 5 in manager.steps() and 4 not in manager.steps()
 
 
+@pytest.mark.parametrize("loss", ["quarantined", "torn", "unreadable", "set aside"])
+def test_the_step_before_the_fork_stays_while_no_newer_one_loads(tmp_path: Path, loss: str) -> None:
+    save_steps(tmp_path, 1, 2, 3, 4, 5)
+    go_on(tmp_path, 2, 3, 4)
+    for step in (3, 4):
+        damage(tmp_path, step)
+        for pack in step_path(tmp_path, step).glob("*/*.safetensors") if loss == "torn" else ():
+            pack.write_bytes(pack.read_bytes()[:-1])
+        if loss == "unreadable":
+            manifest = step_path(tmp_path, step) / "manifest.json"
+            manifest.write_bytes(manifest.read_bytes()[:-40])
+    if loss in ("quarantined", "set aside"):
+        assert resumed(tmp_path) == (2, 2)
+    store = store_of(tmp_path)
+    for step in (3, 4) if loss == "set aside" else ():
+        # A save of these steps failed after it had moved the damaged manifests.
+        assert supersede(store, step, newest_epoch(store))
+    collect(tmp_path, 1)
+    assert resumed(tmp_path) == (2, 2), "a restart falls back to the fork"
+    assert [record.step for record in list_steps(tmp_path).steps if record.committed and record.step < 3] == [2]
+
+
 def test_the_step_that_training_goes_on_from_stays(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2, 3, 4)
     with manager_at(tmp_path, keep_last=1) as manager:

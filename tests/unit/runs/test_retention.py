@@ -174,3 +174,15 @@ def test_the_last_healthy_step_outlives_marked_ones() -> None:
     assert list(kept(LatestN(2), unknown)) == [2, 7, 8]
     # Nothing is known, and nothing is said.
     assert kept(LatestN(1), [KeptFacts(1), KeptFacts(2)]) == {2: ("latest 1", NEWEST)}
+
+
+def test_the_chain_of_a_newest_timeline_without_steps_counts() -> None:
+    second = FIRST_TIMELINE.fork(2, "2" * 16, 3, "d" * 32)
+    run = [KeptFacts(step, healthy=step < 3) for step in (1, 2, 3, 4, 5)]
+    # No step of the second timeline can be loaded: a restart falls back to step 3.
+    assert kept(LatestN(1), run, second) == {
+        2: (LAST_HEALTHY,),
+        3: ("latest 1", NEWEST),
+        5: ("latest 1", f"{NEWEST} of a superseded timeline"),
+    }
+    assert kept(LatestN(1), run, replace(second, ancestors=())).keys() == {5}

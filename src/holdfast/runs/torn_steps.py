@@ -1,0 +1,56 @@
+"""Steps with missing files, of which no run resumes: they must not take the place of a step that can be loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from holdfast.ports.store import Store
+from holdfast.repository import removal
+from holdfast.repository.catalog import stored_bytes
+from holdfast.types.manifest import Manifest
+from holdfast.types.removal import StepFiles
+from holdfast.types.timeline import Timeline
+
+
+def torn_steps(
+    store: Store, manifests: Mapping[int, Manifest], all_files: Sequence[StepFiles], newest: Timeline
+) -> Mapping[int, tuple[str, ...]]:
+    """Return the newest steps with missing files of each timeline, down to its first complete step, each with why.
+
+    So too for the chain of the newest timeline. No run resumes from these steps. The complete step is the newest valid
+    one of its timeline or chain, and the policy keeps it.
+
+    Args:
+        store: The root of the run.
+        manifests: Manifests of the steps.
+        all_files: Files of all steps. Those of known steps are left out: they are complete.
+        newest: The newest timeline.
+    """
+    stored = {key: size for files in all_files for sizes in files.attempts.values() for key, size in sizes.items()}
+    torn: dict[int, tuple[str, ...]] = {}
+    complete = set[int]()
+    for group in _groups(manifests, newest):
+        for step in group:
+            if step in complete:
+                break
+            short = [
+                key
+                for key, size in removal.named_files(manifests[step]).items()
+                # A pack of another step, the folder of which is not listed again, is looked at by itself.
+                if (stored[key] if key in stored else stored_bytes(store, key)) != size
+            ]
+            if not short:
+                complete.add(step)
+                break
+            torn[step] = (f"{short[0]} is missing or of another size",)
+    return torn
+
+
+def _groups(manifests: Mapping[int, Manifest], newest: Timeline) -> Iterable[list[int]]:
+    """Return the steps of each timeline, and those of the chain of the newest one, in the order of a resume."""
+    by_timeline: dict[str, list[int]] = {}
+    for step in sorted(manifests, reverse=True):
+        by_timeline.setdefault(manifests[step].timeline.id, []).append(step)
+    chain = [step for step, manifest in manifests.items() if newest.holds(manifest.timeline.id, step)]
+    chain.sort(key=lambda step: (manifests[step].timeline.number, step), reverse=True)
+    return (*by_timeline.values(), chain)
