@@ -36,6 +36,7 @@ from holdfast.repository.catalog import exists, manifest_digest
 from holdfast.repository.epochs import RELEASED, newest_epoch, read_epoch, read_heartbeat
 from holdfast.repository.reader_leases import leases, put_lease
 from holdfast.repository.removal import marks
+from holdfast.repository.timelines import holds_manifest
 from holdfast.types.epoch import Holder
 from holdfast.types.manifest import Manifest
 
@@ -115,8 +116,11 @@ class ReaderLease:
         if location.root is None or manifest.step is None or not manifest.attempt:
             return
         removed = MissingError(f"{location.url}: is being deleted: no retention policy keeps it. Choose another step")
+        key = location.moved_manifest
         try:
-            is_in_run = manifest_digest(location.root, manifest.step, location.moved_manifest) is not None
+            is_in_run = manifest_digest(location.root, manifest.step, key) is not None or holds_manifest(
+                location.root, manifest.step, manifest.digest, key
+            )
         except InvalidError:
             if location.step is not None:
                 raise
@@ -129,7 +133,7 @@ class ReaderLease:
             self._subject = location.root, manifest.step
             is_stored = self._put()
         # Only after the lease is stored: a collection that missed the lease has stored its mark by now.
-        is_unchanged = manifest_digest(location.root, manifest.step, location.moved_manifest) == manifest.digest
+        is_unchanged = holds_manifest(location.root, manifest.step, manifest.digest, key)
         if not is_unchanged or is_being_deleted(location.root, self._clock, manifest.step, manifest.digest):
             raise removed
         if is_stored and self._thread is None:

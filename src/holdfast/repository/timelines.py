@@ -13,11 +13,18 @@ from dataclasses import dataclass
 
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest, run_fields_of_manifest
-from holdfast.format.names import SUPERSEDED_FOLDER, is_aside, manifest_key, superseded_in, superseded_key
+from holdfast.format.names import (
+    SUPERSEDED_FOLDER,
+    is_aside,
+    manifest_key,
+    manifest_keys,
+    superseded_in,
+    superseded_key,
+)
 from holdfast.format.sealed_json import possible_digests
 from holdfast.format.timeline import timeline_in_damaged
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import step_folders
+from holdfast.repository.catalog import manifest_digest, step_folders
 from holdfast.repository.epochs import current_fence, unreadable_error
 from holdfast.repository.publish import publish
 from holdfast.repository.quarantine import stated_timelines
@@ -242,7 +249,7 @@ def _stored_manifests(store: Store, fence: Fence) -> Iterator[StoredManifest]:
     places = [(step, manifest_key(step)) for step in step_folders(store)]
     if not fence.epoch and not fence.has_timelines:
         # A run without epochs has one timeline, and every manifest counts: none needs to be read.
-        yield from (StoredManifest(step, key) for step, key in places if _is_stored(store, step, key))
+        yield from (StoredManifest(step, key) for step, key in places if _is_readable(store, step, key))
         return
     known: set[tuple[int, str]] = set()
     for step, key in _folders_then_moved(store, places, fence):
@@ -333,7 +340,25 @@ def moved_at(store: Store, step: int) -> list[StoredManifest]:
     return [manifest for manifest in manifests if manifest is not None]
 
 
-def _is_stored(store: Store, step: int, key: str) -> bool:
+def holds_manifest(store: Store, step: int, digest: str, key: str | None = None) -> bool:
+    """Return whether a manifest of a step is in its folder or under `superseded/`. It may move meanwhile.
+
+    Args:
+        store: The root of the run.
+        step: The step.
+        digest: Digest of the manifest.
+        key: Where it was last; None for the folder.
+    """
+    # In this order: a manifest is copied to `superseded/` before it leaves its folder, and put back before the name
+    # that it had meanwhile is deleted.
+    keys = dict.fromkeys([*([] if key is None else [key]), *manifest_keys(step, digest)])
+    if any(manifest_digest(store, step, each) == digest for each in keys):
+        return True
+    # A writer may be removing it, or may have been killed at that, and may have taken it by mistake.
+    return any(manifest.digest == digest for manifest in moved_at(store, step))
+
+
+def _is_readable(store: Store, step: int, key: str) -> bool:
     try:
         store.size(key)
     except MissingError:
