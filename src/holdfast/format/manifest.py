@@ -17,6 +17,7 @@ from holdfast.format.sealed_json import (
     StepNumber,
     Text,
     WorldSize,
+    decode_fields,
     decode_sealed,
     header,
     sealed,
@@ -198,7 +199,7 @@ def run_fields_of_manifest(data: bytes, where: str) -> RunFields:
         CorruptError: The text is damaged.
         InvalidError: It is of another version.
     """
-    document, digest = decode_sealed(data, "checkpoint", _RunFieldsDocument, where)
+    document, digest = decode_fields(data, "checkpoint", _RunFieldsDocument, where)
     return RunFields(document.step, document.epoch or 0, digest, decode_timeline(document.timeline))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -25,13 +26,13 @@ EpochNumber = Annotated[int, msgspec.Meta(ge=0, le=EPOCH_MAX)]
 WorldSize = Annotated[int, msgspec.Meta(ge=0, le=WORLD_SIZE_MAX)]
 RankNumber = Annotated[int, msgspec.Meta(ge=0, lt=WORLD_SIZE_MAX)]
 
-_SEALED = re.compile(rb'(.*),\n "digest": "([0-9a-f]{32})"\n}\n', re.DOTALL)
 _SEAL = re.compile(rb',\n "digest": "([0-9a-f]{32})"\n}\n\Z')
 _SEAL_BYTES = len(b',\n "digest": "') + 32 + len(b'"\n}\n')
 _PATH = re.compile(r"\$\.(\w+)")
 _MISSING = re.compile(r"required field `(\w+)`")
 
 _T = TypeVar("_T")
+_Fields = TypeVar("_Fields", bound=msgspec.Struct)
 
 
 def header(kind: str, minor: int = FORMAT_MINOR_RUN) -> dict[str, object]:
@@ -53,14 +54,8 @@ def unsealed(data: bytes, where: str) -> tuple[dict[str, object], str]:
     Raises:
         CorruptError: The text is truncated, or differs from its digest.
     """
-    match = _SEALED.fullmatch(data)
-    if match is None:
-        raise CorruptError(f"{where}: does not end in its own digest; it is truncated, damaged or not ours")
-    body, expected = match[1], match[2].decode()
-    actual = hex_digest_of(body)
-    if actual != expected:
-        raise CorruptError(f"{where}: bytes 0–{len(body)} hash to {actual}; expected {expected}. Read another copy")
-    document = loads(body + b"\n}")
+    expected = _proven_digest(data, where)
+    document = loads(data[:-_SEAL_BYTES] + b"\n}")
     if not isinstance(document, dict) or "digest" in document:
         raise CorruptError(f"{where}: not a JSON object with one digest; it is damaged or not ours")
     return document, expected
@@ -96,6 +91,56 @@ def decode_sealed(data: bytes, kind: str | tuple[str, ...], into: type[_T], wher
     document, digest = unsealed(data, where)
     _check_format(document, (kind,) if isinstance(kind, str) else kind, where)
     return convert(document, into, where), digest
+
+
+def decode_fields(data: bytes, kind: str, into: type[_Fields], where: str) -> tuple[_Fields, str]:
+    """Return some fields of a sealed document as a typed struct, and its digest. All other fields are skipped.
+
+    Nothing is made of the other fields, nor are they checked: a manifest names tens of thousands of files, and a run
+    has many manifests, of which a load reads one.
+
+    Args:
+        data: The text.
+        kind: The kind of document that is expected, as its header names it.
+        into: A `msgspec.Struct` with the types and limits of the fields that are wanted.
+        where: The file, for messages.
+    Raises:
+        CorruptError: The text is damaged, or one of these fields is outside its limits.
+        InvalidError: The document is of another version or kind.
+    """
+    digest = _proven_digest(data, where)
+    try:
+        raw = msgspec.structs.asdict(_raw_decoder(into.__struct_encode_fields__).decode(data))
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise CorruptError(f"{where}: JSON text of {len(data)} bytes: {error}; read another copy") from error
+    document = {name: loads(bytes(text)) for name, text in raw.items() if bytes(text)}
+    _check_format(document, (kind,), where)
+    return convert(document, into, where), digest
+
+
+@cache
+def _raw_decoder(names: tuple[str, ...]) -> msgspec.json.Decoder[msgspec.Struct]:
+    """Return a decoder that leaves the header and some fields of a document as text, and skips all others."""
+    absent = msgspec.Raw(b"")
+    # A new class for each decoder, so that no other thread uses it while msgspec inspects it: see `inspected`.
+    fields = [(name, msgspec.Raw, absent) for name in ("holdfast", *names)]
+    return msgspec.json.Decoder(msgspec.defstruct("Fields", fields))
+
+
+def _proven_digest(data: bytes, where: str) -> str:
+    """Return the digest at the end of a sealed text, after comparing it with the text.
+
+    Raises:
+        CorruptError: The text is truncated, or differs from its digest.
+    """
+    expected = stated_digest(data[-_SEAL_BYTES:])
+    if expected is None:
+        raise CorruptError(f"{where}: does not end in its own digest; it is truncated, damaged or not ours")
+    body = memoryview(data)[:-_SEAL_BYTES]
+    actual = hex_digest_of(body)
+    if actual != expected:
+        raise CorruptError(f"{where}: bytes 0–{len(body)} hash to {actual}; expected {expected}. Read another copy")
+    return expected
 
 
 def convert(document: object, into: type[_T], where: str) -> _T:

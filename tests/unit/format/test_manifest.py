@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from dataclasses import replace
 
 import pytest
 
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.format.manifest import decode_manifest, encode_manifest
-from holdfast.format.names import STEP_MAX
+from holdfast.format.digest import hex_digest_of
+from holdfast.format.manifest import decode_manifest, encode_manifest, run_fields_of_manifest
+from holdfast.format.names import STEP_MAX, part_name
 from holdfast.format.sealed_json import sealed, unsealed
-from holdfast.types.manifest import OptimizerRecord
+from holdfast.types.manifest import FileRecord, OptimizerRecord
 from tests.unit.format.documents import little_memory, manifest
 
 
@@ -116,3 +118,46 @@ def test_a_newer_format_is_refused_saying_which_reads_it() -> None:
 def test_an_unknown_field_is_ignored() -> None:
     document, _ = unsealed(encode_manifest(manifest()), "here")
     assert decode_manifest(sealed({**document, "later": [1, 2]}), "here") == manifest()
+
+
+# ------------------------------------------------------------------------------------- the fields that a run needs
+
+
+def test_the_fields_of_a_run_are_read_without_making_the_names_of_files() -> None:
+    parts = tuple(FileRecord(part_name(rank), 1000, "e" * 32) for rank in range(2000))
+    data = encode_manifest(replace(manifest(), parts=parts, step=7, epoch=3))
+    run_fields_of_manifest(data, "here")
+    tracemalloc.start()
+    fields = run_fields_of_manifest(data, "here")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (fields.step, fields.epoch, fields.digest) == (7, 3, decode_manifest(data, "here").digest)
+    assert peak < len(data) / 10, "a load reads these fields of every step of a run"
+
+
+def test_the_fields_of_a_run_are_proven_by_the_digest() -> None:
+    data = encode_manifest(manifest())
+    for at in range(len(data)):
+        changed = bytearray(data)
+        changed[at] ^= 1
+        with pytest.raises(CorruptError):
+            run_fields_of_manifest(bytes(changed), "here")
+    with pytest.raises(CorruptError):
+        run_fields_of_manifest(data[:-1], "here")
+
+
+@pytest.mark.parametrize(
+    "body", [b"[1", b"{", b'{"holdfast": ' + b"[" * 100_000, b'{\n "step": 1', b'{"holdfast": 1 1']
+)
+def test_a_sealed_text_that_is_no_manifest_has_no_fields(body: bytes) -> None:
+    data = body + b',\n "digest": "' + hex_digest_of(body).encode() + b'"\n}\n'
+    with pytest.raises(CorruptError):
+        run_fields_of_manifest(data, "here")
+
+
+@pytest.mark.parametrize("version", [[1, 99], [2, 0]])
+def test_the_fields_of_a_newer_format_are_refused_by_its_name(version: list[int]) -> None:
+    document, _ = unsealed(encode_manifest(manifest()), "here")
+    newer = sealed({**document, "holdfast": {"format": version, "kind": "checkpoint"}, "step": "of another kind"})
+    with pytest.raises(InvalidError, match=rf"format {version[0]}\.{version[1]}"):
+        run_fields_of_manifest(newer, "here")
