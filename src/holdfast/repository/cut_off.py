@@ -11,7 +11,7 @@ from holdfast.format.sealed_json import stated_digest
 from holdfast.ports.store import Store
 from holdfast.repository.epochs import is_valid_manifest
 from holdfast.repository.publish import publish
-from holdfast.repository.quarantine import has_backup
+from holdfast.repository.quarantine import is_set_aside
 from holdfast.repository.timelines import superseded_keys
 from holdfast.repository.withdrawal import name_moved
 from holdfast.types.epoch import Fence
@@ -41,7 +41,7 @@ def finish_withdrawals(store: Store, fence: Fence) -> None:
             continue  # No manifest, or not a readable file: nobody can say what it is.
         if key == superseded_key(step, stated_digest(data) or ""):
             continue  # Its name is that of its digest, which has the check digits by chance.
-        if not has_backup(store, step, data) and is_valid_manifest(data, fence, f"{store.url}/{key}"):
+        if not is_set_aside(store, step, data) and is_valid_manifest(data, fence, f"{store.url}/{key}"):
             _return(store, step, data)
         store.delete([key])
 

@@ -77,6 +77,11 @@ def _identify(store: Store, key: str) -> tuple[str, Mapping[str, object]]:
         data = store.get(key, MANIFEST_BYTES_MAX)
     except CorruptError:  # Too large for a manifest.
         return hex_digest_of(str(store.size(key)).encode())[:16], {}
+    return _identified(data)
+
+
+def _identified(data: bytes) -> tuple[str, Mapping[str, object]]:
+    """Return what `_identify` does, from the bytes of a manifest."""
     try:
         document, digest = unsealed(data, MANIFEST_FILE)
     except CheckpointError:
@@ -239,9 +244,11 @@ def backup(store: Store, step: int, key: str, bytes_max: int, name: str = "") ->
     return copy_key
 
 
-def has_backup(store: Store, step: int, data: bytes) -> bool:
-    """Return whether exactly these bytes of a manifest were copied into the quarantine folder."""
-    return holds(store, _key(step, hex_digest_of(data)[:16], MANIFEST_FILE), data)
+def is_set_aside(store: Store, step: int, data: bytes) -> bool:
+    """Return whether a manifest is under quarantine, and exactly its bytes were copied into the quarantine folder."""
+    if not holds(store, _key(step, hex_digest_of(data)[:16], MANIFEST_FILE), data):
+        return False
+    return (step, _identified(data)[0]) in list_records(store)
 
 
 def _read(store: Store, step: int, identity: str) -> QuarantineRecord:

@@ -14,7 +14,7 @@ from holdfast.policies import AnyOf, EveryNth, LatestN
 from holdfast.repository.catalog import read_manifest, read_run_id
 from holdfast.repository.cut_off import finish_withdrawals
 from holdfast.repository.epochs import RELEASED, current_fence, newest_epoch, put_heartbeat
-from holdfast.repository.quarantine import supersede
+from holdfast.repository.quarantine import backup, supersede
 from holdfast.repository.timelines import moved_manifests
 from holdfast.runs.garbage_collection import CheckpointGC
 from holdfast.stores.memory import MemoryStore
@@ -187,6 +187,16 @@ def test_a_moved_manifest_that_was_not_set_aside_goes_back(three_steps: MemorySt
     three_steps.move(manifest_key(4), aside_key(4, b"draws"))
     finish_withdrawals(three_steps, current_fence(three_steps))
     assert three_steps.get(manifest_key(4), 1 << 20) == damaged, "it is damaged there as well, and can be repaired"
+    assert not list(three_steps.list("superseded/"))
+
+
+def test_a_moved_manifest_that_was_backed_up_and_is_in_use_again_goes_back(three_steps: MemoryStore) -> None:
+    data = three_steps.get(manifest_key(4), 1 << 20)
+    # Whatever backed it up, it is not under quarantine, or no longer: it counts.
+    backup(three_steps, 4, manifest_key(4), 1 << 20, "manifest.json")
+    three_steps.move(manifest_key(4), aside_key(4, b"draws"))
+    finish_withdrawals(three_steps, current_fence(three_steps))
+    assert three_steps.get(manifest_key(4), 1 << 20) == data
     assert not list(three_steps.list("superseded/"))
 
 
