@@ -66,6 +66,15 @@ def test_a_step_of_a_newer_format_that_is_asked_for_is_refused(root: Path) -> No
     assert (root / STEP / "manifest.json").read_bytes() == newer
 
 
+def test_a_damaged_manifest_of_a_newer_format_is_not_rebuilt(root: Path) -> None:
+    manifest = root / STEP / "manifest.json"
+    damaged = write_newer(manifest)[:-60]
+    manifest.write_bytes(damaged)
+    ended = holdfast("repair", root)
+    assert ended.status == 1 and "Repair it with a newer Holdfast" in ended.out
+    assert manifest.read_bytes() == damaged
+
+
 @pytest.mark.parametrize("arguments", [("--step", 11), ("--step", -1)])
 def test_a_step_that_is_not_there_is_refused(root: Path, arguments: tuple[object, ...]) -> None:
     ended = holdfast("repair", root, *arguments)

@@ -34,7 +34,7 @@ from holdfast.repository.timelines import RunTimelines
 from holdfast.saving.commit import build_manifest, write_index
 from holdfast.saving.merge import merge_parts
 from holdfast.settings import MIB, PAGE_BYTES, Settings
-from holdfast.types.manifest import FileRecord, Manifest
+from holdfast.types.manifest import FORMAT_MAJOR, FORMAT_MINOR_MAX, FileRecord, Manifest
 from holdfast.types.timeline import FIRST_TIMELINE, Timeline
 
 LOST_TIMELINE = Timeline(2, "0" * 16)
@@ -42,6 +42,7 @@ LOST_TIMELINE = Timeline(2, "0" * 16)
 
 _CHUNK_BYTES_MAX = 4 * MIB
 _FORMAT_WITHOUT_TIMELINES = re.compile(rb'\{\n "holdfast": \{\n  "format": \[\n   1,\n   [0-2]\n  \],\n')
+_FORMAT = re.compile(rb'\{\n "holdfast": \{\n  "format": \[\n   (\d{1,9}),\n   (\d{1,9})\n  \],\n')
 
 
 class Unprovable(Exception):
@@ -206,6 +207,22 @@ def rebuilt_manifest(
         raise Unprovable(str(error)) from error
     manifest = build_manifest(location, attempt, merged_parts, index, run_id, _line(damaged, "created") or created)
     return replace(manifest, timeline=timeline)
+
+
+def require_known_format(damaged: bytes) -> None:
+    """Refuse to rebuild a manifest of a newer format: what only a newer Holdfast knows of the step would be lost.
+
+    Args:
+        damaged: The damaged manifest.
+    Raises:
+        Unprovable: It states a newer version of the format.
+    """
+    stated = _FORMAT.match(damaged)
+    if stated is not None and (int(stated[1]), int(stated[2])) > (FORMAT_MAJOR, FORMAT_MINOR_MAX):
+        raise Unprovable(
+            f"the damaged manifest states format {int(stated[1])}.{int(stated[2])}; this Holdfast writes format "
+            f"{FORMAT_MAJOR}.{FORMAT_MINOR_MAX}. Nothing was changed. Repair it with a newer Holdfast"
+        )
 
 
 def timeline_of_damaged(damaged: bytes, stored: RunTimelines, *, has_timelines: bool) -> Timeline:

@@ -31,6 +31,7 @@ from holdfast.offline.repair.rebuild import (
     lost_fields,
     rebuilt_index,
     rebuilt_manifest,
+    require_known_format,
     timeline_of_damaged,
 )
 from holdfast.ports.observer import Observer
@@ -280,6 +281,7 @@ class Repair:
             overlay.put(location.manifest_key, corrected)
             done.append("manifest.json: one bit corrected, proven by its digest")
             return manifest
+        require_known_format(data)
         has_timelines = current_fence(self._store).has_timelines
         timeline = timeline_of_damaged(data, run_timelines(self._store), has_timelines=has_timelines)
         rebuilt = rebuilt_manifest(location, data, self._run_id(), utc_now_text(self._clock), timeline, self._settings)
