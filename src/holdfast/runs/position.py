@@ -86,7 +86,7 @@ class RunPosition:
         """
         self._job, self.home, self._store, self._pins = job, home, home.store, pins
         self.starts_over = False
-        """Whether the first save begins a timeline without ancestors, whatever the root holds."""
+        """Whether the first save begins a timeline without ancestors, whatever the root holds. A load ends this."""
         self.base: BaseStep | None = None
         """The last committed step that this rank saved or loaded. Set by the commit thread, and by loads."""
         self.lineage = Lineage(None, None)
@@ -127,6 +127,7 @@ class RunPosition:
         self.loads += 1
         self._origin = _LoadedStep(step, manifest.digest, manifest.timeline, self._pins.saves())
         self._timeline = None
+        self.starts_over = False
         self._pins.current_step = step
         self.base = base_from_loaded(manifest, loaded.index, loaded.filled)
         self.lineage = Lineage(Parent(manifest.run_id, step, manifest.digest), None)

@@ -289,6 +289,15 @@ def test_starting_over_leaves_the_old_steps_superseded(tmp_path: Path) -> None:
         assert manager.steps() == [1, 2, 3]
 
 
+def test_a_load_ends_starting_over(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    with manager_at(tmp_path, start_over=True) as manager:
+        assert manager.load(state_of(0)) == 2
+        manager.save(3, state_of(3)).wait()
+        assert manager.steps() == [1, 2, 3]
+    assert not superseded(tmp_path)
+
+
 def test_starting_over_in_an_empty_root_begins_nothing(tmp_path: Path) -> None:
     with manager_at(tmp_path, start_over=True) as manager:
         manager.save(1, state_of(1)).wait()
