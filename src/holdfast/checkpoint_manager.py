@@ -397,9 +397,7 @@ class CheckpointManager:
                 # Pushed first, so that it runs last: a signal that no step handled may end the process here.
                 ending.callback(self._preemption.close, hand_on=hand_on)
             ending.callback(self._dispatcher.close)
-            ending.callback(self._parts.writer_lease.release)
-            if self._parts.collecting is not None:
-                ending.callback(self._parts.collecting.close)
+            ending.callback(self._parts.close)
             ending.callback(self._job.close)
             self.wait()
 

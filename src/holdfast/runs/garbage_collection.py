@@ -23,7 +23,7 @@ from functools import partial
 
 from holdfast.checkpoint.location import require_no_checkpoint
 from holdfast.clock import Clock
-from holdfast.errors import ConflictError, CorruptError, MissingError, first_three
+from holdfast.errors import CorruptError, MissingError, first_three
 from holdfast.format.names import RUN_FILE
 from holdfast.leases.reader import ReaderLeases
 from holdfast.leases.writer import WriterLease, hold_writer_lease
@@ -185,6 +185,11 @@ class CheckpointGC:
         self._readers = ReaderLeases(store, clock)
         self._known = KnownSteps(store)
         self._warned: set[str] = set()
+
+    @property
+    def url(self) -> str:
+        """The URL of the root."""
+        return self._store.url
 
     def collect(self, grace_seconds: float, wait: Callable[[float], bool]) -> CollectReport | None:
         """Remove what is unreferenced; return the report, or None if it was stopped.
@@ -410,43 +415,3 @@ def _require_run(store: Store) -> str:
     if run_id is None:
         raise MissingError(f"{store.url}: no root of a run; expected a folder that holds {RUN_FILE}. Look elsewhere")
     return run_id
-
-
-class Background:
-    """Collects after each commit, on a thread, until the run is closed."""
-
-    def __init__(self, collector: CheckpointGC, grace_seconds: float) -> None:
-        self._collector, self._grace_seconds = collector, grace_seconds
-        self._wanted, self._closed = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def want(self) -> None:
-        """Request a collection: now, or after the one under way."""
-        self._wanted.set()
-        if self._thread is None and not self._closed.is_set():
-            self._thread = threading.Thread(target=self._work, name="holdfast-collect", daemon=True)
-            self._thread.start()
-
-    def close(self) -> None:
-        """End the thread. A removal under way finishes; a grace is cut short."""
-        self._closed.set()
-        self._wanted.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _work(self) -> None:
-        while True:
-            self._wanted.wait()
-            if self._closed.is_set():
-                return
-            self._wanted.clear()
-            try:
-                report = self._collector.collect(self._grace_seconds, self._closed.wait)
-            except ConflictError as over:
-                logger.warning("collecting ends: %s", over)
-                return
-            except Exception as error:  # noqa: BLE001 - the next commit tries again
-                self._collector.warn_once("nothing was collected: %s: %s", type(error).__name__, error)
-            else:
-                if report is not None and (report.steps or report.files):
-                    logger.info("collected steps %s: %d bytes", list(report.steps), report.bytes)

@@ -25,7 +25,8 @@ from holdfast.repository.quarantine import supersede
 from holdfast.repository.removal import marks
 from holdfast.repository.tags import require_tag_free
 from holdfast.repository.timelines import displace, moved_at, run_timelines
-from holdfast.runs.garbage_collection import Background, CheckpointGC, Pins, StepPin
+from holdfast.runs.background_collection import Background
+from holdfast.runs.garbage_collection import CheckpointGC, Pins, StepPin
 from holdfast.runs.position import Lineage, RunPosition
 from holdfast.runs.step_metrics import WantedMetrics, checked_metrics
 from holdfast.runs.suspect_steps import SuspectSteps
@@ -70,6 +71,13 @@ class RunParts:
         if keep is not None and job.comm.rank == 0:
             collector = CheckpointGC(store, job.clock, keep, self.writer_lease, self.pins)
             self.collecting = Background(collector, settings.collect_grace_seconds)
+
+    def close(self) -> None:
+        """End garbage collection, then release the writer lease."""
+        if self.collecting is None:
+            self.writer_lease.release()
+        else:
+            self.collecting.close(self.writer_lease.release)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,9 @@ from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.engine.background import BackgroundQueue, WriteProgress
 from holdfast.errors import UnavailableError
+from holdfast.policies import LatestN, Policies
+from holdfast.repository.epochs import RELEASED, read_heartbeat
+from holdfast.repository.timelines import committed_steps
 from holdfast.settings import KIB, MIB, Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.syscalls import Syscalls
@@ -178,6 +181,40 @@ def test_close_gives_up_a_save_whose_write_hangs(stuck: threading.Event, tmp_pat
         manager.close()
     assert time.monotonic() - start < 10.0
     assert isinstance(handle.failure, UnavailableError)
+
+
+def test_close_leaves_a_removal_that_hangs_behind_and_releases_the_run_after_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    store, reached, over = fresh_store(), threading.Event(), threading.Event()
+
+    def hang(operation: FaultPoint) -> None:
+        if "step-" in operation.subject:
+            reached.set()
+            over.wait(60.0)
+
+    faulty = FaultyStore(store, Faults(hang, names={"delete"}, lasting=True))
+    settings = replace(PATIENT, collect_grace_seconds=0.0)
+    run = CheckpointManager.over(
+        faulty,
+        Job(ThreadComm(ThreadGroup(1), 0), SystemClock(), settings, NumpyFramework(0)),
+        policies=Policies(keep=LatestN(1)),
+    )
+    for step in (1, 2):
+        run.save(step, state(float(step))).wait()
+    assert reached.wait(20.0)
+    start = time.monotonic()
+    with caplog.at_level(logging.WARNING, logger="holdfast"):
+        run.close()
+    assert time.monotonic() - start < 15.0
+    assert "garbage collection" in caplog.text and "The next collection" in caplog.text, caplog.text
+    assert read_heartbeat(store, 1) != RELEASED, "nobody may write while files are being removed"
+    over.set()
+    end = time.monotonic() + 20.0
+    while read_heartbeat(store, 1) != RELEASED and time.monotonic() < end:
+        time.sleep(0.05)
+    assert read_heartbeat(store, 1) == RELEASED
+    assert committed_steps(store) == [2]
 
 
 EXIT = """
