@@ -33,6 +33,9 @@ _STATED_BYTES = _NONCE_BYTES + IDENTITY_BYTES
 _HELD_SECONDS_MAX = 300.0
 """How long a save may hold the training thread, unless the settings say otherwise."""
 
+VERDICT_GRACE_SECONDS = 2.0
+"""Extra seconds that the other ranks wait for the verdict on a save: rank 0 sets it at its own deadline."""
+
 _ANNOUNCE_SECONDS_MIN = 1.0
 """Shortest time for a call to the key-value store, so that a rank can announce its end after its deadline."""
 
@@ -227,6 +230,12 @@ class Job:
     def asking_seconds(self) -> float:
         """How long the other ranks wait for what the elected one finds out: it asks once for each rank."""
         return 2.0 + 0.002 * self.comm.world_size
+
+    @property
+    def verdict_seconds(self) -> float:
+        """How long a verdict on a save may come after the deadline of a rank: the waits of `SaveAgreement` for it."""
+        # The limit of a high rank, and then its wait for the rank that was elected.
+        return VERDICT_GRACE_SECONDS + 2 * self.asking_seconds
 
     def seconds_left(self, deadline: float) -> float:
         """Return the seconds left until a deadline, at least a few milliseconds."""

@@ -43,7 +43,7 @@ from holdfast.format.part import RankPart, encode_part
 from holdfast.repository.catalog import confirmed_manifest
 from holdfast.repository.epochs import require_counted
 from holdfast.saving.commit import assemble, publish_manifest, sweep
-from holdfast.saving.handle import SaveHandle
+from holdfast.saving.handle import SaveHandle, collect_error, text_of, typed
 from holdfast.saving.request import SaveRequest
 from holdfast.saving.transfer import Transfer
 from holdfast.telemetry.dispatcher import EventDispatcher
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LATE_SECONDS = 10.0
-"""How much longer than an agreement may take the training thread waits for it."""
+"""How much longer than an agreement and its verdict may take the training thread waits for them."""
 
 
 class SaveProgress(Enum):
@@ -197,17 +197,24 @@ class SaveAttempt:
         """Wait for a call, on the training thread.
 
         Raises:
-            UnavailableError: The call hangs. Every wait in it has a deadline, so storage does not answer rank 0.
+            UnavailableError: The call hangs. Every wait for ranks in it has a deadline, which comes earlier.
         """
-        seconds = self.job.agreement_deadline() - self.job.clock.monotonic_seconds() + LATE_SECONDS
+        job = self.job
+        seconds = job.agreement_deadline() - job.clock.monotonic_seconds() + job.verdict_seconds + LATE_SECONDS
         try:
             return wait_in_slices(future, seconds, self.job.clock, self._note_wait)
         except TimeoutError:
             if future.done():
                 raise
+        if job.comm.rank == 0:
+            raise UnavailableError(
+                f"{self.name}: the look at {self.location.url} did not end within {seconds:,.0f} s; expected an answer "
+                "of the storage. Nothing was saved; look at the storage"
+            )
         raise UnavailableError(
-            f"{self.name}: the look at {self.location.url} did not end within {seconds:,.0f} s; expected an answer of "
-            "the storage. Nothing was saved; look at the storage"
+            f"{self.name}: the agreement of the ranks did not end within {seconds:,.0f} s on rank {job.comm.rank}; "
+            "expected the verdict of rank 0. This rank saved nothing; look at rank 0 and at the host of the job's "
+            "key-value store"
         )
 
     def _note_wait(self) -> None:
@@ -281,7 +288,7 @@ class SaveAttempt:
             except BaseException as error:
                 # Complete the handle even if ending the save failed: callers wait for it.
                 if not self.handle.committed.done():
-                    self._fail_unknown(f"{type(error).__name__}: {_text_of(error)}")
+                    self._fail_unknown(f"{type(error).__name__}: {text_of(error)}")
                 raise
 
         self.job.commits.submit(run)
@@ -290,7 +297,7 @@ class SaveAttempt:
         """End a save that no rank has begun to write; return what the call raises, None if the handle holds it."""
         raised = error
         if self._progress is SaveProgress.COLLECTING:
-            raised = _refusal(error, self.name)
+            raised = collect_error(error, self.name)
             assert self._opening is not None, "it was opened"
             opening, refused = self._opening, raised
             with suppress(UnavailableError):
@@ -387,7 +394,7 @@ class SaveAttempt:
             if not is_done_soon(work, self.job.clock):
                 logger.warning("%s: committed, but the removal of files of failed attempts hangs", self.name)
         except Exception as error:  # noqa: BLE001 - the next save of the step removes them
-            logger.warning("%s: committed, but files of failed attempts stay: %s", self.name, _text_of(error))
+            logger.warning("%s: committed, but files of failed attempts stay: %s", self.name, text_of(error))
 
     def _ask_storage(self, reason: str) -> Outcome:
         """Return the outcome by the manifest, if the key-value store does not hold it."""
@@ -463,36 +470,3 @@ class SaveAttempt:
                 self.name,
                 error,
             )
-
-
-def typed(error: BaseException, name: str) -> CheckpointError:
-    """Return an error as one of ours, so that a handle never raises anything else."""
-    if isinstance(error, CheckpointError):
-        return error
-    failure = UnavailableError(f"{name}: {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure
-
-
-def _refusal(error: BaseException, name: str) -> BaseException:
-    """Return the error with which every rank refuses a state that this rank could not collect."""
-    if isinstance(error, CheckpointError) or not isinstance(error, Exception):
-        return error
-    if isinstance(error, MemoryError | OSError) or type(error).__name__ == "OutOfMemoryError":
-        # The state is valid and training need not end: the next save may find enough memory.
-        refusal: CheckpointError = UnavailableError(
-            f"{name}: the state could not be collected now: {type(error).__name__}: {error}"
-        )
-    else:
-        refusal = InvalidError(f"{name}: the state could not be collected: {type(error).__name__}: {error}")
-    # The handle keeps only the refusal: its cause shows which `state_dict` failed.
-    refusal.__cause__ = error
-    return refusal
-
-
-def _text_of(error: BaseException) -> str:
-    """Return an error's message, also if the error cannot be printed."""
-    try:
-        return str(error)
-    except Exception:  # noqa: BLE001 - an error of a user's own class
-        return "its message cannot be printed"

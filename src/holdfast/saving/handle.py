@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import SaveHistory
-from holdfast.errors import CheckpointError, InvalidError
+from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.types.reports import SaveReport
 
 logger = logging.getLogger(__name__)
@@ -165,3 +165,36 @@ def _clear_frames(error: BaseException) -> None:
         pending += [current.__cause__, current.__context__]
         if isinstance(current, BaseExceptionGroup):
             pending += current.exceptions
+
+
+def typed(error: BaseException, name: str) -> CheckpointError:
+    """Return an error as one of ours, so that a handle never raises anything else."""
+    if isinstance(error, CheckpointError):
+        return error
+    failure = UnavailableError(f"{name}: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def collect_error(error: BaseException, name: str) -> BaseException:
+    """Return the error with which every rank refuses a state that this rank could not collect."""
+    if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+        return error
+    if isinstance(error, MemoryError | OSError) or type(error).__name__ == "OutOfMemoryError":
+        # The state is valid and training need not end: the next save may find enough memory.
+        refusal: CheckpointError = UnavailableError(
+            f"{name}: the state could not be collected now: {type(error).__name__}: {error}"
+        )
+    else:
+        refusal = InvalidError(f"{name}: the state could not be collected: {type(error).__name__}: {error}")
+    # The handle keeps only the refusal: its cause shows which `state_dict` failed.
+    refusal.__cause__ = error
+    return refusal
+
+
+def text_of(error: BaseException) -> str:
+    """Return an error's message, also if the error cannot be printed."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - an error of a user's own class
+        return "its message cannot be printed"

@@ -38,7 +38,8 @@ def refuse_call(job: Job, misuse: InvalidError) -> SaveHandle:
     opening = SaveAgreement(job, -1, b"")
     with suppress(TimeoutError):
         refused = CALLS.submit(lambda: opening.refuse(misuse, is_misuse=True))
-        wait_in_slices(refused, job.agreement_seconds + LATE_SECONDS, job.clock, note_wait)
+        seconds = job.agreement_seconds + job.verdict_seconds + LATE_SECONDS
+        wait_in_slices(refused, seconds, job.clock, note_wait)
     if opening.raises:
         job.history.note_raised()
         raise opening.refusal() or misuse from misuse

@@ -13,13 +13,16 @@ import pytest
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.commit_vote import CommitVote, Vote
-from holdfast.coordination.job import Job
+from holdfast.coordination.job import Job, error_text
+from holdfast.coordination.message_codec import encode_message
 from holdfast.coordination.opening.agreement import SaveAgreement
+from holdfast.coordination.opening.records import SaveVerdict
 from holdfast.coordination.outcome import Outcome, OutcomeKind
 from holdfast.errors import UnavailableError
 from holdfast.ports.comm import KeyValueStore
-from holdfast.testing.comm import ThreadComm, outcomes_of_ranks
+from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
+from holdfast.testing.framework import NumpyFramework
 from holdfast.types.reports import SaveReport
 from tests.unit.ranks import HASTY, World, fresh_store, saved, sharded
 
@@ -57,6 +60,28 @@ def test_one_rank_asks_for_the_silent_rank_after_the_votes(world_size: int) -> N
         assert f"ranks [{world_size - 1}] did not finish" in str(outcome.error)
     assert CountingKeyValueStore.calls["present"] <= 2 * world_size
     assert CountingKeyValueStore.calls.total() <= 12 * world_size
+
+
+def test_a_high_rank_of_thousands_waits_until_rank_0_has_asked_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 asks for every rank at its deadline, which takes the longer the more ranks there are."""
+    monkeypatch.setattr("holdfast.saving.attempt.LATE_SECONDS", 0.5)
+    world_size, late = 4096, UnavailableError("ranks [7] did not call save within 0.2 s")
+
+    class HighRank(ThreadComm):
+        def all_gather(self, payload: bytes) -> list[bytes]:
+            return [payload] * self.world_size
+
+    comm = HighRank(ThreadGroup(world_size), 70)
+    job = Job(comm, SystemClock(), replace(HASTY, agreement_timeout_seconds=0.2), NumpyFramework(70))
+    run = CheckpointManager.over(fresh_store(), job)
+
+    def refuse() -> None:
+        verdict = SaveVerdict((1, ""), refused=error_text(late))
+        comm.key_value_store.set(job.key("opening", 0, "verdict"), encode_message(verdict), 5.0)
+
+    threading.Timer(4.0, refuse).start()
+    failure = run.save(1, {"step": 1}).failure
+    assert isinstance(failure, UnavailableError) and str(late) in str(failure), failure
 
 
 @pytest.mark.parametrize("world_size", (8, 32))

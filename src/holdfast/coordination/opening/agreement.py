@@ -25,7 +25,7 @@ from dataclasses import replace
 
 from holdfast.coordination import absent_ranks
 from holdfast.coordination.commit_vote import CommitVote
-from holdfast.coordination.job import Job, error_from, error_text
+from holdfast.coordination.job import VERDICT_GRACE_SECONDS, Job, error_from, error_text
 from holdfast.coordination.message_codec import decode_message
 from holdfast.coordination.opening.decision import Decision
 from holdfast.coordination.opening.declared_parts import answer_on_parts
@@ -45,9 +45,6 @@ from holdfast.coordination.opening.sibling_meshes import encode_tensors, publish
 from holdfast.coordination.save_context import SaveContext
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.geometry.rank_ranges import RankRanges, ranks_in
-
-_GRACE_SECONDS = 2.0
-"""Extra seconds that the other ranks wait: rank 0 sets its verdict at its own deadline."""
 
 
 class SaveAgreement:
@@ -295,7 +292,7 @@ class SaveAgreement:
     def _await_verdict(self, name: str) -> SaveVerdict:
         job, key = self._job, self._save.key(name)
         try:
-            (text,) = self._await([key], self._save.deadline + _GRACE_SECONDS, job.asking_seconds)
+            (text,) = self._await([key], self._save.deadline + VERDICT_GRACE_SECONDS, job.asking_seconds)
         except TimeoutError:
             limit = f"within {job.agreement_seconds:g} s of rank {job.comm.rank}"
             is_asking = self._is_elected is not False and not job.key_value_store.present(key) and self._elect()
