@@ -109,18 +109,18 @@ def opened(job: SyntheticJob, place: CheckpointLocation, settings: Settings) -> 
         spoken.append(digests)
         statements.append(digests.statement(STEP))
         if leader:
-            threads.append(_speaking(SaveAgreement(leader_job, STEP, digest), statements[-1], digests))
+            threads.append(_speaking(SaveAgreement(leader_job, STEP, digest).take_number(), statements[-1], digests))
     for rank in range(job.world_size):
         if rank not in leaders:
             silent = Job(LoneComm(group, rank, LeavingBoard(group.key_value_store, 0)), SystemClock(), settings)
-            _state(SaveAgreement(silent, STEP, digest), statements[job.stage_of(rank)], spoken[0])
+            _state(SaveAgreement(silent, STEP, digest).take_number(), statements[job.stage_of(rank)], spoken[0])
     while len(group.key_value_store.keys()) < job.world_size - 1:
         time.sleep(0.01)
     first_job = Job(LoneComm(group, 0), SystemClock(), settings)
     start = time.perf_counter()
     collected = job.collected_on(0)
     own = StateFingerprint(collected, first_job, place)
-    agreement = SaveAgreement(first_job, STEP, digest).agree(own.statement(STEP), own, paper_context)
+    agreement = SaveAgreement(first_job, STEP, digest).take_number().agree(own.statement(STEP), own, paper_context)
     packs_on(0, collected, agreement, settings)
     seconds = time.perf_counter() - start
     for thread in threads:
@@ -198,7 +198,7 @@ def opened_with_a_difference(job: SyntheticJob, place: CheckpointLocation, setti
             record = encode_details(details[stage])
         board.set(first_job.key("opening", 0, "open", rank), statement.encode(), 60.0)
         board.set(first_job.key("opening", 0, "details", rank), record, 60.0)
-    opening = SaveAgreement(first_job, STEP, short_digest_of(place.url.encode()))
+    opening = SaveAgreement(first_job, STEP, short_digest_of(place.url.encode())).take_number()
     start = time.perf_counter()
     agreement = opening.agree(statements[0], fingerprints[0], paper_context)
     seconds = time.perf_counter() - start

@@ -126,7 +126,7 @@ def _requests(world_size: int, dead: int, state: StateFingerprint, settings: Set
     for rank in alive:
         clock = PaperClock()
         store = UndecidedStore(group.key_value_store, clock, decided_at)
-        agreement = SaveAgreement(Job(LoneComm(group, rank, store), clock, settings), STEP, b"on paper")
+        agreement = SaveAgreement(Job(LoneComm(group, rank, store), clock, settings), STEP, b"on paper").take_number()
         assert _is_refused(partial(agreement.agree, statement, state, paper_context)), "no save without every rank"
         # The lowest rank alive decides: rank 0, or the elected one.
         decided_at = min(decided_at, clock.seconds)

@@ -113,6 +113,8 @@ class SaveAttempt:
         self.file_keys: list[str] = []
         """Keys of the files that this rank has begun to write."""
         self._opening: SaveAgreement | None = None
+        self._deadline = 0.0
+        """When the agreement must end, on the monotonic clock; set by `open`."""
         self._has_waited = False
         self._progress = SaveProgress.OPENING
         self._transfer: Transfer | None = None
@@ -154,7 +156,13 @@ class SaveAttempt:
 
     def open(self) -> None:
         """Take the number of this save; from now on a failure to collect the state is a refusal on every rank."""
-        self._opening = SaveAgreement(self.job, self.step, short_digest_of(self.location.url.encode()))
+        opening = SaveAgreement(self.job, self.step, short_digest_of(self.location.url.encode()))
+        self._deadline = self.job.agreement_deadline()
+        try:
+            self._opening = self._wait(CALLS.submit(opening.take_number))
+        except BaseException:
+            opening.leave()
+            raise
         self._progress = SaveProgress.COLLECTING
         self._opening.require_wanted()
         hung = self.job.progress.hung
@@ -200,12 +208,18 @@ class SaveAttempt:
             UnavailableError: The call hangs. Every wait for ranks in it has a deadline, which comes earlier.
         """
         job = self.job
-        seconds = job.agreement_deadline() - job.clock.monotonic_seconds() + job.verdict_seconds + LATE_SECONDS
+        deadline = min(self._deadline, job.agreement_deadline())
+        seconds = job.seconds_left(deadline) + job.verdict_seconds + LATE_SECONDS
         try:
             return wait_in_slices(future, seconds, self.job.clock, self._note_wait)
         except TimeoutError:
             if future.done():
                 raise
+        if self._progress is SaveProgress.OPENING:
+            raise UnavailableError(
+                f"{self.name}: the job's key-value store gave no answer within {seconds:,.0f} s. This rank saved "
+                "nothing; look at the host of the store"
+            )
         if job.comm.rank == 0:
             raise UnavailableError(
                 f"{self.name}: the look at {self.location.url} did not end within {seconds:,.0f} s; expected an answer "

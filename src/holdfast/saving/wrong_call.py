@@ -36,10 +36,13 @@ def refuse_call(job: Job, misuse: InvalidError) -> SaveHandle:
             logger.warning("save: this rank waits for the other ranks, to refuse its call together: %s", misuse)
 
     opening = SaveAgreement(job, -1, b"")
-    with suppress(TimeoutError):
-        refused = CALLS.submit(lambda: opening.refuse(misuse, is_misuse=True))
-        seconds = job.agreement_seconds + job.verdict_seconds + LATE_SECONDS
-        wait_in_slices(refused, seconds, job.clock, note_wait)
+    refused = CALLS.submit(lambda: opening.take_number().refuse(misuse, is_misuse=True))
+    try:
+        with suppress(TimeoutError):
+            seconds = job.agreement_seconds + job.verdict_seconds + LATE_SECONDS
+            wait_in_slices(refused, seconds, job.clock, note_wait)
+    finally:
+        opening.leave()
     if opening.raises:
         job.history.note_raised()
         raise opening.refusal() or misuse from misuse

@@ -18,13 +18,13 @@ from holdfast.coordination.message_codec import encode_message
 from holdfast.coordination.opening.agreement import SaveAgreement
 from holdfast.coordination.opening.records import SaveVerdict
 from holdfast.coordination.outcome import Outcome, OutcomeKind
-from holdfast.errors import UnavailableError
+from holdfast.errors import InvalidError, UnavailableError
 from holdfast.ports.comm import KeyValueStore
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
+from holdfast.testing.faults import FaultPoint, Faults, FaultyKeyValueStore, FaultyStore, stall_until
 from holdfast.testing.framework import NumpyFramework
 from holdfast.types.reports import SaveReport
-from tests.unit.ranks import HASTY, World, fresh_store, saved, sharded
+from tests.unit.ranks import HASTY, PATIENT, World, fresh_store, plain, saved, sharded
 
 
 class CountingKeyValueStore:
@@ -93,7 +93,7 @@ def test_one_rank_asks_for_the_silent_rank_at_the_agreement(world_size: int) -> 
         job = Job(comm, SystemClock(), HASTY)
         if comm.rank == 0:
             return None
-        opening = SaveAgreement(job, 1, b"12345678")
+        opening = SaveAgreement(job, 1, b"12345678").take_number()
         opening.refuse(UnavailableError("not now"))
         return job.sequence
 
@@ -120,3 +120,36 @@ def test_a_rank_that_writes_for_longer_than_the_timeout_aborts_no_save() -> None
     outcomes = world.play(part)
     assert all(isinstance(each, SaveReport) for each in outcomes), outcomes
     assert any(each.committed_seconds > 3 for each in outcomes), "the test waits for longer than the timeout"  # type: ignore[union-attr, attr-defined]
+
+
+@pytest.mark.parametrize("is_wrong", (False, True))
+def test_no_call_to_the_key_value_store_is_on_the_training_thread(is_wrong: bool) -> None:
+    """Such a call may last as long as its limit, and c10d runs no signal handler meanwhile."""
+    asking: set[str] = set()
+    faults = Faults(lambda _: asking.add(threading.current_thread().name), lasting=True)
+    world = World(2, boards={rank: lambda inner: FaultyKeyValueStore(inner, faults) for rank in range(2)})
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        return saved(run, -1 if is_wrong else 1, {"w": sharded(2)})
+
+    outcomes = world.play(part)
+    assert all(isinstance(each, InvalidError if is_wrong else SaveReport) for each in outcomes), outcomes
+    assert asking and not any(name.startswith("rank-") for name in asking), asking
+
+
+def test_a_save_whose_number_never_comes_leaves_it_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.saving.attempt.LATE_SECONDS", 0.2)
+    over = threading.Event()
+    faults = Faults(stall_until(over), names={"present"})
+    settings = replace(PATIENT, agreement_timeout_seconds=0.2)
+    world = World(1, settings=settings, boards={0: lambda inner: FaultyKeyValueStore(inner, faults)})
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        first = saved(run, 1, {"w": plain(1.0)})
+        over.set()
+        time.sleep(0.2)
+        return first, run._job.sequence, saved(run, 2, {"w": plain(1.0)})
+
+    ((first, sequence, second),) = world.play(part)  # type: ignore[misc]
+    assert isinstance(first, UnavailableError) and "key-value store gave no answer" in str(first), first
+    assert sequence == 0 and isinstance(second, SaveReport), (sequence, second)

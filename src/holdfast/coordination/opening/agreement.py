@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Self
 
 from holdfast.coordination import absent_ranks
 from holdfast.coordination.commit_vote import CommitVote
@@ -51,7 +52,7 @@ class SaveAgreement:
     """The agreement on one save, on one rank."""
 
     def __init__(self, job: Job, step: int, location: bytes) -> None:
-        """Take the number of this save.
+        """Take no number yet.
 
         Args:
             job: The ranks.
@@ -67,13 +68,21 @@ class SaveAgreement:
         """Whether this rank asks which ranks are absent; None before the election."""
         self._absent: Sequence[int] = range(job.comm.world_size)
         """Ranks that may not have called: every rank until this rank has asked."""
+
+    def take_number(self) -> Self:
+        """Take the number of this save before anything else; return this agreement. It asks the key-value store."""
         try:
             verdict = self._save.take_number()
         except (UnavailableError, TimeoutError) as error:
-            self._save.sequence, self._failure = job.sequence, as_unavailable(error)
+            self._save.sequence, self._failure = self._job.sequence, as_unavailable(error)
         else:
             if verdict is not None:
                 self._refused, self.raises = verdict.refused, verdict.raises
+        return self
+
+    def leave(self) -> None:
+        """Take no number any more, if none is taken: the caller waits no longer."""
+        self._save.leave()
 
     def refuse(self, error: BaseException, *, is_misuse: bool = False) -> None:
         """Publish that this rank cannot save, so that no other rank waits for it. Never raises.
@@ -85,7 +94,7 @@ class SaveAgreement:
             is_misuse: Whether the call is wrong on this rank. Then every rank raises.
         """
         job = self._job
-        if self._refused is not None:
+        if self._refused is not None or self._save.is_left:
             return
         with suppress(CheckpointError, TimeoutError):
             self._publish_refusal(error, is_misuse=is_misuse)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 from holdfast.coordination.job import Job, error_from, error_text
 from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.coordination.opening.records import SaveVerdict, Statement, refusal_in
-from holdfast.errors import InvalidError
+from holdfast.errors import InvalidError, UnavailableError
 from holdfast.geometry.rank_ranges import ranks_in
 
 
@@ -31,30 +32,49 @@ class NumberedSave:
         """When the agreement must end, on the monotonic clock."""
         self.sequence = job.sequence
         """Its number; final once `take_number` has returned."""
+        self.is_left = False
+        """Whether the caller has given up before the number was taken."""
+        self._has_number = False
+        self._taking = threading.Lock()
+
+    def leave(self) -> None:
+        """Take no number any more: the caller waits no longer, and the next save takes this one."""
+        with self._taking:
+            self.is_left = not self._has_number
 
     def take_number(self) -> SaveVerdict | None:
         """Take the number of this save; return the refusal of it if the other ranks have given up already.
 
         Raises:
-            UnavailableError: The key-value store failed; no number is taken.
+            UnavailableError: The key-value store failed, or the caller has left; no number is taken.
             TimeoutError: It gave no answer; no number is taken.
         """
         job = self.job
         # A verdict that this rank missed is still there: it goes after a later commit, which needs this rank's vote.
-        verdict = self._find_verdict(job.sequence)
+        sequence = job.sequence
+        verdict = self._find_verdict(sequence)
         while verdict is not None:
             is_own = verdict.refused is not None and self._may_be(verdict.save_id)
-            if is_own and not self._is_retried(job.sequence + 1):
+            if is_own and not self._is_retried(sequence + 1):
                 # The other ranks refused this very save before this rank called. This rank takes the refusal and its
                 # number. With the next number, its count would stay one ahead of the others' count. The exception:
                 # rank 0 has already opened that number, because it retries the same save.
                 break
             # The other ranks opened and closed this number without this rank. Join them at the next.
-            job.sequence += 1
-            verdict = self._find_verdict(job.sequence)
-        self.sequence = job.sequence
-        job.sequence += 1
+            sequence += 1
+            self._enter(sequence)
+            verdict = self._find_verdict(sequence)
+        self.sequence = sequence
+        self._enter(sequence + 1, has_number=True)
         return verdict
+
+    def _enter(self, sequence: int, *, has_number: bool = False) -> None:
+        """Set the number of the next save, unless the caller has left: then another save may have it."""
+        with self._taking:
+            if self.is_left:
+                raise UnavailableError(f"{self.name}: its call has ended before it had a number")
+            self._has_number = has_number
+            self.job.sequence = sequence
 
     def _may_be(self, save_id: tuple[int, str]) -> bool:
         """Return whether a verdict is on this save. A rank whose call is wrong does not know its step and location."""
