@@ -136,7 +136,6 @@ class Job:
         compare them again."""
         self.progress = commits.progress
         """The writes of this process. No wait for them lasts for ever if storage does not answer."""
-        self.progress.stall_seconds = self.stall_seconds
         self.attempts_under_way: set[str] = set()
         """Ids of the attempts of this process that have not ended. No removal of leftovers takes their files."""
         self._logged: set[str] = set()

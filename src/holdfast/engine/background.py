@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
@@ -31,27 +32,32 @@ class WriteProgress:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._busy: dict[object, tuple[str, float]] = {}
-        """Name of each save that writes or asks, and when it began."""
+        self._busy: dict[object, tuple[str, float, float]] = {}
+        """Of each save that writes or asks: its name, when it began, and after what time it counts as hung."""
         self._moved_at = clock.monotonic_seconds()
-        self.stall_seconds = 300.0
-        """After this time without a written byte a write counts as hung."""
+        self.stall_seconds_max = math.inf
+        """After this time without a written byte any write counts as hung: the process ends soon."""
 
     @contextmanager
-    def writing(self, name: str) -> Iterator[None]:
-        """Record that the block writes a save."""
+    def writing(self, name: str, stall_seconds: float) -> Iterator[None]:
+        """Record that the block writes a save. Arguments as `asking`."""
         self.note_written()
         try:
-            with self.asking(name):
+            with self.asking(name, stall_seconds):
                 yield
         finally:
             self.note_written()
 
     @contextmanager
-    def asking(self, name: str) -> Iterator[None]:
-        """Record that the block asks storage for a save. An answer is no sign that a write which hangs goes on."""
+    def asking(self, name: str, stall_seconds: float) -> Iterator[None]:
+        """Record that the block asks storage for a save. An answer is no sign that a write which hangs goes on.
+
+        Args:
+            name: Name of the save.
+            stall_seconds: After this time without a written byte it counts as hung. Each job has a limit of its own.
+        """
         token = object()
-        self._busy[token] = name, self._clock.monotonic_seconds()
+        self._busy[token] = name, self._clock.monotonic_seconds(), stall_seconds
         try:
             yield
         finally:
@@ -68,9 +74,9 @@ class WriteProgress:
     @property
     def hung(self) -> str | None:
         """A text about the write that hangs, for a message; None if none does."""
-        for name, began in list(self._busy.values()):
+        for name, began, stall_seconds in list(self._busy.values()):
             seconds = self.idle_seconds(began)
-            if seconds >= self.stall_seconds:
+            if seconds >= min(stall_seconds, self.stall_seconds_max):
                 return f"the {name} has written no byte for {seconds:,.0f} s: storage does not answer"
         return None
 

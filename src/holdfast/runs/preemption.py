@@ -231,7 +231,7 @@ class PreemptionHandler:
         # An abandoned write ends with its next window. Neither this wait nor the exit of the process outlasts one that
         # hangs.
         progress = self._job.progress
-        progress.stall_seconds = min(progress.stall_seconds, _HUNG_SECONDS)
+        progress.stall_seconds_max = _HUNG_SECONDS
         while wait(futures, SLICE_SECONDS).not_done:
             hung = progress.hung
             if hung is not None:

@@ -187,7 +187,7 @@ class SaveAttempt:
 
         def claim() -> SaveContext:
             # A claim that hangs is reported by the saves after it, as a write that hangs.
-            with self.job.progress.asking(self.name):
+            with self.job.progress.asking(self.name, self.job.stall_seconds):
                 return self.request.claim()
 
         future = CALLS.submit(lambda: opening.agree(statement, state, claim))

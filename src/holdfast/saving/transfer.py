@@ -234,7 +234,8 @@ class Transfer:
 
     def _write_packs(self, write: Callable[[PlannedPack], WrittenPack]) -> list[WrittenPack]:
         written = []
-        with self._trace.phase("write"), self._job.progress.writing(self._name):
+        progress, limit = self._job.progress, self._job.stall_seconds
+        with self._trace.phase("write"), progress.writing(self._name, limit):
             for pack in self._packs:
                 with gc_paused_for(pack.plan.data_bytes):
                     written.append(write(pack))

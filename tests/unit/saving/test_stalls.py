@@ -244,7 +244,6 @@ def test_process_exit_does_not_wait_for_a_write_that_hangs(tmp_path: Path) -> No
 
 def test_a_queue_waits_for_slow_work_and_leaves_hung_work_behind() -> None:
     progress = WriteProgress(SystemClock())
-    progress.stall_seconds = 0.2
     slow, hung, over = BackgroundQueue("slow", progress), BackgroundQueue("hung", progress), threading.Event()
     done = []
     slow.submit(lambda: (time.sleep(0.5), done.append(1)))
@@ -252,7 +251,7 @@ def test_a_queue_waits_for_slow_work_and_leaves_hung_work_behind() -> None:
     assert done == [1]
 
     def hang() -> None:
-        with progress.writing("save of step 1"):
+        with progress.writing("save of step 1", 0.2):
             over.wait(30.0)
 
     hung.submit(hang)
@@ -262,6 +261,20 @@ def test_a_queue_waits_for_slow_work_and_leaves_hung_work_behind() -> None:
     over.set()
     with pytest.raises(RuntimeError, match="closed"):
         hung.submit(hang)
+
+
+def test_the_limit_of_a_hung_write_is_that_of_its_job(stuck: threading.Event, tmp_path: Path) -> None:
+    """Saves by path of one group share their threads; another save, with a short limit, comes in between."""
+    patient = Settings(arena_bytes_max=32 * MIB, stall_timeout_seconds=60.0)
+    hasty = replace(patient, stall_timeout_seconds=0.5)
+    small = {"w": torch.zeros(10)}
+    holdfast.save(tmp_path / "first", small, process_group=False, settings=patient)
+    holdfast.save(tmp_path / "second", small, process_group=False, settings=hasty)
+    stuck.set()
+    holdfast.async_save(tmp_path / "hung", {"w": torch.zeros(2 * MIB)}, process_group=False, settings=patient)
+    time.sleep(1.5)
+    handle = holdfast.async_save(tmp_path / "after", small, process_group=False, settings=patient)
+    assert handle.failure is None, "the write that hangs has its own limit"
 
 
 @pytest.mark.parametrize("name", ("holdfast-copy", "holdfast-commit"))
@@ -288,16 +301,15 @@ def test_a_thread_that_cannot_be_started_fails_one_save_only(
 def test_answers_to_other_saves_do_not_hide_a_write_that_hangs() -> None:
     clock = ClockByHand()
     progress = WriteProgress(clock)
-    progress.stall_seconds = 10.0
-    with progress.writing("save of step 1"):
+    with progress.writing("save of step 1", 10.0):
         for step in range(2, 6):
             assert progress.hung is None
-            with progress.asking(f"save of step {step}"):
+            with progress.asking(f"save of step {step}", 10.0):
                 clock.seconds += 3.0
         assert "save of step 1 has written no byte for 12 s" in str(progress.hung)
         progress.note_written()
         assert progress.hung is None
-        with progress.asking("save of step 6"):
+        with progress.asking("save of step 6", 10.0):
             clock.seconds += 11.0
             progress.note_written()
             assert progress.hung is None
