@@ -74,7 +74,17 @@ class WriteProgress:
     @property
     def hung(self) -> str | None:
         """A text about the write that hangs, for a message; None if none does."""
+        return self.hung_beside(None)
+
+    def hung_beside(self, own_name: str | None) -> str | None:
+        """Return a text about the write of another save that hangs; None if none does.
+
+        Args:
+            own_name: Name of the save that asks; None to be told of any.
+        """
         for name, began, stall_seconds in list(self._busy.values()):
+            if name == own_name:
+                continue
             seconds = self.idle_seconds(began)
             if seconds >= min(stall_seconds, self.stall_seconds_max):
                 return f"the {name} has written no byte for {seconds:,.0f} s: storage does not answer"

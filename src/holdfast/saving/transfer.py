@@ -150,6 +150,8 @@ class Transfer:
         start = clock.monotonic_seconds()
         end = math.inf if timeout is None else start + timeout
         is_late = False
+        if not self._staging.wait(0.0):
+            self._give_up_if_another_hangs()
         # In slices: handlers of signals run meanwhile, and a write that hangs is noticed. The event is a local one.
         while not self._staging.wait(max(min(SLICE_SECONDS, end - clock.monotonic_seconds()), 0.0)):
             if clock.monotonic_seconds() >= end:
@@ -157,10 +159,19 @@ class Transfer:
             if not is_late:
                 is_late = True
                 logger.warning("%s: training waits until the state is copied: copies wait for memory", self._name)
+            self._give_up_if_another_hangs()
             self._give_up_if_stalled(start)
         else:
             self._check_unmodified()
         return None if timeout is None else max(end - clock.monotonic_seconds(), 0.0)
+
+    def _give_up_if_another_hangs(self) -> None:
+        """Give up this save if the commit thread hangs in an earlier one: it would come to this one only after that."""
+        hung = self._job.progress.hung_beside(self._name)
+        if hung is not None:
+            limit = f"settings.stall_timeout_seconds is {self._job.stall_seconds:g}"
+            text = f"{self._name}: {hung} ({limit}). Nothing was committed; look at the storage"
+            self._handle.stop_waiting(UnavailableError(text))
 
     def _give_up_if_stalled(self, since: float) -> None:
         """Give up this save once training has waited for too long while no byte was written."""

@@ -128,6 +128,33 @@ def test_an_optimizer_step_is_held_no_longer_than_the_timeout(stuck: threading.E
     assert time.monotonic() - start < 8.0, "close does not wait for the write"
 
 
+def test_of_two_lazy_saves_in_flight_only_the_first_waits_for_a_write_that_hangs(
+    stuck: threading.Event, tmp_path: Path
+) -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2 * MIB))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    module = torch.nn.Module()
+    module.p = parameter
+    settings = Settings(
+        staging="lazy",
+        arena_bytes_max=2 * MIB,
+        window_bytes=256 * KIB,
+        deduplicate=False,
+        stall_timeout_seconds=4.0,
+    )
+    manager = holdfast.CheckpointManager(tmp_path / "run", process_group=False, settings=settings)
+    stuck.set()
+    handles = [manager.save(step, {"model": module, "optimizer": optimizer}) for step in (1, 2)]
+    parameter.grad = torch.ones_like(parameter)
+    start = time.monotonic()
+    optimizer.step()
+    assert 3.5 < time.monotonic() - start < 7.0, "the second wait is over at once"
+    assert "stall_timeout_seconds" in str(handles[0].failure), handles[0].failure
+    assert "save of step 2: the save of step 1 has written no byte" in str(handles[1].failure), handles[1].failure
+    with pytest.raises(UnavailableError):
+        manager.close()
+
+
 @pytest.mark.parametrize("is_awaited", (False, True))
 def test_a_save_that_writes_in_the_call_is_held_no_longer_than_the_timeout(
     stuck: threading.Event, tmp_path: Path, is_awaited: bool
