@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from holdfast.clock import Clock
@@ -24,6 +25,18 @@ SLICE_SECONDS = 1.0
 """Longest wait at a time: after it a waiting thread handles signals, and looks whether a write hangs."""
 
 
+@dataclass(eq=False, slots=True)
+class _Busy:
+    """A save that writes or asks."""
+
+    name: str
+    began: float
+    """When, on the monotonic clock."""
+
+    stall_seconds: float
+    """After this time without a written byte it counts as hung."""
+
+
 class WriteProgress:
     """The saves that this process writes, and when it last wrote a byte. Any thread may call.
 
@@ -32,8 +45,8 @@ class WriteProgress:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._busy: dict[object, tuple[str, float, float]] = {}
-        """Of each save that writes or asks: its name, when it began, and after what time it counts as hung."""
+        self._busy: dict[_Busy, None] = {}
+        """The saves that write or ask."""
         self._moved_at = clock.monotonic_seconds()
         self.stall_seconds_max = math.inf
         """After this time without a written byte any write counts as hung: the process ends soon."""
@@ -56,12 +69,18 @@ class WriteProgress:
             name: Name of the save.
             stall_seconds: After this time without a written byte it counts as hung. Each job has a limit of its own.
         """
-        token = object()
-        self._busy[token] = name, self._clock.monotonic_seconds(), stall_seconds
+        busy = _Busy(name, self._clock.monotonic_seconds(), stall_seconds)
+        self._busy[busy] = None
         try:
             yield
         finally:
-            self._busy.pop(token, None)
+            self._busy.pop(busy, None)
+
+    def give_up(self, name: str) -> None:
+        """Record that nobody waits any more for what a save writes or asks: until it ends it counts as hung."""
+        for busy in list(self._busy):
+            if busy.name == name:
+                busy.stall_seconds = 0.0
 
     def note_written(self) -> None:
         """Record that storage has taken bytes, or that a write has ended."""
@@ -82,12 +101,10 @@ class WriteProgress:
         Args:
             own_name: Name of the save that asks; None to be told of any.
         """
-        for name, began, stall_seconds in list(self._busy.values()):
-            if name == own_name:
-                continue
-            seconds = self.idle_seconds(began)
-            if seconds >= min(stall_seconds, self.stall_seconds_max):
-                return f"the {name} has written no byte for {seconds:,.0f} s: storage does not answer"
+        for busy in list(self._busy):
+            seconds = self.idle_seconds(busy.began)
+            if busy.name != own_name and seconds >= min(busy.stall_seconds, self.stall_seconds_max):
+                return f"the {busy.name} has written no byte for {seconds:,.0f} s: storage does not answer"
         return None
 
 

@@ -44,7 +44,7 @@ from holdfast.repository.catalog import confirmed_manifest
 from holdfast.repository.epochs import require_counted
 from holdfast.saving.commit import assemble, publish_manifest, sweep
 from holdfast.saving.handle import SaveHandle, collect_error, text_of, typed
-from holdfast.saving.request import SaveRequest
+from holdfast.saving.request import SaveRequest, claim_in_time
 from holdfast.saving.transfer import Transfer
 from holdfast.telemetry.dispatcher import EventDispatcher
 from holdfast.telemetry.operation import OperationTrace
@@ -186,9 +186,7 @@ class SaveAttempt:
         assert opening is not None, "it was opened"
 
         def claim() -> SaveContext:
-            # A claim that hangs is reported by the saves after it, as a write that hangs.
-            with self.job.progress.asking(self.name, self.job.stall_seconds):
-                return self.request.claim()
+            return claim_in_time(self.job, self.request, self.name, self._deadline)
 
         future = CALLS.submit(lambda: opening.agree(statement, state, claim))
         try:
@@ -208,8 +206,7 @@ class SaveAttempt:
             UnavailableError: The call hangs. Every wait for ranks in it has a deadline, which comes earlier.
         """
         job = self.job
-        deadline = min(self._deadline, job.agreement_deadline())
-        seconds = job.seconds_left(deadline) + job.verdict_seconds + LATE_SECONDS
+        seconds = job.seconds_left(job.agreement_deadline()) + job.verdict_seconds + LATE_SECONDS
         try:
             return wait_in_slices(future, seconds, self.job.clock, self._note_wait)
         except TimeoutError:
@@ -219,11 +216,6 @@ class SaveAttempt:
             raise UnavailableError(
                 f"{self.name}: the job's key-value store gave no answer within {seconds:,.0f} s. This rank saved "
                 "nothing; look at the host of the store"
-            )
-        if job.comm.rank == 0:
-            raise UnavailableError(
-                f"{self.name}: the look at {self.location.url} did not end within {seconds:,.0f} s; expected an answer "
-                "of the storage. Nothing was saved; look at the storage"
             )
         raise UnavailableError(
             f"{self.name}: the agreement of the ranks did not end within {seconds:,.0f} s on rank {job.comm.rank}; "

@@ -7,9 +7,11 @@ from typing import Protocol
 
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import utc_now_text
-from holdfast.coordination.job import Job
+from holdfast.coordination.job import VERDICT_GRACE_SECONDS, Job
 from holdfast.coordination.save_context import SaveContext
+from holdfast.engine.background import CALLS, wait_in_slices
 from holdfast.engine.write import PackWriter
+from holdfast.errors import UnavailableError
 from holdfast.ports.framework import Collected, Selection
 from holdfast.ports.store import Store
 from holdfast.saving.deduplication import Deduplicator
@@ -102,3 +104,41 @@ def claim_path(location: CheckpointLocation, job: Job) -> SaveContext:
     """
     location.require_empty()
     return SaveContext(run_id=job.clock.random_bytes(8).hex(), created=utc_now_text(job.clock))
+
+
+def claim_in_time(job: Job, request: SaveRequest, name: str, deadline: float) -> SaveContext:
+    """Claim the location, on rank 0; on another thread, so that the other ranks are told if storage hangs.
+
+    Args:
+        job: The ranks.
+        request: Claims.
+        name: Name of the save, for messages.
+        deadline: When the agreement must end, on the monotonic clock.
+    Raises:
+        UnavailableError: Storage gave no answer in time.
+        CheckpointError: The location cannot be claimed.
+    """
+
+    def claim() -> SaveContext:
+        # A claim that hangs is reported by the saves after it, as a write that hangs.
+        with job.progress.asking(name, job.stall_seconds):
+            return request.claim()
+
+    if job.comm.world_size == 1:
+        seconds = job.seconds_left(job.agreement_deadline())
+    else:
+        # Before the other ranks give up. If the last rank came late, the claim has the time that they wait for a
+        # verdict after the deadline.
+        reserve = min(job.agreement_seconds / 10, VERDICT_GRACE_SECONDS)
+        seconds = max(job.seconds_left(deadline - reserve), reserve)
+    future = CALLS.submit(claim)
+    try:
+        return wait_in_slices(future, seconds, job.clock, lambda: None)
+    except TimeoutError:
+        if future.done():
+            raise
+    job.progress.give_up(name)
+    raise UnavailableError(
+        f"{name}: the look at {request.location.url} did not end within {seconds:,.1f} s; expected an answer of the "
+        "storage. Nothing was saved; look at the storage"
+    )
