@@ -141,7 +141,7 @@ def test_a_save_whose_number_never_comes_leaves_it_to_the_next(monkeypatch: pyte
     monkeypatch.setattr("holdfast.saving.attempt.LATE_SECONDS", 0.2)
     over = threading.Event()
     faults = Faults(stall_until(over), names={"present"})
-    settings = replace(PATIENT, agreement_timeout_seconds=0.2)
+    settings = replace(PATIENT, agreement_timeout_seconds=1.0)
     world = World(1, settings=settings, boards={0: lambda inner: FaultyKeyValueStore(inner, faults)})
 
     def part(rank: int, run: CheckpointManager) -> object:
