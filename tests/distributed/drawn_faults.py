@@ -51,6 +51,9 @@ KINDS = (
 )
 """Each set of so many faults holds every kind once, in a drawn order."""
 
+GENTLE = ("connections break", "store delay", "keys delay", "late rank", "stopped", "clock step")
+"""Kinds of faults that a save survives, unless they last longer than the ranks wait for each other."""
+
 EXCEPTIONS = ("RuntimeError", "MemoryError", "OSError", "KeyError")
 BAD_STATES = ("unknown type", "replicas differ", "metrics", "other step", "step again", "meta tensor", "other shape")
 
@@ -75,6 +78,20 @@ class DrawnFault:
     """Which exception or bad state; the errno of a system error."""
     is_awaited: bool
     """Whether the loop waits for the end of the save before it goes on."""
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether its save ends before the loop goes on: that of a stop always, or the next fault stops nothing."""
+        return self.is_awaited or self.kind == "stopped"
+
+    def is_gentle(self, limit_seconds: float) -> bool:
+        """Return whether a save should survive the fault, given how long the ranks wait for each other."""
+        return self.kind in GENTLE and (self.kind == "clock step" or self.seconds < limit_seconds)
+
+    @property
+    def held_seconds(self) -> float:
+        """How long the fault itself may hold a training thread: a late rank holds the other, too."""
+        return self.seconds if self.kind in ("store delay", "keys delay", "late rank", "stopped") else 0.0
 
     def is_on(self, rank: int) -> bool:
         return self.rank in (BOTH, rank)

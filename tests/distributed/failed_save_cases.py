@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 from concurrent.futures import wait
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -93,6 +93,23 @@ class Log(logging.Handler):
 
 
 @dataclass
+class Meeting:
+    """The save of one drawn fault on one rank."""
+
+    kind: str
+    is_gentle: bool
+    is_alone: bool
+    """Whether no other fault was armed while it was."""
+    injected_seconds: float
+    """How long the fault itself may hold the training thread."""
+    held_seconds: float = 0.0
+    """How long the call held it, without what the loop did before the call."""
+    is_met: bool = False
+    failure: str = ""
+    """Why its save failed; empty if it did not."""
+
+
+@dataclass
 class Ending:
     """What became of the saves of one rank."""
 
@@ -106,6 +123,8 @@ class Ending:
     unlogged: list[int] = field(default_factory=list)
     met: int = 0
     """Faults that were met on this rank."""
+    meetings: list[Meeting] = field(default_factory=list)
+    """Of each drawn fault, in order: what became of its save."""
 
 
 class Training:
@@ -123,6 +142,10 @@ class Training:
         job = Job(comm, self.faults.clock, settings, wiring.framework_of(real))
         self.manager = CheckpointManager.over(store, job)
         self.handles: list[tuple[int, SaveHandle]] = []
+        self.held_seconds = 0.0
+        """How long the last call of save held the training thread."""
+        self.is_at_rest = True
+        """Whether the save of the last fault has ended."""
         self.repeated: set[int] = set()
 
     def go_on(self) -> None:
@@ -134,11 +157,14 @@ class Training:
         state, metrics = state_at(step, self.mesh, self.rank), {"loss": 1.0}
         if fault is not None and fault.is_on(self.rank):
             step = self._spoil(step, state, metrics, fault)
+        start = time.monotonic()
         try:
             handle = self.manager.save(step, state, metrics=metrics)
         except Exception as error:
             self.ending.raised.append(f"step {step}, {fault}: {type(error).__name__}: {error}")
             return None
+        finally:
+            self.held_seconds = time.monotonic() - start
         self.handles.append((step, handle))
         return handle
 
@@ -172,15 +198,23 @@ class Training:
         self.go_on()
         met, disarm = self.faults.arm(fault)
         handle = self.save(step, fault)
+        limit = SETTINGS.agreement_timeout_seconds
+        assert limit is not None
+        is_alone = self.is_at_rest and fault.is_waited_for
+        meeting = Meeting(fault.kind, fault.is_gentle(limit), is_alone, fault.held_seconds, self.held_seconds)
+        self.ending.meetings.append(meeting)
+        self.is_at_rest = fault.is_waited_for
 
         def end(_: object) -> None:
-            self.ending.met += bool(met())
+            meeting.is_met = bool(met())
+            meeting.failure = "it raised" if handle is None else str(handle.failure or "")
+            self.ending.met += meeting.is_met
             disarm()
 
         if handle is None:
             end(None)
         else:
-            if fault.is_awaited or fault.kind == "stopped":
+            if fault.is_waited_for:
                 wait([handle.committed])
             handle.committed.add_done_callback(end)
 
@@ -237,7 +271,8 @@ def meet_faults(world: World, root: str, seed: int, faults: int, in_call: bool) 
         training.meet(step, fault)
         step += STRIDE
     last = training.save_in_peace(step) - STRIDE
-    return {**vars(training.end()), "last": last}
+    ending = training.end()
+    return {**vars(ending), "last": last, "meetings": [asdict(meeting) for meeting in ending.meetings]}
 
 
 def rank_0_is_late(world: World, root: str) -> dict[str, object]:
