@@ -6,14 +6,13 @@ import logging
 
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX
-from holdfast.format.names import is_aside, manifest_key, superseded_key
+from holdfast.format.names import is_aside, superseded_key
 from holdfast.format.sealed_json import stated_digest
 from holdfast.ports.store import Store
 from holdfast.repository.epochs import is_valid_manifest
-from holdfast.repository.publish import publish
 from holdfast.repository.quarantine import is_set_aside
 from holdfast.repository.timelines import superseded_keys
-from holdfast.repository.withdrawal import name_moved
+from holdfast.repository.withdrawal import return_to_folder
 from holdfast.types.epoch import Fence
 
 logger = logging.getLogger(__name__)
@@ -42,15 +41,10 @@ def finish_withdrawals(store: Store, fence: Fence) -> None:
         if key == superseded_key(step, stated_digest(data) or ""):
             continue  # Its name is that of its digest, which has the check digits by chance.
         if not is_set_aside(store, step, data) and is_valid_manifest(data, fence, f"{store.url}/{key}"):
-            _return(store, step, data)
+            try:
+                return_to_folder(store, step, data)
+            except (ConflictError, InvalidError) as error:
+                # It stays where it is, and counts there by its content.
+                logger.warning("step %d: %s", step, error)
+                continue
         store.delete([key])
-
-
-def _return(store: Store, step: int, data: bytes) -> None:
-    try:
-        publish(store, manifest_key(step), data)
-    except ConflictError:
-        # The step was saved again since: on a newer timeline, for which the manifest would have been moved as well.
-        name_moved(store, step, data)
-    else:
-        logger.warning("step %d: a writer ended while it removed the manifest; it is put back", step)

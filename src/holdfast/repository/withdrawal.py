@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 
 from holdfast.clock import SystemClock
 from holdfast.errors import ConflictError, MissingError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX
-from holdfast.format.names import aside_key, superseded_key
+from holdfast.format.names import aside_key, manifest_key, superseded_key
 from holdfast.format.sealed_json import stated_digest
 from holdfast.ports.store import Store
 from holdfast.repository.epochs import require_newest
@@ -58,7 +59,7 @@ def withdraw(store: Store, step: int, key: str, data: bytes, epoch: int, *, is_o
         raise
     if moved == data:
         if is_only_copy:
-            _require_still_newest(store, step, key, data, epoch)
+            _require_still_newest(store, step, aside, data, epoch)
         store.delete([aside])
         return
     _put_back(store, step, key, moved)
@@ -69,11 +70,15 @@ def withdraw(store: Store, step: int, key: str, data: bytes, epoch: int, *, is_o
     )
 
 
-def _require_still_newest(store: Store, step: int, key: str, data: bytes, epoch: int) -> None:
+def _require_still_newest(store: Store, step: int, aside: str, data: bytes, epoch: int) -> None:
     try:
         require_newest(store, epoch)
     except ConflictError:
-        _put_back(store, step, key, data)
+        with suppress(MissingError):
+            # If it is gone, the newer writer has put it back, and may have removed it since.
+            store.size(aside)
+            return_to_folder(store, step, data)
+            store.delete([aside])
         raise
 
 
@@ -86,6 +91,23 @@ def _put_back(store: Store, step: int, key: str, data: bytes) -> None:
     except ConflictError:
         # The step was saved once more, on a newer timeline: this manifest would have been moved away for that.
         logger.warning("step %d was saved once more; the manifest stays under superseded/", step)
+
+
+def return_to_folder(store: Store, step: int, data: bytes) -> None:
+    """Store a manifest that was being removed in the folder of its step again.
+
+    It does not stay under `superseded/`: no collection takes it from there.
+
+    Raises:
+        ConflictError, InvalidError: The step was saved again, and what is under `superseded/` by the digest is damaged.
+    """
+    try:
+        publish(store, manifest_key(step), data)
+    except ConflictError:
+        # The step was saved again since: on a newer timeline, for which the manifest would have been moved as well.
+        name_moved(store, step, data)
+    else:
+        logger.warning("step %d: a writer ended while it removed the manifest; it is put back", step)
 
 
 def name_moved(store: Store, step: int, data: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,7 @@ from holdfast.leases.writer import hold_writer_lease
 from holdfast.policies import AnyOf, EveryNth, LatestN
 from holdfast.repository.catalog import read_manifest, read_run_id
 from holdfast.repository.cut_off import finish_withdrawals
-from holdfast.repository.epochs import RELEASED, current_fence, newest_epoch, put_heartbeat
+from holdfast.repository.epochs import RELEASED, current_fence, newest_epoch, put_epoch, put_heartbeat, read_epoch
 from holdfast.repository.quarantine import backup, supersede
 from holdfast.repository.timelines import moved_manifests
 from holdfast.runs.garbage_collection import CheckpointGC
@@ -208,3 +209,35 @@ def test_a_name_by_digest_with_the_check_digits_by_chance_stays(three_steps: Mem
     three_steps.put(chance, sealed)
     finish_withdrawals(three_steps, current_fence(three_steps))
     assert three_steps.get(chance, 1 << 20) == sealed
+
+
+def test_a_step_that_a_late_collector_puts_back_can_be_collected(three_steps: MemoryStore) -> None:
+    taken_over: list[FaultPoint] = []
+
+    def take_over_once(operation: FaultPoint) -> None:
+        if operation.subject.startswith("superseded/") and not taken_over:
+            taken_over.append(operation)
+            epoch = read_epoch(three_steps, newest_epoch(three_steps))
+            assert epoch is not None
+            put_epoch(three_steps, replace(epoch, number=epoch.number + 1))
+
+    late = FaultyStore(three_steps, Faults(take_over_once, names=("get",), lasting=True, after=True))
+    run_id, clock, policy = read_run_id(three_steps), SystemClock(), AnyOf(EveryNth(3), LatestN(1))
+    assert run_id is not None
+    with hold_writer_lease(three_steps, clock, 60.0, run_id) as writer_lease, pytest.raises(ConflictError):
+        CheckpointGC(late, clock, policy, writer_lease).collect(0, lambda _: False)
+    assert taken_over
+    assert value_of(three_steps, 4) == (4, 4.0)
+    assert not list(three_steps.list("superseded/"))
+
+
+def test_a_damaged_copy_of_what_a_killed_writer_took_locks_nobody_out(three_steps: MemoryStore) -> None:
+    take_over(three_steps, 10.0, step=4)
+    moved = next(each.key for each in three_steps.list("superseded/") if each.key.startswith("superseded/000000000004"))
+    data = three_steps.get(moved, 1 << 20)
+    aside = aside_key(4, b"abcde")
+    three_steps.put(aside, data)
+    three_steps.put(moved, data[:200] + bytes([data[200] ^ 3]) + data[201:])
+    take_over(three_steps, 11.0, step=5)
+    assert value_of(three_steps) == (5, 11.0)
+    assert three_steps.get(aside, 1 << 20) == data
