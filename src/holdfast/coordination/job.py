@@ -115,6 +115,8 @@ class Job:
         """Monotonic time at which the process will be killed, if known. No wait for other ranks lasts longer."""
         self.sequence = 0
         """Number of the next save. A rank that missed saves advances it."""
+        self.numbering = threading.Lock()
+        """Held while a save takes its number: a signal handler may save while another save is at that."""
         self.history = SaveHistory(clock)
         """How the saves of this job ended so far."""
         self.arena = Arena(settings.window_bytes, settings.arena_bytes_max, clock, memory)

@@ -16,6 +16,7 @@ from holdfast.coordination.commit_vote import CommitVote, Vote
 from holdfast.coordination.job import Job, error_text
 from holdfast.coordination.message_codec import encode_message
 from holdfast.coordination.opening.agreement import SaveAgreement
+from holdfast.coordination.opening.numbered_save import NumberedSave
 from holdfast.coordination.opening.records import SaveVerdict
 from holdfast.coordination.outcome import Outcome, OutcomeKind
 from holdfast.errors import InvalidError, UnavailableError
@@ -153,3 +154,22 @@ def test_a_save_whose_number_never_comes_leaves_it_to_the_next(monkeypatch: pyte
     ((first, sequence, second),) = world.play(part)  # type: ignore[misc]
     assert isinstance(first, UnavailableError) and "key-value store gave no answer" in str(first), first
     assert sequence == 0 and isinstance(second, SaveReport), (sequence, second)
+
+
+def test_a_save_that_a_signal_handler_makes_meanwhile_has_a_number_of_its_own() -> None:
+    within: list[NumberedSave] = []
+    jobs: list[Job] = []
+
+    def handle(_: FaultPoint) -> None:
+        within.append(NumberedSave(jobs[0], 3, b"12345678"))
+        within[0].take_number()
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        jobs.append(run._job)
+        interrupted = NumberedSave(run._job, 2, b"12345678")
+        interrupted.take_number()
+        return within[0].sequence, interrupted.sequence, run._job.sequence
+
+    faults = Faults(handle, names={"present"}, after=True)
+    world = World(1, boards={0: lambda inner: FaultyKeyValueStore(inner, faults)})
+    assert world.play(part) == [(0, 1, 2)]

@@ -50,31 +50,42 @@ class NumberedSave:
             TimeoutError: It gave no answer; no number is taken.
         """
         job = self.job
-        # A verdict that this rank missed is still there: it goes after a later commit, which needs this rank's vote.
-        sequence = job.sequence
-        verdict = self._find_verdict(sequence)
-        while verdict is not None:
-            is_own = verdict.refused is not None and self._may_be(verdict.save_id)
-            if is_own and not self._is_retried(sequence + 1):
-                # The other ranks refused this very save before this rank called. This rank takes the refusal and its
-                # number. With the next number, its count would stay one ahead of the others' count. The exception:
-                # rank 0 has already opened that number, because it retries the same save.
-                break
-            # The other ranks opened and closed this number without this rank. Join them at the next.
-            sequence += 1
-            self._enter(sequence)
+        while True:
+            sequence = job.sequence
+            # A verdict that this rank missed is still there: it goes after a later commit, which needs its vote.
             verdict = self._find_verdict(sequence)
-        self.sequence = sequence
-        self._enter(sequence + 1, has_number=True)
-        return verdict
+            # The other ranks may have opened and closed this number without this rank. Join them at the next.
+            is_missed = verdict is not None and not self._is_refusal_of_this(verdict, sequence)
+            if self._pass(sequence, has_number=not is_missed) and not is_missed:
+                self.sequence = sequence
+                return verdict
 
-    def _enter(self, sequence: int, *, has_number: bool = False) -> None:
-        """Set the number of the next save, unless the caller has left: then another save may have it."""
-        with self._taking:
+    def _is_refusal_of_this(self, verdict: SaveVerdict, sequence: int) -> bool:
+        """Return whether the other ranks refused this very save before this rank called.
+
+        This rank then takes the refusal and its number. With the next number, its count would stay one ahead of the
+        others' count. The exception: rank 0 has already opened that number, because it retries the same save.
+        """
+        is_own = verdict.refused is not None and self._may_be(verdict.save_id)
+        return is_own and not self._is_retried(sequence + 1)
+
+    def _pass(self, sequence: int, *, has_number: bool) -> bool:
+        """Advance the job past a number; return False if another save did so first, in a signal handler.
+
+        Args:
+            sequence: The number.
+            has_number: Whether this save takes it.
+        Raises:
+            UnavailableError: The caller has left: another save may have the number.
+        """
+        with self._taking, self.job.numbering:
             if self.is_left:
                 raise UnavailableError(f"{self.name}: its call has ended before it had a number")
+            if self.job.sequence != sequence:
+                return False
             self._has_number = has_number
-            self.job.sequence = sequence
+            self.job.sequence = sequence + 1
+            return True
 
     def _may_be(self, save_id: tuple[int, str]) -> bool:
         """Return whether a verdict is on this save. A rank whose call is wrong does not know its step and location."""
