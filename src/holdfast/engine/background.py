@@ -8,7 +8,7 @@ import queue
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -35,6 +35,9 @@ class _Busy:
 
     stall_seconds: float
     """After this time without a written byte it counts as hung."""
+
+    is_abandoned: bool = False
+    """Whether nobody waits for it any more."""
 
 
 class WriteProgress:
@@ -77,10 +80,13 @@ class WriteProgress:
             self._busy.pop(busy, None)
 
     def give_up(self, name: str) -> None:
-        """Record that nobody waits any more for what a save writes or asks: until it ends it counts as hung."""
+        """Record that nobody waits any more for what a save writes or asks: until it ends no new save begins.
+
+        It counts as hung no earlier than before: saves in flight may go on while storage is slow to answer it.
+        """
         for busy in list(self._busy):
             if busy.name == name:
-                busy.stall_seconds = 0.0
+                busy.is_abandoned = True
 
     def note_written(self) -> None:
         """Record that storage has taken bytes, or that a write has ended."""
@@ -93,19 +99,35 @@ class WriteProgress:
     @property
     def hung(self) -> str | None:
         """A text about the write that hangs, for a message; None if none does."""
-        return self.hung_beside(None)
+        return self._first_hung(list(self._busy), 0.0)
 
-    def hung_beside(self, own_name: str | None) -> str | None:
+    def hung_beside(self, own_name: str, stall_seconds: float) -> str | None:
         """Return a text about the write of another save that hangs; None if none does.
 
         Args:
-            own_name: Name of the save that asks; None to be told of any.
+            own_name: Name of the save that asks.
+            stall_seconds: Its limit. The write of another job with a shorter limit hangs for it only after its own.
         """
+        return self._first_hung([busy for busy in list(self._busy) if busy.name != own_name], stall_seconds)
+
+    @property
+    def unanswered(self) -> str | None:
+        """A text about what hangs, or what nobody waits for any more, so that no new save begins; None if nothing."""
         for busy in list(self._busy):
+            if busy.is_abandoned:
+                return _text_about(busy, self.idle_seconds(busy.began))
+        return self.hung
+
+    def _first_hung(self, among: Sequence[_Busy], stall_seconds: float) -> str | None:
+        for busy in among:
             seconds = self.idle_seconds(busy.began)
-            if busy.name != own_name and seconds >= min(busy.stall_seconds, self.stall_seconds_max):
-                return f"the {busy.name} has written no byte for {seconds:,.0f} s: storage does not answer"
+            if seconds >= min(max(busy.stall_seconds, stall_seconds), self.stall_seconds_max):
+                return _text_about(busy, seconds)
         return None
+
+
+def _text_about(busy: _Busy, seconds: float) -> str:
+    return f"the {busy.name} has written no byte for {seconds:,.0f} s: storage does not answer"
 
 
 def _start(thread: threading.Thread) -> None:

@@ -165,7 +165,7 @@ class SaveAttempt:
             raise
         self._progress = SaveProgress.COLLECTING
         self._opening.require_wanted()
-        hung = self.job.progress.hung
+        hung = self.job.progress.unanswered
         if hung is not None:
             # Before it takes memory. The commit thread would come to this save only after the write that hangs.
             raise UnavailableError(f"{self.name}: {hung}. Nothing was saved; look at the storage")

@@ -167,7 +167,7 @@ class Transfer:
 
     def _give_up_if_another_hangs(self) -> None:
         """Give up this save if the commit thread hangs in an earlier one: it would come to this one only after that."""
-        hung = self._job.progress.hung_beside(self._name)
+        hung = self._job.progress.hung_beside(self._name, self._job.stall_seconds)
         if hung is not None:
             limit = f"settings.stall_timeout_seconds is {self._job.stall_seconds:g}"
             text = f"{self._name}: {hung} ({limit}). Nothing was committed; look at the storage"

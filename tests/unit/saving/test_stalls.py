@@ -343,6 +343,30 @@ def test_answers_to_other_saves_do_not_hide_a_write_that_hangs() -> None:
     assert progress.hung is None
 
 
+def test_a_claim_that_nobody_waits_for_stops_new_saves_and_none_in_flight() -> None:
+    clock = ClockByHand()
+    progress = WriteProgress(clock)
+    with progress.writing("save of step 1", 60.0), progress.asking("save of step 2", 60.0):
+        progress.give_up("save of step 2")
+        clock.seconds += 1.0
+        assert progress.hung is None and progress.hung_beside("save of step 1", 60.0) is None
+        assert "save of step 2 has written no byte for 1 s" in str(progress.unanswered)
+        clock.seconds += 60.0
+        assert "save of step 2" in str(progress.hung_beside("save of step 1", 60.0))
+    assert progress.unanswered is None
+
+
+def test_the_short_limit_of_another_job_ends_no_save_of_this_one() -> None:
+    clock = ClockByHand()
+    progress = WriteProgress(clock)
+    with progress.writing("save", 1.0):
+        clock.seconds += 2.0
+        assert progress.hung is not None
+        assert progress.hung_beside("save of step 1", 300.0) is None
+        clock.seconds += 300.0
+        assert progress.hung_beside("save of step 1", 300.0) is not None
+
+
 class ClockByHand(SystemClock):
     """A clock that goes as it is told."""
 
