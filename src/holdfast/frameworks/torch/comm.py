@@ -15,6 +15,7 @@ from holdfast.errors import InvalidError
 from holdfast.frameworks.alone import AloneComm
 from holdfast.frameworks.torch.descriptor_limit import warn_of_descriptor_limit
 from holdfast.frameworks.torch.key_value_store import TorchKeyValueStore
+from holdfast.frameworks.torch.private_layout import default_store, devices_of, timeouts_of
 
 _TAG = 0x686F6C64
 """Tag that separates these messages from point-to-point messages of the training script."""
@@ -80,7 +81,7 @@ class ProcessGroupComm:
         # Read once: a commit may still run when the process group is destroyed. The store is kept for the same reason:
         # on the rank that hosts it, the server stops with the last reference.
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
-        self._default_store = dist.distributed_c10d._get_default_store()
+        self._default_store = default_store()
         self.key_value_store = TorchKeyValueStore(self._default_store)
         """The key-value store of the job."""
         if dist.get_rank() == 0:
@@ -177,7 +178,7 @@ class ProcessGroupComm:
     def _device(self) -> torch.device:
         group = self._group or dist.group.WORLD
         assert group is not None, "torch.distributed is initialised"
-        if torch.device("cpu") in group._device_types:
+        if torch.device("cpu") in devices_of(group):
             return torch.device("cpu")
         return torch.device(torch.accelerator.current_accelerator() or "cpu")
 
@@ -187,8 +188,7 @@ def _timeout_of(group: dist.ProcessGroup | None) -> float | None:
     group = group or dist.group.WORLD
     assert group is not None, "torch.distributed is initialised"
     try:
-        backends = [group._get_backend(device) for device in group._device_types]
-        return min(backend.options._timeout.total_seconds() for backend in backends)
+        return min(timeouts_of(group))
     except (AttributeError, RuntimeError, ValueError):
         return None  # A backend of another vendor, or a fake one.
 

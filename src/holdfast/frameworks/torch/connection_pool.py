@@ -11,9 +11,8 @@ from collections import deque
 from contextlib import suppress
 from datetime import timedelta
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-
 from holdfast.clock import SystemClock
+from holdfast.frameworks.torch.private_layout import PrefixStore, Store, TCPStore, store_without_prefix
 
 _PREFIX = "holdfast"
 
@@ -82,7 +81,7 @@ class ConnectionPool:
             given: The store of the training; another process may be its host.
         """
         self._given = given  # The host process serves only while this object lives; clones do not keep it alive.
-        inner = given._underlying_non_prefix_store if isinstance(given, PrefixStore) else given  # type: ignore[attr-defined]
+        inner = store_without_prefix(given)
         self._host = (inner.host, inner.port) if isinstance(inner, TCPStore) else None
         self._clock = SystemClock()
         # Open and free, the newest last: few are in use.

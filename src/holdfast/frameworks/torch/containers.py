@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 import torch
 
 from holdfast.errors import CorruptError, InvalidError
+from holdfast.frameworks.torch.private_layout import copy_versions
 from holdfast.frameworks.torch.tensors import dtype_name, require_storable
 from holdfast.geometry.dtype import DTYPES
 from holdfast.types.values import FrameworkValue, Value
@@ -109,10 +110,10 @@ def small_tensor(path: str, tensor: torch.Tensor, numel_max: int = 1024) -> Fram
 
 
 def dict_like(value: dict[Any, object], items: Iterable[tuple[object, object]]) -> dict[Any, object]:
-    """Return a dict of the same type. The copy of a module's state dict keeps its `_metadata` (versions)."""
+    """Return a dict of the same type. The copy of a module's state dict keeps the versions of its modules."""
     copy = type(value)(items)
-    if isinstance(copy, OrderedDict) and hasattr(value, "_metadata"):
-        copy._metadata = value._metadata  # type: ignore[attr-defined]
+    if isinstance(value, OrderedDict) and isinstance(copy, OrderedDict):
+        copy_versions(value, copy)
     return copy
 
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cache
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from holdfast.frameworks.torch.private_layout import has_backward_hooks, hooks_before_loading
 from holdfast.frameworks.torch.wrappers import unwrapped
 
 _settling: dict[int, Callable[[], None]] = {}
@@ -27,7 +28,7 @@ def steps_in_backward(parameters: Iterable[torch.Tensor]) -> bool:
 
     Such a hook may change a parameter without an optimizer step, so the fence does not see it.
     """
-    return any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in parameters)
+    return any(map(has_backward_hooks, parameters))
 
 
 def close_fence(objects: Iterable[torch.nn.Module | torch.optim.Optimizer], settle: Callable[[], None]) -> None:
@@ -82,23 +83,21 @@ def _hook_every_step() -> None:
 
 
 def is_of_fence(hook: object) -> bool:
-    """Return whether a hook of `load_state_dict` is the fence's own, as torch stores it."""
-    return getattr(hook, "hook", hook) is _HOOK
+    """Return whether a hook of `load_state_dict` is the fence's own."""
+    return hook is _HOOK
 
 
 def _hook_loading(fenced: torch.nn.Module | torch.optim.Optimizer) -> None:
-    if isinstance(fenced, torch.optim.Optimizer):
-        _hook_once(fenced, getattr(fenced, "_optimizer_load_state_dict_pre_hooks", None))
-        return
-    if _hook_once(fenced, fenced._load_state_dict_pre_hooks):
+    if _hook_once(fenced) and isinstance(fenced, torch.nn.Module):
         # `load_state_dict` of a submodule runs the hooks of that submodule only.
         for part in (*fenced.modules(), *unwrapped(fenced)[0].modules()):
-            _hook_once(part, part._load_state_dict_pre_hooks)
+            _hook_once(part)
 
 
-def _hook_once(fenced: torch.nn.Module | torch.optim.Optimizer, hooks: Mapping[int, object] | None) -> bool:
+def _hook_once(fenced: torch.nn.Module | torch.optim.Optimizer) -> bool:
     """Add the hook to an object without it; return whether it was added."""
-    if hooks is None or any(map(is_of_fence, hooks.values())):
+    hooks = hooks_before_loading(fenced)
+    if hooks is None or any(map(is_of_fence, hooks)):
         # An optimizer that wraps another has no hooks, but calls load_state_dict of the inner one.
         return False
     try:

@@ -6,25 +6,21 @@ own sharded state dict gathers and splits all of it again; here nothing moves an
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeGuard
-
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.held import RankOfGlobal, ranks_in_group
+from holdfast.frameworks.torch.private_layout import (
+    FlatParameterView,
+    add_own_entries,
+    children_of,
+    flat_parameter_of,
+    is_wrapper,
+    run_state_dict_hooks,
+    run_state_dict_pre_hooks,
+)
 from holdfast.geometry.sharded import Sharded
-
-if TYPE_CHECKING:
-    # Imported for their types only: importing FSDP1 is slow.
-    from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.fsdp._flat_param import FlatParamHandle
-
-
-def is_wrapper(module: nn.Module) -> TypeGuard[FullyShardedDataParallel]:
-    """Return whether a module is a `FullyShardedDataParallel`; by name, to avoid its slow import."""
-    return any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__)
 
 
 def declarations(module: nn.Module, path: str, rank_of_global: RankOfGlobal) -> dict[int, Sharded]:
@@ -42,20 +38,19 @@ def declarations(module: nn.Module, path: str, rank_of_global: RankOfGlobal) -> 
     """
     declared: dict[int, Sharded] = {}
     for name, wrapper in module.named_modules():
-        if not is_wrapper(wrapper) or (handle := wrapper._handle) is None:
+        if (flat := flat_parameter_of(wrapper)) is None:
             continue
         where = f"{path}.{name}" if name else path
-        _require_usable(wrapper, handle, where)
-        if not handle.uses_sharded_strategy:
+        _require_usable(flat, where)
+        if not flat.is_sharded:
             # NO_SHARD, or a single rank: every rank holds whole parameters of their own shape.
             continue
-        replicas = _replicas(wrapper, handle, where, rank_of_global)
-        _drop_gathered(wrapper, handle)
-        flat = handle.flat_param
-        assert flat._params is not None, "use_orig_params=True keeps the parameters"
-        for parameter, info, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True):
-            start = info.intra_param_start_idx or 0
-            declared[id(parameter)] = Sharded(parameter, tuple(shape), flat_start=start, replicas=replicas)
+        replicas = _replicas(flat, where, rank_of_global)
+        # SHARD_GRAD_OP keeps the gathered copy beside the shard and uses it in the next forward without a check. Values
+        # loaded into the shard would have no effect.
+        flat.drop_gathered()
+        for parameter, start, shape in flat.parts():
+            declared[id(parameter)] = Sharded(parameter, shape, flat_start=start, replicas=replicas)
     return declared
 
 
@@ -80,53 +75,35 @@ def state_entries(module: nn.Module) -> dict[str, object]:
     return entries
 
 
-def _require_usable(wrapper: FullyShardedDataParallel, handle: FlatParamHandle, where: str) -> None:
-    if not handle._use_orig_params:
+def _require_usable(flat: FlatParameterView, where: str) -> None:
+    if not flat.keeps_parameters:
         raise InvalidError(
             f"{where}: FullyShardedDataParallel with use_orig_params=False keeps parameters as one flat run without "
             "names; expected use_orig_params=True (training is the same), or fully_shard (FSDP2)"
         )
-    if wrapper.training_state.name != "IDLE":
+    if flat.activity != "IDLE":
         raise InvalidError(
-            f"{where}: FullyShardedDataParallel is in {wrapper.training_state.name}; save and load between steps, "
+            f"{where}: FullyShardedDataParallel is in {flat.activity}; save and load between steps, "
             "outside of forward, backward and summon_full_params"
         )
-    flat = handle.flat_param
-    for fqn, contiguous, extension in zip(flat._fqns, flat._contiguities, flat._param_extensions, strict=True):
-        if extension is not None:
+    for fqn, is_row_major, is_cut_twice in flat.cuts():
+        if is_cut_twice:
             raise InvalidError(
                 f"{where}.{fqn}: FSDP1 over tensor parallelism cannot be saved or loaded; use fully_shard (FSDP2)"
             )
-        if handle.uses_sharded_strategy and not contiguous:
+        if flat.is_sharded and not is_row_major:
             raise InvalidError(
                 f"{where}.{fqn}: FSDP1 cuts this parameter in the order of its strides, which are not row-major; "
                 "make it contiguous before wrapping it, or use fully_shard (FSDP2)"
             )
 
 
-def _replicas(
-    wrapper: FullyShardedDataParallel, handle: FlatParamHandle, where: str, rank_of_global: RankOfGlobal
-) -> tuple[int, ...] | None:
+def _replicas(flat: FlatParameterView, where: str, rank_of_global: RankOfGlobal) -> tuple[int, ...] | None:
     """Return the ranks that hold the same shard (HYBRID_SHARD), or None for this rank alone."""
     what = f"{where}: the group of FSDP1"
-    ranks_in_group(dist.get_process_group_ranks(handle.process_group), rank_of_global, what)
-    if "HYBRID" not in wrapper.sharding_strategy.name:
-        return None
-    return tuple(sorted(ranks_in_group(dist.get_process_group_ranks(wrapper._inter_node_pg), rank_of_global, what)))
-
-
-def _drop_gathered(wrapper: FullyShardedDataParallel, handle: FlatParamHandle) -> None:
-    """Drop gathered copies of parameters; local, without a collective.
-
-    SHARD_GRAD_OP keeps the gathered copy beside the shard and uses it in the next forward without a check. Values
-    loaded into the shard would have no effect.
-    """
-    if not hasattr(handle.flat_param, "_local_shard"):
-        # No forward has run yet, so only the shard exists.
-        return
-    from torch.distributed.fsdp._runtime_utils import _reshard
-
-    _reshard(wrapper, handle, True)
+    ranks_in_group(flat.ranks(), rank_of_global, what)
+    replicas = flat.replica_ranks()
+    return None if replicas is None else tuple(sorted(ranks_in_group(replicas, rank_of_global, what)))
 
 
 def _enter(module: nn.Module, prefix: str, entries: dict[str, object]) -> None:
@@ -135,14 +112,11 @@ def _enter(module: nn.Module, prefix: str, entries: dict[str, object]) -> None:
         module.state_dict(destination=entries, prefix=prefix, keep_vars=True)
         return
     runs_hooks = not is_wrapper(module)
-    for before in module._state_dict_pre_hooks.values() if runs_hooks else ():
-        before(module, prefix, True)
-    module._save_to_state_dict(entries, prefix, True)
-    for name, child in module._modules.items():
+    if runs_hooks:
+        run_state_dict_pre_hooks(module, prefix)
+    add_own_entries(module, entries, prefix)
+    for name, child in children_of(module).items():
         if child is not None:
             _enter(child, f"{prefix}{name}.", entries)
-    for after in module._state_dict_hooks.values() if runs_hooks else ():
-        result = after(module, entries, prefix, {})
-        if isinstance(result, dict) and result is not entries:
-            entries.clear()
-            entries.update(result)
+    if runs_hooks:
+        run_state_dict_hooks(module, entries, prefix)

@@ -5,23 +5,25 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, SupportsIndex
+from typing import SupportsIndex
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from holdfast.errors import InvalidError, first_three
+from holdfast.frameworks.torch.private_layout import (
+    StridedShard,
+    is_flat_parameter,
+    local_shards_of,
+    local_tensor,
+    split_factor_of,
+)
 from holdfast.geometry.box import Box
 from holdfast.geometry.placement import held_boxes, held_boxes_in_shard_order, replica_ranks
 from holdfast.geometry.region import FlatRange, Region
 from holdfast.geometry.sharded import Sharded
 from holdfast.geometry.tensor import Layout, Placement
-
-if TYPE_CHECKING:
-    # Imported for its type only: importing `ShardedTensor` is slow.
-    from torch.distributed._shard.sharded_tensor.shard import Shard as LocalShard
 
 RankOfGlobal = Callable[[int], int | None]
 
@@ -87,8 +89,8 @@ def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, ranks: Ran
     shape = tuple(tensor.shape)
     if not shards:
         return Held(shape, None, (ranks.rank,), ())
-    starts = [tuple(shard.metadata.shard_offsets) for shard in shards]
-    return _declared(Sharded([shard.tensor for shard in shards], shape, starts), fqn, ranks)
+    starts = [start for _, start in shards]
+    return _declared(Sharded([local for local, _ in shards], shape, starts), fqn, ranks)
 
 
 def held_if_plain(tensor: torch.Tensor) -> Held | None:
@@ -111,10 +113,10 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
     Such a tensor can be stored and filled; no other check is needed.
     """
     if type(tensor) is DTensor:
-        tensor = tensor._local_tensor
+        tensor = local_tensor(tensor)
     kind = type(tensor)
     return (
-        (kind is torch.Tensor or (kind is torch.nn.Parameter and not getattr(tensor, "_is_flat_param", False)))
+        (kind is torch.Tensor or (kind is torch.nn.Parameter and not is_flat_parameter(tensor)))
         and tensor.layout is torch.strided
         and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
     )
@@ -162,8 +164,8 @@ def layout_of(tensor: DTensor, fqn: str, rank_of_global: RankOfGlobal) -> Layout
     for placement in tensor.placements:
         if type(placement) is ShardPlacement:
             placements.append(Placement(placement.dim % max(tensor.ndim, 1)))
-        elif type(placement) is _StridedShard:
-            placements.append(Placement(placement.dim % max(tensor.ndim, 1), int(placement.split_factor)))
+        elif type(placement) is StridedShard:
+            placements.append(Placement(placement.dim % max(tensor.ndim, 1), split_factor_of(placement)))
         elif type(placement) is Replicate:
             placements.append(Placement(None))
         else:
@@ -195,19 +197,12 @@ def ranks_in_group(members: Sequence[int], rank_of_global: RankOfGlobal, what: s
     return tuple(ranks)
 
 
-def local_shards_of(tensor: torch.Tensor) -> list[LocalShard] | None:
-    """Return the local shards of a `ShardedTensor`; None for any other tensor, without importing that class."""
-    if type(tensor).__name__ != "ShardedTensor" or not hasattr(tensor, "local_shards"):
-        return None
-    return list(tensor.local_shards())
-
-
 def locals_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the tensors with a tensor's memory on this rank: its local shards, its local tensor, or itself."""
     shards = local_shards_of(tensor)
     if shards is not None:
-        return [shard.tensor for shard in shards]
-    return [tensor._local_tensor if isinstance(tensor, DTensor) else tensor]
+        return [local for local, _ in shards]
+    return [local_tensor(tensor) if isinstance(tensor, DTensor) else tensor]
 
 
 def is_meta(tensor: torch.Tensor) -> bool:
@@ -217,7 +212,7 @@ def is_meta(tensor: torch.Tensor) -> bool:
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the dense tensor that holds this rank's elements, without gradient history."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     return local.detach() if local.requires_grad else local
 
 

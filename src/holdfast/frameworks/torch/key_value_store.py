@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
-from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError
 
 from holdfast.clock import SystemClock
 from holdfast.errors import UnavailableError
 from holdfast.frameworks.torch.connection_pool import ConnectionPool, limit
+from holdfast.frameworks.torch.private_layout import Store
 
 T = TypeVar("T")
 

@@ -20,10 +20,10 @@ from holdfast.frameworks.torch.held import (
     held_of,
     is_meta,
     is_ordinary,
-    local_shards_of,
     locals_of,
     memory_of,
 )
+from holdfast.frameworks.torch.private_layout import is_flat_parameter, local_shards_of, version_counter
 from holdfast.frameworks.torch.side_stream import SideStream, on_stream, side_stream
 from holdfast.frameworks.torch.tickets import DONE, Tickets
 from holdfast.geometry.box import Box, flat_range_boxes
@@ -84,15 +84,15 @@ def _require_dense(tensor: torch.Tensor, fqn: str) -> None:
     kind = type(tensor).__name__
     shards = local_shards_of(tensor)
     if shards is not None:
-        for shard in shards:
-            require_storable(shard.tensor, fqn)
+        for local, _ in shards:
+            require_storable(local, fqn)
         return
     if torch.nn.parameter.is_lazy(tensor):
         raise InvalidError(f"{fqn}: {kind} has no shape yet; run the model once, or leave it out with skip=")
     if type(tensor) is not torch.Tensor and not isinstance(tensor, DTensor):
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
             raise InvalidError(f"{fqn}: tensor subclass {kind} cannot be saved; convert it or leave it out with skip=")
-        if getattr(tensor, "_is_flat_param", False):
+        if is_flat_parameter(tensor):
             raise InvalidError(
                 f"{fqn}: a FlatParameter of FSDP1 holds many parameters without their names; pass the "
                 "FullyShardedDataParallel module itself, wrapped with use_orig_params=True"
@@ -196,7 +196,7 @@ class TorchSource:
     def stamp(self) -> object:
         """Return address and version counter of each tensor; of a DTensor its own counter and its local tensor's."""
         return [
-            (local.data_ptr(), _version(tensor), _version(local))
+            (local.data_ptr(), version_counter(tensor), version_counter(local))
             for tensor in self._memory
             for local in locals_of(tensor)
         ]
@@ -207,11 +207,6 @@ class TorchSource:
         if self.side is not None:
             self.side.follow()
         return TorchSource(parts, [part.local for part in parts])
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """Return the version counter of a tensor; -1 for inference tensors, which have none."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _copy_run(local: torch.Tensor, start: int, stop: int, buffer: memoryview) -> None:

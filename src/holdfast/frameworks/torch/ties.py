@@ -8,7 +8,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import InvalidError
-from holdfast.frameworks.torch.held import Held, local_shards_of
+from holdfast.frameworks.torch.held import Held
+from holdfast.frameworks.torch.private_layout import local_shards_of, local_tensor, storage_identity
 from holdfast.geometry.sharded import Sharded
 
 _DENSE = (torch.Tensor, torch.nn.Parameter)
@@ -67,7 +68,7 @@ class Ties:
         if type(tensor) not in _DENSE:
             if local_shards_of(tensor) is not None:
                 return self._first.setdefault(storage_key(tensor), named)
-            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
         # The fast path: no other tensor starts at this address. The kept tensor keeps the address from being reused.
         address = local.data_ptr()
         if not address and local.numel():
@@ -97,9 +98,9 @@ def storage_key(tensor: torch.Tensor) -> tuple[object, ...]:
     local = tensor
     layout: tuple[object, ...] = ()
     if isinstance(tensor, DTensor):
-        local, layout = tensor._local_tensor, (tensor.shape, *map(str, tensor.placements))
+        local, layout = local_tensor(tensor), (tensor.shape, *map(str, tensor.placements))
     return (
-        local.untyped_storage()._cdata,
+        storage_identity(local),
         local.storage_offset(),
         local.dtype,
         local.is_conj(),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from holdfast.frameworks.torch.private_layout import COMPILED, original_of
+
 
 def unwrapped(module: torch.nn.Module) -> tuple[torch.nn.Module, str]:
     """Return the module inside DDP and compile wrappers, and their prefix in the keys of its state dict."""
@@ -12,7 +14,7 @@ def unwrapped(module: torch.nn.Module) -> tuple[torch.nn.Module, str]:
     while True:
         if isinstance(module, DistributedDataParallel):
             module, prefix = module.module, f"{prefix}module."
-        elif isinstance(inner := getattr(module, "_orig_mod", None), torch.nn.Module):
-            module, prefix = inner, f"{prefix}_orig_mod."
+        elif (inner := original_of(module)) is not None:
+            module, prefix = inner, f"{prefix}{COMPILED}."
         else:
             return module, prefix

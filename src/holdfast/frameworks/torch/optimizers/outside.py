@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from holdfast.errors import InvalidError, first_three
 from holdfast.frameworks.torch.optimizers.members import OF_THE_BASE_CLASS, directly_inside
 from holdfast.frameworks.torch.optimizers.state import OptimizerView
+from holdfast.frameworks.torch.private_layout import local_tensor
 
 _STEPPING = {"step", "get_optimizer_state_dict", "get_state_dict"}
 """Names in the code of a `state_dict` that may step. torch's helpers step an optimizer that has no state yet."""
@@ -153,7 +154,7 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 def _address(tensor: torch.Tensor) -> int:
     """Return the address of the memory of a tensor; 0 if it has no elements."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     try:
         return local.data_ptr() if local.numel() else 0
     except RuntimeError:

@@ -11,6 +11,7 @@ import torch
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.held import is_ordinary
+from holdfast.frameworks.torch.private_layout import storage_identity
 from holdfast.geometry.box import Box
 
 
@@ -54,14 +55,14 @@ class PartsByMemory:
         for path, tensors in modules.items():
             for fqn, tensor in tensors.items():
                 if type(tensor) is torch.Tensor and is_ordinary(tensor):
-                    self._entries[tensor.untyped_storage()._cdata].append((path, fqn, tensor))
+                    self._entries[storage_identity(tensor)].append((path, fqn, tensor))
 
     def parts_of(self, parameter: torch.Tensor) -> tuple[str, tuple[ParameterPart, ...]] | None:
         """Return the module's path and the parts, if the views of one module cover a parameter exactly; else None."""
         if not is_ordinary(parameter):
             return None
         of_module: dict[str, list[ParameterPart]] = defaultdict(list)
-        for path, fqn, tensor in self._entries.get(parameter.untyped_storage()._cdata, ()):
+        for path, fqn, tensor in self._entries.get(storage_identity(parameter), ()):
             if (box := _box_in(parameter, tensor)) is not None:
                 of_module[path].append(ParameterPart(fqn, box))
         for path, parts in of_module.items():

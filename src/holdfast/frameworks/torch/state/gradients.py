@@ -6,9 +6,8 @@ reducing it over ranks; then no rank has a value to save, and the save is refuse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -16,15 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.errors import InvalidError
-from holdfast.frameworks.torch.fsdp1 import is_wrapper
 from holdfast.frameworks.torch.optimizers.state import OptimizerView
+from holdfast.frameworks.torch.private_layout import is_without_reduction, unreduced_parameters
 from holdfast.geometry.sharded import Sharded
-
-if TYPE_CHECKING:
-    # Imported for their types only: importing FSDP2 is slow.
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 SUFFIX = ".grad"
 """Suffix of a gradient's FQN, after its parameter's FQN."""
@@ -87,15 +80,6 @@ def give_gradient(parameter: torch.Tensor, grad: torch.Tensor | None, fqn: str) 
         ) from error
 
 
-def forget_unreduced(module: nn.Module) -> None:
-    """Drop the gradients that FSDP2 has not reduced yet; the next backward would add them."""
-    for group, held in _held_by_fsdp2(module):
-        held.unsharded_accumulated_grad = None
-        group._partial_reduce_output = None
-        if (unsharded := getattr(held, "_unsharded_param", None)) is not None:
-            unsharded.grad = None
-
-
 def _has_layout_of(grad: torch.Tensor, parameter: torch.Tensor) -> bool:
     if isinstance(parameter, DTensor) and (not isinstance(grad, DTensor) or grad.placements != parameter.placements):
         return False
@@ -125,7 +109,7 @@ def require_module_boundary(
     def is_lost(parameter: torch.Tensor) -> bool:
         return takes_part(names().get(id(parameter), path))
 
-    for parameter in _unreduced(module):
+    for parameter in unreduced_parameters(module):
         if is_lost(parameter):
             name = names().get(id(parameter), path)
             raise InvalidError(
@@ -197,22 +181,4 @@ _ADVICE = "Save after the optimizer's step, pass grads=True to keep the gradient
 def _is_in_no_sync(module: nn.Module) -> bool:
     if isinstance(module, DistributedDataParallel):
         return not module.require_backward_grad_sync
-    return is_wrapper(module) and getattr(module, "_sync_gradients", True) is False
-
-
-def _unreduced(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters with a gradient that FSDP2 has not reduced yet."""
-    for group, held in _held_by_fsdp2(module):
-        unsharded = getattr(held, "_unsharded_param", None)
-        is_accumulated = held.unsharded_accumulated_grad is not None
-        if is_accumulated or group._partial_reduce_output is not None or getattr(unsharded, "grad", None) is not None:
-            yield held.sharded_param
-
-
-def _held_by_fsdp2(module: nn.Module) -> Iterator[tuple[FSDPParamGroup, FSDPParam]]:
-    for child in module.modules():
-        # By name: importing FSDP takes time that most runs need not spend.
-        if any(kind.__name__ == "FSDPModule" for kind in type(child).__mro__):
-            for group in cast("FSDPModule", child)._get_fsdp_state()._fsdp_param_groups:
-                for held in group.fsdp_params:
-                    yield group, held
+    return is_without_reduction(module)

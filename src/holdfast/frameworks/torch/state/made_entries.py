@@ -8,7 +8,13 @@ import torch
 
 from holdfast.errors import InvalidError, first_three
 from holdfast.frameworks.torch.fence import is_of_fence
-from holdfast.frameworks.torch.fsdp1 import is_wrapper
+from holdfast.frameworks.torch.private_layout import (
+    EXTRA_STATE,
+    has_entry,
+    hooks_before_loading,
+    is_wrapper,
+    loads_in_code,
+)
 from holdfast.frameworks.torch.state.naming import extra_state_owners
 from holdfast.frameworks.torch.state.walk import ModuleNode
 from holdfast.frameworks.torch.wrappers import unwrapped
@@ -49,14 +55,12 @@ def _is_loaded(key: str, modules: Mapping[str, torch.nn.Module]) -> bool:
     ends = [at for at, letter in enumerate(key) if letter == "."]
     above = [path for path in ("", *(key[:at] for at in ends)) if path in modules]
     owner, name = modules[above[-1]], key.removeprefix(f"{above[-1]}.") if above[-1] else key
-    if name in owner._parameters or name in owner._buffers:
+    if has_entry(owner, name):
         return True
-    if name == "_extra_state" and _overrides(owner, "set_extra_state"):
+    if name == EXTRA_STATE and _overrides(owner, "set_extra_state"):
         return True
     return any(
-        _overrides(module, "_load_from_state_dict")
-        or module._load_state_dict_post_hooks
-        or not all(map(is_of_fence, module._load_state_dict_pre_hooks.values()))
+        loads_in_code(module) or not all(map(is_of_fence, hooks_before_loading(module) or ()))
         for module in map(modules.__getitem__, above)
     )
 

@@ -9,9 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.fsdp1 import state_entries
-
-_WRAPPER_SEGMENTS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
-"""Segments that torch.compile, activation checkpointing and FSDP1 add to names."""
+from holdfast.frameworks.torch.private_layout import EXTRA_STATE, WRAPPER_SEGMENTS
 
 
 def require_fqn(fqn: str) -> None:
@@ -63,7 +61,7 @@ def is_metric(value: object) -> bool:
 
 def is_extra_state(fqn: str) -> bool:
     """Return whether a name is that of what `get_extra_state` of a module returns."""
-    return fqn.rpartition(".")[2] == "_extra_state"
+    return fqn.rpartition(".")[2] == EXTRA_STATE
 
 
 def extra_state_owners(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -72,7 +70,7 @@ def extra_state_owners(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
     for name, child in module.named_modules():
         if type(child).set_extra_state is not torch.nn.Module.set_extra_state:
             prefix = _unwrapped(name)
-            owners[f"{prefix}._extra_state" if prefix else "_extra_state"] = child
+            owners[f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE] = child
     return owners
 
 
@@ -90,4 +88,4 @@ def _without_prefixes(key: str, prefixes: Sequence[str]) -> str:
 
 
 def _unwrapped(name: str) -> str:
-    return ".".join(segment for segment in name.split(".") if segment not in _WRAPPER_SEGMENTS)
+    return ".".join(segment for segment in name.split(".") if segment not in WRAPPER_SEGMENTS)

@@ -15,6 +15,7 @@ from holdfast.frameworks.torch.optimizers.numbered import by_name, numbered
 from holdfast.frameworks.torch.optimizers.outside import has_own_state_dict, is_sharded, may_step, outside_state
 from holdfast.frameworks.torch.optimizers.restore import OptimizerRestoration
 from holdfast.frameworks.torch.optimizers.state import OptimizerView
+from holdfast.frameworks.torch.private_layout import forget_unreduced
 from holdfast.frameworks.torch.state import gradients, rng
 from holdfast.frameworks.torch.state.made_entries import load_made_entries
 from holdfast.frameworks.torch.state.naming import is_extra_state
@@ -241,7 +242,7 @@ class TorchRestoration:
         for fqn, tensor in node.tensors.items() if self._selection.grads else ():
             self._gradient(f"{node.path}.{fqn}", tensor, None, by_fsdp1=id(tensor) in node.declared)
         if self._selection.grads and self._takes_part_whole(node.path):
-            self._finishes.append(lambda: gradients.forget_unreduced(node.module))
+            self._finishes.append(lambda: forget_unreduced(node.module))
         items = _children(saved)
         values = {fqn: value for fqn, value in node.values.items() if self.takes_part(f"{node.path}.{fqn}")}
         for fqn, present in {**values, **extra}.items():
