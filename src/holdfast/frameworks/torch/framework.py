@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
+
 from holdfast.frameworks.torch.fence import wait_for_all_copies
 from holdfast.frameworks.torch.held import Ranks
+from holdfast.frameworks.torch.private_layout import warn_of_untested_version
 from holdfast.frameworks.torch.state.collect import collect
 from holdfast.frameworks.torch.state.restore import TorchRestoration
 from holdfast.ports.framework import Catalog, Collected, Restoration, Selection
@@ -16,6 +19,8 @@ class TorchFramework:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
+        if ranks.rank == 0:
+            warn_of_untested_version(torch.__version__)
 
     def collect(self, state: Mapping[str, object], selection: Selection) -> Collected:
         """Split a state into shards and values; changes nothing in it."""

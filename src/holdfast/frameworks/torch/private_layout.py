@@ -7,6 +7,7 @@ version of torch; "since 2.6" means 2.6 or before. Where versions differ, it has
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
@@ -30,6 +31,41 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 else:
     from torch.distributed import PrefixStore, Store, TCPStore  # noqa: F401 - other modules import them from here
+
+logger = logging.getLogger(__name__)
+
+# ------------------------------------------------------------------------------------------------- versions
+
+TESTED_FROM, TESTED_BELOW = (2, 13), (2, 14)
+"""The range of torch versions that the tests run against; the extra `torch` in pyproject.toml states the same."""
+
+_warned: set[str] = set()
+
+
+def warn_of_untested_version(version: str) -> None:
+    """Log once that a version of torch is outside the tested range; saves and loads go on.
+
+    Args:
+        version: `torch.__version__`.
+    """
+    text = untested(version)
+    if text is not None and version not in _warned:
+        _warned.add(version)
+        logger.warning("%s", text)
+
+
+def untested(version: str) -> str | None:
+    """Return what to know of a version of torch outside the tested range, as a text; None for a tested one."""
+    major, minor = (int(number) if number.isdecimal() else 0 for number in f"{version}.0".split(".")[:2])
+    if TESTED_FROM <= (major, minor) < TESTED_BELOW:
+        return None
+    (first, low), (last, high) = TESTED_FROM, TESTED_BELOW
+    return (
+        f"torch {version} is outside the tested range; expected torch>={first}.{low},<{last}.{high}. Holdfast reads "
+        "private fields of torch: if one has moved, a save or a load raises and names it. Try one of each before a "
+        f"long run, or install torch>={first}.{low},<{last}.{high}"
+    )
+
 
 # -------------------------------------------------------------------------------------------------- tensors
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import logging
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from holdfast.frameworks.torch import private_layout
-from tests.house.source import tree_of
+from tests.house.source import ROOT, tree_of
 from tests.house.test_private_names import LAYOUT, is_private, names_of_torch, private_imports
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -284,3 +286,33 @@ def test_the_flat_parameter_of_a_wrapper_is_read_whole() -> None:
 def test_gradients_that_no_rank_has_reduced_are_seen() -> None:
     assert len(list(private_layout.unreduced_parameters(fully_sharded()))) == 2
     assert not list(private_layout.unreduced_parameters(net()))
+
+
+@pytest.mark.parametrize("version", ["2.13.0", "2.13.1+cu130", "2.13.0a0+git1234567", "2.13"])
+def test_a_version_of_the_tested_range_needs_no_word(version: str) -> None:
+    assert private_layout.untested(version) is None
+
+
+@pytest.mark.parametrize("version", ["2.12.1", "2.14.0+cpu", "2.15.0.dev20260901+cu130", "3.0.0", "1.13.1", "main"])
+def test_a_version_outside_it_is_named_with_the_range_and_what_to_do(version: str) -> None:
+    text = private_layout.untested(version)
+    assert text is not None
+    assert text.startswith(f"torch {version} is outside the tested range; expected torch>=2.13,<2.14. ")
+    assert "Try one of each" in text
+
+
+def test_an_untested_version_is_logged_once_and_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        private_layout.warn_of_untested_version("9.9.0")
+        private_layout.warn_of_untested_version("9.9.0")
+        private_layout.warn_of_untested_version("2.13.0")
+    (record,) = caplog.records
+    assert record.getMessage().startswith("torch 9.9.0 is outside the tested range")
+
+
+def test_the_range_is_that_of_the_extra_and_the_readme() -> None:
+    (first, low), (last, high) = private_layout.TESTED_FROM, private_layout.TESTED_BELOW
+    stated = f">={first}.{low},<{last}.{high}"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"]["torch"] == [f"torch{stated}"]
+    assert stated in (ROOT / "README.md").read_text()
