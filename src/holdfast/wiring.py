@@ -193,13 +193,13 @@ def comm_of(process_group: ProcessGroup) -> Comm:
         process_group: None for the default group (or one process, if torch.distributed is not initialised),
             False for this process alone, or a group.
     Raises:
-        InvalidError: It is of another type, or PyTorch is not installed.
+        InvalidError: It is of another type, or PyTorch is not installed or of a version that cannot be used.
     """
     try:
         from holdfast.frameworks.torch import comm
     except ImportError as error:
         raise InvalidError(
-            "saving and loading states needs PyTorch, which is not installed: pip install 'holdfast[torch]'. "
+            f"saving and loading states needs PyTorch, {_why_no_torch(error)}. "
             "open_checkpoint, ls, inspect and verify work without it"
         ) from error
     return comm.comm_of(process_group)
@@ -294,5 +294,12 @@ def _to_torch(array: object, dtype: str) -> object:
     try:
         from holdfast.frameworks.torch.tensors import tensor_of
     except ImportError as error:
-        raise InvalidError("framework='torch' needs PyTorch: pip install 'holdfast[torch]'") from error
+        raise InvalidError(f"framework='torch' needs PyTorch, {_why_no_torch(error)}") from error
     return tensor_of(array, dtype)
+
+
+def _why_no_torch(error: ImportError) -> str:
+    """Return what a failed import says of torch, and what to do: it is absent, or it has moved what Holdfast reads."""
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return "which is not installed: pip install 'holdfast[torch]'"
+    return f"and what is installed cannot be used ({error}); for a tested version: pip install 'holdfast[torch]'"

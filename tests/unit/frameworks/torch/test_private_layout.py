@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import logging
+import subprocess
+import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import holdfast
 from holdfast.frameworks.torch import private_layout
 from tests.house.source import ROOT, tree_of
 from tests.house.test_private_names import LAYOUT, is_private, names_of_torch, private_imports
@@ -316,3 +320,34 @@ def test_the_range_is_that_of_the_extra_and_the_readme() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["optional-dependencies"]["torch"] == [f"torch{stated}"]
     assert stated in (ROOT / "README.md").read_text()
+
+
+_WITHOUT_A_NAME = """
+import sys, torch, holdfast
+from torch.distributed.tensor import placement_types
+del placement_types._StridedShard
+checkpoint = holdfast.open_checkpoint(sys.argv[1])
+for call in (lambda: holdfast.save("never", {"w": torch.ones(1)}), lambda: checkpoint.read("w", framework="torch")):
+    try:
+        call()
+    except holdfast.InvalidError as error:
+        print(error)
+"""
+
+
+def test_a_name_that_torch_no_longer_has_is_said_and_not_that_torch_is_missing(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {"w": torch.ones(1)}, process_group=False)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _WITHOUT_A_NAME, str(tmp_path / "c")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert "cannot import name '_StridedShard'" in line and "pip install 'holdfast[torch]'" in line
+        assert "not installed" not in line
