@@ -45,9 +45,13 @@ def rank_of_four() -> Iterator[None]:
         made.cache_clear()
 
 
+# torch keeps equal meshes for the life of a process, each with the coordinate of whoever made it first. So these have
+# names of their own.
 @cache
 def dtensor() -> DTensor:
-    return DTensor.from_local(torch.ones(2, 3), init_device_mesh("cpu", (WORLD,)), [Shard(0)])
+    return DTensor.from_local(
+        torch.ones(2, 3), init_device_mesh("cpu", (WORLD,), mesh_dim_names=("probed",)), [Shard(0)]
+    )
 
 
 def plain() -> torch.Tensor:
@@ -72,7 +76,7 @@ def wrapped() -> Any:
 def hybrid() -> Any:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("probed_copies", "probed_parts"))
     return FullyShardedDataParallel(
         nn.Linear(3, 4),
         device_mesh=mesh,
@@ -88,7 +92,7 @@ def fully_sharded() -> Any:
     from torch.distributed.fsdp import fully_shard
 
     module = nn.Linear(3, 4)
-    fully_shard(module, mesh=init_device_mesh("cpu", (WORLD,)))
+    fully_shard(module, mesh=init_device_mesh("cpu", (WORLD,), mesh_dim_names=("probed",)))
     module.set_requires_gradient_sync(False)  # type: ignore[operator]
     module(torch.ones(2, 3)).sum().backward()
     return module
