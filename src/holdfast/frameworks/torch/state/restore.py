@@ -19,6 +19,7 @@ from holdfast.frameworks.torch.private_layout import forget_unreduced
 from holdfast.frameworks.torch.state import gradients, rng
 from holdfast.frameworks.torch.state.made_entries import load_made_entries
 from holdfast.frameworks.torch.state.naming import is_extra_state
+from holdfast.frameworks.torch.state.saved_values import children_of
 from holdfast.frameworks.torch.state.selection import (
     ABSENT,
     EntryMerge,
@@ -193,7 +194,7 @@ class TorchRestoration:
         return False
 
     def _dict(self, node: DictNode, saved: Value) -> None:
-        items = _children(saved)
+        items = children_of(saved)
         for key, child in node.children.items():
             self._node(node, key, child, items.get(key, ABSENT))
         if node.path:
@@ -210,6 +211,8 @@ class TorchRestoration:
         match node:
             case DictNode():
                 self._dict(node, saved)
+                if node.sequence is not None:
+                    self._give_items(parent, key, node, node.sequence)
             case TensorNode():
                 if not self.want(node.path, node.tensor, node.declared):
                     self.missing.append(node.path)
@@ -223,6 +226,20 @@ class TorchRestoration:
                 self._stateful(node.path, node.stateful, saved, node.stateful.state_dict)
             case ValueNode():
                 self._value(parent, key, node, saved)
+
+    def _give_items(
+        self, parent: DictNode, key: str, node: DictNode, sequence: list[object] | tuple[object, ...]
+    ) -> None:
+        """Have a list take the plain values loaded beside its objects, or its parent a tuple of them."""
+        objects = ModuleNode | OptimizerView | StatefulNode | TensorNode
+        if all(isinstance(child, objects) for child in node.children.values()):
+            return
+        items = node.mapping.values()
+        if isinstance(sequence, list):
+            self._finishes.append(lambda: sequence.__setitem__(slice(None), list(items)))
+        else:
+            mapping = _writable(parent, node.path)
+            self._finishes.append(lambda: mapping.__setitem__(key, tuple(items)))
 
     def _module(self, node: ModuleNode, saved: Value) -> None:
         registered = {id(tensor) for tensor in (*node.module.parameters(), *node.module.buffers())}
@@ -243,7 +260,7 @@ class TorchRestoration:
             self._gradient(f"{node.path}.{fqn}", tensor, None, by_fsdp1=id(tensor) in node.declared)
         if self._selection.grads and self._takes_part_whole(node.path):
             self._finishes.append(lambda: forget_unreduced(node.module))
-        items = _children(saved)
+        items = children_of(saved)
         values = {fqn: value for fqn, value in node.values.items() if self.takes_part(f"{node.path}.{fqn}")}
         for fqn, present in {**values, **extra}.items():
             path = f"{node.path}.{fqn}"
@@ -385,11 +402,7 @@ class TorchRestoration:
             return
         merge = EntryMerge(self._selector, self.takes_part, self.missing, self._leaf)
         loaded = merge.merged(saved, node.value, node.path)
-        mapping = parent.mapping
-        if not isinstance(mapping, MutableMapping):
-            raise InvalidError(
-                f"{node.path}: is in a read-only {type(mapping).__name__}; expected a dict to load it into"
-            )
+        mapping = _writable(parent, node.path)
         self._finishes.append(lambda: mapping.__setitem__(key, loaded))
 
     def _value_of_rank(self, path: str, value: PerRank | RngState, saved: Value) -> None:
@@ -469,9 +482,13 @@ class TorchRestoration:
                 self.unexpected.append(fqn)
 
 
-def _children(saved: Value) -> Mapping[str, Value]:
-    if isinstance(saved, Group):
-        return saved.items
-    if isinstance(saved, dict):
-        return {key: value for key, value in saved.items() if isinstance(key, str)}
-    return {}
+def _writable(parent: DictNode, path: str) -> MutableMapping[str, object]:
+    """Return the mapping of a node, to set an entry of it.
+
+    Raises:
+        InvalidError: It is read-only.
+    """
+    mapping = parent.mapping
+    if not isinstance(mapping, MutableMapping):
+        raise InvalidError(f"{path}: is in a read-only {type(mapping).__name__}; expected a dict to load it into")
+    return mapping

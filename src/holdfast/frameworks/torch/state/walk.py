@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -76,11 +76,13 @@ class ValueNode:
 
 @dataclass(slots=True)
 class DictNode:
-    """A dict of the state with string keys."""
+    """A dict of the state with string keys; or a list or tuple that holds objects, as a dict of its items by number."""
 
     path: str
     mapping: Mapping[str, object]
     children: dict[str, Node] = field(default_factory=dict)
+    sequence: list[object] | tuple[object, ...] | None = None
+    """The list or tuple that stands here in the state; `mapping` is then a copy of it, by number."""
 
 
 Node = ModuleNode | OptimizerView | StatefulNode | TensorNode | ValueNode | DictNode
@@ -97,7 +99,7 @@ def walk(state: Mapping[str, object], rank_of_global: RankOfGlobal) -> DictNode:
     """
     root = DictNode("", state)
     known = _NamedNodes(rank_of_global)
-    _fill(root, known, set())
+    _fill(root, known, {id(state)})
     if not known.optimizers:
         return root
     names_of_state = StateNames(known.module_objects, known.modules, dict(_loose(root)), known.declared)
@@ -156,8 +158,13 @@ def _loose(node: DictNode, branch: str = "") -> Iterator[tuple[int, tuple[str, s
 
 
 def _fill(node: DictNode, known: _NamedNodes, above: set[int]) -> None:
-    if id(node.mapping) in above:
-        raise InvalidError(f"{node.path}: the dict contains itself; expected a tree. Remove the cycle")
+    """Make the nodes below a dict.
+
+    Args:
+        node: The dict; gets its children.
+        known: Gets what optimizers need to know.
+        above: Identities of the containers around the children, the dict's own included.
+    """
     for key, value in node.mapping.items():
         if not isinstance(key, str):
             raise InvalidError(
@@ -188,10 +195,13 @@ def _fill(node: DictNode, known: _NamedNodes, above: set[int]) -> None:
                 known.listed |= dict.fromkeys(map(id, tensors), path)
             known.declared[id(tensor)] = value
             node.children[key] = TensorNode(path, tensor, value)
-        elif isinstance(value, dict) and _is_branch(value):
-            child_node = DictNode(path, value)
-            _fill(child_node, known, above | {id(node.mapping)})
-            node.children[key] = child_node
+        elif (branch := _branch_of(path, value)) is not None:
+            if id(value) in above:
+                raise InvalidError(
+                    f"{path}: the {type(value).__name__} contains itself; expected a tree. Remove the cycle"
+                )
+            _fill(branch, known, above | {id(value)})
+            node.children[key] = branch
         elif not isinstance(value, type) and isinstance(value, Stateful):
             require_supported(value, path)
             node.children[key] = StatefulNode(path, value)
@@ -215,17 +225,52 @@ def _module_node(path: str, module: torch.nn.Module, rank_of_global: RankOfGloba
     return ModuleNode(path, module, tensors, values, keys, declared)
 
 
-def _is_branch(value: dict[object, object]) -> bool:
+def _branch_of(path: str, value: object) -> DictNode | None:
+    """Return the node of a container that is part of the state's tree; None for a plain value."""
+    if isinstance(value, dict) and _is_branch(value, set()):
+        return DictNode(path, value)
+    if (type(value) is list or type(value) is tuple) and _holds_object(value, set()):
+        return DictNode(path, {str(number): item for number, item in enumerate(value)}, sequence=value)
+    return None
+
+
+def _is_branch(value: dict[object, object], seen: set[int]) -> bool:
     """Return whether a dict is part of the state's tree, not a plain value."""
-    if not all(isinstance(key, str) for key in value):
+    if id(value) in seen or not all(isinstance(key, str) for key in value):
         return False
+    seen.add(id(value))
     return any(
-        isinstance(entry, torch.Tensor | torch.nn.Module | torch.optim.Optimizer | Sharded | PerRank | RngState)
-        or (isinstance(entry, dict) and _is_branch(entry))
+        isinstance(entry, torch.Tensor)
+        or (isinstance(entry, dict) and _is_branch(entry, seen))
         or (isinstance(entry, list | tuple) and holds_tensor(entry))
-        or (not isinstance(entry, type) and isinstance(entry, Stateful))
+        or _holds_object(entry, set())
         for entry in value.values()
     )
+
+
+_PLAIN = (int, float, str, bool, type(None), bytes, torch.Tensor, torch.nn.Parameter)
+"""Types of most items of long lists. They are no objects of the state, and to ask a protocol about them is slow."""
+
+
+def _holds_object(value: object, seen: set[int]) -> bool:
+    """Return whether a value is or contains an object that is saved and filled by its own kind, not as a plain value.
+
+    A list or tuple of tensors holds none: it is one value with references to its tensors.
+    """
+    if type(value) in _PLAIN:
+        return False
+    if isinstance(value, dict):
+        items: Iterable[object] = value.values() if all(isinstance(key, str) for key in value) else ()
+    elif type(value) is list or type(value) is tuple:
+        items = value
+    elif isinstance(value, torch.nn.Module | torch.optim.Optimizer | Sharded | PerRank | RngState):
+        return True
+    else:
+        return not isinstance(value, type) and isinstance(value, Stateful)
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    return any(_holds_object(item, seen) for item in items)
 
 
 def _joined(path: str, key: str) -> str:
