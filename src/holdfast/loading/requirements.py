@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from holdfast.coordination.job import Job
-from holdfast.errors import InvalidError, first_three
+from holdfast.errors import NAMES_SHOWN, InvalidError, first_three
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.ports.framework import Misfit, Restoration, Wanted
@@ -36,9 +36,12 @@ def judge_misfits(job: Job, misfits: Sequence[Misfit], url: str, *, strict: bool
     Raises:
         InvalidError: The load is strict, and something is known not to fit.
     """
+    certain = [misfit.text for misfit in misfits if misfit.is_certain]
+    if strict and certain:
+        more = f"; and {len(certain) - NAMES_SHOWN:,} more" if len(certain) > NAMES_SHOWN else ""
+        texts = "; ".join(certain[:NAMES_SHOWN]) + more
+        raise InvalidError(f"{url}: {texts}, or strict=False to load what fits. Nothing was changed")
     for misfit in misfits:
-        if strict and misfit.is_certain:
-            raise InvalidError(f"{url}: {misfit.text}, or pass strict=False to load it all the same")
         job.warn_once(url, misfit.text)
 
 

@@ -19,7 +19,7 @@ from holdfast.frameworks.torch.private_layout import forget_unreduced
 from holdfast.frameworks.torch.state import gradients, rng
 from holdfast.frameworks.torch.state.made_entries import load_made_entries
 from holdfast.frameworks.torch.state.naming import is_extra_state
-from holdfast.frameworks.torch.state.saved_values import children_of
+from holdfast.frameworks.torch.state.saved_values import children_of, misfit_of_tensor, misfit_of_value
 from holdfast.frameworks.torch.state.selection import (
     ABSENT,
     EntryMerge,
@@ -215,7 +215,7 @@ class TorchRestoration:
                     self._give_items(parent, key, node, node.sequence)
             case TensorNode():
                 if not self.want(node.path, node.tensor, node.declared):
-                    self.missing.append(node.path)
+                    self._miss(node.path, misfit_of_tensor(node.path, saved))
                 if self._selection.grads:
                     self._gradient(node.path, node.tensor, node.declared)
             case ModuleNode():
@@ -382,6 +382,12 @@ class TorchRestoration:
                 merged[key] = TensorRef(fqn)
         return merged
 
+    def _miss(self, path: str, misfit: Misfit | None) -> None:
+        """Record that nothing fills a name; and why, if the checkpoint has something else there."""
+        self.missing.append(path)
+        if misfit is not None:
+            self.misfits.append(misfit)
+
     def _value(self, parent: DictNode, key: str, node: ValueNode, saved: Value) -> None:
         if isinstance(node.value, dict) and isinstance(saved, Group) and saved.kind == "dict":
             # It held tensors or modules when it was saved and is plain now: compare entry by entry.
@@ -395,7 +401,7 @@ class TorchRestoration:
             self.skipped.append(node.path)
             return
         if saved is ABSENT or isinstance(saved, Group):
-            self.missing.append(node.path)
+            self._miss(node.path, misfit_of_value(node.path, node.value, saved, self._catalog))
             return
         if isinstance(node.value, PerRank | RngState):
             self._value_of_rank(node.path, node.value, saved)

@@ -1,9 +1,13 @@
-"""What a checkpoint has under a name of the state: its entries."""
+"""What a checkpoint has under a name of the state: its entries, and whether it is of another kind than the state's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Number
 
+import torch
+
+from holdfast.ports.framework import Catalog, Misfit
 from holdfast.types.values import Group, Value
 
 
@@ -16,3 +20,46 @@ def children_of(saved: Value) -> Mapping[str, Value]:
     if isinstance(saved, list | tuple):
         return {str(number): item for number, item in enumerate(saved)}
     return {}
+
+
+def misfit_of_value(path: str, present: object, saved: Value, catalog: Catalog) -> Misfit | None:
+    """Return why a plain value of the state cannot take what the checkpoint has under its name; None if it has nothing.
+
+    Args:
+        path: Name of the value.
+        present: The value in the state.
+        saved: The `Group` that the checkpoint's tree has there; anything else if it has none.
+        catalog: The checkpoint.
+    """
+    if isinstance(saved, Group):
+        found, wanted = _GROUPS[saved.kind]
+    elif catalog.stored_fqn(path) in catalog.tensors:
+        found, wanted = "a tensor", "a tensor"
+    else:
+        return None
+    return Misfit(f"{path} is {found} in the checkpoint and {_noun(present)} here: pass {wanted}", is_certain=True)
+
+
+def misfit_of_tensor(path: str, saved: Value) -> Misfit | None:
+    """Return why a tensor of the state cannot take the plain value that the checkpoint has under its name."""
+    if saved is None or isinstance(saved, str | Number):
+        found = _noun(saved)
+        return Misfit(f"{path} is {found} in the checkpoint and a tensor here: pass {found}", is_certain=True)
+    return None
+
+
+_GROUPS = {
+    "dict": ("a dict of tensors or objects", "a dict with the same keys"),
+    "module": ("a module", "the module"),
+    "optimizer": ("an optimizer", "the optimizer"),
+    "stateful": ("the state of an object", "an object with state_dict() and load_state_dict()"),
+}
+"""What each kind of group was in the saved state, and what to pass for it."""
+
+
+def _noun(value: object) -> str:
+    """Return the kind of a value with its article, as in "a float"."""
+    if value is None:
+        return "None"
+    kind = "tensor" if isinstance(value, torch.Tensor) else type(value).__name__
+    return f"{'an' if kind[0] in 'aeioAEIO' else 'a'} {kind}"
