@@ -399,7 +399,7 @@ def repair(
         UnavailableError: Storage failed; the same call resumes.
     """
     if step is not None:
-        require_step(step)
+        step = require_step(step)
     elif unfinished:
         raise InvalidError("unfinished=True without a step; expected the step to accept, as in step=100")
     store, references = wiring.store_at(root, settings), References(settings.allowed_roots)

@@ -111,9 +111,9 @@ def preemption_of(preemption: object) -> Preemption | None:
 
 
 def _require_count(name: str, value: object) -> int:
-    if type(value) is not int or value < 1:
+    if not policies.is_whole(value) or value < 1:
         raise InvalidError(f"{name}={value!r}; expected a positive whole number, or leave it out")
-    return value
+    return int(value)
 
 
 def _require_rules(name: str, policy: object, kinds: tuple[type, ...], expected: str, other: str) -> None:

@@ -21,7 +21,7 @@ from holdfast.coordination.job import Job
 from holdfast.coordination.save_schedule import Schedule
 from holdfast.engine.background import SLICE_SECONDS
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
-from holdfast.format.names import is_step, step_and_digest
+from holdfast.format.names import is_step, plain_step, step_and_digest
 from holdfast.loading.load import LoadRequest, load, load_attempt
 from holdfast.policies import KeepPolicy, Policies, SavePolicy
 from holdfast.ports.framework import Selection
@@ -174,6 +174,7 @@ class CheckpointManager:
                 f"{self._store.url}: maybe_save does not know when to save; expected a manager made with every=100 or "
                 "save=…, as in CheckpointManager(root, every=100). To save at once, call save(step, state)"
             )
+        step = plain_step(step)
         passed = _passed(step, state, "maybe_save(step, state)", (only, skip, grads), metrics)
         if passed.misuse is not None and (self._job.comm.world_size == 1 or not is_step(step)):
             # Without a step this rank cannot decide whether the others save. They raise at their next save.
@@ -223,6 +224,7 @@ class CheckpointManager:
             tags: Tags that the step gets once it is committed, as with `tag`; only those of rank 0 are set.
         """
         self._require_not_closed()
+        step = plain_step(step)
         return self._begin_save(step, _passed(step, state, "save(step, state)", (only, skip, grads), metrics, tags))
 
     def load(

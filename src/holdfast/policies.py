@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from numbers import Integral
+from typing import Literal, TypeGuard
 
 from holdfast.errors import InvalidError
 
@@ -29,6 +30,11 @@ __all__ = [
 ]
 
 
+def is_whole(number: object) -> TypeGuard[int]:
+    """Return whether a number is an integer of any type, numpy's included; a bool is none."""
+    return isinstance(number, Integral) and not isinstance(number, bool)
+
+
 @dataclass(frozen=True, slots=True)
 class _Counted:
     """A policy with a number of steps."""
@@ -37,8 +43,9 @@ class _Counted:
     """Number of steps to keep, or from one saved or kept step to the next."""
 
     def __post_init__(self) -> None:
-        if type(self.n) is not int or self.n < 1:
+        if not is_whole(self.n) or self.n < 1:
             raise InvalidError(f"{type(self).__name__}(n={self.n!r}): expected a positive whole number")
+        object.__setattr__(self, "n", int(self.n))
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +75,11 @@ class AtSteps:
 
     def __init__(self, *steps: int) -> None:
         for step in steps:
-            if type(step) is not int or step < 0:
+            if not is_whole(step) or step < 0:
                 raise InvalidError(f"AtSteps({step!r}): expected steps as whole numbers, as in AtSteps(100, 1000)")
         if not steps:
             raise InvalidError("AtSteps(): expected at least one step, as in AtSteps(100, 1000)")
-        object.__setattr__(self, "steps", frozenset(steps))
+        object.__setattr__(self, "steps", frozenset(map(int, steps)))
 
 
 @dataclass(frozen=True, slots=True)

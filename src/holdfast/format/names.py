@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from numbers import Integral
+from typing import TypeVar
 
 from holdfast.errors import InvalidError
 from holdfast.format.digest import hex_digest_of
@@ -189,15 +191,27 @@ def is_step(step: object) -> bool:
     return isinstance(step, int) and not isinstance(step, bool) and 0 <= step <= STEP_MAX
 
 
-def require_step(step: object) -> None:
-    """Refuse what is no step.
+_Step = TypeVar("_Step")
+
+
+def plain_step(step: _Step) -> _Step | int:
+    """Return an integer of another type than int, as numpy's are, as an int; anything else as it is."""
+    return int(step) if isinstance(step, Integral) and not isinstance(step, int) else step
+
+
+def require_step(step: object) -> int:
+    """Return a step as an int, and refuse what is no step.
 
     Raises:
         InvalidError: It is not a whole number, or out of range.
     """
-    if not is_step(step):
+    number = plain_step(step)
+    if not is_step(number):
         kind = type(step).__name__
-        raise InvalidError(f"step={str(step)[:80]!r} ({kind}); expected a whole number from 0 to {STEP_MAX}")
+        hint = "" if isinstance(step, int) or not hasattr(step, "__int__") else ". Pass int(step)"
+        raise InvalidError(f"step={str(step)[:80]!r} ({kind}); expected a whole number from 0 to {STEP_MAX}{hint}")
+    assert isinstance(number, int), "is_step lets only integers pass"
+    return number
 
 
 def is_superseded_name(name: str) -> bool:
@@ -219,6 +233,4 @@ def step_and_digest(step: object) -> tuple[int, str]:
                 "digits of its digest, as `holdfast ls` lists it: 300@1f2e"
             )
         return int(match[1]), match[2]
-    require_step(step)
-    assert isinstance(step, int), "require_step lets integers pass"
-    return step, ""
+    return require_step(step), ""

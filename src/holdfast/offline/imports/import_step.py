@@ -70,7 +70,7 @@ def import_step(
     start = job.clock.monotonic_seconds()
     if step is None and (step := source.step) is None:
         raise InvalidError(f"{source.url}: has no step number; pass --step N (step=N)")
-    require_step(step)
+    step = require_step(step)
     location = CheckpointLocation(store, step_folder(step), step)
     writer_lease = WriterLease(store, job.clock, job.settings.lease_seconds)
     try:
