@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class CheckpointError(Exception):
@@ -78,3 +78,16 @@ def first_three(names: Iterable[object]) -> str:
     texts = [str(name) for name in names]
     shown = ", ".join(texts[:NAMES_SHOWN])
     return shown if len(texts) <= NAMES_SHOWN else f"{shown} and {len(texts) - NAMES_SHOWN:,} more"
+
+
+def refusal(messages: Sequence[str]) -> InvalidError:
+    """Return one error for all values of a state that cannot be saved: the first three, and the count.
+
+    Args:
+        messages: One for each value: its path, what it is, and what to do.
+    """
+    if len(messages) == 1:
+        return InvalidError(messages[0])
+    shown = "; ".join(f"({number}) {text}" for number, text in enumerate(messages[:NAMES_SHOWN], start=1))
+    more = f"; and {len(messages) - NAMES_SHOWN:,} more" if len(messages) > NAMES_SHOWN else ""
+    return InvalidError(f"{len(messages):,} values of the state cannot be saved: {shown}{more}")

@@ -165,6 +165,9 @@ class Collected:
     unmatched: Sequence[UnmatchedPattern] = ()
     """Patterns of the selection that match no name of this rank's state."""
 
+    refused: Sequence[str] = ()
+    """A message for each tensor that cannot be saved: path, type and what to do. Any refuses the save."""
+
     accumulators: Sequence[str] = ()
     """Paths of metrics: they count what their rank has seen, so their states differ by rank in ordinary runs."""
 
@@ -330,7 +333,8 @@ class Framework(Protocol):
         """Take a state apart without changing it.
 
         Raises:
-            InvalidError: A value cannot be saved; the message names its path, its type and what to do.
+            InvalidError: The state is not one that can be taken apart: two names collide, a container contains itself.
+                Single tensors that cannot be saved are in `Collected.refused`.
         """
         ...
 

@@ -8,6 +8,7 @@ from math import prod
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.job import Job
 from holdfast.coordination.opening.records import Details, SiblingMeshes, Statement
+from holdfast.errors import refusal
 from holdfast.format.digest import short_digest_of
 from holdfast.format.index.tensor_table import require_listable
 from holdfast.format.values import values
@@ -40,7 +41,7 @@ class StateFingerprint:
         """Sample the tensors and encode the values.
 
         Raises:
-            InvalidError: A value is outside the closed set, or a tensor is too large for an index.
+            InvalidError: Values are outside the closed set, or a tensor is too large for an index.
         """
         self._collected, self._location, self._settings = collected, location, job.settings
         self._differing = job.differing
@@ -50,10 +51,14 @@ class StateFingerprint:
         self._other: dict[str, bytes] = {}
         """Samples of the plain buffers, which may differ, by FQN."""
         self._slots = MeshSlots(job.comm.rank)
-        self.tree_bytes = values.dumps(values.encode(collected.tree, ""))
+        refused = [*collected.refused]
+        tree = values.encode(collected.tree, "", refused)
+        per_rank = values.encode(dict(collected.per_rank), "", refused, entries_are_whole=True)
+        if refused:
+            raise refusal(refused)
+        self.tree_bytes = values.dumps(tree)
         """The non-tensor state, encoded."""
-        per_rank = dict(collected.per_rank)
-        self.per_rank_bytes = values.dumps(values.encode(per_rank, "")) if per_rank else None
+        self.per_rank_bytes = values.dumps(per_rank) if per_rank else None
         """Per-rank values of this rank, encoded; None if there are none."""
         # Before the samples: it refuses tensors that no index can list, and some of those cannot be sampled.
         layout = self._layout()

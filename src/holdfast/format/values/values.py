@@ -7,9 +7,10 @@ docs/values.md specifies the encoding. Containers are handled here, scalars in `
 
 from __future__ import annotations
 
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from holdfast.errors import CorruptError, InvalidError
 from holdfast.format.values.arrays import decode_array, decode_scalar, encode_array, encode_scalar, exact_fields
 from holdfast.format.values.json_text import dumps, is_json_scalar, loads
 from holdfast.format.values.scalars import SCALAR_CODECS, ScalarCodec, text_document, text_value
+from holdfast.format.values.ways_out import way_out
 from holdfast.settings import MIB
 from holdfast.types.values import FrameworkValue, Group, GroupKind, PerRankRef, Skipped, TensorRef
 
@@ -42,23 +44,23 @@ _NUMPY_SCALAR = ScalarCodec("$scalar", encode_scalar, decode_scalar)
 _CODEC_OF_TAG = {codec.tag: codec for codec in (*_CODECS.values(), _NUMPY_SCALAR)}
 _GROUP_KINDS: tuple[GroupKind, ...] = get_args(GroupKind)
 _KEY_TYPES = (str, int, float, bool, type(None))
-_CONVERSIONS = {
-    kind: kind.__name__ for kind in (str, int, float, complex, bytes, tuple, list, dict, set, frozenset)
-} | {np.ndarray: "numpy.asarray"}
 
 
-def encode(value: object, path: str) -> object:
+def encode(value: object, path: str, refused: list[str] | None = None, *, entries_are_whole: bool = False) -> object:
     """Return the document of a value: dicts, lists and plain scalars that share no container with it.
 
     Args:
         value: A value of the types in docs/values.md, nested at will.
         path: Dotted name of the value, for errors.
+        refused: Receives a message for each value and key of a type that cannot be saved, in place of an error at the
+            first. If it receives any, the document is of no use.
+        entries_are_whole: Whether the value is a dict of which `skip` leaves out an entry whole or not at all.
     Raises:
         InvalidError: A nested value has another type, contains itself or nests deeper than `DEPTH_MAX`, or the
             total exceeds `ENCODED_BYTES_MAX`. The message names path, type and what to do.
     """
     try:
-        return _Encoder(path).encode(value, path, 0)
+        return _Encoder(path, refused, entries_are_whole).encode(value, path, 0)
     except RecursionError as error:
         raise InvalidError(f"{path}: nested too deeply for the remaining stack. Flatten it") from error
 
@@ -81,8 +83,12 @@ def decode(document: object, path: str) -> object:
 class _Encoder:
     """The state of one `encode` call: the remaining byte budget, and the containers around the current value."""
 
-    def __init__(self, root: str) -> None:
-        self._root = root
+    def __init__(self, root: str, refused: list[str] | None, entries_are_whole: bool) -> None:
+        self._root, self._refused, self._entries_are_whole = root, refused, entries_are_whole
+        self._whole: str | None = None
+        """Name of the value around the current one that `skip` leaves out as a whole; None if it takes each entry."""
+        self._object: tuple[GroupKind, str] = "dict", ""
+        """Kind and path of the module, optimizer or object around the current value."""
         self._bytes_left = ENCODED_BYTES_MAX
         self._open: set[int] = set()
         self._containers: dict[type, Callable[[Any, str, int], object]] = {
@@ -108,19 +114,47 @@ class _Encoder:
         if container is None:
             codec = _NUMPY_SCALAR if isinstance(value, np.generic) else _CODECS.get(kind)
             if codec is None:
-                _refuse(value, path)
+                self._refuse(path, f"a value of type {_type_name(value)} cannot be saved", way_out(value))
+                return None
             self._charge(value, path)
             try:
                 return {codec.tag: codec.encode(value)}
             except ValueError as error:
-                raise InvalidError(f"{path}: {_type_name(value)} cannot be saved: {error}. {_advice(path)}") from error
+                self._refuse(path, f"{_type_name(value)} cannot be saved: {error}", way_out(value))
+                return None
         self._bytes_left -= _VALUE_BYTES
         if id(value) in self._open:
-            raise InvalidError(f"{path}: this {_type_name(value)} contains itself. {_advice(path)}")
+            raise InvalidError(
+                f"{path}: this {_type_name(value)} contains itself. Make it a tree, or {self._leave_out(path)}"
+            )
         self._open.add(id(value))
         document = container(value, path, depth)
         self._open.remove(id(value))
         return document
+
+    def _refuse(self, path: str, problem: str, advice: str) -> None:
+        """Note a value that cannot be saved, or raise if the caller notes none."""
+        message = f"{self._shown(path)}: {problem}. {advice}, or {self._leave_out(path)}"
+        if self._refused is None:
+            raise InvalidError(message)
+        if message not in self._refused:  # Groups of parameters share most hyperparameters.
+            self._refused.append(message)
+
+    def _shown(self, path: str) -> str:
+        """Return a path as the caller knows it, without the names that an encoded object has inside."""
+        kind, above = self._object
+        below = path.removeprefix(above)
+        if kind == "stateful":
+            below = below.removeprefix(".state")
+        elif kind == "optimizer":
+            below = re.sub(r"^\.hyperparameters\.[0-9a-f]+", ".param_groups", below)
+        return above + below
+
+    def _leave_out(self, path: str) -> str:
+        name = path if self._whole is None else self._whole
+        # A pattern: brackets and wildcards of a name stand for themselves.
+        pattern = re.sub(r"([*?[])", r"[\1]", name)
+        return f"leave it out with skip=[{pattern!r}]"
 
     def _charge(self, value: object, path: str) -> None:
         self._bytes_left -= _VALUE_BYTES + _content_bytes(value)
@@ -128,15 +162,28 @@ class _Encoder:
             raise InvalidError(
                 f"{path}: with this value of {_content_bytes(value)} bytes, {self._root or 'the state'} exceeds "
                 f"{ENCODED_BYTES_MAX} bytes of values; expected a tensor for data of this size. "
-                f"Make it a tensor, or leave it out with skip=[{path!r}]"
+                f"Make it a tensor, or {self._leave_out(path)}"
             )
 
     def _list(self, items: Iterable[object], path: str, depth: int) -> list[object]:
-        return [self.encode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(items)]
+        outer = self._enter_whole(path)
+        documents = [self.encode(item, f"{path}[{index}]", depth + 1) for index, item in enumerate(items)]
+        self._whole = outer
+        return documents
 
     def _members(self, members: Iterable[object], path: str, depth: int) -> list[object]:
         # The order of a set differs between processes, but equal states must give equal bytes.
-        return sorted((self.encode(member, _below(path, member), depth) for member in members), key=dumps)
+        outer = self._enter_whole(path)
+        documents = sorted((self.encode(member, _below(path, member), depth) for member in members), key=dumps)
+        self._whole = outer
+        return documents
+
+    def _enter_whole(self, path: str) -> str | None:
+        """Take a container for one that `skip` leaves out as a whole; return what `_whole` becomes after it."""
+        outer = self._whole
+        if outer is None:
+            self._whole = path
+        return outer
 
     def _dict(self, content: Mapping[object, object], path: str, depth: int) -> dict[str, object]:
         if all(type(key) is str and is_json_scalar(key) and not key.startswith("$") for key in content):
@@ -144,34 +191,50 @@ class _Encoder:
             for key, value in content.items():
                 assert isinstance(key, str)
                 self._charge(key, path)
-                document[key] = self.encode(value, _below(path, key), depth + 1)
+                below = _below(path, key)
+                outer = self._enter_whole(below) if self._entries_are_whole else self._whole
+                document[key] = self.encode(value, below, depth + 1)
+                self._whole = outer
             return document
         return {"$dict": self._pairs(content, path, depth + 3)}
 
     def _pairs(self, content: Mapping[object, object], path: str, depth: int) -> list[object]:
         pairs: list[object] = []
+        is_named = type(content) is not Counter and all(type(key) is str for key in content)
+        outer = self._whole if is_named else self._enter_whole(path)
         for key, value in content.items():
             below = _below(path, key)
-            if not _is_key(key):
-                raise InvalidError(
-                    f"{below}: a key of type {_type_name(key)} cannot be saved; "
-                    f"expected str, int, float, bool, None or a tuple of these. {_advice(path)}"
+            if _is_key(key):
+                pairs.append([self.encode(key, below, depth), self.encode(value, below, depth)])
+            else:
+                problem = (
+                    f"a key of type {_type_name(key)} cannot be saved; expected str, int, float, bool, None or a tuple "
+                    "of these"
                 )
-            pairs.append([self.encode(key, below, depth), self.encode(value, below, depth)])
+                self._refuse(below, problem, "Use other keys")
+        self._whole = outer
         return pairs
 
     def _ordered_dict(self, content: OrderedDict[object, object], path: str, depth: int) -> object:
         pairs = self._pairs(content, path, depth + 4)
         # torch.nn.Module.state_dict() stores its version numbers in an attribute of the dict.
-        attributes = _attributes(content, path, allowed={"_metadata"})
-        if not attributes:
+        attributes = self._attributes(content, path, allowed={"_metadata"})
+        if "_metadata" not in attributes:
             return {"$ordered_dict": pairs}
         metadata = self.encode(attributes["_metadata"], f"{path}._metadata", depth + 2)
         return {"$ordered_dict": {"items": pairs, "metadata": metadata}}
 
     def _counter(self, content: Counter[object], path: str, depth: int) -> object:
-        _attributes(content, path, allowed=set())
+        self._attributes(content, path, allowed=set())
         return {"$counter": self._pairs(content, path, depth + 3)}
+
+    def _attributes(self, content: object, path: str, *, allowed: set[str]) -> Mapping[str, object]:
+        attributes = vars(content)
+        lost = sorted(attributes.keys() - allowed)
+        if lost:
+            problem = f"this {_type_name(content)} carries attributes {lost}, which would be lost"
+            self._refuse(path, problem, "Pass them as values of their own")
+        return attributes
 
     def _group(self, group: Group, path: str, depth: int) -> object:
         if group.kind not in _GROUP_KINDS or type(group.items) is not dict:
@@ -179,7 +242,15 @@ class _Encoder:
         for name in group.items:
             if type(name) is not str:
                 raise InvalidError(f"{path}: the children of a Group are named by str, not {_type_name(name)}")
-        return {"$group": {"kind": group.kind, "items": self.encode(group.items, path, depth + 2)}}
+        outer = self._whole, self._entries_are_whole, self._object
+        if group.kind in ("optimizer", "stateful"):
+            self._enter_whole(path)
+        self._entries_are_whole = group.kind == "module"
+        if group.kind != "dict":
+            self._object = group.kind, path
+        items = self.encode(group.items, path, depth + 2)
+        self._whole, self._entries_are_whole, self._object = outer
+        return {"$group": {"kind": group.kind, "items": items}}
 
     def _framework_value(self, value: FrameworkValue, path: str, depth: int) -> object:
         if type(value.kind) is not str:
@@ -201,16 +272,6 @@ def _content_bytes(value: object) -> int:
     return value.bit_length() // 8 if type(value) is int else 0
 
 
-def _attributes(content: object, path: str, *, allowed: set[str]) -> Mapping[str, object]:
-    attributes = vars(content)
-    if attributes.keys() - allowed:
-        raise InvalidError(
-            f"{path}: this {_type_name(content)} carries attributes {sorted(attributes.keys() - allowed)}, "
-            f"which would be lost. {_advice(path)}"
-        )
-    return attributes
-
-
 def _is_key(key: object) -> bool:
     return type(key) in _KEY_TYPES or (type(key) is tuple and all(_is_key(part) for part in key))
 
@@ -230,19 +291,6 @@ def _below(path: str, key: object) -> str:
 def _type_name(value: object) -> str:
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _advice(path: str) -> str:
-    return (
-        f"Convert it to plain values, give the object that holds it state_dict() and load_state_dict(), "
-        f"or leave it out with skip=[{path!r}]"
-    )
-
-
-def _refuse(value: object, path: str) -> NoReturn:
-    bases = [_CONVERSIONS[base] for base in type(value).__mro__[1:] if base in _CONVERSIONS]
-    hint = f" Subclasses are not supported: {bases[0]}(value) is." if bases else ""
-    raise InvalidError(f"{path}: a value of type {_type_name(value)} cannot be saved.{hint} {_advice(path)}")
 
 
 def _decode(document: object, path: str, depth: int) -> object:

@@ -97,10 +97,17 @@ def _require_dense(tensor: torch.Tensor, fqn: str) -> None:
                 f"{fqn}: a FlatParameter of FSDP1 holds many parameters without their names; pass the "
                 "FullyShardedDataParallel module itself, wrapped with use_orig_params=True"
             )
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        raise InvalidError(
-            f"{fqn}: {tensor.layout} {kind} cannot be saved; expected a dense tensor. Convert it, or skip= it"
-        )
+    if tensor.is_nested:
+        what, instead = f"nested {kind}", "value.unbind()"
+    elif tensor.is_quantized:
+        what, instead = f"quantised {kind} ({tensor.dtype})", "value.int_repr() beside its scale and zero point"
+    elif tensor.layout is not torch.strided:
+        what, instead = f"{tensor.layout} {kind}", "value.to_dense()"
+    else:
+        return
+    raise InvalidError(
+        f"{fqn}: {what} cannot be saved; expected a dense tensor. Pass {instead}, or leave it out with skip=[{fqn!r}]"
+    )
 
 
 def held_storable(

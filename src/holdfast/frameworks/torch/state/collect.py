@@ -64,6 +64,7 @@ def collect(state: Mapping[str, object], selection: Selection, ranks: Ranks) -> 
         unfenced_because=unfenced,
         pin=next((side.pin for side in collector.sides), None),
         unmatched=collector.selector.unmatched(),
+        refused=collector.refused,
         accumulators=collector.accumulators,
     )
 
@@ -77,6 +78,8 @@ class _Collector:
         self.skipped: list[str] = []
         self.per_rank: dict[str, Value] = {}
         self.optimizers: dict[str, OptimizerRecord] = {}
+        self.refused: list[str] = []
+        """A message for each tensor that cannot be saved."""
         self.accumulators: list[str] = []
         self.fenced_objects: list[torch.nn.Module | torch.optim.Optimizer] = []
         self.unfenced: dict[str, None] = {}
@@ -207,10 +210,16 @@ class _Collector:
             view.members.require_whole(view.path)
         group, keys = collect_optimizer(view, on_state)
         self._record_optimizer(view, keys)
+        kept: set[object] = set()
         for members in (group.items["param_groups"], group.items.get("empty_groups", {})):
             assert isinstance(members, dict)
             for name in [name for name in members if not self._takes_part(f"{view.path}.param_groups.{name}")]:
                 del members[name]
+            kept.update(members.values())
+        hyperparameters = group.items["hyperparameters"]
+        assert isinstance(hyperparameters, dict)
+        for content in hyperparameters.keys() - kept:
+            del hyperparameters[content]  # They may hold what cannot be saved, and no group needs them.
         return group
 
     def _record_optimizer(self, view: OptimizerView, keys: tuple[str, ...]) -> None:
@@ -269,7 +278,11 @@ class _Collector:
         require_fqn(fqn)
         if fqn in self._numbers:
             raise InvalidError(f"{fqn}: two leaves of the state have this name; expected different names. Rename a key")
-        held, memory = held_storable(fqn, tensor, declared, self._ranks, "materialise it first")
+        try:
+            held, memory = held_storable(fqn, tensor, declared, self._ranks, "materialise it first")
+        except InvalidError as error:
+            self.refused.append(str(error))
+            return False
         number = None
         first = self._ties.first_name(fqn, tensor, held, memory, declared)
         if first != fqn:

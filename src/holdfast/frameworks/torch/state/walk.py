@@ -240,22 +240,22 @@ def _is_branch(value: dict[object, object], seen: set[int]) -> bool:
         return False
     seen.add(id(value))
     return any(
-        isinstance(entry, torch.Tensor)
-        or (isinstance(entry, dict) and _is_branch(entry, seen))
+        isinstance(entry, torch.Tensor | Sharded)
         or (isinstance(entry, list | tuple) and holds_tensor(entry))
-        or _holds_object(entry, set())
+        or (_is_branch(entry, seen) if isinstance(entry, dict) else _holds_object(entry, set()))
         for entry in value.values()
     )
 
 
-_PLAIN = (int, float, str, bool, type(None), bytes, torch.Tensor, torch.nn.Parameter)
+_PLAIN = {int, float, str, bool, type(None), bytes, torch.Tensor, torch.nn.Parameter}
 """Types of most items of long lists. They are no objects of the state, and to ask a protocol about them is slow."""
 
 
 def _holds_object(value: object, seen: set[int]) -> bool:
     """Return whether a value is or contains an object that is saved and filled by its own kind, not as a plain value.
 
-    A list or tuple of tensors holds none: it is one value with references to its tensors.
+    A list or tuple of tensors holds none: it is one value with references to its tensors. So is one of `Sharded`, which
+    is refused later.
     """
     if type(value) in _PLAIN:
         return False
@@ -263,14 +263,14 @@ def _holds_object(value: object, seen: set[int]) -> bool:
         items: Iterable[object] = value.values() if all(isinstance(key, str) for key in value) else ()
     elif type(value) is list or type(value) is tuple:
         items = value
-    elif isinstance(value, torch.nn.Module | torch.optim.Optimizer | Sharded | PerRank | RngState):
+    elif isinstance(value, torch.nn.Module | torch.optim.Optimizer | PerRank | RngState):
         return True
     else:
         return not isinstance(value, type) and isinstance(value, Stateful)
     if id(value) in seen:
         return False
     seen.add(id(value))
-    return any(_holds_object(item, seen) for item in items)
+    return not {*map(type, items)} <= _PLAIN and any(_holds_object(item, seen) for item in items)
 
 
 def _joined(path: str, key: str) -> str:
