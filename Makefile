@@ -13,7 +13,8 @@
 #                   saving, going back, collecting, fencing and repairing (ext4; XFS where xfsprogs is installed);
 #                   a training told to end ROUNDS times; lives of runs drawn at random; FAULTS=1000 faults drawn
 #                   for saves of trainings, FAULTS_SEED=n for the same ones again (about 75 minutes)
-#   make clean   remove the environment, caches and runs
+#   make dist    build sdist and wheel into dist/, and try the wheel in environments of its own (minutes)
+#   make clean   remove the environments, caches and runs
 #
 # PYTHON=/path/to/python3 chooses another interpreter for the environment.
 
@@ -21,10 +22,11 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The suite starts hundreds of processes: each would compile all of Holdfast anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test check bench bench-interop bench-scale bench-compare fuzz campaign clean
+.PHONY: help demo test check bench bench-interop bench-scale bench-compare fuzz campaign dist clean
 
 TORCH := torch==2.13.0
 VENV := .venv
+DIST_VENVS := .venv-dist
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 FUZZ_SECONDS ?= 600
@@ -106,6 +108,34 @@ campaign: $(READY)
 	@LIFE_EXAMPLES=$$((5 * $(ROUNDS))) $(PY) -m pytest -q --timeout 3600 -o faulthandler_timeout=3660 tests/property/test_life_of_a_run.py
 	@FAULTS=$(FAULTS) $(PY) -m pytest -q -s tests/distributed/test_failed_saves.py
 
+# Three environments: the tools that build and check; the wheel with torch; the wheel and what it requires, no torch.
+# The last two are made anew: what an earlier wheel brought along would hide what this one lacks. The wheel is built
+# from the sdist, so the sdist is complete.
+DIST_PIP := -m pip install --quiet --disable-pip-version-check
+dist:
+	@if test -z "$(PYTHON)"; then \
+	    echo "holdfast: found no Python 3.11 or newer with venv; say which with PYTHON=/path/to/python3" >&2; exit 1; fi
+	@rm -rf build dist src/*.egg-info $(DIST_VENVS)/torch $(DIST_VENVS)/plain $(DIST_VENVS)/work
+	@test -x $(DIST_VENVS)/tools/bin/twine || { $(PYTHON) -m venv --clear $(DIST_VENVS)/tools && \
+	    $(DIST_VENVS)/tools/bin/python $(DIST_PIP) 'build>=1.2,<2' 'twine>=6,<7'; }
+	@echo "holdfast: building sdist and wheel"
+	@$(DIST_VENVS)/tools/bin/python -m build --outdir dist . > $(DIST_VENVS)/build.log 2>&1 || { cat $(DIST_VENVS)/build.log; exit 1; }
+	@$(DIST_VENVS)/tools/bin/twine check --strict dist/*
+	@echo "holdfast: trying the wheel with torch"
+	@if $(PYTHON) -c '$(HAS_TORCH)' >/dev/null 2>&1; then site=--system-site-packages; else site=; fi; \
+	    $(PYTHON) -m venv --clear $$site $(DIST_VENVS)/torch
+	@$(DIST_VENVS)/torch/bin/python $(DIST_PIP) $(TORCH) "$$(echo dist/*.whl)[cli,torch]"
+	@mkdir $(DIST_VENVS)/work && cd $(DIST_VENVS)/work && \
+	    ../torch/bin/python -P $(CURDIR)/release/try_wheel.py $(CURDIR)/dist/*.whl
+	@echo "holdfast: trying the wheel without torch"
+	@$(PYTHON) -m venv --clear $(DIST_VENVS)/plain
+	@$(DIST_VENVS)/plain/bin/python $(DIST_PIP) "$$(echo dist/*.whl)[cli]"
+	@$(DIST_VENVS)/plain/bin/python -m pip check
+	@cd $(DIST_VENVS)/work && \
+	    ../plain/bin/python -P $(CURDIR)/release/try_wheel.py $(CURDIR)/dist/*.whl --read checkpoints/run-7
+	@rm -rf $(DIST_VENVS)/torch $(DIST_VENVS)/plain $(DIST_VENVS)/work
+	@echo "holdfast: ready for an index:" dist/*
+
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache runs
-	find src tests demo bench fuzz -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	rm -rf $(VENV) $(DIST_VENVS) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache runs
+	find src tests demo bench fuzz release -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

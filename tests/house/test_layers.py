@@ -84,15 +84,6 @@ def test_every_public_name_is_there() -> None:
         _ = holdfast.restore
 
 
-def test_the_version_is_stated_once_and_the_same() -> None:
-    import tomllib
-
-    import holdfast
-
-    with (ROOT / "pyproject.toml").open("rb") as file:
-        assert tomllib.load(file)["project"]["version"] == holdfast.__version__
-
-
 def test_every_package_says_what_lives_there() -> None:
     folders = {path.parent for path in FILES}
     assert PACKAGE in folders
