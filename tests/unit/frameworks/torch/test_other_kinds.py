@@ -54,7 +54,7 @@ def test_a_plain_value_where_the_checkpoint_has_an_object(tmp_path: Path) -> Non
     for name, text in {
         "optimizer": "optimizer is an optimizer in the checkpoint and None here: pass the optimizer",
         "scheduler": "scheduler is the state of an object in the checkpoint and None here: pass an object with state_d",
-        "best": "best is a dict of tensors or objects in the checkpoint and None here: pass a dict with the same keys",
+        "best": "best is a dict or list of tensors or objects in the checkpoint and None here: pass one with ",
     }.items():
         assert text in refusal(tmp_path / "c", {**saved, name: None})
 

@@ -49,7 +49,7 @@ def misfit_of_tensor(path: str, saved: Value) -> Misfit | None:
 
 
 _GROUPS = {
-    "dict": ("a dict of tensors or objects", "a dict with the same keys"),
+    "dict": ("a dict or list of tensors or objects", "one with the same keys"),
     "module": ("a module", "the module"),
     "optimizer": ("an optimizer", "the optimizer"),
     "stateful": ("the state of an object", "an object with state_dict() and load_state_dict()"),

@@ -1,0 +1,43 @@
+"""Containers in the state of two ranks: optimizers in a list, sharded, and values that one rank cannot save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import holdfast
+from tests.distributed.launch import Case, Results, run_worlds
+from tests.distributed.state_cases import Trained
+
+CASES = ("optimizers_in_a_list", "refused_on_one_rank")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("states")
+
+
+@pytest.fixture(scope="module")
+def results(root: Path) -> Results:
+    cases = [Case(f"tests.distributed.state_cases:{name}", {"path": str(root / name)}, name) for name in CASES]
+    return run_worlds(2, [cases], root / "world", deadline_seconds=150)["optimizers_in_a_list"]
+
+
+def test_sharded_optimizers_in_a_list_go_on_in_one_process(results: Results, root: Path) -> None:
+    first, second = results.values("optimizers_in_a_list")
+    assert first == second
+    alone = Trained(2)
+    holdfast.load(root / "optimizers_in_a_list", alone.state(), process_group=False)
+    assert alone.steps(3) == pytest.approx(first, rel=1e-5)
+
+
+def test_what_one_rank_cannot_save_every_rank_names(results: Results, root: Path) -> None:
+    texts = results.values("refused_on_one_rank")
+    assert len(texts) == 2
+    assert "rank 1 refused: " in str(texts[0])
+    for text in texts:
+        assert isinstance(text, str)
+        assert "3 values of the state cannot be saved: (1) mask: torch.sparse_coo Tensor" in text
+        assert "(2) args: " in text and "Pass vars(value)" in text and "(3) cfg[0].device: " in text
+    assert not (root / "refused_on_one_rank").exists()
