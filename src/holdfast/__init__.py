@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         import_checkpoint,
         load,
         open_checkpoint,
+        read,
         save,
     )
     from holdfast.errors import (
@@ -41,6 +42,7 @@ __all__ = [
     "async_save",
     "load",
     "open_checkpoint",
+    "read",
     "import_checkpoint",
     "diff",
     "export",

@@ -46,6 +46,7 @@ from holdfast.telemetry.trace import Trace, trace_of
 from holdfast.types.diff import Change, Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
 from holdfast.types.export import SHARD_BYTES, ExportOptions
 from holdfast.types.reports import LoadReport, SaveReport
+from holdfast.whole_state import read
 
 __all__ = [
     "Change",
@@ -82,6 +83,7 @@ __all__ = [
     "list_steps",
     "load",
     "open_checkpoint",
+    "read",
     "repair",
     "policies",
     "save",

@@ -30,6 +30,7 @@ from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 from holdfast.types.export import ExportOptions
 from holdfast.types.listing import ForeignListing
+from holdfast.types.values import FrameworkValue
 
 Path = str | os.PathLike[str]
 ProcessGroup = object
@@ -296,6 +297,19 @@ def _to_torch(array: object, dtype: str) -> object:
     except ImportError as error:
         raise InvalidError(f"framework='torch' needs PyTorch, {_why_no_torch(error)}") from error
     return tensor_of(array, dtype)
+
+
+def built_by_torch(value: FrameworkValue) -> object:
+    """Return the torch object of a neutral value.
+
+    Raises:
+        InvalidError: This torch has no such value, or PyTorch is not installed.
+    """
+    try:
+        from holdfast.frameworks.torch.containers import put_together
+    except ImportError as error:
+        raise InvalidError(f"framework='torch' needs PyTorch, {_why_no_torch(error)}") from error
+    return put_together(value, lambda leaf: leaf)
 
 
 def _why_no_torch(error: ImportError) -> str:

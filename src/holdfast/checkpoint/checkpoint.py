@@ -164,8 +164,7 @@ class Checkpoint:
             InvalidError: The index does not fit the tensor, or the framework is unknown.
             CorruptError: Stored bytes differ from what was saved.
         """
-        if framework not in ("numpy", "torch"):
-            raise InvalidError(f"framework={framework!r}; expected 'numpy' or 'torch'")
+        require_framework(framework)
         stored = self.aliases.get(fqn, fqn)
         tensors = self._loaded_index().tensors
         spec = tensors.get(stored)
@@ -182,7 +181,29 @@ class Checkpoint:
         execute(plan, self.packs, [target], self.settings)
         # The Ellipsis keeps a 0-d result an array; numpy would return a scalar.
         array = target.array[(*rest, ...)]
-        return array if framework == "numpy" else self._to_torch(array, spec.dtype)
+        return self.as_framework(array, spec.dtype, framework)
+
+    def read_all(self, fqns: Iterable[str], framework: str = "numpy") -> dict[str, object]:
+        """Return whole tensors by stored FQN; all of them are read together. Otherwise as `read`.
+
+        Args:
+            fqns: Stored names; a name may come twice.
+            framework: `numpy` or `torch`.
+        Raises:
+            CorruptError: Stored bytes differ from what was saved.
+            UnavailableError: Storage failed, or the tensors do not fit into memory.
+        """
+        require_framework(framework)
+        specs = {fqn: self.index.tensors[fqn] for fqn in fqns}
+        boxes = {fqn: Box.whole(spec.global_shape) for fqn, spec in specs.items()}
+        plan = self.reads_for([WantedBoxes(fqn, (box,)) for fqn, box in boxes.items()], self.settings.read_window_bytes)
+        targets = {fqn: HostTarget(spec.dtype, boxes[fqn]) for fqn, spec in specs.items()}
+        execute(plan, self.packs, list(targets.values()), self.settings)
+        return {fqn: self.as_framework(target.array, target.dtype, framework) for fqn, target in targets.items()}
+
+    def as_framework(self, array: object, dtype: str, framework: str) -> object:
+        """Return a numpy array of the bits of a stored dtype, or a tensor of the framework that shares its memory."""
+        return array if framework == "numpy" else self._to_torch(array, dtype)
 
     @property
     def source(self) -> TensorReader:
@@ -315,6 +336,16 @@ class Checkpoint:
             deep: Compare casts completely.
         """
         yield from self.verification(observer, deep=deep).damages()
+
+
+def require_framework(framework: object) -> None:
+    """Refuse the name of a framework that tensors cannot be read for.
+
+    Raises:
+        InvalidError: It is neither `numpy` nor `torch`.
+    """
+    if framework not in ("numpy", "torch"):
+        raise InvalidError(f"framework={framework!r}; expected 'numpy' or 'torch'")
 
 
 def _box_of(

@@ -1,0 +1,145 @@
+"""Reads the whole state of a checkpoint without a template, as `torch.load` returns it for an exported one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from holdfast import wiring
+from holdfast.arguments import Globs, selection_of
+from holdfast.checkpoint.checkpoint import require_framework
+from holdfast.errors import InvalidError, first_three
+from holdfast.foreign.file_layout import SmallTensor, TensorLeaf
+from holdfast.foreign.nested_state import State, nested_state
+from holdfast.foreign.values import below
+from holdfast.geometry.dtype import DTYPES
+from holdfast.settings import Settings
+from holdfast.types.export import ExportContent, ExportOptions
+from holdfast.types.values import FrameworkValue
+
+_ABSENT = object()
+
+
+def read(
+    path: wiring.Path,
+    *,
+    only: Globs = None,
+    framework: str = "torch",
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> dict[str, object]:
+    """Read the state of a checkpoint into new memory, without a state to fill. This process alone reads.
+
+    The result is what `torch.load` would return for the same state: a module or an optimizer is its `state_dict()`,
+    with parameters of an optimizer by name, and everything else keeps its nesting. What each rank has for itself
+    (`PerRank`, `RngState`) is left out, with a warning: see `open_checkpoint(path).per_rank(rank)`.
+
+    Args:
+        path: The checkpoint, of any format that Holdfast reads.
+        only: Read only names that match one of these patterns, and all below them, as in `only="model.*"`.
+        framework: `torch` for tensors on the CPU, or `numpy`, which needs no torch: bfloat16 and float8 become unsigned
+            integers of their width, and torch's dtypes and devices their names.
+        settings: How to read.
+    Raises:
+        MissingError: There is no checkpoint.
+        InvalidError: The path is the root of a run, the format is newer, or a pattern matches no name.
+        CorruptError: The checkpoint is damaged.
+        UnavailableError: Storage failed, or the tensors do not fit into memory.
+    """
+    require_framework(framework)
+    patterns = selection_of(only, None, False).only
+    checkpoint = wiring.checkpoint_at(path, settings)
+    manifest = checkpoint.manifest
+    content = ExportContent(checkpoint.index.tensors, manifest.aliases, manifest.tree)
+    state = nested_state(content, ExportOptions(), flat_optimizers=False)
+    if patterns is not None:
+        state = _Selected(patterns).of(state, checkpoint.url)
+    tensors = checkpoint.read_all([leaf.fqn for leaf in _leaves(state) if isinstance(leaf, TensorLeaf)], framework)
+
+    def fill(leaf: object) -> object:
+        if isinstance(leaf, TensorLeaf):
+            return tensors[leaf.fqn]
+        if isinstance(leaf, SmallTensor):
+            array = np.frombuffer(bytearray(leaf.data), DTYPES[leaf.dtype].numpy).reshape(leaf.shape)
+            return checkpoint.as_framework(array, leaf.dtype, framework)
+        if isinstance(leaf, FrameworkValue):
+            return wiring.built_by_torch(leaf) if framework == "torch" else leaf.value
+        return leaf
+
+    _fill(state, fill)
+    return state
+
+
+class _Selected:
+    """The part of a state that patterns select."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._unmatched = dict.fromkeys(patterns)
+        self._patterns = patterns
+
+    def of(self, state: State, url: str) -> State:
+        """Return the part of a state.
+
+        Raises:
+            InvalidError: A pattern matches nothing.
+        """
+        kept = {key: part for key, value in state.items() if (part := self._part(value, below("", key))) is not _ABSENT}
+        if self._unmatched:
+            raise InvalidError(
+                f"{url}: only={first_three(map(repr, self._unmatched))}: matches no name. At the top it has "
+                f"{first_three(sorted(map(str, state)))}; `holdfast inspect` lists all names"
+            )
+        return kept
+
+    def _part(self, value: object, path: str) -> object:
+        """Return what is selected of a value; `_ABSENT` if nothing is. A list counts as one value."""
+        names = (*_at_and_above(path), *(_at_and_above(value.fqn) if isinstance(value, TensorLeaf) else ()))
+        hits = [pattern for pattern in self._patterns if any(fnmatchcase(name, pattern) for name in names)]
+        for pattern in hits:
+            self._unmatched.pop(pattern, None)
+        if hits:
+            return value
+        if isinstance(value, dict) and not isinstance(value, Counter):
+            parts = {key: self._part(item, below(path, key)) for key, item in value.items()}
+            for key in [key for key, part in parts.items() if part is _ABSENT]:
+                del value[key]
+            value.update({key: part for key, part in parts.items() if part is not _ABSENT})
+            return value or _ABSENT
+        if isinstance(value, list | tuple):
+            parts_of_list = [self._part(item, f"{path}.{number}") for number, item in enumerate(value)]
+            return _ABSENT if all(part is _ABSENT for part in parts_of_list) else value
+        return _ABSENT
+
+
+def _at_and_above(name: str) -> Iterator[str]:
+    """Yield a name and the names above it: a pattern applies to all names below the ones that it matches."""
+    yield name
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _leaves(value: object) -> Iterator[object]:
+    """Yield what is no container."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else None
+    if items is None:
+        yield value
+    else:
+        for item in items:
+            yield from _leaves(item)
+
+
+def _fill(value: object, fill: Callable[[object], object]) -> object:
+    """Return a value with its leaves replaced. Dicts and lists are changed in place: they keep type and attributes."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            value[key] = _fill(item, fill)
+        return value
+    if isinstance(value, list):
+        value[:] = [_fill(item, fill) for item in value]
+        return value
+    if isinstance(value, tuple):
+        return tuple(_fill(item, fill) for item in value)
+    return fill(value)
