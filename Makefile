@@ -13,6 +13,7 @@
 #                   saving, going back, collecting, fencing and repairing (ext4; XFS where xfsprogs is installed);
 #                   a training told to end ROUNDS times; lives of runs drawn at random; FAULTS=1000 faults drawn
 #                   for saves of trainings, FAULTS_SEED=n for the same ones again (about 75 minutes)
+#   make test-torch   the core of the suite under another torch: TORCH=2.14.1 (minutes, and a download of some GiB)
 #   make dist    build sdist and wheel into dist/, and try the wheel in environments of its own (minutes)
 #   make clean   remove the environments, caches and runs
 #
@@ -22,9 +23,11 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The suite starts hundreds of processes: each would compile all of Holdfast anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test check bench bench-interop bench-scale bench-compare fuzz campaign dist clean
+.PHONY: help demo test check bench bench-interop bench-scale bench-compare fuzz campaign test-torch dist clean
 
-TORCH := torch==2.13.0
+PINNED_TORCH := torch==2.13.0
+TORCH ?=
+TORCH_VENV := .venv-torch
 VENV := .venv
 DIST_VENVS := .venv-dist
 PY := $(VENV)/bin/python
@@ -57,8 +60,8 @@ $(READY): pyproject.toml
 	    if $(PYTHON) -c '$(HAS_TORCH)' >/dev/null 2>&1; then site=--system-site-packages; else site=; fi; \
 	    $(PYTHON) -m venv --clear $$site $(VENV); fi
 	@if ! $(PY) -c 'import importlib.metadata as m; m.version("torch")' >/dev/null 2>&1; then \
-	    echo "holdfast: installing $(TORCH) (once; this is the large one)"; \
-	    $(PY) -m pip install --quiet --disable-pip-version-check $(TORCH); fi
+	    echo "holdfast: installing $(PINNED_TORCH) (once; this is the large one)"; \
+	    $(PY) -m pip install --quiet --disable-pip-version-check $(PINNED_TORCH); fi
 	@echo "holdfast: installing holdfast with its tools"
 	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev,cli]'
 	@touch $@
@@ -108,6 +111,18 @@ campaign: $(READY)
 	@LIFE_EXAMPLES=$$((5 * $(ROUNDS))) $(PY) -m pytest -q --timeout 3600 -o faulthandler_timeout=3660 tests/property/test_life_of_a_run.py
 	@FAULTS=$(FAULTS) $(PY) -m pytest -q -s tests/distributed/test_failed_saves.py
 
+# One environment at a time, and none afterwards: a torch takes some GiB. It is removed after a failure too.
+CORE := tests/unit tests/contract tests/property tests/distributed/test_matrix.py
+test-torch:
+	@if test -z "$(TORCH)"; then echo "holdfast: say which torch: make test-torch TORCH=2.14.1" >&2; exit 2; fi
+	@if test -z "$(PYTHON)"; then \
+	    echo "holdfast: found no Python 3.11 or newer with venv; say which with PYTHON=/path/to/python3" >&2; exit 1; fi
+	@trap 'rm -rf $(TORCH_VENV)' EXIT; set -e; \
+	    echo "holdfast: installing torch $(TORCH)"; \
+	    $(PYTHON) -m venv --clear $(TORCH_VENV); \
+	    $(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'torch==$(TORCH)' -e '.[dev,cli]'; \
+	    $(TORCH_VENV)/bin/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(CORE)
+
 # Three environments: the tools that build and check; the wheel with torch; the wheel and what it requires, no torch.
 # The last two are made anew: what an earlier wheel brought along would hide what this one lacks. The wheel is built
 # from the sdist, so the sdist is complete.
@@ -124,7 +139,7 @@ dist:
 	@echo "holdfast: trying the wheel with torch"
 	@if $(PYTHON) -c '$(HAS_TORCH)' >/dev/null 2>&1; then site=--system-site-packages; else site=; fi; \
 	    $(PYTHON) -m venv --clear $$site $(DIST_VENVS)/torch
-	@$(DIST_VENVS)/torch/bin/python $(DIST_PIP) $(TORCH) "$$(echo dist/*.whl)[cli,torch]"
+	@$(DIST_VENVS)/torch/bin/python $(DIST_PIP) $(PINNED_TORCH) "$$(echo dist/*.whl)[cli,torch]"
 	@mkdir $(DIST_VENVS)/work && cd $(DIST_VENVS)/work && \
 	    ../torch/bin/python -P $(CURDIR)/release/try_wheel.py $(CURDIR)/dist/*.whl
 	@echo "holdfast: trying the wheel without torch"
@@ -137,5 +152,5 @@ dist:
 	@echo "holdfast: ready for an index:" dist/*
 
 clean:
-	rm -rf $(VENV) $(DIST_VENVS) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache runs
+	rm -rf $(VENV) $(DIST_VENVS) $(TORCH_VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache runs
 	find src tests demo bench fuzz release -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
