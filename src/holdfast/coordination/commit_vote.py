@@ -15,6 +15,7 @@ wakes the waiting ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -105,7 +106,7 @@ class CommitVote:
     def votes(self) -> list[Vote]:
         """Return every rank's vote, by rank; for the committing rank."""
         job = self._job
-        keys = [self._key("vote", rank) for rank in range(job.comm.world_size)]
+        keys = self._vote_keys(range(job.comm.world_size))
         records = job.key_value_store.get_many(keys, job.seconds_left(job.deadline()))
         return [decode_message(record, Vote) for record in records]
 
@@ -195,10 +196,7 @@ class CommitVote:
         if not is_asking:
             return "some ranks did not finish their part"
         keys = self._job.key_value_store
-        silent = ranks_without(
-            range(self._job.comm.world_size),
-            lambda ranks: keys.present(*(self._key("vote", rank) for rank in ranks)),
-        )
+        silent = ranks_without(range(self._job.comm.world_size), lambda ranks: keys.present(*self._vote_keys(ranks)))
         if not silent:
             return "all ranks voted, and the last one to vote did not begin to commit"
         return f"ranks [{first_three(silent)}] did not finish their part"
@@ -219,6 +217,9 @@ class CommitVote:
     @property
     def _shared_keys(self) -> list[str]:
         return [self._key(name) for name in ("count", "outcome", "result", "asking", "progress")]
+
+    def _vote_keys(self, ranks: Iterable[int]) -> list[str]:
+        return self._job.keys_of(ranks, "attempt", self._attempt, "vote")
 
     def _key(self, *parts: object) -> str:
         return self._job.key("attempt", self._attempt, *parts)

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import NoReturn
 
@@ -166,6 +166,11 @@ class Job:
     def key(self, *parts: object) -> str:
         """Return a key of this job."""
         return "/".join((self.nonce, *map(str, parts)))
+
+    def keys_of(self, ranks: Iterable[int], *parts: object) -> list[str]:
+        """Return for each rank the key of this job that ends with it."""
+        prefix = self.key(*parts)
+        return [f"{prefix}/{rank}" for rank in ranks]
 
     def attempt_id(self, sequence: int, step: int) -> str:
         """Return the id of one try at one step, 16 hex digits: hash(nonce, sequence, step)."""

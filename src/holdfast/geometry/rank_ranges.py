@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, starmap
 
 RankRanges = Sequence[Sequence[int]]
 """Ascending ranks as ranges of `[first, stop, stride]`."""
@@ -32,4 +33,4 @@ def rank_ranges(ranks: Sequence[int]) -> RankRanges:
 
 def ranks_in(ranges: RankRanges) -> tuple[int, ...]:
     """Return the ranks of ranges that `rank_ranges` returned."""
-    return tuple(rank for first, stop, stride in ranges for rank in range(first, stop, stride))
+    return tuple(chain.from_iterable(starmap(range, ranges)))

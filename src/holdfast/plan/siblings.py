@@ -7,7 +7,7 @@ Ranks at equal coordinates of siblings hold equal pieces. Meshes are known by di
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -104,7 +104,7 @@ class SiblingSearch:
         # A model has thousands of names on a few combinations of meshes.
         known: dict[tuple[tuple[int, TensorOnMesh], ...], tuple[int, str | None]] = {}
         families: dict[str, int] = {}
-        votes: dict[tuple[int, int], Counter[int]] = {}
+        votes: defaultdict[tuple[int, int], Counter[int]] = defaultdict(Counter)
         for fqn, holders in held.items():
             key = tuple(holders)
             if key not in known:
@@ -114,7 +114,7 @@ class SiblingSearch:
                 texts.append(f"{fqn} ({problem})")
             families[fqn] = family
             for number, tensor in holders:
-                votes.setdefault((number, tensor.slot), Counter())[family] += 1
+                votes[number, tensor.slot][family] += 1
         slots = tuple(
             tuple(_most_common(votes.get((number, slot))) for slot in range(len(each.slots)))
             for number, each in enumerate(self._classes)

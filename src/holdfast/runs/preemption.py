@@ -167,7 +167,7 @@ class PreemptionHandler:
     def _refusal(self, expected: float) -> str | None:
         """Return rank 0's reason not to save the step; None if the step is saved."""
         job = self._job
-        keys = [job.key("departure", "expected", rank) for rank in range(job.comm.world_size)]
+        keys = job.keys_of(range(job.comm.world_size), "departure", "expected")
         key = job.key("departure", "decision")
         try:
             job.key_value_store.set(keys[job.comm.rank], f"{expected:.3f}".encode(), self._wait_seconds())

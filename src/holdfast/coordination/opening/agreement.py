@@ -287,7 +287,7 @@ class SaveAgreement:
     def _decide(self, decision: Decision) -> SaveVerdict:
         """Return rank 0's verdict on the statements of all ranks."""
         job = self._job
-        keys = [self._save.key("open", rank) for rank in range(job.comm.world_size)]
+        keys = self._save.keys_of(range(job.comm.world_size), "open")
         try:
             records = self._await(keys, self._save.deadline)
         except TimeoutError:
@@ -350,10 +350,8 @@ class SaveAgreement:
 
     def _ask_for_absent(self) -> Sequence[int]:
         """Return the ranks that have set neither a statement nor a refusal."""
-        is_present, key = self._job.key_value_store.present, self._save.key
-        self._absent = absent_ranks.ranks_without(
-            self._absent, lambda ranks: is_present(*(key("open", rank) for rank in ranks))
-        )
+        is_present, keys_of = self._job.key_value_store.present, self._save.keys_of
+        self._absent = absent_ranks.ranks_without(self._absent, lambda ranks: is_present(*keys_of(ranks, "open")))
         return self._absent
 
     def _absence_error(self, limit: str) -> UnavailableError | None:

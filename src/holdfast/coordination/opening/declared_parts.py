@@ -6,6 +6,7 @@ it knows which tensors are wrong, and then for the parts of three of those. So n
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
@@ -78,7 +79,10 @@ class PartsJudgement:
             statements: The statement of every rank.
         """
         self._save_name = save_name
-        self.held = total(decode_sum(statement.parts) for statement in statements)
+        counts = Counter(statement.parts for statement in statements)
+        self.held = total(
+            (first * count, second * count) for parts, count in counts.items() for first, second in [decode_sum(parts)]
+        )
         """The sum of all parts."""
         self._tensors: Mapping[str, DeclaredTensor] = {}
         self._expected: dict[str, Sum] = {}

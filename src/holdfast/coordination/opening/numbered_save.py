@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from holdfast.coordination.job import Job, error_from, error_text
 from holdfast.coordination.message_codec import decode_message, encode_message
@@ -121,7 +121,7 @@ class NumberedSave:
         Raises:
             CheckpointError: A rank published a refusal instead; the message names the rank.
         """
-        keys = [self.key(name, rank) for rank in ranks]
+        keys = self.keys_of(ranks, name)
         records = self.job.key_value_store.get_many(keys, self.job.seconds_left(self.deadline))
         for rank, record in zip(ranks, records, strict=True):
             refusal = refusal_in(record)
@@ -158,6 +158,10 @@ class NumberedSave:
     def key(self, name: str, *parts: object) -> str:
         """Return a key of this save."""
         return self._key_of(self.sequence, name, *parts)
+
+    def keys_of(self, ranks: Iterable[int], name: str) -> list[str]:
+        """Return the keys under which ranks publish something."""
+        return self.job.keys_of(ranks, "opening", self.sequence, name)
 
     def _key_of(self, sequence: int, name: str, *parts: object) -> str:
         return self.job.key("opening", sequence, name, *parts)

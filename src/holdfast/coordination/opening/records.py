@@ -350,8 +350,8 @@ def ranks_that_differ(statements: Sequence[Statement], classes: Sequence[Sequenc
     return [rank for members in classes for rank in members if values[rank] != values[members[0]]]
 
 
-def skew_error_of(name: str, statements: Sequence[Statement]) -> InvalidError | None:
-    """Return the error if ranks save different steps, or to different paths."""
+def skew_error_of(name: str, statements: Sequence[Statement]) -> InvalidError:
+    """Return the error of ranks that save different steps, or to different paths."""
     by_step: dict[int, list[int]] = {}
     for rank, statement in enumerate(statements):
         by_step.setdefault(statement.step, []).append(rank)
@@ -363,12 +363,10 @@ def skew_error_of(name: str, statements: Sequence[Statement]) -> InvalidError | 
         )
     first = statements[0].location
     elsewhere = [rank for rank, statement in enumerate(statements) if statement.location != first]
-    if elsewhere:
-        return InvalidError(
-            f"{name}: ranks {ranks_listed(elsewhere)} save to another path than rank 0; expected one path. "
-            "Make it the same on every rank (a time or rank in it differs)"
-        )
-    return None
+    return InvalidError(
+        f"{name}: ranks {ranks_listed(elsewhere)} save to another path than rank 0; expected one path. "
+        "Make it the same on every rank (a time or rank in it differs)"
+    )
 
 
 def absence_error_of(name: str, absent: Sequence[int], world_size: int, limit: str) -> UnavailableError | None:

@@ -6,7 +6,7 @@ Each rank states digests of its meshes. Only their first ranks state the meshes 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from holdfast.coordination.job import Job
@@ -97,11 +97,12 @@ class MeshJudgement:
         """
         self._save_name = save_name
         self._meshes: dict[str, Mesh] = {}
-        for statement in statements:
+        first_ranks: dict[str, int] = {}
+        for statement in _distinct(statements):
             for stated in statement.meshes:
+                first_ranks[stated.digest] = stated.first
                 if stated.mesh is not None and stated.digest not in self._meshes:
                     (self._meshes[stated.digest],) = unpacked([stated.mesh])
-        first_ranks = {stated.digest: stated.first for statement in statements for stated in statement.meshes}
         self._search = SiblingSearch([_rank_class(ranks, statements) for ranks in classes], self._meshes, first_ranks)
         self._siblings = self._search.of_one_class() if len(classes) == 1 else None
         self._different: list[tuple[int, list[list[int]]]] = []
@@ -218,7 +219,15 @@ class MeshJudgement:
 
 def _rank_class(ranks: Sequence[int], statements: Sequence[Statement]) -> RankClass:
     slots: list[dict[str, list[int]]] = [{} for _ in statements[ranks[0]].meshes]
+    equal: dict[int, list[int]] = {}
     for rank in ranks:
-        for slot, stated in zip(slots, statements[rank].meshes, strict=True):
-            slot.setdefault(stated.digest, []).append(rank)
-    return RankClass(tuple(ranks), slots)
+        equal.setdefault(id(statements[rank]), []).append(rank)
+    for ranks_of_one in equal.values():
+        for slot, stated in zip(slots, statements[ranks_of_one[0]].meshes, strict=True):
+            slot.setdefault(stated.digest, []).extend(ranks_of_one)
+    return RankClass(tuple(ranks), [{digest: sorted(held) for digest, held in slot.items()} for slot in slots])
+
+
+def _distinct(statements: Sequence[Statement]) -> Iterable[Statement]:
+    """Return the statements once each: thousands of ranks share one that is decoded once."""
+    return {id(statement): statement for statement in statements}.values()
