@@ -6,12 +6,11 @@ it knows which tensors are wrong, and then for the parts of three of those. So n
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
 from holdfast.coordination.message_codec import decode_message, encode_message
-from holdfast.coordination.opening.records import DescribedState, PartsQuestion, Statement
+from holdfast.coordination.opening.records import DescribedState, PartsQuestion, Stated
 from holdfast.errors import InvalidError, first_three
 from holdfast.plan.declared_parts import (
     NO_PARTS,
@@ -71,17 +70,18 @@ def answer_on_parts(question: PartsQuestion, state: DescribedState) -> bytes:
 class PartsJudgement:
     """What rank 0 knows of the declared parts of all ranks, in one save."""
 
-    def __init__(self, save_name: str, statements: Sequence[Statement]) -> None:
+    def __init__(self, save_name: str, stated: Sequence[Stated]) -> None:
         """Add up what the ranks declare.
 
         Args:
             save_name: Name of the save, for messages.
-            statements: The statement of every rank.
+            stated: The statements of all ranks.
         """
         self._save_name = save_name
-        counts = Counter(statement.parts for statement in statements)
         self.held = total(
-            (first * count, second * count) for parts, count in counts.items() for first, second in [decode_sum(parts)]
+            (first * len(each.ranks), second * len(each.ranks))
+            for each in stated
+            for first, second in [decode_sum(each.statement.parts)]
         )
         """The sum of all parts."""
         self._tensors: Mapping[str, DeclaredTensor] = {}

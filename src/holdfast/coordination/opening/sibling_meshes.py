@@ -6,8 +6,9 @@ Each rank states digests of its meshes. Only their first ranks state the meshes 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from holdfast.coordination.job import Job
 from holdfast.coordination.message_codec import decode_message, encode_message
@@ -16,7 +17,8 @@ from holdfast.coordination.opening.records import (
     Plain,
     SaveVerdict,
     SiblingMeshes,
-    Statement,
+    Stated,
+    ranks_of,
 )
 from holdfast.errors import InvalidError, first_three
 from holdfast.format.digest import short_digest_of
@@ -87,23 +89,22 @@ def _family_digests(samples: _Samples) -> dict[int, str]:
 class MeshJudgement:
     """What rank 0 knows of the meshes of all ranks, in one save."""
 
-    def __init__(self, save_name: str, classes: Sequence[Sequence[int]], statements: Sequence[Statement]) -> None:
+    def __init__(self, save_name: str, classes: Sequence[Sequence[Stated]]) -> None:
         """Sort the meshes by class and slot.
 
         Args:
             save_name: Name of the save, for messages.
-            classes: The ranks of each class, ascending.
-            statements: The statement of every rank.
+            classes: The statements of each class.
         """
         self._save_name = save_name
         self._meshes: dict[str, Mesh] = {}
         first_ranks: dict[str, int] = {}
-        for statement in _distinct(statements):
-            for stated in statement.meshes:
+        for each in chain.from_iterable(classes):
+            for stated in each.statement.meshes:
                 first_ranks[stated.digest] = stated.first
                 if stated.mesh is not None and stated.digest not in self._meshes:
                     (self._meshes[stated.digest],) = unpacked([stated.mesh])
-        self._search = SiblingSearch([_rank_class(ranks, statements) for ranks in classes], self._meshes, first_ranks)
+        self._search = SiblingSearch([_rank_class(members) for members in classes], self._meshes, first_ranks)
         self._siblings = self._search.of_one_class() if len(classes) == 1 else None
         self._different: list[tuple[int, list[list[int]]]] = []
         """Families with different samples: number, and the ranks at one position of its meshes by their samples."""
@@ -217,17 +218,11 @@ class MeshJudgement:
         return sorted((self._meshes[digest] for digest in self._found.families[number]), key=lambda mesh: mesh.ranks)
 
 
-def _rank_class(ranks: Sequence[int], statements: Sequence[Statement]) -> RankClass:
-    slots: list[dict[str, list[int]]] = [{} for _ in statements[ranks[0]].meshes]
-    equal: dict[int, list[int]] = {}
-    for rank in ranks:
-        equal.setdefault(id(statements[rank]), []).append(rank)
-    for ranks_of_one in equal.values():
-        for slot, stated in zip(slots, statements[ranks_of_one[0]].meshes, strict=True):
-            slot.setdefault(stated.digest, []).extend(ranks_of_one)
-    return RankClass(tuple(ranks), [{digest: sorted(held) for digest, held in slot.items()} for slot in slots])
-
-
-def _distinct(statements: Sequence[Statement]) -> Iterable[Statement]:
-    """Return the statements once each: thousands of ranks share one that is decoded once."""
-    return {id(statement): statement for statement in statements}.values()
+def _rank_class(members: Sequence[Stated]) -> RankClass:
+    slots: list[dict[str, list[int]]] = [{} for _ in members[0].statement.meshes]
+    for each in members:
+        for slot, stated in zip(slots, each.statement.meshes, strict=True):
+            slot.setdefault(stated.digest, []).extend(each.ranks)
+    return RankClass(
+        tuple(ranks_of(members)), [{digest: sorted(ranks) for digest, ranks in slot.items()} for slot in slots]
+    )
