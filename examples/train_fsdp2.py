@@ -1,0 +1,55 @@
+"""Train a small GPT with FSDP2; kill it and start it again, on another number of ranks if you like.
+
+torchrun --nproc-per-node 2 examples/train_fsdp2.py out
+torchrun --nproc-per-node 3 examples/train_fsdp2.py out
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+
+import torch
+from gpt import GPT, batch_of, text_of
+from torch import distributed
+from torch.distributed.fsdp import fully_shard
+
+import holdfast
+
+parser = argparse.ArgumentParser()
+parser.add_argument("folder")
+parser.add_argument("--text", default=__file__)
+parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--every", type=int, default=5)
+arguments = parser.parse_args()
+
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+distributed.init_process_group("gloo")
+rank = distributed.get_rank()
+
+torch.manual_seed(0)
+model = GPT()
+for block in model.blocks:
+    fully_shard(block)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+torch.manual_seed(1000 + rank)
+text = text_of(arguments.text)
+
+manager = holdfast.CheckpointManager(arguments.folder, every=arguments.every, keep_last=3)
+state = {"model": model, "optimizer": optimizer, "rng": holdfast.RngState()}
+first = (manager.load(state) or 0) + 1
+
+for step in range(first, arguments.steps + 1):
+    loss = model(*batch_of(text, 8))
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    distributed.all_reduce(mean := loss.detach(), distributed.ReduceOp.AVG)
+    if rank == 0:
+        print(f"step {step} loss {mean.item()!r}", flush=True)
+    manager.maybe_save(step, state, metrics={"loss": mean})
+
+manager.close()
+distributed.destroy_process_group()
