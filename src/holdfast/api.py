@@ -313,7 +313,7 @@ def export(
             )
         store, checkpoint = wiring.store_at(dst, settings), wiring.checkpoint_at(src, settings)
         if isinstance(store, LocalStore):
-            LocalDestination(store.url.removeprefix("file://")).require_outside(checkpoint.url)
+            LocalDestination(store.url).require_outside(checkpoint.url)
         # No reports: the files of an export are those that its own report lists, and no others.
         with closing(wiring.lone_job(replace(settings, reports=False))) as job:
             return exported(checkpoint, store, job, observer)

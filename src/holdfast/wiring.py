@@ -53,7 +53,8 @@ def store_at(path: object, settings: Settings) -> Store:
         raise InvalidError(f"path={text!r}; expected a folder as str or Path")
     scheme, separator, rest = text.partition("://")
     if not separator:
-        return LocalStore(text, settings=settings)
+        # Many a config file says ~, and no shell expands it there.
+        return LocalStore(os.path.expanduser(text), settings=settings)
     if scheme == "file":
         return LocalStore(rest, settings=settings)
     if scheme == "memory" and rest:
@@ -111,7 +112,7 @@ def location_at(path: object, settings: Settings) -> CheckpointLocation:
     store = store_at(path, settings)
     foreign, root = None, None
     if isinstance(store, LocalStore):
-        path_text = store.url.removeprefix("file://")
+        path_text = store.url
         foreign = foreign_at(path_text)
         if is_superseded_name(os.path.basename(path_text)) and not os.path.lexists(path_text):
             return _superseded_at(*os.path.split(path_text), settings)
@@ -161,7 +162,7 @@ def export_of(source: object, destination: object, to: object, options: ExportOp
     store = store_at(destination, settings)
     if not isinstance(store, LocalStore):
         raise InvalidError(f"{store.url}: export writes files; expected a path of a file system")
-    files = LocalDestination(store.url.removeprefix("file://"), file_mode=settings.file_mode)
+    files = LocalDestination(store.url, file_mode=settings.file_mode)
     checkpoint = checkpoint_at(source, settings)
     files.require_outside(checkpoint.url)
     return Export(checkpoint, files, by_name[to], options, SystemClock())
@@ -175,7 +176,9 @@ def export_pool(source: object, destination: object, to: str, options: ExportOpt
     """
     if isinstance(store_at(source, settings), MemoryStore):
         raise InvalidError(f"{source}: is in the memory of this process; expected workers=1")
-    source, destination = (os.path.abspath(str(path).removeprefix("file://")) for path in (source, destination))
+    source, destination = (
+        os.path.abspath(os.path.expanduser(str(path).removeprefix("file://"))) for path in (source, destination)
+    )
     return worker_pool(WORKER_ENTRY, source, destination, to, options, settings)
 
 

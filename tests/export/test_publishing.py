@@ -43,7 +43,7 @@ class DiesOnce(LocalDestination):
 
     def clear(self) -> None:
         if self.exists:
-            self._clearing(Path(self.work_url.removeprefix("file://")))
+            self._clearing(Path(self.work_url))
             raise Died
         super().clear()
 

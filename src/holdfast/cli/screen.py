@@ -11,21 +11,6 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
-
-
-def shown_bytes(count: int) -> str:
-    """Return a size for people: `812 B`, `1.3 MiB`."""
-    if count < 1024:
-        return f"{count} B"
-    scaled = float(count)
-    for unit in _UNITS[:-1]:
-        scaled /= 1024
-        # 1023.95 would be rounded to 1024.0 of this unit.
-        if scaled < 1023.95:
-            return f"{scaled:.1f} {unit}"
-    return f"{scaled / 1024:,.1f} {_UNITS[-1]}"
-
 
 def counted(count: int, singular: str) -> str:
     """Return a count with its singular: `1 tensor`, `2,048 tensors`."""

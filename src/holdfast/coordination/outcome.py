@@ -50,6 +50,9 @@ class Outcome:
     unhealthy: tuple[str, ...] = ()
     """If committed: findings against the checkpoint, in words."""
 
+    tensor_bytes: int = 0
+    """If committed: bytes of the checkpoint's tensors."""
+
     error: CheckpointError | None = None
     """If aborted or fenced: why."""
 
@@ -57,9 +60,11 @@ class Outcome:
     """If unknown, or if storage must be asked: why."""
 
 
-def committed(manifest_digest: str, unhealthy: tuple[str, ...] = ()) -> Outcome:
+def committed(manifest_digest: str, unhealthy: tuple[str, ...] = (), tensor_bytes: int = 0) -> Outcome:
     """Return the outcome of an attempt whose manifest is published."""
-    return Outcome(OutcomeKind.COMMITTED, manifest_digest=manifest_digest, unhealthy=unhealthy)
+    return Outcome(
+        OutcomeKind.COMMITTED, manifest_digest=manifest_digest, unhealthy=unhealthy, tensor_bytes=tensor_bytes
+    )
 
 
 def aborted(error: CheckpointError) -> Outcome:

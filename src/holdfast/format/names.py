@@ -9,6 +9,7 @@ from typing import TypeVar
 from holdfast.errors import InvalidError
 from holdfast.format.digest import hex_digest_of
 
+FILE_SCHEME = "file://"
 RUN_FILE = "holdfast.json"
 MANIFEST_FILE = "manifest.json"
 OVERVIEW_FILE = "overview.msgpack"
@@ -151,9 +152,14 @@ def step_of_pack(name: str) -> int | None:
     return int(match[1]) if match and match[1] else None
 
 
+def file_url(path: str) -> str:
+    """Return the URL of a local file: the name of a pack that is imported by reference."""
+    return FILE_SCHEME + path
+
+
 def is_file_url(name: str) -> bool:
-    """Return whether a name is the URL of a local file: the name of a pack that was imported by reference."""
-    path = name.removeprefix("file://")
+    """Return whether a name is the URL of a local file."""
+    path = name.removeprefix(FILE_SCHEME)
     return path != name and path.startswith("/") and "\0" not in path and not {"", ".", ".."} & set(path.split("/")[1:])
 
 

@@ -53,6 +53,7 @@ from holdfast.loading.requirements import (
     require_saved_dtypes,
 )
 from holdfast.loading.resolve import Resolved, resolve
+from holdfast.loading.run_visibility import new_run_line
 from holdfast.loading.same_content import same_content
 from holdfast.loading.statuses import gather_errors, gather_statuses, names_of
 from holdfast.loading.step_choice import ExactStep, StepDamage, StepDamaged, StepSelector, raise_or_fall_back
@@ -62,6 +63,7 @@ from holdfast.ports.framework import Catalog, Restoration, Selection
 from holdfast.repository.catalog import read_per_rank
 from holdfast.settings import Settings
 from holdfast.telemetry.dispatcher import EventDispatcher
+from holdfast.telemetry.log_lines import loaded_line
 from holdfast.telemetry.operation import OperationTrace
 from holdfast.types.manifest import Manifest
 from holdfast.types.plan import LoadPlan
@@ -228,8 +230,7 @@ def load(attempt: LoadAttempt) -> Loaded | None:
             if resolved is None:
                 selector.settle()
                 if attempt.job.comm.rank == 0:
-                    # A misspelt root looks like a new run.
-                    logger.info("%s: no committed step; nothing was loaded", attempt.home.url)
+                    logger.info("%s", new_run_line(attempt.home.store))
                 return None
             trace.begin(resolved.manifest.step, resolved.location.url)
             planned = _request_and_plan(attempt, resolved)
@@ -437,8 +438,7 @@ def _finish(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLoad, stats:
     store = location.store if job.settings.reports and manifest.attempt else None
     trace.end(report, resolved.reader_id, store, location.folder, job.node_reports)
     if job.comm.rank == 0:
-        message = "loaded %s: %d tensors, %d bytes in %.2f s"
-        logger.info(message, location.url, len(report.loaded), report.bytes, report.seconds)
+        logger.info("%s", loaded_line(report, location.url))
     filled = {tensor.stored_fqn: tensor.boxes for tensor in restoration.wanted}
     return Loaded(location, report, manifest, resolved.index, filled, resolved.newer)
 

@@ -10,7 +10,7 @@ from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.errors import CheckpointError, UnavailableError, first_three
 from holdfast.format.names import RUN_FILE
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import exists
+from holdfast.repository.catalog import exists, runs_below
 
 _RANK_0_SEES, _OTHER_FINDING = 2, 1
 """Bits that ranks join: rank 0 sees the run, which has no step; a rank sees the run, or cannot look."""
@@ -28,6 +28,11 @@ class _Sight:
 
     error: str | None
     """Why it cannot look, as an `error_text`."""
+
+
+def new_run_line(root: Store) -> str:
+    """Return what the log says of a root without a committed step. A misspelt root looks like a new run."""
+    return f"starting a new run at {root.url}: it has no committed step{runs_below(root)}"
 
 
 def require_no_run_elsewhere(job: Job, root: Store) -> None:

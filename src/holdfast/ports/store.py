@@ -68,7 +68,7 @@ class Readable(Protocol):
 
     @property
     def url(self) -> str:
-        """URL of the store, for messages."""
+        """Place of the store, for messages: the path of a folder, as a shell takes it, or a URL."""
         ...
 
     def size(self, key: str) -> int:
@@ -156,7 +156,7 @@ class Stored:
 
     @property
     def url(self) -> str:
-        """URL of the pack, for messages."""
+        """Place of the pack, for messages."""
         return f"{self.files.url}/{self.key}"
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated
 
 import msgspec
 
-from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, first_three
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.index.index import Index
 from holdfast.format.index.index_checks import index_from
@@ -32,12 +33,23 @@ from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.values import Value
 
 _RUN_BYTES_MAX = 1 << 16
+_FOLDERS_LOOKED_AT = 100
+"""Folders in which a message looks for runs."""
 
 
 def step_folders(store: Store) -> list[int]:
     """Return the steps that have a folder, committed or not, ascending."""
     steps = (step_of_folder(name) for name in store.folders(""))
     return sorted(step for step in steps if step is not None)
+
+
+def runs_below(store: Store) -> str:
+    """Return the end of a message that names the runs one level below a folder; empty if there are none."""
+    with suppress(CheckpointError):
+        names = store.folders("")[:_FOLDERS_LOOKED_AT]
+        runs = [f"{store.url}/{name}" for name in names if exists(store, f"{name}/{RUN_FILE}")]
+        return f". Runs are one level below: {first_three(runs)}" if runs else ""
+    return ""
 
 
 def exists(store: Store, key: str) -> bool:
@@ -100,9 +112,19 @@ def read_manifest_bytes(store: Store, folder: str, key: str | None = None) -> by
     try:
         return store.get(key or folder + MANIFEST_FILE, MANIFEST_BYTES_MAX)
     except MissingError as missing:
+        where = f"{store.url}/{folder}".rstrip("/")
+        if _is_empty(store, folder):
+            raise MissingError(f"no checkpoint at {where}: nothing is there. Correct the path") from missing
+        hint = "" if folder else runs_below(store)
         raise MissingError(
-            f"{store.url}/{folder}: not a checkpoint: it has no {MANIFEST_FILE}. Choose another step or path"
+            f"{where}: not a checkpoint: it has no {MANIFEST_FILE}. Choose another step or path{hint}"
         ) from missing
+
+
+def _is_empty(store: Store, folder: str) -> bool:
+    with suppress(CheckpointError):
+        return not store.folders(folder) and next(iter(store.list(folder)), None) is None
+    return False
 
 
 def read_manifest(store: Store, folder: str) -> Manifest:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.format.names import MANIFEST_FILE, RUN_FILE, is_attempt_folder, manifest_key, step_folder
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import exists, read_manifest, read_run_id, step_folders
+from holdfast.repository.catalog import exists, read_manifest, read_run_id, runs_below, step_folders
 from holdfast.repository.epochs import current_fence
 from holdfast.repository.quarantine import QuarantineRecord, identity_at, quarantined
 from holdfast.repository.tags import Tag, Tags, read_tags
@@ -95,7 +95,7 @@ def run_record(store: Store) -> RunRecord:
     if not steps and not exists(store, RUN_FILE):
         raise MissingError(
             f"{store.url}: no root of a run; expected a folder that holds step-* folders or {RUN_FILE}. "
-            "Look for another path"
+            f"Look for another path{runs_below(store)}"
         )
     run_id, error = None, None
     fence = current_fence(store)

@@ -40,7 +40,9 @@ def _number(name: object, value: object) -> float:
     try:
         if value is None or isinstance(value, str | bytes):
             raise TypeError("no number")
-        return float(value)  # type: ignore[arg-type]
+        # A loss that still needs grad converts with a warning.
+        detach = getattr(value, "detach", None)
+        return float(value if detach is None else detach())  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise InvalidError(
             f"metrics: {name} is {type(value).__name__} {str(value)[:80]!r}; expected one number ({error})"

@@ -47,6 +47,7 @@ from holdfast.saving.handle import SaveHandle, collect_error, text_of, typed
 from holdfast.saving.request import SaveRequest, claim_in_time
 from holdfast.saving.transfer import Transfer
 from holdfast.telemetry.dispatcher import EventDispatcher
+from holdfast.telemetry.log_lines import saved_line
 from holdfast.telemetry.operation import OperationTrace
 from holdfast.types.health import findings_of
 from holdfast.types.reports import SaveReport
@@ -375,14 +376,14 @@ class SaveAttempt:
         try:
             votes = self.commit_vote.votes()
             with self.trace.phase("index"):
-                data, health = assemble(self.request, agreement, votes, self.job.settings, self.file_keys)
+                data, manifest = assemble(self.request, agreement, votes, self.job.settings, self.file_keys)
             with self.trace.phase("publish"):
                 outcome = publish_manifest(location, data, epoch)
         except Exception as error:  # noqa: BLE001 - it is certain that nothing was published
             outcome = aborted(typed(error, self.name))
         else:
             if outcome.kind is OutcomeKind.COMMITTED:
-                outcome = committed(outcome.manifest_digest, findings_of(health))
+                outcome = committed(outcome.manifest_digest, findings_of(manifest.health), manifest.tensor_bytes)
         self.commit_vote.announce(outcome)
         if outcome.kind is OutcomeKind.COMMITTED:
             with self.trace.phase("sweep"):
@@ -417,15 +418,13 @@ class SaveAttempt:
             return Outcome(OutcomeKind.FENCED, error=error)
         except CheckpointError as failure:
             return unknown(f"{reason}; {failure}")
-        return committed(manifest.digest, findings_of(manifest.health))
+        return committed(manifest.digest, findings_of(manifest.health), manifest.tensor_bytes)
 
     def _succeed(self, outcome: Outcome, report: SaveReport) -> None:
         report = replace(report, unhealthy=outcome.unhealthy)
         self.request.committed(self.agreement.context, outcome.manifest_digest)
         if self.job.comm.rank == 0:
-            logger.info(
-                "%s: committed in %.2f s, %d bytes on this rank", self.name, report.committed_seconds, report.bytes
-            )
+            logger.info("%s", saved_line(report, outcome.tensor_bytes, self.agreement.context.metrics))
             # The agreement has warned once of replicas that drift.
             known = findings_of(self.agreement.drift)
             findings = [finding for finding in outcome.unhealthy if finding not in known]

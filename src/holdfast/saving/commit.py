@@ -42,7 +42,7 @@ from holdfast.saving.health import last_counted_health
 from holdfast.saving.merge import MergedParts, merge_parts
 from holdfast.saving.request import SaveRequest
 from holdfast.settings import Settings
-from holdfast.types.health import Health, with_drift
+from holdfast.types.health import with_drift
 from holdfast.types.manifest import FileRecord, Manifest
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ _SPLIT_FILES_MIN = 8
 
 def assemble(
     request: SaveRequest, agreement: Agreement, votes: Sequence[Vote], settings: Settings, written: list[str]
-) -> tuple[bytes, Health | None]:
+) -> tuple[bytes, Manifest]:
     """Merge the parts of all ranks, prove that they form a whole, write the index, and make all names durable.
 
     Args:
@@ -63,7 +63,7 @@ def assemble(
         settings: Chunk size, and chunks per index file.
         written: Receives the key of every file before it is written.
     Returns:
-        The encoded manifest, and the health of the checkpoint if it is known.
+        The manifest, encoded and as it is.
     Raises:
         InvalidError: The parts do not form a whole.
         CorruptError: A part or pack differs from what its rank voted for.
@@ -81,19 +81,17 @@ def assemble(
         before = last_counted_health(location, parent) if whole.findings.has_counts else (None,)
         health = with_drift(whole.findings.health(*before), agreement.drift)
     manifest = build_manifest(location, attempt, whole, (indexes, overview), context.run_id, context.created)
-    data = encode_manifest(
-        replace(
-            manifest,
-            parent=parent,
-            origin=context.origin,
-            masters=dict(context.masters),
-            epoch=context.epoch,
-            timeline=context.timeline,
-            metrics=dict(context.metrics),
-            health=health,
-        )
+    manifest = replace(
+        manifest,
+        parent=parent,
+        origin=context.origin,
+        masters=dict(context.masters),
+        epoch=context.epoch,
+        timeline=context.timeline,
+        metrics=dict(context.metrics),
+        health=health,
     )
-    return data, health
+    return encode_manifest(manifest), manifest
 
 
 def build_manifest(

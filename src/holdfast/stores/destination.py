@@ -54,9 +54,9 @@ class LocalDestination:
         self._parent, self._name = os.path.split(self._path)
         self._work = os.path.join(self._parent, f".{self._name}.holdfast-export")
         self._mode, self._folder_mode = file_mode, 0o700 | file_mode | (file_mode & 0o444) >> 2
-        self.url = f"file://{self._path}"
-        self.work_url = f"file://{self._work}"
-        """URL of the unfinished work."""
+        self.url = self._path
+        self.work_url = self._work
+        """Place of the unfinished work, for messages."""
 
     @property
     def exists(self) -> bool:
@@ -74,9 +74,9 @@ class LocalDestination:
         Raises:
             InvalidError: The path is the source, or inside it.
         """
-        scheme, _, path = source.partition("://")
         into = os.path.join(os.path.realpath(self._parent), self._name) + "/"
-        if scheme == "file" and into.startswith(os.path.realpath(path).rstrip("/") + "/"):
+        # Another place than a folder is a URL, which is no absolute path.
+        if os.path.isabs(source) and into.startswith(os.path.realpath(source).rstrip("/") + "/"):
             raise InvalidError(f"{self.url}: is inside {source}, which is exported; expected a path outside it")
 
     @contextmanager

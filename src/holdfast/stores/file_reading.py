@@ -22,7 +22,7 @@ class FileReading:
     """The read calls of `Readable`. A subclass sets both attributes, and opens the file of a key."""
 
     url: str
-    """`file://` and the absolute path of the root."""
+    """The absolute path of the root."""
 
     _syscalls: Syscalls
 

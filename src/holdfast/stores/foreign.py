@@ -38,7 +38,7 @@ class ForeignFiles(FileReading):
             syscalls: The operating system; tests pass another.
         """
         self._root = os.path.abspath(os.fspath(root))
-        self.url = f"{_SCHEME}{self._root}"
+        self.url = self._root
         self._syscalls = syscalls or Syscalls()
         self._stamps: dict[str, str] = {}
         """By key, the stamp of a file when it was first opened here."""

@@ -68,7 +68,7 @@ class LocalStore(FileReading):
             clock: Source of random names.
         """
         root = os.path.abspath(os.fspath(root))
-        self.url = f"file://{root}"
+        self.url = root
         self.failed_calls_are_over = True
         """No call has an effect after it returned."""
         self._mode = settings.file_mode

@@ -62,7 +62,7 @@ def test_import_as_json(source: Path, tmp_path: Path, copied: bool) -> None:
     assert document.pop("attempt")
     assert document == {
         "step": 4,
-        "url": f"file://{tmp_path}/run/{STEP}",
+        "url": f"{tmp_path}/run/{STEP}",
         "origin": "safetensors",
         "tensor_count": 2,
         "tensor_bytes": 12028,

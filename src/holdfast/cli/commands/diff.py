@@ -14,9 +14,10 @@ from holdfast import api
 from holdfast.cli.ending import DIFFERENT, NOT_DONE, ended_well
 from holdfast.cli.opening import AllowRoot, AsJson, opened
 from holdfast.cli.progress import shown_progress
-from holdfast.cli.screen import Screen, attributes, counted, print_result, shown_bytes
+from holdfast.cli.screen import Screen, attributes, counted, print_result
 from holdfast.cli.tree import in_line
 from holdfast.errors import printable
+from holdfast.telemetry.log_lines import shown_bytes
 
 ROWS_MAX = 50
 

@@ -11,8 +11,9 @@ from holdfast import api
 from holdfast.cli.ending import complain, ended_well
 from holdfast.cli.opening import AllowRoot, AsJson, settings_with
 from holdfast.cli.progress import shown_progress
-from holdfast.cli.screen import Screen, attributes, counted, print_result, shown_bytes
+from holdfast.cli.screen import Screen, attributes, counted, print_result
 from holdfast.errors import InvalidError, printable
+from holdfast.telemetry.log_lines import shown_bytes
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -84,7 +85,7 @@ def bytes_of(text: str, option: str) -> int:
 def _show(screen: Screen, report: api.ExportReport) -> None:
     files = counted(len(report.files), "file")
     rate = (report.bytes - report.resumed_bytes) / max(report.seconds, 1e-3)
-    screen.line(f"exported {shown_bytes(report.bytes)} in {files} to {printable(report.url.removeprefix('file://'))}")
+    screen.line(f"exported {shown_bytes(report.bytes)} in {files} to {printable(report.url)}")
     screen.field("format", report.format)
     screen.field("time", f"{report.seconds:.1f} s, {shown_bytes(int(rate))}/s")
     if report.resumed_bytes:

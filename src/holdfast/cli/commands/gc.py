@@ -10,9 +10,10 @@ import typer
 from holdfast import api, policies
 from holdfast.cli.ending import ended_well
 from holdfast.cli.opening import AsJson, Root
-from holdfast.cli.screen import Screen, attributes, print_result, shown_bytes, stderr
+from holdfast.cli.screen import Screen, attributes, print_result, stderr
 from holdfast.errors import InvalidError, printable
 from holdfast.settings import Settings
+from holdfast.telemetry.log_lines import shown_bytes
 
 _COLUMNS = (">STEP", "STAYS BECAUSE")
 

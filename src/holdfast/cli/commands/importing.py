@@ -11,8 +11,9 @@ from holdfast import api
 from holdfast.cli.ending import ended_well
 from holdfast.cli.opening import AllowRoot, AsJson, settings_with
 from holdfast.cli.progress import shown_progress
-from holdfast.cli.screen import Screen, attributes, print_result, shown_bytes
+from holdfast.cli.screen import Screen, attributes, print_result
 from holdfast.errors import printable
+from holdfast.telemetry.log_lines import shown_bytes
 
 
 def import_(
@@ -45,7 +46,7 @@ def _show(screen: Screen, report: api.ImportReport) -> None:
         f"{printable(report.origin or 'Holdfast')}",
         style="green",
     )
-    screen.field("path", printable(report.url.removeprefix("file://")))
+    screen.field("path", printable(report.url))
     if not report.copied:
         roots = [printable(root) for root in report.allowed_roots]
         screen.line("The step refers to its files, which must not change. To read it, allow their folder:")

@@ -13,9 +13,10 @@ from holdfast import api
 from holdfast.cli.commands.ls import health_document, json_number, shown_metrics, shown_time
 from holdfast.cli.ending import ended_well
 from holdfast.cli.opening import AsJson, opened
-from holdfast.cli.screen import Screen, attributes, counted, shown_bytes, shown_ranks, stdout
+from holdfast.cli.screen import Screen, attributes, counted, shown_ranks, stdout
 from holdfast.cli.tree import tree_lines
 from holdfast.errors import printable
+from holdfast.telemetry.log_lines import shown_bytes
 from holdfast.types.health import findings_of
 
 TENSORS_MAX = 50
@@ -84,7 +85,7 @@ def _show_provenance(screen: Screen, checkpoint: api.Checkpoint) -> None:
     saved = "checkpoint saved by path" if manifest.attempt else "another system's checkpoint"
     what = saved if manifest.step is None else f"step {manifest.step}"
     screen.line(what, style="bold")
-    screen.field("path", printable(checkpoint.url.removeprefix("file://")))
+    screen.field("path", printable(checkpoint.url))
     if checkpoint.origin is not None:
         screen.field("origin" if manifest.attempt else "format", printable(checkpoint.origin))
     if manifest.attempt:
@@ -219,7 +220,7 @@ def _show_plan(screen: Screen, checkpoint: api.Checkpoint, forecast: api.Forecas
     mesh, ranks = forecast.mesh, forecast.ranks
     dimensions = zip(mesh.names, mesh.shape, mesh.placements, strict=True)
     screen.line(f"plan for {counted(len(ranks), 'rank')}; nothing was read", style="bold")
-    screen.field("path", printable(checkpoint.url.removeprefix("file://")))
+    screen.field("path", printable(checkpoint.url))
     screen.field("mesh", ", ".join(f"{name}={size} {placement}" for name, size, placement in dimensions))
     screen.field("tensors", f"{forecast.tensors:,} of {shown_bytes(forecast.stored_bytes)}")
     screen.field("reads", f"{shown_bytes(forecast.bytes)} over all ranks")

@@ -9,8 +9,9 @@ from datetime import UTC, datetime
 from holdfast import api
 from holdfast.cli.ending import ended_well
 from holdfast.cli.opening import AsJson, Root
-from holdfast.cli.screen import Screen, attributes, counted, print_result, shown_bytes
+from holdfast.cli.screen import Screen, attributes, counted, print_result
 from holdfast.errors import CorruptError, printable
+from holdfast.telemetry.log_lines import shown_bytes
 from holdfast.types.health import Health, findings_of, is_healthy
 
 _COLUMNS = (">STEP", "CREATED", ">AGE", ">TENSORS", ">BYTES", ">RANKS", "ATTEMPT")

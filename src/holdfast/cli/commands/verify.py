@@ -14,8 +14,9 @@ from holdfast import api
 from holdfast.cli.ending import DAMAGED, ended_well
 from holdfast.cli.opening import AllowRoot, AsJson, opened
 from holdfast.cli.progress import shown_progress
-from holdfast.cli.screen import Screen, attributes, counted, print_result, shown_bytes
+from holdfast.cli.screen import Screen, attributes, counted, print_result
 from holdfast.errors import CorruptError, printable
+from holdfast.telemetry.log_lines import shown_bytes
 
 DAMAGES_MAX = 50
 """Damages listed one by one on a terminal."""

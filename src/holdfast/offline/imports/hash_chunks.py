@@ -12,6 +12,7 @@ from holdfast.engine.parallel_map import ordered_parallel_map
 from holdfast.format.digest import digest_of
 from holdfast.format.index.columns import Ints, positions, run_starts
 from holdfast.format.index.index import Index
+from holdfast.format.names import file_url
 from holdfast.geometry.chunking import DIGEST_BYTES
 from holdfast.ports.observer import ByteProgress, Observer
 from holdfast.ports.store import Packs
@@ -56,7 +57,7 @@ def digested(index: Index, packs: Packs, settings: Settings, observer: Observer 
     at = positions(run_starts(row_chunks), row_of)
     piece_digests = np.frombuffer(row_digests, dtype=f"V{DIGEST_BYTES}")[at]
     hashed = replace(pieces, chunks=row_chunks[row_of], digests=piece_digests.view(np.uint8).data)
-    return Index(chunk_bytes, index.table, [packs(name).url for name in index.packs], hashed)
+    return Index(chunk_bytes, index.table, [file_url(packs(name).url) for name in index.packs], hashed)
 
 
 @dataclass(slots=True)

@@ -79,7 +79,7 @@ def import_step(
             roots: set[str] = set()
         else:
             attempt = referenced(source, location, writer_lease, job, observer)
-            roots = {source.packs(pack.name).files.url.removeprefix("file://") for pack in source.manifest.packs}
+            roots = {source.packs(pack.name).files.url for pack in source.manifest.packs}
     finally:
         writer_lease.release()
     report = ImportReport(

@@ -13,7 +13,7 @@ from holdfast.coordination.save_context import SaveContext
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.format.index.index import Index
 from holdfast.format.manifest import encode_manifest
-from holdfast.format.names import is_file_url
+from holdfast.format.names import file_url, is_file_url
 from holdfast.format.pack import pack_digest
 from holdfast.format.values import values
 from holdfast.leases.writer import WriterLease
@@ -86,7 +86,7 @@ def referenced(
 
 def _require_plain_paths(source: Checkpoint) -> None:
     for pack in source.manifest.packs:
-        url = source.packs(pack.name).url
+        url = file_url(source.packs(pack.name).url)
         if not is_file_url(url) or not values.is_json_scalar(url):
             raise InvalidError(
                 f"{url[:300]!r}: expected a path of plain text, since the manifest stores it. Import it with --copy"
@@ -98,11 +98,11 @@ def _file_records(source: Checkpoint, index: Index) -> tuple[FileRecord, ...]:
     records = []
     for pack in source.manifest.packs:
         stored = source.packs(pack.name)
-        pieces = index.pieces_in(stored.url)
+        pieces = index.pieces_in(file_url(stored.url))
         if pieces:
             check_size(stored.files, stored.key, pack)
             digests = b"".join(piece.digests for piece in pieces)
-            records.append(FileRecord(stored.url, pack.bytes, pack_digest(b"", digests)))
+            records.append(FileRecord(file_url(stored.url), pack.bytes, pack_digest(b"", digests)))
     return tuple(records)
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
 from holdfast.errors import InvalidError, UnavailableError
+from holdfast.telemetry.log_lines import blocked_seconds
 from holdfast.types.events import Began, Ended, Event, Failed, Phase, RankReport
 
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
@@ -81,7 +82,7 @@ class PrometheusMetrics:
         if report.operation.step is not None:
             self.last_step.labels(verb, rank).set(report.operation.step)
         if verb == "save":
-            self.held_seconds.labels(rank).observe(_held_seconds(report))
+            self.held_seconds.labels(rank).observe(_blocked_seconds(report))
         self._count_phases(verb, rank, report.phases)
 
     def _count_phases(self, verb: str, rank: int, phases: tuple[Phase, ...]) -> None:
@@ -89,14 +90,10 @@ class PrometheusMetrics:
             self.phase_seconds.labels(verb, rank, phase.name).inc(phase.seconds)
 
 
-def _held_seconds(report: RankReport) -> float:
-    """Return how long a save blocked training."""
-    # A lazy save blocks in its call and at the fence; its copies run beside training.
-    is_lazy = report.facts.get("staging") == "lazy"
-    call_seconds = sum(
-        phase.seconds for phase in report.phases if phase.name in ("collect", "agree", "plan", "compare")
-    )
-    return call_seconds + float(report.facts["fence_seconds"]) if is_lazy else float(report.facts["staged_seconds"])
+def _blocked_seconds(report: RankReport) -> float:
+    facts = report.facts
+    staged_seconds, fence_seconds = float(facts["staged_seconds"]), float(facts["fence_seconds"])
+    return blocked_seconds(str(facts.get("staging")), staged_seconds, fence_seconds, report.phases)
 
 
 _lock = threading.Lock()

@@ -80,8 +80,8 @@ def test_a_load_that_finds_no_step_says_so(tmp_path: Path, caplog: pytest.LogCap
     caplog.set_level(logging.INFO)
     with holdfast.CheckpointManager(tmp_path / "typo", process_group=False) as manager:
         assert manager.load({"model": torch.ones(1)}) is None
-    (text,) = [record.getMessage() for record in caplog.records if "nothing was loaded" in record.getMessage()]
-    assert text == f"file://{tmp_path}/typo: no committed step; nothing was loaded"
+    (text,) = [record.getMessage() for record in caplog.records if "new run" in record.getMessage()]
+    assert text == f"starting a new run at {tmp_path}/typo: it has no committed step"
 
 
 def test_a_manager_refuses_it_too(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_a_run_in_lines(tmp_path: Path) -> None:
     assert report is not None
     began, ended, failed = lines(tmp_path / "rank-0.jsonl")
     assert (began["event"], began["verb"], began["step"], began["rank"]) == ("began", "save", 3, 0)
-    assert began["url"] == f"file://{tmp_path}/run/step-000000000003"
+    assert began["url"] == f"{tmp_path}/run/step-000000000003"
     assert (ended["event"], ended["id"], ended["bytes"], ended["tensors"]) == ("ended", report.attempt, 20_000, 1)
     assert ended["committed_seconds"] == report.committed_seconds <= ended["seconds"] + 1e-5
     assert ended["phases"] == {each.name: each.seconds for each in report.phases}
