@@ -25,6 +25,7 @@ VALUE_LINES_MAX = 60
 _MORE_LINES = " lines: --all shows them"
 
 _COLUMNS = ("TENSOR", "DTYPE", "SHAPE", ">BYTES", ">PIECES", "WRITTEN BY")
+_TOTAL_COLUMNS = ("KEY", ">TENSORS", ">BYTES")
 _PLAN_COLUMNS = (">RANK", ">HOLDS", ">READS", ">CHUNKS", ">RUNS")
 
 
@@ -61,10 +62,11 @@ def inspect(
         else:
             names.sort(key=_natural)
             _show_provenance(screen, checkpoint)
-            _show_tensors(screen, checkpoint, names, TENSORS_MAX if is_short else None)
-            _show_aliases(screen, checkpoint.aliases, names, TENSORS_MAX if is_short else None)
+            _show_totals(screen, _totals(checkpoint, names), TENSORS_MAX if is_short else None)
             if tensors is None:
                 _show_values(screen, checkpoint, VALUE_LINES_MAX if is_short else None)
+            _show_tensors(screen, checkpoint, names, TENSORS_MAX if is_short else None)
+            _show_aliases(screen, checkpoint.aliases, names, TENSORS_MAX if is_short else None)
 
 
 def _chosen(checkpoint: api.Checkpoint, glob: str | None) -> list[str]:
@@ -135,6 +137,24 @@ def _layouts(layouts: tuple[dict[str, object], ...]) -> Iterator[str]:
         yield printable(text)
 
 
+def _totals(checkpoint: api.Checkpoint, names: list[str]) -> dict[str, dict[str, int]]:
+    """Return number and bytes of tensors by the first part of their names, the key of the state."""
+    totals: dict[str, dict[str, int]] = {}
+    for fqn in names:
+        total = totals.setdefault(fqn.partition(".")[0], {"tensors": 0, "bytes": 0})
+        total["tensors"] += 1
+        total["bytes"] += checkpoint.tensors[fqn].bytes
+    return totals
+
+
+def _show_totals(screen: Screen, totals: Mapping[str, Mapping[str, int]], limit: int | None) -> None:
+    if totals:
+        screen.line()
+        rows = [[printable(key), f"{each['tensors']:,}", shown_bytes(each["bytes"])] for key, each in totals.items()]
+        screen.table(_TOTAL_COLUMNS, rows[:limit])
+        screen.note_left_out(len(totals), limit, " keys: --all shows them")
+
+
 def _show_tensors(screen: Screen, checkpoint: api.Checkpoint, names: list[str], limit: int | None) -> None:
     if not names:
         screen.line()
@@ -188,6 +208,7 @@ def _document(checkpoint: api.Checkpoint, names: list[str], glob: str | None) ->
         "tensor_count": manifest.tensors,
         "tensor_bytes": manifest.tensor_bytes,
         "packs": [attributes(pack, "name", "bytes", "digest") for pack in manifest.packs],
+        "totals": _totals(checkpoint, names),
         "tensors": {fqn: _tensor_document(checkpoint, fqn) for fqn in names},
         "aliases": {alias: fqn for alias, fqn in sorted(checkpoint.aliases.items()) if fqn in chosen},
     }
