@@ -42,20 +42,26 @@ class Background:
         """
         self._closed.set()
         self._wanted.set()
-        thread = self._thread
-        if thread is not None:
-            thread.join(_END_SECONDS)
+        if self._thread is None:
+            release()
+            return
+        try:
+            self._thread.join(_END_SECONDS)
+        finally:
+            # After Ctrl-C too: it ends the wait, not the collection.
             with self._ending:
-                if not self._has_ended:
+                is_left = not self._has_ended
+                if is_left:
                     self._release = release
-                    logger.warning(
-                        "%s: garbage collection did not end within %g s of the close. It goes on while this process "
-                        "lives, and then gives up the right to write here. The next collection removes what is left",
-                        self._collector.url,
-                        _END_SECONDS,
-                    )
-                    return
-        release()
+            if not is_left:
+                release()
+        if is_left:
+            logger.warning(
+                "%s: garbage collection did not end within %g s of the close. It goes on while this process "
+                "lives, and then gives up the right to write here. The next collection removes what is left",
+                self._collector.url,
+                _END_SECONDS,
+            )
 
     def _run(self) -> None:
         try:
