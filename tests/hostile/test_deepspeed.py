@@ -323,7 +323,7 @@ def test_what_is_left_of_a_checkpoint_is_told(tmp_path: Path) -> None:
     with pytest.raises(MissingError, match=r"latest names .* found no tag"):
         holdfast.open_checkpoint(root)
     (root / "latest").unlink()
-    with pytest.raises(MissingError, match=r"no manifest\.json"):
+    with pytest.raises(MissingError, match=rf"no checkpoint at {root}: nothing is there"):
         holdfast.open_checkpoint(root)
 
 
