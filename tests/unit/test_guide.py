@@ -1,4 +1,4 @@
-"""The guide tells the truth: every block of Python in it runs, each section by itself in an empty folder."""
+"""The guides tell the truth: every block of Python in them runs, each section by itself in an empty folder."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guide.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+GUIDES = (DOCS / "guide.md", DOCS / "troubleshooting.md")
 
 
-def sections() -> dict[str, list[tuple[int, str]]]:
+def sections(guide: Path) -> dict[str, list[tuple[int, str]]]:
     """Return the Python blocks of every section, each with the number of its first line."""
     found: dict[str, list[tuple[int, str]]] = {}
     title, block, start = "", None, 0
-    for number, line in enumerate(GUIDE.read_text().splitlines(keepends=True), start=1):
+    for number, line in enumerate(guide.read_text().splitlines(keepends=True), start=1):
         if block is not None and line.rstrip() == "```":
             found[title].append((start, "".join(block)))
             block = None
@@ -29,18 +30,20 @@ def sections() -> dict[str, list[tuple[int, str]]]:
     return found
 
 
-SECTIONS = sections()
+SECTIONS = {(guide, title): blocks for guide in GUIDES for title, blocks in sections(guide).items()}
 
 
-def test_every_section_shows_code() -> None:
-    assert SECTIONS
-    assert [title for title, blocks in SECTIONS.items() if not blocks] == []
+@pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)
+def test_every_section_shows_code(guide: Path) -> None:
+    found = sections(guide)
+    assert found
+    assert [title for title, blocks in found.items() if not blocks] == []
 
 
-@pytest.mark.parametrize("title", list(SECTIONS))
-def test_section_runs(title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("guide", "title"), list(SECTIONS), ids=[title for _, title in SECTIONS])
+def test_section_runs(guide: Path, title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "guide"}
-    for start, code in SECTIONS[title]:
+    for start, code in SECTIONS[guide, title]:
         # So many empty lines that a traceback tells the line of the guide.
-        exec(compile("\n" * (start - 1) + code, str(GUIDE), "exec"), names)
+        exec(compile("\n" * (start - 1) + code, str(guide), "exec"), names)
