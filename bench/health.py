@@ -18,7 +18,7 @@ from holdfast.frameworks.torch.held import Ranks
 from holdfast.plan.ownership import Owned
 from holdfast.plan.packing import packs_of
 from holdfast.ports.framework import Collected, Selection
-from holdfast.saving.health import REPLICA_WINDOW_BYTES, content_digest
+from holdfast.saving.health.health_record import REPLICA_WINDOW_BYTES, content_digest
 from holdfast.settings import MIB
 
 ROUNDS = 15

@@ -19,8 +19,7 @@ from holdfast.checkpoint.location import CheckpointLocation, none_allowed, requi
 from holdfast.coordination.exit.signals import Signals
 from holdfast.coordination.job import Job
 from holdfast.coordination.save_schedule import Schedule
-from holdfast.engine.background import SLICE_SECONDS
-from holdfast.errors import CheckpointError, InvalidError, UnavailableError
+from holdfast.errors import InvalidError
 from holdfast.format.names import is_step, plain_step, step_and_digest
 from holdfast.loading.load import LoadRequest, load, load_attempt
 from holdfast.policies import KeepPolicy, Policies, SavePolicy
@@ -30,8 +29,9 @@ from holdfast.ports.store import Packs, Store
 from holdfast.repository.catalog import read_run_id
 from holdfast.repository.tags import remove_tag, require_tag_name
 from holdfast.repository.timelines import committed_steps, run_timelines
-from holdfast.runs.garbage_collection import CheckpointGC, Pins, StepPin
+from holdfast.runs.collection.garbage_collection import CheckpointGC, Pins, StepPin
 from holdfast.runs.preemption import PreemptionHandler, estimated_write_bytes
+from holdfast.runs.saves_in_flight import SavesInFlight
 from holdfast.runs.step_request import RunParts, StepRequest, StepState
 from holdfast.runs.tags import tag_step
 from holdfast.saving.handle import SaveHandle
@@ -41,9 +41,6 @@ from holdfast.settings import Preemption, Settings
 from holdfast.stores.foreign import References
 from holdfast.telemetry.dispatcher import EventDispatcher
 from holdfast.types.reports import LoadReport, SaveReport
-
-_FAILURES_HALF = 100
-"""How many of the first failed saves that nobody awaits, and of the last, are kept for `wait`. The log has all."""
 
 
 class CheckpointManager:
@@ -139,9 +136,7 @@ class CheckpointManager:
         home = CheckpointLocation(store, "", None, references=references, root=store)
         self._parts = RunParts(job, home, policies.keep)
         self._position = self._parts.position
-        self._pending: list[SaveHandle] = []
-        self._forgotten = 0
-        """Failed saves since the last `wait` whose handles are not kept."""
+        self._saves = SavesInFlight(job.progress)
         self._closed = False
         self._follows_default_group = False
         self.load_report: LoadReport | None = None
@@ -317,21 +312,7 @@ class CheckpointManager:
             CheckpointError: A save failed, and no call has raised its error yet. If several failed, the first is
                 raised; its cause is an `ExceptionGroup` of all errors, or of the first and the last 100.
         """
-        failures: list[Exception] = []
-        for handle in self._pending:
-            try:
-                is_known = handle.was_awaited
-                self._await(handle)
-            except CheckpointError as error:
-                if not is_known:
-                    failures.append(error)
-        self._pending.clear()
-        count, self._forgotten = len(failures) + self._forgotten, 0
-        if failures and count == 1:
-            raise failures[0]
-        if failures:
-            others = f"; the errors of {count - len(failures)} of them are in the log only" * (count > len(failures))
-            raise failures[0] from ExceptionGroup(f"{count} saves failed{others}", failures)
+        self._saves.wait(closing=self._closed)
 
     def close(self) -> None:
         """Wait for every save in flight, then release the resources. Raises as `wait`."""
@@ -366,23 +347,10 @@ class CheckpointManager:
             raise
         handle.committed.add_done_callback(partial(_unpin_failed, self._parts.pins, request.pin, handle))
         self._position.lineage = request.lineage
-        self._forget_ended()
-        self._pending.append(handle)
+        self._saves.add(handle)
         if self._preemption is not None:
             self._preemption.note_save(step, handle)
         return handle
-
-    def _forget_ended(self) -> None:
-        """Forget all saves but those in flight, and failures that `wait` must raise: a run may save for months."""
-        kept = [
-            known
-            for known in self._pending
-            if not known.committed.done() or (known.failure is not None and not known.was_awaited)
-        ]
-        failed = [known for known in kept if known.committed.done()]
-        forgotten = set(failed[_FAILURES_HALF:-_FAILURES_HALF])
-        self._forgotten += len(forgotten)
-        self._pending = [known for known in kept if known not in forgotten]
 
     def _close(self, *, hand_on: bool) -> None:
         """Wait for every save in flight, then release the resources.
@@ -402,19 +370,6 @@ class CheckpointManager:
             ending.callback(self._parts.close)
             ending.callback(self._job.close)
             self.wait()
-
-    def _await(self, handle: SaveHandle) -> None:
-        """Wait for a save; while the manager closes, not for one whose write hangs."""
-        while True:
-            try:
-                handle.wait(timeout=SLICE_SECONDS)
-                return
-            except TimeoutError:
-                hung = self._job.progress.hung if self._closed else None
-            if hung is not None:
-                handle.stop_waiting(UnavailableError(f"{handle.name}: the manager was closed while {hung}"))
-                if not handle.committed.done():
-                    return  # A rank may be publishing it.
 
     def _estimated_write_bytes(self, passed: StepState) -> int:
         """Return a lower bound of the bytes that this rank must write, before any comparison with what is stored."""

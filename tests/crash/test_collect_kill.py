@@ -17,7 +17,7 @@ from holdfast.leases.writer import hold_writer_lease
 from holdfast.policies import LatestN
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import read_run_id
-from holdfast.runs.garbage_collection import CheckpointGC
+from holdfast.runs.collection.garbage_collection import CheckpointGC
 from holdfast.testing.faults import Faults, FaultyStore, fail_with, kill_process, raise_error
 from tests.crash.judging import Judged
 from tests.crash.mounts import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image

@@ -117,7 +117,7 @@ ON_DISK = {
 
 PENDING = {
     "beat": "repository/epochs.py",
-    "noted": "ports/destination.py, runs/garbage_collection.py",
+    "noted": "ports/destination.py, runs/collection/garbage_collection.py",
     "Place": "foreign/deepspeed/folder.py",
     "spend": "foreign/pickles/constructors.py",
 }

@@ -28,7 +28,7 @@ from holdfast.policies import KeepPolicy
 from holdfast.ports.store import Store
 from holdfast.repository.epochs import RELEASED, newest_epoch, put_heartbeat
 from holdfast.repository.tags import read_tags
-from holdfast.runs.garbage_collection import CheckpointGC, CollectReport, collected
+from holdfast.runs.collection.garbage_collection import CheckpointGC, CollectReport, collected
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.syscalls import Syscalls

@@ -38,7 +38,7 @@ from holdfast.repository.publish import get_or_none, packs_named_by, publish
 from holdfast.repository.quarantine import quarantined_attempts
 from holdfast.repository.timelines import moved_manifests, run_timelines
 from holdfast.repository.withdrawal import withdraw
-from holdfast.saving.health import last_counted_health
+from holdfast.saving.health.health_record import last_counted_health
 from holdfast.saving.merge import MergedParts, merge_parts
 from holdfast.saving.request import SaveRequest
 from holdfast.settings import Settings

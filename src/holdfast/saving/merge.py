@@ -18,7 +18,7 @@ from holdfast.format.names import part_name
 from holdfast.format.part import RankPart, decode_part, require_part_of
 from holdfast.format.values import values
 from holdfast.repository.catalog import check_pack, read_file
-from holdfast.saving.health_findings import Findings
+from holdfast.saving.health.health_findings import Findings
 from holdfast.types.manifest import FileRecord, OptimizerRecord
 from holdfast.types.values import Group, Value
 

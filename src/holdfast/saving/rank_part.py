@@ -14,7 +14,7 @@ from holdfast.format.part import RankPart
 from holdfast.ports.framework import Collected
 from holdfast.saving.deduplication import Deduplicator
 from holdfast.saving.fingerprint import StateFingerprint
-from holdfast.saving.health import counted_in, replicas_of
+from holdfast.saving.health.health_record import counted_in, replicas_of
 from holdfast.types.plan import PlannedPack
 
 

@@ -23,7 +23,7 @@ from holdfast.repository.catalog import read_manifest
 from holdfast.repository.epochs import declare_timelines, newest_epoch
 from holdfast.repository.quarantine import supersede
 from holdfast.repository.timelines import committed_steps, displace
-from holdfast.runs.garbage_collection import collected
+from holdfast.runs.collection.garbage_collection import collected
 from holdfast.saving.handle import SaveHandle
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore

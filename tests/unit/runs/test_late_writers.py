@@ -17,7 +17,7 @@ from holdfast.repository.cut_off import finish_withdrawals
 from holdfast.repository.epochs import RELEASED, current_fence, newest_epoch, put_epoch, put_heartbeat, read_epoch
 from holdfast.repository.quarantine import backup, supersede
 from holdfast.repository.timelines import moved_manifests
-from holdfast.runs.garbage_collection import CheckpointGC
+from holdfast.runs.collection.garbage_collection import CheckpointGC
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, outcomes_of_ranks
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore

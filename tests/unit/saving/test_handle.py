@@ -215,7 +215,7 @@ def test_of_many_failures_that_nobody_awaits_the_first_and_the_last_are_kept(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.CRITICAL, logger="holdfast")
-    monkeypatch.setattr("holdfast.checkpoint_manager._FAILURES_HALF", 2)
+    monkeypatch.setattr("holdfast.runs.saves_in_flight._FAILURES_HALF", 2)
     world, _ = broken_run()
 
     def part(rank: int, run: CheckpointManager) -> object:

@@ -211,7 +211,7 @@ def test_a_save_that_is_not_handed_on_is_lost_at_once(error: BaseException) -> N
             else:
                 with pytest.raises(KeyboardInterrupt):
                     run.save(1, state(1.0))
-                failed = run._pending
+                failed = run._saves._handles
             run._job.commits.submit = submit  # type: ignore[method-assign]
         else:
             failed = saved(run, 1, state(1.0))

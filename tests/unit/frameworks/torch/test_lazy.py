@@ -299,7 +299,7 @@ def test_a_save_that_failed_holds_nothing_of_the_state(tmp_path: Path) -> None:
         gc.collect()
     assert held() is None
     del handle
-    run._pending.clear()
+    run._saves._handles.clear()
     run.close()
 
 

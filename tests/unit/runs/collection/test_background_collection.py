@@ -10,8 +10,8 @@ from typing import cast
 
 import pytest
 
-from holdfast.runs.background_collection import Background
-from holdfast.runs.garbage_collection import CheckpointGC
+from holdfast.runs.collection.background_collection import Background
+from holdfast.runs.collection.garbage_collection import CheckpointGC
 
 
 class HungCollector:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from holdfast.errors import ConflictError
-from holdfast.runs.garbage_collection import CheckpointGC
+from holdfast.runs.collection.garbage_collection import CheckpointGC
 
 logger = logging.getLogger(__name__)
 

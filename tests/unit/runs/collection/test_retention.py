@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.errors import InvalidError
 from holdfast.policies import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, NewestPer, Tagged
-from holdfast.runs.retention import LAST_HEALTHY, NEWEST, KeptFacts, kept
+from holdfast.runs.collection.retention import LAST_HEALTHY, NEWEST, KeptFacts, kept
 from holdfast.types.timeline import FIRST_TIMELINE
 
 metrics = st.one_of(st.floats(allow_nan=True, allow_infinity=True), st.integers(-3, 3).map(float))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.runs.reachability import unreferenced
+from holdfast.runs.collection.reachability import unreferenced
 from holdfast.types.removal import StepFiles, Unreferenced
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import CorruptError
-from holdfast.saving.health_findings import Findings
+from holdfast.saving.health.health_findings import Findings
 from holdfast.types.health import (
     NAMED_RANKS_MAX,
     Counted,

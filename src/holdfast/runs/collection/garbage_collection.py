@@ -36,9 +36,9 @@ from holdfast.repository.publish import packs_named_by
 from holdfast.repository.quarantine import quarantined, superseded_packs
 from holdfast.repository.tags import read_tags
 from holdfast.repository.timelines import MovedManifests, moved_manifests, newest_timeline
+from holdfast.runs.collection.reachability import unreferenced
+from holdfast.runs.collection.retention import KeptFacts, kept
 from holdfast.runs.known_steps import KnownSteps
-from holdfast.runs.reachability import unreferenced
-from holdfast.runs.retention import KeptFacts, kept
 from holdfast.runs.torn_steps import torn_steps
 from holdfast.types.manifest import Manifest
 from holdfast.types.removal import StepFiles, Unreferenced

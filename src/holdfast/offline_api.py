@@ -1,0 +1,304 @@
+"""The public functions that need no job and no torch: import, export, list, tag, trace, repair, collect, compare."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from holdfast import wiring
+from holdfast.arguments import Globs, patterns_of
+from holdfast.checkpoint.checkpoint import Checkpoint
+from holdfast.checkpoint.location import require_no_checkpoint
+from holdfast.clock import SystemClock
+from holdfast.errors import InvalidError
+from holdfast.format.names import require_step
+from holdfast.offline.diff.compare import differences
+from holdfast.offline.export.export import ExportReport, ExportRequest
+from holdfast.offline.imports.copy import exported
+from holdfast.offline.imports.import_step import ImportReport, import_step
+from holdfast.offline.repair.repair import Repair, RepairReport
+from holdfast.policies import KeepPolicy
+from holdfast.ports.observer import Observer
+from holdfast.repository.tags import remove_tag, require_tag_name
+from holdfast.runs.collection.garbage_collection import CollectReport, collected
+from holdfast.runs.collection.garbage_collection import planned as collection_planned
+from holdfast.runs.listing import RunRecord, run_record
+from holdfast.runs.tags import tag_step
+from holdfast.settings import Settings
+from holdfast.stores.destination import LocalDestination
+from holdfast.stores.foreign import References
+from holdfast.stores.local import LocalStore
+from holdfast.telemetry.trace import Trace, trace_of
+from holdfast.types.diff import Diff
+from holdfast.types.export import SHARD_BYTES, ExportOptions
+
+__all__ = [
+    "EXPORT_DTYPES",
+    "collect",
+    "diff",
+    "export",
+    "import_checkpoint",
+    "list_steps",
+    "repair",
+    "tag",
+    "trace",
+    "untag",
+]
+
+
+def import_checkpoint(
+    src: wiring.Path,
+    root: wiring.Path,
+    *,
+    step: int | None = None,
+    copy: bool = False,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+    observer: Observer | None = None,
+) -> ImportReport:
+    """Make a checkpoint of another system a step of a run. One process calls; needs no torch.
+
+    The step refers to the source's files: it records each file, its size and the digest of every chunk, for which all
+    bytes are read once. A load must allow the folder of the files with `Settings(allowed_roots=(…,))`; a file that has
+    changed is a `CorruptError`. With `copy` the bytes are copied into packs of the run, and the source may be deleted.
+    A checkpoint of Holdfast can be imported with `copy` only.
+
+    Args:
+        src: The checkpoint: a folder or file of any format that Holdfast reads.
+        root: The folder of the run; created if it does not exist.
+        step: The step that it becomes; None for its own step number.
+        copy: Whether to copy its bytes.
+        settings: Bytes of a chunk, and reads in flight.
+        observer: Receives progress.
+    Raises:
+        ConflictError: The step exists and was not touched, or a file of the source changed during the import.
+        InvalidError: The checkpoint has no step number, or cannot be imported this way.
+        MissingError: There is no checkpoint.
+        CorruptError: The checkpoint is damaged; nothing was committed.
+        UnavailableError: Storage failed, or the outcome is unknown.
+    """
+    with closing(wiring.lone_job(settings)) as job:
+        store, source = wiring.store_at(root, settings), wiring.checkpoint_at(src, settings)
+        return import_step(source, store, job, step, copied=copy, observer=observer)
+
+
+EXPORT_DTYPES = ("float32", "float16", "bfloat16")
+"""Dtypes to which an export can cast the floating tensors of a model."""
+
+
+def export(
+    src: wiring.Path,
+    dst: wiring.Path,
+    *,
+    to: str,
+    shard_bytes: int = SHARD_BYTES,
+    dtype: str | None = None,
+    model_only: bool = True,
+    memory_bytes: int = 1 << 30,
+    workers: int = 1,
+    observer: Observer | None = None,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> ExportReport:
+    """Write a checkpoint, of Holdfast or of a format that it reads, as files of another system. Needs no torch.
+
+    The files appear at `dst` all at once, when they are complete and durable. Until then they are in a hidden folder
+    beside it. After any interruption, the same call resumes there.
+
+    Args:
+        src: The checkpoint.
+        dst: The file or folder to create; it must not exist.
+        to: The format: `safetensors`, `torch` or `dcp` (docs/formats.md). `holdfast` copies everything into a
+            checkpoint of our own, by one process and not resumed; the options up to `memory_bytes` do not apply to it.
+        shard_bytes: Most bytes of tensors in one file, for formats with several files.
+        dtype: Dtype for the floating tensors of the model: float32, float16 or bfloat16; None: as they are.
+        model_only: Whether to leave out everything but the model.
+        memory_bytes: Memory for data in flight, of all workers together.
+        workers: Number of parallel processes.
+        observer: Receives progress.
+        settings: How to read.
+    Raises:
+        InvalidError: The call is wrong, or the format cannot hold the checkpoint.
+        ConflictError: `dst` exists, or another process exports to it; it was not touched.
+        UnavailableError: The file system is full, or storage failed.
+        CorruptError: Stored bytes are not what was saved.
+    """
+    if dtype is not None and dtype not in EXPORT_DTYPES:
+        raise InvalidError(f"dtype={dtype!r}; expected one of {', '.join(EXPORT_DTYPES)}, or None")
+    for name, value in (("shard_bytes", shard_bytes), ("memory_bytes", memory_bytes), ("workers", workers)):
+        if type(value) is not int or value < 1:
+            raise InvalidError(f"{name}={value!r}; expected a positive whole number")
+    if to == wiring.HOLDFAST:
+        if dtype is not None or workers > 1:
+            raise InvalidError(
+                f"dtype={dtype!r}, workers={workers}; expected neither with to={to!r}: one process copies all tensors "
+                "as they are"
+            )
+        store, checkpoint = wiring.store_at(dst, settings), wiring.checkpoint_at(src, settings)
+        if isinstance(store, LocalStore):
+            LocalDestination(store.url).require_outside(checkpoint.url)
+        # No reports: the files of an export are those that its own report lists, and no others.
+        with closing(wiring.lone_job(replace(settings, reports=False))) as job:
+            return exported(checkpoint, store, job, observer)
+    options = ExportOptions(shard_bytes=shard_bytes, dtype=dtype, model_only=bool(model_only))
+    request = ExportRequest(memory_bytes=memory_bytes, workers=workers)
+    planned = wiring.export_of(src, dst, to, options, settings)
+    pool = wiring.export_pool(src, dst, to, options, settings) if workers > 1 else None
+    return planned.run(request, pool, observer)
+
+
+def list_steps(root: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> RunRecord:
+    """Return every step under the root of a run: committed, damaged and unfinished. Read-only, needs no torch.
+
+    Raises:
+        MissingError: The path holds no run.
+        InvalidError: The path is one checkpoint.
+    """
+    return run_record(wiring.store_at(root, settings))
+
+
+def tag(root: wiring.Path, step: int | str, name: str, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> None:
+    """Give a committed step of a run a tag; no change if it has the tag already. Needs no torch.
+
+    A superseded step is named by number and digest, as `300@1f2e`.
+
+    Raises:
+        InvalidError: The name is not valid, or the path is one checkpoint.
+        MissingError: There is no such step.
+        ConflictError: The tag names another step; it was not touched.
+    """
+    store = wiring.store_at(root, settings)
+    require_no_checkpoint(store)
+    tag_step(store, SystemClock(), step, name)
+
+
+def untag(root: wiring.Path, name: str, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> None:
+    """Remove a tag of a run; the step stays as it is. Needs no torch.
+
+    Raises:
+        InvalidError: The name is not valid, or the path is one checkpoint.
+        MissingError: There is no such tag.
+    """
+    store = wiring.store_at(root, settings)
+    require_no_checkpoint(store)
+    remove_tag(store, require_tag_name(name))
+
+
+def trace(path: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> Trace:
+    """Return a trace of the saves and loads of a checkpoint, or of every step of a run, on all ranks.
+
+    ui.perfetto.dev and chrome://tracing draw its `document`, written as JSON. Needs no torch.
+
+    Raises:
+        MissingError: The path holds no reports.
+    """
+    return trace_of(wiring.store_at(path, settings))
+
+
+def repair(
+    root: wiring.Path,
+    step: int | None = None,
+    *,
+    dry_run: bool = False,
+    unfinished: bool = False,
+    observer: Observer | None = None,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> RepairReport:
+    """Rebuild damaged manifests and indexes of a run from its other files, and report what is lost.
+
+    It writes only data whose digests prove that it was saved. Every replaced file is kept under `quarantine/`. A step
+    that is complete afterwards can be resumed from again. No job may write to the run. Needs no torch.
+
+    Args:
+        root: The root of the run.
+        step: The step; None: every step whose manifest, index, file sizes or quarantine show damage.
+        dry_run: Write nothing, only report.
+        unfinished: Accept the manifest of that step although it is fenced (see `holdfast ls`), if everything that it
+            names is intact.
+        observer: Receives progress while a step is read back.
+        settings: How to read, and how an index is split.
+    Raises:
+        MissingError: There is no such step, or none at all.
+        InvalidError: The path is one checkpoint, or a step is of a newer format.
+        ConflictError: A job writes to the run.
+        UnavailableError: Storage failed; the same call resumes.
+    """
+    if step is not None:
+        step = require_step(step)
+    elif unfinished:
+        raise InvalidError("unfinished=True without a step; expected the step to accept, as in step=100")
+    store, references = wiring.store_at(root, settings), References(settings.allowed_roots)
+    return Repair(
+        store, references, SystemClock(), settings,
+        dry_run=bool(dry_run), unfinished=bool(unfinished), observer=observer,
+    ).run(step)  # fmt: skip
+
+
+def collect(
+    root: wiring.Path,
+    *,
+    keep: KeepPolicy | None = None,
+    dry_run: bool = False,
+    grace_seconds: float | None = None,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> CollectReport:
+    """Remove the steps of a run that a policy does not keep, and files of dead saves. Needs no torch.
+
+    For runs without a writing job: a manager with `keep` does the same in the background. The newest valid step, the
+    last healthy one, quarantined steps and steps with readers always stay. So do packs that a kept step refers to. If
+    the process is killed, every step is complete or gone, and the next call resumes.
+
+    Args:
+        root: The folder of the run.
+        keep: Which steps stay, as in `holdfast.policies`; None for all of them.
+        dry_run: Only report what would be removed.
+        grace_seconds: Time between mark and removal; None for `settings.collect_grace_seconds`.
+        settings: How to hold the writer lease.
+    Raises:
+        MissingError: The path holds no run.
+        InvalidError: The path is one checkpoint, or the policy ranks by a metric that no step has.
+        ConflictError: A job writes to the run; the message names it.
+        CorruptError: A damaged file hides which steps must stay; nothing was removed.
+        UnavailableError: Storage failed; the next call resumes.
+    """
+    if grace_seconds is not None and not 0 <= grace_seconds < float("inf"):
+        raise InvalidError(f"grace_seconds={grace_seconds!r}; expected a finite number of seconds, 0 or more")
+    grace = settings.collect_grace_seconds if grace_seconds is None else grace_seconds
+    store = wiring.store_at(root, settings)
+    if dry_run:
+        return collection_planned(store, SystemClock(), keep)
+    return collected(store, SystemClock(), keep, grace, settings.lease_seconds)
+
+
+def diff(
+    a: wiring.Path | Checkpoint,
+    b: wiring.Path | Checkpoint,
+    *,
+    tensors: Globs = None,
+    cast: bool = False,
+    full: bool = False,
+    observer: Observer | None = None,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> Diff:
+    """Return all differences between two checkpoints of any formats. Never communicates, needs no torch.
+
+    Of two checkpoints of Holdfast, bytes with equal digests are not read.
+
+    Args:
+        a, b: Paths, or opened checkpoints.
+        tensors: Compare only tensors with a name that matches one of these patterns, and no values.
+        cast: Compare tensors of different dtypes by value, each widened exactly; otherwise only report the dtypes.
+        full: Also read bytes with equal digests, so that norms cover whole tensors.
+        observer: Receives progress.
+        settings: How to read.
+    Raises:
+        MissingError: A path holds no checkpoint.
+        InvalidError: A path is the root of a run.
+        CorruptError: A checkpoint is damaged.
+    """
+    opened = [side if isinstance(side, Checkpoint) else wiring.checkpoint_at(side, settings) for side in (a, b)]
+    patterns = None if tensors is None else patterns_of("tensors", tensors)
+
+    def chosen(name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns or ())
+
+    return differences(*opened, chosen=None if patterns is None else chosen, cast=cast, full=full, observer=observer)

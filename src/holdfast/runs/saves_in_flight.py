@@ -1,0 +1,76 @@
+"""The saves of one manager that nobody has awaited yet, and the errors of those that failed."""
+
+from __future__ import annotations
+
+from holdfast.engine.background import SLICE_SECONDS, WriteProgress
+from holdfast.errors import CheckpointError, UnavailableError
+from holdfast.saving.handle import SaveHandle
+
+_FAILURES_HALF = 100
+"""How many of the first failed saves that nobody awaits, and of the last, are kept for `wait`. The log has all."""
+
+
+class SavesInFlight:
+    """Remembers the saves of a manager until they are committed, or their error was raised."""
+
+    def __init__(self, progress: WriteProgress) -> None:
+        """Begin without saves.
+
+        Args:
+            progress: Tells which write hangs.
+        """
+        self._progress = progress
+        self._handles: list[SaveHandle] = []
+        self._forgotten = 0
+        """Failed saves since the last `wait` whose handles are not kept."""
+
+    def add(self, handle: SaveHandle) -> None:
+        """Remember one more save."""
+        self._forget_ended()
+        self._handles.append(handle)
+
+    def wait(self, *, closing: bool) -> None:
+        """Wait for every save; as `CheckpointManager.wait`.
+
+        Args:
+            closing: Whether not to wait for a save whose write hangs.
+        """
+        failures: list[Exception] = []
+        for handle in self._handles:
+            try:
+                is_known = handle.was_awaited
+                self._await(handle, closing=closing)
+            except CheckpointError as error:
+                if not is_known:
+                    failures.append(error)
+        self._handles.clear()
+        count, self._forgotten = len(failures) + self._forgotten, 0
+        if failures and count == 1:
+            raise failures[0]
+        if failures:
+            others = f"; the errors of {count - len(failures)} of them are in the log only" * (count > len(failures))
+            raise failures[0] from ExceptionGroup(f"{count} saves failed{others}", failures)
+
+    def _await(self, handle: SaveHandle, *, closing: bool) -> None:
+        while True:
+            try:
+                handle.wait(timeout=SLICE_SECONDS)
+                return
+            except TimeoutError:
+                hung = self._progress.hung if closing else None
+            if hung is not None:
+                handle.stop_waiting(UnavailableError(f"{handle.name}: the manager was closed while {hung}"))
+                if not handle.committed.done():
+                    return  # A rank may be publishing it.
+
+    def _forget_ended(self) -> None:
+        """Forget all saves but those in flight, and failures that `wait` must raise: a run may save for months."""
+        kept = [
+            known
+            for known in self._handles
+            if not known.committed.done() or (known.failure is not None and not known.was_awaited)
+        ]
+        failed = [known for known in kept if known.committed.done()]
+        forgotten = set(failed[_FAILURES_HALF:-_FAILURES_HALF])
+        self._forgotten += len(forgotten)
+        self._handles = [known for known in kept if known not in forgotten]
