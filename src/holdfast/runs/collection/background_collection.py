@@ -157,11 +157,11 @@ class Background:
                 is_said = True
                 # A warning: a script that seems to hang at its end must say why, also without a configured log.
                 logger.warning(
-                    "%s: close waits %.0f s until steps [%s] are deleted: no retention policy keeps them, and their "
+                    "%s: close waits up to %.0f s until steps [%s] are deleted: no retention policy keeps them, and their "
                     "grace runs (Settings.collect_grace_seconds=%g). Ctrl-C or close(wait=False) leaves them to the "
                     "next job",
                     self._collector.url,
-                    due - now,
+                    math.ceil(due - now),
                     first_three(self._steps_due()),
                     self._grace_seconds,
                 )
