@@ -31,7 +31,8 @@ from holdfast.repository.catalog import read_run_id
 from holdfast.repository.tags import remove_tag, require_tag_name
 from holdfast.repository.timelines import committed_steps, run_timelines
 from holdfast.runs.collection.background_collection import Background, lacks_room
-from holdfast.runs.collection.garbage_collection import CheckpointGC, Pins, StepPin
+from holdfast.runs.collection.garbage_collection import CheckpointGC
+from holdfast.runs.collection.pins import Pins, StepPin
 from holdfast.runs.preemption import PreemptionHandler, estimated_write_bytes
 from holdfast.runs.saves_in_flight import SavesInFlight
 from holdfast.runs.step_request import RunParts, StepRequest, StepState

@@ -26,7 +26,8 @@ from holdfast.repository.removal import marks
 from holdfast.repository.tags import require_tag_free
 from holdfast.repository.timelines import displace, moved_at, run_timelines
 from holdfast.runs.collection.background_collection import Background
-from holdfast.runs.collection.garbage_collection import CheckpointGC, Pins, StepPin
+from holdfast.runs.collection.garbage_collection import CheckpointGC
+from holdfast.runs.collection.pins import Pins, StepPin
 from holdfast.runs.position import Lineage, RunPosition
 from holdfast.runs.step_metrics import WantedMetrics, checked_metrics
 from holdfast.runs.suspect_steps import SuspectSteps

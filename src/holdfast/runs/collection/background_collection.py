@@ -157,9 +157,9 @@ class Background:
                 is_said = True
                 # A warning: a script that seems to hang at its end must say why, also without a configured log.
                 logger.warning(
-                    "%s: close waits up to %.0f s until steps [%s] are deleted: no retention policy keeps them, and their "
-                    "grace runs (Settings.collect_grace_seconds=%g). Ctrl-C or close(wait=False) leaves them to the "
-                    "next job",
+                    "%s: close waits up to %.0f s until steps [%s] are deleted: no retention policy keeps them, and "
+                    "their grace runs (Settings.collect_grace_seconds=%g). Ctrl-C or close(wait=False) leaves them to "
+                    "the next job",
                     self._collector.url,
                     math.ceil(due - now),
                     first_three(self._steps_due()),
@@ -189,7 +189,7 @@ class Background:
                     self._wanted.clear()
                     self._note_wanted()
                 self._mark_if_due()
-                self._carry_out_due()
+                self._execute_due()
                 if self._lacks_room.is_set():
                     self._lacks_room.clear()
                     self._warn_of_room()
@@ -236,14 +236,14 @@ class Background:
             if marked.steps:
                 self._last_due = due
 
-    def _carry_out_due(self) -> None:
+    def _execute_due(self) -> None:
         now = self._clock.monotonic_seconds()
         due = tuple(each for each in self._pending if each.due <= now)
         if not due:
             return
         self._pending = tuple(each for each in self._pending if each not in due)
         try:
-            report = self._collector.carry_out([each.marked for each in due])
+            report = self._collector.execute([each.marked for each in due])
         except ConflictError:
             raise
         except Exception as error:  # noqa: BLE001 - the next commit tries again
