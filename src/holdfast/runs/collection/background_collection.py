@@ -68,7 +68,7 @@ class Background:
         self._lacks_room = threading.Event()
         self._thread: threading.Thread | None = None
         self._ending = threading.Lock()
-        self._has_ended = threading.Event()
+        self._has_ended = False
         self._release: Callable[[], None] = lambda: None
         # Written by the thread alone; a close reads them.
         self._pending: tuple[_Pending, ...] = ()
@@ -108,14 +108,15 @@ class Background:
             release()
             return
         try:
-            seconds_left = self._await_graces(may_wait)
+            seconds_left = self._await_graces(thread, may_wait)
             self._stop()
-            self._has_ended.wait(seconds_left)
+            # A thread that a forked child inherits is not alive: there is nothing to wait for.
+            thread.join(seconds_left)
         finally:
             # After Ctrl-C too: it ends the wait, not a removal.
             self._stop()
             with self._ending:
-                is_left = not self._has_ended.is_set()
+                is_left = not self._has_ended
                 if is_left:
                     self._release = release
             if not is_left:
@@ -132,10 +133,10 @@ class Background:
         self._stopped.set()
         self._wanted.set()
 
-    def _await_graces(self, may_wait: Callable[[], bool]) -> float:
+    def _await_graces(self, thread: threading.Thread, may_wait: Callable[[], bool]) -> float:
         """Wait until what is due is removed; return the seconds that storage has left to answer."""
         start, is_said = self._clock.monotonic_seconds(), False
-        while may_wait():
+        while thread.is_alive() and may_wait():
             if not self._finishing.is_set():
                 self._finishing.set()
                 self._wanted.set()
@@ -151,8 +152,9 @@ class Background:
                 )
                 break
             seconds_left = max(due, start) + _END_SECONDS - now
-            if seconds_left <= 0 or self._has_ended.wait(min(seconds_left, _POLL_SECONDS)):
-                return max(seconds_left, 0.0)
+            if seconds_left <= 0:
+                return 0.0
+            thread.join(min(seconds_left, _POLL_SECONDS))
             if not is_said and due > now and now - start >= _SAID_AFTER_SECONDS:
                 is_said = True
                 # A warning: a script that seems to hang at its end must say why, also without a configured log.
@@ -175,7 +177,7 @@ class Background:
             self._work()
         finally:
             with self._ending:
-                self._has_ended.set()
+                self._has_ended = True
             self._release()
 
     def _work(self) -> None:
