@@ -130,11 +130,7 @@ def export(
         UnavailableError: The file system is full, or storage failed.
         CorruptError: Stored bytes are not what was saved.
     """
-    if dtype is not None and dtype not in EXPORT_DTYPES:
-        raise InvalidError(f"dtype={dtype!r}; expected one of {', '.join(EXPORT_DTYPES)}, or None")
-    for name, value in (("shard_bytes", shard_bytes), ("memory_bytes", memory_bytes), ("workers", workers)):
-        if type(value) is not int or value < 1:
-            raise InvalidError(f"{name}={value!r}; expected a positive whole number")
+    _require_export_options(dtype, shard_bytes=shard_bytes, memory_bytes=memory_bytes, workers=workers)
     if step is not None:
         src = wiring.step_path(wiring.step_at(src, step, settings))
     if to == export_wiring.HOLDFAST:
@@ -154,6 +150,15 @@ def export(
     planned = export_wiring.export_of(src, dst, to, options, settings)
     pool = export_wiring.export_pool(src, dst, to, options, settings) if workers > 1 else None
     return planned.run(request, pool, observer)
+
+
+def _require_export_options(dtype: str | None, **counts: object) -> None:
+    """Refuse a dtype that no export casts to, and a count that is not positive."""
+    if dtype is not None and dtype not in EXPORT_DTYPES:
+        raise InvalidError(f"dtype={dtype!r}; expected one of {', '.join(EXPORT_DTYPES)}, or None")
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise InvalidError(f"{name}={value!r}; expected a positive whole number")
 
 
 def list_steps(root: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> RunRecord:

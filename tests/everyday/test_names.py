@@ -80,9 +80,9 @@ def test_in_a_shell(tmp_path: Path) -> None:
     trained(root)
     verified = shell("verify", root)
     assert verified.returncode == 0 and "step 300, the newest valid one; --step chooses another" in verified.stderr
-    exported = shell("export", root, tmp_path / "best.pt", "--to", "torch", "--with-optimizer", "--step", "best")
+    exported = shell("export", root, tmp_path / "best", "--to", "holdfast", "--step", "best")
     assert exported.returncode == 0, exported.stderr
-    assert holdfast.read(tmp_path / "best.pt")["w"].tolist() == [200, 200]  # type: ignore[attr-defined]
+    assert holdfast.read(tmp_path / "best")["w"].tolist() == [200, 200]  # type: ignore[attr-defined]
     moved = shell("tag", root, "300", "best", "--move")
     assert moved.returncode == 0, moved.stderr
     assert holdfast.open_checkpoint(root, step="best").step == 300
