@@ -65,7 +65,7 @@ class ChosenStep:
 UnfitKind = Literal["shape", "dtype", "kind"]
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Unfit:
     """A name of the state that cannot take what the checkpoint has under it."""
 

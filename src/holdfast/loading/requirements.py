@@ -130,9 +130,10 @@ def require_fitting(
     Raises:
         InvalidError: Something differs.
     """
-    if not (gathered.any_unfit or not gathered.any_fills or (strict and (missing or not _lacks_none(gathered)))):
+    fills_nothing = bool(missing) and not gathered.any_fills
+    if not (gathered.any_unfit or fills_nothing or (strict and (missing or not _lacks_none(gathered)))):
         return
-    unfit, whole = sorted(gathered.unfit), gathered.is_whole
+    unfit, whole = gathered.unfit, gathered.is_whole
     told = {each.fqn for each in unfit}
     unfilled = [name for name in missing if name not in told]
     unexpected = sorted(name for name in gathered.unexpected if name not in told)

@@ -50,8 +50,8 @@ class GatheredStatuses:
     is_whole: bool
     """Whether `missing` holds the names of every rank. Some may have been too many to send."""
 
-    unfit: frozenset[Unfit] = frozenset()
-    """Names of some rank that cannot take what the checkpoint has."""
+    unfit: tuple[Unfit, ...] = ()
+    """Names of some rank that cannot take what the checkpoint has, each once, in the order of ranks and states."""
 
     any_unfit: bool = False
     """Whether any rank has such a name. Its texts may have been too many to send."""
@@ -125,7 +125,7 @@ def gather_statuses(comm: Comm, own: RankStatus, catalogue: Callable[[], Sequenc
         listed = {id(status): status for status, is_known in zip(by_rank, has_texts, strict=True) if is_known}
         unexpected |= set.intersection(*({*status.unexpected} for status in listed.values())) if listed else set()
     is_whole = all(has_texts) and not any(status.unnamed for status in distinct)
-    unfit = frozenset[Unfit]().union(*(status.unfit for status in distinct))
+    unfit = tuple(dict.fromkeys(each for status in distinct for each in status.unfit))
     any_unfit, any_fills = (any(record.flags & flag for record in records) for flag in (_UNFIT, _FILLS))
     return GatheredStatuses(by_rank, missing, frozenset(unexpected), is_whole, unfit, any_unfit, any_fills)
 

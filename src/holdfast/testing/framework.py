@@ -203,7 +203,7 @@ class NumpyFramework:
                 if spec.global_shape != value.array.shape:
                     is_partial = any(fnmatchcase(fqn, pattern) for pattern in selection.partial)
                     if not is_partial or len(spec.global_shape) != value.array.ndim:
-                        text = f"{fqn} {value.array.shape} here and {spec.global_shape} in the checkpoint"
+                        text = f"{fqn}: {value.array.shape} here and {spec.global_shape} in the checkpoint"
                         misfits.append(Misfit(text, is_certain=True, fqn=fqn, is_shape=True))
                         del measured[fqn]
                         continue

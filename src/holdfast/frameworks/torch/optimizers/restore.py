@@ -281,7 +281,7 @@ class OptimizerRestoration:
             wanted_shape = shape_of_state(spec.global_shape, before, now)
             if wanted_shape is None:
                 text = (
-                    f"{fqn} {spec.global_shape} is of a parameter that has another shape now: leave it out with skip="
+                    f"{fqn}: {spec.global_shape}, of a parameter that has another shape now (leave it out with skip=)"
                 )
                 self._taker.misfits.append(Misfit(text, is_certain=True, fqn=fqn, is_shape=True))
                 continue

@@ -48,7 +48,7 @@ class ResizedTensors:
             stored: Its name in the checkpoint.
             stored_shape: Global shape there.
         """
-        text = f"{names[0]} {shape} here and {stored_shape} in the checkpoint"
+        text = f"{names[0]}: {shape} here and {stored_shape} in the checkpoint"
         above = [each for name in names for each in with_names_above(name)] if self._patterns else []
         chosen = any(fnmatchcase(name, pattern) for pattern in self._patterns for name in above)
         if not chosen or len(shape) != len(stored_shape):
