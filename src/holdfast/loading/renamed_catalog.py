@@ -221,9 +221,10 @@ def _named(spec: TensorSpec, name: str) -> TensorSpec:
 
 def _at(parent: Group, rest: str) -> tuple[Group, str]:
     """Return the group in which a name is, and the rest of the name, which is its key there."""
-    for key, value in parent.items.items():
-        if rest.startswith(f"{key}.") and isinstance(value, Group) and value.kind in ("dict", "module"):
-            return _at(value, rest.removeprefix(f"{key}."))
+    for at, letter in enumerate(rest):
+        value = parent.items.get(rest[:at]) if letter == "." else None
+        if isinstance(value, Group) and value.kind in ("dict", "module"):
+            return _at(value, rest[at + 1 :])
     return parent, rest
 
 

@@ -117,6 +117,11 @@ class OptimizerRestoration:
             elif name not in known and taker.takes_part(f"{view.path}.param_groups.{name}"):
                 taker.unexpected.append(f"{view.path}.param_groups.{name}")
 
+    @property
+    def fills_any(self) -> bool:
+        """Whether it sets anything."""
+        return bool(self._groups or self._states)
+
     def _is_of_tie(self, name: str, catalog: Catalog) -> bool:
         """Return whether a name is tied to a parameter of this optimizer, with equal state and hyperparameters."""
         tied = self._view.ties.get(name)
@@ -293,7 +298,7 @@ class OptimizerRestoration:
                 catalog.require_stored(stored)
                 tensor = new_state_tensor(parameter, state.group, key, torch_dtype(spec.dtype), shape)
                 if of_part or wanted_shape != spec.global_shape:
-                    tensor.zero_()  # Another part may be missing.
+                    tensor.zero_()  # Another part may be missing, or the saved shape may be smaller.
             target = part.of(tensor, parameter, fqn) if of_part and part is not None else tensor
             self._taker.want(fqn, target, view.declared_for(parameter, tensor), parameter=view.whole_name(name))
             state.entries[key] = tensor

@@ -186,8 +186,8 @@ def _collect_state(
 
 
 def give_hyperparameters(view: OptimizerView, groups: Sequence[Mapping[str, object]]) -> None:
-    """Set the hyperparameters of an optimizer, which has the same groups in the same order."""
-    for (group, _), values in zip(view.members.groups(), groups, strict=True):
+    """Set the hyperparameters of an optimizer whose groups are in the same order."""
+    for (group, _), values in zip(view.members.groups(), groups, strict=False):
         group.update({key: value for key, value in values.items() if key not in LISTS_OF_MEMBERS})
 
 

@@ -56,7 +56,9 @@ class ResizedTensors:
             self._refused.append((tensor, stored, Misfit(text, is_certain=True, fqn=names[0], is_shape=True)))
             return None
         filled = tuple(map(min, shape, stored_shape))
-        if self._filled.setdefault(storage_key(tensor), stored) == stored:
+        memory = storage_key(tensor)
+        if memory not in self._filled:
+            self._filled[memory] = stored
             self.partly.append(PartlyFilled(names[0], filled, shape, stored_shape))
         return Box.whole(filled)
 

@@ -332,9 +332,12 @@ class TorchRestoration:
             return
         if self._selector.selects_whole(view.path):
             view.members.require_whole(view.path)
-        keeps = not self._selection.hyperparameters
-        restoration = OptimizerRestoration(view, saved, self, self._catalog, tensors, hyperparameters=not keeps)
-        self._finishes.append(restoration.finish)
+        sets_hyperparameters = self._selection.hyperparameters
+        restoration = OptimizerRestoration(
+            view, saved, self, self._catalog, tensors, hyperparameters=sets_hyperparameters
+        )
+        if restoration.fills_any:
+            self._finishes.append(restoration.finish)
         self.misfits += restoration.misfits(self._catalog.optimizers.get(view.path))
         if self._selector.selects_whole(view.path) and (outside := outside_state(view)) is not None:
             self.missing += [f"{view.path}.{name}" for name in outside.names]
