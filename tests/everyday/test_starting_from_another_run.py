@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import holdfast
 from holdfast.errors import InvalidError
@@ -43,7 +46,25 @@ def as_torch(path: Path, state: State) -> None:
     torch.save({key: value.state_dict() for key, value in state.items()}, path)  # noqa: TID251
 
 
+def as_torch_by_name(path: Path, state: State) -> None:
+    model, optimizer = state["model"], state["optimizer"]
+    assert isinstance(model, nn.Module) and isinstance(optimizer, torch.optim.Optimizer)
+    named = get_optimizer_state_dict(model, optimizer)
+    torch.save({"model": model.state_dict(), "optimizer": named}, path)  # noqa: TID251
+
+
+def as_dcp(path: Path, state: State) -> None:
+    model, optimizer = state["model"], state["optimizer"]
+    assert isinstance(model, nn.Module) and isinstance(optimizer, torch.optim.Optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(
+            {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=path
+        )
+
+
 FORMATS = [as_holdfast, as_torch]
+NAMED_FORMATS = [*FORMATS, as_torch_by_name, as_dcp]
 
 
 def load(path: Path, state: State, **arguments: object) -> holdfast.LoadReport:
@@ -95,7 +116,7 @@ def test_weights_of_a_trained_wrapper_go_on_with_their_moments(tmp_path: Path) -
     assert new.param_groups[0]["weight_decay"] == 0.2
 
 
-@pytest.mark.parametrize("save", FORMATS)
+@pytest.mark.parametrize("save", NAMED_FORMATS)
 @pytest.mark.parametrize(
     "rule", [{"backbone": "trunk"}, {"model.backbone": "model.trunk"}, {"back*": "trunk*", "trunkbone": "trunk"}]
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.errors import InvalidError, first_three
 
@@ -45,6 +45,14 @@ class RenameRule:
         kept = "".join(part + other for part, other in zip(match.groups(), others, strict=True))
         return first + kept + name[match.end() :]
 
+    def renamed_group(self, path: str, *, below: bool) -> str:
+        """Return what the path of a dict or module becomes; empty if its entries go to the top."""
+        rule = replace(self, below=False)
+        new = rule.renamed_below(path) if below else rule.renamed(path)
+        if new == "" and below:
+            return path.partition(".")[0]
+        return path if new is None else new
+
     def renamed_below(self, name: str) -> str | None:
         """Return what a name becomes if the rule counts from below the top-level key; None if it does not match."""
         top, dot, rest = name.partition(".")
@@ -75,8 +83,8 @@ class Renames:
     def __str__(self) -> str:
         return f"{{{', '.join(rule.written for rule in self.rules)}}}"
 
-    def applied(self, names: Collection[str], where: str) -> dict[str, str]:
-        """Return what each name of a checkpoint becomes.
+    def applied(self, names: Collection[str], where: str, groups: Collection[str] = ()) -> dict[str, str]:
+        """Return what each name of a checkpoint becomes, and the path of each dict and module.
 
         A rule counts from below the top-level key, as a module names its parameters. If it matches no name there, it
         counts from the start of whole names.
@@ -84,12 +92,14 @@ class Renames:
         Args:
             names: The names.
             where: The checkpoint, for messages.
+            groups: Paths of dicts and modules. They go where their entries go.
         Raises:
             InvalidError: A rule matches no name, or leaves nothing of one.
         """
-        current = {name: name for name in names}
+        current, paths = {name: name for name in names}, {path: path for path in groups}
         for rule in self.rules:
             found = {name: new for name, at in current.items() if (new := rule.renamed_below(at)) is not None}
+            below = bool(found)
             found = found or {name: new for name, at in current.items() if (new := rule.renamed(at)) is not None}
             if not found:
                 has = first_three(sorted(filter(str.isprintable, current.values())))
@@ -103,7 +113,8 @@ class Renames:
                         f"{where}: rename={{{rule.written}}} leaves nothing of {name}; expected a name. Correct it"
                     )
             current |= found
-        return current
+            paths = {path: rule.renamed_group(at, below=below) if at else at for path, at in paths.items()}
+        return paths | current
 
 
 def _rule_of(old: object, new: object) -> RenameRule:

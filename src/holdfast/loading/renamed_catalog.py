@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 from holdfast.errors import InvalidError
 from holdfast.geometry.tensor import TensorSpec
@@ -85,17 +86,20 @@ class _Names:
         """Path of the value that refers to a tensor, by the tensor's name."""
         self._optimizers: dict[str, _Parameters] = {}
         for path, value in self._leaves.items():
-            if isinstance(value, Group) and value.kind == "optimizer":
-                self._optimizers[path] = _Parameters(value, owners, self._listed)
+            if (members := _parameters_in(value)) is not None:
+                self._optimizers[path] = _Parameters(members, owners, self._listed)
             else:
                 self._inside |= dict.fromkeys(_references(value), path)
         self._parameter_of = {fqn: found for fqn in self._listed if (found := self._parameter(fqn)) is not None}
         parameters = {name for each in self._optimizers.values() for name in each.full_names.values()}
-        values = {*self._leaves, *groups, *owners}
         free = {fqn for fqn in self._listed if fqn not in self._inside and fqn not in self._parameter_of}
-        self.of: Mapping[str, str] = renames.applied(free | values | parameters, where)
+        self.of: Mapping[str, str] = renames.applied(free | {*self._leaves} | parameters, where, {*groups, *owners})
         """New name by name: of tensors, values, dicts, modules, and parameters of optimizers."""
         _require_distinct([(name, self.of[name]) for name in {*free, *self._leaves}], where)
+        named = {*free, *self._leaves}
+        had, has = _above(named), _above(self.of[name] for name in named)
+        self._emptied = {path for path in groups if path in had and self.of[path] not in has}
+        """Dicts and modules below which nothing is left."""
 
     def of_tensor(self, fqn: str) -> str:
         """Return the new name of a tensor."""
@@ -129,29 +133,40 @@ class _Names:
             # A name that leaves its dict is put where its first segments lead.
             is_inside = not new_path or name.startswith(f"{new_path}.")
             parent, rest = (new, name.removeprefix(f"{new_path}.") if new_path else name) if is_inside else (root, name)
-            parent, rest = _at(parent, rest)
-            if isinstance(value, Group) and value.kind in ("dict", "module"):
-                present = parent.items.get(rest)
-                branch = present if isinstance(present, Group) else Group(value.kind)
-                parent.items[rest] = branch
-                self._fill(root, value, old, branch, name)
-            elif isinstance(value, Group) and value.kind == "optimizer":
+            # Keys of a dict may have dots. Where they had none, a name of several segments is in dicts of dicts.
+            parent, rest = _at(parent, rest, makes_dicts="." not in key)
+            if old in self._optimizers and isinstance(value, Group):
                 parent.items[rest] = self._optimizer(old, value)
+            elif _is_branch(value):
+                present = root if not name else parent.items.get(rest)
+                branch = present if isinstance(present, Group) else Group(value.kind)
+                if branch is not root and old not in self._emptied:
+                    parent.items[rest] = branch
+                self._fill(root, value, old, branch, name)
             else:
                 parent.items[rest] = self._value(value, old)
 
     def _optimizer(self, path: str, saved: Group) -> Group:
         parameters = self._optimizers[path]
         items = dict(saved.items)
+        groups = items.get("param_groups")
+        if isinstance(groups, list):
+            items["param_groups"] = [self._group(group, parameters) for group in groups]
         for table in ("param_groups", "state"):
             entries = items.get(table)
+            entries = entries.items if isinstance(entries, Group) else entries
             if isinstance(entries, dict):
                 renamed = [(name, parameters.renamed(name, self.of)) for name in entries]
                 _require_distinct(
                     [(f"{path}.{table}.{old}", f"{path}.{table}.{new}") for old, new in renamed], self._where
                 )
                 items[table] = {new: self._value(entries[old], path) for old, new in renamed}
-        return Group("optimizer", items)
+        return Group(saved.kind, items)
+
+    def _group(self, group: Value, parameters: _Parameters) -> Value:
+        """Return a group that lists its parameters by name, under their new names."""
+        assert isinstance(group, dict), "a group of an optimizer with names is a dict"
+        return {**group, "params": [parameters.renamed(name, self.of) for name in group["params"]]}
 
     def _value(self, value: Value, path: str) -> Value:
         """Return a value whose references have the new names."""
@@ -181,10 +196,9 @@ class _Names:
 class _Parameters:
     """The parameters of one saved optimizer: their names in it, and their names in the state."""
 
-    def __init__(self, saved: Group, owners: Sequence[str], listed: set[str]) -> None:
-        tables = [saved.items.get(table) for table in ("param_groups", "state")]
-        self._names = {name: None for table in tables if isinstance(table, dict) for name in table}
-        self._owner = _owner_of(list(self._names), owners, listed)
+    def __init__(self, names: Sequence[str], owners: Sequence[str], listed: set[str]) -> None:
+        self._names = dict.fromkeys(names)
+        self._owner = _owner_of(names, owners, listed)
         self.full_names = {name: f"{self._owner}.{name}" if self._owner else name for name in self._names}
         """Name in the state of each parameter, by its name in the optimizer."""
 
@@ -205,6 +219,24 @@ class _Parameters:
         return full.removeprefix(f"{owner}.")
 
 
+def _parameters_in(value: Value) -> list[str] | None:
+    """Return the names of parameters in a saved optimizer; None for any other value.
+
+    It is one saved by Holdfast, or a state dict that lists parameters by name, as `get_optimizer_state_dict` makes it.
+    """
+    if not isinstance(value, Group) or value.kind not in ("optimizer", "dict"):
+        return None
+    groups, state = value.items.get("param_groups"), value.items.get("state")
+    if value.kind == "optimizer":
+        return list(dict.fromkeys(name for table in (groups, state) if isinstance(table, dict) for name in table))
+    if not isinstance(groups, list) or not isinstance(state, dict | Group):
+        return None
+    members = [group.get("params") if isinstance(group, dict) else None for group in groups]
+    names = [name for listed in members if isinstance(listed, list) for name in listed]
+    is_named = bool(names) and all(isinstance(listed, list) for listed in members) and {*map(type, names)} == {str}
+    return names if is_named else None
+
+
 def _owner_of(names: Sequence[str], owners: Sequence[str], listed: set[str]) -> str:
     """Return the path of the module or dict to which the names of an optimizer's parameters are relative.
 
@@ -219,20 +251,34 @@ def _named(spec: TensorSpec, name: str) -> TensorSpec:
     return spec if spec.fqn == name else TensorSpec(name, spec.dtype, spec.global_shape)
 
 
-def _at(parent: Group, rest: str) -> tuple[Group, str]:
+def _at(parent: Group, rest: str, *, makes_dicts: bool) -> tuple[Group, str]:
     """Return the group in which a name is, and the rest of the name, which is its key there."""
     for at, letter in enumerate(rest):
         value = parent.items.get(rest[:at]) if letter == "." else None
         if isinstance(value, Group) and value.kind in ("dict", "module"):
-            return _at(value, rest[at + 1 :])
+            return _at(value, rest[at + 1 :], makes_dicts=makes_dicts)
+    first, dot, below = rest.partition(".")
+    if dot and makes_dicts and parent.kind == "dict":
+        branch = parent.items[first] = Group("dict")
+        return _at(branch, below, makes_dicts=True)
     return parent, rest
+
+
+def _above(names: Iterable[str]) -> set[str]:
+    """Return all names above some names."""
+    return {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
+
+
+def _is_branch(value: Value) -> TypeGuard[Group]:
+    """Return whether a value is a dict or module of the tree, whose entries have names of their own."""
+    return isinstance(value, Group) and value.kind in ("dict", "module") and _parameters_in(value) is None
 
 
 def _leaves(group: Group, path: str) -> Iterator[tuple[str, Value]]:
     """Yield path and value of each entry of a tree that is neither a dict nor a module."""
     for key, value in group.items.items():
         inner = f"{path}.{key}" if path else key
-        if isinstance(value, Group) and value.kind in ("dict", "module"):
+        if _is_branch(value):
             yield from _leaves(value, inner)
         else:
             yield inner, value
@@ -241,7 +287,7 @@ def _leaves(group: Group, path: str) -> Iterator[tuple[str, Value]]:
 def _groups(group: Group, path: str) -> Iterator[str]:
     """Yield the path of each dict and module of a tree."""
     for key, value in group.items.items():
-        if isinstance(value, Group) and value.kind in ("dict", "module"):
+        if _is_branch(value):
             inner = f"{path}.{key}" if path else key
             yield inner
             yield from _groups(value, inner)

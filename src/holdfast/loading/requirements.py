@@ -149,17 +149,14 @@ def require_fitting(
         )
         if names or (names is unfilled and not whole)
     ]
-    subject = (
-        "the state and the checkpoint differ" if gathered.any_fills else "nothing of the state is in the checkpoint"
-    )
+    subject = "nothing of the state is in the checkpoint" if fills_nothing else "the state and the checkpoint differ"
     lead = f"{subject}: {'; '.join(listed)}" if listed else "" if kinds["kind"] else subject
     if kinds["kind"]:
         more = f"; and {len(kinds['kind']) - NAMES_SHOWN:,} more" if len(kinds["kind"]) > NAMES_SHOWN else ""
         texts = "; ".join(kinds["kind"][:NAMES_SHOWN]) + more
         lead += f"{'; ' if lead else ''}{texts}, or strict=False to load what fits"
-    says = _advice(
-        kinds, unfilled, unexpected, catalog, advice, strict=strict and bool(unfilled or unexpected or not whole)
-    )
+    strict_helps = strict and bool(unfilled or unexpected or not whole)
+    says = _advice(kinds, unfilled, unexpected, catalog, advice, strict=strict_helps)
     raise InvalidError(f"{url}: {lead}. Nothing was changed{says}")
 
 

@@ -167,3 +167,47 @@ def test_an_optimizer_of_other_names_alone_fills_nothing(tmp_path: Path) -> None
         InvalidError, match=r"nothing of the state is in the checkpoint.*pass rename=\{'body': 'trunk'\}"
     ):
         holdfast.load(tmp_path / "c", state, strict=False, process_group=False)
+
+
+NESTED = {"sub": {"w": torch.ones(2), "n": 5}, "top": 1}
+
+
+@pytest.mark.parametrize(
+    ("saved", "rename", "state"),
+    [
+        ({"m": {"module": NESTED}}, {"module": ""}, {"m": NESTED}),
+        ({"m": {"module": NESTED}}, {"module.": ""}, {"m": NESTED}),
+        ({"m": NESTED}, {"": "encoder."}, {"m": {"encoder": NESTED}}),
+        ({"m": NESTED}, {"sub": "a.b"}, {"m": {"a": {"b": NESTED["sub"]}, "top": 1}}),
+        ({"m": NESTED}, {"m.sub": "s"}, {"m": {"top": 1, "t": torch.ones(1)}, "s": NESTED["sub"]}),
+        ({"m": {"net": NESTED}}, {"m.net": "net"}, {"net": NESTED}),
+        ({"m": NESTED}, {"sub.w": "v", "sub.n": "k"}, {"m": {"v": torch.ones(2), "k": 5, "top": 1}}),
+        ({"m": {"x.w": torch.ones(2), "x.n": 5}}, {"x.": ""}, {"m": {"w": torch.ones(2), "n": 5}}),
+        ({"m": {"w": torch.ones(2), "x.n": 5}}, {"": "y."}, {"m": {"y.w": torch.ones(2), "y.x.n": 5}}),
+        ({"m": {"module": nn.Linear(2, 2)}}, {"module": ""}, {"m": nn.Linear(2, 2)}),
+        ({"m": nn.BatchNorm1d(2)}, {"": "a"}, {"m": nn.ModuleDict({"a": nn.BatchNorm1d(2)})}),
+    ],
+)
+def test_dicts_of_dicts_are_opened_and_nested(
+    tmp_path: Path, saved: dict[str, object], rename: dict[str, str], state: dict[str, object]
+) -> None:
+    extra = {"m": {**saved["m"], "t": torch.ones(1)}} if "m.sub" in rename else saved  # type: ignore[dict-item]
+    holdfast.save(tmp_path / "c", extra, process_group=False)
+    emptied = _emptied(state)
+    holdfast.load(tmp_path / "c", emptied, rename=rename, process_group=False)
+    assert repr(_emptied(emptied, keep=True)) == repr(_emptied(state, keep=True))
+
+
+def _emptied(value: object, *, keep: bool = False) -> dict[str, object]:
+    """Return a copy of dicts, with zeros unless the values are kept."""
+    found = _copied(value, keep=keep)
+    assert isinstance(found, dict)
+    return found
+
+
+def _copied(value: object, *, keep: bool) -> object:
+    if isinstance(value, dict):
+        return {key: _copied(item, keep=keep) for key, item in value.items()}
+    if isinstance(value, torch.Tensor):
+        return value.clone() if keep else torch.zeros_like(value)
+    return value if keep or isinstance(value, nn.Module) else 0
