@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from holdfast import policies, wiring
@@ -15,6 +15,7 @@ from holdfast.geometry.region import FlatRange, Region
 from holdfast.geometry.sharded import Sharded
 from holdfast.loading.load import LoadRequest, load_checkpoint
 from holdfast.loading.named_step import finder_of, selector_at
+from holdfast.loading.rename_rules import Renames
 from holdfast.saving.handle import SaveHandle
 from holdfast.saving.request import PathRequest
 from holdfast.saving.save import begin_save, save_and_wait
@@ -227,6 +228,9 @@ def load(
     only: Globs = None,
     skip: Globs = None,
     grads: bool = False,
+    rename: Mapping[str, str] | None = None,
+    partial: Iterable[str] | None = None,
+    hyperparameters: bool = True,
     process_group: wiring.ProcessGroup = None,
     settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> LoadReport:
@@ -246,6 +250,15 @@ def load(
         skip: Leave FQNs that match one of these patterns as they are.
         grads: Set gradients as they were saved, and remove those of parameters that had none. Without it, gradients in
             the checkpoint are unexpected names, since a run that resumes without them trains differently.
+        rename: How names in the checkpoint become names of the state, as `{"module.": "", "backbone": "encoder"}`: the
+            first segments of a name below its top-level key; of the whole name, if none matches there. A `*` stands for
+            any characters and is carried over, as in `{"*.attn.*": "*.attention.*"}`. Each rule renames what the rules
+            before it made. The state of optimizers follows the names of its parameters.
+        partial: Tensors, by patterns, that may have another shape than was saved, such as a resized vocabulary. What
+            both have, from index 0 in each dimension, is filled, in the state of optimizers too; the rest stays as it
+            is, and is zero in new state. `LoadReport.partial` lists them.
+        hyperparameters: False keeps the hyperparameters of the optimizers, such as a new learning rate, and fills only
+            their state.
         process_group: None for the default group, False for this process alone, or a group.
         settings: How to load.
     Raises:
@@ -255,7 +268,8 @@ def load(
     """
     require_state(state, "load(path, state)")
     job = wiring.loading_job(process_group, settings)
-    request = LoadRequest(state, selection_of(only, skip, grads), strict, cast)
+    selection = selection_of(only, skip, grads, partial, hyperparameters=hyperparameters)
+    request = LoadRequest(state, selection, strict, cast, Renames.of(rename))
     if step is not None or best is not None:
         home = wiring.home_at(path, settings)
         selector = selector_at(home, finder_of(step, best), job.clock, job.is_first_occurrence)

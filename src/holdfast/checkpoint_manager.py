@@ -6,7 +6,7 @@ It forwards to the features of `runs/`, and starts saves and loads with them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -32,6 +32,7 @@ from holdfast.errors import InvalidError
 from holdfast.format.names import is_step, plain_step
 from holdfast.loading.load import LoadRequest, load, load_attempt
 from holdfast.loading.named_step import finder_of
+from holdfast.loading.rename_rules import Renames
 from holdfast.policies import KeepPolicy, Policies, SavePolicy
 from holdfast.ports.framework import Selection
 from holdfast.ports.observer import Observer
@@ -251,6 +252,9 @@ class CheckpointManager:
         only: Globs = None,
         skip: Globs = None,
         grads: bool = False,
+        rename: Mapping[str, str] | None = None,
+        partial: Iterable[str] | None = None,
+        hyperparameters: bool = True,
     ) -> int | None:
         """Fill a state from a step, or from the newest valid step; return the step, or None if the root has none yet.
 
@@ -268,7 +272,8 @@ class CheckpointManager:
         require_state(state, "load(state, step)")
         self._require_not_closed()
         find = finder_of(step, best)
-        request = LoadRequest(state, selection_of(only, skip, grads), strict, cast)
+        selection = selection_of(only, skip, grads, partial, hyperparameters=hyperparameters)
+        request = LoadRequest(state, selection, strict, cast, Renames.of(rename))
         position = self._position
         selector = position.selector(find)
         with load_attempt(self._job, position.home, selector, request, self._dispatcher) as attempt:

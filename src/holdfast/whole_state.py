@@ -55,8 +55,7 @@ def read(
         first asked for.
     Raises:
         MissingError: There is no checkpoint, step or tag.
-        InvalidError: The path is the root of a run and no step is given, the format is newer, or a pattern matches no
-            name.
+        InvalidError: The path is the root of a run without a step, the format is newer, or a pattern matches no name.
         CorruptError: The checkpoint is damaged.
         UnavailableError: Storage failed, or the tensors do not fit into memory.
     """

@@ -19,7 +19,7 @@ the filling.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,13 +44,16 @@ from holdfast.loading.exchange import (
     offer_of,
     read_or_exchange,
 )
-from holdfast.loading.messages import RankStatus
+from holdfast.loading.messages import RankStatus, Unfit
+from holdfast.loading.rename_rules import Renames
+from holdfast.loading.renamed_catalog import renamed_catalog
 from holdfast.loading.requirements import (
     filled_bytes,
-    judge_misfits,
     require_begun_filled,
-    require_complete,
-    require_saved_dtypes,
+    require_fitting,
+    require_same_call,
+    unfit_names,
+    warn_of_misfits,
 )
 from holdfast.loading.resolve import Resolved, resolve
 from holdfast.loading.run_visibility import new_run_line
@@ -59,7 +62,7 @@ from holdfast.loading.statuses import gather_errors, gather_statuses, names_of
 from holdfast.loading.step_choice import ExactStep, StepDamage, StepDamaged, StepSelector, raise_or_fall_back
 from holdfast.plan.reads import load_plan
 from holdfast.plan.unmatched_patterns import judge_unmatched
-from holdfast.ports.framework import Catalog, Restoration, Selection
+from holdfast.ports.framework import Catalog, Restoration, Selection, Wanted
 from holdfast.repository.catalog import read_per_rank
 from holdfast.settings import Settings
 from holdfast.telemetry.dispatcher import EventDispatcher
@@ -90,6 +93,18 @@ class LoadRequest:
 
     cast: bool
     """Whether a tensor may be filled from another dtype."""
+
+    rename: Renames = field(default_factory=Renames)
+    """How names of the checkpoint become names of the state."""
+
+    @property
+    def call(self) -> str:
+        """The arguments that must agree on all ranks, as text; empty if none is given."""
+        chosen = self.selection
+        parts = [f"rename={self.rename}"] if self.rename.rules else []
+        parts += [f"partial={list(chosen.partial)}"] if chosen.partial else []
+        parts += [] if chosen.hyperparameters else ["hyperparameters=False"]
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +169,17 @@ class LoadAttempt:
 class PlannedLoad:
     """What one rank reads, computed by it alone."""
 
+    catalog: Catalog
+    """The content of the checkpoint, under the names of the state."""
+
     restoration: Restoration
     """What the state wants, and how the load ends."""
+
+    wanted: Sequence[Wanted]
+    """The tensors that it wants, by stored name."""
+
+    unfit: tuple[Unfit, ...]
+    """Names that cannot take what the checkpoint has."""
 
     plan: LoadPlan
     """The reads."""
@@ -273,23 +297,22 @@ def _request_and_plan(attempt: LoadAttempt, resolved: Resolved) -> PlannedLoad |
     job, request, location = attempt.job, attempt.request, resolved.location
     try:
         with attempt.trace.phase("plan"):
-            catalog = _catalog(resolved, job.settings)
-            restoration = job.framework.restoration(request.state, catalog, request.selection)
-            judge_misfits(job, restoration.misfits, location.url, strict=request.strict)
-            wanted = restoration.wanted
+            renamed = renamed_catalog(_catalog(resolved, job.settings), request.rename, location.url)
+            restoration = job.framework.restoration(request.state, renamed.catalog, request.selection)
+            warn_of_misfits(job, restoration.misfits, location.url, strict=request.strict)
+            wanted = renamed.as_stored(restoration.wanted) if request.rename.rules else restoration.wanted
             for tensor in wanted:
                 resolved.require_stored(tensor.stored_fqn)
             boxes = [(tensor.stored_fqn, box) for tensor in wanted for box in tensor.boxes]
             index = index_for(resolved.index, boxes, job.clock, location)
-            if not request.cast:
-                require_saved_dtypes(wanted, index.tensors)
+            unfit = unfit_names(restoration, wanted, index.tensors, strict=request.strict, cast=request.cast)
             plan = load_plan(wanted, index.pieces_near, job.settings.read_window_bytes)
             count = filled_bytes(restoration, plan)
             if not request.strict:
                 # A strict load raises for every missing name anyway.
                 require_begun_filled(attempt.begun, restoration, location.url)
             offer = offer_of(plan, resolved.manifest, job.settings, job.comm.world_size)
-            return PlannedLoad(restoration, plan, count, offer)
+            return PlannedLoad(renamed.catalog, restoration, wanted, unfit, plan, count, offer)
     except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
         return error
 
@@ -314,35 +337,43 @@ def _catalog(resolved: Resolved, settings: Settings) -> Catalog:
 
 def _agree(attempt: LoadAttempt, resolved: Resolved, planned: PlannedLoad | Exception) -> AgreedLoad:
     """Return what all ranks carry out; raise on every rank if any cannot load. A collective."""
-    comm, manifest = attempt.job.comm, resolved.manifest
+    comm, request, url = attempt.job.comm, attempt.request, resolved.location.url
     with attempt.trace.phase("agree"):
-        own = planned if isinstance(planned, Exception) else None
-        names = partial(names_of, resolved.index.tensors, manifest.aliases, manifest.tree)
-        gathered = gather_statuses(comm, _status_of(planned), names)
+        own, catalog = (planned, None) if isinstance(planned, Exception) else (None, planned.catalog)
+        names = partial(names_of, catalog.tensors, catalog.aliases, catalog.tree) if catalog is not None else tuple
+        gathered = gather_statuses(comm, _status_of(planned, request), names)
         statuses = gathered.by_rank
         raise_or_fall_back([status.error for status in statuses], comm.rank, own, attempt.selector)
         assert not isinstance(planned, Exception), "an error on any rank has been raised"
-        error, warnings = judge_unmatched(resolved.location.url, [each.unmatched for each in statuses])
+        if gathered.is_whole:
+            require_same_call([each.call for each in statuses], url)
+        error, warnings = judge_unmatched(url, [each.unmatched for each in statuses])
         if error is not None:
             raise error
         for text in warnings:
-            attempt.job.warn_once(resolved.location.url, text)
+            attempt.job.warn_once(url, text)
         missing = sorted(gathered.missing.union(planned.restoration.missing))
-        unexpected = sorted(gathered.unexpected)
-        if attempt.request.strict:
-            stored = {*resolved.index.tensors, *manifest.aliases} if unexpected else set()
-            require_complete(missing, unexpected, stored, resolved.location.url, is_whole=gathered.is_whole)
-        exchange = _exchange_of(attempt, manifest, planned.plan, [status.offer for status in statuses])
-        return AgreedLoad(planned, exchange, tuple(missing), tuple(unexpected))
+        require_fitting(gathered, missing, request.state, planned.catalog, url, strict=request.strict)
+        exchange = _exchange_of(attempt, resolved.manifest, planned.plan, [status.offer for status in statuses])
+        return AgreedLoad(planned, exchange, tuple(missing), tuple(sorted(gathered.unexpected)))
 
 
-def _status_of(planned: PlannedLoad | Exception) -> RankStatus:
+def _status_of(planned: PlannedLoad | Exception, request: LoadRequest) -> RankStatus:
     if isinstance(planned, Exception):
         return RankStatus(error_text(planned))
     restoration = planned.restoration
     missing = sorted({*restoration.missing})
     named, unnamed = tuple(missing[:_MISSING_NAMED_MAX]), len(missing[_MISSING_NAMED_MAX:])
-    return RankStatus(None, named, unnamed, tuple(restoration.unexpected), tuple(restoration.unmatched), planned.offer)
+    return RankStatus(
+        missing=named,
+        unnamed=unnamed,
+        unexpected=tuple(restoration.unexpected),
+        unmatched=tuple(restoration.unmatched),
+        unfit=planned.unfit,
+        call=request.call,
+        fills=restoration.fills_any or bool(restoration.misfits) or (bool(restoration.skipped) and not missing),
+        offer=planned.offer,
+    )
 
 
 def _exchange_of(
@@ -434,6 +465,7 @@ def _finish(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLoad, stats:
         missing=agreed.missing,
         unexpected=agreed.unexpected,
         skipped=tuple(dict.fromkeys(restoration.skipped)),
+        partial=tuple(restoration.partly),
         bytes=stats.read_bytes,
         exchanged_bytes=stats.received_bytes,
         tensors=len(restoration.held),
@@ -448,7 +480,7 @@ def _finish(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLoad, stats:
     trace.end(report, resolved.reader_id, store, location.folder, job.node_reports)
     if job.comm.rank == 0:
         logger.info("%s", loaded_line(report, location.url))
-    filled = {tensor.stored_fqn: tensor.boxes for tensor in restoration.wanted}
+    filled = {tensor.stored_fqn: tensor.boxes for tensor in agreed.planned.wanted}
     return Loaded(location, report, manifest, resolved.index, filled, resolved.newer)
 
 
