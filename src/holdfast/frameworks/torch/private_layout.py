@@ -304,7 +304,7 @@ def unreduced_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters with a gradient that FSDP2 has not reduced over ranks yet.
 
     `FSDPParam.unsharded_accumulated_grad`, `_unsharded_param` (set by the first forward) and `sharded_param`;
-    `FSDPParamGroup._partial_reduce_output`. Since 2.6.
+    `FSDPParamGroup._partial_reduce_output`. Since 2.6. From 2.15 on, the first is the gradient of the second.
     """
     for group, held in _held_by_fsdp2(module):
         unsharded = getattr(held, "_unsharded_param", None)
@@ -319,10 +319,12 @@ def forget_unreduced(module: nn.Module) -> None:
     Sets the fields that `unreduced_parameters` reads.
     """
     for group, held in _held_by_fsdp2(module):
-        held.unsharded_accumulated_grad = None
         group._partial_reduce_output = None
         if (unsharded := getattr(held, "_unsharded_param", None)) is not None:
             unsharded.grad = None
+        # From 2.15 on it has gone with the gradient, and cannot be set.
+        if held.unsharded_accumulated_grad is not None:
+            held.unsharded_accumulated_grad = None
 
 
 def _held_by_fsdp2(module: nn.Module) -> Iterator[tuple[FSDPParamGroup, FSDPParam]]:

@@ -86,16 +86,21 @@ def hybrid() -> Any:
     )
 
 
-@cache
-def fully_sharded() -> Any:
+def accumulating(reduce_dtype: torch.dtype | None = None) -> Any:
     """A module under FSDP2 with a gradient that no rank has reduced yet."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     module = nn.Linear(3, 4)
-    fully_shard(module, mesh=init_device_mesh("cpu", (WORLD,), mesh_dim_names=("probed",)))
+    mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("probed",))
+    fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
     module.set_requires_gradient_sync(False)  # type: ignore[operator]
     module(torch.ones(2, 3)).sum().backward()
     return module
+
+
+@cache
+def fully_sharded() -> Any:
+    return accumulating()
 
 
 def flat() -> Any:
@@ -294,6 +299,15 @@ def test_the_flat_parameter_of_a_wrapper_is_read_whole() -> None:
 def test_gradients_that_no_rank_has_reduced_are_seen() -> None:
     assert len(list(private_layout.unreduced_parameters(fully_sharded()))) == 2
     assert not list(private_layout.unreduced_parameters(net()))
+
+
+# torch accumulates in a tensor beside the parameter where it reduces in another dtype; not so from 2.15 on.
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64], ids=str)
+def test_gradients_that_no_rank_has_reduced_are_dropped(reduce_dtype: torch.dtype | None) -> None:
+    module = accumulating(reduce_dtype)
+    assert len(list(private_layout.unreduced_parameters(module))) == 2
+    private_layout.forget_unreduced(module)
+    assert not list(private_layout.unreduced_parameters(module))
 
 
 @pytest.mark.parametrize("version", ["2.13.0", "2.13.1+cu130", "2.13.0a0+git1234567", "2.13"])
