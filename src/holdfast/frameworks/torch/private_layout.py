@@ -36,8 +36,9 @@ logger = logging.getLogger(__name__)
 
 # ------------------------------------------------------------------------------------------------- versions
 
-TESTED_FROM, TESTED_BELOW = (2, 13), (2, 14)
-"""The range of torch versions that the tests run against; the extra `torch` in pyproject.toml states the same."""
+TESTED_FROM, TESTED_BELOW = (2, 10), (2, 16)
+"""The range of torch versions that the tests ran against: `docs/torch-versions.md`. pyproject.toml, README.md and the
+Makefile state the same."""
 
 _warned: set[str] = set()
 
@@ -339,7 +340,7 @@ def _held_by_fsdp2(module: nn.Module) -> Iterator[tuple[FSDPParamGroup, FSDPPara
 def _groups_of(module: FSDPModule) -> list[FSDPParamGroup]:
     """Return the groups of parameters that one `fully_shard` gathers together.
 
-    `FSDPModule._get_fsdp_state`, since 2.6, and `FSDPState._fsdp_param_groups`, in 2.13. Before a mesh for each
+    `FSDPModule._get_fsdp_state`, since 2.6, and `FSDPState._fsdp_param_groups`, since 2.12. Before a mesh for each
     parameter (pull request 173509 of torch): `FSDPState._fsdp_param_group`, a group or None.
     """
     state = module._get_fsdp_state()
