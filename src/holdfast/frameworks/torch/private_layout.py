@@ -346,7 +346,8 @@ def _groups_of(module: FSDPModule) -> list[FSDPParamGroup]:
     state = module._get_fsdp_state()
     # By the field: builds between two releases bear the number of either.
     if hasattr(state, "_fsdp_param_groups"):
-        return state._fsdp_param_groups
+        groups: list[FSDPParamGroup] = state._fsdp_param_groups
+        return groups
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
