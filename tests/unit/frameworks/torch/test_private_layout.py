@@ -110,6 +110,7 @@ def flat() -> Any:
 GROUPS, GROUPS_OF_OTHER_VERSIONS = "_fsdp_param_groups", "_fsdp_param_group"
 if torch.__version__ < (2, 12):
     GROUPS, GROUPS_OF_OTHER_VERSIONS = GROUPS_OF_OTHER_VERSIONS, GROUPS
+"""The field of `FSDPState` on this torch, and on those at the other side of 2.12."""
 
 
 def state_of_fsdp2() -> Any:
