@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from holdfast import policies, wiring
-from holdfast.arguments import Globs, require_state, selection_of
+from holdfast.arguments import Globs, require_bool, require_state, selection_of
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError
@@ -143,26 +143,30 @@ def save(
     only: Globs = None,
     skip: Globs = None,
     grads: bool = False,
+    overwrite: bool = False,
     process_group: wiring.ProcessGroup = None,
     settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> SaveReport:
     """Save one checkpoint and return once it is committed. Every rank of the group calls.
 
     Args:
-        path: The folder that becomes the checkpoint; it must not hold one.
+        path: The folder that becomes the checkpoint; it must not hold one, unless `overwrite`.
         state: Nested dict of modules, optimizers, objects with `state_dict`/`load_state_dict`, tensors and values.
         only: Save only FQNs that match one of these patterns; each must match a name on some rank.
         skip: Leave out FQNs that match one of these patterns.
         grads: Save gradients too, each under its parameter's FQN plus `.grad`, for a save in the middle of gradient
             accumulation. Without it, such a save is refused if the optimizer or wrapper reveals the accumulation.
+        overwrite: Replace the checkpoint at the path, if there is one. It stays whole until the new one is. Its files
+            go at the next overwrite, `settings.collect_grace_seconds` later at the earliest.
         process_group: None for the default group, False for this process alone, or a group.
         settings: How to save.
     Raises:
-        InvalidError: The state or the call is wrong, or ranks disagree; nothing was written.
-        ConflictError: The path already holds a checkpoint; it was not touched.
+        InvalidError: The state or the call is wrong, or ranks disagree; or `overwrite` at a step of a run, at a run, or
+            at what Holdfast did not write. Nothing was written.
+        ConflictError: The path already holds a checkpoint, or another job overwrites it; it was not touched.
         UnavailableError: Storage, the key-value store or a rank failed, or the outcome is unknown.
     """
-    job, request = _request(path, state, (only, skip, grads), process_group, settings)
+    job, request = _request(path, state, (only, skip, grads), process_group, settings, overwrite=overwrite)
     if isinstance(request, InvalidError):
         raise refuse_call(job, request).failure or request
     return save_and_wait(job, request)
@@ -175,6 +179,7 @@ def async_save(
     only: Globs = None,
     skip: Globs = None,
     grads: bool = False,
+    overwrite: bool = False,
     process_group: wiring.ProcessGroup = None,
     settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> SaveHandle:
@@ -193,7 +198,7 @@ def async_save(
         InvalidError: The state or the call is wrong, or ranks disagree, and these ranks never agreed on a save before.
             Nothing was written. `SaveHandle.wait` raises all other errors.
     """
-    job, request = _request(path, state, (only, skip, grads), process_group, settings)
+    job, request = _request(path, state, (only, skip, grads), process_group, settings, overwrite=overwrite)
     return refuse_call(job, request) if isinstance(request, InvalidError) else begin_save(job, request)
 
 
@@ -203,18 +208,21 @@ def _request(
     chosen: tuple[Globs, Globs, bool],
     process_group: wiring.ProcessGroup,
     settings: Settings,
+    *,
+    overwrite: bool,
 ) -> tuple[Job, PathRequest | InvalidError]:
     """Return the job and the request of a save by path, or what is wrong with the call on this rank."""
     try:
         require_state(state, "save(path, state)")
-        selection, store = selection_of(*chosen), wiring.store_at(path, settings)
+        require_bool("overwrite", overwrite)
+        selection, location = selection_of(*chosen), wiring.saved_at(path, settings, overwrite=overwrite)
     except InvalidError as misuse:
         if wiring.comm_of(process_group).world_size == 1:
             raise
         # The first of these jobs is a collective: the other ranks would wait for this one.
         return wiring.shared_job(process_group, settings), misuse
     job = wiring.shared_job(process_group, settings)
-    return job, PathRequest(job, store, state, selection)
+    return job, PathRequest(job, location, state, selection, overwrite=overwrite)
 
 
 def load(

@@ -118,6 +118,16 @@ def preemption_of(preemption: object) -> Preemption | None:
     return preemption
 
 
+def require_bool(name: str, value: object) -> None:
+    """Refuse an argument that is neither True nor False.
+
+    Raises:
+        InvalidError: It is of another type.
+    """
+    if not isinstance(value, bool):
+        raise InvalidError(f"{name}={str(value)[:80]!r} ({type(value).__name__}); expected True or False")
+
+
 def _require_count(name: str, value: object) -> int:
     if not policies.is_whole(value) or value < 1:
         raise InvalidError(f"{name}={value!r}; expected a positive whole number, or leave it out")

@@ -127,6 +127,24 @@ def _superseded_at(parent: str, name: str, settings: Settings) -> CheckpointLoca
     return location_of(home, manifest)
 
 
+def saved_at(path: object, settings: Settings, *, overwrite: bool) -> CheckpointLocation:
+    """Return the location of one checkpoint to save.
+
+    Args:
+        path: The path.
+        settings: Permission bits of files.
+        overwrite: Whether it may be replaced. The location then has what else is there: a file, or a step of a run.
+    Raises:
+        InvalidError: It is not a path, or its scheme is not supported.
+    """
+    store = store_at(path, settings)
+    if not overwrite or not isinstance(store, LocalStore):
+        return CheckpointLocation(store, "", None)
+    parent, name = os.path.split(os.path.realpath(store.url))
+    root = LocalStore(parent, settings=settings) if step_of_folder(name) is not None else None
+    return CheckpointLocation(store, "", None, foreign_at(store.url), root=root)
+
+
 def home_at(path: object, settings: Settings) -> CheckpointLocation:
     """Return the root of a run, to read its steps.
 

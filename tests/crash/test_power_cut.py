@@ -40,6 +40,8 @@ from tests.crash.rig import (
     run_at,
     training_state,
 )
+from tests.overwriting import number_at
+from tests.overwriting import save as save_over
 from tests.property.life import Switch
 
 pytestmark = [
@@ -174,6 +176,35 @@ def test_no_step_of_either_timeline_is_lost_to_a_power_cut(location: Path, templ
         acknowledged += returned
     print(f"{kind}: {len(points)} power cuts: {acknowledged} saves had returned, {fates.count('new')} are on, 0 lost")
     assert fates.count("old") >= 5 and fates.count("new") >= acknowledged >= 1
+
+
+def overwrite_on(best: Path, faults: Faults) -> None:
+    save_over(local_store(best, faults), 3)
+
+
+def test_an_overwritten_checkpoint_survives_a_power_cut(location: Path, template: Path, kind: str) -> None:
+    """The power goes here and there in an overwrite, and at each call around the one that replaces the manifest."""
+    with mounted(template, location / "m", options="loop", kind=kind) as mount:
+        for number in (1, 2):
+            save_over(mount / "best", number)
+            save_over(location / "counted", number)
+    recorded = Faults()
+    overwrite_on(location / "counted", recorded)
+    (moved,) = (at for at, call in enumerate(recorded.seen, 1) if call.name == "rename" and ".next." in call.subject)
+    points = sorted({*range(1, recorded.counted + 2, STRIDE), *range(moved - 2, moved + 4), recorded.counted + 50})
+    found = []
+    for at in points:
+        image = location / "image"
+        copy_image(template, image)
+        with mounted(image, location / "m", options="loop", kind=kind) as mount:
+            returned = acted_until_power_cut(mount, at, partial(overwrite_on, mount / "best"))
+        with mounted(image, location / "m", options="loop", kind=kind) as mount:
+            found.append(number_at(mount / "best"))
+            assert found[-1] in ((3,) if returned else (2, 3)), f"power cut at operation {at} of {recorded.counted}"
+            save_over(mount / "best", 4)
+            assert number_at(mount / "best") == 4
+    print(f"{kind}: {len(points)} power cuts: {found.count(3)} new checkpoints survived, 0 lost")
+    assert {*found} == {2, 3}
 
 
 def test_the_power_cut_is_a_real_one(location: Path, template: Path, kind: str) -> None:

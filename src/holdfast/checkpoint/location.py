@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
-from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import decode_manifest
 from holdfast.format.names import MANIFEST_FILE, RUN_FILE, is_file_url, manifest_keys, step_folder, step_of_pack
 from holdfast.format.sealed_json import stated_digest
@@ -123,9 +123,11 @@ class CheckpointLocation:
 
         return packs
 
-    def require_empty(self) -> None:
+    def require_empty(self, way_out: str | None = None) -> None:
         """Refuse to save over a checkpoint.
 
+        Args:
+            way_out: What the caller can do about it; None for what every caller can.
         Raises:
             ConflictError: A checkpoint is there; it was not touched.
             InvalidError: The path is the root of a run.
@@ -135,7 +137,7 @@ class CheckpointLocation:
         ):
             raise ConflictError(
                 f"{self.url}: a checkpoint is already there; expected none. Nothing was touched. "
-                "Save elsewhere, or remove it first if it is not needed"
+                f"{way_out or 'Save elsewhere, or remove it first if it is not needed'}"
             )
         if self.step is None:
             require_no_run(self.store, "save one checkpoint here")
@@ -186,6 +188,23 @@ def manifest_bytes_at(location: CheckpointLocation) -> bytes:
     if location.root is not None and not _is_valid_in(location.root, location, data):
         raise fenced_error(f"{location.store.url}/{location.manifest_key}")
     return data
+
+
+def manifest_in_place_of(manifest: Manifest, location: CheckpointLocation) -> Manifest | None:
+    """Return the manifest that has replaced one, if the checkpoint was overwritten; None if it is still there.
+
+    A reader that misses a file asks for it: the files of what was overwritten are removed later. A step of a run is
+    never overwritten, nor is what another system wrote.
+    """
+    if location.root is not None or location.step is not None or not manifest.attempt:
+        return None
+    try:
+        data = manifest_bytes_at(location)
+        if stated_digest(data) == manifest.digest:
+            return None
+        return decode_manifest(data, f"{location.url}/{MANIFEST_FILE}")
+    except CheckpointError:
+        return None
 
 
 def _chosen_manifest(location: CheckpointLocation) -> bytes:

@@ -10,7 +10,8 @@ The states of a load, the same on every rank at each collective, and who moves i
 - restored: each rank has put back the values that are not tensors. A gather of errors ends the load.
 - failed: a collective showed an error of some rank; every rank raises.
 - fell back: a gather showed every rank that the step is damaged, and every rank raises `StepDamaged`. `load`
-  catches it and is resolving again, with an older step. Any state after resolving can lead here.
+  catches it and is resolving again, with an older step, or with the new checkpoint if one at a path was overwritten.
+  Any state after resolving can lead here.
 
 A load of one exact step cannot fall back. It skips the gather of "verified": only the gather that ends the load follows
 the filling.
@@ -59,7 +60,14 @@ from holdfast.loading.resolve import Resolved, resolve
 from holdfast.loading.run_visibility import new_run_line
 from holdfast.loading.same_content import same_content
 from holdfast.loading.statuses import gather_errors, gather_statuses, names_of
-from holdfast.loading.step_choice import ExactStep, StepDamage, StepDamaged, StepSelector, raise_or_fall_back
+from holdfast.loading.step_choice import (
+    ExactStep,
+    PathSelector,
+    StepDamage,
+    StepDamaged,
+    StepSelector,
+    raise_or_fall_back,
+)
 from holdfast.plan.reads import load_plan
 from holdfast.plan.unmatched_patterns import judge_unmatched
 from holdfast.ports.framework import Catalog, Restoration, Selection, Wanted
@@ -284,7 +292,10 @@ def load_checkpoint(
         request: What to load and how.
         selector: Chooses the step of a run; None for the checkpoint at the location.
     """
-    with load_attempt(job, location, selector or ExactStep(lambda: location), request) as attempt:
+    if selector is None:
+        # A step of a run is never overwritten.
+        selector = PathSelector(location) if location.root is None else ExactStep(lambda: location)
+    with load_attempt(job, location, selector, request) as attempt:
         loaded = load(attempt)
         assert loaded is not None, "a location was chosen"
         report = loaded.report
@@ -488,7 +499,8 @@ def _fail(attempt: LoadAttempt, error: BaseException) -> None:
     """Report the failure; after a fallback, say that the damaged step may have left values."""
     if attempt.damage is not None and isinstance(error, InvalidError):
         error.add_note(
-            f"the state may be partly filled from a newer step that turned out damaged: {attempt.damage.error}"
+            "the state may be partly filled from a newer step that turned out damaged, or from a checkpoint that was "
+            f"overwritten: {attempt.damage.error}"
         )
     attempt.trace.fail(error)
     if isinstance(error, CheckpointError):

@@ -27,6 +27,9 @@ class ChosenStep:
     error: str | None = None
     """Why rank 0 cannot choose, as an `error_text`."""
 
+    is_damage: bool = False
+    """Whether that is the damage which the ranks found: nothing has taken the place of the damaged checkpoint."""
+
     folder: str | None = None
     """The checkpoint's folder in the home; None: there is nothing to load."""
 

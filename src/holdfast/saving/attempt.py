@@ -44,6 +44,7 @@ from holdfast.repository.catalog import confirmed_manifest
 from holdfast.repository.epochs import require_counted
 from holdfast.saving.commit import assemble, publish_manifest, sweep
 from holdfast.saving.handle import SaveHandle, collect_error, text_of, typed
+from holdfast.saving.overwrite import replace_manifest
 from holdfast.saving.request import SaveRequest, claim_in_time
 from holdfast.saving.transfer import Transfer
 from holdfast.telemetry.dispatcher import EventDispatcher
@@ -108,6 +109,10 @@ class SaveAttempt:
         self.trace = OperationTrace("save", self.location.step, self.location.url, job.comm, job.clock, dispatcher)
         self.handle = SaveHandle(self.name, awaited=awaited, history=job.history)
         self.handle.committed.add_done_callback(self.trace.fail_with)
+        self._on_end = request.on_end
+        if self._on_end is not None:
+            on_end = self._on_end
+            self.handle.committed.add_done_callback(lambda _: on_end())
         self.gc_pause = GcPause()
         """Keeps the cyclic garbage collector from walking a plan of many small values. Ended early when much data moves
         or this rank waits for others, and at the latest by the function that began it."""
@@ -151,6 +156,8 @@ class SaveAttempt:
             raised = self._end_agreed(error) if has_agreed else self._end_opening(error)
             if raised is not None:
                 self.trace.fail(raised)
+                if self._on_end is not None and not has_agreed:
+                    self._on_end()  # The handle never ends.
                 if raised is error:
                     raise
                 raise raised from error
@@ -373,12 +380,14 @@ class SaveAttempt:
     def _commit(self) -> Outcome:
         """Publish the manifest, and announce the outcome to the waiting ranks."""
         location, agreement, epoch = self.location, self.agreement, self.agreement.context.epoch
+        overwrite = agreement.context.overwrite
         try:
             votes = self.commit_vote.votes()
             with self.trace.phase("index"):
                 data, manifest = assemble(self.request, agreement, votes, self.job.settings, self.file_keys)
             with self.trace.phase("publish"):
-                outcome = publish_manifest(location, data, epoch)
+                replaced = overwrite and replace_manifest(location, agreement.attempt, data, overwrite, self.job)
+                outcome = replaced or publish_manifest(location, data, epoch)
         except Exception as error:  # noqa: BLE001 - it is certain that nothing was published
             outcome = aborted(typed(error, self.name))
         else:
@@ -392,10 +401,14 @@ class SaveAttempt:
 
     def _sweep(self) -> None:
         """Remove the files of failed attempts. The outcome is certain, so it does not wait for a removal that hangs."""
-        attempt, epoch = self.agreement.attempt, self.agreement.context.epoch
+        attempt, context = self.agreement.attempt, self.agreement.context
+        overwrite = context.overwrite
+        if overwrite is not None and (overwrite.seen or overwrite.attempts):
+            return  # Other attempts stay for readers of what was replaced. The next overwrite removes them.
+        claim = None if overwrite is None else overwrite.claim
 
         def work() -> None:
-            sweep(self.location, attempt, self.name, epoch, self.job.attempts_under_way)
+            sweep(self.location, attempt, self.name, context.epoch, self.job.attempts_under_way, claim=claim)
 
         try:
             if not is_done_soon(work, self.job.clock):
@@ -410,6 +423,8 @@ class SaveAttempt:
         except CheckpointError:
             return unknown(reason)
         if manifest.attempt != self.agreement.attempt:
+            if self.agreement.context.overwrite is not None:
+                return unknown(f"{reason}; attempt {manifest.attempt} is there, and may still be replaced")
             return aborted(ConflictError(f"{self.name}: attempt {manifest.attempt} published first; {reason}"))
         try:
             if manifest.epoch and manifest.step is not None:

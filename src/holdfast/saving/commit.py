@@ -34,6 +34,7 @@ from holdfast.format.sealed_json import stated_digest
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, manifest_in, read_manifest, read_manifest_bytes
 from holdfast.repository.epochs import current_fence, is_valid_manifest, require_newest
+from holdfast.repository.overwriting import is_claimed
 from holdfast.repository.publish import get_or_none, packs_named_by, publish
 from holdfast.repository.quarantine import quarantined_attempts
 from holdfast.repository.timelines import moved_manifests, run_timelines
@@ -290,7 +291,15 @@ def _counted_manifests(store: Store) -> Iterator[Manifest]:
         yield manifest_in(folder, read_manifest_bytes(store, folder, stored.key), f"{store.url}/{stored.key}")
 
 
-def sweep(location: CheckpointLocation, attempt: str, name: str, epoch: int, under_way: Collection[str] = ()) -> None:
+def sweep(
+    location: CheckpointLocation,
+    attempt: str,
+    name: str,
+    epoch: int,
+    under_way: Collection[str] = (),
+    *,
+    claim: str | None = None,
+) -> None:
     """Remove the files of failed attempts. The published manifest keeps them from publishing.
 
     A manifest that was removed since may have published one of these attempts, and other steps may refer to its packs.
@@ -303,6 +312,7 @@ def sweep(location: CheckpointLocation, attempt: str, name: str, epoch: int, und
         name: Name of the save, for messages.
         epoch: Epoch of the writer lease; 0 for a checkpoint saved by path.
         under_way: Attempts of this process that have not ended.
+        claim: Nonce of the claim of a save that may overwrite.
     """
     store = location.store
     try:
@@ -326,8 +336,8 @@ def sweep(location: CheckpointLocation, attempt: str, name: str, epoch: int, und
                 # the step, which writes only after this manifest has moved away.
                 if epoch:
                     require_newest(store, epoch)
-                if not _is_published(location, attempt):
-                    logger.info("%s: the step is saved again; files of failed attempts stay for that save", name)
+                if not _is_published(location, attempt) or _is_overwritten(location, claim):
+                    logger.info("%s: it is saved again; files of failed attempts stay for that save", name)
                     return
                 # Deleting the absent key `nothing` makes the store remove the folder, even an empty one.
                 store.delete([*(key for key in keys if key not in referenced), f"{prefix}nothing"])
@@ -341,6 +351,11 @@ def sweep(location: CheckpointLocation, attempt: str, name: str, epoch: int, und
         logger.warning(
             "%s: files of failed attempts stay for now, the next save of the step removes them: %s", name, error
         )
+
+
+def _is_overwritten(location: CheckpointLocation, claim: str | None) -> bool:
+    """Return whether another job overwrites the checkpoint, so that its attempt must stay."""
+    return location.step is None and is_claimed(location.store, besides=claim)
 
 
 def _is_published(location: CheckpointLocation, attempt: str) -> bool:

@@ -38,6 +38,8 @@ def save_and_wait(job: Job, request: SaveRequest) -> SaveReport:
     # Pause until the wait ends: by then the objects of the save are freed, and the collector never walks them.
     with attempt.gc_pause:
         report = save(attempt).wait()
+    if request.on_end is not None:
+        request.on_end()  # The commit thread is at it, perhaps: the caller finds everything done.
     assert report is not None, "committed comes with a report"
     return report
 
@@ -59,7 +61,7 @@ def save(attempt: SaveAttempt) -> SaveHandle:
         with trace.phase("collect"):
             collected = request.collect()
             fingerprint = StateFingerprint(collected, job, attempt.location)
-            statement = fingerprint.statement(attempt.step)
+            statement = fingerprint.statement(attempt.step, overwrites=request.overwrites)
         attempt.record_collected()
         with trace.phase("agree"):
             agreement = attempt.agree(statement, fingerprint)
