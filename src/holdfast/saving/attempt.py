@@ -38,7 +38,7 @@ from holdfast.engine.background import CALLS, is_done_soon, wait_in_slices
 from holdfast.engine.gc_pause import GcPause
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.format.digest import hex_digest_of, short_digest_of
-from holdfast.format.names import part_name
+from holdfast.format.names import link_name, part_name
 from holdfast.format.part import RankPart, encode_part
 from holdfast.repository.catalog import confirmed_manifest
 from holdfast.repository.epochs import require_counted
@@ -274,6 +274,20 @@ class SaveAttempt:
     def key(self, name: str) -> str:
         """Return the key of a file of this attempt."""
         return f"{self.location.folder}{self.agreement.attempt}/{name}"
+
+    def link_pack(self, pack: str) -> bool:
+        """Give a pack of another step a further name among the files of this attempt; return whether it has one.
+
+        Args:
+            pack: Its path from the root of the run.
+        Raises:
+            MissingError: The pack does not exist any more.
+        """
+        key = self.key(link_name(pack))
+        # Before the link is made: an aborted attempt removes it. The commit makes its name durable with those of the
+        # other files of the folder.
+        self.file_keys.append(key)
+        return self.location.store.link(pack, key)
 
     def finish_in_background(self, finish: Callable[[], None]) -> None:
         """Hand the rest of the save over to the commit thread."""
