@@ -40,6 +40,10 @@ class OverlayStore(ForwardingStore):
         """Raise: a repair copies and deletes."""
         raise NotImplementedError(key)
 
+    def link(self, key: str, new_key: str) -> bool:
+        """Raise: a repair links packs in the store beneath."""
+        raise NotImplementedError(key)
+
     def upload(self, key: str, total_bytes: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
         """Raise: a repair writes no packs."""
         raise NotImplementedError(key)
