@@ -190,8 +190,8 @@ def test_what_an_import_by_reference_holds_is_not_linked(tmp_path: Path) -> None
     holdfast.import_checkpoint(tmp_path / "theirs.safetensors", tmp_path / "run", step=1, settings=settings)
     state = {"frozen": torch.zeros(6000)}
     with manager_at(tmp_path / "run", settings) as manager:
-        manager.load(state)
-        manager.save(2, state).wait()
+        manager.load({"model": state})
+        manager.save(2, {"model": state}).wait()
     assert links_under(tmp_path) == []
     assert (tmp_path / "theirs.safetensors").stat().st_nlink == 1
 
