@@ -17,14 +17,18 @@ from holdfast.loading.load import LoadRequest, load_checkpoint
 from holdfast.offline.diff.values import value_document
 from holdfast.offline.export.export import ExportReport
 from holdfast.offline.imports.import_step import ImportReport
+from holdfast.offline.links.copy_run import CopyReport
+from holdfast.offline.links.relink import RelinkReport
 from holdfast.offline.repair.repair import RepairReport, StepRepair
 from holdfast.offline_api import (
     EXPORT_DTYPES,
     collect,
+    copy_run,
     diff,
     export,
     import_checkpoint,
     list_steps,
+    relink,
     repair,
     tag,
     trace,
@@ -49,6 +53,7 @@ __all__ = [
     "Change",
     "Checkpoint",
     "CollectReport",
+    "CopyReport",
     "Diff",
     "FlatRange",
     "Forecast",
@@ -60,6 +65,7 @@ __all__ = [
     "ImportReport",
     "LoadReport",
     "NameOnly",
+    "RelinkReport",
     "RepairReport",
     "RunRecord",
     "SaveHandle",
@@ -74,6 +80,7 @@ __all__ = [
     "Verdict",
     "async_save",
     "collect",
+    "copy_run",
     "export",
     "diff",
     "import_checkpoint",
@@ -81,6 +88,7 @@ __all__ = [
     "load",
     "open_checkpoint",
     "read",
+    "relink",
     "repair",
     "policies",
     "save",
