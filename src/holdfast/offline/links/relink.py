@@ -87,13 +87,14 @@ class Relinking:
         try:
             if not self._dry_run:
                 self._writer_lease.hold(run_id)
-                remove_unfinished(store)
             packs = [(pack, names_of(store, pack.record, pack.links)) for pack in shared_packs(manifests_of(store))]
             # Objects of one pack are read only where there are several: each is proven before one takes its place.
             total = sum(pack.record.bytes * len(names.whole) for pack, names in packs if len(names.whole) > 1)
             progress = ByteProgress(total, self._observer)
             for pack, names in packs:
                 self._relink(pack, names, progress)
+            if not self._dry_run:
+                remove_unfinished(store)
         finally:
             self._writer_lease.release()
         return self._report

@@ -134,8 +134,12 @@ def replace_by_link(store: Store, clock: Clock, source: str, key: str) -> bool:
     return True
 
 
+def has_unfinished(store: Store) -> bool:
+    """Return whether a killed process left names, or the folder of such names."""
+    return RELINKING.rstrip("/") in store.folders("")
+
+
 def remove_unfinished(store: Store) -> None:
-    """Remove the names that a killed process left."""
-    left = [entry.key for entry in store.list(RELINKING)]
-    if left:
-        store.delete(left)
+    """Remove the names that a killed process left, and their folder. Only the holder of the writer lease calls."""
+    # Deleting an absent key makes the store remove its empty folder.
+    store.delete([*(entry.key for entry in store.list(RELINKING)), f"{RELINKING}nothing"])

@@ -16,31 +16,16 @@ from holdfast.checkpoint.coverage import require_covered
 from holdfast.checkpoint.location import CheckpointLocation, require_no_checkpoint
 from holdfast.checkpoint.verify import Damage, Verification
 from holdfast.clock import Clock, utc_now_text
-from holdfast.errors import (
-    CheckpointError,
-    ConflictError,
-    CorruptError,
-    InvalidError,
-    MissingError,
-    UnavailableError,
-    first_three,
-)
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, first_three
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.index.index import Index
 from holdfast.format.index.index_file import INDEX_BYTES_MAX, encode_index
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest, encode_manifest
 from holdfast.format.names import OVERVIEW_FILE, index_name, is_index_name, step_folder
 from holdfast.leases.writer import WriterLease
-from holdfast.offline.links.shared_packs import (
-    chunk_bytes_of,
-    manifests_of,
-    names_of,
-    packs_with_links,
-    proven,
-    replace_by_link,
-    shared_packs,
-)
+from holdfast.offline.links.shared_packs import has_unfinished, remove_unfinished
 from holdfast.offline.repair.bit_flip import correct_bit_flip
+from holdfast.offline.repair.damaged_packs import plan_packs, replace_packs
 from holdfast.offline.repair.overlay import OverlayStore
 from holdfast.offline.repair.rebuild import (
     LOST_TIMELINE,
@@ -62,7 +47,7 @@ from holdfast.repository.catalog import (
     step_folders,
 )
 from holdfast.repository.epochs import current_fence, is_valid_manifest
-from holdfast.repository.quarantine import backup, backup_key, identity_at, is_quarantined, quarantined, release
+from holdfast.repository.quarantine import backup, identity_at, is_quarantined, quarantined, release
 from holdfast.repository.tags import tags_for_new_manifest
 from holdfast.repository.timelines import (
     DamagedManifest,
@@ -174,6 +159,9 @@ class Repair:
             chosen = sorted({*chosen, *(manifest.step for manifest in damaged)})
         repaired = self._repair_found_step if step is None else self._repair_step
         try:
+            if not self._dry_run and has_unfinished(self._store):
+                self._hold()
+                remove_unfinished(self._store)
             return RepairReport(
                 self._store.url,
                 tuple(
@@ -232,7 +220,7 @@ class Repair:
         if surplus:
             overlay.delete(surplus)
             done.append("index files that the manifest does not name: removed")
-        self._plan_packs(overlay, manifest, done)
+        done += plan_packs(self._store, overlay, manifest)
         damages = list(Verification(location, manifest, self._settings, self._clock, self._observer).damages())
         fqns = sorted({damage.fqn for damage in damages if damage.fqn is not None})
         if damages and _ACCEPTED in done:
@@ -244,19 +232,6 @@ class Repair:
             release(self._store, step, [identity_at(self._store, key) for key in moved])
         outcome: Literal["whole", "repaired", "damaged"] = "damaged" if damages else "repaired" if done else "whole"
         return StepRepair(step, outcome, tuple(done), tuple(map(_format_damage, damages)), tuple(fqns))
-
-    def _plan_packs(self, overlay: OverlayStore, manifest: Manifest, done: list[str]) -> None:
-        """Plan to replace damaged packs, and copies of packs, by links to other copies in the run that are proven."""
-        for record, links in packs_with_links(manifest, shared_packs(manifests_of(self._store))):
-            names = names_of(self._store, record, links)
-            if len(names.whole) + bool(names.other) < 2:
-                continue  # One object: nothing could take its place.
-            chunk_bytes = chunk_bytes_of(overlay, manifest)
-            whole = proven(self._store, record, names.whole, chunk_bytes)
-            damaged = [*names.other, *(key for keys in names.whole if keys not in whole for key in keys)]
-            if whole and damaged:
-                overlay.relinked |= dict.fromkeys(damaged, whole[0][0])
-                done += [f"{key}: replaced by a link to {whole[0][0]}, proven by its digest" for key in damaged]
 
     def _with_moved(self, found: StepRepair, damaged: Sequence[DamagedManifest]) -> StepRepair:
         """Return the repair of a step with that of its damaged manifests under `superseded/`."""
@@ -408,9 +383,7 @@ class Repair:
                 f"{self._store.url}: step {location.step}: its manifest is another one than was examined; expected the "
                 "same. Another process saved the step meanwhile. Nothing was written. Run the repair again"
             )
-        for key, source in overlay.relinked.items():
-            self._hold()
-            self._relink(location.step, source, key)
+        replace_packs(self._store, self._clock, location.step, overlay.relinked, self._hold)
         for key, data in overlay.pending.items():
             self._hold()
             try:
@@ -422,21 +395,6 @@ class Repair:
                 self._store.delete([key])
             else:
                 self._store.put(key, data)
-
-    def _relink(self, step: int, source: str, key: str) -> None:
-        """Keep a damaged pack under `quarantine/`, then make its key a link to a whole one.
-
-        Raises:
-            UnavailableError: The file system refuses hard links.
-        """
-        store = self._store
-        kept = backup_key(step, self._clock.random_bytes(8).hex(), key)
-        if not store.link(key, kept) or not replace_by_link(store, self._clock, source, key):
-            raise UnavailableError(
-                f"{store.url}/{key}: is damaged, and this file system refuses a link to {source}, which is whole. Copy "
-                "the run to a file system with hard links, or replace the file by that one"
-            )
-        logger.info("%s is kept as %s", key, kept)
 
     def _hold(self) -> int:
         """Return the epoch to write under, 0 in a dry run; raise if another process writes to the run."""
