@@ -1,4 +1,4 @@
-"""The public functions that need no job and no torch: import, export, list, tag, trace, repair, collect, compare."""
+"""The public functions that need no job and no torch: import, export, list, tag, repair, copy, collect, compare."""
 
 from __future__ import annotations
 

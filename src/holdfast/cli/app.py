@@ -22,7 +22,7 @@ from holdfast.cli.commands.verify import verify
 
 app = typer.Typer(
     name="holdfast",
-    help="List, inspect, verify, compare, repair and tag checkpoints of training runs; import and export other "
+    help="List, inspect, verify, compare, repair, copy and tag checkpoints of training runs; import and export other "
     "formats. Needs no PyTorch.",
     epilog="Exit status: 0 as expected, 1 damaged or (diff) different, 2 not possible, 130 interrupted.",
     no_args_is_help=True,
