@@ -60,6 +60,13 @@ def test_cp_refuses_what_is_not_its_own(run: Path, tmp_path: Path) -> None:
     for inside in (run, run / "inside", run.parent):
         with pytest.raises(InvalidError, match="expected a folder apart"):
             api.copy_run(run, inside)
+    with holdfast.CheckpointManager(tmp_path / "second", process_group=False) as manager:
+        manager.save(1, state_at(1)).wait()
+    (tmp_path / "second" / "copying").mkdir()
+    for claim in (b"another", api.list_steps(run).run_id.encode()):  # type: ignore[union-attr]
+        (tmp_path / "second" / "copying" / "run.json").write_bytes(claim)
+        with pytest.raises(ConflictError, match="holds an unfinished copy of run"):
+            api.copy_run(run, tmp_path / "second")
     with pytest.raises(MissingError, match="no root of a run"):
         api.copy_run(tmp_path / "typo", tmp_path / "new")
     assert [path.name for path in other.iterdir()] == ["notes.txt"]

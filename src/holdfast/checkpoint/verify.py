@@ -151,6 +151,7 @@ class Verification:
             check_size(copy.files, copy.key, pack)
         except CheckpointError as error:
             yield self._damage(name, error)
+            self._progress.add(sum(piece.bytes for piece in pieces))
             return
         for piece in pieces:
             for damage in self._damages_of_piece(copy, piece):

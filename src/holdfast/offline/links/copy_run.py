@@ -31,7 +31,7 @@ from holdfast.ports.observer import ByteProgress, Observer
 from holdfast.ports.store import Entry, Store
 from holdfast.repository.catalog import manifest_in, read_run_id
 from holdfast.repository.epochs import RELEASED
-from holdfast.repository.publish import get_or_none
+from holdfast.repository.publish import get_or_none, publish
 from holdfast.repository.removal import MARKS_FOLDER, link_keys, named_files
 from holdfast.settings import MIB, PAGE_BYTES
 
@@ -120,7 +120,7 @@ class RunCopy:
         if epochs:
             # Nobody writes to the copy: the next job need not wait for a heartbeat.
             destination.put(beat_key(max(epochs)), RELEASED)
-        destination.put(RUN_FILE, source.get(RUN_FILE, MANIFEST_BYTES_MAX))
+        publish(destination, RUN_FILE, source.get(RUN_FILE, MANIFEST_BYTES_MAX))
         destination.delete([entry.key for entry in destination.list(_COPYING)])
         return self._report
 
@@ -136,10 +136,10 @@ class RunCopy:
                     "there; expected a new folder. Nothing was touched. Choose another place"
                 )
             destination.put_if_absent(_CLAIM, run_id.encode())
-        elif claim != run_id.encode():
+        elif claim != run_id.encode() or read_run_id(destination) not in (None, run_id):
             raise ConflictError(
-                f"{destination.url}: holds an unfinished copy of run {claim.decode(errors='replace')}; expected one of "
-                f"{run_id}. Nothing was touched. Choose another place"
+                f"{destination.url}: holds an unfinished copy of run {claim.decode(errors='replace')}, or a job has "
+                f"begun a run in it; expected a copy of {run_id}. Nothing was touched. Choose another place"
             )
         destination.delete([entry.key for entry in destination.list(_COPYING) if entry.key != _CLAIM])
 
