@@ -83,7 +83,7 @@ class Settings:
 
     deduplicate: bool = True
     """Whether a step refers to packs of earlier steps for unchanged pieces. Frozen weights are stored once then, and a
-    step needs the packs of other steps that its manifest names."""
+    step needs the packs of other steps that its manifest names, or links to them."""
 
     link_unchanged: bool = True
     """Whether a step also has a hard link to each pack of another step that it refers to, if the file system can. It

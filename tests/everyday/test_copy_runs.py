@@ -170,6 +170,19 @@ def test_the_readme_disturbs_nobody_and_is_not_overwritten(tmp_path: Path) -> No
             holdfast.open_checkpoint(root)
 
 
+def test_a_symbolic_link_in_place_of_a_link_is_not_followed(run: Path) -> None:
+    (link,) = step_path(run, 3).glob("*/step-000000000001.*.link")
+    pack = step_path(run, 1) / link.name.split(".")[1] / "r00000.safetensors"
+    link.unlink()
+    link.symlink_to(pack)
+    assert [record.stands_alone for record in api.list_steps(run).steps] == [True, True, False]
+    (damage,) = holdfast.open_checkpoint(step_path(run, 3)).verify()
+    assert damage.file.endswith(link.name) and "symbolic link" in damage.message
+    ran("rm", "-rf", step_path(run, 1))
+    with pytest.raises(InvalidError, match="symbolic link"):
+        holdfast.open_checkpoint(step_path(run, 3)).read("backbone")
+
+
 def test_links_are_no_files_of_their_own_to_a_reader_of_safetensors(run: Path) -> None:
     links = [path for path in run.rglob("*") if is_link_name(path.name)]
     assert len(links) == 3 and not [path for path in links if path.suffix == ".safetensors"]

@@ -146,6 +146,9 @@ class Verification:
                 return
         except MissingError:
             return  # There is only one of the two, and it was read as the pack.
+        except CheckpointError as error:
+            yield self._damage(name, error)
+            return
         self._progress.total_bytes += sum(piece.bytes for piece in pieces)
         try:
             check_size(copy.files, copy.key, pack)
