@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 import holdfast
 from holdfast import api
@@ -65,6 +66,10 @@ def test_a_step_elsewhere_is_whole(run: Path, tmp_path: Path, how: str, name: st
 def test_a_step_elsewhere_serves_every_reader(run: Path, tmp_path: Path) -> None:
     ran("cp", "-r", step_path(run, 3), tmp_path / "alone")
     assert all(tensor.change is None for tensor in holdfast.diff(tmp_path / "alone", step_path(run, 3)).tensors)
+    ran("rm", "-rf", step_path(run, 1))
+    for path in (tmp_path / "alone", step_path(run, 3)):
+        content = holdfast.read(path, mmap=True)
+        assert torch.equal(content["backbone"], state_at(3)["backbone"]), "mapped, by its link"  # type: ignore[arg-type]
     ran("rm", "-rf", run)
     holdfast.export(tmp_path / "alone", tmp_path / "exported", to="safetensors")
     holdfast.export(tmp_path / "alone", tmp_path / "again", to="holdfast")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable
 from typing import TypeVar
 
 from holdfast.errors import MissingError
-from holdfast.ports.store import Buffers, ByteRanges, ForwardingReadable, OnBytes, OnRange, Readable
+from holdfast.ports.store import Buffers, ByteRanges, ForwardingReadable, Mappable, OnBytes, OnRange, Readable
 
 _Result = TypeVar("_Result")
 
@@ -54,3 +55,22 @@ class LinkedPack(ForwardingReadable):
                 return call(self._links, self._link_key)
             except MissingError:
                 raise gone from None
+
+
+class MappableLinkedPack(LinkedPack):
+    """The same, in a root and a store whose objects are files."""
+
+    def mapped(self, key: str) -> mmap.mmap | None:
+        """Map all bytes of the pack."""
+
+        def mapped_in(files: Readable, at: str) -> mmap.mmap | None:
+            assert isinstance(files, Mappable), "both are"
+            return files.mapped(at)
+
+        return self._at_either(key, mapped_in)
+
+
+def pack_with_link(root: Readable, links: Readable, link_key: str) -> LinkedPack:
+    """Return the root of a run, in which one pack is also found by its link. Arguments as `LinkedPack`."""
+    are_files = isinstance(root, Mappable) and isinstance(links, Mappable)
+    return (MappableLinkedPack if are_files else LinkedPack)(root, links, link_key)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
-from holdfast.checkpoint.linked_packs import LinkedPack
+from holdfast.checkpoint.linked_packs import pack_with_link
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import decode_manifest
 from holdfast.format.names import (
@@ -126,7 +126,7 @@ class CheckpointLocation:
                 return Stored(self.store, attempt_folder + name)
             link = attempt_folder + link_name(name)
             if self.root is not None:
-                return Stored(LinkedPack(self.root, self.store, link), name)
+                return Stored(pack_with_link(self.root, self.store, link), name)
             if link not in links and not exists(self.store, link):
                 raise InvalidError(
                     f"{self.url}: references {name}, a pack of another step of its run, and there is no run around it "
