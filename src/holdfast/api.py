@@ -14,6 +14,7 @@ from holdfast.errors import InvalidError
 from holdfast.geometry.region import FlatRange, Region
 from holdfast.geometry.sharded import Sharded
 from holdfast.loading.load import LoadRequest, load_checkpoint
+from holdfast.loading.named_step import finder_of, selector_at
 from holdfast.saving.handle import SaveHandle
 from holdfast.saving.request import PathRequest
 from holdfast.saving.save import begin_save, save_and_wait
@@ -231,6 +232,8 @@ def load(
     path: wiring.Path,
     state: Mapping[str, object],
     *,
+    step: int | str | None = None,
+    best: str | tuple[str, str] | None = None,
     strict: bool = True,
     cast: bool = False,
     only: Globs = None,
@@ -245,8 +248,10 @@ def load(
     top-level keys are compared: `load(path, {"model": model})` from a whole training checkpoint succeeds.
 
     Args:
-        path: The checkpoint.
+        path: The checkpoint; with `step` or `best` the root of a run.
         state: The state to fill.
+        step: A step of the run: its number, a tag (`"best"`), `"300@1f2e"`, or `"latest"`, the newest valid one.
+        best: A metric: the committed step with the lowest value of it. `("accuracy", "max")`: with the highest.
         strict: Raise if names are missing or unexpected; otherwise fill the matching names and report the rest.
         cast: Allow a tensor to be filled from another dtype.
         only: Fill only FQNs that match one of these patterns; each must match a name on some rank.
@@ -257,21 +262,31 @@ def load(
         settings: How to load.
     Raises:
         InvalidError: The state does not fit; nothing was changed on any rank.
-        MissingError: There is no checkpoint.
+        MissingError: There is no checkpoint, step or tag.
         CorruptError: Stored bytes are not what was saved; the state may be partly filled.
     """
     require_state(state, "load(path, state)")
     job = wiring.loading_job(process_group, settings)
     request = LoadRequest(state, selection_of(only, skip, grads), strict, cast)
+    if step is not None or best is not None:
+        home = wiring.home_at(path, settings)
+        selector = selector_at(home, finder_of(step, best), job.clock, job.is_first_occurrence)
+        return load_checkpoint(job, home, request, selector)
     return load_checkpoint(job, wiring.location_at(path, settings), request)
 
 
-def open_checkpoint(path: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> Checkpoint:
+def open_checkpoint(
+    path: wiring.Path, *, step: int | str | None = None, settings: Settings = wiring.DEFAULT_SETTINGS
+) -> Checkpoint:
     """Open a checkpoint read-only. It reads lazily, never communicates, and needs no torch.
 
+    Args:
+        path: The checkpoint; with `step` the root of a run.
+        step: A step of the run: its number, a tag (`"best"`), `"300@1f2e"`, or `"latest"`, the newest valid one.
+        settings: How to read.
     Raises:
-        MissingError: There is no checkpoint.
-        InvalidError: The path is the root of a run, or the format is newer.
+        MissingError: There is no checkpoint, step or tag.
+        InvalidError: The path is the root of a run and no step is given, or the reverse; or the format is newer.
         CorruptError: The manifest is damaged.
     """
-    return wiring.checkpoint_at(path, settings)
+    return wiring.checkpoint_at(path, settings, step)

@@ -15,20 +15,29 @@ from types import TracebackType
 from typing import Self
 
 from holdfast import wiring
-from holdfast.arguments import Globs, policies_of, preemption_of, require_save_arguments, require_state, selection_of
+from holdfast.arguments import (
+    Globs,
+    TagNames,
+    policies_of,
+    preemption_of,
+    require_save_arguments,
+    require_state,
+    selection_of,
+)
 from holdfast.checkpoint.location import CheckpointLocation, none_allowed, require_no_checkpoint
 from holdfast.coordination.exit.signals import Signals
 from holdfast.coordination.job import Job
 from holdfast.coordination.save_schedule import Schedule
 from holdfast.errors import InvalidError
-from holdfast.format.names import is_step, plain_step, step_and_digest
+from holdfast.format.names import is_step, plain_step
 from holdfast.loading.load import LoadRequest, load, load_attempt
+from holdfast.loading.named_step import finder_of
 from holdfast.policies import KeepPolicy, Policies, SavePolicy
 from holdfast.ports.framework import Selection
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs, Store
 from holdfast.repository.catalog import read_run_id
-from holdfast.repository.tags import remove_tag, require_tag_name
+from holdfast.repository.tags import remove_tag
 from holdfast.repository.timelines import committed_steps, run_timelines
 from holdfast.runs.collection.background_collection import Background, lacks_room
 from holdfast.runs.collection.garbage_collection import CheckpointGC
@@ -151,6 +160,8 @@ class CheckpointManager:
         state: Mapping[str, object],
         *,
         metrics: Mapping[str, object] | None = None,
+        tags: TagNames = (),
+        move_tags: TagNames = (),
         only: Globs = None,
         skip: Globs = None,
         grads: bool = False,
@@ -158,8 +169,8 @@ class CheckpointManager:
         """Save a step of the training loop if a save is due; return its handle, or None.
 
         Every rank calls it after every step. All ranks decide alike without waiting for each other. `metrics` are
-        numbers by name; only those of rank 0 are stored. Other arguments and errors as `save`. A step that was just
-        saved or loaded is not saved again.
+        numbers by name; only those of rank 0 are stored. Other arguments and errors as `save`; no tag is put or moved
+        if nothing is saved. A step that was just saved or loaded is not saved again.
 
         Raises:
             InvalidError: The manager was made without `save` and `every`.
@@ -173,7 +184,7 @@ class CheckpointManager:
                 "save=…, as in CheckpointManager(root, every=100). To save at once, call save(step, state)"
             )
         step = plain_step(step)
-        passed = _passed(step, state, "maybe_save(step, state)", (only, skip, grads), metrics)
+        passed = _passed(step, state, "maybe_save(step, state)", (only, skip, grads), metrics, (tags, move_tags))
         if passed.misuse is not None and (self._job.comm.world_size == 1 or not is_step(step)):
             # Without a step this rank cannot decide whether the others save. They raise at their next save.
             return refuse_call(self._job, passed.misuse)
@@ -208,7 +219,8 @@ class CheckpointManager:
         state: Mapping[str, object],
         *,
         metrics: Mapping[str, object] | None = None,
-        tags: Sequence[str] | str = (),
+        tags: TagNames = (),
+        move_tags: TagNames = (),
         only: Globs = None,
         skip: Globs = None,
         grads: bool = False,
@@ -219,17 +231,21 @@ class CheckpointManager:
             step: The training iteration.
             state: As `async_save`, and so `only`, `skip` and `grads`.
             metrics: Metrics of the step, numbers by name; only those of rank 0 are stored.
-            tags: Tags that the step gets once it is committed, as with `tag`; only those of rank 0 are set.
+            tags: Tags that the step gets once it is committed; only those of rank 0 are set. A tag that another step
+                has stays there. That is a warning, in the log and in `SaveReport.untagged`; the step is saved.
+            move_tags: Tags that the step gets likewise, also if another step has them: `move_tags={"best"}`.
         """
         self._require_not_closed()
         step = plain_step(step)
-        return self._begin_save(step, _passed(step, state, "save(step, state)", (only, skip, grads), metrics, tags))
+        passed = _passed(step, state, "save(step, state)", (only, skip, grads), metrics, (tags, move_tags))
+        return self._begin_save(step, passed)
 
     def load(
         self,
         state: Mapping[str, object],
         step: int | str | None = None,
         *,
+        best: str | tuple[str, str] | None = None,
         strict: bool = True,
         cast: bool = False,
         only: Globs = None,
@@ -237,6 +253,9 @@ class CheckpointManager:
         grads: bool = False,
     ) -> int | None:
         """Fill a state from a step, or from the newest valid step; return the step, or None if the root has none yet.
+
+        `step` is a number, a tag (`"best"`), or `"latest"`, the same as None. `best="loss"` loads the committed step
+        with the lowest loss, `best=("accuracy", "max")` that with the highest accuracy, ranked as `BestN` ranks.
 
         All ranks skip damaged newer steps together, quarantine them, and report them in `load_report.passed_over`.
         Arguments and errors as the function `load`. A given step that is absent raises `MissingError`; a damaged one
@@ -248,10 +267,10 @@ class CheckpointManager:
         """
         require_state(state, "load(state, step)")
         self._require_not_closed()
-        number, digest = (None, "") if step is None else step_and_digest(step)
+        find = finder_of(step, best)
         request = LoadRequest(state, selection_of(only, skip, grads), strict, cast)
         position = self._position
-        selector = position.selector(number, digest)
+        selector = position.selector(find)
         with load_attempt(self._job, position.home, selector, request, self._dispatcher) as attempt:
             loaded = load(attempt)
             if loaded is not None:
@@ -276,17 +295,18 @@ class CheckpointManager:
         chain = run_timelines(self._store).chain
         return chain[-1].step if chain else None
 
-    def tag(self, step: int | str, name: str) -> None:
+    def tag(self, step: int | str, name: str, *, move: bool = False) -> None:
         """Tag a committed step; do nothing if it has the tag already. Call it on one rank.
 
-        A superseded step is named by number and digest, as `300@1f2e`.
+        A superseded step is named by number and digest, as `300@1f2e`. With `move`, the step gets the tag also if
+        another step has it: at any time, and after a crash, the tag is at one of the two.
 
         Raises:
-            InvalidError: The name is no valid tag.
+            InvalidError: The name is no valid tag: it is a number, `latest`, or has other characters.
             MissingError: There is no such step.
-            ConflictError: Another step has the tag; the tag was not changed.
+            ConflictError: Another step has the tag, and it is not to move; or the step is being deleted.
         """
-        tag_step(self._store, self._job.clock, step, name)
+        tag_step(self._store, self._job.clock, step, name, move=bool(move))
 
     def untag(self, name: str) -> None:
         """Remove a tag; its step stays as it is. Call it on one rank.
@@ -294,7 +314,7 @@ class CheckpointManager:
         Raises:
             MissingError: There is no such tag.
         """
-        remove_tag(self._store, require_tag_name(name))
+        remove_tag(self._store, name)
 
     def kept(self) -> dict[int, tuple[str, ...]]:
         """Return the steps that garbage collection would keep now, each with its reasons. Removes nothing.
@@ -413,12 +433,12 @@ def _passed(
     call: str,
     chosen: tuple[Globs, Globs, bool],
     metrics: Mapping[str, object] | None,
-    tags: Sequence[str] | str = (),
+    tags: tuple[TagNames, TagNames],
 ) -> StepState:
     """Return the arguments of a call that saves, or what is wrong with them: every rank then raises, or none."""
     try:
         require_save_arguments(step, state, call)
-        return StepState(state, selection_of(*chosen), metrics, tags)
+        return StepState(state, selection_of(*chosen), metrics, *tags)
     except InvalidError as misuse:
         return StepState({}, Selection(), misuse=misuse)
 

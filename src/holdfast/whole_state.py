@@ -27,6 +27,7 @@ _ABSENT = object()
 def read(
     path: wiring.Path,
     *,
+    step: int | str | None = None,
     only: Globs = None,
     framework: str = "torch",
     mmap: bool = False,
@@ -39,7 +40,8 @@ def read(
     (`PerRank`, `RngState`) is left out, with a warning: see `open_checkpoint(path).per_rank(rank)`.
 
     Args:
-        path: The checkpoint, of any format that Holdfast reads.
+        path: The checkpoint, of any format that Holdfast reads; with `step` the root of a run.
+        step: A step of the run: its number, a tag, `"300@1f2e"`, or `"latest"`, the newest valid one.
         only: Read only names that match one of these patterns, and all below them, as in `only="model.*"`.
         framework: `torch` for tensors on the CPU, or `numpy`, which needs no torch: bfloat16 and float8 become unsigned
             integers of their width, and torch's dtypes and devices their names.
@@ -52,14 +54,15 @@ def read(
         The state as nested dicts; with `mmap` as nested mappings, which raise `CorruptError` where a damaged tensor is
         first asked for.
     Raises:
-        MissingError: There is no checkpoint.
-        InvalidError: The path is the root of a run, the format is newer, or a pattern matches no name.
+        MissingError: There is no checkpoint, step or tag.
+        InvalidError: The path is the root of a run and no step is given, the format is newer, or a pattern matches no
+            name.
         CorruptError: The checkpoint is damaged.
         UnavailableError: Storage failed, or the tensors do not fit into memory.
     """
     require_framework(framework)
     patterns = selection_of(only, None, False).only
-    checkpoint = wiring.checkpoint_at(path, settings)
+    checkpoint = wiring.checkpoint_at(path, settings, step)
     manifest = checkpoint.manifest
     content = ExportContent(checkpoint.index.tensors, manifest.aliases, manifest.tree)
     state = nested_state(content, ExportOptions(), flat_optimizers=False)

@@ -35,6 +35,7 @@ from holdfast.format.sealed_json import Digest, EpochNumber, StepNumber, decode_
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import manifest_in
 from holdfast.repository.epochs import require_newest
+from holdfast.repository.latest import leave_latest
 from holdfast.repository.publish import packs_named_by
 from holdfast.repository.withdrawal import withdraw
 from holdfast.settings import MIB
@@ -235,6 +236,7 @@ def remove(store: Store, to_delete: Unreferenced, epoch: int) -> Unreferenced:
         ConflictError: Another process took over; no file was removed.
         UnavailableError: Storage failed; the next collection continues.
     """
+    leave_latest(store, to_delete.steps)
     # Oldest first: a reader that lists meanwhile still finds the newest step.
     removed = {
         step: digest for step, digest in sorted(to_delete.steps.items()) if _remove_manifest(store, step, digest, epoch)

@@ -21,9 +21,9 @@ from holdfast.policies import KeepPolicy
 from holdfast.ports.framework import Collected, Selection
 from holdfast.repository.catalog import ensure_run, manifest_digest
 from holdfast.repository.epochs import declare_timelines
+from holdfast.repository.latest import name_latest
 from holdfast.repository.quarantine import supersede
 from holdfast.repository.removal import marks
-from holdfast.repository.tags import require_tag_free
 from holdfast.repository.timelines import displace, moved_at, run_timelines
 from holdfast.runs.collection.background_collection import Background
 from holdfast.runs.collection.garbage_collection import CheckpointGC
@@ -101,6 +101,9 @@ class StepState:
     tags: Iterable[str] | str = ()
     """Tags as passed, not checked yet."""
 
+    move_tags: Iterable[str] | str = ()
+    """Tags that move to the step, as passed, not checked yet."""
+
     misuse: InvalidError | None = None
     """What is wrong with the arguments on this rank; the other fields are empty then."""
 
@@ -130,12 +133,13 @@ class StepRequest:
         self.pin = StepPin(self._step)
         """What garbage collection must leave alone until this save ends."""
         self._metrics: dict[str, float] = {}
-        self._tags: tuple[str, ...] = ()
+        self._tags: dict[str, bool] = {}
+        """Tags of the step, each with whether it moves."""
 
     def collect(self) -> Collected:
         """Check metrics and tags, and take the state apart. An error here on one rank refuses the save on all."""
         self._metrics = checked_metrics(self._passed.metrics)
-        self._tags = checked_tags(self._passed.tags)
+        self._tags = checked_tags(self._passed.tags, self._passed.move_tags)
         passed = self._passed
         # The handle of a save that fails in the background may be kept for long: it must not keep the state alive.
         self._passed = replace(passed, state={})
@@ -146,8 +150,6 @@ class StepRequest:
         parts = self._parts
         if not self._passed.is_last:
             parts.metrics.require_in(self._metrics)
-        for tag in self._tags:
-            require_tag_free(parts.store, tag)
         has_base = self._pin()
         timeline = partial(parts.position.timeline_for, self._step)
         context = claim_step(self.location, parts.writer_lease, parts.job.clock, timeline)
@@ -162,8 +164,12 @@ class StepRequest:
         """Return the newest committed checkpoint that this save continues."""
         return self.lineage.parent()
 
-    def committed(self, context: SaveContext, manifest_digest: str) -> None:
-        """Record this step as parent and base of later saves; on rank 0, tag it and request garbage collection."""
+    def committed(self, context: SaveContext, manifest_digest: str) -> tuple[str, ...]:
+        """Record this step as parent and base of later saves; on rank 0, name it and request garbage collection.
+
+        Returns:
+            Why the step did not get some of its tags, a text for each.
+        """
         parts = self._parts
         self.lineage.commit(Parent(context.run_id, self._step, manifest_digest))
         # A load meanwhile has moved this process to another step: training no longer continues from this save.
@@ -171,22 +177,30 @@ class StepRequest:
         base = self.deduplicator.committed(manifest_digest)
         if is_current:
             parts.position.base = base
-        if parts.job.comm.rank == 0:
-            if is_current:
-                parts.pins.current_step = self._step
-            if not self._tags:
-                self._release(manifest_digest)
-            # The handle reports a step that has its tags. But a save that is committed counts although storage hangs.
-            elif not is_done_soon(partial(self._release, manifest_digest), parts.job.clock):
-                logger.error("step %d is saved, but storage does not answer: it gets its tags later", self._step)
+        if parts.job.comm.rank != 0:
+            return ()
+        if is_current:
+            parts.pins.current_step = self._step
+        untagged: list[str] = []
+        # The handle reports a step that has its names. But a save that is committed counts although storage hangs.
+        if not is_done_soon(partial(self._release, manifest_digest, untagged), parts.job.clock):
+            logger.warning("step %d is saved, but storage does not answer: it gets its names later", self._step)
+            return tuple(f"{tag}: storage does not answer; the step gets it later" for tag in self._tags)
+        return tuple(untagged)
 
-    def _release(self, manifest_digest: str) -> None:
-        """Tag the step, and leave it to garbage collection from then on."""
+    def _release(self, manifest_digest: str, untagged: list[str]) -> None:
+        """Name the step, and leave it to garbage collection from then on.
+
+        Args:
+            manifest_digest: Digest of its manifest.
+            untagged: Takes what kept the step from its tags.
+        """
         parts = self._parts
-        tag_saved(parts.store, parts.job.clock, self._step, manifest_digest, self._tags)
+        untagged += tag_saved(parts.store, parts.job.clock, self._step, manifest_digest, self._tags)
         parts.pins.unpin(self.pin, is_committed=True)
         if parts.collecting is not None:
             parts.collecting.want()
+        name_latest(parts.store, self._step, parts.job.is_first_occurrence)
 
     def _pin(self) -> bool:
         """Pin the step and its base; return whether the base is still there."""

@@ -435,8 +435,8 @@ class SaveAttempt:
         return committed(manifest.digest, findings_of(manifest.health), manifest.tensor_bytes)
 
     def _succeed(self, outcome: Outcome, report: SaveReport) -> None:
-        report = replace(report, unhealthy=outcome.unhealthy)
-        self.request.committed(self.agreement.context, outcome.manifest_digest)
+        untagged = self.request.committed(self.agreement.context, outcome.manifest_digest)
+        report = replace(report, unhealthy=outcome.unhealthy, untagged=untagged)
         if self.job.comm.rank == 0:
             logger.info("%s", saved_line(report, outcome.tensor_bytes, self.agreement.context.metrics))
             # The agreement has warned once of replicas that drift.

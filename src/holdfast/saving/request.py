@@ -56,8 +56,12 @@ class SaveRequest(Protocol):
         """Return the checkpoint that this one continues. On the committing rank, once every rank has written."""
         ...
 
-    def committed(self, context: SaveContext, manifest_digest: str) -> None:
-        """Take note of the commit. On every rank, on the commit thread, before the handle reports it."""
+    def committed(self, context: SaveContext, manifest_digest: str) -> tuple[str, ...]:
+        """Take note of the commit. On every rank, on the commit thread, before the handle reports it.
+
+        Returns:
+            Why the step did not get some of its tags, a text for each.
+        """
         ...
 
 
@@ -92,8 +96,9 @@ class PathRequest:
         """Return None: a checkpoint saved by path continues no other."""
         return None
 
-    def committed(self, context: SaveContext, manifest_digest: str) -> None:
+    def committed(self, context: SaveContext, manifest_digest: str) -> tuple[str, ...]:
         """Do nothing: no later save refers to a checkpoint saved by path."""
+        return ()
 
 
 def claim_path(location: CheckpointLocation, job: Job) -> SaveContext:

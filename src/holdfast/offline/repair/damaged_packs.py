@@ -75,5 +75,4 @@ def replace_packs(
                 "the run to a file system with hard links, or replace the file by that one"
             )
         logger.info("%s is kept as %s", key, kept)
-    if relinked:
-        remove_unfinished(store)
+    remove_unfinished(store)

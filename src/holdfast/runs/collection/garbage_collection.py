@@ -317,6 +317,8 @@ class CheckpointGC:
         newest: Timeline,
     ) -> Mapping[int, tuple[str, ...]]:
         """Return why further steps stay: the policy or a tag keeps them, or a reader has a lease on them."""
+        # Leases before tags: a tagger holds a lease on the step until its tag is put. See `runs/tags.py`.
+        readers = self._readers.holds(forget=self._writer_lease is not None)
         tags = read_tags(self._store)
         for error in tags.damaged.values():
             raise error
@@ -336,7 +338,7 @@ class CheckpointGC:
             for step, manifest in candidates.items()
             if step not in reasons
         ]
-        for step, why in self._readers.holds(forget=self._writer_lease is not None).items():
+        for step, why in readers.items():
             steps = candidates if step is None else [step] if step in candidates else []
             reasons |= dict.fromkeys(steps, (f"read by {why}",))
         for step, whys in kept(self._keep, facts, newest).items():
