@@ -13,7 +13,8 @@ from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError
 from holdfast.geometry.region import FlatRange, Region
 from holdfast.geometry.sharded import Sharded
-from holdfast.loading.load import LoadRequest, load_checkpoint
+from holdfast.loading.load import load_checkpoint
+from holdfast.loading.load_request import LoadRequest
 from holdfast.loading.named_step import finder_of, selector_at
 from holdfast.loading.rename_rules import Renames
 from holdfast.saving.handle import SaveHandle
@@ -29,14 +30,18 @@ if TYPE_CHECKING:
     from holdfast.offline.diff.values import value_document
     from holdfast.offline.export.export import ExportReport
     from holdfast.offline.imports.import_step import ImportReport
+    from holdfast.offline.links.copy_run import CopyReport
+    from holdfast.offline.links.relink import RelinkReport
     from holdfast.offline.repair.repair import RepairReport, StepRepair
     from holdfast.offline_api import (
         EXPORT_DTYPES,
         collect,
+        copy_run,
         diff,
         export,
         import_checkpoint,
         list_steps,
+        relink,
         repair,
         tag,
         trace,
@@ -55,6 +60,7 @@ __all__ = [
     "Change",
     "Checkpoint",
     "CollectReport",
+    "CopyReport",
     "Diff",
     "FlatRange",
     "Forecast",
@@ -66,6 +72,7 @@ __all__ = [
     "ImportReport",
     "LoadReport",
     "NameOnly",
+    "RelinkReport",
     "RepairReport",
     "RunRecord",
     "SaveHandle",
@@ -80,6 +87,7 @@ __all__ = [
     "Verdict",
     "async_save",
     "collect",
+    "copy_run",
     "export",
     "diff",
     "import_checkpoint",
@@ -87,6 +95,7 @@ __all__ = [
     "load",
     "open_checkpoint",
     "read",
+    "relink",
     "repair",
     "policies",
     "save",
@@ -102,14 +111,18 @@ _HOMES = {
     "holdfast.offline.diff.values": {"value_document"},
     "holdfast.offline.export.export": {"ExportReport"},
     "holdfast.offline.imports.import_step": {"ImportReport"},
+    "holdfast.offline.links.copy_run": {"CopyReport"},
+    "holdfast.offline.links.relink": {"RelinkReport"},
     "holdfast.offline.repair.repair": {"RepairReport", "StepRepair"},
     "holdfast.offline_api": {
         "EXPORT_DTYPES",
         "collect",
+        "copy_run",
         "diff",
         "export",
         "import_checkpoint",
         "list_steps",
+        "relink",
         "repair",
         "tag",
         "trace",

@@ -30,7 +30,8 @@ from holdfast.coordination.job import Job
 from holdfast.coordination.save_schedule import Schedule
 from holdfast.errors import InvalidError
 from holdfast.format.names import is_step, plain_step
-from holdfast.loading.load import LoadRequest, load, load_attempt
+from holdfast.loading.load import load, load_attempt
+from holdfast.loading.load_request import LoadRequest
 from holdfast.loading.named_step import finder_of
 from holdfast.loading.rename_rules import Renames
 from holdfast.policies import KeepPolicy, Policies, SavePolicy

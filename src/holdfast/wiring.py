@@ -60,6 +60,18 @@ def store_at(path: object, settings: Settings) -> Store:
     raise InvalidError(f"path={text!r}: scheme {scheme}:// is not supported; expected a folder, file:// or memory://")
 
 
+def require_apart(first: Store, second: Store) -> None:
+    """Refuse two folders of which one is the other, or inside it.
+
+    Raises:
+        InvalidError: They are not apart.
+    """
+    if isinstance(first, LocalStore) and isinstance(second, LocalStore):
+        paths = [os.path.realpath(store.url) + "/" for store in (first, second)]
+        if paths[0].startswith(paths[1]) or paths[1].startswith(paths[0]):
+            raise InvalidError(f"{second.url}: is or contains {first.url}, or is inside it; expected a folder apart")
+
+
 @cache
 def formats() -> tuple[Format, ...]:
     """Return the formats of other systems. The first that recognises a checkpoint reads it.

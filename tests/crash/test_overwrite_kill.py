@@ -20,7 +20,8 @@ import torch
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import CheckpointError, ConflictError
-from holdfast.loading.load import LoadRequest, load_checkpoint
+from holdfast.loading.load import load_checkpoint
+from holdfast.loading.load_request import LoadRequest
 from holdfast.saving.save import begin_save
 from holdfast.stores.local import LocalStore
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, kill_process

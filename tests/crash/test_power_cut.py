@@ -38,6 +38,7 @@ from tests.crash.rig import (
     require_no_timeline_lost,
     require_whole,
     run_at,
+    step_path,
     training_state,
 )
 from tests.overwriting import number_at
@@ -205,6 +206,40 @@ def test_an_overwritten_checkpoint_survives_a_power_cut(location: Path, template
             assert number_at(mount / "best") == 4
     print(f"{kind}: {len(points)} power cuts: {found.count(3)} new checkpoints survived, 0 lost")
     assert {*found} == {2, 3}
+
+
+def save_what_is_partly_frozen(root: Path, faults: Faults) -> None:
+    switch = Switch()
+    run = run_at(local_store(root, switch))
+    run.load(training_state(NEW), OLD)
+    switch.now = faults
+    run.save(NEW, training_state(NEW)).wait()
+
+
+def test_a_step_that_survives_has_its_links(location: Path, template: Path, kind: str) -> None:
+    """No call makes a link durable by itself: the commit does, with the folder that it syncs in any case."""
+    committed_at(location / "counted", OLD)
+    recorded = Faults()
+    save_what_is_partly_frozen(location / "counted", recorded)
+    (linked,) = (
+        at for at, call in enumerate(recorded.seen, 1) if call.name == "link" and call.subject.endswith(".safetensors")
+    )
+    published = max(at for at, call in enumerate(recorded.seen, 1) if call.name == "link")
+    survived = 0
+    for at in (linked, linked + 1, published, published + 1, published + 2, recorded.counted + 1):
+        image = location / "image"
+        copy_image(template, image)
+        with mounted(image, location / "m", options="loop", kind=kind) as mount:
+            acted_until_power_cut(mount, at, partial(save_what_is_partly_frozen, mount / "root"))
+        with mounted(image, location / "m", options="loop", kind=kind) as mount:
+            root = mount / "root"
+            steps = set(run_at(local_store(root)).steps())
+            require_whole(root, steps)
+            if NEW in steps:
+                survived += 1
+                shutil.rmtree(step_path(root, OLD))
+                require_whole(root, {NEW})
+    assert survived >= 1
 
 
 def test_the_power_cut_is_a_real_one(location: Path, template: Path, kind: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.checkpoint.coverage import require_covered
 from holdfast.checkpoint.location import CheckpointLocation, manifest_in_place_of
@@ -12,13 +12,13 @@ from holdfast.engine.buffers import allocate_aligned
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError
 from holdfast.format.digest import digest_of
 from holdfast.format.index.index_checks import index_from
-from holdfast.format.names import MANIFEST_FILE, is_file_url, is_pack_name, rank_of_part
+from holdfast.format.names import MANIFEST_FILE, is_file_url, is_pack_name, link_name, rank_of_part, step_of_pack
 from holdfast.format.pack import HEADER_BYTES_MAX, entries_of, header_entry, pack_digest
 from holdfast.format.part import decode_part, require_part_of
 from holdfast.geometry.chunking import DIGEST_BYTES
 from holdfast.ports.observer import ByteProgress, Observer
 from holdfast.ports.store import Stored
-from holdfast.repository.catalog import check_pack, exists, read_file
+from holdfast.repository.catalog import check_pack, check_size, exists, read_file
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.plan import OPAQUE_FOLDER, Piece
@@ -132,7 +132,10 @@ class Verification:
         )
         self._buffer = allocate_aligned(max(self._settings.window_bytes * 2, index.chunk_bytes) + 2 * PAGE_BYTES)
         for pack in manifest.packs:
-            yield from self._damages_of_pack(pack, index.pieces_in(pack.name), self._packs(pack.name))
+            pieces = index.pieces_in(pack.name)
+            yield from self._damages_of_pack(pack, pieces, self._packs(pack.name))
+            if step_of_pack(pack.name) is not None:
+                yield from self._damages_of_copy(pack, pieces)
         yield from self._surplus()
 
     def _damages_of_pack(self, pack: FileRecord, pieces: Sequence[Piece], stored: Stored) -> Iterator[Damage]:
@@ -160,6 +163,32 @@ class Verification:
                     f"the chunk digests of the index hash to {digest}; expected {pack.digest}, as the manifest says"
                 )
                 yield self._damage(pack.name, message)
+
+    def _damages_of_copy(self, pack: FileRecord, pieces: Sequence[Piece]) -> Iterator[Damage]:
+        """Check what has the name of a link to a pack and is a file of its own, as in a run copied without hard links.
+
+        A link that is one file with the pack is not read again.
+        """
+        location, name = self._location, link_name(pack.name)
+        copy = Stored(location.store, f"{location.folder}{self._manifest.attempt}/{name}")
+        try:
+            if location.root is None or location.store.identity(copy.key) == location.root.identity(pack.name):
+                return
+        except MissingError:
+            return  # There is only one of the two, and it was read as the pack.
+        except CheckpointError as error:
+            yield self._damage(name, error)
+            return
+        self._progress.total_bytes += sum(piece.bytes for piece in pieces)
+        try:
+            check_size(copy.files, copy.key, pack)
+        except CheckpointError as error:
+            yield self._damage(name, error)
+            self._progress.add(sum(piece.bytes for piece in pieces))
+            return
+        for piece in pieces:
+            for damage in self._damages_of_piece(copy, piece):
+                yield replace(damage, file=f"{self._manifest.attempt}/{name}")
 
     def _damages_of_layout(self, pack: FileRecord, pieces: Sequence[Piece]) -> Iterator[Damage]:
         """Yield gaps and overlaps between the pieces of a pack."""
@@ -233,7 +262,8 @@ class Verification:
             names = {entry.key.removeprefix(prefix) for entry in self._location.store.list(prefix)}
         except MissingError:
             return
-        for name in sorted(names - {file.name for file in self._manifest.files}):
+        links = {link_name(pack.name) for pack in self._manifest.packs if step_of_pack(pack.name) is not None}
+        for name in sorted(names - {file.name for file in self._manifest.files} - links):
             yield self._damage(name, "a file that the manifest does not name; remove it")
 
     def _damage(

@@ -45,8 +45,8 @@ from holdfast.loading.exchange import (
     offer_of,
     read_or_exchange,
 )
+from holdfast.loading.load_request import LoadRequest
 from holdfast.loading.messages import RankStatus, Unfit
-from holdfast.loading.rename_rules import Renames
 from holdfast.loading.renamed_catalog import renamed_catalog
 from holdfast.loading.requirements import (
     filled_bytes,
@@ -70,7 +70,7 @@ from holdfast.loading.step_choice import (
 )
 from holdfast.plan.reads import load_plan
 from holdfast.plan.unmatched_patterns import judge_unmatched
-from holdfast.ports.framework import Catalog, Restoration, Selection, Wanted
+from holdfast.ports.framework import Catalog, Restoration, Wanted
 from holdfast.repository.catalog import read_per_rank
 from holdfast.settings import Settings
 from holdfast.telemetry.dispatcher import EventDispatcher
@@ -84,35 +84,6 @@ logger = logging.getLogger(__name__)
 
 _MISSING_NAMED_MAX = 10_000
 """Most names that a rank lists of those that the checkpoint lacks. It counts the others."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """What to load and how."""
-
-    state: Mapping[str, object]
-    """The state to fill."""
-
-    selection: Selection
-    """Names that take part."""
-
-    strict: bool
-    """Whether missing or unexpected names are an error."""
-
-    cast: bool
-    """Whether a tensor may be filled from another dtype."""
-
-    rename: Renames = field(default_factory=Renames)
-    """How names of the checkpoint become names of the state."""
-
-    @property
-    def call(self) -> str:
-        """The arguments that must agree on all ranks, as text; empty if none is given."""
-        chosen = self.selection
-        parts = [f"rename={self.rename}"] if self.rename.rules else []
-        parts += [f"partial={list(chosen.partial)}"] if chosen.partial else []
-        parts += [] if chosen.hyperparameters else ["hyperparameters=False"]
-        return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)

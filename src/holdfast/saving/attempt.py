@@ -32,17 +32,15 @@ from holdfast.coordination.commit_vote import CommitVote, Vote
 from holdfast.coordination.job import Job
 from holdfast.coordination.opening.agreement import SaveAgreement
 from holdfast.coordination.opening.records import Agreement, DescribedState, Statement
-from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, committed, unknown
+from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, committed
 from holdfast.coordination.save_context import SaveContext
 from holdfast.engine.background import CALLS, is_done_soon, wait_in_slices
 from holdfast.engine.gc_pause import GcPause
-from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
+from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.format.digest import hex_digest_of, short_digest_of
-from holdfast.format.names import part_name
+from holdfast.format.names import link_name, part_name
 from holdfast.format.part import RankPart, encode_part
-from holdfast.repository.catalog import confirmed_manifest
-from holdfast.repository.epochs import require_counted
-from holdfast.saving.commit import assemble, publish_manifest, sweep
+from holdfast.saving.commit import assemble, outcome_on_storage, publish_manifest, sweep
 from holdfast.saving.handle import SaveHandle, collect_error, text_of, typed
 from holdfast.saving.overwrite import replace_manifest
 from holdfast.saving.request import SaveRequest, claim_in_time
@@ -282,6 +280,20 @@ class SaveAttempt:
         """Return the key of a file of this attempt."""
         return f"{self.location.folder}{self.agreement.attempt}/{name}"
 
+    def link_pack(self, pack: str) -> bool:
+        """Give a pack of another step a further name among the files of this attempt; return whether it has one.
+
+        Args:
+            pack: Its path from the root of the run.
+        Raises:
+            MissingError: The pack does not exist any more.
+        """
+        key = self.key(link_name(pack))
+        # Before the link is made: an aborted attempt removes it. The commit makes its name durable with those of the
+        # other files of the folder.
+        self.file_keys.append(key)
+        return self.location.store.link(pack, key)
+
     def finish_in_background(self, finish: Callable[[], None]) -> None:
         """Hand the rest of the save over to the commit thread."""
         queued_seconds = self.trace.seconds
@@ -366,7 +378,7 @@ class SaveAttempt:
         """
         self._progress = SaveProgress.DECIDED
         if outcome.kind is OutcomeKind.ASK_STORAGE:
-            outcome = self._ask_storage(outcome.reason)
+            outcome = outcome_on_storage(self.location, self.agreement, self.name, outcome.reason)
         if outcome.kind is OutcomeKind.COMMITTED:
             self._succeed(outcome, report())
         elif outcome.error is not None:
@@ -415,25 +427,6 @@ class SaveAttempt:
                 logger.warning("%s: committed, but the removal of files of failed attempts hangs", self.name)
         except Exception as error:  # noqa: BLE001 - the next save of the step removes them
             logger.warning("%s: committed, but files of failed attempts stay: %s", self.name, text_of(error))
-
-    def _ask_storage(self, reason: str) -> Outcome:
-        """Return the outcome by the manifest, if the key-value store does not hold it."""
-        try:
-            manifest = confirmed_manifest(self.location.store, self.location.folder)
-        except CheckpointError:
-            return unknown(reason)
-        if manifest.attempt != self.agreement.attempt:
-            if self.agreement.context.overwrite is not None:
-                return unknown(f"{reason}; attempt {manifest.attempt} is there, and may still be replaced")
-            return aborted(ConflictError(f"{self.name}: attempt {manifest.attempt} published first; {reason}"))
-        try:
-            if manifest.epoch and manifest.step is not None:
-                require_counted(self.location.store, manifest.step, manifest.epoch, manifest.digest)
-        except ConflictError as error:
-            return Outcome(OutcomeKind.FENCED, error=error)
-        except CheckpointError as failure:
-            return unknown(f"{reason}; {failure}")
-        return committed(manifest.digest, findings_of(manifest.health), manifest.tensor_bytes)
 
     def _succeed(self, outcome: Outcome, report: SaveReport) -> None:
         untagged = self.request.committed(self.agreement.context, outcome.manifest_digest)

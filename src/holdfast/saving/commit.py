@@ -13,7 +13,7 @@ from importlib import metadata
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.commit_vote import Vote
 from holdfast.coordination.opening.records import Agreement
-from holdfast.coordination.outcome import Outcome, ask_storage, committed, unknown
+from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, ask_storage, committed, unknown
 from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.parallel_map import ordered_parallel_map
 from holdfast.errors import CheckpointError, ConflictError, MissingError
@@ -32,8 +32,8 @@ from holdfast.format.names import (
 )
 from holdfast.format.sealed_json import stated_digest
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import exists, manifest_in, read_manifest, read_manifest_bytes
-from holdfast.repository.epochs import current_fence, is_valid_manifest, require_newest
+from holdfast.repository.catalog import confirmed_manifest, exists, manifest_in, read_manifest, read_manifest_bytes
+from holdfast.repository.epochs import current_fence, is_valid_manifest, require_counted, require_newest
 from holdfast.repository.overwriting import is_claimed
 from holdfast.repository.publish import get_or_none, packs_named_by, publish
 from holdfast.repository.quarantine import quarantined_attempts
@@ -43,7 +43,7 @@ from holdfast.saving.health.health_record import last_counted_health
 from holdfast.saving.merge import MergedParts, merge_parts
 from holdfast.saving.request import SaveRequest
 from holdfast.settings import Settings
-from holdfast.types.health import with_drift
+from holdfast.types.health import findings_of, with_drift
 from holdfast.types.manifest import FileRecord, Manifest
 
 logger = logging.getLogger(__name__)
@@ -364,3 +364,30 @@ def _is_published(location: CheckpointLocation, attempt: str) -> bool:
         return read_manifest(location.store, location.folder).attempt == attempt
     except MissingError:
         return False
+
+
+def outcome_on_storage(location: CheckpointLocation, agreement: Agreement, name: str, reason: str) -> Outcome:
+    """Return the outcome of a save by the manifest on storage, if the key-value store does not hold it.
+
+    Args:
+        location: Where the checkpoint is saved.
+        agreement: What the ranks agreed on.
+        name: The save, for messages.
+        reason: Why the key-value store does not hold it.
+    """
+    try:
+        manifest = confirmed_manifest(location.store, location.folder)
+    except CheckpointError:
+        return unknown(reason)
+    if manifest.attempt != agreement.attempt:
+        if agreement.context.overwrite is not None:
+            return unknown(f"{reason}; attempt {manifest.attempt} is there, and may still be replaced")
+        return aborted(ConflictError(f"{name}: attempt {manifest.attempt} published first; {reason}"))
+    try:
+        if manifest.epoch and manifest.step is not None:
+            require_counted(location.store, manifest.step, manifest.epoch, manifest.digest)
+    except ConflictError as error:
+        return Outcome(OutcomeKind.FENCED, error=error)
+    except CheckpointError as failure:
+        return unknown(f"{reason}; {failure}")
+    return committed(manifest.digest, findings_of(manifest.health), manifest.tensor_bytes)

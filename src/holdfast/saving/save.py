@@ -69,7 +69,8 @@ def save(attempt: SaveAttempt) -> SaveHandle:
         with trace.phase("plan"):
             plan, is_new_plan = plan_packs(attempt, collected, fingerprint)
         with trace.phase("compare"):
-            plan = deduplicator.without_unchanged(plan, [local.source for local in collected.shards], agreement.context)
+            sources = [local.source for local in collected.shards]
+            plan = deduplicator.without_unchanged(plan, sources, agreement.context, attempt.link_pack)
             packs = name_packs(attempt, plan)
         with trace.phase("replicas") if job.settings.compare_replicas else nullcontext():
             part_builder = PartBuilder(job, collected, fingerprint, agreement)

@@ -18,7 +18,8 @@ from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.frameworks.alone import AloneComm
-from holdfast.loading.load import LoadRequest, load_checkpoint
+from holdfast.loading.load import load_checkpoint
+from holdfast.loading.load_request import LoadRequest
 from holdfast.ports.store import Store
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore

@@ -387,7 +387,9 @@ def _require_all_listed(store: Store, first: Inventory, second: Inventory, gone:
 
 def _report(survey: Inventory, to_delete: Unreferenced) -> CollectReport:
     steps = tuple(sorted(to_delete.steps.keys() & survey.standing.keys()))
-    return CollectReport(survey.reasons, steps, len(to_delete.files), sum(to_delete.files.values()))
+    # A link takes no space, and its removal frees none.
+    removed_bytes = sum(size for key, size in to_delete.files.items() if not removal.is_link_key(key))
+    return CollectReport(survey.reasons, steps, len(to_delete.files), removed_bytes)
 
 
 def planned(store: Store, clock: Clock, keep: KeepPolicy | None) -> CollectReport:
