@@ -18,6 +18,7 @@ from holdfast.frameworks.torch.optimizers.state import OptimizerView, collect_op
 from holdfast.frameworks.torch.side_stream import SideStream
 from holdfast.frameworks.torch.state import gradients, rng
 from holdfast.frameworks.torch.state.made_entries import require_loadable
+from holdfast.frameworks.torch.state.metrics import require_kept
 from holdfast.frameworks.torch.state.naming import is_metric, metric_paths, require_fqn
 from holdfast.frameworks.torch.state.selection import Selector, without
 from holdfast.frameworks.torch.state.walk import (
@@ -145,6 +146,8 @@ class _Collector:
         return Group("stateful", {"state": take_apart(state, path, on_tensor)})
 
     def _module(self, node: ModuleNode) -> Group:
+        if self.selector.selects_whole(node.path):
+            require_kept(node)
         gradients.require_module_boundary(
             node.module, node.path, node.tensors, self.selector.selects, asked=self._selection.grads
         )

@@ -18,6 +18,7 @@ from holdfast.frameworks.torch.optimizers.state import OptimizerView
 from holdfast.frameworks.torch.private_layout import forget_unreduced
 from holdfast.frameworks.torch.state import gradients, rng
 from holdfast.frameworks.torch.state.made_entries import load_made_entries
+from holdfast.frameworks.torch.state.metrics import require_kept
 from holdfast.frameworks.torch.state.naming import is_extra_state
 from holdfast.frameworks.torch.state.saved_values import children_of, misfit_of_tensor, misfit_of_value
 from holdfast.frameworks.torch.state.selection import (
@@ -242,6 +243,8 @@ class TorchRestoration:
             self._finishes.append(lambda: mapping.__setitem__(key, tuple(items)))
 
     def _module(self, node: ModuleNode, saved: Value) -> None:
+        if self._selector.selects_whole(node.path):
+            require_kept(node)
         registered = {id(tensor) for tensor in (*node.module.parameters(), *node.module.buffers())}
         made_by_hooks: dict[str, object] = {}
         extra: dict[str, object] = {}
