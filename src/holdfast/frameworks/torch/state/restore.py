@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -16,10 +17,11 @@ from holdfast.frameworks.torch.optimizers.outside import has_own_state_dict, is_
 from holdfast.frameworks.torch.optimizers.restore import OptimizerRestoration
 from holdfast.frameworks.torch.optimizers.state import OptimizerView
 from holdfast.frameworks.torch.private_layout import forget_unreduced
-from holdfast.frameworks.torch.state import gradients, rng
+from holdfast.frameworks.torch.state import gradients
 from holdfast.frameworks.torch.state.made_entries import load_made_entries
 from holdfast.frameworks.torch.state.metrics import require_kept
 from holdfast.frameworks.torch.state.naming import is_extra_state
+from holdfast.frameworks.torch.state.rank_values import load_into, loader_of_rank_value, require_dict
 from holdfast.frameworks.torch.state.saved_values import children_of, misfit_of_tensor, misfit_of_value
 from holdfast.frameworks.torch.state.selection import (
     ABSENT,
@@ -38,6 +40,8 @@ from holdfast.frameworks.torch.state.walk import (
     ValueNode,
     walk,
 )
+from holdfast.frameworks.torch.subclasses.fill import SubclassFilling
+from holdfast.frameworks.torch.subclasses.flatten import is_record, is_subclass
 from holdfast.frameworks.torch.tensors import (
     TorchTarget,
     dtype_name,
@@ -50,7 +54,7 @@ from holdfast.frameworks.torch.ties import Ties, storage_key
 from holdfast.geometry.sharded import Sharded
 from holdfast.ports.framework import Catalog, Misfit, Selection, Wanted
 from holdfast.types.per_rank import PerRank, RngState
-from holdfast.types.values import Group, PerRankRef, Skipped, TensorRef, Value
+from holdfast.types.values import FrameworkValue, Group, Skipped, TensorRef, Value
 
 
 class TorchRestoration:
@@ -89,7 +93,8 @@ class TorchRestoration:
         self._gradients: dict[int, torch.Tensor] = {}
         self._new: dict[str, torch.Tensor] = {}
         """Tensors allocated here, by stored name."""
-        self._finishes: list[Callable[[], None]] = []
+        self._finishes: list[Callable[[], object]] = []
+        self._subclasses = SubclassFilling(self, catalog, ranks, self._finishes)
         root = walk(state, ranks.rank_of_global)
         self._dict(root, catalog.tree)
         if catalog.drops_ties:
@@ -112,6 +117,8 @@ class TorchRestoration:
         """
         if not (self._selector.takes_all or self.takes_part(fqn)):
             return True
+        if is_subclass(tensor):
+            return self._subclasses.want(fqn, tensor, declared)
         stored = self._catalog.stored_fqn(fqn)
         spec = self._catalog.tensors.get(stored)
         if spec is None:
@@ -175,6 +182,10 @@ class TorchRestoration:
             tensor = self._new[stored] = torch.zeros(spec.global_shape, dtype=torch_dtype(spec.dtype))
         self.want(reference.fqn, tensor)
         return tensor
+
+    def take_subclass(self, record: FrameworkValue, current: Mapping[str, object]) -> torch.Tensor:
+        """Return the tensor to fill for the record of a tensor subclass in a container: the one that is there now."""
+        return self._subclasses.take(record, current)
 
     def pass_over(self, fqn: str) -> None:
         """Record that a stored tensor is not needed: the tensor that it is tied to is filled."""
@@ -272,7 +283,8 @@ class TorchRestoration:
                 self.missing.append(path)
             else:
                 made_by_hooks[fqn] = put_together(entry, self._leaf(self._template(path, present)))
-        self.unexpected += [f"{node.path}.{fqn}" for fqn in items if fqn not in node.values and fqn not in extra]
+        known = {*node.values, *extra, *(fqn for fqn in node.tensors if is_record(items.get(fqn)))}
+        self.unexpected += [f"{node.path}.{fqn}" for fqn in items if fqn not in known]
         if made_by_hooks:
             self._finishes.append(lambda: load_made_entries(node, made_by_hooks))
 
@@ -356,19 +368,8 @@ class TorchRestoration:
             self.missing.append(path)
             return
         loaded = put_together(saved, self._leaf(tensors_in(present, path)))
-        self._load_later(path, stateful, loaded)
-
-    def _load_later(self, path: str, stateful: Stateful, loaded: object) -> None:
-        if not isinstance(loaded, dict):
-            raise InvalidError(f"{path}: its saved state is {type(loaded).__name__}; expected a dict, skip= it")
-
-        def load() -> None:
-            try:
-                stateful.load_state_dict(loaded)
-            except Exception as error:
-                raise InvalidError(f"{path}: {type(stateful).__name__}.load_state_dict refused it: {error}") from error
-
-        self._finishes.append(load)
+        require_dict(loaded, path)
+        self._finishes.append(partial(load_into, stateful, loaded, path))
 
     def _with_tensors(self, saved: Value, present: object, path: str) -> dict[object, Value]:
         """Return a saved dict, with references to those listed tensors that the object's present state has too."""
@@ -407,61 +408,19 @@ class TorchRestoration:
             self._miss(node.path, misfit_of_value(node.path, node.value, saved, self._catalog))
             return
         if isinstance(node.value, PerRank | RngState):
-            self._value_of_rank(node.path, node.value, saved)
+            self._finishes.append(loader_of_rank_value(node.path, node.value, saved, self._catalog, self._ranks))
             return
         merge = EntryMerge(self._selector, self.takes_part, self.missing, self._leaf)
         loaded = merge.merged(saved, node.value, node.path)
         mapping = _writable(parent, node.path)
         self._finishes.append(lambda: mapping.__setitem__(key, loaded))
 
-    def _value_of_rank(self, path: str, value: PerRank | RngState, saved: Value) -> None:
-        """Load the value that this rank saved for itself, or its substitute if the number of ranks changed."""
-        if not isinstance(saved, PerRankRef):
-            raise InvalidError(
-                f"{path}: was saved once for all ranks, not by rank; expected a plain value in the state. Pass one"
-            )
-        catalog = self._catalog
-
-        def saved_by(rank: int) -> object:
-            values = catalog.per_rank(rank)
-            if saved.path not in values:
-                raise InvalidError(
-                    f"{path}: rank {rank} saved no value under this name at step {catalog.step}; skip= it"
-                )
-            return put_together(values[saved.path], lambda leaf: leaf)
-
-        if isinstance(value, RngState):
-            if self._ranks.rank < catalog.world_size:
-                random_state = saved_by(self._ranks.rank)
-                self._finishes.append(lambda: rng.restore(random_state, path))
-            else:
-                self._finishes.append(lambda: rng.seed(catalog.run_id, catalog.step, self._ranks.rank))
-        elif self._ranks.world_size == catalog.world_size:
-            self._set_value_of_rank(path, value, saved_by(self._ranks.rank))
-        elif value.resize == "error":
-            raise InvalidError(
-                f"{path}: each of {catalog.world_size} ranks saved a value, and the job has {self._ranks.world_size} "
-                "ranks now; expected the same number. Pass PerRank(…, resize='first') or a function that makes one "
-                "rank's value from all of them, or skip= it"
-            )
-        elif value.resize == "first":
-            self._set_value_of_rank(path, value, saved_by(0))
-        else:
-            values = [saved_by(rank) for rank in range(catalog.world_size)]
-            resized = value.resize(values, self._ranks.rank, self._ranks.world_size)
-            self._set_value_of_rank(path, value, resized)
-
-    def _set_value_of_rank(self, path: str, value: PerRank, loaded: object) -> None:
-        inner = value.value
-        if isinstance(inner, Stateful) and not isinstance(inner, type):
-            self._load_later(path, inner, loaded)
-        else:
-            self._finishes.append(lambda: setattr(value, "value", loaded))
-
     def _leaf(self, current: Mapping[str, object]) -> Callable[[Value], object]:
         def on_leaf(value: Value) -> object:
             if isinstance(value, TensorRef):
                 return self.take(value, current.get(value.fqn))
+            if is_record(value):
+                return self.take_subclass(value, current)
             if isinstance(value, Skipped):
                 if value.path not in current:
                     raise InvalidError(
