@@ -256,6 +256,7 @@ class TorchRestoration:
     def _module(self, node: ModuleNode, saved: Value) -> None:
         if self._selector.selects_whole(node.path):
             require_kept(node)
+        items = children_of(saved)
         registered = {id(tensor) for tensor in (*node.module.parameters(), *node.module.buffers())}
         made_by_hooks: dict[str, object] = {}
         extra: dict[str, object] = {}
@@ -267,14 +268,13 @@ class TorchRestoration:
                 extra[fqn] = tensor
                 continue
             if not self.want(path, tensor, node.declared.get(id(tensor))):
-                self.missing.append(path)
+                self._miss(path, misfit_of_tensor(path, record) if is_record(record := items.get(fqn)) else None)
             elif id(tensor) not in registered:
                 made_by_hooks[fqn] = tensor
         for fqn, tensor in node.tensors.items() if self._selection.grads else ():
             self._gradient(f"{node.path}.{fqn}", tensor, None, by_fsdp1=id(tensor) in node.declared)
         if self._selection.grads and self._takes_part_whole(node.path):
             self._finishes.append(lambda: forget_unreduced(node.module))
-        items = children_of(saved)
         values = {fqn: value for fqn, value in node.values.items() if self.takes_part(f"{node.path}.{fqn}")}
         for fqn, present in {**values, **extra}.items():
             path = f"{node.path}.{fqn}"
@@ -327,6 +327,7 @@ class TorchRestoration:
         if (by_number := numbered(saved)) is not None:
             saved, tensors = by_name(by_number, view, self._catalog, self._leaf({}))
             self._catalog = replace(self._catalog, aliases={**self._catalog.aliases, **tensors})
+            self._subclasses.catalog = self._catalog
         if not isinstance(saved, Group) or saved.kind != "optimizer":
             if self._takes_part_whole(view.path):
                 self.missing.append(view.path)

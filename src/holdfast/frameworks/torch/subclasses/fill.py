@@ -44,12 +44,14 @@ class SubclassFilling:
             ranks: This rank and the others.
             finishes: Receives what must run once all tensors are filled.
         """
-        self._taker, self._catalog, self._ranks, self._finishes = taker, catalog, ranks, finishes
+        self._taker, self._ranks, self._finishes = taker, ranks, finishes
+        self.catalog = catalog
+        """The checkpoint's tensors and values; another one if the load finds further names."""
 
     @cached_property
     def _records(self) -> Mapping[str, FrameworkValue]:
         """Record by the name of each of its inner tensors. Found when first asked for: few states need them."""
-        return {fqn: record for record in _records_in(self._catalog.tree) for _, fqn in references_of(record)}
+        return {fqn: record for record in _records_in(self.catalog.tree) for _, fqn in references_of(record)}
 
     def want(self, fqn: str, tensor: torch.Tensor, declared: Sharded | None) -> bool:
         """Ask for the inner tensors of a subclass; return whether the checkpoint has it.
@@ -60,7 +62,7 @@ class SubclassFilling:
         here = flattened(fqn, tensor, declared, self._ranks)
         record = next(filter(None, (self._record_of(f"{fqn}.{inner.name}") for inner in here.inner)), None)
         if record is None:
-            if self._catalog.stored_fqn(fqn) in self._catalog.tensors:
+            if self.catalog.stored_fqn(fqn) in self.catalog.tensors:
                 raise InvalidError(
                     f"{fqn}: is a plain tensor in the checkpoint and a {_class_here(tensor)} here; expected the same. "
                     "Load it into a plain tensor first and convert that, or leave it out with skip="
@@ -107,7 +109,7 @@ class SubclassFilling:
             )
 
     def _record_of(self, fqn: str) -> FrameworkValue | None:
-        return self._records.get(fqn) or self._records.get(self._catalog.stored_fqn(fqn))
+        return self._records.get(fqn) or self._records.get(self.catalog.stored_fqn(fqn))
 
 
 def require_same(fqn: str, saved: FrameworkValue, here: FrameworkValue) -> None:
@@ -121,24 +123,33 @@ def require_same(fqn: str, saved: FrameworkValue, here: FrameworkValue) -> None:
     assert isinstance(own, dict), "the record of a tensor here is a dict"
     for key, what in _FIELDS.items():
         first, second = _comparable(key, stated.get(key)), _comparable(key, own.get(key))
+        if first != second and key == "grid":
+            raise other_grid(fqn, str(own["class"]), first, second)
         if first != second:
             raise InvalidError(
                 f"{fqn}: {what} of this {own['class']} differs: {_shown(first)} in the checkpoint, {_shown(second)} "
-                f"here. {_ADVICE.get(key, 'Build what was saved')}, or leave it out with skip="
+                f"here. Build what was saved, or leave it out with skip="
             )
+
+
+def other_grid(fqn: str, class_name: str, saved: str, here: str) -> InvalidError:
+    """Return the error of inner tensors that were stored part by part, and are split otherwise here."""
+    return InvalidError(
+        f"{fqn}: the number of parts in each dimension of this {class_name} differs: {saved[:300]} in the checkpoint, "
+        f"{here[:300]} here (None: one part). Holdfast does not know how to split its inner tensors anew. Load it on "
+        "as many ranks, sharded as it was saved, or leave it out with skip="
+    )
 
 
 _FIELDS = {
     "class": "the class",
     "shape": "the shape",
     "dtype": "the dtype",
-    "grid": "the number of parts in each dimension",
+    "grid": "the grid",
     "context": "the context",
     "tensors": "the list of inner tensors",
 }
 """Fields of a record, each as messages name it."""
-
-_ADVICE = {"grid": "Its inner tensors cannot be split anew: load it on as many ranks, sharded as it was saved"}
 
 
 def _comparable(key: str, value: Value) -> str:

@@ -88,6 +88,8 @@ def flattened(fqn: str, tensor: torch.Tensor, declared: Sharded | None, ranks: R
             "a DTensor. Pass its inner tensors as Sharded, or leave it out with skip="
         )
     known = known_class(type(local))
+    if known is not None and not known.rules.keys() >= {*inner_names(local, fqn)[0]}:
+        known = None  # Another version of the class, with inner tensors that are not known.
     split = split_of(fqn, tensor, local, known, ranks) if isinstance(tensor, DTensor) else None
     inner: list[Inner] = []
     fields = _record(fqn, "", local, split, inner)
@@ -172,6 +174,17 @@ def references_of(record: FrameworkValue) -> Iterator[tuple[str, str]]:
             yield str(name), value.fqn
         elif is_record(value):
             yield from ((f"{name}.{inner}", fqn) for inner, fqn in references_of(value))
+
+
+def renamed(record: FrameworkValue, fqn: str) -> FrameworkValue:
+    """Return a record whose inner tensors have their names below another name."""
+    fields = record.value if isinstance(record.value, dict) else {}
+    tensors = fields.get("tensors")
+    inner: dict[object, Value] = {}
+    for name, value in tensors.items() if isinstance(tensors, dict) else ():
+        path = f"{fqn}.{name}"
+        inner[name] = renamed(value, path) if is_record(value) else TensorRef(path)
+    return FrameworkValue(SUBCLASS, {**fields, "tensors": inner})
 
 
 def is_record(value: Value) -> TypeGuard[FrameworkValue]:

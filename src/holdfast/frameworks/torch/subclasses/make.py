@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.frameworks.torch.private_layout import local_tensor
 from holdfast.frameworks.torch.subclasses.context import built, described, is_built_from_values, qualified
+from holdfast.frameworks.torch.subclasses.fill import other_grid
 from holdfast.frameworks.torch.subclasses.flatten import inner_names, is_record
 from holdfast.frameworks.torch.subclasses.known import Rule, known_class
 from holdfast.frameworks.torch.tensors import torch_dtype
@@ -104,6 +105,7 @@ def new_subclass(
             "expected the same. Build the model that was saved, or leave it out with skip="
         )
     local = local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
+    _require_same_grid(fqn, kind, fields, tuple(local.shape))
     inner: dict[str, torch.Tensor] = {}
     for name, reference in fields["tensors"].items():
         stored = catalog.stored_fqn(reference.fqn)
@@ -124,6 +126,22 @@ def new_subclass(
             stride=parameter.stride(),
         )
     return made
+
+
+def _require_same_grid(
+    fqn: str, kind: type[torch.Tensor], fields: Mapping[str, Any], local_shape: tuple[int, ...]
+) -> None:
+    """Refuse inner tensors that were stored part by part, if this rank's part is another one.
+
+    Raises:
+        InvalidError: Names both numbers of parts.
+    """
+    saved = fields.get("grid")
+    if saved is None and known_class(kind) is not None:
+        return
+    here = tuple(-(-whole // max(part, 1)) for whole, part in zip(fields["shape"], local_shape, strict=True))
+    if (prod(here) > 1 or saved is not None) and saved != here:
+        raise other_grid(fqn, fields["class"], repr(saved)[:200], repr(here))
 
 
 def _unflattened(
