@@ -96,8 +96,8 @@ def _fields_of(value: object) -> dict[str, object] | None:
     """Return the fields of a dataclass or a named tuple; None for anything else."""
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in fields(value)}
-    names = getattr(value, "_fields", None)
-    if isinstance(value, tuple) and isinstance(names, tuple):
+    names = getattr(type(value), "__match_args__", None)  # A named tuple lists its fields there.
+    if isinstance(value, tuple) and isinstance(names, tuple) and len(names) == len(value):
         return dict(zip(names, value, strict=True))
     return None
 
