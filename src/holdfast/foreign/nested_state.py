@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
-from holdfast.errors import InvalidError, first_three
+from holdfast.errors import CorruptError, InvalidError, first_three
 from holdfast.foreign.file_layout import SmallTensor, TensorLeaf
 from holdfast.foreign.model_names import exported_dtype, model_names
 from holdfast.foreign.values import below
@@ -74,7 +74,9 @@ class _StateBuilder:
 
     def leaf(self, fqn: str) -> TensorLeaf:
         """Return the leaf of a stored tensor, or of the tensor that a name is tied to."""
-        spec = self._content.tensors[self._content.aliases.get(fqn, fqn)]
+        spec = self._content.tensors.get(self._content.aliases.get(fqn, fqn))
+        if spec is None:
+            raise CorruptError(f"{fqn}: a value refers to this tensor, which the index lacks; read another copy")
         dtype = exported_dtype(spec.dtype, self._dtype) if spec.fqn in self._model else spec.dtype
         return TensorLeaf(spec.fqn, dtype, spec.global_shape)
 

@@ -17,7 +17,7 @@ from holdfast.frameworks.torch.subclasses.flatten import Inner, flattened, is_re
 from holdfast.frameworks.torch.subclasses.known import known_class
 from holdfast.geometry.sharded import Sharded
 from holdfast.ports.framework import Catalog
-from holdfast.types.values import FrameworkValue, Group, Value
+from holdfast.types.values import FrameworkValue, Group, TensorRef, Value
 
 
 class InnerTaker(Protocol):
@@ -156,16 +156,21 @@ def _comparable(key: str, value: Value) -> str:
     """Return a field as text: unlike `==`, it distinguishes `1` from `True`."""
     if key == "tensors" and isinstance(value, dict):
         value = {name: _without_names(inner) for name, inner in value.items()}
+    return text_of(value)
+
+
+def text_of(value: Value) -> str:
+    """Return the `repr` of what a record states, by which two are compared. Integers that are too long equal none."""
     try:
         return repr(value)
     except ValueError:
-        return "an integer that is too long for Python to convert to decimal"
+        return f"an integer that is too long for Python to convert to decimal (object {id(value)})"
 
 
 def _without_names(inner: Value) -> Value:
     """Return a nested record without the names of its tensors, which a load may change."""
     if not is_record(inner):
-        return None
+        return None if isinstance(inner, TensorRef) else "no tensor"
     fields = inner.value if isinstance(inner.value, dict) else {}
     return {key: _comparable(key, value) for key, value in fields.items()}
 

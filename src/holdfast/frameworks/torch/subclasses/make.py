@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.frameworks.torch.private_layout import local_tensor
 from holdfast.frameworks.torch.subclasses.context import built, described, is_built_from_values, qualified
-from holdfast.frameworks.torch.subclasses.fill import other_grid
+from holdfast.frameworks.torch.subclasses.fill import other_grid, text_of
 from holdfast.frameworks.torch.subclasses.flatten import inner_names, is_record
 from holdfast.frameworks.torch.subclasses.known import Rule, known_class
 from holdfast.frameworks.torch.tensors import torch_dtype
@@ -101,7 +101,7 @@ def new_subclass(
     kind = class_of(fqn, fields["class"], parameter, optimizers)
     if fields["shape"] != tuple(parameter.shape):
         raise InvalidError(
-            f"{fqn}: has the shape {fields['shape']!r:.200} in the checkpoint, its parameter {tuple(parameter.shape)}; "
+            f"{fqn}: has the shape {text_of(fields['shape']):.200} in the checkpoint, its parameter {tuple(parameter.shape)}; "
             "expected the same. Build the model that was saved, or leave it out with skip="
         )
     local = local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
@@ -141,7 +141,7 @@ def _require_same_grid(
         return
     here = tuple(-(-whole // max(part, 1)) for whole, part in zip(fields["shape"], local_shape, strict=True))
     if (prod(here) > 1 or saved is not None) and saved != here:
-        raise other_grid(fqn, fields["class"], repr(saved)[:200], repr(here))
+        raise other_grid(fqn, fields["class"], text_of(saved), repr(here))
 
 
 def _unflattened(
@@ -167,7 +167,7 @@ def _unflattened(
         known = known_class(kind)
         own = described(own_context, fqn, shape if known is not None else None)
         is_same = set(names) == inner.keys() and all(getattr(made, name) is inner[name] for name in names)
-        if is_same and repr(own) == repr(fields["context"]):
+        if is_same and text_of(own) == text_of(fields["context"]):
             return made
     raise InvalidError(
         f"{fqn}: {qualified(kind)} made another tensor of the recorded context; expected the one that was saved. Load "
