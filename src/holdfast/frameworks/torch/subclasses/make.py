@@ -99,10 +99,11 @@ def new_subclass(
     """
     fields = _checked_fields(fqn, record)
     kind = class_of(fqn, fields["class"], parameter, optimizers)
-    if fields["shape"] != tuple(parameter.shape):
+    if fields.get("shape") != tuple(parameter.shape):
+        saved = text_of(fields.get("shape"))[:200]
         raise InvalidError(
-            f"{fqn}: has the shape {text_of(fields['shape']):.200} in the checkpoint, its parameter {tuple(parameter.shape)}; "
-            "expected the same. Build the model that was saved, or leave it out with skip="
+            f"{fqn}: has the shape {saved} in the checkpoint, its parameter {tuple(parameter.shape)}; expected the "
+            "same. Build the model that was saved, or leave it out with skip="
         )
     local = local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
     _require_same_grid(fqn, kind, fields, tuple(local.shape))
