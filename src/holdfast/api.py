@@ -2,47 +2,51 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from holdfast import policies, wiring
 from holdfast.arguments import Globs, require_state, selection_of
 from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.verify import Damage
-from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError
 from holdfast.geometry.region import FlatRange, Region
 from holdfast.geometry.sharded import Sharded
 from holdfast.loading.load import LoadRequest, load_checkpoint
-from holdfast.offline.diff.values import value_document
-from holdfast.offline.export.export import ExportReport
-from holdfast.offline.imports.import_step import ImportReport
-from holdfast.offline.repair.repair import RepairReport, StepRepair
-from holdfast.offline_api import (
-    EXPORT_DTYPES,
-    collect,
-    diff,
-    export,
-    import_checkpoint,
-    list_steps,
-    repair,
-    tag,
-    trace,
-    untag,
-)
-from holdfast.plan.forecast import Forecast
-from holdfast.repository.tags import Tag
-from holdfast.runs.collection.garbage_collection import CollectReport
-from holdfast.runs.listing import RunRecord, StepRecord
 from holdfast.saving.handle import SaveHandle
 from holdfast.saving.request import PathRequest
 from holdfast.saving.save import begin_save, save_and_wait
 from holdfast.saving.wrong_call import refuse_call
 from holdfast.settings import Settings
-from holdfast.telemetry.trace import Trace
-from holdfast.types.diff import Change, Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
 from holdfast.types.reports import LoadReport, SaveReport
-from holdfast.whole_state import read
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.verify import Damage
+    from holdfast.checkpoint_manager import CheckpointManager
+    from holdfast.offline.diff.values import value_document
+    from holdfast.offline.export.export import ExportReport
+    from holdfast.offline.imports.import_step import ImportReport
+    from holdfast.offline.repair.repair import RepairReport, StepRepair
+    from holdfast.offline_api import (
+        EXPORT_DTYPES,
+        collect,
+        diff,
+        export,
+        import_checkpoint,
+        list_steps,
+        repair,
+        tag,
+        trace,
+        untag,
+    )
+    from holdfast.plan.forecast import Forecast
+    from holdfast.repository.tags import Tag
+    from holdfast.runs.collection.garbage_collection import CollectReport
+    from holdfast.runs.listing import RunRecord, StepRecord
+    from holdfast.telemetry.trace import Trace
+    from holdfast.types.diff import Change, Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
+    from holdfast.whole_state import read
 
 __all__ = [
     "EXPORT_DTYPES",
@@ -89,6 +93,45 @@ __all__ = [
     "trace",
     "value_document",
 ]
+
+_HOMES = {
+    "holdfast.checkpoint.verify": {"Damage"},
+    "holdfast.checkpoint_manager": {"CheckpointManager"},
+    "holdfast.offline.diff.values": {"value_document"},
+    "holdfast.offline.export.export": {"ExportReport"},
+    "holdfast.offline.imports.import_step": {"ImportReport"},
+    "holdfast.offline.repair.repair": {"RepairReport", "StepRepair"},
+    "holdfast.offline_api": {
+        "EXPORT_DTYPES",
+        "collect",
+        "diff",
+        "export",
+        "import_checkpoint",
+        "list_steps",
+        "repair",
+        "tag",
+        "trace",
+        "untag",
+    },
+    "holdfast.plan.forecast": {"Forecast"},
+    "holdfast.repository.tags": {"Tag"},
+    "holdfast.runs.collection.garbage_collection": {"CollectReport"},
+    "holdfast.runs.listing": {"RunRecord", "StepRecord"},
+    "holdfast.telemetry.trace": {"Trace"},
+    "holdfast.types.diff": {"Change", "Diff", "NameOnly", "TensorDiff", "TieDiff", "ValueDiff", "Verdict"},
+    "holdfast.whole_state": {"read"},
+}
+"""Names by module that are imported on first use: who only saves or loads a path does not wait for their modules."""
+
+
+def __getattr__(name: str) -> object:
+    """Return a name of another module; the first access imports that module."""
+    home = next((module for module, names in _HOMES.items() if name in names), None)
+    if home is None:
+        raise AttributeError(f"module 'holdfast.api' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
 
 
 def save(

@@ -5,6 +5,7 @@ It forwards to the features of `runs/`, and starts saves and loads with them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -29,7 +30,9 @@ from holdfast.ports.store import Packs, Store
 from holdfast.repository.catalog import read_run_id
 from holdfast.repository.tags import remove_tag, require_tag_name
 from holdfast.repository.timelines import committed_steps, run_timelines
-from holdfast.runs.collection.garbage_collection import CheckpointGC, Pins, StepPin
+from holdfast.runs.collection.background_collection import Background, lacks_room
+from holdfast.runs.collection.garbage_collection import CheckpointGC
+from holdfast.runs.collection.pins import Pins, StepPin
 from holdfast.runs.preemption import PreemptionHandler, estimated_write_bytes
 from holdfast.runs.saves_in_flight import SavesInFlight
 from holdfast.runs.step_request import RunParts, StepRequest, StepState
@@ -314,9 +317,16 @@ class CheckpointManager:
         """
         self._saves.wait(closing=self._closed)
 
-    def close(self) -> None:
-        """Wait for every save in flight, then release the resources. Raises as `wait`."""
-        self._close(hand_on=True)
+    def close(self, *, wait: bool = True) -> None:
+        """Wait for every save in flight, delete the steps that `keep` does not keep, and release the resources.
+
+        Raises as `wait`. If steps are due for deletion, rank 0 waits for the rest of their grace, up to a minute, and
+        says so. It does not wait after a signal, nor while an exception is handled: the next job deletes them then.
+
+        Args:
+            wait: Whether to wait for the grace; saves in flight are awaited in any case.
+        """
+        self._close(hand_on=True, may_wait=wait and sys.exception() is None)
 
     def __enter__(self) -> Self:
         """Return the manager."""
@@ -327,7 +337,7 @@ class CheckpointManager:
     ) -> None:
         """Close. An error while closing never hides an error of the block."""
         try:
-            self._close(hand_on=error is None)
+            self._close(hand_on=error is None, may_wait=error is None)
         except Exception as failure:
             if error is None:
                 raise
@@ -345,18 +355,21 @@ class CheckpointManager:
         except BaseException:
             self._parts.pins.unpin(request.pin, is_committed=False)
             raise
-        handle.committed.add_done_callback(partial(_unpin_failed, self._parts.pins, request.pin, handle))
+        handle.committed.add_done_callback(
+            partial(_note_failed, self._parts.pins, self._parts.collecting, request.pin, handle)
+        )
         self._position.lineage = request.lineage
         self._saves.add(handle)
         if self._preemption is not None:
             self._preemption.note_save(step, handle)
         return handle
 
-    def _close(self, *, hand_on: bool) -> None:
+    def _close(self, *, hand_on: bool, may_wait: bool) -> None:
         """Wait for every save in flight, then release the resources.
 
         Args:
             hand_on: Whether the restored handler receives a signal that no step handled.
+            may_wait: Whether to wait for the grace of steps that are due for deletion.
         """
         if self._closed:
             return
@@ -367,9 +380,18 @@ class CheckpointManager:
                 # Pushed first, so that it runs last: a signal that no step handled may end the process here.
                 ending.callback(self._preemption.close, hand_on=hand_on)
             ending.callback(self._dispatcher.close)
-            ending.callback(self._parts.close)
+            ending.push(partial(self._end_run, may_wait))
             ending.callback(self._job.close)
             self.wait()
+
+    def _end_run(
+        self, may_wait: bool, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        """End garbage collection and release the writer lease; an `ExitStack` passes the error of the close so far."""
+        # A failed save is no reason to leave steps behind; Ctrl-C while saves end is.
+        may_wait = may_wait and (error is None or isinstance(error, Exception))
+        preemption = self._preemption
+        self._parts.close(lambda: may_wait and not (preemption is not None and preemption.has_received_signal))
 
     def _estimated_write_bytes(self, passed: StepState) -> int:
         """Return a lower bound of the bytes that this rank must write, before any comparison with what is stored."""
@@ -401,9 +423,17 @@ def _passed(
         return StepState({}, Selection(), misuse=misuse)
 
 
-def _unpin_failed(pins: Pins, pin: StepPin, handle: SaveHandle, committed: Future[SaveReport]) -> None:
-    """Unpin what a save needed that has certainly failed. Holds no reference to the manager: the handle outlives it."""
+def _note_failed(
+    pins: Pins, collecting: Background | None, pin: StepPin, handle: SaveHandle, committed: Future[SaveReport]
+) -> None:
+    """Unpin what a save needed that has certainly failed, and look for room if it found none.
+
+    Holds no reference to the manager: the handle outlives it.
+    """
+    error = committed.exception()
     if handle.may_be_committed:
         pins.note_unknown(pin)
-    elif committed.exception() is not None:
+    elif error is not None:
         pins.unpin(pin, is_committed=False)
+    if collecting is not None and error is not None and lacks_room(error):
+        collecting.want_room()

@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from holdfast import wiring
+from holdfast import export_wiring, wiring
 from holdfast.arguments import Globs, patterns_of
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import require_no_checkpoint
@@ -127,7 +127,7 @@ def export(
     for name, value in (("shard_bytes", shard_bytes), ("memory_bytes", memory_bytes), ("workers", workers)):
         if type(value) is not int or value < 1:
             raise InvalidError(f"{name}={value!r}; expected a positive whole number")
-    if to == wiring.HOLDFAST:
+    if to == export_wiring.HOLDFAST:
         if dtype is not None or workers > 1:
             raise InvalidError(
                 f"dtype={dtype!r}, workers={workers}; expected neither with to={to!r}: one process copies all tensors "
@@ -141,8 +141,8 @@ def export(
             return exported(checkpoint, store, job, observer)
     options = ExportOptions(shard_bytes=shard_bytes, dtype=dtype, model_only=bool(model_only))
     request = ExportRequest(memory_bytes=memory_bytes, workers=workers)
-    planned = wiring.export_of(src, dst, to, options, settings)
-    pool = wiring.export_pool(src, dst, to, options, settings) if workers > 1 else None
+    planned = export_wiring.export_of(src, dst, to, options, settings)
+    pool = export_wiring.export_pool(src, dst, to, options, settings) if workers > 1 else None
     return planned.run(request, pool, observer)
 
 

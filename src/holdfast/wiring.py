@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import weakref
 from collections import OrderedDict
 from functools import cache
@@ -17,18 +16,14 @@ from holdfast.errors import InvalidError
 from holdfast.format.names import is_superseded_name, step_and_digest, step_of_folder
 from holdfast.frameworks.alone import AloneComm
 from holdfast.loading.step_choice import find_step, location_of
-from holdfast.offline.export.export import Export, WorkerPool
-from holdfast.offline.export.workers import worker_main, worker_pool
 from holdfast.ports.comm import Comm
-from holdfast.ports.foreign import Format, Writer
+from holdfast.ports.foreign import Format
 from holdfast.ports.framework import Framework
 from holdfast.ports.store import Store
 from holdfast.settings import Settings
-from holdfast.stores.destination import LocalDestination
 from holdfast.stores.foreign import ForeignFiles, References
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
-from holdfast.types.export import ExportOptions
 from holdfast.types.listing import ForeignListing
 from holdfast.types.values import FrameworkValue
 
@@ -130,64 +125,9 @@ def _superseded_at(parent: str, name: str, settings: Settings) -> CheckpointLoca
     return location_of(home, manifest)
 
 
-@cache
-def writers() -> tuple[Writer, ...]:
-    """Return the writers of other systems' formats."""
-    from holdfast.foreign.dcp.writer import DcpWriter
-    from holdfast.foreign.huggingface.safetensors_writer import SafetensorsWriter
-    from holdfast.foreign.torch.writer import TorchWriter
-
-    return SafetensorsWriter(), TorchWriter(), DcpWriter()
-
-
-HOLDFAST = "holdfast"
-"""Name of our own format in `export(to=…)`."""
-
-
 def lone_job(settings: Settings) -> Job:
     """Return a job of this process alone that needs no torch."""
     return Job(AloneComm(), SystemClock(), settings)
-
-
-def export_of(source: object, destination: object, to: object, options: ExportOptions, settings: Settings) -> Export:
-    """Return a planned export.
-
-    Raises:
-        InvalidError: The format is unknown or cannot hold the checkpoint, or a path is wrong.
-        CheckpointError: The checkpoint cannot be read.
-    """
-    by_name = {writer.name: writer for writer in writers()}
-    if to not in by_name:
-        raise InvalidError(f"to={to!r}; expected one of {', '.join(by_name)}, {HOLDFAST}")
-    store = store_at(destination, settings)
-    if not isinstance(store, LocalStore):
-        raise InvalidError(f"{store.url}: export writes files; expected a path of a file system")
-    files = LocalDestination(store.url, file_mode=settings.file_mode)
-    checkpoint = checkpoint_at(source, settings)
-    files.require_outside(checkpoint.url)
-    return Export(checkpoint, files, by_name[to], options, SystemClock())
-
-
-def export_pool(source: object, destination: object, to: str, options: ExportOptions, settings: Settings) -> WorkerPool:
-    """Return the worker processes of an export; arguments as `export_of`.
-
-    Raises:
-        InvalidError: The source is in the memory of this process, which no other process can read.
-    """
-    if isinstance(store_at(source, settings), MemoryStore):
-        raise InvalidError(f"{source}: is in the memory of this process; expected workers=1")
-    source, destination = (
-        os.path.abspath(os.path.expanduser(str(path).removeprefix("file://"))) for path in (source, destination)
-    )
-    return worker_pool(WORKER_ENTRY, source, destination, to, options, settings)
-
-
-WORKER_ENTRY = "holdfast.wiring:export_worker"
-
-
-def export_worker() -> int:
-    """Carry out the share of an export that standard input describes; return an exit status."""
-    return worker_main(sys.stdin.readline(), export_of)
 
 
 def comm_of(process_group: ProcessGroup) -> Comm:

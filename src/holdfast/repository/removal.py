@@ -154,11 +154,16 @@ class _MarkDocument(msgspec.Struct):
     steps: list[tuple[StepNumber, Digest]]
 
 
+def mark_key(nonce: str) -> str:
+    """Return the key of a mark."""
+    return f"{MARKS_FOLDER}{nonce}.json"
+
+
 def put_mark(
     store: Store, run_id: str, nonce: str, epoch: int, to_delete: Unreferenced, *, is_carried_out: bool
 ) -> Mark:
     """Put a mark, announced or carried out. It names all steps, and the first of the files."""
-    mark = Mark(f"{MARKS_FOLDER}{nonce}.json", run_id, epoch, is_carried_out, to_delete.steps)
+    mark = Mark(mark_key(nonce), run_id, epoch, is_carried_out, to_delete.steps)
     document = {
         **header("collecting"),
         "run_id": run_id,

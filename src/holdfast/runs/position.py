@@ -28,7 +28,7 @@ from holdfast.loading.step_choice import ExactStep, NewestValid, StepSelector, f
 from holdfast.ports.store import Store
 from holdfast.repository.quarantine import identity_at, list_records, supersede
 from holdfast.repository.timelines import RunTimelines, StoredManifest, run_timelines
-from holdfast.runs.collection.garbage_collection import Pins, StepPin
+from holdfast.runs.collection.pins import Pins, StepPin
 from holdfast.saving.deduplication import BaseStep, base_from_loaded
 from holdfast.types.manifest import Parent
 from holdfast.types.timeline import FIRST_TIMELINE, Timeline

@@ -26,7 +26,8 @@ from holdfast.repository.removal import marks
 from holdfast.repository.tags import require_tag_free
 from holdfast.repository.timelines import displace, moved_at, run_timelines
 from holdfast.runs.collection.background_collection import Background
-from holdfast.runs.collection.garbage_collection import CheckpointGC, Pins, StepPin
+from holdfast.runs.collection.garbage_collection import CheckpointGC
+from holdfast.runs.collection.pins import Pins, StepPin
 from holdfast.runs.position import Lineage, RunPosition
 from holdfast.runs.step_metrics import WantedMetrics, checked_metrics
 from holdfast.runs.suspect_steps import SuspectSteps
@@ -70,14 +71,18 @@ class RunParts:
         """Garbage collection on rank 0; None on other ranks, and without a policy."""
         if keep is not None and job.comm.rank == 0:
             collector = CheckpointGC(store, job.clock, keep, self.writer_lease, self.pins)
-            self.collecting = Background(collector, settings.collect_grace_seconds)
+            self.collecting = Background(collector, settings.collect_grace_seconds, job.clock)
 
-    def close(self) -> None:
-        """End garbage collection, then release the writer lease."""
+    def close(self, may_wait: Callable[[], bool]) -> None:
+        """End garbage collection, then release the writer lease.
+
+        Args:
+            may_wait: Whether to wait until the steps are removed that no policy keeps; asked again and again.
+        """
         if self.collecting is None:
             self.writer_lease.release()
         else:
-            self.collecting.close(self.writer_lease.release)
+            self.collecting.close(self.writer_lease.release, may_wait)
 
 
 @dataclass(frozen=True, slots=True)

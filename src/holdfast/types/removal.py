@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 
@@ -53,6 +53,21 @@ class Unreferenced:
     def __bool__(self) -> bool:
         """Return whether there is a step or file."""
         return bool(self.steps or self.files)
+
+    def without(self, other: Unreferenced) -> Unreferenced:
+        """Return the steps and files that another one does not list."""
+        return Unreferenced(
+            {step: digest for step, digest in self.steps.items() if other.steps.get(step) != digest},
+            {key: size for key, size in self.files.items() if key not in other.files},
+        )
+
+    def joined(self, others: Iterable[Unreferenced]) -> Unreferenced:
+        """Return the steps and files that any of several lists."""
+        steps, files = dict(self.steps), dict(self.files)
+        for other in others:
+            steps |= other.steps
+            files |= other.files
+        return Unreferenced(steps, files)
 
     def confirmed_by(self, later: Unreferenced) -> Unreferenced:
         """Return the steps and files that a later inventory lists too."""

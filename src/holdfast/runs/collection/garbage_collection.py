@@ -9,6 +9,8 @@ One collection, in order; any error ends it, and the next commit begins again:
     confirmed  Take a second inventory. Only what both inventories list is removed.
     removed    Steps first, then files. The mark is deleted, also after an error.
 
+Several marks may be in their grace at once, in `Background`: each step waits for its own grace and no other.
+
 Only the holder of the writer lease collects. The policy decides about superseded steps like about others, and the
 newest step of each timeline stays. Manifests under `superseded/` stay, with all files that they name.
 """
@@ -16,14 +18,13 @@ newest step of each timeline stays. Manifests under `superseded/` stay, with all
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 
 from holdfast.checkpoint.location import require_no_checkpoint
 from holdfast.clock import Clock
-from holdfast.errors import CorruptError, MissingError, first_three
+from holdfast.errors import CorruptError, MissingError, UnavailableError, first_three
 from holdfast.format.names import RUN_FILE
 from holdfast.leases.reader import ReaderLeases
 from holdfast.leases.writer import WriterLease, hold_writer_lease
@@ -36,6 +37,7 @@ from holdfast.repository.publish import packs_named_by
 from holdfast.repository.quarantine import quarantined, superseded_packs
 from holdfast.repository.tags import read_tags
 from holdfast.repository.timelines import MovedManifests, moved_manifests, newest_timeline
+from holdfast.runs.collection.pins import Pins
 from holdfast.runs.collection.reachability import unreferenced
 from holdfast.runs.collection.retention import KeptFacts, kept
 from holdfast.runs.known_steps import KnownSteps
@@ -86,78 +88,23 @@ class CollectReport:
     """Their bytes."""
 
 
-class StepPin:
-    """What one save needs. Each save has its own: after training went back, two saves of one step may be in flight."""
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """What one mark lists."""
 
-    def __init__(self, step: int) -> None:
-        """Pin nothing yet."""
-        self.step = step
-        """The step that is saved."""
-        self.base: int | None = None
-        """The step that the save may refer to. Set by `Pins`."""
-        self.is_over = False
-        """Whether the save has ended. Set by `Pins`."""
+    inventory: Inventory
+    """The inventory that found it."""
 
+    to_delete: Unreferenced
+    """The steps and files that may go after the grace: none that another mark lists."""
 
-class Pins:
-    """Steps that the saves of this process need or may still publish. Thread-safe."""
+    nonce: str
+    """Names the mark on storage; empty if there is nothing to list."""
 
-    def __init__(self) -> None:
-        # Guards all fields. A thread that holds it may enter again; the end of a removal wakes the waiting threads.
-        self._condition = threading.Condition()
-        self._pinned: set[StepPin] = set()
-        self._unknown: set[StepPin] = set()
-        self.current_step: int | None = None
-        """The step that this process saved or loaded last. Training continues from it, even if newer steps exist."""
-        self._to_delete: frozenset[int] = frozenset()
-
-    def pin(self, pin: StepPin, base: int | None) -> bool:
-        """Pin the step of a save, and its base; return whether the save may refer to the base."""
-        with self._condition:
-            # The collector may be removing an invalid manifest at this step: wait, or it would remove the new one too.
-            self._condition.wait_for(lambda: pin.step not in self._to_delete)
-            if pin.is_over:
-                return False  # Rank 0 gave up before storage answered: nobody would unpin it.
-            pin.base = None if base in self._to_delete else base
-            self._pinned.add(pin)
-            return pin.base is not None
-
-    def note_unknown(self, pin: StepPin) -> None:
-        """Record that the outcome of a save is unknown: it stays pinned until its step is committed."""
-        with self._condition:
-            self._unknown.add(pin)
-
-    def unpin(self, pin: StepPin, *, is_committed: bool) -> None:
-        """Unpin what a save needed that is committed, or has certainly failed."""
-        with self._condition:
-            pin.is_over = True
-            self._pinned.discard(pin)
-            if is_committed:
-                # The manifest at the step keeps every other attempt at it from publishing.
-                settled = {other for other in self._unknown if other.step == pin.step}
-                self._unknown -= settled
-                self._pinned -= settled
-
-    def saves(self) -> frozenset[StepPin]:
-        """Return the pins of the saves that are under way, or whose outcome is unknown."""
-        with self._condition:
-            return frozenset(self._pinned)
-
-    def under_way(self) -> frozenset[int]:
-        """Return the steps that are being saved, or whose outcome is unknown."""
-        return frozenset(pin.step for pin in self.saves())
-
-    def needed(self) -> frozenset[int]:
-        """Return the steps under way and their bases."""
-        pins = self.saves()
-        return frozenset({pin.step for pin in pins} | {pin.base for pin in pins if pin.base is not None})
-
-    def release_for_removal(self, steps: frozenset[int]) -> frozenset[int]:
-        """Return which of some steps no save needs. From now on no save can refer to these."""
-        with self._condition:
-            self._to_delete = steps - self.needed() - {self.current_step}
-            self._condition.notify_all()
-            return self._to_delete
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The complete steps among them, ascending."""
+        return tuple(sorted(self.to_delete.steps.keys() & self.inventory.standing.keys()))
 
 
 class CheckpointGC:
@@ -185,11 +132,18 @@ class CheckpointGC:
         self._readers = ReaderLeases(store, clock)
         self._known = KnownSteps(store)
         self._warned: set[str] = set()
+        self._removed_steps: set[int] = set()
+        """Steps removed here since the oldest mark in its grace: its inventory still lists them."""
 
     @property
     def url(self) -> str:
         """The URL of the root."""
         return self._store.url
+
+    @property
+    def may_remove(self) -> bool:
+        """Whether this process holds the writer lease."""
+        return self._writer_lease is not None and self._writer_lease.epoch > 0
 
     def collect(self, grace_seconds: float, wait: Callable[[float], bool]) -> CollectReport | None:
         """Remove what is unreferenced; return the report, or None if it was stopped.
@@ -202,41 +156,89 @@ class CheckpointGC:
             CorruptError: A record that decides what stays is damaged; nothing was removed.
             UnavailableError: Storage failed; call again.
         """
-        assert self._writer_lease is not None, "only the holder of the writer lease removes"
+        marked = self.mark()
+        if not marked.to_delete:
+            return _report(marked.inventory, Unreferenced())
+        is_stopped = True
+        try:
+            is_stopped = wait(grace_seconds)
+        finally:
+            if is_stopped:
+                self.withdraw([marked])
+        return None if is_stopped else self.execute([marked])
+
+    def mark(self, others: Sequence[Marked] = ()) -> Marked:
+        """Take an inventory, and put a mark that lists what is to go.
+
+        Args:
+            others: Marks in their grace; what they list is left out. All other marks on storage are removed.
+        Raises:
+            CheckpointError: As `collect`.
+        """
         first = self.survey()
         removal.remove_folders(self._store, first.bare)
         # These marks are of ended collections: only the holder of the writer lease runs a collection.
-        removal.remove_marks(self._store, removal.mark_keys(self._store))
-        if not first.unreferenced:
-            return _report(first, Unreferenced())
-        nonce, epoch = self._clock.random_bytes(_NONCE_BYTES).hex(), self._writer_lease.epoch
-        put_mark = partial(removal.put_mark, self._store, first.run_id, nonce, epoch, first.unreferenced)
-        mark = put_mark(is_carried_out=False)
+        ours = {_mark_key(other) for other in others}
+        removal.remove_marks(self._store, [key for key in removal.mark_keys(self._store) if key not in ours])
+        if not others:
+            self._removed_steps.clear()
+        to_delete = first.unreferenced
+        for other in others:
+            to_delete = to_delete.without(other.to_delete)
+        if not to_delete:
+            return Marked(first, to_delete, "")
+        marked = Marked(first, to_delete, self._clock.random_bytes(_NONCE_BYTES).hex())
+        self._put_mark(marked, is_carried_out=False)
+        return marked
+
+    def execute(self, marks: Sequence[Marked]) -> CollectReport:
+        """Remove what marks list and a second inventory lists too. Their grace has run. The marks are removed.
+
+        Raises:
+            CheckpointError: As `collect`.
+        """
+        assert self._writer_lease is not None, "only the holder of the writer lease removes"
         try:
-            if wait(grace_seconds):
-                return None
-            put_mark(is_carried_out=True)
-            return self._carried_out(first)
+            for marked in marks:
+                self._put_mark(marked, is_carried_out=True)
+            second = self.survey()
+            under_way = self._pins.under_way()
+            for marked in marks:
+                _require_all_listed(self._store, marked.inventory, second, under_way | self._removed_steps)
+            listed = marks[0].to_delete.joined([marked.to_delete for marked in marks[1:]])
+            to_delete = listed.confirmed_by(second.unreferenced)
+            free = self._pins.release_for_removal(frozenset(to_delete.steps))
+            try:
+                if free != to_delete.steps.keys():
+                    # A save pinned one of them meanwhile: a new inventory finds the files that it needs.
+                    second = self.survey()
+                    to_delete = to_delete.confirmed_by(second.unreferenced)
+                self._writer_lease.require()
+                # Before the removal: it may fail half way. Then the steps that are gone are not missing.
+                self._removed_steps |= to_delete.steps.keys()
+                to_delete = removal.remove(self._store, to_delete, self._writer_lease.epoch)
+            finally:
+                self._pins.release_for_removal(frozenset())
+            return _report(second, to_delete)
         finally:
             # After an error too: without the mark, the steps that stay can be read again.
-            removal.remove_marks(self._store, [mark.key])
+            self.withdraw(marks)
 
-    def _carried_out(self, first: Inventory) -> CollectReport:
+    def withdraw(self, marks: Iterable[Marked]) -> None:
+        """Remove marks from storage."""
+        removal.remove_marks(self._store, map(_mark_key, marks))
+
+    def _put_mark(self, marked: Marked, *, is_carried_out: bool) -> None:
         assert self._writer_lease is not None, "only the holder of the writer lease removes"
-        second = self.survey()
-        _require_all_listed(self._store, first, second, self._pins.under_way())
-        to_delete = first.unreferenced.confirmed_by(second.unreferenced)
-        free = self._pins.release_for_removal(frozenset(to_delete.steps))
+        run_id, nonce, epoch = marked.inventory.run_id, marked.nonce, self._writer_lease.epoch
+        put = partial(removal.put_mark, self._store, run_id, nonce, epoch, is_carried_out=is_carried_out)
         try:
-            if free != to_delete.steps.keys():
-                # A save pinned one of them meanwhile: a new inventory finds the files that it needs.
-                second = self.survey()
-                to_delete = to_delete.confirmed_by(second.unreferenced)
-            self._writer_lease.require()
-            to_delete = removal.remove(self._store, to_delete, self._writer_lease.epoch)
-        finally:
-            self._pins.release_for_removal(frozenset())
-        return _report(second, to_delete)
+            put(marked.to_delete)
+        except UnavailableError:
+            # A full disk may have no room for two marks at once. The names of the files are for people only, and the
+            # announcement has no effect on readers.
+            self.withdraw([marked])
+            put(Unreferenced(marked.to_delete.steps, {}))
 
     def survey(self) -> Inventory:
         """Return the inventory of the run.
@@ -361,9 +363,19 @@ def _with_attempts_of(moved: MovedManifests, files: StepFiles) -> StepFiles:
     return replace(files, pinned=files.pinned | named) if named else files
 
 
-def _require_all_listed(store: Store, first: Inventory, second: Inventory, under_way: frozenset[int]) -> None:
-    """Refuse a second listing that lacks steps of the first: nobody but this process removes steps."""
-    lost = sorted(first.standing.keys() - second.standing.keys() - under_way)
+def _mark_key(marked: Marked) -> str:
+    return removal.mark_key(marked.nonce)
+
+
+def _require_all_listed(store: Store, first: Inventory, second: Inventory, gone: Set[int]) -> None:
+    """Refuse a second listing that lacks steps of the first: nobody but this process removes steps.
+
+    Args:
+        store: The root of the run.
+        first, second: The two inventories.
+        gone: Steps that may be missing: those under way, and those that this process has removed.
+    """
+    lost = sorted(first.standing.keys() - second.standing.keys() - gone)
     if lost:
         raise CorruptError(
             f"{store.url}: steps [{first_three(lost)}] were there and are not listed any more; nothing was removed. "
