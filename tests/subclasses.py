@@ -103,7 +103,8 @@ class Pair(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        aten = torch.ops.aten
+        if func in (aten.detach.default, aten.alias.default, aten.view.default):
             return cls(args[0].coarse, args[0].rest)
         raise NotImplementedError(func)
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import holdfast
 from holdfast.errors import InvalidError
 from tests.distributed.launch import World
-from tests.subclasses import KnownMomentum, Momentum, blocks_of
+from tests.subclasses import KnownMomentum, Momentum, Pair, blocks_of
 
 KINDS: dict[str, type[Momentum]] = {"known": KnownMomentum, "unknown": Momentum}
 
@@ -84,6 +84,22 @@ def refuse_mixed(world: World, path: str) -> str:
     plain = torch.ones(2, 4)
     try:
         holdfast.save(path, {"w": _mixed(world, blocks_of(plain) if world.rank else plain, 4)})
+    except InvalidError as error:
+        return str(error)
+    return "saved"
+
+
+class Opaque(Pair):
+    """A wrapper that does not say what is inside."""
+
+    __tensor_flatten__ = None
+
+
+def refuse_opaque(world: World, path: str) -> str:
+    """A DTensor around a wrapper without `__tensor_flatten__`."""
+    plain = torch.ones(2, 4)
+    try:
+        holdfast.save(path, {"w": _mixed(world, Opaque(plain, plain), 4)})
     except InvalidError as error:
         return str(error)
     return "saved"

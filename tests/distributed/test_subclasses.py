@@ -37,6 +37,7 @@ def test_inner_tensors_follow_the_split(tmp_path: Path) -> None:
             case("refuse", "rows_of_columns", path=at("columns"), kind="known"),
             case("refuse", "unknown_replicated", path=at("unknown"), kind="unknown", dim=None),
             case("refuse_mixed", "mixed", path=at("mixed")),
+            case("refuse_opaque", "opaque", path=at("opaque")),
             case("refuse_unequal", "unequal", path=at("unequal")),
         ],
         tmp_path / "two",
@@ -53,6 +54,8 @@ def test_inner_tensors_follow_the_split(tmp_path: Path) -> None:
             )
     for text in two.values("mixed"):
         assert "on some ranks a tensor subclass, on others a plain tensor: w." in str(text)
+    for text in two.values("opaque"):
+        assert "w: tensor subclass Opaque cannot be saved" in str(text)
     for text in two.values("unequal"):
         assert "w: Blocks [5, 4] is split into shards of unequal size" in str(text)
     assert not (tmp_path / "mixed" / "manifest.json").exists()

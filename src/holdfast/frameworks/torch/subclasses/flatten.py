@@ -67,7 +67,7 @@ def _is_flattened(tensor: torch.Tensor) -> bool:
     kind = type(tensor)
     if kind in _DENSE or kind.__module__.partition(".")[0] == "torch":
         return False
-    return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
+    return all(callable(getattr(kind, name, None)) for name in ("__tensor_flatten__", "__tensor_unflatten__"))
 
 
 def flattened(fqn: str, tensor: torch.Tensor, declared: Sharded | None, ranks: Ranks) -> Flattened:
