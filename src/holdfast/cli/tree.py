@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 
 from holdfast.errors import printable
-from holdfast.types.values import FrameworkValue, Group, Skipped, TensorRef
+from holdfast.types.values import SUBCLASS, FrameworkValue, Group, Skipped, TensorRef
 
 TEXT_MAX = 100
 """Characters of one value that are shown."""
@@ -117,6 +117,8 @@ def _array(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> str:
 
 
 def _framework_value(value: FrameworkValue) -> str:
+    if value.kind == SUBCLASS and isinstance(value.value, Mapping):
+        return _clipped(f"tensor subclass {_framework_part(value.value.get('class'))}")
     parts = value.value.values() if isinstance(value.value, Mapping) else [value.value]
     return _clipped(f"{value.kind}: {' '.join(map(_framework_part, parts))}")
 

@@ -58,10 +58,16 @@ class FrameworkValue:
     """
 
     kind: str
-    """`torch.dtype`, `torch.size`, `torch.device` or `torch.tensor` (a small tensor kept as a value)."""
+    """`torch.dtype`, `torch.size`, `torch.device`, `torch.tensor` (a small tensor kept as a value) or `SUBCLASS`."""
 
     value: Value
     """Neutral content: a string, a tuple of ints, or for `torch.tensor` a dict of dtype, shape and bytes."""
+
+
+SUBCLASS = "torch.subclass"
+"""Kind of the record that stands for a tensor subclass. Its value is a dict of `class`, `dtype`, `shape`, `context`,
+`tensors` (a `TensorRef`, or another record, by attribute) and `grid` (parts in each dimension, if each is stored by
+itself)."""
 
 
 def per_rank_paths(value: Value) -> Iterator[str]:

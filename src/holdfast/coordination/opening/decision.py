@@ -149,7 +149,8 @@ class Decision:
         classes = self._save.classes(verdict)
         details, uneven = details_by_rank(asked, classes, partial(self._save.read, "details"))
         plain = [details[ranks[0]].plain for ranks in classes]
-        on_meshes = self._meshes.judge_names(self._save.read("meshes", [ranks[0] for ranks in classes]), plain)
+        parts = [details[ranks[0]].declared.keys() for ranks in classes]
+        on_meshes = self._meshes.judge_names(self._save.read("meshes", [ranks[0] for ranks in classes]), plain, parts)
         found = Differences.between(
             {rank: each.agreeing for rank, each in details.items()},
             {rank: each.other for rank, each in details.items()},

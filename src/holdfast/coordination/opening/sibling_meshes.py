@@ -6,7 +6,7 @@ Each rank states digests of its meshes. Only their first ranks state the meshes 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -129,16 +129,20 @@ class MeshJudgement:
         digests = {digest for family in self._found.families for digest in family}
         return tuple(sorted({rank for digest in digests for rank in self._meshes[digest].ranks}))
 
-    def judge_names(self, tensors: Sequence[bytes], plain: Sequence[Plain]) -> frozenset[str]:
+    def judge_names(
+        self, tensors: Sequence[bytes], plain: Sequence[Plain], declared: Sequence[Collection[str]]
+    ) -> frozenset[str]:
         """Find the siblings by name; return the FQNs of all DTensors.
 
         Args:
             tensors: By class the DTensors that its lowest rank published.
             plain: By class its plain tensors.
+            declared: By class the names of which its ranks declare parts.
         Raises:
-            InvalidError: Ranks hold unrelated tensors under one name.
+            InvalidError: Ranks hold unrelated tensors under one name, or one is a tensor subclass on some ranks only.
         """
         named = [decode_message(zlib.decompress(record), dict[str, TensorOnMesh]) for record in tensors]
+        self._require_one_class(named, declared)
         self._siblings, texts = self._search.by_name(named, plain)
         if not texts:
             return frozenset(fqn for each in named for fqn in each)
@@ -148,6 +152,30 @@ class MeshJudgement:
             "placements. If these are different modules (e.g. two pipeline stages that reuse a name), give each a name "
             "of its own. Otherwise build the module on one mesh, or on mesh['dp'] of one init_device_mesh"
         )
+
+    def _require_one_class(
+        self, named: Sequence[Mapping[str, TensorOnMesh]], declared: Sequence[Collection[str]]
+    ) -> None:
+        """Refuse a DTensor that is a plain tensor on some ranks, and in parts below its name on others.
+
+        Raises:
+            InvalidError: Names the first three.
+        """
+        everywhere = {fqn for each in named for fqn in each}
+        mixed = {
+            outer
+            for held, parts in zip(named, declared, strict=True)
+            for fqn in parts
+            for outer in (fqn[:at] for at, letter in enumerate(fqn) if letter == ".")
+            if outer in everywhere and outer not in held
+        }
+        if mixed:
+            raise InvalidError(
+                f"{self._save_name}: on some ranks a tensor subclass, on others a plain tensor: "
+                f"{first_three(sorted(mixed))}. Expected one class on all ranks of its mesh: as an optimizer does that "
+                "quantises large parts only, where the split is uneven. Use a number of ranks that divides its length, "
+                "or leave it out with skip="
+            )
 
     def differing_ranks(self, ranks: Sequence[int], read: _Read) -> list[int]:
         """Return pairs of ranks whose samples differ, one pair per family; empty if all siblings are equal.

@@ -13,7 +13,7 @@ from holdfast.errors import CorruptError, InvalidError
 from holdfast.frameworks.torch.private_layout import copy_versions
 from holdfast.frameworks.torch.tensors import dtype_name, require_storable
 from holdfast.geometry.dtype import DTYPES
-from holdfast.types.values import FrameworkValue, Value
+from holdfast.types.values import SUBCLASS, FrameworkValue, Value
 
 OnTensor = Callable[[str, torch.Tensor], Value]
 _DEPTH_MAX = 100
@@ -62,15 +62,27 @@ def put_together(value: Value, on_leaf: Callable[[Value], object]) -> object:
 
     Args:
         value: A neutral value.
-        on_leaf: Called for every other leaf; returns the object that a `TensorRef` or `Skipped` refers to.
+        on_leaf: Called for every other leaf; returns the object that a `TensorRef`, a `Skipped` or the record of a
+            tensor subclass refers to.
     """
     if isinstance(value, FrameworkValue):
-        return _built(value)
+        return on_leaf(value) if value.kind == SUBCLASS else _built(value)
     if is_plain_dict(value):
         return dict_like(value, ((key, put_together(entry, on_leaf)) for key, entry in value.items()))
     if type(value) is list or type(value) is tuple:
         return type(value)(put_together(item, on_leaf) for item in value)
     return on_leaf(value)
+
+
+def plain_leaf(value: Value) -> object:
+    """Return a leaf as it is, where no tensor can be: `on_leaf` of `put_together`.
+
+    Raises:
+        InvalidError: It is the record of a tensor subclass.
+    """
+    if isinstance(value, FrameworkValue):
+        raise InvalidError("a tensor subclass where only plain values can be; expected a plain value, skip= it")
+    return value
 
 
 def is_plain_dict(value: object) -> TypeGuard[dict[Any, object]]:

@@ -41,7 +41,7 @@ class Ranks:
     rank_of_global: RankOfGlobal
     """The group's rank of a global rank, or None if it is not a member."""
 
-    known: dict[object, _OnMesh] = field(default_factory=dict, repr=False, compare=False)
+    known: dict[object, OnMesh] = field(default_factory=dict, repr=False, compare=False)
     """Cached layouts of DTensors by mesh, placements and shapes; thousands of tensors share a few layouts."""
 
 
@@ -123,18 +123,35 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _OnMesh:
+class OnMesh:
     """Layout on this rank of all DTensors with one mesh, placements and shape."""
 
     layout: Layout
+    """Mesh and placements."""
+
     holders: tuple[int, ...]
+    """Ranks that hold the same part; empty if this rank is not in the mesh."""
+
     boxes: tuple[tuple[Box, Box], ...]
     """Held boxes, each with its box in the local tensor."""
 
 
 def _of_dtensor(tensor: DTensor, fqn: str, ranks: Ranks) -> Held:
-    shape, local = tuple(tensor.shape), local_of(tensor)
-    placements = tensor.placements
+    shape, local, known = tuple(tensor.shape), local_of(tensor), on_mesh(tensor, fqn, ranks)
+    parts = [
+        HeldPart(box, local if inner.shape == local.shape else local[inner.relative_to((0,) * len(shape))])
+        for box, inner in known.boxes
+    ]
+    return Held(shape, known.layout, known.holders, tuple(parts))
+
+
+def on_mesh(tensor: DTensor, fqn: str, ranks: Ranks) -> OnMesh:
+    """Return the layout of a DTensor on this rank.
+
+    Raises:
+        InvalidError: The layout cannot be stored, or the local tensor does not have the size that it states.
+    """
+    shape, local, placements = tuple(tensor.shape), local_tensor(tensor), tensor.placements
     # The types too: placements of two types can compare equal and split differently.
     key = (tensor.device_mesh, placements, tuple(map(type, placements)), shape, local.shape)
     known = ranks.known.get(key)
@@ -142,16 +159,12 @@ def _of_dtensor(tensor: DTensor, fqn: str, ranks: Ranks) -> Held:
         layout = layout_of(tensor, fqn, ranks.rank_of_global)
         coordinate = tensor.device_mesh.get_coordinate()
         if coordinate is None:
-            known = _OnMesh(layout, (), ())
+            known = OnMesh(layout, (), ())
         else:
             position = tuple(coordinate)
-            known = _OnMesh(layout, replica_ranks(layout, position), _boxes_of(local, layout, shape, position, fqn))
+            known = OnMesh(layout, replica_ranks(layout, position), _boxes_of(local, layout, shape, position, fqn))
         ranks.known[key] = known
-    parts = [
-        HeldPart(box, local if inner.shape == local.shape else local[inner.relative_to((0,) * len(shape))])
-        for box, inner in known.boxes
-    ]
-    return Held(shape, known.layout, known.holders, tuple(parts))
+    return known
 
 
 def layout_of(tensor: DTensor, fqn: str, rank_of_global: RankOfGlobal) -> Layout:

@@ -23,7 +23,12 @@ from holdfast.frameworks.torch.held import (
     locals_of,
     memory_of,
 )
-from holdfast.frameworks.torch.private_layout import is_flat_parameter, local_shards_of, version_counter
+from holdfast.frameworks.torch.private_layout import (
+    is_flat_parameter,
+    local_shards_of,
+    local_tensor,
+    version_counter,
+)
 from holdfast.frameworks.torch.side_stream import SideStream, on_stream, side_stream
 from holdfast.frameworks.torch.tickets import DONE, Tickets
 from holdfast.geometry.box import Box, flat_range_boxes
@@ -86,6 +91,9 @@ def _require_dense(tensor: torch.Tensor, fqn: str) -> None:
     if shards is not None:
         for local, _ in shards:
             require_storable(local, fqn)
+        return
+    if isinstance(tensor, DTensor) and type(local_tensor(tensor)) is not torch.Tensor:
+        require_storable(local_tensor(tensor), fqn)  # Its class says more than the memory that a wrapper has not.
         return
     if torch.nn.parameter.is_lazy(tensor):
         raise InvalidError(f"{fqn}: {kind} has no shape yet; run the model once, or leave it out with skip=")

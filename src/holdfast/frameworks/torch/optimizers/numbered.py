@@ -10,6 +10,7 @@ from typing import Any
 from holdfast.errors import InvalidError, first_three
 from holdfast.frameworks.torch.containers import put_together
 from holdfast.frameworks.torch.optimizers.state import LISTS_OF_MEMBERS, OptimizerView
+from holdfast.frameworks.torch.subclasses.flatten import is_record, references_of, renamed
 from holdfast.ports.framework import Catalog
 from holdfast.types.values import Group, TensorRef, Value
 
@@ -52,6 +53,7 @@ def by_name(
     values: dict[str, Value] = {}
     empty_groups: dict[str, Value] = {}
     names: dict[str, str] = {}
+    aliases: dict[str, str] = {}
     for position, (group, group_fqns) in enumerate(zip(groups, fqns, strict=True)):
         hyperparameters[str(position)] = {
             key: put_together(value, on_leaf) for key, value in group.items() if key not in LISTS_OF_MEMBERS
@@ -63,9 +65,13 @@ def by_name(
             names[str(number)] = name
             entries = _entries(state, number)
             if kept := {key: value for key, value in entries.items() if not isinstance(value, TensorRef)}:
-                values[name] = kept
+                values[name] = {
+                    key: renamed(value, view.state_fqn(name, str(key))) if is_record(value) else value
+                    for key, value in kept.items()
+                }
+                aliases |= _aliases_of_records(view, name, kept, catalog)
     tables = {"hyperparameters": hyperparameters, "param_groups": members, "state": values}
-    aliases = _aliases(view, names, catalog)
+    aliases |= _aliases(view, names, catalog)
     _require_shapes(view, aliases, catalog)
     return Group("optimizer", {**tables, "empty_groups": empty_groups}), aliases
 
@@ -146,6 +152,18 @@ def _entries(state: Value, number: object) -> Mapping[str, Value]:
     entries = items.get(number, items.get(str(number)))
     entries = entries.items if isinstance(entries, Group) else entries
     return entries if isinstance(entries, dict) else {}
+
+
+def _aliases_of_records(
+    view: OptimizerView, name: str, entries: Mapping[str, Value], catalog: Catalog
+) -> dict[str, str]:
+    """Return the stored name of each inner tensor of the tensor subclasses in a parameter's state, by its name here."""
+    return {
+        f"{view.state_fqn(name, str(key))}.{inner}": catalog.stored_fqn(fqn)
+        for key, record in entries.items()
+        if is_record(record)
+        for inner, fqn in references_of(record)
+    }
 
 
 def _aliases(view: OptimizerView, names: Mapping[str, str], catalog: Catalog) -> dict[str, str]:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import CorruptError, InvalidError, first_three
-from holdfast.frameworks.torch.containers import put_together, tensors_in
+from holdfast.frameworks.torch.containers import plain_leaf, put_together, tensors_in
 from holdfast.frameworks.torch.optimizers.kinds import SWITCHES, SavedState, misfit_of
 from holdfast.frameworks.torch.optimizers.parts import ParameterPart
 from holdfast.frameworks.torch.optimizers.state import (
@@ -20,11 +20,13 @@ from holdfast.frameworks.torch.optimizers.state import (
     new_state_tensor,
     shape_of_state,
 )
+from holdfast.frameworks.torch.subclasses.flatten import is_record, references_of
+from holdfast.frameworks.torch.subclasses.make import new_subclass
 from holdfast.frameworks.torch.tensors import torch_dtype
 from holdfast.geometry.sharded import Sharded
 from holdfast.ports.framework import Catalog, Misfit
 from holdfast.types.manifest import OptimizerRecord
-from holdfast.types.values import Group, TensorRef, Value
+from holdfast.types.values import FrameworkValue, Group, TensorRef, Value
 
 
 class TensorTaker(Protocol):
@@ -42,6 +44,10 @@ class TensorTaker(Protocol):
 
     def take(self, reference: TensorRef, template: object) -> torch.Tensor:
         """Return the tensor to fill for a reference in a container."""
+        ...
+
+    def take_subclass(self, record: FrameworkValue, current: Mapping[str, object]) -> torch.Tensor:
+        """Return the tensor to fill for the record of a tensor subclass in a container."""
         ...
 
     def pass_over(self, fqn: str) -> None:
@@ -216,7 +222,7 @@ class OptimizerRestoration:
             )
         # Older checkpoints hold `param_names`.
         kept = {key: value for key, value in values.items() if key not in LISTS_OF_MEMBERS}
-        return {key: put_together(value, lambda leaf: leaf) for key, value in kept.items()}
+        return {key: put_together(value, plain_leaf) for key, value in kept.items()}
 
     def _require_same(self, first: str, chosen: dict[str, Value], second: str, values: dict[str, Value]) -> None:
         for key in sorted((chosen.keys() | values.keys()).difference(LISTS_OF_MEMBERS)):
@@ -239,8 +245,7 @@ class OptimizerRestoration:
             self._want_tensors(name, state, present, catalog, parts.get(name))
             for key, value in values.items() if isinstance(values, dict) else ():
                 if self._taker.takes_part(view.state_fqn(name, key)):
-                    known = tensors_in(present.get(key), view.state_fqn(name, key))
-                    state.entries[key] = put_together(value, self._leaf_of(state, key, known, catalog))
+                    state.entries[key] = self._value(name, key, value, state, present, catalog)
                     self._takes_state = True
         for key, value in present.items():
             if key in state.entries:
@@ -258,6 +263,29 @@ class OptimizerRestoration:
             self._taker.missing += [view.state_fqn(part.name, key) for key in lacking]
         if id(parameter) not in view.elsewhere:
             self._states.append((parameter, state.entries))
+
+    def _value(
+        self,
+        name: str,
+        key: str,
+        value: Value,
+        state: _WantedState,
+        present: Mapping[str, object],
+        catalog: Catalog,
+    ) -> object:
+        """Return what an entry of a parameter's state that is no plain tensor becomes."""
+        view, parameter, fqn = self._view, state.parameter, self._view.state_fqn(name, key)
+        if not is_record(value):
+            return put_together(value, self._leaf_of(state, key, tensors_in(present.get(key), fqn), catalog))
+        tensor = state.entries.get(key, present.get(key))
+        if not isinstance(tensor, torch.Tensor):
+            tensor = new_subclass(fqn, value, parameter, view.members.steppers(), catalog)
+        if not self._taker.want(fqn, tensor, view.declared_for(parameter, tensor)):
+            raise InvalidError(
+                f"{fqn}: is a tensor subclass in the checkpoint and a {type(tensor).__name__} here; expected the same. "
+                "Use the class of optimizer that was saved, or leave it out with skip="
+            )
+        return tensor
 
     def _want_tensors(
         self,
@@ -321,6 +349,8 @@ class OptimizerRestoration:
         """
 
         def on_leaf(leaf: Value) -> object:
+            if is_record(leaf):
+                return self._taker.take_subclass(leaf, present)
             if not isinstance(leaf, TensorRef):
                 return leaf
             tensor, stored = present.get(leaf.fqn), catalog.stored_fqn(leaf.fqn)
@@ -390,6 +420,8 @@ def _stored_by_name(listed: Iterable[str], prefix: str, values: Mapping[str, Val
 def _references(value: Value) -> list[TensorRef]:
     if isinstance(value, TensorRef):
         return [value]
+    if is_record(value):
+        return [TensorRef(fqn) for _, fqn in references_of(value)]
     if isinstance(value, dict):
         return [ref for entry in value.values() for ref in _references(entry)]
     if isinstance(value, list | tuple):

@@ -20,6 +20,8 @@ from holdfast.frameworks.torch.containers import small_tensor, take_apart
 from holdfast.frameworks.torch.held import declared_like
 from holdfast.frameworks.torch.optimizers.members import OptimizerMembers
 from holdfast.frameworks.torch.optimizers.parts import ParameterPart
+from holdfast.frameworks.torch.private_layout import local_tensor
+from holdfast.frameworks.torch.subclasses.flatten import is_record, is_subclass
 from holdfast.geometry.sharded import Sharded
 from holdfast.types.values import Group, Skipped, Value
 
@@ -93,8 +95,8 @@ torch adds the names if an optimizer is made of `named_parameters()`. They are t
 module without a wrapper, has others.
 """
 
-OnState = Callable[[str, torch.Tensor, Sharded | None], Value]
-"""Called for each tensor of the state: its FQN, the tensor, and its declared layout, if any."""
+OnState = Callable[[str, torch.Tensor, Sharded | None, torch.Tensor], Value]
+"""Called for each tensor of the state: its FQN, the tensor, its declared layout, if any, and its parameter."""
 
 
 def collect_optimizer(view: OptimizerView, on_state: OnState) -> tuple[Group, tuple[str, ...]]:
@@ -168,7 +170,7 @@ def _collect_state(
                     "dict(module.named_parameters()) in place of the module"
                 )
             tensor = part.of(tensor, parameter, fqn)
-        return on_state(fqn, tensor, view.declared_for(parameter, tensor))
+        return on_state(fqn, tensor, view.declared_for(parameter, tensor), parameter)
 
     if id(parameter) in view.elsewhere:
         return kept
@@ -180,7 +182,7 @@ def _collect_state(
         neutral = take_apart(value, view.state_fqn(name, key), on_tensor)
         if not isinstance(neutral, Skipped):
             keys.add(key)
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or is_record(neutral):
             kept[key] = neutral
     return kept
 
@@ -202,6 +204,8 @@ def new_state_tensor(
     host memory unless the group is capturable or fused, and everything else on the parameter's device.
     """
     counts_steps = key == "step" and not shape
+    if is_subclass(parameter):
+        parameter = _plain_like(parameter)
     if tuple(parameter.shape) == shape and not counts_steps:
         return torch.empty_like(parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
     if shape and isinstance(parameter, DTensor):
@@ -234,3 +238,19 @@ def shape_of_state(
         return None
     lengths = zip(stored, stored_parameter, parameter, strict=True)
     return tuple(now if length == before else length for length, before, now in lengths)
+
+
+def _plain_like(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a plain tensor in the layout of a tensor subclass: what is stored for it is plain."""
+    local = local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
+    plain = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+    if not isinstance(parameter, DTensor):
+        return plain
+    return DTensor.from_local(
+        plain,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

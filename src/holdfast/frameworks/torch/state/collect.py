@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from holdfast.errors import InvalidError
+from holdfast.errors import InvalidError, first_three
 from holdfast.frameworks.torch.containers import small_tensor, take_apart
 from holdfast.frameworks.torch.fence import close_fence, steps_in_backward
 from holdfast.frameworks.torch.held import Ranks, local_of, memory_of
@@ -18,6 +18,7 @@ from holdfast.frameworks.torch.optimizers.state import OptimizerView, collect_op
 from holdfast.frameworks.torch.side_stream import SideStream
 from holdfast.frameworks.torch.state import gradients, rng
 from holdfast.frameworks.torch.state.made_entries import require_loadable
+from holdfast.frameworks.torch.state.metrics import require_kept
 from holdfast.frameworks.torch.state.naming import is_metric, metric_paths, require_fqn
 from holdfast.frameworks.torch.state.selection import Selector, without
 from holdfast.frameworks.torch.state.walk import (
@@ -31,6 +32,8 @@ from holdfast.frameworks.torch.state.walk import (
     leaves,
     walk,
 )
+from holdfast.frameworks.torch.subclasses.flatten import flattened, is_subclass
+from holdfast.frameworks.torch.subclasses.make import require_made_again
 from holdfast.frameworks.torch.tensors import TorchSource, held_storable, require_not_expanded, storable_dtype
 from holdfast.frameworks.torch.ties import Ties
 from holdfast.geometry.sharded import Sharded
@@ -38,7 +41,7 @@ from holdfast.geometry.tensor import Role, Shard, TensorSpec
 from holdfast.ports.framework import Collected, LocalShard, Selection
 from holdfast.types.manifest import OptimizerRecord
 from holdfast.types.per_rank import PerRank, RngState
-from holdfast.types.values import Group, PerRankRef, Skipped, TensorRef, Value
+from holdfast.types.values import FrameworkValue, Group, PerRankRef, Skipped, TensorRef, Value
 
 
 def collect(state: Mapping[str, object], selection: Selection, ranks: Ranks) -> Collected:
@@ -80,6 +83,8 @@ class _Collector:
         self.optimizers: dict[str, OptimizerRecord] = {}
         self.refused: list[str] = []
         """A message for each tensor that cannot be saved."""
+        self._records: dict[str, FrameworkValue] = {}
+        """What stands for a tensor subclass in the tree, by its name."""
         self.accumulators: list[str] = []
         self.fenced_objects: list[torch.nn.Module | torch.optim.Optimizer] = []
         self.unfenced: dict[str, None] = {}
@@ -108,7 +113,7 @@ class _Collector:
         return Group("dict", items)
 
     def _node(self, node: Node) -> Value:
-        """Return a node's entry in the tree; None for a tensor, which the index lists."""
+        """Return a node's entry in the tree; None for a plain tensor, which the index lists."""
         if not self.selector.takes_all:
             self.selector.know(node.path)
         match node:
@@ -119,7 +124,7 @@ class _Collector:
                 self._tensor(node.path, node.tensor, _loose_role(node.tensor), node.declared, fenced=stepped)
                 for local in memory_of(node.tensor, node.declared, node.path) if self._selection.grads else ():
                     self._gradient(node.path, local, node.declared)
-                return None
+                return self._records.get(node.path)
             case ModuleNode():
                 return self._module(node)
             case OptimizerView():
@@ -145,6 +150,8 @@ class _Collector:
         return Group("stateful", {"state": take_apart(state, path, on_tensor)})
 
     def _module(self, node: ModuleNode) -> Group:
+        if self.selector.selects_whole(node.path):
+            require_kept(node)
         gradients.require_module_boundary(
             node.module, node.path, node.tensors, self.selector.selects, asked=self._selection.grads
         )
@@ -177,16 +184,22 @@ class _Collector:
         }
         if others or values:
             kept = {fqn: tensor for fqn, tensor in others.items() if f"{node.path}.{fqn}" in self._numbers}
+            made_subclasses = [fqn for fqn in others if f"{node.path}.{fqn}" in self._records]
             for fqn, tensor in kept.items():
                 require_not_expanded(local_of(tensor), f"{node.path}.{fqn}", "a load could not fill it: it is")
-            made = [fqn for fqn, tensor in kept.items() if id(tensor) not in buffers]
+            made = [fqn for fqn in (*kept, *made_subclasses) if id(others[fqn]) not in buffers]
             require_loadable(node, [*made, *values])
-        return Group("module", values)
+        records = ((fqn, self._records.get(f"{node.path}.{fqn}")) for fqn in node.tensors if self._records)
+        return Group("module", values | {fqn: record for fqn, record in records if record is not None})
 
     def _optimizer(self, view: OptimizerView) -> Group:
-        def on_state(fqn: str, tensor: torch.Tensor, declared: Sharded | None) -> Value:
-            is_kept = self._tensor(fqn, tensor, Role.OPTIMIZER, declared, fenced=True)
-            return TensorRef(fqn) if is_kept else Skipped(fqn)
+        def on_state(fqn: str, tensor: torch.Tensor, declared: Sharded | None, parameter: torch.Tensor) -> Value:
+            if not self._tensor(fqn, tensor, Role.OPTIMIZER, declared, fenced=True):
+                return Skipped(fqn)
+            if (record := self._records.get(fqn)) is None:
+                return TensorRef(fqn)
+            require_made_again(fqn, record, parameter, view.members.steppers())
+            return record
 
         if not self._selection.grads and gradients.is_accumulating(view.optimizer):
             names = dict(_named_tensors(self._root))
@@ -259,7 +272,7 @@ class _Collector:
                 "be saved; expected the tensor in a dict or a module. Move it there, or pass "
                 f"skip='*{gradients.SUFFIX}'"
             )
-        return TensorRef(fqn)
+        return self._records.get(fqn) or TensorRef(fqn)
 
     def _tensor(
         self, fqn: str, tensor: torch.Tensor, role: Role, declared: Sharded | None = None, *, fenced: bool = False
@@ -275,6 +288,8 @@ class _Collector:
         """
         if not (self.selector.takes_all or self._takes_part(fqn)):
             return False
+        if is_subclass(tensor):
+            return self._subclass(fqn, tensor, role, declared, fenced=fenced)
         require_fqn(fqn)
         if fqn in self._numbers:
             raise InvalidError(f"{fqn}: two leaves of the state have this name; expected different names. Rename a key")
@@ -299,6 +314,29 @@ class _Collector:
             number = len(self.shards)
             self.shards.append(LocalShard(shard, source, fenced))
         self._numbers[fqn] = number
+        return True
+
+    def _subclass(self, fqn: str, tensor: torch.Tensor, role: Role, declared: Sharded | None, *, fenced: bool) -> bool:
+        """Add the inner tensors of a tensor subclass; arguments and result as `_tensor`."""
+        refused = len(self.refused)
+        try:
+            taken = flattened(fqn, tensor, declared, self._ranks)
+        except InvalidError as error:
+            self.refused.append(str(error))
+            return False
+        names = [f"{fqn}.{inner.name}" for inner in taken.inner]
+        kept = [
+            self._tensor(name, inner.tensor, role, inner.declared, fenced=fenced)
+            for name, inner in zip(names, taken.inner, strict=True)
+        ]
+        if not all(kept) and len(self.refused) == refused:
+            self.refused.append(
+                f"{fqn}: only= and skip= leave out some of its inner tensors, {first_three(names)}; expected all or "
+                f"none of them. Name {fqn!r} itself"
+            )
+        if not all(kept):
+            return False
+        self._records[fqn] = taken.record
         return True
 
 

@@ -92,6 +92,10 @@ def load_made_entries(node: ModuleNode, entries: dict[str, object]) -> None:
             module, prefix = unwrapped(node.module)
             keys = {node.keys[fqn].removeprefix(prefix): value for fqn, value in entries.items()}
             left = getattr(module.load_state_dict(keys, strict=False), "unexpected_keys", ())
+            if left:
+                # Some modules (8-bit layers of bitsandbytes) look at an entry only beside their own parameters.
+                keys |= _beside(left, node, prefix)
+                left = getattr(module.load_state_dict(keys, strict=False), "unexpected_keys", ())
     except Exception as error:
         raise InvalidError(f"{node.path}: {type(node.module).__name__} refused its extra state: {error}") from error
     if left:
@@ -100,3 +104,10 @@ def load_made_entries(node: ModuleNode, entries: dict[str, object]) -> None:
             "expected its load_state_dict() to load what state_dict() returns at the same depth. Use "
             "get_extra_state/set_extra_state, or leave it out with skip="
         )
+
+
+def _beside(keys: Sequence[str], node: ModuleNode, prefix: str) -> dict[str, object]:
+    """Return the tensors, filled already, of the modules that own some keys of a state dict, by key."""
+    owners = {key.rpartition(".")[0] for key in keys}
+    tensors = {node.keys[fqn].removeprefix(prefix): tensor.detach() for fqn, tensor in node.tensors.items()}
+    return {key: tensor for key, tensor in tensors.items() if key.rpartition(".")[0] in owners and key not in keys}

@@ -50,8 +50,14 @@ def module_entries(module: torch.nn.Module, path: str) -> dict[str, tuple[str, o
 
 def metric_paths(module: torch.nn.Module) -> list[str]:
     """Return the names of the metrics in a module, without wrapper prefixes; empty text for the module itself."""
+    return list(named_metrics(module))
+
+
+def named_metrics(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """Return the metrics in a module by name, without wrapper prefixes; empty text for the module itself."""
     prefixes = _ddp_prefixes(module)
-    return [_without_prefixes(f"{name}.", prefixes)[:-1] for name, child in module.named_modules() if is_metric(child)]
+    named = ((name, child) for name, child in module.named_modules() if is_metric(child))
+    return {_without_prefixes(f"{name}.", prefixes)[:-1]: child for name, child in named}
 
 
 def is_metric(value: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import torch
@@ -18,8 +19,9 @@ from holdfast.frameworks.torch.optimizers.state import OptimizerView, give_hyper
 from holdfast.frameworks.torch.private_layout import forget_unreduced
 from holdfast.frameworks.torch.state import gradients
 from holdfast.frameworks.torch.state.made_entries import load_made_entries
+from holdfast.frameworks.torch.state.metrics import require_kept
 from holdfast.frameworks.torch.state.naming import is_extra_state
-from holdfast.frameworks.torch.state.per_rank_values import value_of_rank
+from holdfast.frameworks.torch.state.rank_values import load_into, loader_of_rank_value, require_dict
 from holdfast.frameworks.torch.state.resized import ResizedTensors, clipped
 from holdfast.frameworks.torch.state.saved_values import children_of, misfit_of_tensor, misfit_of_value
 from holdfast.frameworks.torch.state.selection import (
@@ -39,6 +41,8 @@ from holdfast.frameworks.torch.state.walk import (
     ValueNode,
     walk,
 )
+from holdfast.frameworks.torch.subclasses.fill import SubclassFilling
+from holdfast.frameworks.torch.subclasses.flatten import is_record, is_subclass
 from holdfast.frameworks.torch.tensors import (
     TorchTarget,
     dtype_name,
@@ -51,7 +55,7 @@ from holdfast.frameworks.torch.ties import Ties, storage_key
 from holdfast.geometry.sharded import Sharded
 from holdfast.ports.framework import Catalog, Misfit, Selection, Wanted
 from holdfast.types.per_rank import PerRank, RngState
-from holdfast.types.values import Group, Skipped, TensorRef, Value
+from holdfast.types.values import FrameworkValue, Group, Skipped, TensorRef, Value
 
 
 class TorchRestoration:
@@ -92,7 +96,8 @@ class TorchRestoration:
         self._gradients: dict[int, torch.Tensor] = {}
         self._new: dict[str, torch.Tensor] = {}
         """Tensors allocated here, by stored name."""
-        self._finishes: list[Callable[[], None]] = []
+        self._finishes: list[Callable[[], object]] = []
+        self._subclasses = SubclassFilling(self, catalog, ranks, self._finishes)
         root = walk(state, ranks.rank_of_global)
         self._dict(root, catalog.tree)
         if catalog.drops_ties:
@@ -123,6 +128,8 @@ class TorchRestoration:
         """
         if not (self._selector.takes_all or self.takes_part(fqn)):
             return True
+        if is_subclass(tensor):
+            return self._subclasses.want(fqn, tensor, declared)
         stored = self._catalog.stored_fqn(fqn)
         spec = self._catalog.tensors.get(stored)
         if spec is None:
@@ -144,9 +151,8 @@ class TorchRestoration:
         for part in held.parts:
             if not part.local.is_contiguous():
                 require_not_expanded(part.local, fqn, "the target is")
-        overlap = None
+        overlap, names = None, (fqn,) if parameter is None else (fqn, parameter)
         if held.global_shape != spec.global_shape:
-            names = (fqn,) if parameter is None else (fqn, parameter)
             overlap = self._resized.overlap(names, tensor, held.global_shape, stored, spec.global_shape)
             if overlap is None:
                 return True
@@ -188,6 +194,10 @@ class TorchRestoration:
             tensor = self._new[stored] = torch.zeros(spec.global_shape, dtype=torch_dtype(spec.dtype))
         self.want(reference.fqn, tensor)
         return tensor
+
+    def take_subclass(self, record: FrameworkValue, current: Mapping[str, object]) -> torch.Tensor:
+        """Return the tensor to fill for the record of a tensor subclass in a container: the one that is there now."""
+        return self._subclasses.take(record, current)
 
     def pass_over(self, fqn: str) -> None:
         """Record that a stored tensor is not needed: the tensor that it is tied to is filled."""
@@ -256,6 +266,9 @@ class TorchRestoration:
             self._finishes.append(lambda: mapping.__setitem__(key, tuple(items)))
 
     def _module(self, node: ModuleNode, saved: Value) -> None:
+        if self._selector.selects_whole(node.path):
+            require_kept(node)
+        items = children_of(saved)
         registered = {id(tensor) for tensor in (*node.module.parameters(), *node.module.buffers())}
         made_by_hooks: dict[str, object] = {}
         extra: dict[str, object] = {}
@@ -267,14 +280,13 @@ class TorchRestoration:
                 extra[fqn] = tensor
                 continue
             if not self.want(path, tensor, node.declared.get(id(tensor))):
-                self.missing.append(path)
+                self._miss(path, misfit_of_tensor(path, record) if is_record(record := items.get(fqn)) else None)
             elif id(tensor) not in registered:
                 made_by_hooks[fqn] = tensor
         for fqn, tensor in node.tensors.items() if self._selection.grads else ():
             self._gradient(f"{node.path}.{fqn}", tensor, None, by_fsdp1=id(tensor) in node.declared)
         if self._selection.grads and self._takes_part_whole(node.path):
             self._finishes.append(lambda: forget_unreduced(node.module))
-        items = children_of(saved)
         values = {fqn: value for fqn, value in node.values.items() if self.takes_part(f"{node.path}.{fqn}")}
         for fqn, present in {**values, **extra}.items():
             path = f"{node.path}.{fqn}"
@@ -283,7 +295,8 @@ class TorchRestoration:
                 self.missing.append(path)
             else:
                 made_by_hooks[fqn] = put_together(entry, self._leaf(self._template(path, present)))
-        self.unexpected += [f"{node.path}.{fqn}" for fqn in items if fqn not in node.values and fqn not in extra]
+        known = {*node.values, *extra, *(fqn for fqn in node.tensors if is_record(items.get(fqn)))}
+        self.unexpected += [f"{node.path}.{fqn}" for fqn in items if fqn not in known]
         if made_by_hooks:
             self._finishes.append(lambda: load_made_entries(node, made_by_hooks))
 
@@ -326,6 +339,7 @@ class TorchRestoration:
         if (by_number := numbered(saved)) is not None:
             saved, tensors = by_name(by_number, view, self._catalog, self._leaf({}))
             self._catalog = replace(self._catalog, aliases={**self._catalog.aliases, **tensors})
+            self._subclasses.catalog = self._catalog
         if not isinstance(saved, Group) or saved.kind != "optimizer":
             if self._takes_part_whole(view.path):
                 self.missing.append(view.path)
@@ -374,19 +388,8 @@ class TorchRestoration:
             self.missing.append(path)
             return
         loaded = put_together(saved, self._leaf(tensors_in(present, path)))
-        self._load_later(path, stateful, loaded)
-
-    def _load_later(self, path: str, stateful: Stateful, loaded: object) -> None:
-        if not isinstance(loaded, dict):
-            raise InvalidError(f"{path}: its saved state is {type(loaded).__name__}; expected a dict, skip= it")
-
-        def load() -> None:
-            try:
-                stateful.load_state_dict(loaded)
-            except Exception as error:
-                raise InvalidError(f"{path}: {type(stateful).__name__}.load_state_dict refused it: {error}") from error
-
-        self._finishes.append(load)
+        require_dict(loaded, path)
+        self._finishes.append(partial(load_into, stateful, loaded, path))
 
     def _with_tensors(self, saved: Value, present: object, path: str) -> dict[object, Value]:
         """Return a saved dict, with references to those listed tensors that the object's present state has too."""
@@ -425,26 +428,19 @@ class TorchRestoration:
             self._miss(node.path, misfit_of_value(node.path, node.value, saved, self._catalog))
             return
         if isinstance(node.value, PerRank | RngState):
-            self._value_of_rank(node.path, node.value, saved)
+            self._finishes.append(loader_of_rank_value(node.path, node.value, saved, self._catalog, self._ranks))
             return
         merge = EntryMerge(self._selector, self.takes_part, self.missing, self._leaf)
         loaded = merge.merged(saved, node.value, node.path)
         mapping = _writable(parent, node.path)
         self._finishes.append(lambda: mapping.__setitem__(key, loaded))
 
-    def _value_of_rank(self, path: str, value: PerRank | RngState, saved: Value) -> None:
-        """Load the value that this rank saved for itself, or its substitute if the number of ranks changed."""
-        finish, loaded = value_of_rank(path, value, saved, self._catalog, self._ranks)
-        inner = value.value if isinstance(value, PerRank) else None
-        if isinstance(inner, Stateful) and not isinstance(inner, type):
-            self._load_later(path, inner, loaded)
-        else:
-            self._finishes.append(finish)
-
     def _leaf(self, current: Mapping[str, object]) -> Callable[[Value], object]:
         def on_leaf(value: Value) -> object:
             if isinstance(value, TensorRef):
                 return self.take(value, current.get(value.fqn))
+            if is_record(value):
+                return self.take_subclass(value, current)
             if isinstance(value, Skipped):
                 if value.path not in current:
                     raise InvalidError(

@@ -7,6 +7,7 @@ from numbers import Number
 
 import torch
 
+from holdfast.frameworks.torch.subclasses.flatten import is_record
 from holdfast.ports.framework import Catalog, Misfit
 from holdfast.types.values import Group, Value
 
@@ -43,7 +44,11 @@ def misfit_of_value(path: str, present: object, saved: Value, catalog: Catalog) 
 
 
 def misfit_of_tensor(path: str, saved: Value) -> Misfit | None:
-    """Return why a tensor of the state cannot take the plain value that the checkpoint has under its name."""
+    """Return why a tensor of the state cannot take the value that the checkpoint has under its name."""
+    if is_record(saved):
+        kind = saved.value.get("class") if isinstance(saved.value, dict) else None
+        text = f"{path} is a {str(kind)[:200]} in the checkpoint and a tensor here: pass one of that class"
+        return Misfit(text, is_certain=True)
     if saved is None or isinstance(saved, str | Number):
         found = _noun(saved)
         return Misfit(f"{path} is {found} in the checkpoint and a tensor here: pass {found}", is_certain=True, fqn=path)

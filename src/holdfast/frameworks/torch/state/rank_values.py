@@ -1,0 +1,83 @@
+"""Loads values that differ by rank, and states of objects, once every tensor is filled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from holdfast.errors import InvalidError
+from holdfast.frameworks.torch.containers import plain_leaf, put_together
+from holdfast.frameworks.torch.held import Ranks
+from holdfast.frameworks.torch.state import rng
+from holdfast.frameworks.torch.state.walk import Stateful
+from holdfast.ports.framework import Catalog
+from holdfast.types.per_rank import PerRank, RngState
+from holdfast.types.values import PerRankRef, Value
+
+
+def loader_of_rank_value(
+    path: str, value: PerRank | RngState, saved: Value, catalog: Catalog, ranks: Ranks
+) -> Callable[[], None]:
+    """Return what loads the value that this rank saved for itself, or its substitute if the number of ranks changed.
+
+    Raises:
+        InvalidError: The checkpoint has no value for this rank, and no substitute was asked for.
+    """
+    if not isinstance(saved, PerRankRef):
+        raise InvalidError(
+            f"{path}: was saved once for all ranks, not by rank; expected a plain value in the state. Pass one"
+        )
+
+    def saved_by(rank: int) -> object:
+        values = catalog.per_rank(rank)
+        if saved.path not in values:
+            raise InvalidError(f"{path}: rank {rank} saved no value under this name at step {catalog.step}; skip= it")
+        return put_together(values[saved.path], plain_leaf)
+
+    if isinstance(value, RngState):
+        if ranks.rank < catalog.world_size:
+            return partial(rng.restore, saved_by(ranks.rank), path)
+        return partial(rng.seed, catalog.run_id, catalog.step, ranks.rank)
+    if ranks.world_size == catalog.world_size:
+        return _setter(path, value, saved_by(ranks.rank))
+    if value.resize == "error":
+        raise InvalidError(
+            f"{path}: each of {catalog.world_size} ranks saved a value, and the job has {ranks.world_size} ranks now; "
+            "expected the same number. Pass PerRank(…, resize='first') or a function that makes one rank's value from "
+            "all of them, or skip= it"
+        )
+    if value.resize == "first":
+        return _setter(path, value, saved_by(0))
+    values = [saved_by(rank) for rank in range(catalog.world_size)]
+    return _setter(path, value, value.resize(values, ranks.rank, ranks.world_size))
+
+
+def _setter(path: str, value: PerRank, loaded: object) -> Callable[[], None]:
+    inner = value.value
+    if isinstance(inner, Stateful) and not isinstance(inner, type):
+        require_dict(loaded, path)
+        return partial(load_into, inner, loaded, path)
+    return partial(setattr, value, "value", loaded)
+
+
+def require_dict(loaded: object, path: str) -> None:
+    """Refuse the saved state of an object if it is no dict.
+
+    Raises:
+        InvalidError: Names the path.
+    """
+    if not isinstance(loaded, dict):
+        raise InvalidError(f"{path}: its saved state is {type(loaded).__name__}; expected a dict, skip= it")
+
+
+def load_into(stateful: Stateful, loaded: object, path: str) -> None:
+    """Have an object load a state.
+
+    Raises:
+        InvalidError: It raises.
+    """
+    assert isinstance(loaded, dict), "require_dict comes first"
+    try:
+        stateful.load_state_dict(loaded)
+    except Exception as error:
+        raise InvalidError(f"{path}: {type(stateful).__name__}.load_state_dict refused it: {error}") from error
