@@ -27,7 +27,7 @@ class HungCollector:
     def mark(self, others: Sequence[Marked]) -> Marked:
         self.has_begun.set()
         self.may_end.wait(60)
-        return Marked(Inventory("", {}, {}, Unreferenced(), ()), Unreferenced(), "")
+        return Marked(Inventory("", {}, {}, Unreferenced(), (), {}), Unreferenced(), "")
 
 
 def test_ctrl_c_in_close_gives_up_the_lease_when_the_collection_ends() -> None:
