@@ -48,9 +48,10 @@ def read(
         framework: `torch` for tensors on the CPU, or `numpy`, which needs no torch: bfloat16 and float8 become unsigned
             integers of their width, and torch's dtypes and devices their names.
         mmap: Whether tensors are mapped from the files, and read and checked when they are first asked for. The
-            result, and each dict in it that holds tensors, is then a read-only mapping; a list or tuple is put together
-            as a whole. A tensor that several ranks saved in parts is read into memory. Writing to a tensor never
-            changes a file. Files may be deleted or replaced meanwhile, but not cut short or overwritten in place.
+            result, and each dict in it that holds tensors, is then a read-only mapping, and `copy()` of it a dict; a
+            list or tuple is put together as a whole. A tensor that several ranks saved in parts is read into memory.
+            Writing to a tensor never changes a file. Files may be deleted or replaced meanwhile, but not cut short or
+            overwritten in place.
         settings: How to read.
     Returns:
         The state as nested dicts; with `mmap` as nested mappings, which raise `CorruptError` where a damaged tensor is
@@ -143,6 +144,20 @@ class MappedState(Mapping[str, object]):
     def __contains__(self, key: object) -> bool:
         """Return whether a key is there; asks for no value."""
         return key in self._state
+
+    def copy(self) -> dict[str, object]:
+        """Return plain dicts, all the way down, with the same tensors; asks for all of them.
+
+        For code that takes only dicts. `load_state_dict` of an optimizer begins with this call.
+
+        Raises:
+            CorruptError: A tensor in it is damaged.
+        """
+        return {key: value.copy() if isinstance(value, MappedState) else value for key, value in self.items()}
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, object]]]:
+        """Pickle, and copy with `copy`, as plain dicts: a deep copy must share no memory with this state."""
+        return dict, (self.copy(),)
 
     def __repr__(self) -> str:
         """Return the keys: the values would all be read."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import os
 import shutil
 import subprocess
@@ -224,3 +226,30 @@ def test_it_is_read_only_and_wrong_calls_are_refused_at_once(path: Path) -> None
         content["absent"]
     with pytest.raises(InvalidError, match="matches no name"):
         holdfast.read(path, only="absent", mmap=True)
+
+
+def test_an_optimizer_loads_from_it(tmp_path: Path) -> None:
+    model = torch.nn.Linear(30, 30)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    model(torch.ones(2, 30)).sum().backward()
+    optimizer.step()
+    holdfast.save(tmp_path / "c", {"model": model, "optimizer": optimizer}, process_group=False)
+    fresh = torch.optim.AdamW(torch.nn.Linear(30, 30).parameters())
+    fresh.load_state_dict(holdfast.read(tmp_path / "c", mmap=True)["optimizer"])  # type: ignore[arg-type]
+    require_equal(fresh.state_dict(), optimizer.state_dict())
+
+
+def test_copies_are_plain_dicts_and_a_deep_copy_shares_no_memory(path: Path) -> None:
+    content = holdfast.read(path, mmap=True)
+    deep = copy.deepcopy(content)
+    file = io.BytesIO()
+    torch.save(content, file)  # noqa: TID251
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)  # noqa: TID251
+    for each in (content.copy(), copy.copy(content), deep, loaded):  # type: ignore[attr-defined]
+        assert type(each) is dict and type(each["kinds"]) is dict
+        for key in ("model", "list", "one"):
+            require_equal(each[key], as_dicts(content[key]))
+    assert content.copy()["one"] is content["one"]  # type: ignore[attr-defined]
+    tensor(deep, "kinds", "torch.float32").fill_(100.0)
+    assert tensor(content, "kinds", "torch.float32").max() < 100.0

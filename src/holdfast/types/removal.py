@@ -61,6 +61,10 @@ class Unreferenced:
             {key: size for key, size in self.files.items() if key not in other.files},
         )
 
+    def without_files(self, keys: frozenset[str]) -> Unreferenced:
+        """Return the steps, and the files that are not among some."""
+        return Unreferenced(self.steps, {key: size for key, size in self.files.items() if key not in keys})
+
     def joined(self, others: Iterable[Unreferenced]) -> Unreferenced:
         """Return the steps and files that any of several lists."""
         steps, files = dict(self.steps), dict(self.files)

@@ -102,9 +102,11 @@ class Background:
             may_wait: Whether to wait until every step that is due is removed; asked again and again. If not, a grace
                 is cut short. Storage gets a few seconds in either case.
         """
-        thread = self._thread
+        with self._ending:  # A save that has just failed may ask for room meanwhile.
+            thread = self._thread
+            if thread is None:
+                self._stopped.set()
         if thread is None:
-            self._stopped.set()
             release()
             return
         try:
@@ -121,7 +123,7 @@ class Background:
                     self._release = release
             if not is_left:
                 release()
-        if is_left:
+        if is_left and thread.is_alive():
             logger.warning(
                 "%s: garbage collection did not end within %g s of the close. It goes on while this process "
                 "lives, and then gives up the right to write here. The next collection removes what is left",

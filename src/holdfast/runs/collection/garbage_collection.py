@@ -70,6 +70,13 @@ class Inventory:
     bare: tuple[int, ...]
     """Steps with empty folders only."""
 
+    packs: Mapping[int, frozenset[str]]
+    """Packs that each of the steps to remove names."""
+
+    def packs_without(self, steps: Set[int]) -> frozenset[str]:
+        """Return the packs that the steps to remove name, all but some of these steps."""
+        return frozenset().union(*(packs for step, packs in self.packs.items() if step not in steps))
+
 
 @dataclass(frozen=True, slots=True)
 class CollectReport:
@@ -213,6 +220,8 @@ class CheckpointGC:
                     # A save pinned one of them meanwhile: a new inventory finds the files that it needs.
                     second = self.survey()
                     to_delete = to_delete.confirmed_by(second.unreferenced)
+                # A step of another mark may stay for now, as after a removal that failed: it must not lose its packs.
+                to_delete = to_delete.without_files(second.packs_without(to_delete.steps.keys()))
                 self._writer_lease.require()
                 # Before the removal: it may fail half way. Then the steps that are gone are not missing.
                 self._removed_steps |= to_delete.steps.keys()
@@ -285,19 +294,21 @@ class CheckpointGC:
         staying = {*reasons, *under_way}
         listed = self._known.with_files_to_delete(all_files, staying, fence)
         all_files = [_with_attempts_of(moved, files) for files in listed]
+        to_delete = unreferenced(
+            all_files,
+            staying,
+            under_way,
+            removal.is_pack_key,
+            superseded_packs(store) | packs_named_by(moved.manifests),
+            packs_known=not unread,
+        )
         return Inventory(
             run_id,
             {files.step: files.digest for files in all_files if files.digest is not None and files.counts},
             reasons,
-            unreferenced(
-                all_files,
-                staying,
-                under_way,
-                removal.is_pack_key,
-                superseded_packs(store) | packs_named_by(moved.manifests),
-                packs_known=not unread,
-            ),
+            to_delete,
             tuple(files.step for files in all_files if not files.holds_anything and files.step not in under_way),
+            {files.step: files.packs for files in all_files if files.counts and files.step in to_delete.steps},
         )
 
     def _warn_of_unread(self, steps: Sequence[int]) -> None:

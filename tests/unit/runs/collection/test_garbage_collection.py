@@ -785,3 +785,28 @@ def test_looking_changes_nothing(tmp_path: Path) -> None:
     with manager_at(tmp_path) as manager:
         manager.kept()
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_step_that_stays_for_now_keeps_the_packs_that_it_shares_with_one_that_goes(tmp_path: Path) -> None:
+    """Two marks are in their grace; a read keeps the step of the first one, and ends before the second one is due."""
+    saved(tmp_path, 1, 2)
+    store, clock, keep = store_of(tmp_path), SystemClock(), LatestN(1)
+    run_id = read_run_id(store)
+    assert run_id is not None
+    with hold_writer_lease(store, clock, 10.0, run_id) as writer_lease:
+        first = CheckpointGC(store, clock, keep, writer_lease).mark()
+    with manager_at(tmp_path, deduplicate=False) as manager:
+        manager.load(state_at(0))
+        manager.save(3, state_at(3)).wait()
+    with hold_writer_lease(store, clock, 10.0, run_id) as writer_lease:
+        collector = CheckpointGC(store, clock, keep, writer_lease)
+        second = collector.mark([first])
+        assert (first.steps, second.steps) == ((1,), (2,))
+        reading = ReaderLease(clock, 10.0)
+        reading.begin(wiring.location_at(step_path(tmp_path, 1), SMALL), read_manifest(store, step_folder(1)))
+        assert collector.execute([first]).steps == ()
+        reading.close()
+        assert collector.execute([second]).steps == (2,)
+    require_whole(tmp_path, 1, 3)
+    assert collect(tmp_path, 1).steps == (1,)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [step_folder(3).rstrip("/")]
