@@ -25,6 +25,7 @@ from holdfast.offline_api import (
     export,
     import_checkpoint,
     list_steps,
+    remove_steps,
     repair,
     tag,
     trace,
@@ -34,6 +35,7 @@ from holdfast.plan.forecast import Forecast
 from holdfast.repository.tags import Tag
 from holdfast.runs.collection.garbage_collection import CollectReport
 from holdfast.runs.listing import RunRecord, StepRecord
+from holdfast.runs.removing import RemovedSteps
 from holdfast.saving.handle import SaveHandle
 from holdfast.saving.request import PathRequest
 from holdfast.saving.save import begin_save, save_and_wait
@@ -49,6 +51,7 @@ __all__ = [
     "Change",
     "Checkpoint",
     "CollectReport",
+    "RemovedSteps",
     "Diff",
     "FlatRange",
     "Forecast",
@@ -74,6 +77,7 @@ __all__ = [
     "Verdict",
     "async_save",
     "collect",
+    "remove_steps",
     "export",
     "diff",
     "import_checkpoint",

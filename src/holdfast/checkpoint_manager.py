@@ -29,7 +29,9 @@ from holdfast.ports.store import Packs, Store
 from holdfast.repository.catalog import read_run_id
 from holdfast.repository.tags import remove_tag, require_tag_name
 from holdfast.repository.timelines import committed_steps, run_timelines
-from holdfast.runs.collection.garbage_collection import CheckpointGC, Pins, StepPin
+from holdfast.runs.collection.garbage_collection import CheckpointGC
+from holdfast.runs.discarding import Discarding
+from holdfast.runs.pins import Pins, StepPin
 from holdfast.runs.preemption import PreemptionHandler, estimated_write_bytes
 from holdfast.runs.saves_in_flight import SavesInFlight
 from holdfast.runs.step_request import RunParts, StepRequest, StepState
@@ -232,6 +234,7 @@ class CheckpointManager:
         only: Globs = None,
         skip: Globs = None,
         grads: bool = False,
+        discard_newer: bool = False,
     ) -> int | None:
         """Fill a state from a step, or from the newest valid step; return the step, or None if the root has none yet.
 
@@ -242,26 +245,44 @@ class CheckpointManager:
         Going back: if steps newer than the loaded one exist, the next save begins a new timeline there. The newer steps
         stay stored, but are superseded: a load without a step takes the newest step of the newest timeline. A
         superseded step is loaded by number and digest, as `holdfast ls` lists it: `step="300@1f2e"`.
+
+        With `discard_newer` the newer steps are superseded at once, also for a restart before the next save, and rank 0
+        removes them in the background. Tagged ones stay. `load_report.discarded` and `left` name them. It needs a step,
+        and raises `ConflictError` beside another writer; the state is then unchanged.
         """
         require_state(state, "load(state, step)")
         self._require_not_closed()
+        if discard_newer and step is None:
+            raise InvalidError(
+                "load(state, discard_newer=True) without a step; expected the step to go back to, as in step=100. "
+                "Nothing was loaded or removed"
+            )
+        discarding = Discarding(self._parts) if discard_newer else None
         number, digest = (None, "") if step is None else step_and_digest(step)
         request = LoadRequest(state, selection_of(only, skip, grads), strict, cast)
         position = self._position
-        selector = position.selector(number, digest)
+        selector = position.selector(number, digest, None if discarding is None else discarding.prepare)
+        if discarding is not None:
+            self._saves.await_ends()  # They are newer, too.
         with load_attempt(self._job, position.home, selector, request, self._dispatcher) as attempt:
-            loaded = load(attempt)
-            if loaded is not None:
-                # Before the reader lease ends: garbage collection must not remove the step in between.
-                position.move_to(loaded)
-        if loaded is None:
-            return None
-        self.load_report = loaded.report
-        if position.has_gone_back and self._preemption is not None:
-            self._preemption.forget_last()
-        if self._schedule is not None and loaded.location.step is not None:
-            self._schedule.note_loaded(loaded.location.step)
-        return loaded.location.step
+            try:
+                loaded = load(attempt)
+            except BaseException:
+                if discarding is not None:
+                    discarding.give_up()
+                raise
+            if loaded is None:
+                return None
+            self.load_report = loaded.report
+            # Before the reader lease ends: garbage collection must not remove the step in between.
+            position.move_to(loaded)
+            if position.has_gone_back and self._preemption is not None:
+                self._preemption.forget_last()
+            if self._schedule is not None and loaded.location.step is not None:
+                self._schedule.note_loaded(loaded.location.step)
+            if discarding is not None:
+                self.load_report = discarding.carry_out(loaded)
+            return loaded.location.step
 
     def steps(self) -> list[int]:
         """Return the committed steps that a load may take, ascending. Superseded steps are not among them."""

@@ -264,6 +264,11 @@ def _request_and_plan(attempt: LoadAttempt, resolved: Resolved) -> PlannedLoad |
     job, request, location = attempt.job, attempt.request, resolved.location
     try:
         with attempt.trace.phase("plan"):
+            if resolved.discards is not attempt.selector.discards:
+                raise InvalidError(
+                    f"load of step {resolved.manifest.step}: discard_newer={attempt.selector.discards} here, and "
+                    f"{resolved.discards} on rank 0; expected the same on every rank. Nothing was removed"
+                )
             catalog = _catalog(resolved, job.settings)
             restoration = job.framework.restoration(request.state, catalog, request.selection)
             judge_misfits(job, restoration.misfits, location.url, strict=request.strict)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,7 +14,7 @@ from holdfast.coordination.job import Job
 from holdfast.coordination.save_context import SaveContext
 from holdfast.engine.background import is_done_soon
 from holdfast.engine.write import PackWriter
-from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, run_fields_of_manifest
 from holdfast.format.names import manifest_keys
 from holdfast.leases.writer import WriterLease
@@ -24,9 +25,12 @@ from holdfast.repository.epochs import declare_timelines
 from holdfast.repository.quarantine import supersede
 from holdfast.repository.removal import marks
 from holdfast.repository.tags import require_tag_free
+from holdfast.repository.timeline_records import record_keys
 from holdfast.repository.timelines import displace, moved_at, run_timelines
 from holdfast.runs.collection.background_collection import Background
-from holdfast.runs.collection.garbage_collection import CheckpointGC, Pins, StepPin
+from holdfast.runs.collection.chosen_steps import NOTHING_CHOSEN, Choice
+from holdfast.runs.collection.garbage_collection import CheckpointGC
+from holdfast.runs.pins import Pins, StepPin
 from holdfast.runs.position import Lineage, RunPosition
 from holdfast.runs.step_metrics import WantedMetrics, checked_metrics
 from holdfast.runs.suspect_steps import SuspectSteps
@@ -67,10 +71,24 @@ class RunParts:
         self.suspect_steps = SuspectSteps(store)
         """Steps whose packs may be damaged."""
         self.collecting: Background | None = None
-        """Garbage collection on rank 0; None on other ranks, and without a policy."""
-        if keep is not None and job.comm.rank == 0:
-            collector = CheckpointGC(store, job.clock, keep, self.writer_lease, self.pins)
+        """Garbage collection on rank 0; None on other ranks."""
+        self._has_policy = keep is not None
+        if job.comm.rank == 0:
+            # Without a policy nothing goes but what a load discarded.
+            choice = NOTHING_CHOSEN if self._has_policy else Choice(is_all=True)
+            collector = CheckpointGC(store, job.clock, keep, self.writer_lease, self.pins, choice)
             self.collecting = Background(collector, settings.collect_grace_seconds)
+
+    def collect_soon(self) -> None:
+        """Request a collection on rank 0, if there is a policy, or if a load of this run has discarded steps."""
+        if self.collecting is None:
+            return
+        has_records = False
+        if not self._has_policy:
+            with suppress(CheckpointError):  # The next commit looks again.
+                has_records = bool(record_keys(self.store))
+        if self._has_policy or has_records:
+            self.collecting.want()
 
     def close(self) -> None:
         """End garbage collection, then release the writer lease."""
@@ -168,7 +186,7 @@ class StepRequest:
             parts.position.base = base
         if parts.job.comm.rank == 0:
             if is_current:
-                parts.pins.current_step = self._step
+                parts.pins.current = (self._step, manifest_digest)
             if not self._tags:
                 self._release(manifest_digest)
             # The handle reports a step that has its tags. But a save that is committed counts although storage hangs.
@@ -180,8 +198,7 @@ class StepRequest:
         parts = self._parts
         tag_saved(parts.store, parts.job.clock, self._step, manifest_digest, self._tags)
         parts.pins.unpin(self.pin, is_committed=True)
-        if parts.collecting is not None:
-            parts.collecting.want()
+        parts.collect_soon()
 
     def _pin(self) -> bool:
         """Pin the step and its base; return whether the base is still there."""
@@ -192,7 +209,7 @@ class StepRequest:
         step, digest = base
         if all(manifest_digest(store, step, key) != digest for key in manifest_keys(step, digest)):
             return False
-        return not any(mark.steps.get(step) == digest for mark in marks(store) if mark.is_carried_out)
+        return not any(base in mark.steps for mark in marks(store) if mark.is_carried_out)
 
 
 def claim_step(

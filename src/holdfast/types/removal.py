@@ -50,13 +50,35 @@ class Unreferenced:
     files: Mapping[str, int] = field(default_factory=dict)
     """Files that no step needs once these steps are gone: bytes by key."""
 
+    moved: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    """Manifests under `superseded/` that may go: step and digest by key. Only those that somebody chose."""
+
     def __bool__(self) -> bool:
         """Return whether there is a step or file."""
-        return bool(self.steps or self.files)
+        return bool(self.steps or self.files or self.moved)
+
+    @property
+    def manifests(self) -> frozenset[tuple[int, str]]:
+        """Step and digest of every manifest that may go."""
+        return frozenset((*self.steps.items(), *self.moved.values()))
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        """The steps of these manifests."""
+        return frozenset(step for step, _ in self.manifests)
 
     def confirmed_by(self, later: Unreferenced) -> Unreferenced:
         """Return the steps and files that a later inventory lists too."""
         return Unreferenced(
             {step: digest for step, digest in self.steps.items() if later.steps.get(step) == digest},
             {key: size for key, size in self.files.items() if key in later.files},
+            {key: name for key, name in self.moved.items() if later.moved.get(key) == name},
+        )
+
+    def beyond(self, other: Unreferenced) -> Unreferenced:
+        """Return the steps and files that another listing lacks."""
+        return Unreferenced(
+            {step: digest for step, digest in self.steps.items() if other.steps.get(step) != digest},
+            {key: size for key, size in self.files.items() if key not in other.files},
+            {key: name for key, name in self.moved.items() if key not in other.moved},
         )

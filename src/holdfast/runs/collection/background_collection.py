@@ -85,5 +85,6 @@ class Background:
             except Exception as error:  # noqa: BLE001 - the next commit tries again
                 self._collector.warn_once("nothing was collected: %s: %s", type(error).__name__, error)
             else:
-                if report is not None and (report.steps or report.files):
-                    logger.info("collected steps %s: %d bytes", list(report.steps), report.bytes)
+                if report is not None and (report.steps or report.superseded or report.files):
+                    steps = [*report.steps, *report.superseded]
+                    logger.info("collected steps %s: %d bytes", steps, report.bytes)

@@ -10,21 +10,21 @@ One collection, in order; any error ends it, and the next commit begins again:
     removed    Steps first, then files. The mark is deleted, also after an error.
 
 Only the holder of the writer lease collects. The policy decides about superseded steps like about others, and the
-newest step of each timeline stays. Manifests under `superseded/` stay, with all files that they name.
+newest step of each timeline stays. Manifests under `superseded/` stay, with all files that they name. Steps that were
+chosen go, whatever the policy says and wherever their manifests are: see `chosen_steps.py`.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from holdfast.checkpoint.location import require_no_checkpoint
 from holdfast.clock import Clock
 from holdfast.errors import CorruptError, MissingError, first_three
-from holdfast.format.names import RUN_FILE
+from holdfast.format.names import RUN_FILE, superseded_key
 from holdfast.leases.reader import ReaderLeases
 from holdfast.leases.writer import WriterLease, hold_writer_lease
 from holdfast.policies import KeepPolicy
@@ -33,13 +33,17 @@ from holdfast.repository import removal
 from holdfast.repository.catalog import read_run_id, step_folders
 from holdfast.repository.epochs import current_fence
 from holdfast.repository.publish import packs_named_by
-from holdfast.repository.quarantine import quarantined, superseded_packs
-from holdfast.repository.tags import read_tags
+from holdfast.repository.quarantine import QuarantineRecord, quarantined, superseded_packs
+from holdfast.repository.tags import Tags, read_tags
+from holdfast.repository.timeline_records import ended_records, timeline_records
 from holdfast.repository.timelines import MovedManifests, moved_manifests, newest_timeline
+from holdfast.runs.collection.chosen_steps import NOTHING_CHOSEN, Choice, Chosen, Needs, StepName, judged, name_of
 from holdfast.runs.collection.reachability import unreferenced
 from holdfast.runs.collection.retention import KeptFacts, kept
 from holdfast.runs.known_steps import KnownSteps
+from holdfast.runs.pins import Pins
 from holdfast.runs.torn_steps import torn_steps
+from holdfast.types.epoch import Fence
 from holdfast.types.manifest import Manifest
 from holdfast.types.removal import StepFiles, Unreferenced
 from holdfast.types.timeline import Timeline
@@ -68,6 +72,13 @@ class Inventory:
     bare: tuple[int, ...]
     """Steps with empty folders only."""
 
+    protected: Mapping[StepName, tuple[str, ...]]
+    """Chosen steps that stay for now, each with the reasons."""
+
+    ended: Callable[[frozenset[StepName], frozenset[StepName]], list[str]] = field(compare=False)
+    """Returns the keys of the records of timelines that nobody needs, given the manifests that are gone since, and
+    those that are going."""
+
 
 @dataclass(frozen=True, slots=True)
 class CollectReport:
@@ -85,79 +96,11 @@ class CollectReport:
     bytes: int
     """Their bytes."""
 
+    superseded: tuple[str, ...] = ()
+    """Superseded steps that were removed, or would be, because somebody chose them: number and digest, `300@1f2e`."""
 
-class StepPin:
-    """What one save needs. Each save has its own: after training went back, two saves of one step may be in flight."""
-
-    def __init__(self, step: int) -> None:
-        """Pin nothing yet."""
-        self.step = step
-        """The step that is saved."""
-        self.base: int | None = None
-        """The step that the save may refer to. Set by `Pins`."""
-        self.is_over = False
-        """Whether the save has ended. Set by `Pins`."""
-
-
-class Pins:
-    """Steps that the saves of this process need or may still publish. Thread-safe."""
-
-    def __init__(self) -> None:
-        # Guards all fields. A thread that holds it may enter again; the end of a removal wakes the waiting threads.
-        self._condition = threading.Condition()
-        self._pinned: set[StepPin] = set()
-        self._unknown: set[StepPin] = set()
-        self.current_step: int | None = None
-        """The step that this process saved or loaded last. Training continues from it, even if newer steps exist."""
-        self._to_delete: frozenset[int] = frozenset()
-
-    def pin(self, pin: StepPin, base: int | None) -> bool:
-        """Pin the step of a save, and its base; return whether the save may refer to the base."""
-        with self._condition:
-            # The collector may be removing an invalid manifest at this step: wait, or it would remove the new one too.
-            self._condition.wait_for(lambda: pin.step not in self._to_delete)
-            if pin.is_over:
-                return False  # Rank 0 gave up before storage answered: nobody would unpin it.
-            pin.base = None if base in self._to_delete else base
-            self._pinned.add(pin)
-            return pin.base is not None
-
-    def note_unknown(self, pin: StepPin) -> None:
-        """Record that the outcome of a save is unknown: it stays pinned until its step is committed."""
-        with self._condition:
-            self._unknown.add(pin)
-
-    def unpin(self, pin: StepPin, *, is_committed: bool) -> None:
-        """Unpin what a save needed that is committed, or has certainly failed."""
-        with self._condition:
-            pin.is_over = True
-            self._pinned.discard(pin)
-            if is_committed:
-                # The manifest at the step keeps every other attempt at it from publishing.
-                settled = {other for other in self._unknown if other.step == pin.step}
-                self._unknown -= settled
-                self._pinned -= settled
-
-    def saves(self) -> frozenset[StepPin]:
-        """Return the pins of the saves that are under way, or whose outcome is unknown."""
-        with self._condition:
-            return frozenset(self._pinned)
-
-    def under_way(self) -> frozenset[int]:
-        """Return the steps that are being saved, or whose outcome is unknown."""
-        return frozenset(pin.step for pin in self.saves())
-
-    def needed(self) -> frozenset[int]:
-        """Return the steps under way and their bases."""
-        pins = self.saves()
-        return frozenset({pin.step for pin in pins} | {pin.base for pin in pins if pin.base is not None})
-
-    def release_for_removal(self, steps: frozenset[int]) -> frozenset[int]:
-        """Return which of some steps no save needs. From now on no save can refer to these."""
-        with self._condition:
-            self._to_delete = steps - self.needed() - {self.current_step}
-            self._condition.notify_all()
-            return self._to_delete
+    protected: Mapping[StepName, tuple[str, ...]] = field(default_factory=dict)
+    """Chosen steps, by number and digest, that stay for now, each with the reasons."""
 
 
 class CheckpointGC:
@@ -170,6 +113,7 @@ class CheckpointGC:
         keep: KeepPolicy | None,
         writer_lease: WriterLease | None,
         pins: Pins | None = None,
+        choice: Choice = NOTHING_CHOSEN,
     ) -> None:
         """Read nothing yet.
 
@@ -179,9 +123,10 @@ class CheckpointGC:
             keep: The retention policy; None keeps every step, so that only files no step needs are removed.
             writer_lease: The lease of this process; None to take inventories only.
             pins: The steps that saves of this process need.
+            choice: The steps that go, whatever the policy says.
         """
         self._store, self._clock, self._keep, self._writer_lease = store, clock, keep, writer_lease
-        self._pins = Pins() if pins is None else pins
+        self._pins, self._choice = Pins() if pins is None else pins, choice
         self._readers = ReaderLeases(store, clock)
         self._known = KnownSteps(store)
         self._warned: set[str] = set()
@@ -206,7 +151,9 @@ class CheckpointGC:
         first = self.survey()
         removal.remove_folders(self._store, first.bare)
         # These marks are of ended collections: only the holder of the writer lease runs a collection.
-        removal.remove_marks(self._store, removal.mark_keys(self._store))
+        removal.remove_marks(
+            self._store, [*removal.mark_keys(self._store), *first.ended(frozenset(), first.unreferenced.manifests)]
+        )
         if not first.unreferenced:
             return _report(first, Unreferenced())
         nonce, epoch = self._clock.random_bytes(_NONCE_BYTES).hex(), self._writer_lease.epoch
@@ -226,14 +173,15 @@ class CheckpointGC:
         second = self.survey()
         _require_all_listed(self._store, first, second, self._pins.under_way())
         to_delete = first.unreferenced.confirmed_by(second.unreferenced)
-        free = self._pins.release_for_removal(frozenset(to_delete.steps))
+        free = self._pins.release_for_removal(to_delete.numbers)
         try:
-            if free != to_delete.steps.keys():
+            if free != to_delete.numbers:
                 # A save pinned one of them meanwhile: a new inventory finds the files that it needs.
                 second = self.survey()
                 to_delete = to_delete.confirmed_by(second.unreferenced)
             self._writer_lease.require()
             to_delete = removal.remove(self._store, to_delete, self._writer_lease.epoch)
+            self._store.delete(second.ended(to_delete.manifests, frozenset()))
         finally:
             self._pins.release_for_removal(frozenset())
         return _report(second, to_delete)
@@ -247,14 +195,46 @@ class CheckpointGC:
             UnavailableError: Storage failed.
         """
         store = self._store
-        run_id = _require_run(store)
+        run_id = require_run(store)
         fence, quarantine = current_fence(store), quarantined(store)
         # Before the steps are listed: a save that ends during the listing then still counts as under way.
         under_way, needed = self._pins.under_way(), self._pins.needed()
+        all_files, manifests, reasons = self._inspected(fence, quarantine)
+        # After the folders: a manifest that moves meanwhile is then in one of the two lists.
+        moved = moved_manifests(store)
+        newest = newest_timeline(store, fence, manifests, moved)
+        records, tags = timeline_records(store, fence), _whole_tags(store)
+        needs = Needs(tags, self._readers.holds(forget=self._writer_lease is not None), quarantine, self._pins)
+        whole = [manifest for manifest in (*manifests.values(), *_counted(moved, fence)) if manifest is not None]
+        chosen = judged(self._choice, whole, records, newest, needs)
+        reasons |= self._kept(manifests, reasons, all_files, newest, needs, chosen)
+        for step in needed & manifests.keys():
+            reasons[step] = (*reasons.get(step, ()), "a save under way needs it")
+        current = self._pins.current
+        if current is not None and _is_at(manifests, current):
+            reasons.setdefault(current[0], ("the run goes on from it",))
+        unread = sorted({step for step, manifest in manifests.items() if manifest is None} | moved.unreadable)
+        self._warn_of_unread(unread)
+        listed = self._known.with_files_to_delete(all_files, {*reasons, *under_way}, fence)
+        found = _Found(listed, moved, chosen, under_way, superseded_packs(store), packs_known=not unread)
+        return Inventory(
+            run_id,
+            {files.step: files.digest for files in listed if files.digest is not None and files.counts},
+            reasons,
+            found.unreferenced(reasons, only_chosen=self._choice.is_all),
+            tuple(files.step for files in listed if not files.holds_anything and files.step not in under_way),
+            chosen.protected,
+            partial(ended_records, records, whole),
+        )
+
+    def _inspected(
+        self, fence: Fence, quarantine: Mapping[int, Mapping[str, QuarantineRecord]]
+    ) -> tuple[list[StepFiles], dict[int, Manifest | None], dict[int, tuple[str, ...]]]:
+        """Return the files of each step folder, the manifests that count, and why damaged ones stay."""
         all_files: list[StepFiles] = []
         manifests: dict[int, Manifest | None] = {}
         reasons: dict[int, tuple[str, ...]] = {}
-        folders = step_folders(store)
+        folders = step_folders(self._store)
         self._known.forget_all_but(folders)
         for step in folders:
             records = quarantine.get(step, {})
@@ -262,7 +242,7 @@ class CheckpointGC:
             files, manifest, strangers = self._known.inspect(step, fence, pinned)
             all_files.append(files)
             for key in strangers:
-                self.warn_once("%s/%s: no file of a save; it is not removed", store.url, key)
+                self.warn_once("%s/%s: no file of a save; it is not removed", self._store.url, key)
             if files.digest is None or not files.counts:
                 continue
             manifests[step] = manifest
@@ -270,33 +250,7 @@ class CheckpointGC:
                 reasons[step] = ("its manifest cannot be read",)
             elif files.digest[:16] in records or manifest.attempt in pinned:
                 reasons[step] = ("under quarantine",)
-        # After the folders: a manifest that moves meanwhile is then in one of the two lists.
-        moved = moved_manifests(store)
-        reasons |= self._kept(manifests, reasons, all_files, newest_timeline(store, fence, manifests, moved))
-        for step in needed & manifests.keys():
-            reasons[step] = (*reasons.get(step, ()), "a save under way needs it")
-        current_step = self._pins.current_step
-        if current_step is not None and current_step in manifests:
-            reasons.setdefault(current_step, ("the run goes on from it",))
-        unread = sorted({step for step, manifest in manifests.items() if manifest is None} | moved.unreadable)
-        self._warn_of_unread(unread)
-        staying = {*reasons, *under_way}
-        listed = self._known.with_files_to_delete(all_files, staying, fence)
-        all_files = [_with_attempts_of(moved, files) for files in listed]
-        return Inventory(
-            run_id,
-            {files.step: files.digest for files in all_files if files.digest is not None and files.counts},
-            reasons,
-            unreferenced(
-                all_files,
-                staying,
-                under_way,
-                removal.is_pack_key,
-                superseded_packs(store) | packs_named_by(moved.manifests),
-                packs_known=not unread,
-            ),
-            tuple(files.step for files in all_files if not files.holds_anything and files.step not in under_way),
-        )
+        return all_files, manifests, reasons
 
     def _warn_of_unread(self, steps: Sequence[int]) -> None:
         if steps:
@@ -313,13 +267,15 @@ class CheckpointGC:
         known: Mapping[int, tuple[str, ...]],
         all_files: Sequence[StepFiles],
         newest: Timeline,
+        needs: Needs,
+        chosen: Chosen,
     ) -> Mapping[int, tuple[str, ...]]:
         """Return why further steps stay: the policy or a tag keeps them, or a reader has a lease on them."""
-        tags = read_tags(self._store)
-        for error in tags.damaged.values():
-            raise error
+        tags = needs.tags
         candidates = {
-            step: manifest for step, manifest in manifests.items() if manifest is not None and step not in known
+            step: manifest
+            for step, manifest in manifests.items()
+            if manifest is not None and step not in known and (step, manifest.digest) not in chosen.going
         }
         reasons = dict(torn_steps(self._store, candidates, all_files, newest))
         facts = [
@@ -334,7 +290,7 @@ class CheckpointGC:
             for step, manifest in candidates.items()
             if step not in reasons
         ]
-        for step, why in self._readers.holds(forget=self._writer_lease is not None).items():
+        for step, why in needs.readers.items():
             steps = candidates if step is None else [step] if step in candidates else []
             reasons |= dict.fromkeys(steps, (f"read by {why}",))
         for step, whys in kept(self._keep, facts, newest).items():
@@ -355,6 +311,53 @@ class CheckpointGC:
             logger.warning(text, *values)
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What one look at the run found."""
+
+    listed: Sequence[StepFiles]
+    moved: MovedManifests
+    chosen: Chosen
+    under_way: frozenset[int]
+    wanted_packs: frozenset[str]
+    packs_known: bool
+
+    def unreferenced(self, reasons: Collection[int], *, only_chosen: bool) -> Unreferenced:
+        """Return what no step needs.
+
+        Args:
+            reasons: Steps that stay.
+            only_chosen: Whether to leave what would go without the chosen steps too.
+        """
+        going = self.chosen.going
+        staying = self._without(reasons, self.chosen.staying(self.moved))
+        moved = {
+            superseded_key(*name_of(manifest)): name_of(manifest)
+            for manifest in self.moved.manifests
+            if name_of(manifest) in going
+        }
+        found = replace(staying, moved=moved)
+        return (
+            found.beyond(self._without({*reasons, *(step for step, _ in going)}, self.moved)) if only_chosen else found
+        )
+
+    def _without(self, reasons: Collection[int], moved: MovedManifests) -> Unreferenced:
+        return unreferenced(
+            [_with_attempts_of(moved, files) for files in self.listed],
+            {*reasons, *self.under_way},
+            self.under_way,
+            removal.is_pack_key,
+            self.wanted_packs | packs_named_by(moved.manifests),
+            packs_known=self.packs_known,
+        )
+
+
+def _is_at(manifests: Mapping[int, Manifest | None], name: StepName) -> bool:
+    """Return whether the folder of a step has this manifest, or one that cannot be read."""
+    manifest = manifests.get(name[0])
+    return name[0] in manifests and (manifest is None or manifest.digest == name[1])
+
+
 def _with_attempts_of(moved: MovedManifests, files: StepFiles) -> StepFiles:
     """Return the files of a step, with the attempts pinned that moved manifests name."""
     named = moved.attempts(files.step, files.attempts)
@@ -373,17 +376,42 @@ def _require_all_listed(store: Store, first: Inventory, second: Inventory, under
 
 def _report(survey: Inventory, to_delete: Unreferenced) -> CollectReport:
     steps = tuple(sorted(to_delete.steps.keys() & survey.standing.keys()))
-    return CollectReport(survey.reasons, steps, len(to_delete.files), sum(to_delete.files.values()))
+    superseded = sorted({name for name in to_delete.moved.values() if to_delete.steps.get(name[0]) != name[1]})
+    return CollectReport(
+        survey.reasons,
+        steps,
+        len(to_delete.files),
+        sum(to_delete.files.values()),
+        tuple(f"{step}@{digest[:8]}" for step, digest in superseded),
+        survey.protected,
+    )
 
 
-def planned(store: Store, clock: Clock, keep: KeepPolicy | None) -> CollectReport:
+def _counted(moved: MovedManifests, fence: Fence) -> list[Manifest]:
+    """Return the manifests under `superseded/` that count."""
+    return [
+        manifest
+        for manifest in moved.manifests
+        if manifest.step is not None and fence.admits(manifest.step, manifest.epoch, manifest.digest)
+    ]
+
+
+def _whole_tags(store: Store) -> Tags:
+    """Return the tags; one that cannot be read may name a step that must stay."""
+    tags = read_tags(store)
+    for error in tags.damaged.values():
+        raise error
+    return tags
+
+
+def planned(store: Store, clock: Clock, keep: KeepPolicy | None, choice: Choice = NOTHING_CHOSEN) -> CollectReport:
     """Return what a collection would remove; changes nothing.
 
     Raises:
         MissingError: The root holds no run.
         CheckpointError: As `CheckpointGC.survey`.
     """
-    survey = CheckpointGC(store, clock, keep, None).survey()
+    survey = CheckpointGC(store, clock, keep, None, choice=choice).survey()
     return _report(survey, survey.unreferenced)
 
 
@@ -396,7 +424,7 @@ def collected(
         MissingError: The root holds no run.
         CheckpointError: As `CheckpointGC.collect`; a job that writes there is `ConflictError`.
     """
-    with hold_writer_lease(store, clock, lease_seconds, _require_run(store)) as writer_lease:
+    with hold_writer_lease(store, clock, lease_seconds, require_run(store)) as writer_lease:
 
         def wait(seconds: float) -> bool:
             clock.sleep(seconds)
@@ -409,7 +437,13 @@ def collected(
         return report
 
 
-def _require_run(store: Store) -> str:
+def require_run(store: Store) -> str:
+    """Return the id of the run at a root.
+
+    Raises:
+        MissingError: There is no run.
+        InvalidError: The path is one checkpoint.
+    """
     require_no_checkpoint(store)
     run_id = read_run_id(store)
     if run_id is None:

@@ -30,7 +30,8 @@ from holdfast.repository.epochs import RELEASED, put_heartbeat
 from holdfast.repository.reader_leases import leases
 from holdfast.repository.removal import mark_keys, marks, put_mark
 from holdfast.repository.timelines import displace
-from holdfast.runs.collection.garbage_collection import CheckpointGC, Pins, StepPin
+from holdfast.runs.collection.garbage_collection import CheckpointGC
+from holdfast.runs.pins import Pins, StepPin
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
@@ -456,7 +457,7 @@ def test_who_comes_after_the_mark_steps_aside(tmp_path: Path) -> None:
         put_mark(store, run_id_of(store), "a" * 32, tenure.epoch, going, is_carried_out=False)
         assert manager.load(state_at(0), 1) == 1, "during the grace there is time to say so"
         mark = put_mark(store, run_id_of(store), "a" * 32, tenure.epoch, going, is_carried_out=True)
-        assert [each.steps for each in marks(store)] == [{1: digest}]
+        assert [each.steps for each in marks(store)] == [{(1, digest)}]
         with pytest.raises(MissingError, match="is being deleted"):
             manager.load(state_at(0), 1)
         assert manager.load(state_at(0)) == 2
