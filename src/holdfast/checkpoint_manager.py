@@ -31,6 +31,7 @@ from holdfast.repository.tags import remove_tag, require_tag_name
 from holdfast.repository.timelines import committed_steps, run_timelines
 from holdfast.runs.collection.garbage_collection import CheckpointGC
 from holdfast.runs.discarding import Discarding
+from holdfast.runs.loaded_state import loaded_state
 from holdfast.runs.pins import Pins, StepPin
 from holdfast.runs.preemption import PreemptionHandler, estimated_write_bytes
 from holdfast.runs.saves_in_flight import SavesInFlight
@@ -276,6 +277,7 @@ class CheckpointManager:
             self.load_report = loaded.report
             # Before the reader lease ends: garbage collection must not remove the step in between.
             position.move_to(loaded)
+            position.loaded_state = loaded_state(self._job.framework, request, loaded)
             if position.has_gone_back and self._preemption is not None:
                 self._preemption.forget_last()
             if self._schedule is not None and loaded.location.step is not None:
@@ -358,6 +360,8 @@ class CheckpointManager:
         if passed.misuse is not None:
             return refuse_call(self._job, passed.misuse)
         self._position.loaded = None
+        if self._position.loaded_state is not None and step != self._position.loaded_state.step:
+            self._position.loaded_state = None
         if self._schedule is not None:
             self._schedule.note_saved(step)
         request = StepRequest(self._parts, self._position.location_of(step), passed)

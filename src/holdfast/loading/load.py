@@ -91,6 +91,11 @@ class LoadRequest:
     cast: bool
     """Whether a tensor may be filled from another dtype."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it asks for everything that the checkpoint has, unchanged."""
+        return self.selection.only is None and not self.selection.skip and not self.cast
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:

@@ -28,6 +28,7 @@ from holdfast.loading.step_choice import ExactStep, NewestValid, StepSelector, f
 from holdfast.ports.store import Store
 from holdfast.repository.quarantine import identity_at, list_records, supersede
 from holdfast.repository.timelines import RunTimelines, StoredManifest, run_timelines
+from holdfast.runs.loaded_state import LoadedState
 from holdfast.runs.pins import Pins, StepPin
 from holdfast.saving.deduplication import BaseStep, base_from_loaded
 from holdfast.types.manifest import Parent
@@ -93,6 +94,8 @@ class RunPosition:
         """The checkpoint, or the save in flight, that the next save continues."""
         self.loaded: int | None = None
         """The step that was loaded last; None once the state may have changed since."""
+        self.loaded_state: LoadedState | None = None
+        """The state as the last load left it, if that was a whole one; None once another step is saved."""
         self.loads = 0
         """Number of loads: a save that began before the last one must not move the position."""
         self._newer: tuple[int, ...] = ()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from holdfast.clock import Clock
-from holdfast.errors import ConflictError, CorruptError, InvalidError, first_three
+from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, first_three
 from holdfast.format.names import step_and_digest
 from holdfast.leases.writer import hold_writer_lease
 from holdfast.loading.step_choice import find_step
 from holdfast.ports.store import Store
-from holdfast.repository.quarantine import list_records
+from holdfast.repository.catalog import manifest_digest
+from holdfast.repository.quarantine import list_records, release
 from holdfast.repository.tags import Tags, read_tags, remove_tag
 from holdfast.repository.timeline_records import TimelineRecord, put_record
 from holdfast.repository.timelines import RunTimelines, StoredManifest, run_timelines
@@ -73,8 +75,7 @@ class StepRemoval:
             report = collector.collect(grace_seconds, _sleeping(clock))
             assert report is not None, "nobody stops it"
             removed = chosen.report(report)
-            for tag in chosen.tags_of(removed.steps):
-                remove_tag(store, tag)
+            chosen.remove_what_names(store, removed.steps)
             return removed
 
     def _chosen(self, store: Store) -> _Chosen:
@@ -146,13 +147,26 @@ class _Chosen:
         if newest.number > 1 and not is_stated and newest not in self.stored.recorded:
             put_record(store, TimelineRecord(newest, epoch))
 
+    def remove_what_names(self, store: Store, names: Sequence[str]) -> None:
+        """Remove the tags and quarantine records of steps that are gone. A tag may name another step by now."""
+        tags = read_tags(store)
+        for name in names:
+            step, digest = _step_name(self.manifests[name])
+            for tag in tags.of(step, digest):
+                with suppress(MissingError):
+                    remove_tag(store, tag)
+            others = {identity for number, identity in list_records(store) if number == step} - {digest[:16]}
+            release(store, step, kept=others)
+
     def report(self, report: CollectReport) -> RemovedSteps:
         """Return what was removed, from the report of the collector."""
-        left = {
-            name: why
-            for name, manifest in self.manifests.items()
-            if (why := report.protected.get(_step_name(manifest))) is not None
-        }
+        left = {}
+        for name, manifest in self.manifests.items():
+            is_gone = (
+                manifest.step in report.steps or f"{manifest.step}@{str(manifest.digest)[:8]}" in report.superseded
+            )
+            if not is_gone or _step_name(manifest) in report.protected:
+                left[name] = report.protected.get(_step_name(manifest), ("it changed meanwhile",))
         steps = tuple(name for name in self.manifests if name not in left)
         return RemovedSteps(steps, left, report.files, report.bytes)
 

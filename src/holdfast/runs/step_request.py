@@ -14,13 +14,13 @@ from holdfast.coordination.job import Job
 from holdfast.coordination.save_context import SaveContext
 from holdfast.engine.background import is_done_soon
 from holdfast.engine.write import PackWriter
-from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, first_three
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, run_fields_of_manifest
 from holdfast.format.names import manifest_keys
 from holdfast.leases.writer import WriterLease
 from holdfast.policies import KeepPolicy
 from holdfast.ports.framework import Collected, Selection
-from holdfast.repository.catalog import ensure_run, manifest_digest
+from holdfast.repository.catalog import ensure_run, manifest_digest, read_run_id
 from holdfast.repository.epochs import declare_timelines
 from holdfast.repository.quarantine import supersede
 from holdfast.repository.removal import marks
@@ -142,6 +142,8 @@ class StepRequest:
         """The lineage that the next save continues: this save."""
         self.pin = StepPin(self._step)
         """What garbage collection must leave alone until this save ends."""
+        self.is_loaded = False
+        """Whether this rank holds the step as it loaded it. Known once the state is collected."""
         self._metrics: dict[str, float] = {}
         self._tags: tuple[str, ...] = ()
 
@@ -152,7 +154,10 @@ class StepRequest:
         passed = self._passed
         # The handle of a save that fails in the background may be kept for long: it must not keep the state alive.
         self._passed = replace(passed, state={})
-        return self._parts.job.framework.collect(passed.state, passed.selection)
+        collected = self._parts.job.framework.collect(passed.state, passed.selection)
+        loaded = self._parts.position.loaded_state
+        self.is_loaded = loaded is not None and loaded.is_still(self._step, passed.state, passed.selection, collected)
+        return collected
 
     def claim(self) -> SaveContext:
         """Take the writer lease, free the step, and pin it and its base against garbage collection."""
@@ -170,6 +175,33 @@ class StepRequest:
             suspect_steps=frozenset(parts.suspect_steps.steps()) if has_base else frozenset(),
             metrics=self._metrics,
         )
+
+    def confirm(self) -> SaveContext:
+        """Return the context of a save that writes nothing, unless the step has gone since it was loaded."""
+        loaded, store = self._parts.position.loaded_state, self._parts.store
+        assert loaded is not None, "every rank states that it holds the step"
+        manifest, run_id = run_timelines(store).at(self._step), read_run_id(store)
+        if run_id is None or manifest is None or manifest.digest != loaded.digest:
+            return self.claim()
+        return SaveContext(run_id, utc_now_text(self._parts.job.clock), loaded=(self._step, loaded.digest))
+
+    def confirmed(self, context: SaveContext) -> None:
+        """Tag the step, on rank 0. Its metrics cannot be added: they are in its manifest."""
+        parts = self._parts
+        if parts.job.comm.rank != 0 or context.loaded is None:
+            return
+        step, digest = context.loaded
+        if self._metrics:
+            logger.warning(
+                "step %d is saved already, so its metrics stay as they are; not added: %s. Save metrics with the next "
+                "step",
+                step,
+                first_three(sorted(self._metrics)),
+            )
+        if self._tags and not is_done_soon(
+            partial(tag_saved, parts.store, parts.job.clock, step, digest, self._tags), parts.job.clock
+        ):
+            logger.error("step %d is saved, but storage does not answer: it gets its tags later", step)
 
     def parent(self) -> Parent | None:
         """Return the newest committed checkpoint that this save continues."""

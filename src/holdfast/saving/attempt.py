@@ -186,10 +186,11 @@ class SaveAttempt:
         opening = self._opening
         assert opening is not None, "it was opened"
 
-        def claim() -> SaveContext:
-            return claim_in_time(self.job, self.request, self.name, self._deadline)
+        def in_time(claim: Callable[[], SaveContext]) -> Callable[[], SaveContext]:
+            return lambda: claim_in_time(self.job, claim, self.name, self._deadline, self.location.url)
 
-        future = CALLS.submit(lambda: opening.agree(statement, state, claim))
+        claim, confirm = in_time(self.request.claim), in_time(self.request.confirm)
+        future = CALLS.submit(lambda: opening.agree(statement, state, claim, confirm))
         try:
             self._wait(future)
         except BaseException:
@@ -349,6 +350,15 @@ class SaveAttempt:
             with self.trace.phase("wait"):
                 return self.commit_vote.await_outcome()
         return self._commit() if outcome.kind is OutcomeKind.PUBLISHING else outcome
+
+    def end_unwritten(self, report: SaveReport) -> None:
+        """End the save without a vote: the step is committed, and every rank holds it as it was loaded."""
+        self._progress = SaveProgress.DECIDED
+        self.request.confirmed(self.agreement.context)
+        if self.job.comm.rank == 0:
+            logger.info("%s: it is saved already, and nothing has changed since it was loaded", self.name)
+        self.trace.end(report, self.agreement.attempt, None, self.location.folder, self.job.node_reports)
+        self.handle.reach_committed(report)
 
     def conclude(self, outcome: Outcome, report: Callable[[], SaveReport]) -> None:
         """End the save with its outcome.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from holdfast.checkpoint.location import CheckpointLocation
@@ -52,6 +52,22 @@ class SaveRequest(Protocol):
         """
         ...
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether this rank holds the step that is saved, as it loaded it. Known once the state is collected."""
+        ...
+
+    def confirm(self) -> SaveContext:
+        """Return the context of a save that writes nothing: every rank holds the step. On rank 0 only.
+
+        If the step is not there any more, it is saved: as `claim`.
+        """
+        ...
+
+    def confirmed(self, context: SaveContext) -> None:
+        """Take note that the step is saved already. On every rank, on the commit thread, before the handle reports."""
+        ...
+
     def parent(self) -> Parent | None:
         """Return the checkpoint that this one continues. On the committing rank, once every rank has written."""
         ...
@@ -61,7 +77,21 @@ class SaveRequest(Protocol):
         ...
 
 
-class PathRequest:
+class NeverLoaded:
+    """What a request lacks that saves a state which no load filled."""
+
+    is_loaded = False
+
+    def confirm(self) -> SaveContext:
+        """Never called."""
+        raise AssertionError("no rank states that it holds the step")
+
+    def confirmed(self, context: SaveContext) -> None:
+        """Never called."""
+        raise AssertionError("no rank states that it holds the step")
+
+
+class PathRequest(NeverLoaded):
     """A save of one checkpoint by path, outside any run."""
 
     def __init__(self, job: Job, store: Store, state: Mapping[str, object], selection: Selection) -> None:
@@ -106,23 +136,24 @@ def claim_path(location: CheckpointLocation, job: Job) -> SaveContext:
     return SaveContext(run_id=job.clock.random_bytes(8).hex(), created=utc_now_text(job.clock))
 
 
-def claim_in_time(job: Job, request: SaveRequest, name: str, deadline: float) -> SaveContext:
+def claim_in_time(job: Job, claim: Callable[[], SaveContext], name: str, deadline: float, url: str) -> SaveContext:
     """Claim the location, on rank 0; on another thread, so that the other ranks are told if storage hangs.
 
     Args:
         job: The ranks.
-        request: Claims.
+        claim: Claims or confirms, as a `SaveRequest` does.
         name: Name of the save, for messages.
         deadline: When the agreement must end, on the monotonic clock.
+        url: The location, for messages.
     Raises:
         UnavailableError: Storage gave no answer in time.
         CheckpointError: The location cannot be claimed.
     """
 
-    def claim() -> SaveContext:
+    def claim_noted() -> SaveContext:
         # A claim that hangs is reported by the saves after it, as a write that hangs.
         with job.progress.asking(name, job.stall_seconds):
-            return request.claim()
+            return claim()
 
     if job.comm.world_size == 1:
         seconds = job.seconds_left(job.agreement_deadline())
@@ -131,7 +162,7 @@ def claim_in_time(job: Job, request: SaveRequest, name: str, deadline: float) ->
         # verdict after the deadline.
         reserve = min(job.agreement_seconds / 10, VERDICT_GRACE_SECONDS)
         seconds = max(job.seconds_left(deadline - reserve), reserve)
-    future = CALLS.submit(claim)
+    future = CALLS.submit(claim_noted)
     try:
         return wait_in_slices(future, seconds, job.clock, lambda: None)
     except TimeoutError:
@@ -139,6 +170,6 @@ def claim_in_time(job: Job, request: SaveRequest, name: str, deadline: float) ->
             raise
     job.progress.give_up(name)
     raise UnavailableError(
-        f"{name}: the look at {request.location.url} did not end within {seconds:,.1f} s; expected an answer of the "
+        f"{name}: the look at {url} did not end within {seconds:,.1f} s; expected an answer of the "
         "storage. Nothing was saved; look at the storage"
     )

@@ -42,14 +42,22 @@ from holdfast.plan.unmatched_patterns import judge_unmatched
 class Decision:
     """Rank 0's decision on one save."""
 
-    def __init__(self, save: NumberedSave, claim: Callable[[], SaveContext], state: DescribedState) -> None:
+    def __init__(
+        self,
+        save: NumberedSave,
+        claim: Callable[[], SaveContext],
+        state: DescribedState,
+        confirm: Callable[[], SaveContext] | None = None,
+    ) -> None:
         """Decide nothing yet.
 
         Args:
             save: The save.
             claim: Claims the location and returns the context; called before rank 0 agrees.
             state: The state of rank 0.
+            confirm: Called in its place if every rank still holds the step as it was loaded.
         """
+        self._confirm = confirm
         self._save, self._job, self._claim, self._state = save, save.job, claim, state
         self._meshes: MeshJudgement
         """What rank 0 knows of meshes; set by `on_statements`."""
@@ -92,6 +100,8 @@ class Decision:
             return self._save.refusal(unmatched_error)
         for text in warnings:
             job.warn_once(self._save.name, text)
+        if self._confirm is not None and all(each.statement.is_loaded for each in stated):
+            return self._with_context(SaveVerdict(self._save.id), self._confirm)
         by_layout: dict[bytes, list[Stated]] = {}
         for each in stated:
             by_layout.setdefault(each.statement.layout, []).append(each)
@@ -196,7 +206,10 @@ class Decision:
         """
         if verdict.siblings is None and (siblings := self._meshes.siblings) is not None:
             return replace(verdict, compare=True, siblings=siblings)
+        return self._with_context(verdict, self._claim)
+
+    def _with_context(self, verdict: SaveVerdict, claim: Callable[[], SaveContext]) -> SaveVerdict:
         try:
-            return replace(verdict, context=self._claim())
+            return replace(verdict, context=claim())
         except Exception as error:  # noqa: BLE001 - the other ranks wait for a verdict, whatever the error is
             return self._save.refusal(error)

@@ -1,8 +1,8 @@
 """Steps that go because somebody chose them: named for removal, or discarded by a load that went back.
 
 No policy keeps them, nor does the rule that the newest step of each timeline stays. They stay for now while a tag, a
-reader, a save or this process needs them, and while they are under quarantine. Their manifests may be in the folders of
-their steps or under `superseded/`.
+reader, a save or this process needs them. A discarded step also stays while it is under quarantine; one that was named
+goes with its record. Their manifests may be in the folders of their steps or under `superseded/`.
 """
 
 from __future__ import annotations
@@ -34,6 +34,10 @@ class Choice:
 
     is_all: bool = False
     """Whether nothing else goes: no remains of dead saves either."""
+
+    def keeps(self, record: QuarantineRecord) -> bool:
+        """Return whether the files of a manifest under quarantine stay: nobody named its step for removal."""
+        return all((step, digest[:16]) != (record.step, record.identity) for step, digest in self.names)
 
 
 NOTHING_CHOSEN = Choice()
@@ -110,7 +114,9 @@ def _needed_by(manifest: Manifest, name: StepName, choice: Choice, needs: Needs)
     records = needs.quarantine.get(step, {})
     tags = [tag for tag in needs.tags.of(step, digest) if tag not in choice.overruled_tags]
     reader = needs.readers.get(step, needs.readers.get(None))
-    is_set_aside = digest[:16] in records or any(manifest.attempt in record.attempts for record in records.values())
+    is_set_aside = name not in choice.names and (
+        digest[:16] in records or any(manifest.attempt in record.attempts for record in records.values())
+    )
     return (
         *(f"tag {tag}" for tag in sorted(tags)),
         *([] if reader is None else [f"read by {reader}"]),

@@ -237,7 +237,9 @@ class CheckpointGC:
         folders = step_folders(self._store)
         self._known.forget_all_but(folders)
         for step in folders:
-            records = quarantine.get(step, {})
+            records = {
+                identity: record for identity, record in quarantine.get(step, {}).items() if self._choice.keeps(record)
+            }
             pinned = {attempt for record in records.values() for attempt in record.attempts}
             files, manifest, strangers = self._known.inspect(step, fence, pinned)
             all_files.append(files)
