@@ -283,7 +283,7 @@ class CheckpointManager:
             if self._schedule is not None and loaded.location.step is not None:
                 self._schedule.note_loaded(loaded.location.step)
             if discarding is not None:
-                self.load_report = discarding.carry_out(loaded)
+                self.load_report = discarding.execute(loaded)
             return loaded.location.step
 
     def steps(self) -> list[int]:

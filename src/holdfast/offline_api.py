@@ -309,7 +309,7 @@ def remove_steps(
     removal, store = StepRemoval(named, bool(tagged), bool(all_steps)), wiring.store_at(root, settings)
     if dry_run:
         return removal.planned(store, SystemClock())
-    return removal.carry_out(store, SystemClock(), grace, settings.lease_seconds)
+    return removal.execute(store, SystemClock(), grace, settings.lease_seconds)
 
 
 def _grace_of(grace_seconds: float | None, settings: Settings) -> float:

@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class _Discarded:
     """What rank 0 tells every rank."""
 
     error: str | None = None
@@ -80,7 +80,7 @@ class Discarding:
         if self._has_taken_lease:
             self._parts.writer_lease.release()
 
-    def carry_out(self, loaded: Loaded) -> LoadReport:
+    def execute(self, loaded: Loaded) -> LoadReport:
         """Discard the steps newer than the loaded one; return its report with what was discarded. A collective.
 
         Raises:
@@ -91,9 +91,9 @@ class Discarding:
             try:
                 outcome = self._decide(loaded)
             except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
-                own, outcome = error, _Outcome(error_text(error))
+                own, outcome = error, _Discarded(error_text(error))
             message = encode_message(outcome)
-        outcome = decode_message(job.comm.broadcast(message), _Outcome)
+        outcome = decode_message(job.comm.broadcast(message), _Discarded)
         if outcome.error is not None:
             raise own if own is not None else error_from(outcome.error, "rank 0: ")
         if outcome.is_newest:
@@ -102,7 +102,7 @@ class Discarding:
             self._parts.collect_soon()
         return replace(loaded.report, discarded=outcome.discarded, left=outcome.left)
 
-    def _decide(self, loaded: Loaded) -> _Outcome:
+    def _decide(self, loaded: Loaded) -> _Discarded:
         try:
             if self._failure is not None:
                 raise self._failure
@@ -120,9 +120,9 @@ class Discarding:
                 loaded.location.step,
                 error,
             )
-            return _Outcome(left=tuple(SkippedStep(step, f"not removed: {error}") for step in loaded.newer))
+            return _Discarded(left=tuple(SkippedStep(step, f"not removed: {error}") for step in loaded.newer))
 
-    def _discard(self, loaded: Loaded) -> _Outcome:
+    def _discard(self, loaded: Loaded) -> _Discarded:
         """Begin a timeline at the loaded step, unless nothing is newer; return what it discards and what stays."""
         parts, step = self._parts, loaded.location.step
         store, position, epoch = parts.store, parts.position, parts.writer_lease.epoch
@@ -140,7 +140,7 @@ class Discarding:
             )
         ]
         if not newer:
-            return _Outcome(is_newest=True)
+            return _Discarded(is_newest=True)
         left = self._why_left(newer)
         discarded = [manifest for manifest in newer if manifest not in left]
         declare_timelines(store, epoch)
@@ -149,7 +149,7 @@ class Discarding:
         parts.writer_lease.require()
         position.adopt(timeline)
         move_damaged(store, step, stored, epoch)
-        outcome = _Outcome(
+        outcome = _Discarded(
             None,
             tuple(f"{manifest.step}@{str(manifest.digest)[:8]}" for manifest in discarded),
             tuple(SkippedStep(manifest.step, why) for manifest, why in left.items()),
@@ -172,7 +172,7 @@ class Discarding:
                 left[manifest] = "under quarantine"
         return left
 
-    def _log(self, step: int, outcome: _Outcome) -> None:
+    def _log(self, step: int, outcome: _Discarded) -> None:
         url = self._parts.store.url
         if outcome.discarded:
             logger.info(

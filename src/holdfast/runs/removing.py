@@ -17,7 +17,7 @@ from holdfast.repository.quarantine import list_records, release
 from holdfast.repository.tags import Tags, read_tags, remove_tag
 from holdfast.repository.timeline_records import TimelineRecord, put_record
 from holdfast.repository.timelines import RunTimelines, StoredManifest, run_timelines
-from holdfast.runs.collection.chosen_steps import Choice, StepName
+from holdfast.runs.collection.chosen_steps import ChosenNames, StepName
 from holdfast.runs.collection.garbage_collection import CheckpointGC, CollectReport, planned, require_run
 
 
@@ -52,12 +52,12 @@ class StepRemoval:
     """Whether the last step that a resume could take may go."""
 
     def planned(self, store: Store, clock: Clock) -> RemovedSteps:
-        """Return what would be removed; changes nothing. Errors as `carry_out`."""
+        """Return what would be removed; changes nothing. Errors as `execute`."""
         require_run(store)
         chosen = self._chosen(store)
         return chosen.report(planned(store, clock, None, chosen.choice))
 
-    def carry_out(self, store: Store, clock: Clock, grace_seconds: float, lease_seconds: float) -> RemovedSteps:
+    def execute(self, store: Store, clock: Clock, grace_seconds: float, lease_seconds: float) -> RemovedSteps:
         """Remove the steps, with marks and grace as garbage collection does.
 
         Raises:
@@ -114,9 +114,9 @@ class _Chosen:
     tags: Tags
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> ChosenNames:
         """What the collector removes. Tags that come later keep a step."""
-        return Choice(self.names, frozenset(self.tags_of(self.manifests)), is_all=True)
+        return ChosenNames(self.names, frozenset(self.tags_of(self.manifests)), is_all=True)
 
     @property
     def names(self) -> frozenset[StepName]:

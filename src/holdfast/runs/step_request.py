@@ -28,7 +28,7 @@ from holdfast.repository.tags import require_tag_free
 from holdfast.repository.timeline_records import record_keys
 from holdfast.repository.timelines import displace, moved_at, run_timelines
 from holdfast.runs.collection.background_collection import Background
-from holdfast.runs.collection.chosen_steps import NOTHING_CHOSEN, Choice
+from holdfast.runs.collection.chosen_steps import NOTHING_CHOSEN, ChosenNames
 from holdfast.runs.collection.garbage_collection import CheckpointGC
 from holdfast.runs.pins import Pins, StepPin
 from holdfast.runs.position import Lineage, RunPosition
@@ -75,7 +75,7 @@ class RunParts:
         self._has_policy = keep is not None
         if job.comm.rank == 0:
             # Without a policy nothing goes but what a load discarded.
-            choice = NOTHING_CHOSEN if self._has_policy else Choice(is_all=True)
+            choice = NOTHING_CHOSEN if self._has_policy else ChosenNames(is_all=True)
             collector = CheckpointGC(store, job.clock, keep, self.writer_lease, self.pins, choice)
             self.collecting = Background(collector, settings.collect_grace_seconds)
 

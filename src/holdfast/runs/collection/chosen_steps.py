@@ -23,7 +23,7 @@ StepName = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ChosenNames:
     """What one collection removes beside what the policy leaves."""
 
     names: frozenset[StepName] = frozenset()
@@ -40,7 +40,7 @@ class Choice:
         return all((step, digest[:16]) != (record.step, record.identity) for step, digest in self.names)
 
 
-NOTHING_CHOSEN = Choice()
+NOTHING_CHOSEN = ChosenNames()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,11 @@ def name_of(manifest: Manifest) -> StepName:
 
 
 def judged(
-    choice: Choice, manifests: Iterable[Manifest], records: Collection[TimelineRecord], newest: Timeline, needs: Needs
+    choice: ChosenNames,
+    manifests: Iterable[Manifest],
+    records: Collection[TimelineRecord],
+    newest: Timeline,
+    needs: Needs,
 ) -> Chosen:
     """Return which chosen steps go, and why others stay.
 
@@ -109,7 +113,7 @@ def judged(
     return Chosen(frozenset(going), protected)
 
 
-def _needed_by(manifest: Manifest, name: StepName, choice: Choice, needs: Needs) -> tuple[str, ...]:
+def _needed_by(manifest: Manifest, name: StepName, choice: ChosenNames, needs: Needs) -> tuple[str, ...]:
     step, digest = name
     records = needs.quarantine.get(step, {})
     tags = [tag for tag in needs.tags.of(step, digest) if tag not in choice.overruled_tags]

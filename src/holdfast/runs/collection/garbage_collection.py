@@ -37,7 +37,7 @@ from holdfast.repository.quarantine import QuarantineRecord, quarantined, supers
 from holdfast.repository.tags import Tags, read_tags
 from holdfast.repository.timeline_records import ended_records, timeline_records
 from holdfast.repository.timelines import MovedManifests, moved_manifests, newest_timeline
-from holdfast.runs.collection.chosen_steps import NOTHING_CHOSEN, Choice, Chosen, Needs, StepName, judged, name_of
+from holdfast.runs.collection.chosen_steps import NOTHING_CHOSEN, Chosen, ChosenNames, Needs, StepName, judged, name_of
 from holdfast.runs.collection.reachability import unreferenced
 from holdfast.runs.collection.retention import KeptFacts, kept
 from holdfast.runs.known_steps import KnownSteps
@@ -113,7 +113,7 @@ class CheckpointGC:
         keep: KeepPolicy | None,
         writer_lease: WriterLease | None,
         pins: Pins | None = None,
-        choice: Choice = NOTHING_CHOSEN,
+        choice: ChosenNames = NOTHING_CHOSEN,
     ) -> None:
         """Read nothing yet.
 
@@ -406,7 +406,7 @@ def _whole_tags(store: Store) -> Tags:
     return tags
 
 
-def planned(store: Store, clock: Clock, keep: KeepPolicy | None, choice: Choice = NOTHING_CHOSEN) -> CollectReport:
+def planned(store: Store, clock: Clock, keep: KeepPolicy | None, choice: ChosenNames = NOTHING_CHOSEN) -> CollectReport:
     """Return what a collection would remove; changes nothing.
 
     Raises:
