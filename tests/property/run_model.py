@@ -20,6 +20,7 @@ from holdfast.repository.catalog import manifest_digest, step_folders
 from holdfast.repository.epochs import current_fence
 from holdfast.repository.quarantine import is_quarantined
 from holdfast.repository.tags import read_tags
+from holdfast.repository.timeline_records import timeline_records
 from holdfast.types.timeline import FIRST_TIMELINE, Fork, Timeline
 from tests.property.life import (
     METRIC,
@@ -63,7 +64,18 @@ class RunModel:
 
     def chain(self) -> list[Held]:
         """Return what a resume may take, the newest first."""
-        return chain_of(self.held)
+        return chain_of(self.held, self.begun())
+
+    def begun(self) -> list[Timeline]:
+        """Return the timelines that records state."""
+        return [record.timeline for record in timeline_records(self.store, current_fence(self.store))]
+
+    def discarded(self) -> set[Held]:
+        """Return what loads have discarded and a collection may remove."""
+        records = timeline_records(self.store, current_fence(self.store))
+        names = {name for record in records for name in record.discarded}
+        chosen = {held for held in self.held if (held.step, held.digest) in names}
+        return chosen - set(self.chain()) - set(self.tags.values())
 
     def at(self, step: int) -> Held | None:
         """Return the checkpoint whose manifest is in the folder of a step."""
@@ -87,9 +99,13 @@ class RunModel:
             and held.timeline is not None
             and not (held.harmed and is_quarantined(self.store, held.step))
         ]
+        gone = self.discarded()
+        counted = [held for held in counted if held not in gone]
         newest = {max(siblings(held, counted), key=lambda other: other.step) for held in counted}
-        moved = {held for held in self.held if held.is_moved}
-        return {*kept_by(policy, counted, set(self.tags.values())), *newest, *moved} & set(self.intact())
+        moved = {held for held in self.held if held.is_moved} - gone
+        begun = self.begun()
+        newest |= set(chain_of(counted, begun)[:1])
+        return {*kept_by(policy, counted, set(self.tags.values()), begun), *newest, *moved} & set(self.intact())
 
     def settle(self, may_go: Collection[Held] = ()) -> None:
         """Take note of what storage says of what nobody was told."""
@@ -219,6 +235,7 @@ class Position:
         self._digest = "" if origin is None else str(origin.digest)
         self._held, self._chain = list(model.held), model.chain()
         self._known = {held.timeline.id: held.timeline.number for held in self._held if held.timeline is not None}
+        self._known |= {timeline.id: timeline.number for timeline in model.begun()}
 
     def came_along(self, held: Held) -> bool:
         """Return whether training came from a step, or saved it: then its number is not free."""

@@ -139,7 +139,8 @@ class Discarding:
                 else not timeline.holds(manifest.timeline.id, manifest.step)
             )
         ]
-        if not newer:
+        digest = loaded.manifest.digest
+        if not newer and any((step, digest) == (manifest.step, manifest.digest) for manifest in stored.chain):
             return _Discarded(is_newest=True)
         left = self._why_left(newer)
         discarded = [manifest for manifest in newer if manifest not in left]

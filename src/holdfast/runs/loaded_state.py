@@ -1,14 +1,15 @@
 """Whether a state is still as a load left it, so that a save at the loaded step has nothing to write.
 
-Three things are compared: the objects of the state, the address and version counter of every tensor, and the names that
-take part. Plain values and tensors that are made anew at each look, such as those of random generators, are not: a loop
-that has not trained may have drawn from a generator. Writes that move no counter go unseen, as in a lazy save.
+Three things are compared: address and version counter of every tensor, the objects of the state that hold them, and the
+names that take part. Plain values and tensors that are made anew at each look, such as those of random generators, are
+not: a loop that has not trained may have drawn from a generator. Writes that move no counter go unseen, as in a lazy
+save.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from holdfast.loading.load import Loaded, LoadRequest
@@ -41,9 +42,7 @@ class LoadedState:
         if step != self.step or selection != self._selection or collected.refused:
             return False
         objects = dict(_objects_in(state, ""))
-        if objects.keys() != self._objects.keys():
-            return False
-        if any(self._objects[path]() is not each for path, each in objects.items()):
+        if any(each() is not objects.get(path, self) for path, each in self._objects.items()):
             return False
         stamps = _stamps_of(collected)
         return all(stamps.get(fqn) == stamp for fqn, stamp in self._stamps.items())
@@ -67,11 +66,12 @@ def loaded_state(framework: Framework, request: LoadRequest, loaded: Loaded) -> 
     try:
         # Twice, and the first is alive at the second: what has moved is made anew at each look.
         first, second = (framework.collect(state, request.selection) for _ in range(2))
-        objects = {path: weakref.ref(each) for path, each in _objects_in(state, "")}
+        before, after = _stamps_of(first), _stamps_of(second)
+        stable = {fqn: stamp for fqn, stamp in before.items() if after.get(fqn) == stamp}
+        # An object that cannot be told from a later one at its address raises here.
+        objects = {path: weakref.ref(each) for path, each in _objects_in(state, "") if _holds_any(path, stable)}
     except Exception:  # noqa: BLE001 - a state that can be filled need not be one that can be saved
         return None
-    before, after = _stamps_of(first), _stamps_of(second)
-    stable = {fqn: stamp for fqn, stamp in before.items() if after.get(fqn) == stamp}
     return LoadedState(step, manifest.digest, request.selection, objects, stable)
 
 
@@ -84,12 +84,16 @@ def _stamps_of(collected: Collected) -> dict[str, object]:
 
 
 def _objects_in(value: object, path: str) -> Iterator[tuple[str, object]]:
-    """Return the objects of a state by path: modules, optimizers, tensors; not its plain values and containers."""
+    """Return the objects of a state by path: all but its containers."""
     if isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _objects_in(item, f"{path}.{key}")
+            yield from _objects_in(item, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list | tuple):
         for number, item in enumerate(value):
             yield from _objects_in(item, f"{path}.{number}")
-    elif type(value).__weakrefoffset__:
+    else:
         yield path, value
+
+
+def _holds_any(path: str, fqns: Iterable[str]) -> bool:
+    return any(fqn == path or fqn.startswith(f"{path}.") for fqn in fqns)

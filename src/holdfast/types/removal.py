@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,11 @@ class Unreferenced:
             {key: name for key, name in self.moved.items() if later.moved.get(key) == name},
         )
 
+    def outside(self, steps: frozenset[int]) -> Unreferenced:
+        """Return this without the files in the folders of some steps."""
+        inside = {key for key in self.files if not steps_of([key]).isdisjoint(steps)} if steps else set[str]()
+        return replace(self, files={key: size for key, size in self.files.items() if key not in inside})
+
     def beyond(self, other: Unreferenced) -> Unreferenced:
         """Return the steps and files that another listing lacks."""
         return Unreferenced(
@@ -82,3 +87,9 @@ class Unreferenced:
             {key: size for key, size in self.files.items() if key not in other.files},
             {key: name for key, name in self.moved.items() if key not in other.moved},
         )
+
+
+def steps_of(keys: Iterable[str]) -> frozenset[int]:
+    """Return the steps in whose folders files are, from their keys under the root of a run."""
+    folders = {key.partition("/")[0] for key in keys}
+    return frozenset(int(folder.removeprefix("step-")) for folder in folders)

@@ -82,6 +82,11 @@ def name_of(manifest: Manifest) -> StepName:
     return manifest.step, manifest.digest
 
 
+def discarded_in(records: Iterable[TimelineRecord]) -> frozenset[int]:
+    """Return the steps that loads have discarded."""
+    return frozenset(step for record in records for step, _ in record.discarded)
+
+
 def judged(
     choice: ChosenNames,
     manifests: Iterable[Manifest],

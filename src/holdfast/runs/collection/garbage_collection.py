@@ -35,9 +35,18 @@ from holdfast.repository.epochs import current_fence
 from holdfast.repository.publish import packs_named_by
 from holdfast.repository.quarantine import QuarantineRecord, quarantined, superseded_packs
 from holdfast.repository.tags import Tags, read_tags
-from holdfast.repository.timeline_records import ended_records, timeline_records
+from holdfast.repository.timeline_records import TimelineRecord, ended_records, timeline_records
 from holdfast.repository.timelines import MovedManifests, moved_manifests, newest_timeline
-from holdfast.runs.collection.chosen_steps import NOTHING_CHOSEN, Chosen, ChosenNames, Needs, StepName, judged, name_of
+from holdfast.runs.collection.chosen_steps import (
+    NOTHING_CHOSEN,
+    Chosen,
+    ChosenNames,
+    Needs,
+    StepName,
+    discarded_in,
+    judged,
+    name_of,
+)
 from holdfast.runs.collection.reachability import unreferenced
 from holdfast.runs.collection.retention import KeptFacts, kept
 from holdfast.runs.known_steps import KnownSteps
@@ -45,7 +54,7 @@ from holdfast.runs.pins import Pins
 from holdfast.runs.torn_steps import torn_steps
 from holdfast.types.epoch import Fence
 from holdfast.types.manifest import Manifest
-from holdfast.types.removal import StepFiles, Unreferenced
+from holdfast.types.removal import StepFiles, Unreferenced, steps_of
 from holdfast.types.timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -75,9 +84,11 @@ class Inventory:
     protected: Mapping[StepName, tuple[str, ...]]
     """Chosen steps that stay for now, each with the reasons."""
 
-    ended: Callable[[frozenset[StepName], frozenset[StepName]], list[str]] = field(compare=False)
-    """Returns the keys of the records of timelines that nobody needs, given the manifests that are gone since, and
-    those that are going."""
+    records: Sequence[TimelineRecord]
+    """The records of timelines."""
+
+    whole: Sequence[Manifest]
+    """The manifests that count and can be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +162,7 @@ class CheckpointGC:
         first = self.survey()
         removal.remove_folders(self._store, first.bare)
         # These marks are of ended collections: only the holder of the writer lease runs a collection.
-        removal.remove_marks(
-            self._store, [*removal.mark_keys(self._store), *first.ended(frozenset(), first.unreferenced.manifests)]
-        )
+        removal.remove_marks(self._store, [*removal.mark_keys(self._store), *_ended(first, Unreferenced())])
         if not first.unreferenced:
             return _report(first, Unreferenced())
         nonce, epoch = self._clock.random_bytes(_NONCE_BYTES).hex(), self._writer_lease.epoch
@@ -181,7 +190,7 @@ class CheckpointGC:
                 to_delete = to_delete.confirmed_by(second.unreferenced)
             self._writer_lease.require()
             to_delete = removal.remove(self._store, to_delete, self._writer_lease.epoch)
-            self._store.delete(second.ended(to_delete.manifests, frozenset()))
+            self._store.delete(_ended(second, to_delete))
         finally:
             self._pins.release_for_removal(frozenset())
         return _report(second, to_delete)
@@ -221,10 +230,11 @@ class CheckpointGC:
             run_id,
             {files.step: files.digest for files in listed if files.digest is not None and files.counts},
             reasons,
-            found.unreferenced(reasons, only_chosen=self._choice.is_all),
+            found.unreferenced(reasons, discarded_in(records) if self._choice.is_all else None),
             tuple(files.step for files in listed if not files.holds_anything and files.step not in under_way),
             chosen.protected,
-            partial(ended_records, records, whole),
+            records,
+            whole,
         )
 
     def _inspected(
@@ -324,12 +334,13 @@ class _Found:
     wanted_packs: frozenset[str]
     packs_known: bool
 
-    def unreferenced(self, reasons: Collection[int], *, only_chosen: bool) -> Unreferenced:
+    def unreferenced(self, reasons: Collection[int], begun: frozenset[int] | None) -> Unreferenced:
         """Return what no step needs.
 
         Args:
             reasons: Steps that stay.
-            only_chosen: Whether to leave what would go without the chosen steps too.
+            begun: None to list everything. Otherwise what would go without the chosen steps too is left out, except in
+                the folders of these steps: a collection may have been killed at them.
         """
         going = self.chosen.going
         staying = self._without(reasons, self.chosen.staying(self.moved))
@@ -339,9 +350,10 @@ class _Found:
             if name_of(manifest) in going
         }
         found = replace(staying, moved=moved)
-        return (
-            found.beyond(self._without({*reasons, *(step for step, _ in going)}, self.moved)) if only_chosen else found
-        )
+        if begun is None:
+            return found
+        others = self._without({*reasons, *(step for step, _ in going)}, self.moved)
+        return found.beyond(others.outside(begun))
 
     def _without(self, reasons: Collection[int], moved: MovedManifests) -> Unreferenced:
         return unreferenced(
@@ -352,6 +364,18 @@ class _Found:
             self.wanted_packs | packs_named_by(moved.manifests),
             packs_known=self.packs_known,
         )
+
+
+def _ended(inventory: Inventory, removed: Unreferenced) -> list[str]:
+    """Return the keys of the records of timelines that nobody needs, given what was removed since the inventory."""
+    going = inventory.unreferenced
+    unclean = steps_of(key for key in going.files if key not in removed.files)
+    return ended_records(
+        [record for record in inventory.records if unclean.isdisjoint(step for step, _ in record.discarded)],
+        inventory.whole,
+        removed.manifests,
+        going.manifests,
+    )
 
 
 def _is_at(manifests: Mapping[int, Manifest | None], name: StepName) -> bool:
