@@ -73,10 +73,13 @@ def timeline_records(store: Store, fence: Fence) -> list[TimelineRecord]:
     """Return the records that count.
 
     The text of a damaged one may still state its timeline, as that of a damaged manifest: it then discards nothing.
+
+    Raises:
+        InvalidError: A record is of a newer format.
     """
     if not fence.has_timelines:
         return []
-    records = (_read(store, key) for key in record_keys(store))
+    records = (_read(store, key, fence) for key in record_keys(store))
     return [record for record in records if record is not None and record.epoch >= fence.epoch]
 
 
@@ -130,18 +133,21 @@ def _encode(record: TimelineRecord) -> bytes:
     )
 
 
-def _read(store: Store, key: str) -> TimelineRecord | None:
-    where, data = f"{store.url}/{key}", b""
+def _read(store: Store, key: str, fence: Fence) -> TimelineRecord | None:
+    where = f"{store.url}/{key}"
     try:
         data = store.get(key, _BYTES_MAX)
-        document, _ = decode_sealed(data, _KIND, _RecordDocument, where)
     except MissingError:
         return None  # The holder removed it after it was listed: a manifest states as new a timeline.
     except (CorruptError, InvalidError) as error:
+        logger.warning("%s: skipped, it is no record: %s", where, error)
+        return None
+    try:
+        document, _ = decode_sealed(data, _KIND, _RecordDocument, where)
+    except CorruptError as error:
         timeline = timeline_in_damaged(data)
-        logger.warning(
-            "%s; %s", error, "its timeline counts" if timeline else "the steps that it discarded count again"
-        )
-        return None if timeline is None else TimelineRecord(timeline, 0)
+        what = "steps that it discarded count again" if timeline is None else "its timeline counts"
+        logger.warning("%s; %s", error, what)
+        return None if timeline is None else TimelineRecord(timeline, fence.epoch)
     record = TimelineRecord(decode_timeline(document.timeline), document.epoch, frozenset(document.discarded))
     return record if record.key == key else None
