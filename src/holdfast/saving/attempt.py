@@ -3,6 +3,7 @@
 States of an attempt, and who moves it from one to the next:
 
     opening    -> agreed      the training thread, once rank 0's verdict is there
+    agreed     -> committed   the commit thread, if every rank holds the step as it was loaded: nothing is written
     opening    -> refused     the training thread: the verdict says whether the call raises, or the handle fails
     agreed     -> staged      the thread that copied or wrote the last byte (`Transfer`); training may change the state
     staged     -> written     the commit thread, once this rank's packs and part are durable
