@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -21,7 +21,7 @@ from holdfast.ports.store import Store
 from holdfast.repository.publish import publish
 from holdfast.settings import MIB
 from holdfast.types.epoch import Fence
-from holdfast.types.manifest import FORMAT_MINOR_TIMELINES, Manifest
+from holdfast.types.manifest import FORMAT_MINOR_TIMELINES
 from holdfast.types.timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def record_keys(store: Store) -> list[str]:
 
 def ended_records(
     records: Collection[TimelineRecord],
-    manifests: Collection[Manifest],
+    stored: Mapping[tuple[int, str], int],
     gone: Collection[tuple[int, str]],
     going: Collection[tuple[int, str]],
 ) -> list[str]:
@@ -108,11 +108,10 @@ def ended_records(
 
     Args:
         records: The records that count.
-        manifests: The manifests that count.
+        stored: Number of the timeline of each manifest that counts, by step and digest.
         gone: Step and digest of those that were removed since.
         going: Step and digest of those that are to be removed. None of them proves a timeline.
     """
-    stored = {(each.step, each.digest): each.timeline.number for each in manifests}
     newest = max((number for name, number in stored.items() if name not in gone and name not in going), default=0)
     return [
         record.key

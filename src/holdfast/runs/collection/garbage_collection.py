@@ -87,8 +87,8 @@ class Inventory:
     records: Sequence[TimelineRecord]
     """The records of timelines."""
 
-    whole: Sequence[Manifest]
-    """The manifests that count and can be read."""
+    timelines: Mapping[StepName, int]
+    """Number of the timeline of each manifest that counts and can be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +234,7 @@ class CheckpointGC:
             tuple(files.step for files in listed if not files.holds_anything and files.step not in under_way),
             chosen.protected,
             records,
-            whole,
+            {name_of(manifest): manifest.timeline.number for manifest in whole},
         )
 
     def _inspected(
@@ -372,7 +372,7 @@ def _ended(inventory: Inventory, removed: Unreferenced) -> list[str]:
     unclean = steps_of(key for key in going.files if key not in removed.files)
     return ended_records(
         [record for record in inventory.records if unclean.isdisjoint(step for step, _ in record.discarded)],
-        inventory.whole,
+        inventory.timelines,
         removed.manifests,
         going.manifests,
     )
