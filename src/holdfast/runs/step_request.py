@@ -154,10 +154,9 @@ class StepRequest:
         passed = self._passed
         # The handle of a save that fails in the background may be kept for long: it must not keep the state alive.
         self._passed = replace(passed, state={})
-        collected = self._parts.job.framework.collect(passed.state, passed.selection)
-        loaded = self._parts.position.loaded_state
-        self.is_loaded = loaded is not None and loaded.is_still(self._step, passed.state, passed.selection, collected)
-        return collected
+        framework, loaded = self._parts.job.framework, self._parts.position.loaded_state
+        self.is_loaded = loaded is not None and loaded.is_still(framework, self._step, passed.state, passed.selection)
+        return framework.collect(passed.state, passed.selection)
 
     def claim(self) -> SaveContext:
         """Take the writer lease, free the step, and pin it and its base against garbage collection."""
@@ -176,13 +175,13 @@ class StepRequest:
             metrics=self._metrics,
         )
 
-    def confirm(self) -> SaveContext:
-        """Return the context of a save that writes nothing, unless the step has gone since it was loaded."""
+    def confirm(self) -> SaveContext | None:
+        """Return the context of a save that writes nothing; None if the step has gone since it was loaded."""
         loaded, store = self._parts.position.loaded_state, self._parts.store
         assert loaded is not None, "every rank states that it holds the step"
         manifest, run_id = run_timelines(store).at(self._step), read_run_id(store)
         if run_id is None or manifest is None or manifest.digest != loaded.digest:
-            return self.claim()
+            return None
         return SaveContext(run_id, utc_now_text(self._parts.job.clock), loaded=(self._step, loaded.digest))
 
     def confirmed(self, context: SaveContext) -> None:

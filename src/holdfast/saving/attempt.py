@@ -34,7 +34,6 @@ from holdfast.coordination.job import Job
 from holdfast.coordination.opening.agreement import SaveAgreement
 from holdfast.coordination.opening.records import Agreement, DescribedState, Statement
 from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, committed, unknown
-from holdfast.coordination.save_context import SaveContext
 from holdfast.engine.background import CALLS, is_done_soon, wait_in_slices
 from holdfast.engine.gc_pause import GcPause
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
@@ -187,7 +186,7 @@ class SaveAttempt:
         opening = self._opening
         assert opening is not None, "it was opened"
 
-        def in_time(claim: Callable[[], SaveContext]) -> Callable[[], SaveContext]:
+        def in_time(claim: Callable[[], T]) -> Callable[[], T]:
             return lambda: claim_in_time(self.job, claim, self.name, self._deadline, self.location.url)
 
         claim, confirm = in_time(self.request.claim), in_time(self.request.confirm)

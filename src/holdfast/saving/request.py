@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import utc_now_text
@@ -16,6 +16,8 @@ from holdfast.ports.framework import Collected, Selection
 from holdfast.ports.store import Store
 from holdfast.saving.deduplication import Deduplicator
 from holdfast.types.manifest import Parent
+
+T = TypeVar("T")
 
 
 class SaveRequest(Protocol):
@@ -57,10 +59,10 @@ class SaveRequest(Protocol):
         """Whether this rank holds the step that is saved, as it loaded it. Known once the state is collected."""
         ...
 
-    def confirm(self) -> SaveContext:
+    def confirm(self) -> SaveContext | None:
         """Return the context of a save that writes nothing: every rank holds the step. On rank 0 only.
 
-        If the step is not there any more, it is saved: as `claim`.
+        None if the step is not there any more: then it is saved.
         """
         ...
 
@@ -82,7 +84,7 @@ class NeverLoaded:
 
     is_loaded = False
 
-    def confirm(self) -> SaveContext:
+    def confirm(self) -> SaveContext | None:
         """Never called."""
         raise AssertionError("no rank states that it holds the step")
 
@@ -136,7 +138,7 @@ def claim_path(location: CheckpointLocation, job: Job) -> SaveContext:
     return SaveContext(run_id=job.clock.random_bytes(8).hex(), created=utc_now_text(job.clock))
 
 
-def claim_in_time(job: Job, claim: Callable[[], SaveContext], name: str, deadline: float, url: str) -> SaveContext:
+def claim_in_time(job: Job, claim: Callable[[], T], name: str, deadline: float, url: str) -> T:
     """Claim the location, on rank 0; on another thread, so that the other ranks are told if storage hangs.
 
     Args:
@@ -150,7 +152,7 @@ def claim_in_time(job: Job, claim: Callable[[], SaveContext], name: str, deadlin
         CheckpointError: The location cannot be claimed.
     """
 
-    def claim_noted() -> SaveContext:
+    def claim_noted() -> T:
         # A claim that hangs is reported by the saves after it, as a write that hangs.
         with job.progress.asking(name, job.stall_seconds):
             return claim()

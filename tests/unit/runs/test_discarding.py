@@ -179,6 +179,41 @@ def test_a_loaded_step_that_is_gone_is_saved_again(root: Path) -> None:
     assert committed_steps(store_of(root)) == [1, 2, 3, 4]
 
 
+class _Loader:
+    """An object whose `state_dict` has an effect, as that of a data loader that starts its workers."""
+
+    calls = 0
+
+    def state_dict(self) -> dict[str, int]:
+        self.calls += 1
+        return {"at": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state == {"at": 3}
+
+
+def test_a_load_calls_no_state_dict_afterwards(tmp_path: Path) -> None:
+    weights = torch.ones(10)
+    with manager_at(tmp_path) as manager:
+        manager.save(1, {"weights": weights, "loader": _Loader()}).wait()
+        loader = _Loader()
+        counts = []
+        manager.load({"weights": weights, "loader": loader})
+        counts.append(loader.calls)
+        manager.load({"weights": weights, "loader": loader}, only=["weights", "loader*"])
+        assert loader.calls == 2 * counts[0], "a whole load looks no further than one of a part"
+        assert manager.load({"weights": weights, "loader": loader}) == 1
+        assert manager.save(1, {"weights": weights, "loader": loader}).wait().bytes == 0  # type: ignore[union-attr]
+
+
+def test_a_state_that_shows_no_training_is_never_finished(tmp_path: Path) -> None:
+    with manager_at(tmp_path) as manager:
+        manager.save(1, {"step": 1}).wait()
+        manager.load({"step": 0})
+        with pytest.raises(ConflictError, match="already there"):
+            manager.save(1, {"step": 1}).wait()
+
+
 # ------------------------------------------------------------------------------------------------- what stays
 
 

@@ -109,7 +109,7 @@ class SaveAgreement:
         statement: Statement,
         state: DescribedState,
         claim: Callable[[], SaveContext],
-        confirm: Callable[[], SaveContext] | None = None,
+        confirm: Callable[[], SaveContext | None] | None = None,
     ) -> Agreement:
         """Set the statement of this rank, wait for the verdict, and return the agreement.
 
@@ -192,7 +192,7 @@ class SaveAgreement:
         statement: Statement,
         state: DescribedState,
         claim: Callable[[], SaveContext],
-        confirm: Callable[[], SaveContext] | None,
+        confirm: Callable[[], SaveContext | None] | None,
     ) -> tuple[SaveVerdict, RankRanges | None]:
         """Set the statement and what this rank is asked for; return the last verdict, and who was asked."""
         save = self._save

@@ -47,7 +47,7 @@ class Decision:
         save: NumberedSave,
         claim: Callable[[], SaveContext],
         state: DescribedState,
-        confirm: Callable[[], SaveContext] | None = None,
+        confirm: Callable[[], SaveContext | None] | None = None,
     ) -> None:
         """Decide nothing yet.
 
@@ -100,8 +100,9 @@ class Decision:
             return self._save.refusal(unmatched_error)
         for text in warnings:
             job.warn_once(self._save.name, text)
-        if self._confirm is not None and all(each.statement.is_loaded for each in stated):
-            return self._with_context(SaveVerdict(self._save.id), self._confirm)
+        confirmed = self._confirmed(stated)
+        if confirmed is not None:
+            return confirmed
         by_layout: dict[bytes, list[Stated]] = {}
         for each in stated:
             by_layout.setdefault(each.statement.layout, []).append(each)
@@ -120,6 +121,16 @@ class Decision:
         describe = sorted({members[0] for members in groups} | set(differing))
         several = [rank_ranges(members) for members in groups] if len(groups) > 1 else []
         return SaveVerdict(self._save.id, describe=rank_ranges(describe), classes=several, divergent=kept)
+
+    def _confirmed(self, stated: Sequence[Stated]) -> SaveVerdict | None:
+        """Return the verdict that nothing is written, if every rank holds the step as it was loaded."""
+        if self._confirm is None or not all(each.statement.is_loaded for each in stated):
+            return None
+        try:
+            context = self._confirm()
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for a verdict, whatever the error is
+            return self._save.refusal(error)
+        return None if context is None else SaveVerdict(self._save.id, context=context)
 
     def _still_differing(self, classes: Sequence[Sequence[Stated]]) -> tuple[str, ...]:
         """Return the names known to differ; none if their values are equal again within each class."""
@@ -206,10 +217,7 @@ class Decision:
         """
         if verdict.siblings is None and (siblings := self._meshes.siblings) is not None:
             return replace(verdict, compare=True, siblings=siblings)
-        return self._with_context(verdict, self._claim)
-
-    def _with_context(self, verdict: SaveVerdict, claim: Callable[[], SaveContext]) -> SaveVerdict:
         try:
-            return replace(verdict, context=claim())
+            return replace(verdict, context=self._claim())
         except Exception as error:  # noqa: BLE001 - the other ranks wait for a verdict, whatever the error is
             return self._save.refusal(error)
