@@ -104,8 +104,8 @@ fuzz: $(READY)
 # libfaketime is built where it is installed, so it is installed for this target alone.
 campaign: $(READY)
 	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[campaign]'
-	@POWER_CUTS_ON=ext4,xfs JUDGE_EVERY=1 COLLECT_STRIDE=1 GO_BACK_STRIDE=1 EPOCH_RACE_ROUNDS=$(ROUNDS) PREEMPTION_ROUNDS=$(ROUNDS) $(PY) -m pytest -q -s tests/crash/test_epoch_races.py \
-	    tests/crash/test_epoch_clock.py tests/crash/test_epoch_kill.py tests/crash/test_collect_kill.py \
+	@POWER_CUTS_ON=ext4,xfs JUDGE_EVERY=1 COLLECT_STRIDE=1 TAG_STRIDE=1 GO_BACK_STRIDE=1 EPOCH_RACE_ROUNDS=$(ROUNDS) PREEMPTION_ROUNDS=$(ROUNDS) $(PY) -m pytest -q -s tests/crash/test_epoch_races.py \
+	    tests/crash/test_epoch_clock.py tests/crash/test_epoch_kill.py tests/crash/test_collect_kill.py tests/crash/test_tag_move_kill.py \
 	    tests/crash/test_repair_kill.py tests/crash/test_kill_sweep.py tests/crash/test_power_cut.py \
 	    tests/distributed/test_preemption.py
 	@LIFE_EXAMPLES=$$((5 * $(ROUNDS))) $(PY) -m pytest -q --timeout 3600 -o faulthandler_timeout=3660 tests/property/test_life_of_a_run.py

@@ -81,8 +81,14 @@ _HOMES = {
 """Public names by module. All other public names are in `holdfast.api`."""
 
 
+_MODULES = {"api", "errors", "observers", "policies"}
+"""Public modules."""
+
+
 def __getattr__(name: str) -> object:
-    """Return a public name; the first access imports its module."""
+    """Return a public name or module; the first access imports its module."""
+    if name in _MODULES:
+        return importlib.import_module(f"holdfast.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
     home = next((module for module, names in _HOMES.items() if name in names), "holdfast.api")

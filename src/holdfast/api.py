@@ -2,49 +2,54 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from holdfast import policies, wiring
 from holdfast.arguments import Globs, require_state, selection_of
 from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.verify import Damage
-from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError
 from holdfast.geometry.region import FlatRange, Region
 from holdfast.geometry.sharded import Sharded
 from holdfast.loading.load import LoadRequest, load_checkpoint
-from holdfast.offline.diff.values import value_document
-from holdfast.offline.export.export import ExportReport
-from holdfast.offline.imports.import_step import ImportReport
-from holdfast.offline.repair.repair import RepairReport, StepRepair
-from holdfast.offline_api import (
-    EXPORT_DTYPES,
-    collect,
-    diff,
-    export,
-    import_checkpoint,
-    list_steps,
-    remove_steps,
-    repair,
-    tag,
-    trace,
-    untag,
-)
-from holdfast.plan.forecast import Forecast
-from holdfast.repository.tags import Tag
-from holdfast.runs.collection.garbage_collection import CollectReport
-from holdfast.runs.listing import RunRecord, StepRecord
-from holdfast.runs.removing import RemovedSteps
+from holdfast.loading.named_step import finder_of, selector_at
 from holdfast.saving.handle import SaveHandle
 from holdfast.saving.request import PathRequest
 from holdfast.saving.save import begin_save, save_and_wait
 from holdfast.saving.wrong_call import refuse_call
 from holdfast.settings import Settings
-from holdfast.telemetry.trace import Trace
-from holdfast.types.diff import Change, Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
 from holdfast.types.reports import LoadReport, SaveReport
-from holdfast.whole_state import read
+
+if TYPE_CHECKING:
+    from holdfast.checkpoint.verify import Damage
+    from holdfast.checkpoint_manager import CheckpointManager
+    from holdfast.offline.diff.values import value_document
+    from holdfast.offline.export.export import ExportReport
+    from holdfast.offline.imports.import_step import ImportReport
+    from holdfast.offline.repair.repair import RepairReport, StepRepair
+    from holdfast.offline_api import (
+        EXPORT_DTYPES,
+        collect,
+        diff,
+        export,
+        import_checkpoint,
+        list_steps,
+        remove_steps,
+        repair,
+        tag,
+        trace,
+        untag,
+    )
+    from holdfast.plan.forecast import Forecast
+    from holdfast.repository.tags import Tag
+    from holdfast.runs.collection.garbage_collection import CollectReport
+    from holdfast.runs.listing import RunRecord, StepRecord
+    from holdfast.runs.removing import RemovedSteps
+    from holdfast.telemetry.trace import Trace
+    from holdfast.types.diff import Change, Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
+    from holdfast.whole_state import read
 
 __all__ = [
     "EXPORT_DTYPES",
@@ -93,6 +98,47 @@ __all__ = [
     "trace",
     "value_document",
 ]
+
+_HOMES = {
+    "holdfast.checkpoint.verify": {"Damage"},
+    "holdfast.checkpoint_manager": {"CheckpointManager"},
+    "holdfast.offline.diff.values": {"value_document"},
+    "holdfast.offline.export.export": {"ExportReport"},
+    "holdfast.offline.imports.import_step": {"ImportReport"},
+    "holdfast.offline.repair.repair": {"RepairReport", "StepRepair"},
+    "holdfast.offline_api": {
+        "EXPORT_DTYPES",
+        "collect",
+        "diff",
+        "export",
+        "import_checkpoint",
+        "list_steps",
+        "remove_steps",
+        "repair",
+        "tag",
+        "trace",
+        "untag",
+    },
+    "holdfast.plan.forecast": {"Forecast"},
+    "holdfast.repository.tags": {"Tag"},
+    "holdfast.runs.collection.garbage_collection": {"CollectReport"},
+    "holdfast.runs.listing": {"RunRecord", "StepRecord"},
+    "holdfast.runs.removing": {"RemovedSteps"},
+    "holdfast.telemetry.trace": {"Trace"},
+    "holdfast.types.diff": {"Change", "Diff", "NameOnly", "TensorDiff", "TieDiff", "ValueDiff", "Verdict"},
+    "holdfast.whole_state": {"read"},
+}
+"""Names by module that are imported on first use: who only saves or loads a path does not wait for their modules."""
+
+
+def __getattr__(name: str) -> object:
+    """Return a name of another module; the first access imports that module."""
+    home = next((module for module, names in _HOMES.items() if name in names), None)
+    if home is None:
+        raise AttributeError(f"module 'holdfast.api' has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
 
 
 def save(
@@ -180,6 +226,8 @@ def load(
     path: wiring.Path,
     state: Mapping[str, object],
     *,
+    step: int | str | None = None,
+    best: str | tuple[str, str] | None = None,
     strict: bool = True,
     cast: bool = False,
     only: Globs = None,
@@ -194,8 +242,10 @@ def load(
     top-level keys are compared: `load(path, {"model": model})` from a whole training checkpoint succeeds.
 
     Args:
-        path: The checkpoint.
+        path: The checkpoint; with `step` or `best` the root of a run.
         state: The state to fill.
+        step: A step of the run: its number, a tag (`"best"`), `"300@1f2e"`, or `"latest"`, the newest valid one.
+        best: A metric: the committed step with the lowest value of it. `("accuracy", "max")`: with the highest.
         strict: Raise if names are missing or unexpected; otherwise fill the matching names and report the rest.
         cast: Allow a tensor to be filled from another dtype.
         only: Fill only FQNs that match one of these patterns; each must match a name on some rank.
@@ -206,21 +256,31 @@ def load(
         settings: How to load.
     Raises:
         InvalidError: The state does not fit; nothing was changed on any rank.
-        MissingError: There is no checkpoint.
+        MissingError: There is no checkpoint, step or tag.
         CorruptError: Stored bytes are not what was saved; the state may be partly filled.
     """
     require_state(state, "load(path, state)")
     job = wiring.loading_job(process_group, settings)
     request = LoadRequest(state, selection_of(only, skip, grads), strict, cast)
+    if step is not None or best is not None:
+        home = wiring.home_at(path, settings)
+        selector = selector_at(home, finder_of(step, best), job.clock, job.is_first_occurrence)
+        return load_checkpoint(job, home, request, selector)
     return load_checkpoint(job, wiring.location_at(path, settings), request)
 
 
-def open_checkpoint(path: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> Checkpoint:
+def open_checkpoint(
+    path: wiring.Path, *, step: int | str | None = None, settings: Settings = wiring.DEFAULT_SETTINGS
+) -> Checkpoint:
     """Open a checkpoint read-only. It reads lazily, never communicates, and needs no torch.
 
+    Args:
+        path: The checkpoint; with `step` the root of a run.
+        step: A step of the run: its number, a tag (`"best"`), `"300@1f2e"`, or `"latest"`, the newest valid one.
+        settings: How to read.
     Raises:
-        MissingError: There is no checkpoint.
-        InvalidError: The path is the root of a run, or the format is newer.
+        MissingError: There is no checkpoint, step or tag.
+        InvalidError: The path is the root of a run and no step is given, or the reverse; or the format is newer.
         CorruptError: The manifest is damaged.
     """
-    return wiring.checkpoint_at(path, settings)
+    return wiring.checkpoint_at(path, settings, step)

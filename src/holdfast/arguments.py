@@ -16,6 +16,9 @@ from holdfast.settings import Preemption
 Globs = Sequence[str] | str | None
 """One or several FQN patterns, as in `fnmatch`."""
 
+TagNames = Iterable[str] | str
+"""One or several tags."""
+
 
 def require_state(state: object, call: str) -> None:
     """Refuse a state that is not a dict.

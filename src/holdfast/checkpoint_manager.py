@@ -5,6 +5,7 @@ It forwards to the features of `runs/`, and starts saves and loads with them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -14,25 +15,35 @@ from types import TracebackType
 from typing import Self
 
 from holdfast import wiring
-from holdfast.arguments import Globs, policies_of, preemption_of, require_save_arguments, require_state, selection_of
+from holdfast.arguments import (
+    Globs,
+    TagNames,
+    policies_of,
+    preemption_of,
+    require_save_arguments,
+    require_state,
+    selection_of,
+)
 from holdfast.checkpoint.location import CheckpointLocation, none_allowed, require_no_checkpoint
 from holdfast.coordination.exit.signals import Signals
 from holdfast.coordination.job import Job
 from holdfast.coordination.save_schedule import Schedule
 from holdfast.errors import InvalidError
-from holdfast.format.names import is_step, plain_step, step_and_digest
-from holdfast.loading.load import LoadRequest, load, load_attempt
+from holdfast.format.names import is_step, plain_step
+from holdfast.loading.load import Loaded, LoadRequest, load, load_attempt
+from holdfast.loading.named_step import finder_of
 from holdfast.policies import KeepPolicy, Policies, SavePolicy
 from holdfast.ports.framework import Selection
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs, Store
 from holdfast.repository.catalog import read_run_id
-from holdfast.repository.tags import remove_tag, require_tag_name
+from holdfast.repository.tags import remove_tag
 from holdfast.repository.timelines import committed_steps, run_timelines
+from holdfast.runs.collection.background_collection import lacks_room
 from holdfast.runs.collection.garbage_collection import CheckpointGC
+from holdfast.runs.collection.pins import StepPin
 from holdfast.runs.discarding import Discarding
 from holdfast.runs.loaded_state import loaded_state
-from holdfast.runs.pins import Pins, StepPin
 from holdfast.runs.preemption import PreemptionHandler, estimated_write_bytes
 from holdfast.runs.saves_in_flight import SavesInFlight
 from holdfast.runs.step_request import RunParts, StepRequest, StepState
@@ -151,6 +162,8 @@ class CheckpointManager:
         state: Mapping[str, object],
         *,
         metrics: Mapping[str, object] | None = None,
+        tags: TagNames = (),
+        move_tags: TagNames = (),
         only: Globs = None,
         skip: Globs = None,
         grads: bool = False,
@@ -158,8 +171,8 @@ class CheckpointManager:
         """Save a step of the training loop if a save is due; return its handle, or None.
 
         Every rank calls it after every step. All ranks decide alike without waiting for each other. `metrics` are
-        numbers by name; only those of rank 0 are stored. Other arguments and errors as `save`. A step that was just
-        saved or loaded is not saved again.
+        numbers by name; only those of rank 0 are stored. Other arguments and errors as `save`; no tag is put or moved
+        if nothing is saved. A step that was just saved or loaded is not saved again.
 
         Raises:
             InvalidError: The manager was made without `save` and `every`.
@@ -173,7 +186,7 @@ class CheckpointManager:
                 "save=…, as in CheckpointManager(root, every=100). To save at once, call save(step, state)"
             )
         step = plain_step(step)
-        passed = _passed(step, state, "maybe_save(step, state)", (only, skip, grads), metrics)
+        passed = _passed(step, state, "maybe_save(step, state)", (only, skip, grads), metrics, (tags, move_tags))
         if passed.misuse is not None and (self._job.comm.world_size == 1 or not is_step(step)):
             # Without a step this rank cannot decide whether the others save. They raise at their next save.
             return refuse_call(self._job, passed.misuse)
@@ -208,7 +221,8 @@ class CheckpointManager:
         state: Mapping[str, object],
         *,
         metrics: Mapping[str, object] | None = None,
-        tags: Sequence[str] | str = (),
+        tags: TagNames = (),
+        move_tags: TagNames = (),
         only: Globs = None,
         skip: Globs = None,
         grads: bool = False,
@@ -219,17 +233,21 @@ class CheckpointManager:
             step: The training iteration.
             state: As `async_save`, and so `only`, `skip` and `grads`.
             metrics: Metrics of the step, numbers by name; only those of rank 0 are stored.
-            tags: Tags that the step gets once it is committed, as with `tag`; only those of rank 0 are set.
+            tags: Tags that the step gets once it is committed; only those of rank 0 are set. A tag that another step
+                has stays there. That is a warning, in the log and in `SaveReport.untagged`; the step is saved.
+            move_tags: Tags that the step gets likewise, also if another step has them: `move_tags={"best"}`.
         """
         self._require_not_closed()
         step = plain_step(step)
-        return self._begin_save(step, _passed(step, state, "save(step, state)", (only, skip, grads), metrics, tags))
+        passed = _passed(step, state, "save(step, state)", (only, skip, grads), metrics, (tags, move_tags))
+        return self._begin_save(step, passed)
 
     def load(
         self,
         state: Mapping[str, object],
         step: int | str | None = None,
         *,
+        best: str | tuple[str, str] | None = None,
         strict: bool = True,
         cast: bool = False,
         only: Globs = None,
@@ -238,6 +256,9 @@ class CheckpointManager:
         discard_newer: bool = False,
     ) -> int | None:
         """Fill a state from a step, or from the newest valid step; return the step, or None if the root has none yet.
+
+        `step` is a number, a tag (`"best"`), or `"latest"`, the same as None. `best="loss"` loads the committed step
+        with the lowest loss, `best=("accuracy", "max")` that with the highest accuracy, ranked as `BestN` ranks.
 
         All ranks skip damaged newer steps together, quarantine them, and report them in `load_report.passed_over`.
         Arguments and errors as the function `load`. A given step that is absent raises `MissingError`; a damaged one
@@ -253,16 +274,16 @@ class CheckpointManager:
         """
         require_state(state, "load(state, step)")
         self._require_not_closed()
-        if discard_newer and step is None:
+        find = finder_of(step, best)
+        if discard_newer and find is None:
             raise InvalidError(
-                "load(state, discard_newer=True) without a step; expected the step to go back to, as in step=100. "
-                "Nothing was loaded or removed"
+                "load(state, discard_newer=True) without a step; expected the step to go back to, as in step=100 or "
+                "step='best'. Nothing was loaded or removed"
             )
         discarding = Discarding(self._parts) if discard_newer else None
-        number, digest = (None, "") if step is None else step_and_digest(step)
         request = LoadRequest(state, selection_of(only, skip, grads), strict, cast)
         position = self._position
-        selector = position.selector(number, digest, None if discarding is None else discarding.prepare)
+        selector = position.selector(find, None if discarding is None else discarding.prepare)
         if discarding is not None:
             self._saves.await_ends()  # They are newer, too.
         with load_attempt(self._job, position.home, selector, request, self._dispatcher) as attempt:
@@ -274,14 +295,8 @@ class CheckpointManager:
                 raise
             if loaded is None:
                 return None
-            self.load_report = loaded.report
             # Before the reader lease ends: garbage collection must not remove the step in between.
-            position.move_to(loaded)
-            position.loaded_state = loaded_state(self._job.framework, request, loaded)
-            if position.has_gone_back and self._preemption is not None:
-                self._preemption.forget_last()
-            if self._schedule is not None and loaded.location.step is not None:
-                self._schedule.note_loaded(loaded.location.step)
+            self._note_loaded(request, loaded)
             if discarding is not None:
                 self.load_report = discarding.execute(loaded)
             return loaded.location.step
@@ -296,17 +311,18 @@ class CheckpointManager:
         chain = run_timelines(self._store).chain
         return chain[-1].step if chain else None
 
-    def tag(self, step: int | str, name: str) -> None:
+    def tag(self, step: int | str, name: str, *, move: bool = False) -> None:
         """Tag a committed step; do nothing if it has the tag already. Call it on one rank.
 
-        A superseded step is named by number and digest, as `300@1f2e`.
+        A superseded step is named by number and digest, as `300@1f2e`. With `move`, the step gets the tag also if
+        another step has it: at any time, and after a crash, the tag is at one of the two.
 
         Raises:
-            InvalidError: The name is no valid tag.
+            InvalidError: The name is no valid tag: it is a number, `latest`, or has other characters.
             MissingError: There is no such step.
-            ConflictError: Another step has the tag; the tag was not changed.
+            ConflictError: Another step has the tag, and it is not to move; or the step is being deleted.
         """
-        tag_step(self._store, self._job.clock, step, name)
+        tag_step(self._store, self._job.clock, step, name, move=bool(move))
 
     def untag(self, name: str) -> None:
         """Remove a tag; its step stays as it is. Call it on one rank.
@@ -314,7 +330,7 @@ class CheckpointManager:
         Raises:
             MissingError: There is no such tag.
         """
-        remove_tag(self._store, require_tag_name(name))
+        remove_tag(self._store, name)
 
     def kept(self) -> dict[int, tuple[str, ...]]:
         """Return the steps that garbage collection would keep now, each with its reasons. Removes nothing.
@@ -337,9 +353,16 @@ class CheckpointManager:
         """
         self._saves.wait(closing=self._closed)
 
-    def close(self) -> None:
-        """Wait for every save in flight, then release the resources. Raises as `wait`."""
-        self._close(hand_on=True)
+    def close(self, *, wait: bool = True) -> None:
+        """Wait for every save in flight, delete the steps that `keep` does not keep, and release the resources.
+
+        Raises as `wait`. If steps are due for deletion, rank 0 waits for the rest of their grace, up to a minute, and
+        says so. It does not wait after a signal, nor while an exception is handled: the next job deletes them then.
+
+        Args:
+            wait: Whether to wait for the grace; saves in flight are awaited in any case.
+        """
+        self._close(hand_on=True, may_wait=wait and sys.exception() is None)
 
     def __enter__(self) -> Self:
         """Return the manager."""
@@ -350,11 +373,22 @@ class CheckpointManager:
     ) -> None:
         """Close. An error while closing never hides an error of the block."""
         try:
-            self._close(hand_on=error is None)
+            self._close(hand_on=error is None, may_wait=error is None)
         except Exception as failure:
             if error is None:
                 raise
             error.add_note(f"closing the checkpoint manager also failed: {failure}")
+
+    def _note_loaded(self, request: LoadRequest, loaded: Loaded) -> None:
+        """Continue training from a loaded step."""
+        position = self._position
+        self.load_report = loaded.report
+        position.move_to(loaded)
+        position.loaded_state = loaded_state(self._job.framework, request, loaded)
+        if position.has_gone_back and self._preemption is not None:
+            self._preemption.forget_last()
+        if self._schedule is not None and loaded.location.step is not None:
+            self._schedule.note_loaded(loaded.location.step)
 
     def _begin_save(self, step: int, passed: StepState) -> SaveHandle:
         if passed.misuse is not None:
@@ -370,18 +404,21 @@ class CheckpointManager:
         except BaseException:
             self._parts.pins.unpin(request.pin, is_committed=False)
             raise
-        handle.committed.add_done_callback(partial(_unpin_failed, self._parts.pins, request.pin, handle))
+        handle.committed.add_done_callback(
+            partial(_note_failed, self._parts, request.pin, handle)
+        )
         self._position.lineage = request.lineage
         self._saves.add(handle)
         if self._preemption is not None:
             self._preemption.note_save(step, handle)
         return handle
 
-    def _close(self, *, hand_on: bool) -> None:
+    def _close(self, *, hand_on: bool, may_wait: bool) -> None:
         """Wait for every save in flight, then release the resources.
 
         Args:
             hand_on: Whether the restored handler receives a signal that no step handled.
+            may_wait: Whether to wait for the grace of steps that are due for deletion.
         """
         if self._closed:
             return
@@ -392,9 +429,18 @@ class CheckpointManager:
                 # Pushed first, so that it runs last: a signal that no step handled may end the process here.
                 ending.callback(self._preemption.close, hand_on=hand_on)
             ending.callback(self._dispatcher.close)
-            ending.callback(self._parts.close)
+            ending.push(partial(self._end_run, may_wait))
             ending.callback(self._job.close)
             self.wait()
+
+    def _end_run(
+        self, may_wait: bool, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        """End garbage collection and release the writer lease; an `ExitStack` passes the error of the close so far."""
+        # A failed save is no reason to leave steps behind; Ctrl-C while saves end is.
+        may_wait = may_wait and (error is None or isinstance(error, Exception))
+        preemption = self._preemption
+        self._parts.close(lambda: may_wait and not (preemption is not None and preemption.has_received_signal))
 
     def _estimated_write_bytes(self, passed: StepState) -> int:
         """Return a lower bound of the bytes that this rank must write, before any comparison with what is stored."""
@@ -416,19 +462,25 @@ def _passed(
     call: str,
     chosen: tuple[Globs, Globs, bool],
     metrics: Mapping[str, object] | None,
-    tags: Sequence[str] | str = (),
+    tags: tuple[TagNames, TagNames],
 ) -> StepState:
     """Return the arguments of a call that saves, or what is wrong with them: every rank then raises, or none."""
     try:
         require_save_arguments(step, state, call)
-        return StepState(state, selection_of(*chosen), metrics, tags)
+        return StepState(state, selection_of(*chosen), metrics, *tags)
     except InvalidError as misuse:
         return StepState({}, Selection(), misuse=misuse)
 
 
-def _unpin_failed(pins: Pins, pin: StepPin, handle: SaveHandle, committed: Future[SaveReport]) -> None:
-    """Unpin what a save needed that has certainly failed. Holds no reference to the manager: the handle outlives it."""
+def _note_failed(parts: RunParts, pin: StepPin, handle: SaveHandle, committed: Future[SaveReport]) -> None:
+    """Unpin what a save needed that has certainly failed, and look for room if it found none.
+
+    Holds no reference to the manager: the handle outlives it.
+    """
+    error = committed.exception()
     if handle.may_be_committed:
-        pins.note_unknown(pin)
-    elif committed.exception() is not None:
-        pins.unpin(pin, is_committed=False)
+        parts.pins.note_unknown(pin)
+    elif error is not None:
+        parts.pins.unpin(pin, is_committed=False)
+    if error is not None and lacks_room(error):
+        parts.look_for_room()

@@ -9,21 +9,25 @@ from contextlib import closing
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
-from holdfast import wiring
+from holdfast import export_wiring, wiring
 from holdfast.arguments import Globs, patterns_of
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import require_no_checkpoint
 from holdfast.clock import SystemClock
 from holdfast.errors import InvalidError
-from holdfast.format.names import require_step
+from holdfast.format.names import MANIFEST_FILE, step_folder
+from holdfast.format.step_name import step_name
+from holdfast.loading.named_step import find_named, number_of
 from holdfast.offline.diff.compare import differences
 from holdfast.offline.export.export import ExportReport, ExportRequest
 from holdfast.offline.imports.copy import exported
 from holdfast.offline.imports.import_step import ImportReport, import_step
 from holdfast.offline.repair.repair import Repair, RepairReport
+from holdfast.offline.repair.single import SingleRepair
 from holdfast.policies import KeepPolicy
 from holdfast.ports.observer import Observer
-from holdfast.repository.tags import remove_tag, require_tag_name
+from holdfast.repository.catalog import exists
+from holdfast.repository.tags import remove_tag
 from holdfast.runs.collection.garbage_collection import CollectReport, collected
 from holdfast.runs.collection.garbage_collection import planned as collection_planned
 from holdfast.runs.listing import RunRecord, run_record
@@ -57,6 +61,7 @@ def import_checkpoint(
     root: wiring.Path,
     *,
     step: int | None = None,
+    from_step: int | str | None = None,
     copy: bool = False,
     settings: Settings = wiring.DEFAULT_SETTINGS,
     observer: Observer | None = None,
@@ -72,6 +77,7 @@ def import_checkpoint(
         src: The checkpoint: a folder or file of any format that Holdfast reads.
         root: The folder of the run; created if it does not exist.
         step: The step that it becomes; None for its own step number.
+        from_step: The step of `src`, if that is the root of a run: a number, a tag, or `latest`.
         copy: Whether to copy its bytes.
         settings: Bytes of a chunk, and reads in flight.
         observer: Receives progress.
@@ -83,7 +89,7 @@ def import_checkpoint(
         UnavailableError: Storage failed, or the outcome is unknown.
     """
     with closing(wiring.lone_job(settings)) as job:
-        store, source = wiring.store_at(root, settings), wiring.checkpoint_at(src, settings)
+        store, source = wiring.store_at(root, settings), wiring.checkpoint_at(src, settings, from_step)
         return import_step(source, store, job, step, copied=copy, observer=observer)
 
 
@@ -96,6 +102,7 @@ def export(
     dst: wiring.Path,
     *,
     to: str,
+    step: int | str | None = None,
     shard_bytes: int = SHARD_BYTES,
     dtype: str | None = None,
     model_only: bool = True,
@@ -110,10 +117,11 @@ def export(
     beside it. After any interruption, the same call resumes there.
 
     Args:
-        src: The checkpoint.
+        src: The checkpoint; with `step` the root of a run.
         dst: The file or folder to create; it must not exist.
         to: The format: `safetensors`, `torch` or `dcp` (docs/formats.md). `holdfast` copies everything into a
             checkpoint of our own, by one process and not resumed; the options up to `memory_bytes` do not apply to it.
+        step: A step of the run: its number, a tag, `"300@1f2e"`, or `"latest"`, the newest valid one.
         shard_bytes: Most bytes of tensors in one file, for formats with several files.
         dtype: Dtype for the floating tensors of the model: float32, float16 or bfloat16; None: as they are.
         model_only: Whether to leave out everything but the model.
@@ -127,12 +135,10 @@ def export(
         UnavailableError: The file system is full, or storage failed.
         CorruptError: Stored bytes are not what was saved.
     """
-    if dtype is not None and dtype not in EXPORT_DTYPES:
-        raise InvalidError(f"dtype={dtype!r}; expected one of {', '.join(EXPORT_DTYPES)}, or None")
-    for name, value in (("shard_bytes", shard_bytes), ("memory_bytes", memory_bytes), ("workers", workers)):
-        if type(value) is not int or value < 1:
-            raise InvalidError(f"{name}={value!r}; expected a positive whole number")
-    if to == wiring.HOLDFAST:
+    _require_export_options(dtype, shard_bytes=shard_bytes, memory_bytes=memory_bytes, workers=workers)
+    if step is not None:
+        src = wiring.step_path(wiring.step_at(src, step, settings))
+    if to == export_wiring.HOLDFAST:
         if dtype is not None or workers > 1:
             raise InvalidError(
                 f"dtype={dtype!r}, workers={workers}; expected neither with to={to!r}: one process copies all tensors "
@@ -146,9 +152,18 @@ def export(
             return exported(checkpoint, store, job, observer)
     options = ExportOptions(shard_bytes=shard_bytes, dtype=dtype, model_only=bool(model_only))
     request = ExportRequest(memory_bytes=memory_bytes, workers=workers)
-    planned = wiring.export_of(src, dst, to, options, settings)
-    pool = wiring.export_pool(src, dst, to, options, settings) if workers > 1 else None
+    planned = export_wiring.export_of(src, dst, to, options, settings)
+    pool = export_wiring.export_pool(src, dst, to, options, settings) if workers > 1 else None
     return planned.run(request, pool, observer)
+
+
+def _require_export_options(dtype: str | None, **counts: object) -> None:
+    """Refuse a dtype that no export casts to, and a count that is not positive."""
+    if dtype is not None and dtype not in EXPORT_DTYPES:
+        raise InvalidError(f"dtype={dtype!r}; expected one of {', '.join(EXPORT_DTYPES)}, or None")
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise InvalidError(f"{name}={value!r}; expected a positive whole number")
 
 
 def list_steps(root: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> RunRecord:
@@ -161,19 +176,30 @@ def list_steps(root: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTING
     return run_record(wiring.store_at(root, settings))
 
 
-def tag(root: wiring.Path, step: int | str, name: str, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> None:
+def tag(
+    root: wiring.Path,
+    step: int | str,
+    name: str,
+    *,
+    move: bool = False,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> None:
     """Give a committed step of a run a tag; no change if it has the tag already. Needs no torch.
 
-    A superseded step is named by number and digest, as `300@1f2e`.
-
+    Args:
+        root: The folder of the run.
+        step: The step: its number, `300@1f2e` for a superseded one, another tag of it, or `latest`.
+        name: The tag.
+        move: Whether to move the tag if another step has it. At any time, it is at one of the two.
+        settings: How to reach storage.
     Raises:
         InvalidError: The name is not valid, or the path is one checkpoint.
         MissingError: There is no such step.
-        ConflictError: The tag names another step; it was not touched.
+        ConflictError: The tag names another step, and is not to move; it was not touched.
     """
     store = wiring.store_at(root, settings)
     require_no_checkpoint(store)
-    tag_step(store, SystemClock(), step, name)
+    tag_step(store, SystemClock(), step, name, move=bool(move))
 
 
 def untag(root: wiring.Path, name: str, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> None:
@@ -185,23 +211,29 @@ def untag(root: wiring.Path, name: str, *, settings: Settings = wiring.DEFAULT_S
     """
     store = wiring.store_at(root, settings)
     require_no_checkpoint(store)
-    remove_tag(store, require_tag_name(name))
+    remove_tag(store, name)
 
 
-def trace(path: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> Trace:
+def trace(path: wiring.Path, *, step: int | str | None = None, settings: Settings = wiring.DEFAULT_SETTINGS) -> Trace:
     """Return a trace of the saves and loads of a checkpoint, or of every step of a run, on all ranks.
 
     ui.perfetto.dev and chrome://tracing draw its `document`, written as JSON. Needs no torch.
 
+    Args:
+        path: The checkpoint, or the root of a run.
+        step: One step of the run: its number, a tag, or `latest`; None for all.
+        settings: How to read.
     Raises:
-        MissingError: The path holds no reports.
+        MissingError: The path holds no reports, or there is no such step or tag.
     """
-    return trace_of(wiring.store_at(path, settings))
+    store = wiring.store_at(path, settings)
+    folder = None if step is None else step_folder(find_named(store, step_name(step))[1].step)
+    return trace_of(store, folder)
 
 
 def repair(
     root: wiring.Path,
-    step: int | None = None,
+    step: int | str | None = None,
     *,
     dry_run: bool = False,
     unfinished: bool = False,
@@ -213,9 +245,13 @@ def repair(
     It writes only data whose digests prove that it was saved. Every replaced file is kept under `quarantine/`. A step
     that is complete afterwards can be resumed from again. No job may write to the run. Needs no torch.
 
+    The folder of one step stands for that step of its run. A checkpoint that is in no run is repaired from its own
+    files alone, and replaced files are kept in its folder `replaced/`.
+
     Args:
-        root: The root of the run.
-        step: The step; None: every step whose manifest, index, file sizes or quarantine show damage.
+        root: The root of the run, the folder of one step, or one checkpoint.
+        step: The step: its number, a tag, or `latest`; None: every step whose manifest, index, file sizes or quarantine
+            show damage.
         dry_run: Write nothing, only report.
         unfinished: Accept the manifest of that step although it is fenced (see `holdfast ls`), if everything that it
             names is intact.
@@ -223,19 +259,23 @@ def repair(
         settings: How to read, and how an index is split.
     Raises:
         MissingError: There is no such step, or none at all.
-        InvalidError: The path is one checkpoint, or a step is of a newer format.
+        InvalidError: A step of one checkpoint is asked for, or a step is of a newer format.
         ConflictError: A job writes to the run.
         UnavailableError: Storage failed; the same call resumes.
     """
+    store, of_path = wiring.repairable_at(root, settings)
+    number = of_path
     if step is not None:
-        step = require_step(step)
-    elif unfinished:
+        if of_path is not None:
+            raise InvalidError(f"{root}: is step {of_path} of a run already; expected no step, or the root of the run")
+        number = number_of(store, step_name(step))
+    if number is None and unfinished:
         raise InvalidError("unfinished=True without a step; expected the step to accept, as in step=100")
-    store, references = wiring.store_at(root, settings), References(settings.allowed_roots)
-    return Repair(
-        store, references, SystemClock(), settings,
+    repair_class = SingleRepair if number is None and exists(store, MANIFEST_FILE) else Repair
+    return repair_class(
+        store, References(settings.allowed_roots), SystemClock(), settings,
         dry_run=bool(dry_run), unfinished=bool(unfinished), observer=observer,
-    ).run(step)  # fmt: skip
+    ).run(number)  # fmt: skip
 
 
 def collect(
@@ -289,7 +329,7 @@ def remove_steps(
 
     Args:
         root: The folder of the run.
-        steps: Their numbers; a superseded step is named by number and digest, as `300@1f2e`.
+        steps: Their numbers or tags, or `latest`; a superseded step is named by number and digest, as `300@1f2e`.
         tagged: Whether steps with tags go too, and their tags with them.
         all_steps: Whether the last step that a resume could take may go.
         dry_run: Only report what would be removed.

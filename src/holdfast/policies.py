@@ -6,7 +6,7 @@ Small values that combine: `AnyOf(EveryNSteps(100), OnRequest())`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Literal, TypeGuard
@@ -208,3 +208,16 @@ def rules_of(policy: object) -> Iterator[object]:
             yield from rules_of(inner)
     else:
         yield policy
+
+
+def best_first(rule: BestN, metrics: Mapping[int, Mapping[str, float]]) -> list[int]:
+    """Return the steps that have a finite value of the metric of a rule, the best one first.
+
+    Args:
+        rule: Names the metric, and which value is best. Of equal values the newer step comes first.
+        metrics: The metrics of each step.
+    """
+    sign = 1 if rule.mode == "min" else -1
+    values = ((step, found[rule.metric]) for step, found in metrics.items() if rule.metric in found)
+    ranked = sorted((sign * value, -step) for step, value in values if math.isfinite(value))
+    return [-step for _, step in ranked]

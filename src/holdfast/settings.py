@@ -116,9 +116,10 @@ class Settings:
     that time. Only counts if the other job cannot see the writer's process, as on another machine. Long enough for a
     store that stalls for seconds, short enough to wait for."""
 
-    collect_grace_seconds: float = 30.0
+    collect_grace_seconds: float = 10.0
     """Time between the mark and the removal of a step. It protects readers that chose the step just before, and readers
-    without a lease because they may not write to the root."""
+    without a lease because they may not write to the root. `close` waits for the rest of it, up to a minute, so it is
+    as long as a lease and no longer: a script should end."""
 
     count_nonfinite: bool = False
     """Whether a save counts NaN and infinite elements, while it hashes them. A step with more than the last good one is

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from holdfast import wiring
 from holdfast.arguments import Globs, selection_of
 from holdfast.checkpoint.checkpoint import require_framework
+from holdfast.checkpoint.mapped_tensors import MappedTensors
 from holdfast.errors import InvalidError, first_three
 from holdfast.foreign.file_layout import SmallTensor, TensorLeaf
 from holdfast.foreign.nested_state import State, nested_state
@@ -26,10 +27,12 @@ _ABSENT = object()
 def read(
     path: wiring.Path,
     *,
+    step: int | str | None = None,
     only: Globs = None,
     framework: str = "torch",
+    mmap: bool = False,
     settings: Settings = wiring.DEFAULT_SETTINGS,
-) -> dict[str, object]:
+) -> Mapping[str, object]:
     """Read the state of a checkpoint into new memory, without a state to fill. This process alone reads.
 
     The result is what `torch.load` would return for the same state: a module or an optimizer is its `state_dict()`,
@@ -37,26 +40,36 @@ def read(
     (`PerRank`, `RngState`) is left out, with a warning: see `open_checkpoint(path).per_rank(rank)`.
 
     Args:
-        path: The checkpoint, of any format that Holdfast reads.
+        path: The checkpoint, of any format that Holdfast reads; with `step` the root of a run.
+        step: A step of the run: its number, a tag, `"300@1f2e"`, or `"latest"`, the newest valid one.
         only: Read only names that match one of these patterns, and all below them, as in `only="model.*"`.
         framework: `torch` for tensors on the CPU, or `numpy`, which needs no torch: bfloat16 and float8 become unsigned
             integers of their width, and torch's dtypes and devices their names.
+        mmap: Whether tensors are mapped from the files, and read and checked when they are first asked for. The
+            result, and each dict in it that holds tensors, is then a read-only mapping; a list or tuple is put together
+            as a whole. A tensor that several ranks saved in parts is read into memory. Writing to a tensor never
+            changes a file. Files may be deleted or replaced meanwhile, but not cut short or overwritten in place.
         settings: How to read.
+    Returns:
+        The state as nested dicts; with `mmap` as nested mappings, which raise `CorruptError` where a damaged tensor is
+        first asked for.
     Raises:
-        MissingError: There is no checkpoint.
-        InvalidError: The path is the root of a run, the format is newer, or a pattern matches no name.
+        MissingError: There is no checkpoint, step or tag.
+        InvalidError: The path is the root of a run and no step is given, the format is newer, or a pattern matches no
+            name.
         CorruptError: The checkpoint is damaged.
         UnavailableError: Storage failed, or the tensors do not fit into memory.
     """
     require_framework(framework)
     patterns = selection_of(only, None, False).only
-    checkpoint = wiring.checkpoint_at(path, settings)
+    checkpoint = wiring.checkpoint_at(path, settings, step)
     manifest = checkpoint.manifest
     content = ExportContent(checkpoint.index.tensors, manifest.aliases, manifest.tree)
     state = nested_state(content, ExportOptions(), flat_optimizers=False)
     if patterns is not None:
         state = _Selected(patterns).of(state, checkpoint.url)
-    tensors = checkpoint.read_all([leaf.fqn for leaf in _leaves(state) if isinstance(leaf, TensorLeaf)], framework)
+    names = [leaf.fqn for leaf in _leaves(state) if isinstance(leaf, TensorLeaf)]
+    tensors = MappedTensors(checkpoint, names, framework) if mmap else checkpoint.read_all(names, framework)
 
     def fill(leaf: object) -> object:
         if isinstance(leaf, TensorLeaf):
@@ -68,8 +81,56 @@ def read(
             return wiring.built_by_torch(leaf) if framework == "torch" else leaf.value
         return leaf
 
+    if mmap:
+        return MappedState(state, fill)
     _fill(state, fill)
     return state
+
+
+class MappedState(Mapping[str, object]):
+    """A state, or a dict in it, whose tensors are checked when they are first asked for. Read-only."""
+
+    def __init__(self, state: Mapping[str, object], fill: Callable[[object], object]) -> None:
+        """Ask for no tensor yet.
+
+        Args:
+            state: Its values, with leaves in place of tensors.
+            fill: Returns what takes the place of a leaf.
+        """
+        self._state, self._fill = state, fill
+        self._made: dict[str, object] = {}
+
+    def __getitem__(self, key: str) -> object:
+        """Return a value; the same one each time.
+
+        Raises:
+            CorruptError: A tensor in it is damaged.
+        """
+        if key not in self._made:
+            value = self._state[key]
+            if isinstance(value, dict) and any(isinstance(leaf, TensorLeaf) for leaf in _leaves(value)):
+                made: object = MappedState(value, self._fill)
+            else:
+                made = _fill(value, self._fill)
+            # Of two threads that make it at once, both return the same.
+            self._made.setdefault(key, made)
+        return self._made[key]
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the keys; asks for no value."""
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        """Return the number of keys."""
+        return len(self._state)
+
+    def __contains__(self, key: object) -> bool:
+        """Return whether a key is there; asks for no value."""
+        return key in self._state
+
+    def __repr__(self) -> str:
+        """Return the keys: the values would all be read."""
+        return f"MappedState({list(self._state)})"
 
 
 class _Selected:

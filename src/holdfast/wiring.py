@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import weakref
 from collections import OrderedDict
 from functools import cache
@@ -14,21 +13,20 @@ from holdfast.clock import SystemClock
 from holdfast.coordination.absent_ranks import CallWatch
 from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError
-from holdfast.format.names import is_superseded_name, step_and_digest, step_of_folder
+from holdfast.format.names import RUN_FILE, is_superseded_name, step_and_digest, step_of_folder
 from holdfast.frameworks.alone import AloneComm
+from holdfast.loading.named_step import finder_of, no_step
+from holdfast.loading.resolve import newest_sound
 from holdfast.loading.step_choice import find_step, location_of
-from holdfast.offline.export.export import Export, WorkerPool
-from holdfast.offline.export.workers import worker_main, worker_pool
 from holdfast.ports.comm import Comm
-from holdfast.ports.foreign import Format, Writer
+from holdfast.ports.foreign import Format
 from holdfast.ports.framework import Framework
 from holdfast.ports.store import Store
+from holdfast.repository.catalog import exists, require_run
 from holdfast.settings import Settings
-from holdfast.stores.destination import LocalDestination
 from holdfast.stores.foreign import ForeignFiles, References
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
-from holdfast.types.export import ExportOptions
 from holdfast.types.listing import ForeignListing
 from holdfast.types.values import FrameworkValue
 
@@ -124,70 +122,74 @@ def location_at(path: object, settings: Settings) -> CheckpointLocation:
 
 def _superseded_at(parent: str, name: str, settings: Settings) -> CheckpointLocation:
     """Return the location of a superseded step."""
-    store = LocalStore(parent, settings=settings)
-    home = CheckpointLocation(store, "", None, references=References(settings.allowed_roots), root=store)
-    _, manifest = find_step(store, *step_and_digest(name))
+    home = home_at(parent, settings)
+    _, manifest = find_step(home.store, *step_and_digest(name))
     return location_of(home, manifest)
 
 
-@cache
-def writers() -> tuple[Writer, ...]:
-    """Return the writers of other systems' formats."""
-    from holdfast.foreign.dcp.writer import DcpWriter
-    from holdfast.foreign.huggingface.safetensors_writer import SafetensorsWriter
-    from holdfast.foreign.torch.writer import TorchWriter
+def home_at(path: object, settings: Settings) -> CheckpointLocation:
+    """Return the root of a run, to read its steps.
 
-    return SafetensorsWriter(), TorchWriter(), DcpWriter()
+    Raises:
+        InvalidError: It is not a path, or its scheme is not supported.
+    """
+    store = store_at(path, settings)
+    return CheckpointLocation(store, "", None, references=References(settings.allowed_roots), root=store)
 
 
-HOLDFAST = "holdfast"
-"""Name of our own format in `export(to=…)`."""
+def step_at(root: object, step: object, settings: Settings) -> CheckpointLocation:
+    """Return the location of one step of a run, for a process that reads alone.
+
+    Args:
+        root: The root of the run.
+        step: Its number, number and digest, tag, or `latest`: the newest one that is not damaged.
+        settings: How to read.
+    Raises:
+        InvalidError: The path is one checkpoint, or the name can be that of no step.
+        MissingError: There is no such step or tag, or no run.
+        CorruptError: `latest`, and every step is damaged.
+    """
+    home, find = home_at(root, settings), finder_of(step)
+    if find is not None:
+        return location_of(home, find(home.store)[1])
+    location = newest_sound(home, SystemClock())
+    if location is None:
+        require_run(home.store)
+        raise no_step(home.store)
+    return location
+
+
+def step_path(location: CheckpointLocation) -> str:
+    """Return the path by which the location of one step of a run is opened.
+
+    Raises:
+        InvalidError: It is on no file system.
+    """
+    if not isinstance(location.store, LocalStore):
+        raise InvalidError(f"{location.store.url}: a step has a path of its own on a file system only")
+    if location.moved_manifest is None:
+        return location.url
+    return f"{location.store.url}/{location.step}@{location.digest}"
+
+
+def repairable_at(path: object, settings: Settings) -> tuple[Store, int | None]:
+    """Return the store to repair, and the step if the path is the folder of a step: the store is the root then.
+
+    Raises:
+        InvalidError: It is not a path, or its scheme is not supported.
+    """
+    store = store_at(path, settings)
+    if isinstance(store, LocalStore):
+        parent, name = os.path.split(os.path.realpath(store.url))
+        step, root = step_of_folder(name), LocalStore(parent, settings=settings)
+        if step is not None and exists(root, RUN_FILE):
+            return root, step
+    return store, None
 
 
 def lone_job(settings: Settings) -> Job:
     """Return a job of this process alone that needs no torch."""
     return Job(AloneComm(), SystemClock(), settings)
-
-
-def export_of(source: object, destination: object, to: object, options: ExportOptions, settings: Settings) -> Export:
-    """Return a planned export.
-
-    Raises:
-        InvalidError: The format is unknown or cannot hold the checkpoint, or a path is wrong.
-        CheckpointError: The checkpoint cannot be read.
-    """
-    by_name = {writer.name: writer for writer in writers()}
-    if to not in by_name:
-        raise InvalidError(f"to={to!r}; expected one of {', '.join(by_name)}, {HOLDFAST}")
-    store = store_at(destination, settings)
-    if not isinstance(store, LocalStore):
-        raise InvalidError(f"{store.url}: export writes files; expected a path of a file system")
-    files = LocalDestination(store.url, file_mode=settings.file_mode)
-    checkpoint = checkpoint_at(source, settings)
-    files.require_outside(checkpoint.url)
-    return Export(checkpoint, files, by_name[to], options, SystemClock())
-
-
-def export_pool(source: object, destination: object, to: str, options: ExportOptions, settings: Settings) -> WorkerPool:
-    """Return the worker processes of an export; arguments as `export_of`.
-
-    Raises:
-        InvalidError: The source is in the memory of this process, which no other process can read.
-    """
-    if isinstance(store_at(source, settings), MemoryStore):
-        raise InvalidError(f"{source}: is in the memory of this process; expected workers=1")
-    source, destination = (
-        os.path.abspath(os.path.expanduser(str(path).removeprefix("file://"))) for path in (source, destination)
-    )
-    return worker_pool(WORKER_ENTRY, source, destination, to, options, settings)
-
-
-WORKER_ENTRY = "holdfast.wiring:export_worker"
-
-
-def export_worker() -> int:
-    """Carry out the share of an export that standard input describes; return an exit status."""
-    return worker_main(sys.stdin.readline(), export_of)
 
 
 def comm_of(process_group: ProcessGroup) -> Comm:
@@ -288,9 +290,10 @@ def shared_job(process_group: ProcessGroup, settings: Settings) -> Job:
     return jobs[settings]
 
 
-def checkpoint_at(path: object, settings: Settings) -> Checkpoint:
-    """Return the checkpoint at a path."""
-    return Checkpoint(location_at(path, settings), settings, _to_torch)
+def checkpoint_at(path: object, settings: Settings, step: object = None) -> Checkpoint:
+    """Return the checkpoint at a path; with a step, that step of the run at the path."""
+    location = location_at(path, settings) if step is None else step_at(path, step, settings)
+    return Checkpoint(location, settings, _to_torch)
 
 
 def _to_torch(array: object, dtype: str) -> object:

@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast import api, cli, wiring
+from holdfast import cli, export_wiring, offline_api
 from holdfast.clock import SystemClock
 from holdfast.stores.destination import LocalDestination, LocalJournal
 
 WORKER = "tests.export.held:worker"
-"""What a worker that holds is started with, in the place of `wiring.WORKER_ENTRY`."""
+"""What a worker that holds is started with, in the place of `export_wiring.WORKER_ENTRY`."""
 
 
 class Fast(SystemClock):
@@ -49,14 +49,14 @@ def _hold_with(hold: Callable[[], object]) -> None:
         def journal(self, name: str) -> HeldJournal:  # type: ignore[override]
             return HeldJournal(super().journal(name), hold)
 
-    wiring.LocalDestination = Held  # type: ignore[misc]
-    wiring.SystemClock = api.SystemClock = Fast  # type: ignore[misc]
+    export_wiring.LocalDestination = Held  # type: ignore[misc]
+    export_wiring.SystemClock = offline_api.SystemClock = Fast  # type: ignore[misc]
 
 
 def worker() -> int:
     """Carry out the share of an export that standard input tells of, and hold."""
     _hold_with(threading.Event().wait)
-    return wiring.export_worker()
+    return export_wiring.export_worker()
 
 
 def written_down(work: Path) -> list[int]:
@@ -93,7 +93,7 @@ def is_running(process: int) -> bool:
 
 
 if __name__ == "__main__":
-    wiring.WORKER_ENTRY = WORKER
+    export_wiring.WORKER_ENTRY = WORKER
     _hold_with(lambda: os.read(0, 1))
     sys.argv[0] = "holdfast"
     cli.main()

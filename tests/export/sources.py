@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from holdfast import wiring
+from holdfast import export_wiring, wiring
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
@@ -109,7 +109,7 @@ def exported(
     source: Path, target: Path, options: ExportOptions | None = None, request: ExportRequest = REQUEST
 ) -> ExportReport:
     """Export to safetensors through windows of one page."""
-    return wiring.export_of(source, target, "safetensors", options or ExportOptions(), SMALL).run(request)
+    return export_wiring.export_of(source, target, "safetensors", options or ExportOptions(), SMALL).run(request)
 
 
 def export_by(

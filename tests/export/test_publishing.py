@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 import holdfast
-from holdfast import wiring
+from holdfast import export_wiring, wiring
 from holdfast.errors import ConflictError, InvalidError, UnavailableError
 from holdfast.offline.export.export import ExportReport, ExportRequest, ExportShare
 from holdfast.settings import MIB, PAGE_BYTES
@@ -57,14 +57,14 @@ def made(
 ) -> ExportReport:
     """Export in files of few tensors."""
     options = ExportOptions(shard_bytes=600_000)
-    export = wiring.export_of(source, target, to, options, wiring.DEFAULT_SETTINGS)
+    export = export_wiring.export_of(source, target, to, options, wiring.DEFAULT_SETTINGS)
     export.destination = destination or export.destination
     return export.run(REQUEST)
 
 
 def dead(source: Path, target: Path, to: str = "safetensors", clearing: Callable[[Path], None] = nothing) -> None:
     """Leave an export that died as soon as its files had appeared."""
-    export = wiring.export_of(source, target, to, ExportOptions(shard_bytes=600_000), wiring.DEFAULT_SETTINGS)
+    export = export_wiring.export_of(source, target, to, ExportOptions(shard_bytes=600_000), wiring.DEFAULT_SETTINGS)
     export.destination = DiesOnce(target, clearing=clearing)
     with pytest.raises(Died):
         export.run(REQUEST)
@@ -189,7 +189,7 @@ def test_a_file_written_again_under_its_old_times_is_another_source(tmp_path: Pa
 def test_a_worker_refuses_a_source_that_was_written_again(tmp_path: Path) -> None:
     path = tmp_path / "one.safetensors"
     save_file({"w": torch.zeros(1000)}, path)
-    export = wiring.export_of(path, tmp_path / "out", "safetensors", ExportOptions(), wiring.DEFAULT_SETTINGS)
+    export = export_wiring.export_of(path, tmp_path / "out", "safetensors", ExportOptions(), wiring.DEFAULT_SETTINGS)
     destination = export.destination
     with destination.claimed():
         destination.begin({file.name: file.bytes for file in export.files})

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import api, wiring
+from holdfast import api, export_wiring, wiring
 from holdfast.errors import ConflictError, CorruptError, InvalidError, UnavailableError
 from holdfast.offline.export import workers
 from holdfast.offline.export.export import ExportRequest
@@ -193,7 +193,7 @@ class StopsAt:
 
 def stopped(source: Path, target: Path, options: ExportOptions | None = None) -> None:
     """Leave half an export."""
-    export = wiring.export_of(source, target, "safetensors", options or ExportOptions(), wiring.DEFAULT_SETTINGS)
+    export = export_wiring.export_of(source, target, "safetensors", options or ExportOptions(), wiring.DEFAULT_SETTINGS)
     request = ExportRequest(memory_bytes=64 * MIB, workers=1, window_bytes_max=PAGE_BYTES)
     with pytest.raises(Stopped):
         export.run(request, observer=StopsAt(0.5))
@@ -272,7 +272,7 @@ def test_what_appears_at_the_destination_meanwhile_is_not_touched(tmp_path: Path
         def on_event(self, event: Progress) -> None:
             (tmp_path / "out").mkdir(exist_ok=True)
 
-    export = wiring.export_of(source, tmp_path / "out", "safetensors", ExportOptions(), wiring.DEFAULT_SETTINGS)
+    export = export_wiring.export_of(source, tmp_path / "out", "safetensors", ExportOptions(), wiring.DEFAULT_SETTINGS)
     request = ExportRequest(memory_bytes=64 * MIB, workers=1)
     with pytest.raises(ConflictError, match="appeared there meanwhile; it was not touched"):
         export.run(request, observer=Meanwhile())
@@ -281,7 +281,7 @@ def test_what_appears_at_the_destination_meanwhile_is_not_touched(tmp_path: Path
 
 
 def test_two_exports_to_one_place_do_not_mix(tmp_path: Path, source: Path) -> None:
-    export = wiring.export_of(source, tmp_path / "out", "safetensors", ExportOptions(), wiring.DEFAULT_SETTINGS)
+    export = export_wiring.export_of(source, tmp_path / "out", "safetensors", ExportOptions(), wiring.DEFAULT_SETTINGS)
     with export.destination.claimed(), pytest.raises(ConflictError, match="another process is exporting to it"):
         exported(source, tmp_path / "out")
 
@@ -356,7 +356,7 @@ def test_a_worker_that_is_killed_is_named(tmp_path: Path, monkeypatch: pytest.Mo
                 for each in children(os.getpid()) - known:
                     os.kill(each, signal.SIGKILL)
 
-    monkeypatch.setattr(wiring, "WORKER_ENTRY", held.WORKER)  # None of them ends by itself before it is killed.
+    monkeypatch.setattr(export_wiring, "WORKER_ENTRY", held.WORKER)  # None of them ends by itself before it is killed.
     with pytest.raises(UnavailableError, match=r"worker \d ended with status -9; durable windows are kept"):
         api.export(tmp_path / "saved", target, to="safetensors", workers=2, memory_bytes=128 * MIB, observer=Kills())
     assert not target.exists()

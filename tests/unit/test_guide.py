@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+import warnings
 from pathlib import Path
 
 import pytest
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-GUIDES = (DOCS / "guide.md", DOCS / "troubleshooting.md")
+GUIDES = tuple(DOCS / name for name in ("guide.md", "state.md", "migrating.md", "troubleshooting.md"))
 
 
 def sections(guide: Path) -> dict[str, list[tuple[int, str]]]:
@@ -30,6 +31,11 @@ def sections(guide: Path) -> dict[str, list[tuple[int, str]]]:
     return found
 
 
+def needed(guide: Path) -> dict[str, str]:
+    """Return the package that a section needs, by its title; the section says so in a comment below its heading."""
+    return dict(re.findall(r"^## (.+)\n\n<!-- needs: (\w+) -->$", guide.read_text(), re.MULTILINE))
+
+
 SECTIONS = {(guide, title): blocks for guide in GUIDES for title, blocks in sections(guide).items()}
 
 
@@ -40,10 +46,17 @@ def test_every_section_shows_code(guide: Path) -> None:
     assert [title for title, blocks in found.items() if not blocks] == []
 
 
+# DCP says so for each checkpoint of one process.
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize(("guide", "title"), list(SECTIONS), ids=[title for _, title in SECTIONS])
 def test_section_runs(guide: Path, title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "guide"}
-    for start, code in SECTIONS[guide, title]:
-        # So many empty lines that a traceback tells the line of the guide.
-        exec(compile("\n" * (start - 1) + code, str(guide), "exec"), names)
+    with warnings.catch_warnings():
+        if package := needed(guide).get(title):
+            # Other packages warn of much that is no business of Holdfast.
+            warnings.simplefilter("ignore")
+            pytest.importorskip(package)
+        for start, code in SECTIONS[guide, title]:
+            # So many empty lines that a traceback tells the line of the guide.
+            exec(compile("\n" * (start - 1) + code, str(guide), "exec"), names)

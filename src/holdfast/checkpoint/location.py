@@ -157,7 +157,8 @@ def require_no_run(store: Store, purpose: str) -> None:
         example = step_folder(steps[-1]).rstrip("/") if steps else "step-…"
         raise InvalidError(
             f"{store.url}: is the root of a run (it holds step-* folders), not one checkpoint; cannot {purpose}. "
-            f"Use CheckpointManager({store.url!r}), or the path of one step, e.g. {store.url}/{example}"
+            f"Use CheckpointManager({store.url!r}), or the path of one step, e.g. {store.url}/{example}; to read, "
+            "step='latest' or the number or tag of a step will do"
         )
 
 

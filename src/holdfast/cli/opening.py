@@ -6,13 +6,22 @@ from typing import Annotated
 
 import typer
 
-from holdfast import api
-from holdfast.errors import CheckpointError, InvalidError
+from holdfast import api, wiring
+from holdfast.cli.screen import stderr
+from holdfast.errors import printable
+from holdfast.format.step_name import NEWEST_NAME
+from holdfast.loading.named_step import is_run
 from holdfast.settings import Settings
 
-STEPS_MAX = 10
-
 Root = Annotated[str, typer.Argument(metavar="ROOT", help="The folder of a run, which holds step-* folders.")]
+Step = Annotated[
+    str | None,
+    typer.Option(
+        "--step",
+        metavar="STEP",
+        help="Of the root of a run: the step, as number, tag, 300@1f2e or latest. Default: the newest valid one.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; see docs/cli.md.")]
 AllowRoot = Annotated[
     list[str] | None,
@@ -24,30 +33,43 @@ AllowRoot = Annotated[
 ]
 
 
-def opened(path: str, allow_root: list[str] | None = None) -> api.Checkpoint:
-    """Return the checkpoint at a path.
+def opened(path: str, allow_root: list[str] | None = None, step: str | None = None) -> api.Checkpoint:
+    """Return the checkpoint at a path; of the root of a run the step, and say on stderr which one it is.
 
     Args:
         path: Path or URL.
         allow_root: Folders under which the checkpoint may reference files.
+        step: The step of a root, as `--step` names it; None for the newest valid one.
     Raises:
-        InvalidError: The path is the root of a run; the message lists its newest steps.
         CheckpointError: As `open_checkpoint`.
     """
-    try:
-        return api.open_checkpoint(path, settings=settings_with(allow_root))
-    except InvalidError as error:
-        try:
-            steps = [record.step for record in api.list_steps(path).steps if record.committed]
-        except CheckpointError:
-            raise error from None
-        newest = ", ".join(map(str, steps[-STEPS_MAX:])) or "none yet"
-        older = "… " * (len(steps) > STEPS_MAX)
-        example = f", e.g. {path.rstrip('/')}/step-{steps[-1]:012d}" if steps else ""
-        raise InvalidError(
-            f"{path}: is the root of a run, not one checkpoint. Its committed steps: {older}{newest}. "
-            f"Give the folder of one{example}"
-        ) from error
+    settings = settings_with(allow_root)
+    step = step if step is not None or not is_root(path) else NEWEST_NAME
+    checkpoint = api.open_checkpoint(path, step=step, settings=settings)
+    _say(path, step, checkpoint.step)
+    return checkpoint
+
+
+def path_of(path: str, step: str | None) -> str:
+    """Return the path of a checkpoint, or of the step of a root, as `opened` takes it."""
+    step = step if step is not None or not is_root(path) else NEWEST_NAME
+    if step is None:
+        return path
+    found = wiring.step_at(path, step, wiring.DEFAULT_SETTINGS)
+    _say(path, step, found.step)
+    return wiring.step_path(found)
+
+
+def is_root(path: str) -> bool:
+    """Return whether a path is the root of a run."""
+    return is_run(wiring.store_at(path, wiring.DEFAULT_SETTINGS))
+
+
+def _say(path: str, named: str | None, step: int | None) -> None:
+    """Say which step of a root is taken, unless its number was given."""
+    if named is not None and str(step) != named:
+        how = "the newest valid one; --step chooses another" if named == NEWEST_NAME else f"named {named}"
+        stderr().line(printable(f"{path}: step {step}, {how}"), style="dim")
 
 
 def settings_with(allow_root: list[str] | None) -> Settings:

@@ -228,7 +228,7 @@ def verify_and_place_all(run: ReadRun, data: memoryview, where: str, targets: Se
         stop = start + chunk.bytes
         raw, part = data[start:stop], chunk.parts[0]
         if chunk.bytes <= TINY_BYTES_MAX and len(chunk.parts) == 1 and _is_all(chunk, part):
-            _require_digest(chunk, raw, where)
+            require_digest(chunk, raw, where)
             tiny.append((targets[part.wanted_number], part.box, (start, stop)))
         else:
             verify_and_place(chunk, raw, where, targets)
@@ -244,14 +244,19 @@ def _is_all(chunk: ChunkRead, part: Part) -> bool:
 
 def verify_and_place(chunk: ChunkRead, raw: memoryview, where: str, targets: Sequence[Target]) -> None:
     """Check a chunk and copy its wanted parts to the targets."""
-    _require_digest(chunk, raw, where)
+    require_digest(chunk, raw, where)
     itemsize = chunk.piece.tensor.itemsize
     for part in chunk.parts:
         source = raw[part.source_start : part.source_start + part.source_box.numel * itemsize]
         targets[part.wanted_number].place(part.box, source, part.source_box)
 
 
-def _require_digest(chunk: ChunkRead, raw: memoryview, where: str) -> None:
+def require_digest(chunk: ChunkRead, raw: memoryview, where: str) -> None:
+    """Require that the bytes of a chunk are those that were saved.
+
+    Raises:
+        CorruptError: They are not; the message names tensor, file and byte range.
+    """
     expected = chunk.expected
     # A foreign checkpoint that is read in place has no digests.
     if expected and (actual := digest_of(raw)) != expected:

@@ -12,6 +12,7 @@ from holdfast.format.digest import hex_digest_of
 FILE_SCHEME = "file://"
 RUN_FILE = "holdfast.json"
 MANIFEST_FILE = "manifest.json"
+LATEST_FILE = "latest"
 OVERVIEW_FILE = "overview.msgpack"
 EPOCHS_FOLDER = "epochs/"
 PARTS_FOLDER = "parts/"

@@ -254,9 +254,18 @@ def load(attempt: LoadAttempt) -> Loaded | None:
             raise
 
 
-def load_checkpoint(job: Job, location: CheckpointLocation, request: LoadRequest) -> LoadReport:
-    """Fill a state from the one checkpoint at a location. Errors as `load`."""
-    with load_attempt(job, location, ExactStep(lambda: location), request) as attempt:
+def load_checkpoint(
+    job: Job, location: CheckpointLocation, request: LoadRequest, selector: StepSelector | None = None
+) -> LoadReport:
+    """Fill a state from the one checkpoint at a location, or from a step below it. Errors as `load`.
+
+    Args:
+        job: The ranks that load together.
+        location: The checkpoint, or the root of a run.
+        request: What to load and how.
+        selector: Chooses the step of a run; None for the checkpoint at the location.
+    """
+    with load_attempt(job, location, selector or ExactStep(lambda: location), request) as attempt:
         loaded = load(attempt)
         assert loaded is not None, "a location was chosen"
         report = loaded.report

@@ -19,7 +19,7 @@ from holdfast.format.index.split_index import SplitIndex
 from holdfast.leases.reader import ReaderLease
 from holdfast.loading.messages import ChosenStep
 from holdfast.loading.run_visibility import require_no_run_elsewhere
-from holdfast.loading.step_choice import StepDamage, StepSelector
+from holdfast.loading.step_choice import NewestValid, StepDamage, StepSelector
 from holdfast.repository.catalog import short_packs
 from holdfast.types.manifest import Manifest
 from holdfast.types.reports import SkippedStep
@@ -137,6 +137,28 @@ def _next_sound_step(
             return sound
         except (CorruptError, MissingError) as error:
             # Rank 0 alone found it. A selector of one exact checkpoint raises the error again.
+            location = selector.next(StepDamage(error, frozenset((0,)), is_absence(error)))
+    return None
+
+
+def newest_sound(home: CheckpointLocation, clock: Clock) -> CheckpointLocation | None:
+    """Return the newest step of a run whose manifest, index and sizes of packs are undamaged; None without steps.
+
+    For a process that reads alone. It records no damage.
+
+    Args:
+        home: The root of the run.
+        clock: Source of randomness.
+    Raises:
+        CorruptError: Every step is damaged.
+    """
+    selector = NewestValid(home, clock, lambda _: True)
+    location = selector.next(None)
+    while location is not None:
+        try:
+            _judge(location, clock, require_whole=True)
+            return location
+        except (CorruptError, MissingError) as error:
             location = selector.next(StepDamage(error, frozenset((0,)), is_absence(error)))
     return None
 

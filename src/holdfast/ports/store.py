@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 _Result = TypeVar("_Result")
 
@@ -140,6 +141,24 @@ class Readable(Protocol):
         """Yield every object whose key starts with `prefix` (empty, or ending in `/`), in any order.
 
         Objects not completed are not listed. An unknown prefix yields nothing.
+        """
+        ...
+
+
+@runtime_checkable
+class Mappable(Protocol):
+    """A store whose objects are files, which can be mapped into memory."""
+
+    def mapped(self, key: str) -> mmap.mmap | None:
+        """Map all bytes of an object: memory that is read from the file where it is touched; None if it is empty.
+
+        The memory is private: a write to it stays in this process. It shows the bytes of this file also after the file
+        was deleted or replaced. If the file is cut short, or cannot be read, touching the memory ends the process with
+        SIGBUS.
+
+        Raises:
+            MissingError: No such key.
+            UnavailableError: It cannot be mapped.
         """
         ...
 

@@ -43,6 +43,21 @@ def step_folders(store: Store) -> list[int]:
     return sorted(step for step in steps if step is not None)
 
 
+def require_run(store: Store) -> list[int]:
+    """Return the steps that have a folder, as `step_folders`.
+
+    Raises:
+        MissingError: The path is not the root of a run.
+    """
+    steps = step_folders(store)
+    if not steps and not exists(store, RUN_FILE):
+        raise MissingError(
+            f"{store.url}: no root of a run; expected a folder that holds step-* folders or {RUN_FILE}. "
+            f"Look for another path{runs_below(store)}"
+        )
+    return steps
+
+
 def runs_below(store: Store) -> str:
     """Return the end of a message that names the runs one level below a folder; empty if there are none."""
     with suppress(CheckpointError):

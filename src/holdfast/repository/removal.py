@@ -33,6 +33,7 @@ from holdfast.format.sealed_json import Digest, EpochNumber, StepNumber, decode_
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import manifest_in
 from holdfast.repository.epochs import require_newest
+from holdfast.repository.latest import leave_latest
 from holdfast.repository.publish import packs_named_by
 from holdfast.repository.withdrawal import withdraw
 from holdfast.settings import MIB
@@ -154,11 +155,16 @@ class _MarkDocument(msgspec.Struct):
     steps: list[tuple[StepNumber, Digest]]
 
 
+def mark_key(nonce: str) -> str:
+    """Return the key of a mark."""
+    return f"{MARKS_FOLDER}{nonce}.json"
+
+
 def put_mark(
     store: Store, run_id: str, nonce: str, epoch: int, to_delete: Unreferenced, *, is_carried_out: bool
 ) -> Mark:
     """Put a mark, announced or carried out. It names all steps, and the first of the files."""
-    mark = Mark(f"{MARKS_FOLDER}{nonce}.json", run_id, epoch, is_carried_out, to_delete.manifests)
+    mark = Mark(mark_key(nonce), run_id, epoch, is_carried_out, to_delete.manifests)
     document = {
         **header("collecting"),
         "run_id": run_id,
@@ -214,6 +220,7 @@ def remove(store: Store, to_delete: Unreferenced, epoch: int) -> Unreferenced:
         ConflictError: Another process took over; no file was removed.
         UnavailableError: Storage failed; the next collection continues.
     """
+    leave_latest(store, to_delete.manifests)
     # Oldest first: a reader that lists meanwhile still finds the newest step.
     removed = {
         step: digest

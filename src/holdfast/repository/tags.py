@@ -1,9 +1,9 @@
-"""Tags: names that people give to steps. Each tag is one small file, created with put-if-absent."""
+"""Tags: names that people give to steps. Each tag is one small file, put if absent, moved by one put."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -11,14 +11,16 @@ import msgspec
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, first_three
 from holdfast.format.names import manifest_key, manifest_keys, step_folder, superseded_in
 from holdfast.format.sealed_json import Digest, StepNumber, Text, decode_sealed, header, sealed, stated_digest
+from holdfast.format.step_name import is_tag_name, require_tag_name
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, manifest_in, read_manifest_bytes
 from holdfast.repository.epochs import current_fence, fenced_error
+from holdfast.repository.publish import get_or_none
 from holdfast.repository.timelines import superseded_keys
+from holdfast.types.manifest import FORMAT_MINOR_RUN, FORMAT_MINOR_TIMELINES
 
 TAGS_FOLDER = "tags/"
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", re.ASCII)
 _SUFFIX = ".json"
 _TAG_BYTES_MAX = 1 << 16
 
@@ -55,27 +57,13 @@ class Tags:
         return tuple(tag.name for tag in self.whole.values() if (tag.step, tag.digest) == (step, digest))
 
 
-def require_tag_name(name: object) -> str:
-    """Return a tag name if it is valid.
-
-    Raises:
-        InvalidError: The name is no text, too long, or has other characters.
-    """
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidError(
-            f"tag {str(name)[:80]!r}: expected 1 to 100 of letters, digits, '.', '_' and '-', beginning with a letter, "
-            "a digit or '_'. Choose another name"
-        )
-    return name
-
-
 def read_tags(store: Store) -> Tags:
     """Return all tags of a run. A damaged tag is listed with its error; it raises nothing."""
     whole: dict[str, Tag] = {}
     damaged: dict[str, CheckpointError] = {}
     for key in sorted(entry.key for entry in store.list(TAGS_FOLDER)):
         name = key.removeprefix(TAGS_FOLDER).removesuffix(_SUFFIX)
-        if key != _key(name) or not _NAME.fullmatch(name):
+        if key != _key(name) or not is_tag_name(name):
             continue
         try:
             whole[name] = _read(store, name)
@@ -86,18 +74,23 @@ def read_tags(store: Store) -> Tags:
     return Tags(whole, damaged)
 
 
-def require_tag_free(store: Store, name: str) -> None:
-    """Refuse a tag that exists.
+def tag_named(store: Store, name: str) -> Tag:
+    """Return a tag.
 
     Raises:
-        ConflictError: The tag exists; the message names its step.
+        MissingError: There is no such tag; the message names others.
+        CorruptError: The tag is damaged.
     """
-    if exists(store, _key(name)):
-        raise _conflict(store, name)
+    try:
+        return _read(store, name)
+    except MissingError:
+        raise _no_such_tag(store, name) from None
 
 
-def put_tag(store: Store, step: int, name: str, created: str, digest: str | None = None) -> Tag:
+def put_tag(store: Store, step: int, name: str, created: str, digest: str | None = None, *, move: bool = False) -> Tag:
     """Give a committed step a tag. If the step has this tag already, nothing changes.
+
+    A tag moves by one atomic put: it is at the former or at the new step at any time, also if two processes move it.
 
     Args:
         store: The root of the run.
@@ -105,27 +98,45 @@ def put_tag(store: Store, step: int, name: str, created: str, digest: str | None
         name: The tag.
         created: Wall-clock time, for people.
         digest: Digest of its manifest, which may be superseded; None: the manifest in the folder of the step.
+        move: Whether to move the tag if another step has it, or if it is damaged.
     Raises:
         MissingError: The step is not committed.
-        ConflictError: The tag names another step; it was not touched.
+        ConflictError: The tag names another step, and is not to move; it was not touched.
         CorruptError: The step's manifest is damaged.
     """
     digest = _require_committed(store, step, digest)
-    tag = Tag(name, step, digest, created)
+    tag, before = Tag(name, step, digest, created), None
     try:
         store.put_if_absent(_key(name), _encode(tag))
     except ConflictError as conflict:
         existing = _read_or_none(store, name)
         if existing is not None and (existing.step, existing.digest) == (step, digest):
             return existing
-        raise _conflict(store, name) from conflict
+        if not move:
+            raise _conflict(store, name) from conflict
+        before = get_or_none(store, _key(name), _TAG_BYTES_MAX)
+        _require_replaceable(store, name)
+        store.put(_key(name), _encode(tag, FORMAT_MINOR_TIMELINES))
     try:
         _require_committed(store, step, digest)
     except MissingError:
-        # Garbage collection deleted the step meanwhile. Remove the tag, which would name nothing.
-        store.delete([_key(name)])
+        # Something else than a collection removed the step meanwhile: a collection leaves a step that is being tagged.
+        if before is None:
+            store.delete([_key(name)])
+        else:
+            store.put(_key(name), before)
         raise
     return tag
+
+
+def _require_replaceable(store: Store, name: str) -> None:
+    """Refuse to replace a tag of a newer format. A damaged one may be replaced.
+
+    Raises:
+        InvalidError: The tag is of a newer format.
+    """
+    with suppress(CorruptError, MissingError):
+        _read(store, name)
 
 
 def tags_for_new_manifest(store: Store, step: int, digest: str) -> dict[str, bytes]:
@@ -150,11 +161,13 @@ def remove_tag(store: Store, name: str) -> None:
     """Remove a tag, readable or damaged. The step is not touched.
 
     Raises:
+        InvalidError: The text can be no tag.
         MissingError: The tag does not exist.
     """
+    if not is_tag_name(name):
+        require_tag_name(name)
     if not exists(store, _key(name)):
-        known = first_three(read_tags(store).whole) or "none"
-        raise MissingError(f"{store.url}: no tag {name!r}; there are: {known}. Choose one of them")
+        raise _no_such_tag(store, name)
     store.delete([_key(name)])
 
 
@@ -184,12 +197,17 @@ def _require_committed(store: Store, step: int, digest: str | None) -> str:
     ) from fenced
 
 
+def _no_such_tag(store: Store, name: str) -> MissingError:
+    known = first_three(read_tags(store).whole) or "none"
+    return MissingError(f"{store.url}: no tag {name!r}; there are: {known}. Choose one of them")
+
+
 def _conflict(store: Store, name: str) -> ConflictError:
     existing = _read_or_none(store, name)
     state = f"names step {existing.step}" if existing is not None else "exists and is damaged"
     return ConflictError(
-        f"{store.url}: tag {name!r} {state}; expected a free name. Nothing was changed. Choose another name, or remove "
-        f"the tag first: holdfast tag ROOT --remove {name}"
+        f"{store.url}: tag {name!r} {state}; expected a free name. Nothing was changed. Move it with move=True "
+        f"(holdfast tag ROOT STEP {name} --move), or choose another name"
     )
 
 
@@ -200,8 +218,9 @@ class _TagDocument(msgspec.Struct):
     created: Text
 
 
-def _encode(tag: Tag) -> bytes:
-    return sealed({**header("tag"), "name": tag.name, "step": tag.step, "manifest": tag.digest, "created": tag.created})
+def _encode(tag: Tag, minor: int = FORMAT_MINOR_RUN) -> bytes:
+    fields = {"name": tag.name, "step": tag.step, "manifest": tag.digest, "created": tag.created}
+    return sealed({**header("tag", minor), **fields})
 
 
 def _read_or_none(store: Store, name: str) -> Tag | None:

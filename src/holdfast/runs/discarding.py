@@ -23,6 +23,7 @@ from holdfast.errors import CheckpointError, ConflictError, first_three
 from holdfast.loading.load import Loaded
 from holdfast.repository.catalog import read_run_id
 from holdfast.repository.epochs import declare_timelines
+from holdfast.repository.latest import name_latest
 from holdfast.repository.quarantine import quarantined
 from holdfast.repository.tags import read_tags
 from holdfast.repository.timeline_records import TimelineRecord, put_record
@@ -150,6 +151,7 @@ class Discarding:
         parts.writer_lease.require()
         position.adopt(timeline)
         move_damaged(store, step, stored, epoch)
+        name_latest(store, step, parts.job.is_first_occurrence)
         outcome = _Discarded(
             None,
             tuple(f"{manifest.step}@{str(manifest.digest)[:8]}" for manifest in discarded),

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
-from holdfast.format.names import MANIFEST_FILE, RUN_FILE, is_attempt_folder, manifest_key, step_folder
+from holdfast.format.names import MANIFEST_FILE, is_attempt_folder, manifest_key, step_folder
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import exists, read_manifest, read_run_id, runs_below, step_folders
+from holdfast.repository.catalog import exists, read_manifest, read_run_id, require_run
 from holdfast.repository.epochs import current_fence
 from holdfast.repository.quarantine import QuarantineRecord, identity_at, quarantined
 from holdfast.repository.tags import Tag, Tags, read_tags
@@ -91,12 +91,7 @@ def run_record(store: Store) -> RunRecord:
             f"{store.url}: is one checkpoint (it holds {MANIFEST_FILE}), not the root of a run; expected a folder "
             "that holds step-* folders. Open it with open_checkpoint, or look at it with: holdfast inspect"
         )
-    steps = step_folders(store)
-    if not steps and not exists(store, RUN_FILE):
-        raise MissingError(
-            f"{store.url}: no root of a run; expected a folder that holds step-* folders or {RUN_FILE}. "
-            f"Look for another path{runs_below(store)}"
-        )
+    steps = require_run(store)
     run_id, error = None, None
     fence = current_fence(store)
     try:

@@ -24,12 +24,13 @@ from holdfast.coordination.job import Job
 from holdfast.errors import CheckpointError, InvalidError, MissingError, first_three
 from holdfast.format.names import step_folder
 from holdfast.loading.load import Loaded
-from holdfast.loading.step_choice import ExactStep, NewestValid, StepSelector, find_step, location_of
+from holdfast.loading.named_step import Finder
+from holdfast.loading.step_choice import ExactStep, NewestValid, StepSelector, location_of
 from holdfast.ports.store import Store
 from holdfast.repository.quarantine import identity_at, list_records, supersede
 from holdfast.repository.timelines import RunTimelines, StoredManifest, run_timelines
+from holdfast.runs.collection.pins import Pins, StepPin
 from holdfast.runs.loaded_state import LoadedState
-from holdfast.runs.pins import Pins, StepPin
 from holdfast.saving.deduplication import BaseStep, base_from_loaded
 from holdfast.types.manifest import Parent
 from holdfast.types.timeline import FIRST_TIMELINE, Fork, Timeline
@@ -107,20 +108,19 @@ class RunPosition:
         """Return the location of a step."""
         return replace(self.home, folder=step_folder(step), step=step)
 
-    def selector(self, step: int | None, digest: str = "", prepare: Callable[[], None] | None = None) -> StepSelector:
-        """Return the selector of a load: the given step, or the newest valid one.
+    def selector(self, find: Finder | None = None, prepare: Callable[[], None] | None = None) -> StepSelector:
+        """Return the selector of a load.
 
         Args:
-            step: The step; None for the newest valid one.
-            digest: First digits of the digest of its manifest; empty for the step that a resume could take.
+            find: Finds the step; None for the newest valid one.
             prepare: Called on rank 0 before the choice, if the load discards what it leaves.
         """
         # The load may fail because the base step is damaged: then the next save must not refer to it.
         self.base = None
-        if step is None:
+        if find is None:
             return NewestValid(self.home, self._job.clock, self._job.is_first_occurrence)
         choice = _Choice(self.home, self._pins, prepare)
-        return ExactStep(partial(choice.choose, step, digest), choice.newer, discards=prepare is not None)
+        return ExactStep(partial(choice.choose, find), choice.newer, discards=prepare is not None)
 
     def move_to(self, loaded: Loaded) -> None:
         """Take a loaded step as the position."""
@@ -245,18 +245,18 @@ def move_damaged(store: Store, origin: int, stored: RunTimelines, epoch: int) ->
 
 
 class _Choice:
-    """The choice of one step by its number, and perhaps by its digest. On rank 0."""
+    """The choice of one step by its name. On rank 0."""
 
     def __init__(self, home: CheckpointLocation, pins: Pins, prepare: Callable[[], None] | None) -> None:
         self._home, self._store, self._pins, self._prepare = home, home.store, pins, prepare
         self._stored = RunTimelines(FIRST_TIMELINE, (), ())
         self._chosen: StoredManifest | None = None
 
-    def choose(self, step: int, digest: str) -> CheckpointLocation:
-        """Return the location of a step; raises as `find_step`."""
+    def choose(self, find: Finder) -> CheckpointLocation:
+        """Return the location of the step that a finder finds; raises as that."""
         if self._prepare is not None:
             self._prepare()
-        self._stored, self._chosen = find_step(self._home.store, step, digest)
+        self._stored, self._chosen = find(self._home.store)
         return location_of(self._home, self._chosen)
 
     def newer(self) -> tuple[int, ...]:

@@ -81,6 +81,11 @@ class PreemptionHandler:
         self._durations: deque[float] = deque(maxlen=_SAVES_MEASURED)
         self._end: Preempted | None = None
 
+    @property
+    def has_received_signal(self) -> bool:
+        """Whether this rank received a signal to end, or has left its loop after one."""
+        return self._end is not None or self._signals.received is not None
+
     def note_save(self, step: int, handle: SaveHandle) -> None:
         """Record a save that began."""
         self._last = _StartedSave(step, handle, self._job.clock.monotonic_seconds())

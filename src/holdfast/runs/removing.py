@@ -8,16 +8,16 @@ from dataclasses import dataclass, replace
 
 from holdfast.clock import Clock
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, first_three
-from holdfast.format.names import step_and_digest
+from holdfast.format.step_name import StepName, step_name
 from holdfast.leases.writer import hold_writer_lease
-from holdfast.loading.step_choice import find_step
+from holdfast.loading.named_step import find_named
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import manifest_digest
 from holdfast.repository.quarantine import list_records, release
 from holdfast.repository.tags import Tags, read_tags, remove_tag
 from holdfast.repository.timeline_records import TimelineRecord, put_record
 from holdfast.repository.timelines import RunTimelines, StoredManifest, run_timelines
-from holdfast.runs.collection.chosen_steps import ChosenNames, StepName
+from holdfast.runs.collection.chosen_steps import ChosenNames, StepAndDigest
 from holdfast.runs.collection.garbage_collection import CheckpointGC, CollectReport, planned, require_run
 
 
@@ -43,7 +43,7 @@ class StepRemoval:
     """A request to remove steps of a run."""
 
     steps: Sequence[int | str]
-    """Their numbers; for a superseded step number and digest, as `300@1f2e`."""
+    """Their numbers or tags, or `latest`; for a superseded step number and digest, as `300@1f2e`."""
 
     tagged: bool
     """Whether steps with tags go too, and their tags with them."""
@@ -84,8 +84,7 @@ class StepRemoval:
             raise error
         manifests: dict[str, StoredManifest] = {}
         for named in self.steps:
-            number, digest = step_and_digest(named)
-            _, manifest = find_step(store, number, digest, stored)
+            _, manifest = find_named(store, _named_by(named), stored)
             manifests[_name(manifest, stored)] = _readable(store, manifest)
         chosen = _Chosen(manifests, stored, tags)
         tagged = {name: chosen.tags_of([name]) for name in manifests}
@@ -116,16 +115,17 @@ class _Chosen:
     @property
     def choice(self) -> ChosenNames:
         """What the collector removes. Tags that come later keep a step."""
-        return ChosenNames(self.names, frozenset(self.tags_of(self.manifests)), is_all=True)
+        overruled = {(tag, _name_of(each)) for name, each in self.manifests.items() for tag in self.tags_of([name])}
+        return ChosenNames(self.names, frozenset(overruled), is_all=True)
 
     @property
-    def names(self) -> frozenset[StepName]:
+    def names(self) -> frozenset[StepAndDigest]:
         """Step and digest of each."""
-        return frozenset(map(_step_name, self.manifests.values()))
+        return frozenset(map(_name_of, self.manifests.values()))
 
     def tags_of(self, names: Sequence[str] | Mapping[str, object]) -> list[str]:
         """Return the tags of some of the steps."""
-        return [tag for name in names for tag in self.tags.of(*_step_name(self.manifests[name]))]
+        return [tag for name in names for tag in self.tags.of(*_name_of(self.manifests[name]))]
 
     def leaves_a_step(self, store: Store) -> bool:
         """Return whether a resume could take another step, or could take none before."""
@@ -143,7 +143,7 @@ class _Chosen:
         """Record the newest timeline if no step of it stays: steps that it superseded must not come back."""
         newest, going = self.stored.newest, self.names
         stay = (*self.stored.chain, *self.stored.superseded)
-        is_stated = any(manifest.timeline == newest and _step_name(manifest) not in going for manifest in stay)
+        is_stated = any(manifest.timeline == newest and _name_of(manifest) not in going for manifest in stay)
         if newest.number > 1 and not is_stated and newest not in self.stored.recorded:
             put_record(store, TimelineRecord(newest, epoch))
 
@@ -151,7 +151,7 @@ class _Chosen:
         """Remove the tags and quarantine records of steps that are gone. A tag may name another step by now."""
         tags = read_tags(store)
         for name in names:
-            step, digest = _step_name(self.manifests[name])
+            step, digest = _name_of(self.manifests[name])
             for tag in tags.of(step, digest):
                 with suppress(MissingError):
                     remove_tag(store, tag)
@@ -165,8 +165,8 @@ class _Chosen:
             is_gone = (
                 manifest.step in report.steps or f"{manifest.step}@{str(manifest.digest)[:8]}" in report.superseded
             )
-            if not is_gone or _step_name(manifest) in report.protected:
-                left[name] = report.protected.get(_step_name(manifest), ("it changed meanwhile",))
+            if not is_gone or _name_of(manifest) in report.protected:
+                left[name] = report.protected.get(_name_of(manifest), ("it changed meanwhile",))
         steps = tuple(name for name in self.manifests if name not in left)
         return RemovedSteps(steps, left, report.files, report.bytes)
 
@@ -178,7 +178,12 @@ def _name(manifest: StoredManifest, stored: RunTimelines) -> str:
     return str(manifest.step) if is_in_chain else f"{manifest.step}@{str(manifest.digest)[:8]}"
 
 
-def _step_name(manifest: StoredManifest) -> StepName:
+def _named_by(step: object) -> StepName:
+    # None names the newest step elsewhere. Nobody removes a step without a name.
+    return step_name("" if step is None else step)
+
+
+def _name_of(manifest: StoredManifest) -> StepAndDigest:
     return manifest.step, str(manifest.digest)
 
 

@@ -22,15 +22,15 @@ from holdfast.policies import KeepPolicy
 from holdfast.ports.framework import Collected, Selection
 from holdfast.repository.catalog import ensure_run, manifest_digest, read_run_id
 from holdfast.repository.epochs import declare_timelines
+from holdfast.repository.latest import name_latest
 from holdfast.repository.quarantine import supersede
 from holdfast.repository.removal import marks
-from holdfast.repository.tags import require_tag_free
 from holdfast.repository.timeline_records import record_keys
 from holdfast.repository.timelines import displace, moved_at, run_timelines
 from holdfast.runs.collection.background_collection import Background
 from holdfast.runs.collection.chosen_steps import NOTHING_CHOSEN, ChosenNames
 from holdfast.runs.collection.garbage_collection import CheckpointGC
-from holdfast.runs.pins import Pins, StepPin
+from holdfast.runs.collection.pins import Pins, StepPin
 from holdfast.runs.position import Lineage, RunPosition
 from holdfast.runs.step_metrics import WantedMetrics, checked_metrics
 from holdfast.runs.suspect_steps import SuspectSteps
@@ -77,25 +77,36 @@ class RunParts:
             # Without a policy nothing goes but what a load discarded.
             choice = NOTHING_CHOSEN if self._has_policy else ChosenNames(is_all=True)
             collector = CheckpointGC(store, job.clock, keep, self.writer_lease, self.pins, choice)
-            self.collecting = Background(collector, settings.collect_grace_seconds)
+            self.collecting = Background(collector, settings.collect_grace_seconds, job.clock)
 
     def collect_soon(self) -> None:
         """Request a collection on rank 0, if there is a policy, or if a load of this run has discarded steps."""
-        if self.collecting is None:
-            return
-        has_records = False
-        if not self._has_policy:
-            with suppress(CheckpointError):  # The next commit looks again.
-                has_records = bool(record_keys(self.store))
-        if self._has_policy or has_records:
+        if self.collecting is not None and self._may_collect():
             self.collecting.want()
 
-    def close(self) -> None:
-        """End garbage collection, then release the writer lease."""
+    def look_for_room(self) -> None:
+        """Request a collection likewise, after a save that found no room on the disk."""
+        if self.collecting is not None and self._may_collect():
+            self.collecting.want_room()
+
+    def _may_collect(self) -> bool:
+        if self._has_policy:
+            return True
+        with suppress(CheckpointError):  # The next commit looks again.
+            return bool(record_keys(self.store))
+        return False
+
+    def close(self, may_wait: Callable[[], bool]) -> None:
+        """End garbage collection, then release the writer lease.
+
+        Args:
+            may_wait: Whether to wait until the steps are removed that no policy keeps, or that a load discarded; asked
+                again and again.
+        """
         if self.collecting is None:
             self.writer_lease.release()
         else:
-            self.collecting.close(self.writer_lease.release)
+            self.collecting.close(self.writer_lease.release, may_wait)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +124,9 @@ class StepState:
 
     tags: Iterable[str] | str = ()
     """Tags as passed, not checked yet."""
+
+    move_tags: Iterable[str] | str = ()
+    """Tags that move to the step, as passed, not checked yet."""
 
     misuse: InvalidError | None = None
     """What is wrong with the arguments on this rank; the other fields are empty then."""
@@ -145,12 +159,13 @@ class StepRequest:
         self.is_loaded = False
         """Whether this rank holds the step as it loaded it. Known once the state is collected."""
         self._metrics: dict[str, float] = {}
-        self._tags: tuple[str, ...] = ()
+        self._tags: dict[str, bool] = {}
+        """Tags of the step, each with whether it moves."""
 
     def collect(self) -> Collected:
         """Check metrics and tags, and take the state apart. An error here on one rank refuses the save on all."""
         self._metrics = checked_metrics(self._passed.metrics)
-        self._tags = checked_tags(self._passed.tags)
+        self._tags = checked_tags(self._passed.tags, self._passed.move_tags)
         passed = self._passed
         # The handle of a save that fails in the background may be kept for long: it must not keep the state alive.
         self._passed = replace(passed, state={})
@@ -163,8 +178,6 @@ class StepRequest:
         parts = self._parts
         if not self._passed.is_last:
             parts.metrics.require_in(self._metrics)
-        for tag in self._tags:
-            require_tag_free(parts.store, tag)
         has_base = self._pin()
         timeline = partial(parts.position.timeline_for, self._step)
         context = claim_step(self.location, parts.writer_lease, parts.job.clock, timeline)
@@ -184,11 +197,14 @@ class StepRequest:
             return None
         return SaveContext(run_id, utc_now_text(self._parts.job.clock), loaded=(self._step, loaded.digest))
 
-    def confirmed(self, context: SaveContext) -> None:
-        """Tag the step, on rank 0. Its metrics cannot be added: they are in its manifest."""
-        parts = self._parts
-        if parts.job.comm.rank != 0 or context.loaded is None:
-            return
+    def confirmed(self, context: SaveContext) -> tuple[str, ...]:
+        """Tag the step, on rank 0. Its metrics cannot be added: they are in its manifest.
+
+        Returns:
+            Why the step did not get some of its tags, a text for each.
+        """
+        if self._parts.job.comm.rank != 0 or context.loaded is None:
+            return ()
         step, digest = context.loaded
         if self._metrics:
             logger.warning(
@@ -197,17 +213,18 @@ class StepRequest:
                 step,
                 first_three(sorted(self._metrics)),
             )
-        if self._tags and not is_done_soon(
-            partial(tag_saved, parts.store, parts.job.clock, step, digest, self._tags), parts.job.clock
-        ):
-            logger.error("step %d is saved, but storage does not answer: it gets its tags later", step)
+        return self._named_in_time(partial(self._tag, digest)) if self._tags else ()
 
     def parent(self) -> Parent | None:
         """Return the newest committed checkpoint that this save continues."""
         return self.lineage.parent()
 
-    def committed(self, context: SaveContext, manifest_digest: str) -> None:
-        """Record this step as parent and base of later saves; on rank 0, tag it and request garbage collection."""
+    def committed(self, context: SaveContext, manifest_digest: str) -> tuple[str, ...]:
+        """Record this step as parent and base of later saves; on rank 0, name it and request garbage collection.
+
+        Returns:
+            Why the step did not get some of its tags, a text for each.
+        """
         parts = self._parts
         self.lineage.commit(Parent(context.run_id, self._step, manifest_digest))
         # A load meanwhile has moved this process to another step: training no longer continues from this save.
@@ -215,21 +232,41 @@ class StepRequest:
         base = self.deduplicator.committed(manifest_digest)
         if is_current:
             parts.position.base = base
-        if parts.job.comm.rank == 0:
-            if is_current:
-                parts.pins.current = (self._step, manifest_digest)
-            if not self._tags:
-                self._release(manifest_digest)
-            # The handle reports a step that has its tags. But a save that is committed counts although storage hangs.
-            elif not is_done_soon(partial(self._release, manifest_digest), parts.job.clock):
-                logger.error("step %d is saved, but storage does not answer: it gets its tags later", self._step)
+        if parts.job.comm.rank != 0:
+            return ()
+        if is_current:
+            parts.pins.current = (self._step, manifest_digest)
+        return self._named_in_time(partial(self._release, manifest_digest))
 
-    def _release(self, manifest_digest: str) -> None:
-        """Tag the step, and leave it to garbage collection from then on."""
+    def _release(self, manifest_digest: str, untagged: list[str]) -> None:
+        """Name the step, and leave it to garbage collection from then on.
+
+        Args:
+            manifest_digest: Digest of its manifest.
+            untagged: Takes what kept the step from its tags.
+        """
         parts = self._parts
-        tag_saved(parts.store, parts.job.clock, self._step, manifest_digest, self._tags)
+        self._tag(manifest_digest, untagged)
         parts.pins.unpin(self.pin, is_committed=True)
         parts.collect_soon()
+        name_latest(parts.store, self._step, parts.job.is_first_occurrence)
+
+    def _tag(self, manifest_digest: str, untagged: list[str]) -> None:
+        untagged += tag_saved(self._parts.store, self._parts.job.clock, self._step, manifest_digest, self._tags)
+
+    def _named_in_time(self, name: Callable[[list[str]], None]) -> tuple[str, ...]:
+        """Give the step its names, unless storage hangs; return why it did not get some of its tags.
+
+        The handle reports a step that has its names. But a save that is committed counts although storage hangs.
+
+        Args:
+            name: Names the step; takes a list for what kept it from its tags.
+        """
+        untagged: list[str] = []
+        if not is_done_soon(partial(name, untagged), self._parts.job.clock):
+            logger.warning("step %d is saved, but storage does not answer: it gets its names later", self._step)
+            return tuple(f"{tag}: storage does not answer; the step gets it later" for tag in self._tags)
+        return tuple(untagged)
 
     def _pin(self) -> bool:
         """Pin the step and its base; return whether the base is still there."""

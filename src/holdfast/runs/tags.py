@@ -1,66 +1,102 @@
-"""Tags: names for committed steps, given by hand or together with a save."""
+"""Tags: names for committed steps, given by hand or together with a save.
+
+A step that is being tagged must not be deleted meanwhile, and a tag that moves must not be lost. So the tagger stores a
+reader lease on the step first, then looks for the mark of a collection, and only then puts the tag. The collector puts
+its mark, then looks for leases, and only then reads the tags. It therefore sees the lease or the tag, or the tagger
+sees the mark and changes nothing.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import closing
 
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import Clock, utc_now_text
-from holdfast.errors import CheckpointError, ConflictError, InvalidError
-from holdfast.format.names import step_and_digest
-from holdfast.leases.reader import is_being_deleted
-from holdfast.loading.step_choice import find_step
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
+from holdfast.format.step_name import require_tag_name, step_name
+from holdfast.leases.reader import ReaderLease
+from holdfast.loading.named_step import find_named
+from holdfast.loading.step_choice import location_of
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import manifest_digest
-from holdfast.repository.tags import put_tag, read_tags, remove_tag, require_tag_name
+from holdfast.repository.tags import put_tag
+from holdfast.repository.timelines import StoredManifest
+from holdfast.settings import Settings
+from holdfast.types.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
 
-def tag_step(store: Store, clock: Clock, step: object, name: object) -> None:
+def tag_step(store: Store, clock: Clock, step: object, name: object, *, move: bool = False) -> None:
     """Tag a committed step; changes nothing if the step has the tag already.
 
     Args:
         store: The root of the run.
         clock: The time.
-        step: Its number; for a superseded step number and digest, as `300@1f2e`.
+        step: Its number, number and digest (`300@1f2e`), another tag of it, or `latest`.
         name: The tag.
+        move: Whether the tag moves if another step has it.
     Raises:
-        InvalidError: The text cannot be a tag, or the number cannot be a step.
+        InvalidError: The text cannot be a tag, or the name cannot be that of a step.
         MissingError: There is no such step.
-        ConflictError: The tag names another step, or the step is being deleted.
+        ConflictError: The tag names another step and is not to move, or the step is being deleted.
     """
-    number, digest = step_and_digest(step)
     name = require_tag_name(name)
-    existed = name in read_tags(store).whole
-    _, manifest = find_step(store, number, digest)
-    # By its digest: a newer timeline may save the step again meanwhile.
-    known = manifest.digest or manifest_digest(store, number, manifest.key)
-    tag = put_tag(store, number, name, utc_now_text(clock), known)
-    # Only after the tag is stored: a collection that missed the tag has stored its mark by now.
-    if not existed and is_being_deleted(store, clock, number, tag.digest):
-        remove_tag(store, name)
-        raise ConflictError(
-            f"{store.url}: step {step} is being deleted: no retention policy keeps it. Expected a step that stays. "
-            "Nothing was tagged. Choose another step"
-        )
+    _, found = find_named(store, step_name("" if step is None else step))
+    manifest = _manifest(store, found)
+    home = CheckpointLocation(store, "", None, root=store)
+    with closing(ReaderLease(clock, Settings().lease_seconds)) as lease:
+        try:
+            lease.begin(location_of(home, found), manifest)
+        except MissingError as gone:
+            raise ConflictError(
+                f"{store.url}: step {step} is being deleted: no retention policy keeps it. Expected a step that stays. "
+                "Nothing was tagged. Choose another step"
+            ) from gone
+        # By its digest: a newer timeline may save the step again meanwhile.
+        put_tag(store, found.step, name, utc_now_text(clock), manifest.digest, move=move)
 
 
-def checked_tags(tags: Iterable[str] | str) -> tuple[str, ...]:
-    """Return the tags passed to `save()`, checked.
+def _manifest(store: Store, found: StoredManifest) -> Manifest:
+    """Return the manifest of a step; raises `CorruptError` if it is damaged or of another step."""
+    where = f"{store.url}/{found.key}"
+    manifest = decode_manifest(store.get(found.key, MANIFEST_BYTES_MAX), where)
+    if manifest.step != found.step:
+        raise CorruptError(f"{where}: is of step {manifest.step}; expected step {found.step}. It was copied or renamed")
+    return manifest
+
+
+def checked_tags(tags: Iterable[str] | str, move_tags: Iterable[str] | str = ()) -> dict[str, bool]:
+    """Return the tags passed to `save()`, checked, each with whether it moves.
 
     Raises:
         InvalidError: A text among them cannot be a tag.
     """
-    if not isinstance(tags, Iterable):
-        raise InvalidError(f"tags: {type(tags).__name__}; expected names such as ['release']")
-    return tuple(map(require_tag_name, (tags,) if isinstance(tags, str) else tags))
+    names: dict[str, bool] = {}
+    for argument, given, moves in (("tags", tags, False), ("move_tags", move_tags, True)):
+        if not isinstance(given, Iterable):
+            raise InvalidError(f"{argument}: {type(given).__name__}; expected names such as ['best']")
+        names |= {require_tag_name(name): moves for name in ((given,) if isinstance(given, str) else given)}
+    return names
 
 
-def tag_saved(store: Store, clock: Clock, step: int, digest: str, tags: Iterable[str]) -> None:
-    """Tag a step that was just committed. A failure is logged only: the step is saved all the same."""
-    for tag in tags:
+def tag_saved(store: Store, clock: Clock, step: int, digest: str, tags: Mapping[str, bool]) -> list[str]:
+    """Tag a step that was just committed; return what kept it from some tags. The step is saved all the same.
+
+    Args:
+        store: The root of the run.
+        clock: The time.
+        step: The step.
+        digest: Digest of its manifest.
+        tags: Its tags, each with whether it moves.
+    """
+    untagged = []
+    for tag, moves in tags.items():
         try:
-            tag_step(store, clock, f"{step}@{digest}", tag)
+            tag_step(store, clock, f"{step}@{digest}", tag, move=moves)
         except CheckpointError as error:
-            logger.error("step %d is saved, but not tagged %s: %s", step, tag, error)
+            logger.warning("step %d is saved, but not tagged %s: %s", step, tag, error)
+            untagged.append(f"{tag}: {error}")
+    return untagged

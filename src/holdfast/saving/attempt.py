@@ -354,7 +354,7 @@ class SaveAttempt:
     def end_unwritten(self, report: SaveReport) -> None:
         """End the save without a vote: the step is committed, and every rank holds it as it was loaded."""
         self._progress = SaveProgress.DECIDED
-        self.request.confirmed(self.agreement.context)
+        report = replace(report, untagged=self.request.confirmed(self.agreement.context))
         if self.job.comm.rank == 0:
             logger.info("%s: it is saved already, and nothing has changed since it was loaded", self.name)
         self.trace.end(report, self.agreement.attempt, None, self.location.folder, self.job.node_reports)
@@ -431,8 +431,8 @@ class SaveAttempt:
         return committed(manifest.digest, findings_of(manifest.health), manifest.tensor_bytes)
 
     def _succeed(self, outcome: Outcome, report: SaveReport) -> None:
-        report = replace(report, unhealthy=outcome.unhealthy)
-        self.request.committed(self.agreement.context, outcome.manifest_digest)
+        untagged = self.request.committed(self.agreement.context, outcome.manifest_digest)
+        report = replace(report, unhealthy=outcome.unhealthy, untagged=untagged)
         if self.job.comm.rank == 0:
             logger.info("%s", saved_line(report, outcome.tensor_bytes, self.agreement.context.metrics))
             # The agreement has warned once of replicas that drift.

@@ -66,16 +66,24 @@ class SaveRequest(Protocol):
         """
         ...
 
-    def confirmed(self, context: SaveContext) -> None:
-        """Take note that the step is saved already. On every rank, on the commit thread, before the handle reports."""
+    def confirmed(self, context: SaveContext) -> tuple[str, ...]:
+        """Take note that the step is saved already. On every rank, on the commit thread, before the handle reports.
+
+        Returns:
+            As `committed`.
+        """
         ...
 
     def parent(self) -> Parent | None:
         """Return the checkpoint that this one continues. On the committing rank, once every rank has written."""
         ...
 
-    def committed(self, context: SaveContext, manifest_digest: str) -> None:
-        """Take note of the commit. On every rank, on the commit thread, before the handle reports it."""
+    def committed(self, context: SaveContext, manifest_digest: str) -> tuple[str, ...]:
+        """Take note of the commit. On every rank, on the commit thread, before the handle reports it.
+
+        Returns:
+            Why the step did not get some of its tags, a text for each.
+        """
         ...
 
 
@@ -88,7 +96,7 @@ class NeverLoaded:
         """Never called."""
         raise AssertionError("no rank states that it holds the step")
 
-    def confirmed(self, context: SaveContext) -> None:
+    def confirmed(self, context: SaveContext) -> tuple[str, ...]:
         """Never called."""
         raise AssertionError("no rank states that it holds the step")
 
@@ -124,8 +132,9 @@ class PathRequest(NeverLoaded):
         """Return None: a checkpoint saved by path continues no other."""
         return None
 
-    def committed(self, context: SaveContext, manifest_digest: str) -> None:
+    def committed(self, context: SaveContext, manifest_digest: str) -> tuple[str, ...]:
         """Do nothing: no later save refers to a checkpoint saved by path."""
+        return ()
 
 
 def claim_path(location: CheckpointLocation, job: Job) -> SaveContext:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from contextlib import AbstractContextManager
 
@@ -75,6 +76,12 @@ class FileReading:
                 if on_range is not None:
                     on_range(number, read.view)
             return [read.view for read in reads]
+
+    def mapped(self, key: str) -> mmap.mmap | None:
+        """Map all bytes of an object as private memory, read from the file where it is touched; None if it is empty."""
+        where = self._where(key)
+        with translated("map", where), self._open_object(key) as (fd, size):
+            return self._syscalls.map_private(fd, size) if size else None
 
     def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
         """Read the bytes that the page cache holds, from `start` on, into one buffer after the other."""

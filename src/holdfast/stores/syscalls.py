@@ -9,6 +9,7 @@ import ctypes
 import errno
 import fcntl
 import logging
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.ENOSYS}
 """Error numbers of a call that the file system or the kernel does not support."""
 
 _RENAME_NOREPLACE = 1
+_MAP_NORESERVE = 0x4000
+"""The flag of Linux, the same on x86-64 and ARM; Python names it from 3.13 on."""
 
 
 def _libc(*names: str) -> Callable[..., int] | None:
@@ -67,6 +70,16 @@ class Syscalls:
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
         """Read at an offset and return the bytes read, perhaps fewer."""
         return os.preadv(fd, buffers, offset, flags)
+
+    def map_private(self, fd: int, total_bytes: int) -> mmap.mmap:
+        """Map the first `total_bytes` of a file. Writes to the memory stay in this process."""
+        try:
+            # Without MAP_NORESERVE the system may refuse to map a file larger than the memory that is free: it would
+            # need so much if every page were written to.
+            flags = mmap.MAP_PRIVATE | _MAP_NORESERVE
+            return mmap.mmap(fd, total_bytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        except ValueError as error:
+            raise OSError(errno.EIO, f"the file was cut short meanwhile ({error})") from error
 
     def fsync(self, fd: int) -> None:
         """Make a file's content, or a folder's entries, durable."""

@@ -55,13 +55,17 @@ class Trace:
     """The newest folder whose reports are left out because the trace is full; all older folders are left out too."""
 
 
-def trace_of(store: Store) -> Trace:
+def trace_of(store: Store, folder: str | None = None) -> Trace:
     """Return the trace of a checkpoint, or of every step of a run.
 
+    Args:
+        store: The checkpoint or the root.
+        folder: One step of the root; None for all.
     Raises:
         MissingError: No report is stored, or none can be read.
     """
-    folders = [""] if exists(store, MANIFEST_FILE) else []
+    folders = [] if folder is None else [folder]
+    folders = folders or ([""] if exists(store, MANIFEST_FILE) else [])
     folders = folders or [step_folder(step) for step in step_folders(store)] or [""]
     reports: list[RankReport] = []
     unreadable: list[tuple[str, CheckpointError]] = []

@@ -67,26 +67,36 @@ class Unreferenced:
         """The steps of these manifests."""
         return frozenset(step for step, _ in self.manifests)
 
-    def confirmed_by(self, later: Unreferenced) -> Unreferenced:
-        """Return the steps and files that a later inventory lists too."""
+    def without(self, other: Unreferenced) -> Unreferenced:
+        """Return the steps and files that another one does not list."""
         return Unreferenced(
-            {step: digest for step, digest in self.steps.items() if later.steps.get(step) == digest},
+            {step: digest for step, digest in self.steps.items() if (step, digest) not in other.manifests},
+            {key: size for key, size in self.files.items() if key not in other.files},
+            {key: name for key, name in self.moved.items() if name not in other.manifests},
+        )
+
+    def joined(self, others: Iterable[Unreferenced]) -> Unreferenced:
+        """Return the steps and files that any of several lists."""
+        steps, files, moved = dict(self.steps), dict(self.files), dict(self.moved)
+        for other in others:
+            steps |= other.steps
+            files |= other.files
+            moved |= other.moved
+        return Unreferenced(steps, files, moved)
+
+    def confirmed_by(self, later: Unreferenced) -> Unreferenced:
+        """Return the steps and files that a later inventory lists too. A manifest may have moved since."""
+        named = self.manifests
+        return Unreferenced(
+            {step: digest for step, digest in later.steps.items() if (step, digest) in named},
             {key: size for key, size in self.files.items() if key in later.files},
-            {key: name for key, name in self.moved.items() if later.moved.get(key) == name},
+            {key: name for key, name in later.moved.items() if name in named},
         )
 
     def outside(self, steps: frozenset[int]) -> Unreferenced:
         """Return this without the files in the folders of some steps."""
         inside = {key for key in self.files if not steps_of([key]).isdisjoint(steps)} if steps else set[str]()
         return replace(self, files={key: size for key, size in self.files.items() if key not in inside})
-
-    def beyond(self, other: Unreferenced) -> Unreferenced:
-        """Return the steps and files that another listing lacks."""
-        return Unreferenced(
-            {step: digest for step, digest in self.steps.items() if other.steps.get(step) != digest},
-            {key: size for key, size in self.files.items() if key not in other.files},
-            {key: name for key, name in self.moved.items() if key not in other.moved},
-        )
 
 
 def steps_of(keys: Iterable[str]) -> frozenset[int]:

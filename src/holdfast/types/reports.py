@@ -75,6 +75,10 @@ class SaveReport:
     and replicas that differ. Empty without findings, and without checks (`Settings.count_nonfinite`,
     `compare_replicas`, `replicas="lowest"`)."""
 
+    untagged: tuple[str, ...] = ()
+    """On rank 0, the tags that the step did not get, a text each with the reason: another step has it, or storage
+    failed. The step is saved all the same."""
+
     phases: tuple[Phase, ...] = ()
     """Phases of this rank, by start."""
 

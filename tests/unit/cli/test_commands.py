@@ -278,15 +278,6 @@ def test_verify_shows_a_bar_on_a_terminal_only(pristine: Path) -> None:
 # ------------------------------------------------------------------------------------------------- how they end
 
 
-@pytest.mark.parametrize("verb", ["inspect", "verify"])
-def test_a_root_where_one_checkpoint_is_meant_lists_its_steps(pristine: Path, verb: str) -> None:
-    ended = holdfast(verb, pristine)
-    assert (ended.status, ended.out) == (2, "")
-    assert "committed steps: 10, 20." in ended.err
-    assert f"{pristine}/step-000000000020" in ended.err
-    assert len(ended.err.splitlines()) == 1
-
-
 @pytest.mark.parametrize("verb", ["ls", "inspect", "verify"])
 def test_nothing_there_is_one_line_and_2(tmp_path: Path, verb: str) -> None:
     (tmp_path / "file").write_text("not a folder")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
+import holdfast as package
 from tests.newer_format import write_newer
+from tests.unit.cli.conftest import small_state
 from tests.unit.cli.running import holdfast, separately
 
 STEP = "step-000000000010"
@@ -82,5 +85,68 @@ def test_a_step_that_is_not_there_is_refused(root: Path, arguments: tuple[object
     assert "step" in ended.err
 
 
-def test_one_checkpoint_is_no_run(root: Path) -> None:
-    assert "not the root of a run" in holdfast("repair", root / STEP).err
+@pytest.mark.parametrize("how", ["its folder", "its number", "its tag"])
+def test_one_step_is_repaired_by_path_or_name(root: Path, how: str) -> None:
+    assert holdfast("tag", root, 10, "paper").status == 0
+    for step in (STEP, "step-000000000020"):
+        cut(root / step / "manifest.json")
+    arguments = {"its folder": (root / STEP,), "its number": (root, "--step", 10), "its tag": (root, "--step", "paper")}
+    ended = holdfast("repair", *arguments[how])
+    assert ended.status == 0 and ended.out.startswith("step 10: repaired"), ended
+    assert holdfast("verify", root / STEP).status == 0 and holdfast("verify", root / "step-000000000020").status == 1
+    assert holdfast("repair", root / STEP, "--step", 10).status == 2
+
+
+@pytest.fixture(params=["copied out of a run", "saved by path"])
+def alone(request: pytest.FixtureRequest, root: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "alone"
+    if request.param == "saved by path":
+        package.save(path, small_state(), process_group=False)
+        return path
+    return Path(shutil.copytree(root / STEP, path))
+
+
+def test_a_checkpoint_in_no_run_is_repaired_from_its_own_files(alone: Path) -> None:
+    manifest = alone / "manifest.json"
+    whole, tensors = manifest.read_bytes(), package.open_checkpoint(alone).tensors
+    assert holdfast("repair", alone).out.split(": ")[1] == "whole\n"
+    flipped = bytearray(whole)
+    flipped[len(flipped) // 2] ^= 4
+    manifest.write_bytes(flipped)
+    before = sorted(alone.rglob("*"))
+    assert "would be repaired" in holdfast("repair", alone, "--dry-run").out
+    assert (manifest.read_bytes(), sorted(alone.rglob("*"))) == (flipped, before)
+    ended = holdfast("repair", alone)
+    assert ended.status == 0 and "one bit corrected" in ended.out
+    assert manifest.read_bytes() == whole
+    twice = bytearray(flipped)
+    twice[-60] ^= 1
+    manifest.write_bytes(twice)
+    ended = holdfast("repair", alone)
+    assert ended.status == 0 and "rebuilt from 1 parts; lost are" in ended.out
+    assert holdfast("verify", alone).status == 0
+    assert dict(package.open_checkpoint(alone).tensors) == dict(tensors)
+    kept = {path.read_bytes() for path in (alone / "replaced").iterdir()}
+    assert kept >= {bytes(flipped), bytes(twice)}, "what was replaced is kept"
+    cut(manifest)
+    ended = holdfast("repair", alone)
+    assert ended.status == 1 and "readable run id" in ended.out, "nothing else tells it"
+
+
+def test_what_no_file_of_a_lone_checkpoint_proves_is_lost(alone: Path) -> None:
+    (index,) = alone.glob("*/index-00000.msgpack")
+    cut(index)
+    assert "index: rebuilt from parts" in holdfast("repair", alone).out
+    (pack,) = alone.glob("*/r00000.safetensors")
+    data = bytearray(pack.read_bytes())
+    data[-1] ^= 1
+    pack.write_bytes(data)
+    ended = holdfast("repair", alone, "--json")
+    (found,) = ended.json()["steps"]
+    assert (ended.status, found["outcome"]) == (1, "damaged") and found["lost_tensors"]
+    (part,) = alone.glob("*/parts/r00000.msgpack")
+    cut(part)
+    cut(alone / "manifest.json")
+    ended = holdfast("repair", alone)
+    assert ended.status == 1 and "part" in ended.out
+    assert holdfast("repair", alone, "--step", 10).status == holdfast("repair", alone, "--unfinished").status == 2

@@ -9,13 +9,14 @@ import pytest
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
-from holdfast.errors import ConflictError, CorruptError, InvalidError
+from holdfast.errors import CorruptError, InvalidError, UnavailableError
 from holdfast.format.names import step_folder
 from holdfast.policies import AnyOf, BestN, EveryNSteps, EverySeconds, KeepPolicy, LatestN, Policies, Tagged
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import read_manifest
 from holdfast.repository.tags import read_tags
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
+from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.testing.framework import NumpyFramework
 from tests.unit.ranks import PATIENT, World, fresh_store, plain
 
@@ -28,20 +29,35 @@ def run_at(store: Store, keep: KeepPolicy | None = None, comm: ThreadComm | None
     return CheckpointManager.over(store, job, policies=Policies(keep=keep))
 
 
-def test_tags_come_with_the_commit_and_a_taken_one_refuses_the_save() -> None:
+def test_tags_come_with_the_commit_and_a_taken_one_stays_where_it_is() -> None:
     store = fresh_store()
     run = run_at(store)
     run.save(1, STATE, tags="first").wait()
     run.save(2, STATE, tags=["second", "other"]).wait()
     assert {tag.name: tag.step for tag in read_tags(store).whole.values()} == {"first": 1, "second": 2, "other": 2}
-    with pytest.raises(ConflictError, match="tag 'first' names step 1"):
-        run.save(3, STATE, tags=["third", "first"]).wait()
-    assert run.steps() == [1, 2] and "third" not in read_tags(store).whole
-    run.save(3, STATE, tags=["third"]).wait()
+    report = run.save(3, STATE, tags=["third", "first"]).wait()
+    assert report is not None and len(report.untagged) == 1
+    assert "first: " in report.untagged[0] and "tag 'first' names step 1" in report.untagged[0]
+    tags = {tag.name: tag.step for tag in read_tags(store).whole.values()}
+    assert run.steps() == [1, 2, 3] and tags == {"first": 1, "second": 2, "other": 2, "third": 3}
+    report = run.save(4, STATE, tags="fourth", move_tags={"first", "new"}).wait()
+    assert report is not None and report.untagged == ()
+    tags = {tag.name: tag.step for tag in read_tags(store).whole.values()}
+    assert tags == {"first": 4, "second": 2, "other": 2, "third": 3, "fourth": 4, "new": 4}
     run.close()
 
 
-@pytest.mark.parametrize("bad", [{"tags": ["a/b"]}, {"tags": 7}, {"metrics": {"loss": "low"}}, {"metrics": [1]}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"tags": ["a/b"]},
+        {"tags": 7},
+        {"move_tags": "300"},
+        {"move_tags": {"latest"}},
+        {"metrics": {"loss": "low"}},
+        {"metrics": [1]},
+    ],
+)
 def test_what_one_rank_says_wrong_is_refused_on_all(bad: dict[str, object]) -> None:
     store = fresh_store()
 
@@ -69,11 +85,36 @@ def test_a_tag_that_is_taken_while_the_save_runs_costs_the_tag_not_the_step(
     run.save(1, STATE).wait()
     tagging.tag_step(store, SystemClock(), 1, "paper")
     # As if the tag had been free when the save began.
-    tagging.tag_saved(store, SystemClock(), 1, read_manifest(store, step_folder(1)).digest, ["paper"])
+    tagging.tag_saved(store, SystemClock(), 1, read_manifest(store, step_folder(1)).digest, {"paper": False})
     run.save(2, STATE).wait()
-    tagging.tag_saved(store, SystemClock(), 2, read_manifest(store, step_folder(2)).digest, ["paper", "mine"])
+    tagging.tag_saved(
+        store, SystemClock(), 2, read_manifest(store, step_folder(2)).digest, {"paper": False, "mine": False}
+    )
     assert "step 2 is saved, but not tagged paper" in caplog.text
     assert {tag.name: tag.step for tag in read_tags(store).whole.values()} == {"paper": 1, "mine": 2}
+    run.close()
+
+
+@pytest.mark.parametrize("name", ["put_if_absent", "list", "put"])
+def test_storage_that_fails_at_a_tag_costs_the_tag_not_the_step(name: str) -> None:
+    store = fresh_store()
+    first = run_at(store)
+    first.save(1, STATE, tags="best").wait()
+    first.close()
+
+    def fail(point: FaultPoint) -> None:
+        if point.subject.startswith(("tags/", "readers/") if point.name == "list" else "tags/"):
+            raise UnavailableError("no answer")
+
+    run = run_at(FaultyStore(store, Faults(fail, names=(name,), lasting=True)))
+    run.load(dict(STATE))
+    report = run.save(2, STATE, tags="new", move_tags="best").wait()
+    assert report is not None and run.steps() == [1, 2]
+    tags = {tag.name: tag.step for tag in read_tags(store).whole.values()}
+    untagged = {text.partition(":")[0] for text in report.untagged}
+    assert untagged == {tag for tag in ("new", "best") if tags.get(tag) != 2}
+    assert tags["best"] in (1, 2), "a tag that moves is not lost"
+    assert untagged or name == "list"
     run.close()
 
 

@@ -126,7 +126,7 @@ def test_bytes_that_ranks_pass_on_are_told_of_and_timed() -> None:
 
 def test_a_report_that_cannot_be_written_is_a_warning_of_one_rank(caplog: pytest.LogCaptureFixture) -> None:
     def failing(world: World) -> FaultyStore:
-        return FaultyStore(world.store, Faults(FULL, names={"put"}))
+        return FaultyStore(world.store, Faults(FULL, names={"put"}, lasting=True))
 
     world = World(2)
     world = replace(world, stores={rank: failing(world) for rank in range(2)})

@@ -12,7 +12,7 @@ import typer
 
 from holdfast import api
 from holdfast.cli.ending import DIFFERENT, NOT_DONE, ended_well
-from holdfast.cli.opening import AllowRoot, AsJson, opened
+from holdfast.cli.opening import AllowRoot, AsJson, is_root, opened
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, counted, print_result
 from holdfast.cli.tree import in_line
@@ -25,8 +25,8 @@ _COLUMNS = ("TENSOR", ">CHANGED", ">MAX ABS", ">MAX REL", ">NORM A", ">NORM B", 
 
 
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="One checkpoint, of any format.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The other one, of any format.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="One checkpoint of any format, or a run.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
     tensors: Annotated[
         str | None,
         typer.Option("--tensors", metavar="GLOB", help="Compare only tensors with matching names, and no values."),
@@ -36,6 +36,15 @@ def diff(
         bool, typer.Option("--full", help="Read tensors with equal digests too, for norms of whole tensors.")
     ] = False,
     everything: Annotated[bool, typer.Option("--all", help="List equal tensors too, and every list in full.")] = False,
+    step: Annotated[
+        str | None,
+        typer.Option(
+            "--step", metavar="STEP", help="Of each run: the step, as number, tag or latest. Default: the newest valid."
+        ),
+    ] = None,
+    step_b: Annotated[
+        str | None, typer.Option("--step-b", metavar="STEP", help="Of B, if that is a run; default: as --step.")
+    ] = None,
     allow_root: AllowRoot = None,
     as_json: AsJson = False,
 ) -> None:
@@ -44,7 +53,9 @@ def diff(
     Bytes with equal digests are not read.
     """
     with ended_well(corrupt=NOT_DONE):
-        checkpoints = opened(a, allow_root), opened(b, allow_root)
+        step_b = step_b if step_b is not None or not is_root(b) else step
+        step_a = step if is_root(a) or not is_root(b) else None
+        checkpoints = opened(a, allow_root, step_a), opened(b, allow_root, step_b)
         with shown_progress("comparing") as bar:
             result = api.diff(*checkpoints, tensors=tensors, cast=cast, full=full, observer=bar)
         print_result(result, partial(_show, everything=everything), _document, as_json=as_json)

@@ -9,7 +9,7 @@ import typer
 
 from holdfast import api
 from holdfast.cli.ending import complain, ended_well
-from holdfast.cli.opening import AllowRoot, AsJson, settings_with
+from holdfast.cli.opening import AllowRoot, AsJson, Step, path_of, settings_with
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, counted, print_result
 from holdfast.errors import InvalidError, printable
@@ -23,11 +23,14 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def export(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of Holdfast, or of a format that it reads.")],
+    src: Annotated[
+        str, typer.Argument(metavar="SRC", help="A checkpoint of any format that Holdfast reads, or a run.")
+    ],
     dst: Annotated[str, typer.Argument(metavar="DST", help="The file or folder to create; it must not exist.")],
     to: Annotated[
         str, typer.Option("--to", metavar="FORMAT", help="Format to write: safetensors, torch, dcp or holdfast.")
     ],
+    step: Step = None,
     shard_size: Annotated[
         str, typer.Option(help="Most bytes of tensors in one file, for formats with several files.")
     ] = "5GB",
@@ -47,6 +50,7 @@ def export(
     After an interruption, the same command resumes (to holdfast: it starts again).
     """
     with ended_well():
+        src = path_of(src, step)
         try:
             with shown_progress("exporting") as bar:
                 report = api.export(

@@ -9,7 +9,7 @@ import typer
 
 from holdfast import api
 from holdfast.cli.ending import ended_well
-from holdfast.cli.opening import AllowRoot, AsJson, settings_with
+from holdfast.cli.opening import AllowRoot, AsJson, path_of, settings_with
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, print_result
 from holdfast.errors import printable
@@ -17,13 +17,23 @@ from holdfast.telemetry.log_lines import shown_bytes
 
 
 def import_(
-    src: Annotated[str, typer.Argument(metavar="SRC", help="A checkpoint of any format that Holdfast reads.")],
+    src: Annotated[
+        str, typer.Argument(metavar="SRC", help="A checkpoint of any format that Holdfast reads, or a run.")
+    ],
     root: Annotated[str, typer.Argument(metavar="ROOT", help="The folder of a run; created if it does not exist.")],
     copied: Annotated[
         bool, typer.Option("--copy", help="Copy its bytes into packs of the run; SRC may be deleted then.")
     ] = False,
     step: Annotated[
         int | None, typer.Option("--step", metavar="N", help="The step it becomes; default: its own step number.")
+    ] = None,
+    from_step: Annotated[
+        str | None,
+        typer.Option(
+            "--from-step",
+            metavar="STEP",
+            help="If SRC is a run: the step, as number, tag or latest. Default: the newest valid one.",
+        ),
     ] = None,
     allow_root: AllowRoot = None,
     as_json: AsJson = False,
@@ -34,6 +44,7 @@ def import_(
     """
     with ended_well():
         settings = settings_with(allow_root)
+        src = path_of(src, from_step)
         with shown_progress("importing") as bar:
             report = api.import_checkpoint(src, root, step=step, copy=copied, settings=settings, observer=bar)
         print_result(report, _show, _document, as_json=as_json)

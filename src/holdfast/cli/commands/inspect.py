@@ -12,7 +12,7 @@ import typer
 from holdfast import api
 from holdfast.cli.commands.ls import health_document, json_number, shown_metrics, shown_time
 from holdfast.cli.ending import ended_well
-from holdfast.cli.opening import AsJson, opened
+from holdfast.cli.opening import AsJson, Step, opened
 from holdfast.cli.screen import Screen, attributes, counted, shown_ranks, stdout
 from holdfast.cli.tree import tree_lines
 from holdfast.errors import printable
@@ -30,7 +30,9 @@ _PLAN_COLUMNS = (">RANK", ">HOLDS", ">READS", ">CHUNKS", ">RUNS")
 
 
 def inspect(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="One checkpoint: a step-* folder, or a path saved to.")],
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="A checkpoint (a step-* folder, or a path saved to), or a run.")
+    ],
     tensors: Annotated[
         str | None,
         typer.Option("--tensors", metavar="GLOB", help="Show only tensors with matching names, and no values."),
@@ -40,6 +42,7 @@ def inspect(
         typer.Option("--plan", metavar="MESH", help="Show how much each rank of a job, e.g. dp=2,fsdp=4, would read."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show every list in full on a terminal.")] = False,
+    step: Step = None,
     as_json: AsJson = False,
 ) -> None:
     """Show tensors, values and provenance of one checkpoint, and which rank wrote each tensor.
@@ -47,7 +50,7 @@ def inspect(
     Long lists are cut short on a terminal, never in a pipe.
     """
     with ended_well():
-        checkpoint = opened(path)
+        checkpoint = opened(path, step=step)
         names = _chosen(checkpoint, tensors)
         screen = stdout()
         is_short = screen.interactive and not everything

@@ -9,7 +9,7 @@ import typer
 
 from holdfast import api
 from holdfast.cli.ending import DAMAGED, ended_well
-from holdfast.cli.opening import AllowRoot, AsJson, Root, settings_with
+from holdfast.cli.opening import AllowRoot, AsJson, settings_with
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, print_result
 from holdfast.errors import printable
@@ -18,11 +18,13 @@ _STYLES = {"whole": "green", "repaired": "green", "damaged": "red", "unfinished"
 
 
 def repair(
-    root: Root,
+    path: Annotated[str, typer.Argument(metavar="PATH", help="A run, one step-* folder of it, or one checkpoint.")],
     step: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            "--step", metavar="N", help="Only this step, and read all of it; default: every step that looks damaged."
+            "--step",
+            metavar="STEP",
+            help="Only this step, as number, tag or latest, and read all of it. Default: all that look damaged.",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write nothing; print what would be done.")] = False,
@@ -39,7 +41,7 @@ def repair(
     with ended_well():
         settings = settings_with(allow_root)
         with shown_progress("reading back") as bar:
-            report = api.repair(root, step, dry_run=dry_run, unfinished=unfinished, observer=bar, settings=settings)
+            report = api.repair(path, step, dry_run=dry_run, unfinished=unfinished, observer=bar, settings=settings)
         print_result(report, partial(_show, dry_run), partial(_document, dry_run), as_json=as_json)
     if not report.is_whole:
         raise typer.Exit(DAMAGED)
@@ -50,7 +52,8 @@ def _show(dry_run: bool, screen: Screen, report: api.RepairReport) -> None:
         screen.line("nothing looks damaged; `holdfast verify` reads every byte of a step", style="green")
     for step in report.steps:
         would = "would be " * (dry_run and step.outcome == "repaired")
-        screen.line(f"step {step.step}: {would}{step.outcome}", style=_STYLES[step.outcome])
+        what = "checkpoint" if step.step is None else f"step {step.step}"
+        screen.line(f"{what}: {would}{step.outcome}", style=_STYLES[step.outcome])
         for action in step.done:
             screen.line(f"  {printable(action)}")
         for loss in step.lost:

@@ -19,7 +19,8 @@ from holdfast.telemetry.log_lines import shown_bytes
 def rm(
     root: Root,
     steps: Annotated[
-        list[str], typer.Argument(metavar="STEP…", help="The steps to remove; 300@1f2e for a superseded one.")
+        list[str],
+        typer.Argument(metavar="STEP…", help="The steps: number, tag or latest; 300@1f2e for a superseded one."),
     ],
     tagged: Annotated[bool, typer.Option("--tagged", help="Remove tagged steps too, with their tags.")] = False,
     all_steps: Annotated[
@@ -42,8 +43,7 @@ def rm(
         if not dry_run and not as_json:
             seconds = Settings().collect_grace_seconds if grace is None else grace
             stderr().line(f"steps are marked, and removed after {seconds:g} s", style="dim")
-        named = [int(step) if step.isdecimal() else step for step in steps]
-        report = api.remove_steps(root, named, tagged=tagged, all_steps=all_steps, dry_run=dry_run, grace_seconds=grace)
+        report = api.remove_steps(root, steps, tagged=tagged, all_steps=all_steps, dry_run=dry_run, grace_seconds=grace)
         print_result(report, partial(_show, dry_run), partial(_document, dry_run), as_json=as_json)
         if report.left and not dry_run:
             raise typer.Exit(NOT_DONE)

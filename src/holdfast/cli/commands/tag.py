@@ -20,24 +20,29 @@ def tag(
     root: Root,
     step: Annotated[
         str | None,
-        typer.Argument(metavar="STEP", help="The step to name; 300@1f2e for a superseded one.", show_default=False),
+        typer.Argument(
+            metavar="STEP",
+            help="The step to name: a number, 300@1f2e for a superseded one, another tag, or latest.",
+            show_default=False,
+        ),
     ] = None,
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="Its name.", show_default=False)] = None,
     remove: Annotated[
         str | None, typer.Option("--remove", metavar="NAME", help="Remove this name; the step stays.")
     ] = None,
+    move: Annotated[bool, typer.Option("--move", help="Move the name if another step has it.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the tags as JSON.")] = False,
 ) -> None:
     """Name a step of a run, remove a name, or list all names."""
     with ended_well():
         if remove is not None:
-            if step is not None:
+            if step is not None or move:
                 raise InvalidError("--remove takes the name alone; expected: holdfast tag ROOT --remove NAME")
             api.untag(root, remove)
         elif step is not None:
             if name is None:
                 raise InvalidError(f"step {step}: no name; expected: holdfast tag ROOT STEP NAME")
-            api.tag(root, int(step) if step.isdecimal() else step, name)
+            api.tag(root, step, name, move=move)
         if as_json or (step is None and remove is None):
             print_result(api.list_steps(root), _show, _document, as_json=as_json)
 

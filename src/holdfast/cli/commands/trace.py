@@ -17,6 +17,10 @@ from holdfast.errors import InvalidError, UnavailableError, printable
 
 def trace(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, or the folder of a run: all its steps.")],
+    step: Annotated[
+        str | None,
+        typer.Option("--step", metavar="STEP", help="Of a run: one step, as number, tag or latest. Default: all."),
+    ] = None,
     output: Annotated[
         str, typer.Option("--output", "-o", metavar="FILE", help="File to write; - prints the trace.")
     ] = "trace.json",
@@ -26,7 +30,7 @@ def trace(
     Open it at https://ui.perfetto.dev or chrome://tracing: one process per rank, one track per phase.
     """
     with ended_well():
-        result = api.trace(path)
+        result = api.trace(path, step=step)
         for key, error in result.unreadable:
             complain(f"{key} is left out: {error}")
         if result.left_out_from is not None:

@@ -12,7 +12,7 @@ import typer
 
 from holdfast import api
 from holdfast.cli.ending import DAMAGED, ended_well
-from holdfast.cli.opening import AllowRoot, AsJson, opened
+from holdfast.cli.opening import AllowRoot, AsJson, Step, opened
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, counted, print_result
 from holdfast.errors import CorruptError, printable
@@ -23,17 +23,20 @@ DAMAGES_MAX = 50
 
 
 def verify(
-    path: Annotated[str, typer.Argument(metavar="PATH", help="One checkpoint: a step-* folder, or a path saved to.")],
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="A checkpoint (a step-* folder, or a path saved to), or a run.")
+    ],
     deep: Annotated[
         bool, typer.Option("--deep", help="Another system's checkpoint: compare all bytes of casts, not samples.")
     ] = False,
+    step: Step = None,
     allow_root: AllowRoot = None,
     as_json: AsJson = False,
 ) -> None:
     """Read every byte of one checkpoint and check it. The exit status is 0 if it is intact, 1 if it is damaged."""
     with ended_well():
         try:
-            checkpoint = opened(path, allow_root)
+            checkpoint = opened(path, allow_root, step)
         except CorruptError as error:
             is_ours = os.path.exists(os.path.join(path.removeprefix("file://"), "manifest.json"))
             outcome = _Outcome([api.Damage("manifest.json" if is_ours else "", None, None, None, str(error))])

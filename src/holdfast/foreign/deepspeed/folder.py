@@ -23,6 +23,8 @@ _EXPERTS = re.compile(
 _PIPELINE = re.compile(r"layer_\d+-model_\d+-model_states\.pt")
 FIRST_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 _ATOMS = "zero/"
+_HOLDFAST_RUN_FILE = "holdfast.json"
+_HOLDFAST_STEP = re.compile(r"step-\d{12}", re.ASCII)
 OPTIMIZER_OF_ATOMS = "zero/optimizer_state.pt"
 
 Place = tuple[int, int]
@@ -131,10 +133,13 @@ def _refused(where: str, name: str, what: str) -> InvalidError:
 
 
 def _holds_tag(files: Readable, prefix: str) -> bool:
-    for name in (*FIRST_FILES, OPTIMIZER_OF_ATOMS):
-        with suppress(CheckpointError):  # The file does not exist, or cannot be opened.
-            files.size(prefix + name)
-            return True
+    return any(_holds(files, prefix + name) for name in (*FIRST_FILES, OPTIMIZER_OF_ATOMS))
+
+
+def _holds(files: Readable, key: str) -> bool:
+    with suppress(CheckpointError):  # The file does not exist, or cannot be opened.
+        files.size(key)
+        return True
     return False
 
 
@@ -144,8 +149,14 @@ def holds_states(name: str) -> bool:
 
 
 def tag_in(files: Readable, pointer: str) -> str | None:
-    """Return the tag that a pointer file names; None if there is no such file, and empty if no tag is in it."""
+    """Return the tag that a pointer file names; None if there is no such file, and empty if no tag is in it.
+
+    The file `latest` in the root of a Holdfast run names a step, which is no tag.
+    """
     try:
-        return files.get(pointer, _TAG_BYTES_MAX).decode().strip().strip("/")
+        tag = files.get(pointer, _TAG_BYTES_MAX).decode().strip().strip("/")
     except (UnicodeDecodeError, CheckpointError):
         return None
+    if _HOLDFAST_STEP.fullmatch(tag) and (_holds(files, _HOLDFAST_RUN_FILE) or not _holds_tag(files, f"{tag}/")):
+        return None
+    return tag

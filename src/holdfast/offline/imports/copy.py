@@ -134,8 +134,9 @@ class CopyRequest(NeverLoaded):
         self._source.require_unchanged()
         return None
 
-    def committed(self, context: SaveContext, manifest_digest: str) -> None:
-        """Do nothing."""
+    def committed(self, context: SaveContext, manifest_digest: str) -> tuple[str, ...]:
+        """Do nothing: a copy gets no tags."""
+        return ()
 
 
 def exported(source: Checkpoint, store: Store, job: Job, observer: Observer | None = None) -> ExportReport:

@@ -15,6 +15,7 @@ from holdfast.offline.imports.copy import saved_again
 from holdfast.offline.imports.reference import referenced
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Store
+from holdfast.repository.latest import name_latest
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ def import_step(
         else:
             attempt = referenced(source, location, writer_lease, job, observer)
             roots = {source.packs(pack.name).files.url for pack in source.manifest.packs}
+        name_latest(store, None)
     finally:
         writer_lease.release()
     report = ImportReport(

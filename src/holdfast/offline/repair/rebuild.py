@@ -287,6 +287,12 @@ def _votes(location: CheckpointLocation, damaged: bytes) -> tuple[str, list[Vote
     return attempt, [votes[rank] for rank in range(world_size)]
 
 
+def stated_step(text: bytes) -> int | None:
+    """Return the step that the text of a manifest states, damaged or not; None if it states none."""
+    step = _line(text, "step")
+    return int(step) if step is not None and step.isdecimal() else None
+
+
 def _line(damaged: bytes, name: str) -> str | None:
     """Return a plain field of a damaged manifest as text; None if its line is damaged."""
     match = re.search(rb'^ "%s": ("[^"\\\n]*"|\d+),$' % name.encode(), damaged, re.MULTILINE)

@@ -72,8 +72,8 @@ class _NotAcceptable(Exception):
 class StepRepair:
     """The repair of one step."""
 
-    step: int
-    """The step."""
+    step: int | None
+    """The step; None for a checkpoint saved by path."""
 
     outcome: Literal["whole", "repaired", "damaged", "unfinished", "unreadable"]
     """`whole`: undamaged before; `repaired`: undamaged now; `damaged`: some of it could not be rebuilt; `unfinished`:
@@ -95,7 +95,7 @@ class RepairReport:
     """The repair of a run."""
 
     url: str
-    """The root of the run."""
+    """The root of the run, or the one checkpoint."""
 
     steps: tuple[StepRepair, ...]
     """Every step that was examined, ascending."""
@@ -192,7 +192,7 @@ class Repair:
             pass
         return self._repair_step(step)
 
-    def _repair_step(self, step: int) -> StepRepair:
+    def _repair_step(self, step: int | None) -> StepRepair:
         """Repair one step, and read all of it back."""
         overlay = OverlayStore(self._store)
         location = self._location(overlay, step)
@@ -220,12 +220,17 @@ class Repair:
         if damages and _ACCEPTED in done:
             return _not_accepted(step, map(_format_damage, damages), fqns)
         self._write(location, overlay, before)
-        if not damages and not self._dry_run and quarantined(self._store).get(step):
+        if not damages and not self._dry_run and step is not None:
+            self._end_quarantine(step)
+        outcome: Literal["whole", "repaired", "damaged"] = "damaged" if damages else "repaired" if done else "whole"
+        return StepRepair(step, outcome, tuple(done), tuple(map(_format_damage, damages)), tuple(fqns))
+
+    def _end_quarantine(self, step: int) -> None:
+        """Remove the quarantine records of a step that was read and found intact."""
+        if quarantined(self._store).get(step):
             self._hold()
             moved = [key for number, key in superseded_keys(self._store) if number == step]
             release(self._store, step, [identity_at(self._store, key) for key in moved])
-        outcome: Literal["whole", "repaired", "damaged"] = "damaged" if damages else "repaired" if done else "whole"
-        return StepRepair(step, outcome, tuple(done), tuple(map(_format_damage, damages)), tuple(fqns))
 
     def _with_moved(self, found: StepRepair, damaged: Sequence[DamagedManifest]) -> StepRepair:
         """Return the repair of a step with that of its damaged manifests under `superseded/`."""
@@ -282,14 +287,18 @@ class Repair:
             done.append("manifest.json: one bit corrected, proven by its digest")
             return manifest
         require_known_format(data)
-        has_timelines = current_fence(self._store).has_timelines
-        timeline = timeline_of_damaged(data, run_timelines(self._store), has_timelines=has_timelines)
+        timeline = self._timeline(data)
         rebuilt = rebuilt_manifest(location, data, self._run_id(), utc_now_text(self._clock), timeline, self._settings)
         lost = lost_fields(data)
         if timeline == LOST_TIMELINE:
             lost.append("timeline, so the step is superseded")
         action = f"manifest.json: rebuilt from {len(rebuilt.parts)} parts; lost are {', '.join(lost)}"
         return self._put_manifest(location, overlay, rebuilt, done, action)
+
+    def _timeline(self, damaged: bytes) -> Timeline:
+        """Return the timeline to record instead of that in a damaged manifest; raises `Unprovable`."""
+        has_timelines = current_fence(self._store).has_timelines
+        return timeline_of_damaged(damaged, run_timelines(self._store), has_timelines=has_timelines)
 
     def _with_index(
         self, location: CheckpointLocation, overlay: OverlayStore, manifest: Manifest, done: list[str]
@@ -367,20 +376,19 @@ class Repair:
         Raises:
             ConflictError: The step has another manifest now.
         """
-        assert location.step is not None, "a run holds steps"
         if self._dry_run or not overlay.pending:
             return
         self._hold()
         # Planning may take hours, and most of it needs no lease. A training may have saved the step again meanwhile.
         if self._manifest_bytes(location) != before:
             raise ConflictError(
-                f"{self._store.url}: step {location.step}: its manifest is another one than was examined; expected the "
-                "same. Another process saved the step meanwhile. Nothing was written. Run the repair again"
+                f"{self._store.url}: {_named(location.step)}: its manifest is another one than was examined; expected "
+                "the same. Another process saved it meanwhile. Nothing was written. Run the repair again"
             )
         for key, data in overlay.pending.items():
             self._hold()
             try:
-                backup_key = backup(self._store, location.step, key, INDEX_BYTES_MAX)
+                backup_key = self._backup(location.step, key)
                 logger.info("%s is kept as %s", key, backup_key)
             except MissingError:
                 pass  # A new file replaces none.
@@ -388,6 +396,11 @@ class Repair:
                 self._store.delete([key])
             else:
                 self._store.put(key, data)
+
+    def _backup(self, step: int | None, key: str) -> str:
+        """Keep the bytes of a file that is replaced or removed; return where. `MissingError` if it does not exist."""
+        assert step is not None, "a run holds steps"
+        return backup(self._store, step, key, INDEX_BYTES_MAX)
 
     def _hold(self) -> int:
         """Return the epoch to write under, 0 in a dry run; raise if another process writes to the run."""
@@ -399,7 +412,8 @@ class Repair:
         except CheckpointError:
             return None
 
-    def _location(self, store: Store, step: int) -> CheckpointLocation:
+    def _location(self, store: Store, step: int | None) -> CheckpointLocation:
+        assert step is not None, "a run holds steps"
         return CheckpointLocation(store, step_folder(step), step, references=self._references, root=self._store)
 
 
@@ -430,7 +444,11 @@ def _surplus(location: CheckpointLocation, manifest: Manifest) -> list[str]:
     return [prefix + name for name in files if (is_index_name(name) or name == OVERVIEW_FILE) and name not in named]
 
 
-def _not_accepted(step: int, lost: Iterable[str], fqns: Iterable[str]) -> StepRepair:
+def _named(step: int | None) -> str:
+    return "the checkpoint" if step is None else f"step {step}"
+
+
+def _not_accepted(step: int | None, lost: Iterable[str], fqns: Iterable[str]) -> StepRepair:
     return StepRepair(
         step, "unfinished", (), ("its manifest was fenced off, and its files are damaged", *lost), tuple(fqns)
     )

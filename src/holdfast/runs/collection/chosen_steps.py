@@ -14,11 +14,11 @@ from holdfast.repository.quarantine import QuarantineRecord
 from holdfast.repository.tags import Tags
 from holdfast.repository.timeline_records import TimelineRecord
 from holdfast.repository.timelines import MovedManifests
-from holdfast.runs.pins import Pins
+from holdfast.runs.collection.pins import Pins
 from holdfast.types.manifest import Manifest
 from holdfast.types.timeline import Timeline
 
-StepName = tuple[int, str]
+StepAndDigest = tuple[int, str]
 """A step and the digest of its manifest."""
 
 
@@ -26,11 +26,11 @@ StepName = tuple[int, str]
 class ChosenNames:
     """What one collection removes beside what the policy leaves."""
 
-    names: frozenset[StepName] = frozenset()
+    names: frozenset[StepAndDigest] = frozenset()
     """Steps that were named for removal."""
 
-    overruled_tags: frozenset[str] = frozenset()
-    """Tags that keep none of them."""
+    overruled_tags: frozenset[tuple[str, StepAndDigest]] = frozenset()
+    """Tags that keep none of them, each with the step that it names. It may have moved to another one since."""
 
     is_all: bool = False
     """Whether nothing else goes: no remains of dead saves either."""
@@ -64,10 +64,10 @@ class Needs:
 class Chosen:
     """The chosen steps that are stored."""
 
-    going: frozenset[StepName] = frozenset()
+    going: frozenset[StepAndDigest] = frozenset()
     """Those that may go now."""
 
-    protected: Mapping[StepName, tuple[str, ...]] = field(default_factory=dict)
+    protected: Mapping[StepAndDigest, tuple[str, ...]] = field(default_factory=dict)
     """Those that stay for now, each with the reasons."""
 
     def staying(self, moved: MovedManifests) -> MovedManifests:
@@ -76,7 +76,7 @@ class Chosen:
         return replace(moved, manifests=tuple(kept))
 
 
-def name_of(manifest: Manifest) -> StepName:
+def name_of(manifest: Manifest) -> StepAndDigest:
     """Return the name of the step of a manifest of a run."""
     assert manifest.step is not None, "a run holds steps"
     return manifest.step, manifest.digest
@@ -104,7 +104,7 @@ def judged(
         needs: What may need a chosen step.
     """
     discarded = frozenset().union(*(record.discarded for record in records))
-    going, protected = set[StepName](), dict[StepName, tuple[str, ...]]()
+    going, protected = set[StepAndDigest](), dict[StepAndDigest, tuple[str, ...]]()
     for manifest in manifests:
         name = name_of(manifest)
         is_left = name in discarded and not newest.holds(manifest.timeline.id, name[0])
@@ -118,10 +118,10 @@ def judged(
     return Chosen(frozenset(going), protected)
 
 
-def _needed_by(manifest: Manifest, name: StepName, choice: ChosenNames, needs: Needs) -> tuple[str, ...]:
+def _needed_by(manifest: Manifest, name: StepAndDigest, choice: ChosenNames, needs: Needs) -> tuple[str, ...]:
     step, digest = name
     records = needs.quarantine.get(step, {})
-    tags = [tag for tag in needs.tags.of(step, digest) if tag not in choice.overruled_tags]
+    tags = [tag for tag in needs.tags.of(step, digest) if (tag, name) not in choice.overruled_tags]
     reader = needs.readers.get(step, needs.readers.get(None))
     is_set_aside = name not in choice.names and (
         digest[:16] in records or any(manifest.attempt in record.attempts for record in records.values())

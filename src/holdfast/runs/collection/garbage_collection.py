@@ -9,6 +9,8 @@ One collection, in order; any error ends it, and the next commit begins again:
     confirmed  Take a second inventory. Only what both inventories list is removed.
     removed    Steps first, then files. The mark is deleted, also after an error.
 
+Several marks may be in their grace at once, in `Background`: each step waits for its own grace and no other.
+
 Only the holder of the writer lease collects. The policy decides about superseded steps like about others, and the
 newest step of each timeline stays. Manifests under `superseded/` stay, with all files that they name. Steps that were
 chosen go, whatever the policy says and wherever their manifests are: see `chosen_steps.py`.
@@ -17,14 +19,14 @@ chosen go, whatever the policy says and wherever their manifests are: see `chose
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from holdfast.checkpoint.location import require_no_checkpoint
 from holdfast.clock import Clock
-from holdfast.errors import CorruptError, MissingError, first_three
-from holdfast.format.names import RUN_FILE, superseded_key
+from holdfast.errors import CorruptError, MissingError, UnavailableError, first_three
+from holdfast.format.names import RUN_FILE
 from holdfast.leases.reader import ReaderLeases
 from holdfast.leases.writer import WriterLease, hold_writer_lease
 from holdfast.policies import KeepPolicy
@@ -32,63 +34,33 @@ from holdfast.ports.store import Store
 from holdfast.repository import removal
 from holdfast.repository.catalog import read_run_id, step_folders
 from holdfast.repository.epochs import current_fence
-from holdfast.repository.publish import packs_named_by
 from holdfast.repository.quarantine import QuarantineRecord, quarantined, superseded_packs
 from holdfast.repository.tags import Tags, read_tags
-from holdfast.repository.timeline_records import TimelineRecord, ended_records, timeline_records
+from holdfast.repository.timeline_records import timeline_records
 from holdfast.repository.timelines import MovedManifests, moved_manifests, newest_timeline
 from holdfast.runs.collection.chosen_steps import (
     NOTHING_CHOSEN,
     Chosen,
     ChosenNames,
     Needs,
-    StepName,
+    StepAndDigest,
     discarded_in,
     judged,
     name_of,
 )
-from holdfast.runs.collection.reachability import unreferenced
+from holdfast.runs.collection.inventory import Found, Inventory, ended_in
+from holdfast.runs.collection.pins import Pins
 from holdfast.runs.collection.retention import KeptFacts, kept
 from holdfast.runs.known_steps import KnownSteps
-from holdfast.runs.pins import Pins
 from holdfast.runs.torn_steps import torn_steps
 from holdfast.types.epoch import Fence
 from holdfast.types.manifest import Manifest
-from holdfast.types.removal import StepFiles, Unreferenced, steps_of
+from holdfast.types.removal import StepFiles, Unreferenced
 from holdfast.types.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
 _NONCE_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Inventory:
-    """The steps of a run, why some stay, and what no step needs."""
-
-    run_id: str
-    """The run."""
-
-    standing: Mapping[int, str]
-    """Steps with a valid manifest, each with the digest of it."""
-
-    reasons: Mapping[int, tuple[str, ...]]
-    """Steps that stay, each with the reasons."""
-
-    unreferenced: Unreferenced
-    """Steps and files that may be removed."""
-
-    bare: tuple[int, ...]
-    """Steps with empty folders only."""
-
-    protected: Mapping[StepName, tuple[str, ...]]
-    """Chosen steps that stay for now, each with the reasons."""
-
-    records: Sequence[TimelineRecord]
-    """The records of timelines."""
-
-    timelines: Mapping[StepName, int]
-    """Number of the timeline of each manifest that counts and can be read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +82,28 @@ class CollectReport:
     superseded: tuple[str, ...] = ()
     """Superseded steps that were removed, or would be, because somebody chose them: number and digest, `300@1f2e`."""
 
-    protected: Mapping[StepName, tuple[str, ...]] = field(default_factory=dict)
+    protected: Mapping[StepAndDigest, tuple[str, ...]] = field(default_factory=dict)
     """Chosen steps, by number and digest, that stay for now, each with the reasons."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marked:
+    """What one mark lists."""
+
+    inventory: Inventory
+    """The inventory that found it."""
+
+    to_delete: Unreferenced
+    """The steps and files that may go after the grace: none that another mark lists."""
+
+    nonce: str
+    """Names the mark on storage; empty if there is nothing to list."""
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The complete steps among them, ascending."""
+        moved = {step for step, _ in self.to_delete.moved.values()}
+        return tuple(sorted((self.to_delete.steps.keys() & self.inventory.standing.keys()) | moved))
 
 
 class CheckpointGC:
@@ -141,11 +133,18 @@ class CheckpointGC:
         self._readers = ReaderLeases(store, clock)
         self._known = KnownSteps(store)
         self._warned: set[str] = set()
+        self._removed_steps: set[int] = set()
+        """Steps removed here since the oldest mark in its grace: its inventory still lists them."""
 
     @property
     def url(self) -> str:
         """The URL of the root."""
         return self._store.url
+
+    @property
+    def may_remove(self) -> bool:
+        """Whether this process holds the writer lease."""
+        return self._writer_lease is not None and self._writer_lease.epoch > 0
 
     def collect(self, grace_seconds: float, wait: Callable[[float], bool]) -> CollectReport | None:
         """Remove what is unreferenced; return the report, or None if it was stopped.
@@ -158,42 +157,91 @@ class CheckpointGC:
             CorruptError: A record that decides what stays is damaged; nothing was removed.
             UnavailableError: Storage failed; call again.
         """
-        assert self._writer_lease is not None, "only the holder of the writer lease removes"
+        marked = self.mark()
+        if not marked.to_delete:
+            return _report(marked.inventory, Unreferenced())
+        is_stopped = True
+        try:
+            is_stopped = wait(grace_seconds)
+        finally:
+            if is_stopped:
+                self.withdraw([marked])
+        return None if is_stopped else self.execute([marked])
+
+    def mark(self, others: Sequence[Marked] = ()) -> Marked:
+        """Take an inventory, and put a mark that lists what is to go.
+
+        Args:
+            others: Marks in their grace; what they list is left out. All other marks on storage are removed.
+        Raises:
+            CheckpointError: As `collect`.
+        """
         first = self.survey()
         removal.remove_folders(self._store, first.bare)
         # These marks are of ended collections: only the holder of the writer lease runs a collection.
-        removal.remove_marks(self._store, [*removal.mark_keys(self._store), *_ended(first, Unreferenced())])
-        if not first.unreferenced:
-            return _report(first, Unreferenced())
-        nonce, epoch = self._clock.random_bytes(_NONCE_BYTES).hex(), self._writer_lease.epoch
-        put_mark = partial(removal.put_mark, self._store, first.run_id, nonce, epoch, first.unreferenced)
-        mark = put_mark(is_carried_out=False)
+        ours = {_mark_key(other) for other in others}
+        ended = [key for key in removal.mark_keys(self._store) if key not in ours]
+        removal.remove_marks(self._store, [*ended, *ended_in(first, Unreferenced())])
+        if not others:
+            self._removed_steps.clear()
+        to_delete = first.unreferenced
+        for other in others:
+            to_delete = to_delete.without(other.to_delete)
+        if not to_delete:
+            return Marked(first, to_delete, "")
+        marked = Marked(first, to_delete, self._clock.random_bytes(_NONCE_BYTES).hex())
+        self._put_mark(marked, is_carried_out=False)
+        return marked
+
+    def execute(self, marks: Sequence[Marked]) -> CollectReport:
+        """Remove what marks list and a second inventory lists too. Their grace has run. The marks are removed.
+
+        Raises:
+            CheckpointError: As `collect`.
+        """
+        assert self._writer_lease is not None, "only the holder of the writer lease removes"
         try:
-            if wait(grace_seconds):
-                return None
-            put_mark(is_carried_out=True)
-            return self._carried_out(first)
+            for marked in marks:
+                self._put_mark(marked, is_carried_out=True)
+            second = self.survey()
+            under_way = self._pins.under_way()
+            for marked in marks:
+                _require_all_listed(self._store, marked.inventory, second, under_way | self._removed_steps)
+            confirmed = [marked.to_delete.confirmed_by(second.unreferenced) for marked in marks]
+            to_delete = confirmed[0].joined(confirmed[1:])
+            free = self._pins.release_for_removal(to_delete.numbers)
+            try:
+                if free != to_delete.numbers:
+                    # A save pinned one of them meanwhile: a new inventory finds the files that it needs.
+                    second = self.survey()
+                    to_delete = to_delete.confirmed_by(second.unreferenced)
+                self._writer_lease.require()
+                # Before the removal: it may fail half way. Then the steps that are gone are not missing.
+                self._removed_steps |= to_delete.steps.keys()
+                to_delete = removal.remove(self._store, to_delete, self._writer_lease.epoch)
+                self._store.delete(ended_in(second, to_delete))
+            finally:
+                self._pins.release_for_removal(frozenset())
+            return _report(second, to_delete)
         finally:
             # After an error too: without the mark, the steps that stay can be read again.
-            removal.remove_marks(self._store, [mark.key])
+            self.withdraw(marks)
 
-    def _carried_out(self, first: Inventory) -> CollectReport:
+    def withdraw(self, marks: Iterable[Marked]) -> None:
+        """Remove marks from storage."""
+        removal.remove_marks(self._store, map(_mark_key, marks))
+
+    def _put_mark(self, marked: Marked, *, is_carried_out: bool) -> None:
         assert self._writer_lease is not None, "only the holder of the writer lease removes"
-        second = self.survey()
-        _require_all_listed(self._store, first, second, self._pins.under_way())
-        to_delete = first.unreferenced.confirmed_by(second.unreferenced)
-        free = self._pins.release_for_removal(to_delete.numbers)
+        run_id, nonce, epoch = marked.inventory.run_id, marked.nonce, self._writer_lease.epoch
+        put = partial(removal.put_mark, self._store, run_id, nonce, epoch, is_carried_out=is_carried_out)
         try:
-            if free != to_delete.numbers:
-                # A save pinned one of them meanwhile: a new inventory finds the files that it needs.
-                second = self.survey()
-                to_delete = to_delete.confirmed_by(second.unreferenced)
-            self._writer_lease.require()
-            to_delete = removal.remove(self._store, to_delete, self._writer_lease.epoch)
-            self._store.delete(_ended(second, to_delete))
-        finally:
-            self._pins.release_for_removal(frozenset())
-        return _report(second, to_delete)
+            put(marked.to_delete)
+        except UnavailableError:
+            # A full disk may have no room for two marks at once. The names of the files are for people only, and the
+            # announcement has no effect on readers.
+            self.withdraw([marked])
+            put(replace(marked.to_delete, files={}))
 
     def survey(self) -> Inventory:
         """Return the inventory of the run.
@@ -212,8 +260,10 @@ class CheckpointGC:
         # After the folders: a manifest that moves meanwhile is then in one of the two lists.
         moved = moved_manifests(store)
         newest = newest_timeline(store, fence, manifests, moved)
-        records, tags = timeline_records(store, fence), _whole_tags(store)
-        needs = Needs(tags, self._readers.holds(forget=self._writer_lease is not None), quarantine, self._pins)
+        records = timeline_records(store, fence)
+        # Leases before tags: a tagger holds a lease on the step until its tag is put. See `runs/tags.py`.
+        readers, tags = self._readers.holds(forget=self._writer_lease is not None), _whole_tags(store)
+        needs = Needs(tags, readers, quarantine, self._pins)
         whole = [manifest for manifest in (*manifests.values(), *_counted(moved, fence)) if manifest is not None]
         chosen = judged(self._choice, whole, records, newest, needs)
         reasons |= self._kept(manifests, reasons, all_files, newest, needs, chosen)
@@ -225,7 +275,7 @@ class CheckpointGC:
         unread = sorted({step for step, manifest in manifests.items() if manifest is None} | moved.unreadable)
         self._warn_of_unread(unread)
         listed = self._known.with_files_to_delete(all_files, {*reasons, *under_way}, fence)
-        found = _Found(listed, moved, chosen, under_way, superseded_packs(store), packs_known=not unread)
+        found = Found(listed, moved, chosen, under_way, superseded_packs(store), packs_known=not unread)
         return Inventory(
             run_id,
             {files.step: files.digest for files in listed if files.digest is not None and files.counts},
@@ -323,76 +373,25 @@ class CheckpointGC:
             logger.warning(text, *values)
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What one look at the run found."""
-
-    listed: Sequence[StepFiles]
-    moved: MovedManifests
-    chosen: Chosen
-    under_way: frozenset[int]
-    wanted_packs: frozenset[str]
-    packs_known: bool
-
-    def unreferenced(self, reasons: Collection[int], begun: frozenset[int] | None) -> Unreferenced:
-        """Return what no step needs.
-
-        Args:
-            reasons: Steps that stay.
-            begun: None to list everything. Otherwise what would go without the chosen steps too is left out, except in
-                the folders of these steps: a collection may have been killed at them.
-        """
-        going = self.chosen.going
-        staying = self._without(reasons, self.chosen.staying(self.moved))
-        moved = {
-            superseded_key(*name_of(manifest)): name_of(manifest)
-            for manifest in self.moved.manifests
-            if name_of(manifest) in going
-        }
-        found = replace(staying, moved=moved)
-        if begun is None:
-            return found
-        others = self._without({*reasons, *(step for step, _ in going)}, self.moved)
-        return found.beyond(others.outside(begun))
-
-    def _without(self, reasons: Collection[int], moved: MovedManifests) -> Unreferenced:
-        return unreferenced(
-            [_with_attempts_of(moved, files) for files in self.listed],
-            {*reasons, *self.under_way},
-            self.under_way,
-            removal.is_pack_key,
-            self.wanted_packs | packs_named_by(moved.manifests),
-            packs_known=self.packs_known,
-        )
-
-
-def _ended(inventory: Inventory, removed: Unreferenced) -> list[str]:
-    """Return the keys of the records of timelines that nobody needs, given what was removed since the inventory."""
-    going = inventory.unreferenced
-    unclean = steps_of(key for key in going.files if key not in removed.files)
-    return ended_records(
-        [record for record in inventory.records if unclean.isdisjoint(step for step, _ in record.discarded)],
-        inventory.timelines,
-        removed.manifests,
-        going.manifests,
-    )
-
-
-def _is_at(manifests: Mapping[int, Manifest | None], name: StepName) -> bool:
+def _is_at(manifests: Mapping[int, Manifest | None], name: StepAndDigest) -> bool:
     """Return whether the folder of a step has this manifest, or one that cannot be read."""
     manifest = manifests.get(name[0])
     return name[0] in manifests and (manifest is None or manifest.digest == name[1])
 
 
-def _with_attempts_of(moved: MovedManifests, files: StepFiles) -> StepFiles:
-    """Return the files of a step, with the attempts pinned that moved manifests name."""
-    named = moved.attempts(files.step, files.attempts)
-    return replace(files, pinned=files.pinned | named) if named else files
+def _mark_key(marked: Marked) -> str:
+    return removal.mark_key(marked.nonce)
 
 
-def _require_all_listed(store: Store, first: Inventory, second: Inventory, under_way: frozenset[int]) -> None:
-    """Refuse a second listing that lacks steps of the first: nobody but this process removes steps."""
-    lost = sorted(first.standing.keys() - second.standing.keys() - under_way)
+def _require_all_listed(store: Store, first: Inventory, second: Inventory, gone: Set[int]) -> None:
+    """Refuse a second listing that lacks steps of the first: nobody but this process removes steps.
+
+    Args:
+        store: The root of the run.
+        first, second: The two inventories.
+        gone: Steps that may be missing: those under way, and those that this process has removed.
+    """
+    lost = sorted(first.standing.keys() - second.standing.keys() - gone)
     if lost:
         raise CorruptError(
             f"{store.url}: steps [{first_three(lost)}] were there and are not listed any more; nothing was removed. "

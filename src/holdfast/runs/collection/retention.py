@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.errors import InvalidError
-from holdfast.policies import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, NewestPer, SavePolicy, Tagged
+from holdfast.policies import (
+    AllOf,
+    AnyOf,
+    BestN,
+    EveryNth,
+    KeepPolicy,
+    LatestN,
+    NewestPer,
+    SavePolicy,
+    Tagged,
+    best_first,
+)
 from holdfast.types.timeline import FIRST_TIMELINE, Timeline
 
 NEWEST = "newest"
@@ -144,13 +154,8 @@ def _best(policy: BestN, steps: Sequence[KeptFacts]) -> Reasons:
             f"keep={policy}: no step has the metric {policy.metric!r}; they have {names or 'none'}. "
             "Nothing was decided: give the metric to save, or name another"
         )
-    sign = 1 if policy.mode == "min" else -1
-    ranked = sorted(
-        (sign * facts.metrics[policy.metric], -facts.step)
-        for facts in known
-        if math.isfinite(facts.metrics[policy.metric])
-    )
-    return {-step: (f"{policy.mode} {policy.metric}",) for _, step in ranked[: policy.n]}
+    ranked = best_first(policy, {facts.step: facts.metrics for facts in known})
+    return dict.fromkeys(ranked[: policy.n], (f"{policy.mode} {policy.metric}",))
 
 
 def _newest_per(policy: NewestPer, steps: Sequence[KeptFacts]) -> Reasons:

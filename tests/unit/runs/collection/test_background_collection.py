@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import cast
 
 import pytest
 
+from holdfast.clock import SystemClock
 from holdfast.runs.collection.background_collection import Background
-from holdfast.runs.collection.garbage_collection import CheckpointGC
+from holdfast.runs.collection.garbage_collection import CheckpointGC, Marked
+from holdfast.runs.collection.inventory import Inventory
+from holdfast.types.removal import Unreferenced
 
 
 class HungCollector:
@@ -22,14 +25,15 @@ class HungCollector:
     def __init__(self) -> None:
         self.has_begun, self.may_end = threading.Event(), threading.Event()
 
-    def collect(self, grace_seconds: float, is_ended: Callable[[float], bool]) -> None:
+    def mark(self, others: Sequence[Marked]) -> Marked:
         self.has_begun.set()
         self.may_end.wait(60)
+        return Marked(Inventory("", {}, {}, Unreferenced(), ()), Unreferenced(), "")
 
 
 def test_ctrl_c_in_close_gives_up_the_lease_when_the_collection_ends() -> None:
     collector, released = HungCollector(), threading.Event()
-    collecting = Background(cast(CheckpointGC, collector), 0.0)
+    collecting = Background(cast(CheckpointGC, collector), 0.0, SystemClock())
     collecting.want()
     assert collector.has_begun.wait(60)
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))

@@ -31,7 +31,7 @@ from holdfast.repository.reader_leases import leases
 from holdfast.repository.removal import mark_keys, marks, put_mark
 from holdfast.repository.timelines import displace
 from holdfast.runs.collection.garbage_collection import CheckpointGC
-from holdfast.runs.pins import Pins, StepPin
+from holdfast.runs.collection.pins import Pins, StepPin
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore

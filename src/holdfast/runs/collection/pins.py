@@ -1,4 +1,4 @@
-"""Steps that the saves of this process need, so that garbage collection leaves them alone."""
+"""The steps that saves of this process need, so that garbage collection leaves them alone."""
 
 from __future__ import annotations
 
