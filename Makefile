@@ -47,7 +47,8 @@ USABLE := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 PYTHON ?= $(shell for p in $(CANDIDATES); do if "$$p" -c '$(USABLE)' >/dev/null 2>&1; then echo "$$p"; break; fi; done)
 
 # A torch of the supported range that the interpreter already has is used rather than fetched a second time.
-HAS_TORCH := import sys, importlib.metadata as m; sys.exit(not m.version("torch").startswith("2.13."))
+HAS_TORCH := import sys, importlib.metadata as m; version = tuple(map(int, m.version("torch").split(".")[:2])); \
+    sys.exit(not (2, 10) <= version < (2, 16))
 
 help:
 	@sed -n 's/^\#   \(make\)/  \1/p' Makefile
@@ -137,9 +138,9 @@ dist:
 	@$(DIST_VENVS)/tools/bin/python -m build --outdir dist . > $(DIST_VENVS)/build.log 2>&1 || { cat $(DIST_VENVS)/build.log; exit 1; }
 	@$(DIST_VENVS)/tools/bin/twine check --strict dist/*
 	@echo "holdfast: trying the wheel with torch"
-	@if $(PYTHON) -c '$(HAS_TORCH)' >/dev/null 2>&1; then site=--system-site-packages; else site=; fi; \
-	    $(PYTHON) -m venv --clear $$site $(DIST_VENVS)/torch
-	@$(DIST_VENVS)/torch/bin/python $(DIST_PIP) $(PINNED_TORCH) "$$(echo dist/*.whl)[cli,torch]"
+	@if $(PYTHON) -c '$(HAS_TORCH)' >/dev/null 2>&1; then site=--system-site-packages torch=; else site= torch=$(PINNED_TORCH); fi; \
+	    $(PYTHON) -m venv --clear $$site $(DIST_VENVS)/torch; \
+	    $(DIST_VENVS)/torch/bin/python $(DIST_PIP) $$torch "$$(echo dist/*.whl)[cli,torch]"
 	@mkdir $(DIST_VENVS)/work && cd $(DIST_VENVS)/work && \
 	    ../torch/bin/python -P $(CURDIR)/release/try_wheel.py $(CURDIR)/dist/*.whl
 	@echo "holdfast: trying the wheel without torch"

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from holdfast import policies, wiring
-from holdfast.arguments import Globs, require_state, selection_of
+from holdfast.arguments import Globs, require_bool, require_state, selection_of
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError
 from holdfast.geometry.region import FlatRange, Region
 from holdfast.geometry.sharded import Sharded
-from holdfast.loading.load import LoadRequest, load_checkpoint
+from holdfast.loading.load import load_checkpoint
+from holdfast.loading.load_request import LoadRequest
 from holdfast.loading.named_step import finder_of, selector_at
+from holdfast.loading.rename_rules import Renames
 from holdfast.saving.handle import SaveHandle
 from holdfast.saving.request import PathRequest
 from holdfast.saving.save import begin_save, save_and_wait
@@ -28,14 +30,18 @@ if TYPE_CHECKING:
     from holdfast.offline.diff.values import value_document
     from holdfast.offline.export.export import ExportReport
     from holdfast.offline.imports.import_step import ImportReport
+    from holdfast.offline.links.copy_run import CopyReport
+    from holdfast.offline.links.relink import RelinkReport
     from holdfast.offline.repair.repair import RepairReport, StepRepair
     from holdfast.offline_api import (
         EXPORT_DTYPES,
         collect,
+        copy_run,
         diff,
         export,
         import_checkpoint,
         list_steps,
+        relink,
         remove_steps,
         repair,
         tag,
@@ -56,6 +62,7 @@ __all__ = [
     "Change",
     "Checkpoint",
     "CollectReport",
+    "CopyReport",
     "RemovedSteps",
     "Diff",
     "FlatRange",
@@ -68,6 +75,7 @@ __all__ = [
     "ImportReport",
     "LoadReport",
     "NameOnly",
+    "RelinkReport",
     "RepairReport",
     "RunRecord",
     "SaveHandle",
@@ -82,6 +90,7 @@ __all__ = [
     "Verdict",
     "async_save",
     "collect",
+    "copy_run",
     "remove_steps",
     "export",
     "diff",
@@ -90,6 +99,7 @@ __all__ = [
     "load",
     "open_checkpoint",
     "read",
+    "relink",
     "repair",
     "policies",
     "save",
@@ -105,14 +115,18 @@ _HOMES = {
     "holdfast.offline.diff.values": {"value_document"},
     "holdfast.offline.export.export": {"ExportReport"},
     "holdfast.offline.imports.import_step": {"ImportReport"},
+    "holdfast.offline.links.copy_run": {"CopyReport"},
+    "holdfast.offline.links.relink": {"RelinkReport"},
     "holdfast.offline.repair.repair": {"RepairReport", "StepRepair"},
     "holdfast.offline_api": {
         "EXPORT_DTYPES",
         "collect",
+        "copy_run",
         "diff",
         "export",
         "import_checkpoint",
         "list_steps",
+        "relink",
         "remove_steps",
         "repair",
         "tag",
@@ -148,26 +162,30 @@ def save(
     only: Globs = None,
     skip: Globs = None,
     grads: bool = False,
+    overwrite: bool = False,
     process_group: wiring.ProcessGroup = None,
     settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> SaveReport:
     """Save one checkpoint and return once it is committed. Every rank of the group calls.
 
     Args:
-        path: The folder that becomes the checkpoint; it must not hold one.
+        path: The folder that becomes the checkpoint; it must not hold one, unless `overwrite`.
         state: Nested dict of modules, optimizers, objects with `state_dict`/`load_state_dict`, tensors and values.
         only: Save only FQNs that match one of these patterns; each must match a name on some rank.
         skip: Leave out FQNs that match one of these patterns.
         grads: Save gradients too, each under its parameter's FQN plus `.grad`, for a save in the middle of gradient
             accumulation. Without it, such a save is refused if the optimizer or wrapper reveals the accumulation.
+        overwrite: Replace the checkpoint at the path, if there is one. It stays whole until the new one is. Its files
+            go at the next overwrite, `settings.collect_grace_seconds` later at the earliest.
         process_group: None for the default group, False for this process alone, or a group.
         settings: How to save.
     Raises:
-        InvalidError: The state or the call is wrong, or ranks disagree; nothing was written.
-        ConflictError: The path already holds a checkpoint; it was not touched.
+        InvalidError: The state or the call is wrong, or ranks disagree; or `overwrite` at a step of a run, at a run, or
+            at what Holdfast did not write. Nothing was written.
+        ConflictError: The path already holds a checkpoint, or another job overwrites it; it was not touched.
         UnavailableError: Storage, the key-value store or a rank failed, or the outcome is unknown.
     """
-    job, request = _request(path, state, (only, skip, grads), process_group, settings)
+    job, request = _request(path, state, (only, skip, grads), process_group, settings, overwrite=overwrite)
     if isinstance(request, InvalidError):
         raise refuse_call(job, request).failure or request
     return save_and_wait(job, request)
@@ -180,6 +198,7 @@ def async_save(
     only: Globs = None,
     skip: Globs = None,
     grads: bool = False,
+    overwrite: bool = False,
     process_group: wiring.ProcessGroup = None,
     settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> SaveHandle:
@@ -198,7 +217,7 @@ def async_save(
         InvalidError: The state or the call is wrong, or ranks disagree, and these ranks never agreed on a save before.
             Nothing was written. `SaveHandle.wait` raises all other errors.
     """
-    job, request = _request(path, state, (only, skip, grads), process_group, settings)
+    job, request = _request(path, state, (only, skip, grads), process_group, settings, overwrite=overwrite)
     return refuse_call(job, request) if isinstance(request, InvalidError) else begin_save(job, request)
 
 
@@ -208,18 +227,21 @@ def _request(
     chosen: tuple[Globs, Globs, bool],
     process_group: wiring.ProcessGroup,
     settings: Settings,
+    *,
+    overwrite: bool,
 ) -> tuple[Job, PathRequest | InvalidError]:
     """Return the job and the request of a save by path, or what is wrong with the call on this rank."""
     try:
         require_state(state, "save(path, state)")
-        selection, store = selection_of(*chosen), wiring.store_at(path, settings)
+        require_bool("overwrite", overwrite)
+        selection, location = selection_of(*chosen), wiring.saved_at(path, settings, overwrite=overwrite)
     except InvalidError as misuse:
         if wiring.comm_of(process_group).world_size == 1:
             raise
         # The first of these jobs is a collective: the other ranks would wait for this one.
         return wiring.shared_job(process_group, settings), misuse
     job = wiring.shared_job(process_group, settings)
-    return job, PathRequest(job, store, state, selection)
+    return job, PathRequest(job, location, state, selection, overwrite=overwrite)
 
 
 def load(
@@ -233,6 +255,9 @@ def load(
     only: Globs = None,
     skip: Globs = None,
     grads: bool = False,
+    rename: Mapping[str, str] | None = None,
+    partial: Iterable[str] | None = None,
+    hyperparameters: bool = True,
     process_group: wiring.ProcessGroup = None,
     settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> LoadReport:
@@ -252,6 +277,15 @@ def load(
         skip: Leave FQNs that match one of these patterns as they are.
         grads: Set gradients as they were saved, and remove those of parameters that had none. Without it, gradients in
             the checkpoint are unexpected names, since a run that resumes without them trains differently.
+        rename: How names in the checkpoint become names of the state, as `{"module.": "", "backbone": "encoder"}`: the
+            first segments of a name below its top-level key; of the whole name, if none matches there. A `*` stands for
+            any characters and is carried over, as in `{"*.attn.*": "*.attention.*"}`. Each rule renames what the rules
+            before it made. The state of optimizers follows the names of its parameters.
+        partial: Tensors, by patterns, that may have another shape than was saved, such as a resized vocabulary. What
+            both have, from index 0 in each dimension, is filled, in the state of optimizers too; the rest stays as it
+            is, and is zero in new state. `LoadReport.partial` lists them.
+        hyperparameters: False keeps the hyperparameters of the optimizers, such as a new learning rate, and fills only
+            their state.
         process_group: None for the default group, False for this process alone, or a group.
         settings: How to load.
     Raises:
@@ -261,7 +295,8 @@ def load(
     """
     require_state(state, "load(path, state)")
     job = wiring.loading_job(process_group, settings)
-    request = LoadRequest(state, selection_of(only, skip, grads), strict, cast)
+    selection = selection_of(only, skip, grads, partial, hyperparameters=hyperparameters)
+    request = LoadRequest(state, selection, strict, cast, Renames.of(rename))
     if step is not None or best is not None:
         home = wiring.home_at(path, settings)
         selector = selector_at(home, finder_of(step, best), job.clock, job.is_first_occurrence)

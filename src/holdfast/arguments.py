@@ -43,8 +43,10 @@ def require_save_arguments(step: object, state: object, call: str) -> None:
     require_step(step)
 
 
-def selection_of(only: Globs, skip: Globs, grads: bool) -> Selection:
-    """Return the names that a call saves or loads, and whether gradients are among them.
+def selection_of(
+    only: Globs, skip: Globs, grads: bool, partial: Iterable[str] | None = None, *, hyperparameters: bool = True
+) -> Selection:
+    """Return the names that a call saves or loads, whether gradients are among them, and how a load fills them.
 
     Raises:
         InvalidError: A pattern is not text, or `only` has none.
@@ -56,10 +58,13 @@ def selection_of(only: Globs, skip: Globs, grads: bool) -> Selection:
         only=chosen,
         skip=() if skip is None else patterns_of("skip", skip),
         grads=bool(grads),
+        # Sorted: a set has another order on each rank.
+        partial=() if partial is None else tuple(sorted({*patterns_of("partial", partial)})),
+        hyperparameters=bool(hyperparameters),
     )
 
 
-def patterns_of(name: str, globs: Sequence[str] | str) -> tuple[str, ...]:
+def patterns_of(name: str, globs: Iterable[str] | str) -> tuple[str, ...]:
     """Return the patterns in an argument.
 
     Raises:
@@ -111,6 +116,16 @@ def preemption_of(preemption: object) -> Preemption | None:
             "the main thread only. Make the manager and run the loop there, or pass preemption=False"
         )
     return preemption
+
+
+def require_bool(name: str, value: object) -> None:
+    """Refuse an argument that is neither True nor False.
+
+    Raises:
+        InvalidError: It is of another type.
+    """
+    if not isinstance(value, bool):
+        raise InvalidError(f"{name}={str(value)[:80]!r} ({type(value).__name__}); expected True or False")
 
 
 def _require_count(name: str, value: object) -> int:

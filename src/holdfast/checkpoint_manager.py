@@ -6,7 +6,7 @@ It forwards to the features of `runs/`, and starts saves and loads with them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
@@ -30,8 +30,10 @@ from holdfast.coordination.job import Job
 from holdfast.coordination.save_schedule import Schedule
 from holdfast.errors import InvalidError
 from holdfast.format.names import is_step, plain_step
-from holdfast.loading.load import Loaded, LoadRequest, load, load_attempt
+from holdfast.loading.load import Loaded, load, load_attempt
+from holdfast.loading.load_request import LoadRequest
 from holdfast.loading.named_step import finder_of
+from holdfast.loading.rename_rules import Renames
 from holdfast.policies import KeepPolicy, Policies, SavePolicy
 from holdfast.ports.framework import Selection
 from holdfast.ports.observer import Observer
@@ -253,6 +255,9 @@ class CheckpointManager:
         only: Globs = None,
         skip: Globs = None,
         grads: bool = False,
+        rename: Mapping[str, str] | None = None,
+        partial: Iterable[str] | None = None,
+        hyperparameters: bool = True,
         discard_newer: bool = False,
     ) -> int | None:
         """Fill a state from a step, or from the newest valid step; return the step, or None if the root has none yet.
@@ -275,13 +280,9 @@ class CheckpointManager:
         require_state(state, "load(state, step)")
         self._require_not_closed()
         find = finder_of(step, best)
-        if discard_newer and find is None:
-            raise InvalidError(
-                "load(state, discard_newer=True) without a step; expected the step to go back to, as in step=100 or "
-                "step='best'. Nothing was loaded or removed"
-            )
-        discarding = Discarding(self._parts) if discard_newer else None
-        request = LoadRequest(state, selection_of(only, skip, grads), strict, cast)
+        discarding = Discarding(self._parts, find) if discard_newer else None
+        selection = selection_of(only, skip, grads, partial, hyperparameters=hyperparameters)
+        request = LoadRequest(state, selection, strict, cast, Renames.of(rename))
         position = self._position
         selector = position.selector(find, None if discarding is None else discarding.prepare)
         if discarding is not None:

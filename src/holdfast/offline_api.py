@@ -1,4 +1,4 @@
-"""The public functions that need no job and no torch: import, export, list, tag, trace, repair, collect,
+"""The public functions that need no job and no torch: import, export, list, tag, repair, copy, collect,
 remove, compare.
 """
 
@@ -22,6 +22,8 @@ from holdfast.offline.diff.compare import differences
 from holdfast.offline.export.export import ExportReport, ExportRequest
 from holdfast.offline.imports.copy import exported
 from holdfast.offline.imports.import_step import ImportReport, import_step
+from holdfast.offline.links.copy_run import CopyReport, RunCopy
+from holdfast.offline.links.relink import Relinking, RelinkReport
 from holdfast.offline.repair.repair import Repair, RepairReport
 from holdfast.offline.repair.single import SingleRepair
 from holdfast.policies import KeepPolicy
@@ -44,10 +46,12 @@ from holdfast.types.export import SHARD_BYTES, ExportOptions
 __all__ = [
     "EXPORT_DTYPES",
     "collect",
+    "copy_run",
     "diff",
     "export",
     "import_checkpoint",
     "list_steps",
+    "relink",
     "remove_steps",
     "repair",
     "tag",
@@ -276,6 +280,61 @@ def repair(
         store, References(settings.allowed_roots), SystemClock(), settings,
         dry_run=bool(dry_run), unfinished=bool(unfinished), observer=observer,
     ).run(number)  # fmt: skip
+
+
+def relink(
+    root: wiring.Path,
+    *,
+    dry_run: bool = False,
+    observer: Observer | None = None,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> RelinkReport:
+    """Store packs that steps of a run share once again, after a copy that kept no hard links. Needs no torch.
+
+    Copies of one pack become one file only if the digest of the pack proves each of them. A file that it refutes is
+    left alone and reported. No job may write to the run.
+
+    Args:
+        root: The root of the run.
+        dry_run: Change nothing, only report.
+        observer: Receives progress while copies are compared.
+        settings: How to hold the writer lease.
+    Raises:
+        MissingError: The path holds no run.
+        InvalidError: The path is one checkpoint.
+        ConflictError: A job writes to the run.
+        UnavailableError: Storage failed; the same call continues.
+    """
+    store = wiring.store_at(root, settings)
+    return Relinking(store, SystemClock(), settings.lease_seconds, dry_run=bool(dry_run), observer=observer).run()
+
+
+def copy_run(
+    root: wiring.Path,
+    destination: wiring.Path,
+    *,
+    observer: Observer | None = None,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> CopyReport:
+    """Copy a whole run, and store what its steps share once there too. Needs no torch.
+
+    A job may write to the run meanwhile: steps that it removes or saves during the copy are left out and reported. If
+    the process is killed, the same call continues.
+
+    Args:
+        root: The root of the run.
+        destination: A new folder.
+        observer: Receives progress.
+        settings: Permission bits of the files.
+    Raises:
+        MissingError: The path holds no run.
+        ConflictError: The destination holds something else than an unfinished copy of this run.
+        InvalidError: The path is one checkpoint, or one path is inside the other.
+        UnavailableError: Storage failed; the same call continues.
+    """
+    source, target = wiring.store_at(root, settings), wiring.store_at(destination, settings)
+    wiring.require_apart(source, target)
+    return RunCopy(source, target, SystemClock(), observer).run()
 
 
 def collect(

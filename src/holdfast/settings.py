@@ -83,7 +83,11 @@ class Settings:
 
     deduplicate: bool = True
     """Whether a step refers to packs of earlier steps for unchanged pieces. Frozen weights are stored once then, and a
-    step needs the packs of other steps that its manifest names."""
+    step needs the packs of other steps that its manifest names, or links to them."""
+
+    link_unchanged: bool = True
+    """Whether a step also has a hard link to each pack of another step that it refers to, if the file system can. It
+    takes no space, and the step can be copied, moved and kept without the others."""
 
     verify_lazy_copy: bool = False
     """Whether a lazy save also hashes the state at the call, and fails if it copied other bytes. Finds writes that

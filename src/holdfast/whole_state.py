@@ -10,9 +10,9 @@ import numpy as np
 
 from holdfast import wiring
 from holdfast.arguments import Globs, selection_of
-from holdfast.checkpoint.checkpoint import require_framework
+from holdfast.checkpoint.checkpoint import Checkpoint, require_framework
 from holdfast.checkpoint.mapped_tensors import MappedTensors
-from holdfast.errors import InvalidError, first_three
+from holdfast.errors import ConflictError, CorruptError, InvalidError, first_three
 from holdfast.foreign.file_layout import SmallTensor, TensorLeaf
 from holdfast.foreign.nested_state import State, nested_state
 from holdfast.foreign.values import below
@@ -22,6 +22,8 @@ from holdfast.types.export import ExportContent, ExportOptions
 from holdfast.types.values import FrameworkValue
 
 _ABSENT = object()
+_OVERWRITES_MAX = 10
+"""How often a read begins again because its checkpoint was overwritten."""
 
 
 def read(
@@ -55,14 +57,26 @@ def read(
         first asked for.
     Raises:
         MissingError: There is no checkpoint, step or tag.
-        InvalidError: The path is the root of a run and no step is given, the format is newer, or a pattern matches no
-            name.
+        InvalidError: The path is the root of a run without a step, the format is newer, or a pattern matches no name.
         CorruptError: The checkpoint is damaged.
         UnavailableError: Storage failed, or the tensors do not fit into memory.
     """
     require_framework(framework)
     patterns = selection_of(only, None, False).only
-    checkpoint = wiring.checkpoint_at(path, settings, step)
+    for _ in range(_OVERWRITES_MAX):
+        checkpoint = wiring.checkpoint_at(path, settings, step)
+        try:
+            return _read(checkpoint, patterns, framework, mmap=mmap)
+        except (ConflictError, CorruptError):
+            if not checkpoint.is_overwritten:
+                raise
+            # All of it is read anew, so that no two checkpoints are mixed.
+    return _read(wiring.checkpoint_at(path, settings, step), patterns, framework, mmap=mmap)
+
+
+def _read(
+    checkpoint: Checkpoint, patterns: Sequence[str] | None, framework: str, *, mmap: bool
+) -> Mapping[str, object]:
     manifest = checkpoint.manifest
     content = ExportContent(checkpoint.index.tensors, manifest.aliases, manifest.tree)
     state = nested_state(content, ExportOptions(), flat_optimizers=False)
@@ -70,6 +84,8 @@ def read(
         state = _Selected(patterns).of(state, checkpoint.url)
     names = [leaf.fqn for leaf in _leaves(state) if isinstance(leaf, TensorLeaf)]
     tensors = MappedTensors(checkpoint, names, framework) if mmap else checkpoint.read_all(names, framework)
+    if isinstance(tensors, MappedTensors) and tensors.lacks_files and checkpoint.is_overwritten:
+        raise ConflictError(f"{checkpoint.url}: was overwritten before its files were mapped. Read it again")
 
     def fill(leaf: object) -> object:
         if isinstance(leaf, TensorLeaf):

@@ -60,6 +60,18 @@ def store_at(path: object, settings: Settings) -> Store:
     raise InvalidError(f"path={text!r}: scheme {scheme}:// is not supported; expected a folder, file:// or memory://")
 
 
+def require_apart(first: Store, second: Store) -> None:
+    """Refuse two folders of which one is the other, or inside it.
+
+    Raises:
+        InvalidError: They are not apart.
+    """
+    if isinstance(first, LocalStore) and isinstance(second, LocalStore):
+        paths = [os.path.realpath(store.url) + "/" for store in (first, second)]
+        if paths[0].startswith(paths[1]) or paths[1].startswith(paths[0]):
+            raise InvalidError(f"{second.url}: is or contains {first.url}, or is inside it; expected a folder apart")
+
+
 @cache
 def formats() -> tuple[Format, ...]:
     """Return the formats of other systems. The first that recognises a checkpoint reads it.
@@ -125,6 +137,24 @@ def _superseded_at(parent: str, name: str, settings: Settings) -> CheckpointLoca
     home = home_at(parent, settings)
     _, manifest = find_step(home.store, *step_and_digest(name))
     return location_of(home, manifest)
+
+
+def saved_at(path: object, settings: Settings, *, overwrite: bool) -> CheckpointLocation:
+    """Return the location of one checkpoint to save.
+
+    Args:
+        path: The path.
+        settings: Permission bits of files.
+        overwrite: Whether it may be replaced. The location then has what else is there: a file, or a step of a run.
+    Raises:
+        InvalidError: It is not a path, or its scheme is not supported.
+    """
+    store = store_at(path, settings)
+    if not overwrite or not isinstance(store, LocalStore):
+        return CheckpointLocation(store, "", None)
+    parent, name = os.path.split(os.path.realpath(store.url))
+    root = LocalStore(parent, settings=settings) if step_of_folder(name) is not None else None
+    return CheckpointLocation(store, "", None, foreign_at(store.url), root=root)
 
 
 def home_at(path: object, settings: Settings) -> CheckpointLocation:

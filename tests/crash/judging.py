@@ -24,7 +24,7 @@ _VARYING = re.compile(
     rb"(?P<drawn>[0-9a-f]{16,}|(?<=\xa6digest\xc4\x10)[\x00-\xff]{16})"
     rb"|(?<=\.tmp-)[0-9a-f]+"
     rb"|\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?\+00:00"
-    rb'|(?<="pid": )\d+|(?<="started": )\d+|(?<="created": )"\d+"'
+    rb'|(?<="pid": )\d+|(?<="started": )\d+|(?<="created": )"\d+"|(?<="monotonic_seconds": )[\d.e+]+'
 )
 """What differs between two runs that do the same: names drawn at random, digests of them, times and processes."""
 

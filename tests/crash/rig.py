@@ -22,6 +22,7 @@ from holdfast.api import list_steps
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import Clock, SystemClock
 from holdfast.coordination.job import Job
+from holdfast.format.names import link_name
 from holdfast.frameworks.torch.comm import SoloComm
 from holdfast.frameworks.torch.framework import TorchFramework
 from holdfast.frameworks.torch.held import Ranks
@@ -242,6 +243,10 @@ def require_clean(root: Path, step: int, *, found_committed: bool = False) -> No
     own = [pack for pack in manifest.packs if not pack.name.startswith("step-")]
     names = [file.name for file in (*own, *manifest.parts, *manifest.indexes)]
     files = {MANIFEST, *(f"{manifest.attempt}/{name}" for name in names)}
+    links = {f"{manifest.attempt}/{link_name(pack.name)}" for pack in manifest.packs if pack.name.startswith("step-")}
+    for name in links:
+        assert (step_path(root, step) / name).stat().st_nlink > 1, "a link, and no file of its own"
+    files |= links
     folders = {str(parent) for name in files for parent in Path(name).parents} - {"."}
     surplus = paths_under(step_path(root, step)) - files - folders
     if found_committed:

@@ -39,3 +39,7 @@ def test_every_name_is_durable_before_the_manifest_appears(tmp_path: Path, stagi
         synced = [n for n, (name, path) in enumerate(before) if name == "fsync" and path == folder]
         assert named, f"{folder} holds nothing"
         assert synced and synced[-1] > named[-1], f"{folder} has a name that a power cut may take"
+        if folder == attempt:
+            links = [n for n, (name, path) in enumerate(before) if name == "link" and path.suffix == ".safetensors"]
+            assert len(links) == 1, "one call for the pack with the frozen tensor"
+            assert synced[-1] > links[0], "a power cut may take the link"

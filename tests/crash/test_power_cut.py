@@ -38,8 +38,11 @@ from tests.crash.rig import (
     require_no_timeline_lost,
     require_whole,
     run_at,
+    step_path,
     training_state,
 )
+from tests.overwriting import number_at
+from tests.overwriting import save as save_over
 from tests.property.life import Switch
 
 pytestmark = [
@@ -174,6 +177,69 @@ def test_no_step_of_either_timeline_is_lost_to_a_power_cut(location: Path, templ
         acknowledged += returned
     print(f"{kind}: {len(points)} power cuts: {acknowledged} saves had returned, {fates.count('new')} are on, 0 lost")
     assert fates.count("old") >= 5 and fates.count("new") >= acknowledged >= 1
+
+
+def overwrite_on(best: Path, faults: Faults) -> None:
+    save_over(local_store(best, faults), 3)
+
+
+def test_an_overwritten_checkpoint_survives_a_power_cut(location: Path, template: Path, kind: str) -> None:
+    """The power goes here and there in an overwrite, and at each call around the one that replaces the manifest."""
+    with mounted(template, location / "m", options="loop", kind=kind) as mount:
+        for number in (1, 2):
+            save_over(mount / "best", number)
+            save_over(location / "counted", number)
+    recorded = Faults()
+    overwrite_on(location / "counted", recorded)
+    (moved,) = (at for at, call in enumerate(recorded.seen, 1) if call.name == "rename" and ".next." in call.subject)
+    points = sorted({*range(1, recorded.counted + 2, STRIDE), *range(moved - 2, moved + 4), recorded.counted + 50})
+    found = []
+    for at in points:
+        image = location / "image"
+        copy_image(template, image)
+        with mounted(image, location / "m", options="loop", kind=kind) as mount:
+            returned = acted_until_power_cut(mount, at, partial(overwrite_on, mount / "best"))
+        with mounted(image, location / "m", options="loop", kind=kind) as mount:
+            found.append(number_at(mount / "best"))
+            assert found[-1] in ((3,) if returned else (2, 3)), f"power cut at operation {at} of {recorded.counted}"
+            save_over(mount / "best", 4)
+            assert number_at(mount / "best") == 4
+    print(f"{kind}: {len(points)} power cuts: {found.count(3)} new checkpoints survived, 0 lost")
+    assert {*found} == {2, 3}
+
+
+def save_what_is_partly_frozen(root: Path, faults: Faults) -> None:
+    switch = Switch()
+    run = run_at(local_store(root, switch))
+    run.load(training_state(NEW), OLD)
+    switch.now = faults
+    run.save(NEW, training_state(NEW)).wait()
+
+
+def test_a_step_that_survives_has_its_links(location: Path, template: Path, kind: str) -> None:
+    """No call makes a link durable by itself: the commit does, with the folder that it syncs in any case."""
+    committed_at(location / "counted", OLD)
+    recorded = Faults()
+    save_what_is_partly_frozen(location / "counted", recorded)
+    (linked,) = (
+        at for at, call in enumerate(recorded.seen, 1) if call.name == "link" and call.subject.endswith(".safetensors")
+    )
+    published = max(at for at, call in enumerate(recorded.seen, 1) if call.name == "link")
+    survived = 0
+    for at in (linked, linked + 1, published, published + 1, published + 2, recorded.counted + 1):
+        image = location / "image"
+        copy_image(template, image)
+        with mounted(image, location / "m", options="loop", kind=kind) as mount:
+            acted_until_power_cut(mount, at, partial(save_what_is_partly_frozen, mount / "root"))
+        with mounted(image, location / "m", options="loop", kind=kind) as mount:
+            root = mount / "root"
+            steps = set(run_at(local_store(root)).steps())
+            require_whole(root, steps)
+            if NEW in steps:
+                survived += 1
+                shutil.rmtree(step_path(root, OLD))
+                require_whole(root, {NEW})
+    assert survived >= 1
 
 
 def test_the_power_cut_is_a_real_one(location: Path, template: Path, kind: str) -> None:

@@ -120,3 +120,42 @@ def wrong_calls(world: World, root: str) -> dict[str, object]:
                     dist.barrier()
         manager.save(20, state).wait()
         return {"raised": raised, "steps": manager.steps()}
+
+
+def overwrites(world: World, root: str) -> dict[str, object]:
+    """Save over one path again and again, in the background and waited for; last, one rank says so and one does not.
+
+    Return what was loaded after each wait, what differing calls raised, and the attempts that are left.
+    """
+    path, loaded = f"{root}/best", []
+    settings = holdfast.Settings(collect_grace_seconds=0.0)
+    weight = torch.zeros(3000)
+
+    def save_three(first: int) -> None:
+        handles = []
+        for number in range(first, first + 3):
+            weight.fill_(number)
+            state = {"w": weight, "number": number}
+            handles.append(holdfast.async_save(path, state, overwrite=True, settings=settings))
+        for handle in handles:
+            handle.wait()
+
+    for first in (1, 4):
+        save_three(first)
+        state: dict[str, object] = {"w": torch.zeros(3000), "number": 0}
+        holdfast.load(path, state)
+        tensor = state["w"]
+        assert isinstance(tensor, torch.Tensor)
+        loaded.append([state["number"], *tensor.unique().tolist()])
+        dist.barrier()
+    raised = []
+    for overwriting in (0, 1):
+        dist.barrier()
+        try:
+            holdfast.save(path, {"w": weight}, overwrite=world.rank == overwriting, settings=settings)
+        except holdfast.InvalidError as error:
+            raised.append(str(error))
+    holdfast.save(path, {"w": weight, "number": 7}, overwrite=True, settings=settings)
+    dist.barrier()
+    names = sorted(entry.name for entry in Path(path).iterdir())
+    return {"loaded": loaded, "raised": raised, "attempts": len([name for name in names if len(name) == 16])}

@@ -1,7 +1,7 @@
 """Calls that one rank of two makes, or makes wrong.
 
 Within seconds the log of a rank that calls alone names the other, and both go on once that calls. A call of save that
-is wrong on one rank raises on both.
+is wrong on one rank raises on both. Both save over one path again and again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     root = tmp_path_factory.mktemp("calls")
     late = Case("tests.distributed.call_cases:late_calls", {"root": str(root)}, "calls")
     wrong = Case("tests.distributed.call_cases:wrong_calls", {"root": str(root)}, "wrong")
-    return run_worlds(2, [[late, wrong]], root / "world", deadline_seconds=150)["calls"]
+    overwrites = Case("tests.distributed.call_cases:overwrites", {"root": str(root)}, "overwrites")
+    return run_worlds(2, [[late, wrong, overwrites]], root / "world", deadline_seconds=150)["calls"]
 
 
 @pytest.fixture(scope="module")
@@ -67,3 +68,16 @@ def test_a_call_that_is_wrong_on_one_rank_raises_the_same_on_both(results: Resul
         for rank, text in enumerate(texts):
             assert f"rank {rank} refused: {expected[name]}" in text, text
         assert len(texts) == 2, texts
+
+
+def test_two_processes_save_over_one_path(results: Results) -> None:
+    first, second = results.values("overwrites")
+    assert first == second and isinstance(first, dict)
+    assert first["loaded"] == [[3, 3.0], [6, 6.0]] and first["attempts"] == 2
+
+
+def test_one_that_overwrites_and_one_that_does_not_are_refused_together(results: Results) -> None:
+    (first, _) = results.values("overwrites")
+    assert isinstance(first, dict) and len(first["raised"]) == 2
+    for overwriting, text in enumerate(first["raised"]):
+        assert f"ranks [{overwriting}] pass overwrite=True and ranks [{1 - overwriting}] do not" in text

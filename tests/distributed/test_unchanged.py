@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import holdfast
+from holdfast import api
 from tests.distributed.launch import Case, run_world
 from tests.distributed.unchanged_cases import ROWS
 
@@ -61,6 +62,7 @@ def test_references_lead_to_the_step_that_holds_the_bytes(outcome: Outcome) -> N
         step: list(holdfast.open_checkpoint(outcome.root / f"step-{step:012d}").packs_of_other_steps) for step in STEPS
     }
     assert referred == {1: [], 2: [1], 3: [1], 4: [1], 5: [1], 6: [], 7: [6]}
+    assert all(record.stands_alone for record in api.list_steps(outcome.root).steps), "each rank linked its packs"
 
 
 def test_every_rank_resumes_with_what_was_saved_last(outcome: Outcome) -> None:

@@ -88,6 +88,7 @@ def test_every_step_reads_as_it_was_saved(history: History) -> None:
         for step, content in enumerate(contents):
             require_flattened(store, step)
             require_reads(store, step, content)
+        require_alone(store, len(contents) - 1, contents[-1])
         keep_only(store, history.kept)
         for step in history.kept:
             require_reads(store, step, contents[step])
@@ -136,14 +137,29 @@ def require_flattened(store: MemoryStore, step: int) -> None:
         assert (records[pack.name].bytes, records[pack.name].digest) == (pack.bytes, pack.digest)
 
 
+def require_alone(store: MemoryStore, step: int, content: tuple[Tensor, ...]) -> None:
+    """Require that the folder of a step reads without the rest of the run: every rank linked the packs it refers to."""
+    alone = fresh_store()
+    try:
+        for entry in store.list(step_folder(step)):
+            alone.put(entry.key.removeprefix(step_folder(step)), store.get(entry.key, entry.bytes))
+        require_reads_at(CheckpointLocation(alone, "", None), content)
+    finally:
+        empty(alone)
+
+
 def require_reads(store: MemoryStore, step: int, content: tuple[Tensor, ...]) -> None:
-    location = CheckpointLocation(store, step_folder(step), step, root=store)
+    require_reads_at(CheckpointLocation(store, step_folder(step), step, root=store), content)
+
+
+def require_reads_at(location: CheckpointLocation, content: tuple[Tensor, ...]) -> None:
+    where = location.url
     checkpoint = Checkpoint(location, ANY_SIZE, lambda array, dtype: array)
     assert list(checkpoint.verify()) == []
     for tensor in content:
         found = checkpoint.read(tensor.fqn)
         assert isinstance(found, np.ndarray)
-        assert found.view(DTYPES[tensor.dtype].numpy).tobytes() == tensor.array().tobytes(), f"{step}: {tensor.fqn}"
+        assert found.view(DTYPES[tensor.dtype].numpy).tobytes() == tensor.array().tobytes(), f"{where}: {tensor.fqn}"
 
 
 def keep_only(store: MemoryStore, kept: frozenset[int]) -> None:

@@ -9,17 +9,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import EllipsisType
+from typing import TypeVar
 
 from holdfast.checkpoint.coverage import require_covered
 from holdfast.checkpoint.index_loading import index_for, listing_at, split_index_at
-from holdfast.checkpoint.location import CheckpointLocation, manifest_bytes_at
+from holdfast.checkpoint.location import CheckpointLocation, manifest_bytes_at, manifest_in_place_of
 from holdfast.checkpoint.tensor_reader import TensorReader
 from holdfast.checkpoint.verify import Damage, Verification
 from holdfast.checkpoint.verify_foreign import ListedVerification
 from holdfast.clock import SystemClock
 from holdfast.engine.read import execute
 from holdfast.engine.target import HostTarget
-from holdfast.errors import CorruptError, InvalidError, MissingError, first_three
+from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, first_three
 from holdfast.format.index.foreign_index import index_foreign
 from holdfast.format.index.index import Index
 from holdfast.format.index.split_index import SplitIndex
@@ -38,6 +39,7 @@ from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.plan import LoadPlan, Piece, WantedBoxes
 from holdfast.types.values import Group, Value
 
+_Result = TypeVar("_Result")
 Selector = int | slice | EllipsisType
 ToFramework = Callable[[object, str], object]
 """Converts a numpy array to a framework's tensor of the named dtype."""
@@ -65,6 +67,7 @@ class Checkpoint:
         self._pack_bytes: dict[str, int] = {}
         self._split: SplitIndex | None = None
         self._split_read_bytes = 0
+        self._was_read = False
         self._listing = listing_at(location)
         if self._listing is None:
             self.manifest: Manifest = decode_manifest(manifest_bytes_at(location), f"{location.url}/manifest.json")
@@ -163,8 +166,12 @@ class Checkpoint:
             MissingError: No such tensor.
             InvalidError: The index does not fit the tensor, or the framework is unknown.
             CorruptError: Stored bytes differ from what was saved.
+            ConflictError: The checkpoint was overwritten, and something of the old one was read before.
         """
         require_framework(framework)
+        return self._of_one_manifest(lambda: self._read(fqn, index, framework))
+
+    def _read(self, fqn: str, index: Selector | tuple[Selector, ...] | None, framework: str) -> object:
         stored = self.aliases.get(fqn, fqn)
         tensors = self._loaded_index().tensors
         spec = tensors.get(stored)
@@ -191,15 +198,50 @@ class Checkpoint:
             framework: `numpy` or `torch`.
         Raises:
             CorruptError: Stored bytes differ from what was saved.
+            ConflictError: The checkpoint was overwritten after it was opened.
             UnavailableError: Storage failed, or the tensors do not fit into memory.
         """
         require_framework(framework)
+        self._was_read = True  # The names are of this manifest.
+        return self._of_one_manifest(lambda: self._read_all(fqns, framework))
+
+    def _read_all(self, fqns: Iterable[str], framework: str) -> dict[str, object]:
         specs = {fqn: self.index.tensors[fqn] for fqn in fqns}
         boxes = {fqn: Box.whole(spec.global_shape) for fqn, spec in specs.items()}
         plan = self.reads_for([WantedBoxes(fqn, (box,)) for fqn, box in boxes.items()], self.settings.read_window_bytes)
         targets = {fqn: HostTarget(spec.dtype, boxes[fqn]) for fqn, spec in specs.items()}
         execute(plan, self.packs, list(targets.values()), self.settings)
         return {fqn: self.as_framework(target.array, target.dtype, framework) for fqn, target in targets.items()}
+
+    @property
+    def is_overwritten(self) -> bool:
+        """Whether another checkpoint was saved in its place since it was opened."""
+        return manifest_in_place_of(self.manifest, self._location) is not None
+
+    def _of_one_manifest(self, read: Callable[[], _Result]) -> _Result:
+        """Return what is read; from the new checkpoint if this one was overwritten and nothing of it was read before.
+
+        Raises:
+            ConflictError: It was overwritten, and the caller has something of the old one.
+        """
+        while True:
+            try:
+                result = read()
+            except CorruptError as error:
+                current = manifest_in_place_of(self.manifest, self._location)
+                if current is None:
+                    raise
+                if self._was_read or not self.__dict__.keys().isdisjoint({"tensors", "objects"}):
+                    raise ConflictError(
+                        f"{self.url}: was overwritten after it was opened, and files of the old one are removed; what "
+                        "was read so far is of the old one. Open it again, and read all of it anew"
+                    ) from error
+                self.manifest, self._split, self._pack_bytes = current, None, {}
+                for cached in ("index", "packs"):
+                    self.__dict__.pop(cached, None)
+            else:
+                self._was_read = True
+                return result
 
     def as_framework(self, array: object, dtype: str, framework: str) -> object:
         """Return a numpy array of the bits of a stored dtype, or a tensor of the framework that shares its memory."""

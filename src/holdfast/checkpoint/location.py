@@ -7,9 +7,18 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
-from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.checkpoint.linked_packs import pack_with_link
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import decode_manifest
-from holdfast.format.names import MANIFEST_FILE, RUN_FILE, is_file_url, manifest_keys, step_folder, step_of_pack
+from holdfast.format.names import (
+    MANIFEST_FILE,
+    RUN_FILE,
+    is_file_url,
+    link_name,
+    manifest_keys,
+    step_folder,
+    step_of_pack,
+)
 from holdfast.format.sealed_json import stated_digest
 from holdfast.ports.store import Packs, Readable, Store, Stored, packs_under
 from holdfast.repository.catalog import (
@@ -19,6 +28,7 @@ from holdfast.repository.catalog import (
     read_manifest_bytes,
     short_packs,
     step_folders,
+    stored_bytes,
 )
 from holdfast.repository.epochs import current_fence, fenced_error, is_valid, is_valid_manifest
 from holdfast.types.listing import ForeignListing
@@ -107,25 +117,43 @@ class CheckpointLocation:
     def packs_in(self, attempt: str) -> Packs:
         """Return a function that locates the packs that an attempt wrote or references."""
         attempt_folder = f"{self.folder}{attempt}/"
+        links = set[str]()
 
         def packs(name: str) -> Stored:
             if is_file_url(name):
                 return self.references(name)
             if step_of_pack(name) is None:
                 return Stored(self.store, attempt_folder + name)
-            if self.root is None:
+            link = attempt_folder + link_name(name)
+            if self.root is not None:
+                return Stored(pack_with_link(self.root, self.store, link), name)
+            if link not in links and not exists(self.store, link):
                 raise InvalidError(
-                    f"{self.url}: references {name}, a pack of another step of its run, and there is no run around it; "
-                    "expected the root in which it was saved. Open it there, or copy it from there with `holdfast "
-                    "export --to holdfast`"
+                    f"{self.url}: references {name}, a pack of another step of its run, and there is no run around it "
+                    "and no link to the pack in it; expected one of the two. Open it in the root in which it was "
+                    "saved, or copy it from there with `holdfast export --to holdfast`"
                 )
-            return Stored(self.root, name)
+            links.add(link)
+            return Stored(self.store, link)
 
         return packs
 
-    def require_empty(self) -> None:
+    def stands_alone(self, manifest: Manifest) -> bool:
+        """Return whether the checkpoint has every pack in its own folder: written there, or as a link."""
+        attempt_folder = f"{self.folder}{manifest.attempt}/"
+        elsewhere = [pack for pack in manifest.packs if step_of_pack(pack.name) is not None]
+        try:
+            return all(
+                stored_bytes(self.store, attempt_folder + link_name(pack.name)) == pack.bytes for pack in elsewhere
+            )
+        except InvalidError:
+            return False  # Something else has the name of a link.
+
+    def require_empty(self, way_out: str | None = None) -> None:
         """Refuse to save over a checkpoint.
 
+        Args:
+            way_out: What the caller can do about it; None for what every caller can.
         Raises:
             ConflictError: A checkpoint is there; it was not touched.
             InvalidError: The path is the root of a run.
@@ -133,14 +161,14 @@ class CheckpointLocation:
         if exists(self.store, self.manifest_key) and (
             self.step is None or is_valid(self.store, current_fence(self.store), self.step)
         ):
-            way_out = (
+            default = (
                 "Save elsewhere, or remove it first if it is not needed"
                 if self.step is None
                 else "Save the state as another step. To save this number again, go back to a step before it: "
                 f"manager.load(state, step=…, discard_newer=True), or remove it: holdfast rm ROOT {self.step}"
             )
             raise ConflictError(
-                f"{self.url}: a checkpoint is already there; expected none. Nothing was touched. {way_out}"
+                f"{self.url}: a checkpoint is already there; expected none. Nothing was touched. {way_out or default}"
             )
         if self.step is None:
             require_no_run(self.store, "save one checkpoint here")
@@ -193,6 +221,23 @@ def manifest_bytes_at(location: CheckpointLocation) -> bytes:
     return data
 
 
+def manifest_in_place_of(manifest: Manifest, location: CheckpointLocation) -> Manifest | None:
+    """Return the manifest that has replaced one, if the checkpoint was overwritten; None if it is still there.
+
+    A reader that misses a file asks for it: the files of what was overwritten are removed later. A step of a run is
+    never overwritten, nor is what another system wrote.
+    """
+    if location.root is not None or location.step is not None or not manifest.attempt:
+        return None
+    try:
+        data = manifest_bytes_at(location)
+        if stated_digest(data) == manifest.digest:
+            return None
+        return decode_manifest(data, f"{location.url}/{MANIFEST_FILE}")
+    except CheckpointError:
+        return None
+
+
 def _chosen_manifest(location: CheckpointLocation) -> bytes:
     keys = [location.manifest_key]
     if location.step is not None and location.digest is not None:
@@ -236,13 +281,13 @@ def _is_valid_in(root: Store, location: CheckpointLocation, data: bytes) -> bool
     """Return whether a manifest is valid in the run around it.
 
     A checkpoint that is opened by path may be in a folder that this user cannot list, or that is no run. It is accepted
-    if it needs no file of another step.
+    if it needs no file outside its own.
     """
     try:
         fence = current_fence(root)
     except InvalidError as error:
         manifest = decode_manifest(data, f"{location.url}/{MANIFEST_FILE}")
-        if location.step is not None or any(step_of_pack(pack.name) is not None for pack in manifest.packs):
+        if location.step is not None or not location.stands_alone(manifest):
             raise
         logger.warning("%s: opened as a single checkpoint: the folder above cannot be read: %s", location.url, error)
         return True

@@ -63,6 +63,11 @@ class MappedTensors:
                 made = self._made.setdefault(fqn, made)
         return made
 
+    @property
+    def lacks_files(self) -> bool:
+        """Whether a pack could not be mapped because it is missing or empty."""
+        return None in self._maps.values()
+
     def _read(self, fqn: str) -> object:
         return self._checkpoint.read_all([fqn], self._framework)[fqn]
 

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.checkpoint.coverage import require_covered
-from holdfast.checkpoint.location import CheckpointLocation
+from holdfast.checkpoint.location import CheckpointLocation, manifest_in_place_of
 from holdfast.clock import Clock
 from holdfast.engine.buffers import allocate_aligned
-from holdfast.errors import CheckpointError, CorruptError, MissingError
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError
 from holdfast.format.digest import digest_of
 from holdfast.format.index.index_checks import index_from
-from holdfast.format.names import MANIFEST_FILE, is_file_url, is_pack_name, rank_of_part
+from holdfast.format.names import MANIFEST_FILE, is_file_url, is_pack_name, link_name, rank_of_part, step_of_pack
 from holdfast.format.pack import HEADER_BYTES_MAX, entries_of, header_entry, pack_digest
 from holdfast.format.part import decode_part, require_part_of
 from holdfast.geometry.chunking import DIGEST_BYTES
 from holdfast.ports.observer import ByteProgress, Observer
 from holdfast.ports.store import Stored
-from holdfast.repository.catalog import check_pack, read_file
+from holdfast.repository.catalog import check_pack, check_size, exists, read_file
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.plan import OPAQUE_FOLDER, Piece
@@ -50,12 +50,17 @@ class Verification:
             clock: Randomness for the proof that the pieces cover every tensor.
             observer: Receives progress.
         """
-        self._location, self._manifest, self._settings, self._clock = location, manifest, settings, clock
-        self._packs = location.packs_of(manifest)
-        self._elsewhere = {pack.name for pack in manifest.packs if not is_pack_name(pack.name)}
-        self._progress = ByteProgress(sum(file.bytes for file in manifest.files), observer)
+        self._location, self._settings, self._clock, self._observer = location, settings, clock, observer
+        self._take(manifest)
         # `damages` allocates it after it reads the index, which states the chunk size.
         self._buffer = memoryview(b"")
+
+    def _take(self, manifest: Manifest) -> None:
+        """Begin with a manifest."""
+        self._manifest = manifest
+        self._packs = self._location.packs_of(manifest)
+        self._elsewhere = {pack.name for pack in manifest.packs if not is_pack_name(pack.name)}
+        self._progress = ByteProgress(sum(file.bytes for file in manifest.files), self._observer)
 
     @property
     def total_bytes(self) -> int:
@@ -65,9 +70,34 @@ class Verification:
     def damages(self) -> Iterator[Damage]:
         """Yield everything that is damaged, missing or surplus.
 
+        A checkpoint that is overwritten meanwhile loses its files. Then the new one is verified from the beginning.
+
         Raises:
             InvalidError: The checkpoint references a file that may not be read.
+            ConflictError: The checkpoint was overwritten after damage of the old one was found.
         """
+        found = 0
+        damages = self._damages()
+        while (damage := next(damages, None)) is not None:
+            # An overwrite removes whole files, so only a file that is gone asks for another look at the manifest.
+            is_there = damage.file in self._elsewhere or exists(
+                self._location.store, self._location.folder + damage.file
+            )
+            current = None if is_there else manifest_in_place_of(self._manifest, self._location)
+            if current is None:
+                found += 1
+                yield damage
+            elif not found:
+                self._take(current)
+                damages = self._damages()
+            else:
+                raise ConflictError(
+                    f"{self._location.url}: was overwritten while it was verified; expected the same checkpoint to the "
+                    "end. Verify it again"
+                )
+
+    def _damages(self) -> Iterator[Damage]:
+        """Yield the damage of the manifest that was taken last."""
         manifest, store, folder = self._manifest, self._location.store, self._location.folder
         for pack in manifest.packs:
             self._packs(pack.name)  # Raises for a file that the caller did not allow, before any work.
@@ -102,7 +132,10 @@ class Verification:
         )
         self._buffer = allocate_aligned(max(self._settings.window_bytes * 2, index.chunk_bytes) + 2 * PAGE_BYTES)
         for pack in manifest.packs:
-            yield from self._damages_of_pack(pack, index.pieces_in(pack.name), self._packs(pack.name))
+            pieces = index.pieces_in(pack.name)
+            yield from self._damages_of_pack(pack, pieces, self._packs(pack.name))
+            if step_of_pack(pack.name) is not None:
+                yield from self._damages_of_copy(pack, pieces)
         yield from self._surplus()
 
     def _damages_of_pack(self, pack: FileRecord, pieces: Sequence[Piece], stored: Stored) -> Iterator[Damage]:
@@ -130,6 +163,32 @@ class Verification:
                     f"the chunk digests of the index hash to {digest}; expected {pack.digest}, as the manifest says"
                 )
                 yield self._damage(pack.name, message)
+
+    def _damages_of_copy(self, pack: FileRecord, pieces: Sequence[Piece]) -> Iterator[Damage]:
+        """Check what has the name of a link to a pack and is a file of its own, as in a run copied without hard links.
+
+        A link that is one file with the pack is not read again.
+        """
+        location, name = self._location, link_name(pack.name)
+        copy = Stored(location.store, f"{location.folder}{self._manifest.attempt}/{name}")
+        try:
+            if location.root is None or location.store.identity(copy.key) == location.root.identity(pack.name):
+                return
+        except MissingError:
+            return  # There is only one of the two, and it was read as the pack.
+        except CheckpointError as error:
+            yield self._damage(name, error)
+            return
+        self._progress.total_bytes += sum(piece.bytes for piece in pieces)
+        try:
+            check_size(copy.files, copy.key, pack)
+        except CheckpointError as error:
+            yield self._damage(name, error)
+            self._progress.add(sum(piece.bytes for piece in pieces))
+            return
+        for piece in pieces:
+            for damage in self._damages_of_piece(copy, piece):
+                yield replace(damage, file=f"{self._manifest.attempt}/{name}")
 
     def _damages_of_layout(self, pack: FileRecord, pieces: Sequence[Piece]) -> Iterator[Damage]:
         """Yield gaps and overlaps between the pieces of a pack."""
@@ -203,7 +262,8 @@ class Verification:
             names = {entry.key.removeprefix(prefix) for entry in self._location.store.list(prefix)}
         except MissingError:
             return
-        for name in sorted(names - {file.name for file in self._manifest.files}):
+        links = {link_name(pack.name) for pack in self._manifest.packs if step_of_pack(pack.name) is not None}
+        for name in sorted(names - {file.name for file in self._manifest.files} - links):
             yield self._damage(name, "a file that the manifest does not name; remove it")
 
     def _damage(

@@ -7,12 +7,14 @@ from typing import Annotated
 import typer
 
 import holdfast
+from holdfast.cli.commands.cp import cp
 from holdfast.cli.commands.diff import diff
 from holdfast.cli.commands.export import export
 from holdfast.cli.commands.gc import gc
 from holdfast.cli.commands.importing import import_
 from holdfast.cli.commands.inspect import inspect
 from holdfast.cli.commands.ls import ls
+from holdfast.cli.commands.relink import relink
 from holdfast.cli.commands.repair import repair
 from holdfast.cli.commands.rm import rm
 from holdfast.cli.commands.tag import tag
@@ -21,7 +23,7 @@ from holdfast.cli.commands.verify import verify
 
 app = typer.Typer(
     name="holdfast",
-    help="List, inspect, verify, compare, repair and tag checkpoints of training runs; import and export other "
+    help="List, inspect, verify, compare, repair, copy and tag checkpoints of training runs; import and export other "
     "formats. Needs no PyTorch.",
     epilog="Exit status: 0 as expected, 1 damaged or (diff) different, 2 not possible, 130 interrupted.",
     no_args_is_help=True,
@@ -30,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, inspect, verify, export, diff, import_, tag, gc, rm, trace, repair):
+for command in (ls, inspect, verify, export, diff, import_, tag, gc, rm, trace, repair, cp, relink):
     app.command(name=command.__name__.rstrip("_"))(command)
 
 

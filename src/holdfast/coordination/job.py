@@ -150,7 +150,10 @@ class Job:
         A collective. Close neither of the jobs: `close` ends the threads of both.
         """
         queues = self.copies, self.commits
-        return Job(self.comm, self.clock, settings, self._framework, queues=queues)
+        job = Job(self.comm, self.clock, settings, self._framework, queues=queues)
+        # Its saves end in one order with those of this job: one overwrites what another publishes.
+        job.attempts_under_way = self.attempts_under_way
+        return job
 
     @property
     def framework(self) -> Framework:

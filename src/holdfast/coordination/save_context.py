@@ -13,6 +13,20 @@ Base = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True)
+class Overwrite:
+    """What a save may replace at its path."""
+
+    claim: str
+    """Nonce of the claim that the job holds on the checkpoint."""
+
+    seen: str
+    """Identity of the manifest that rank 0 saw there; empty if there was none."""
+
+    attempts: tuple[str, ...] = ()
+    """Attempts of this job that were under way: a manifest of one of them may be replaced too."""
+
+
+@dataclass(frozen=True, slots=True)
 class SaveContext:
     """Rank 0's decisions on one save. The verdict that closes the agreement carries them."""
 
@@ -48,3 +62,6 @@ class SaveContext:
 
     health: Health | None = None
     """For a copy: health recorded with the source."""
+
+    overwrite: Overwrite | None = None
+    """For a save that may overwrite: what it may replace."""

@@ -14,6 +14,7 @@ RUN_FILE = "holdfast.json"
 MANIFEST_FILE = "manifest.json"
 LATEST_FILE = "latest"
 OVERVIEW_FILE = "overview.msgpack"
+PACK_SUFFIX = ".safetensors"
 EPOCHS_FOLDER = "epochs/"
 PARTS_FOLDER = "parts/"
 SUPERSEDED_FOLDER = "superseded/"
@@ -21,6 +22,7 @@ SUPERSEDED_FOLDER = "superseded/"
 _STEP_FOLDER = re.compile(r"step-(\d{12})", re.ASCII)
 _ATTEMPT_FOLDER = re.compile(r"[0-9a-f]{16}")
 _PACK = re.compile(r"(?:step-(\d{12})/[0-9a-f]{16}/)?(?:enc/)?r(\d{5})(?:-\d{1,6})?\.safetensors", re.ASCII)
+_LINK = re.compile(r"step-\d{12}\.[0-9a-f]{16}\.(?:enc\.)?r\d{5}(?:-\d{1,6})?\.link", re.ASCII)
 _PART = re.compile(r"parts/r(\d{5})\.msgpack", re.ASCII)
 _EPOCH = re.compile(r"(\d{12})(\.json|\.accepted\.json|\.beat)", re.ASCII)
 _SUPERSEDED = re.compile(r"superseded/(\d{12})\.([0-9a-f]{16})\.json", re.ASCII)
@@ -153,6 +155,23 @@ def step_of_pack(name: str) -> int | None:
     return int(match[1]) if match and match[1] else None
 
 
+def link_name(pack: str) -> str:
+    """Return the name, inside an attempt's folder, of the link to a pack of another step.
+
+    It does not end like a pack: readers of safetensors files that list the folder would take it for one of this step.
+
+    Args:
+        pack: Path of the pack from the root of the run.
+    """
+    assert step_of_pack(pack) is not None, pack
+    return pack.removesuffix(PACK_SUFFIX).replace("/", ".") + ".link"
+
+
+def is_link_name(name: str) -> bool:
+    """Return whether a name is that of a link to a pack of another step, inside an attempt's folder."""
+    return _LINK.fullmatch(name) is not None
+
+
 def file_url(path: str) -> str:
     """Return the URL of a local file: the name of a pack that is imported by reference."""
     return FILE_SCHEME + path
@@ -183,7 +202,8 @@ def rank_of_part(name: str) -> int:
 
 def is_attempt_file(name: str) -> bool:
     """Return whether a name is that of any file inside an attempt's folder."""
-    return is_pack_name(name) or is_part_name(name) or is_index_name(name) or name == OVERVIEW_FILE
+    is_listed = is_pack_name(name) or is_part_name(name) or is_index_name(name)
+    return is_listed or is_link_name(name) or name == OVERVIEW_FILE
 
 
 def rank_of_pack(name: str) -> int:

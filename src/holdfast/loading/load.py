@@ -10,7 +10,8 @@ The states of a load, the same on every rank at each collective, and who moves i
 - restored: each rank has put back the values that are not tensors. A gather of errors ends the load.
 - failed: a collective showed an error of some rank; every rank raises.
 - fell back: a gather showed every rank that the step is damaged, and every rank raises `StepDamaged`. `load`
-  catches it and is resolving again, with an older step. Any state after resolving can lead here.
+  catches it and is resolving again, with an older step, or with the new checkpoint if one at a path was overwritten.
+  Any state after resolving can lead here.
 
 A load of one exact step cannot fall back. It skips the gather of "verified": only the gather that ends the load follows
 the filling.
@@ -19,7 +20,7 @@ the filling.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,22 +45,32 @@ from holdfast.loading.exchange import (
     offer_of,
     read_or_exchange,
 )
-from holdfast.loading.messages import RankStatus
+from holdfast.loading.load_request import LoadRequest
+from holdfast.loading.messages import RankStatus, Unfit
+from holdfast.loading.renamed_catalog import renamed_catalog
 from holdfast.loading.requirements import (
     filled_bytes,
-    judge_misfits,
     require_begun_filled,
-    require_complete,
-    require_saved_dtypes,
+    require_fitting,
+    require_same_call,
+    unfit_names,
+    warn_of_misfits,
 )
 from holdfast.loading.resolve import Resolved, resolve
 from holdfast.loading.run_visibility import new_run_line
 from holdfast.loading.same_content import same_content
 from holdfast.loading.statuses import gather_errors, gather_statuses, names_of
-from holdfast.loading.step_choice import ExactStep, StepDamage, StepDamaged, StepSelector, raise_or_fall_back
+from holdfast.loading.step_choice import (
+    ExactStep,
+    PathSelector,
+    StepDamage,
+    StepDamaged,
+    StepSelector,
+    raise_or_fall_back,
+)
 from holdfast.plan.reads import load_plan
 from holdfast.plan.unmatched_patterns import judge_unmatched
-from holdfast.ports.framework import Catalog, Restoration, Selection
+from holdfast.ports.framework import Catalog, Restoration, Wanted
 from holdfast.repository.catalog import read_per_rank
 from holdfast.settings import Settings
 from holdfast.telemetry.dispatcher import EventDispatcher
@@ -73,28 +84,6 @@ logger = logging.getLogger(__name__)
 
 _MISSING_NAMED_MAX = 10_000
 """Most names that a rank lists of those that the checkpoint lacks. It counts the others."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """What to load and how."""
-
-    state: Mapping[str, object]
-    """The state to fill."""
-
-    selection: Selection
-    """Names that take part."""
-
-    strict: bool
-    """Whether missing or unexpected names are an error."""
-
-    cast: bool
-    """Whether a tensor may be filled from another dtype."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it asks for everything that the checkpoint has, unchanged."""
-        return self.selection.only is None and not self.selection.skip and not self.cast
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +148,17 @@ class LoadAttempt:
 class PlannedLoad:
     """What one rank reads, computed by it alone."""
 
+    catalog: Catalog
+    """The content of the checkpoint, under the names of the state."""
+
     restoration: Restoration
     """What the state wants, and how the load ends."""
+
+    wanted: Sequence[Wanted]
+    """The tensors that it wants, by stored name."""
+
+    unfit: tuple[Unfit, ...]
+    """Names that cannot take what the checkpoint has."""
 
     plan: LoadPlan
     """The reads."""
@@ -265,7 +263,10 @@ def load_checkpoint(
         request: What to load and how.
         selector: Chooses the step of a run; None for the checkpoint at the location.
     """
-    with load_attempt(job, location, selector or ExactStep(lambda: location), request) as attempt:
+    if selector is None:
+        # A step of a run is never overwritten.
+        selector = PathSelector(location) if location.root is None else ExactStep(lambda: location)
+    with load_attempt(job, location, selector, request) as attempt:
         loaded = load(attempt)
         assert loaded is not None, "a location was chosen"
         report = loaded.report
@@ -273,33 +274,36 @@ def load_checkpoint(
     return report
 
 
+def _require_same_discarding(attempt: LoadAttempt, resolved: Resolved) -> None:
+    if resolved.discards is not attempt.selector.discards:
+        raise InvalidError(
+            f"load of step {resolved.manifest.step}: discard_newer={attempt.selector.discards} here, and "
+            f"{resolved.discards} on rank 0; expected the same on every rank. Nothing was removed"
+        )
+
+
 def _request_and_plan(attempt: LoadAttempt, resolved: Resolved) -> PlannedLoad | Exception:
     """Return this rank's reads, or why it cannot load: the other ranks wait for its status in either case."""
     job, request, location = attempt.job, attempt.request, resolved.location
     try:
         with attempt.trace.phase("plan"):
-            if resolved.discards is not attempt.selector.discards:
-                raise InvalidError(
-                    f"load of step {resolved.manifest.step}: discard_newer={attempt.selector.discards} here, and "
-                    f"{resolved.discards} on rank 0; expected the same on every rank. Nothing was removed"
-                )
-            catalog = _catalog(resolved, job.settings)
-            restoration = job.framework.restoration(request.state, catalog, request.selection)
-            judge_misfits(job, restoration.misfits, location.url, strict=request.strict)
-            wanted = restoration.wanted
+            _require_same_discarding(attempt, resolved)
+            renamed = renamed_catalog(_catalog(resolved, job.settings), request.rename, location.url)
+            restoration = job.framework.restoration(request.state, renamed.catalog, request.selection)
+            warn_of_misfits(job, restoration.misfits, location.url, strict=request.strict)
+            wanted = renamed.as_stored(restoration.wanted) if request.rename.rules else restoration.wanted
             for tensor in wanted:
                 resolved.require_stored(tensor.stored_fqn)
             boxes = [(tensor.stored_fqn, box) for tensor in wanted for box in tensor.boxes]
             index = index_for(resolved.index, boxes, job.clock, location)
-            if not request.cast:
-                require_saved_dtypes(wanted, index.tensors)
+            unfit = unfit_names(restoration, wanted, index.tensors, strict=request.strict, cast=request.cast)
             plan = load_plan(wanted, index.pieces_near, job.settings.read_window_bytes)
             count = filled_bytes(restoration, plan)
             if not request.strict:
                 # A strict load raises for every missing name anyway.
                 require_begun_filled(attempt.begun, restoration, location.url)
             offer = offer_of(plan, resolved.manifest, job.settings, job.comm.world_size)
-            return PlannedLoad(restoration, plan, count, offer)
+            return PlannedLoad(renamed.catalog, restoration, wanted, unfit, plan, count, offer)
     except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
         return error
 
@@ -324,35 +328,43 @@ def _catalog(resolved: Resolved, settings: Settings) -> Catalog:
 
 def _agree(attempt: LoadAttempt, resolved: Resolved, planned: PlannedLoad | Exception) -> AgreedLoad:
     """Return what all ranks carry out; raise on every rank if any cannot load. A collective."""
-    comm, manifest = attempt.job.comm, resolved.manifest
+    comm, request, url = attempt.job.comm, attempt.request, resolved.location.url
     with attempt.trace.phase("agree"):
-        own = planned if isinstance(planned, Exception) else None
-        names = partial(names_of, resolved.index.tensors, manifest.aliases, manifest.tree)
-        gathered = gather_statuses(comm, _status_of(planned), names)
+        own, catalog = (planned, None) if isinstance(planned, Exception) else (None, planned.catalog)
+        names = partial(names_of, catalog.tensors, catalog.aliases, catalog.tree) if catalog is not None else tuple
+        gathered = gather_statuses(comm, _status_of(planned, request), names)
         statuses = gathered.by_rank
         raise_or_fall_back([status.error for status in statuses], comm.rank, own, attempt.selector)
         assert not isinstance(planned, Exception), "an error on any rank has been raised"
-        error, warnings = judge_unmatched(resolved.location.url, [each.unmatched for each in statuses])
+        if gathered.is_whole:
+            require_same_call([each.call for each in statuses], url)
+        error, warnings = judge_unmatched(url, [each.unmatched for each in statuses])
         if error is not None:
             raise error
         for text in warnings:
-            attempt.job.warn_once(resolved.location.url, text)
+            attempt.job.warn_once(url, text)
         missing = sorted(gathered.missing.union(planned.restoration.missing))
-        unexpected = sorted(gathered.unexpected)
-        if attempt.request.strict:
-            stored = {*resolved.index.tensors, *manifest.aliases} if unexpected else set()
-            require_complete(missing, unexpected, stored, resolved.location.url, is_whole=gathered.is_whole)
-        exchange = _exchange_of(attempt, manifest, planned.plan, [status.offer for status in statuses])
-        return AgreedLoad(planned, exchange, tuple(missing), tuple(unexpected))
+        require_fitting(gathered, missing, request.state, planned.catalog, url, strict=request.strict)
+        exchange = _exchange_of(attempt, resolved.manifest, planned.plan, [status.offer for status in statuses])
+        return AgreedLoad(planned, exchange, tuple(missing), tuple(sorted(gathered.unexpected)))
 
 
-def _status_of(planned: PlannedLoad | Exception) -> RankStatus:
+def _status_of(planned: PlannedLoad | Exception, request: LoadRequest) -> RankStatus:
     if isinstance(planned, Exception):
         return RankStatus(error_text(planned))
     restoration = planned.restoration
     missing = sorted({*restoration.missing})
     named, unnamed = tuple(missing[:_MISSING_NAMED_MAX]), len(missing[_MISSING_NAMED_MAX:])
-    return RankStatus(None, named, unnamed, tuple(restoration.unexpected), tuple(restoration.unmatched), planned.offer)
+    return RankStatus(
+        missing=named,
+        unnamed=unnamed,
+        unexpected=tuple(restoration.unexpected),
+        unmatched=tuple(restoration.unmatched),
+        unfit=planned.unfit,
+        call=request.call,
+        fills=restoration.fills_any or bool(restoration.misfits) or (bool(restoration.skipped) and not missing),
+        offer=planned.offer,
+    )
 
 
 def _exchange_of(
@@ -444,6 +456,7 @@ def _finish(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLoad, stats:
         missing=agreed.missing,
         unexpected=agreed.unexpected,
         skipped=tuple(dict.fromkeys(restoration.skipped)),
+        partial=tuple(restoration.partly),
         bytes=stats.read_bytes,
         exchanged_bytes=stats.received_bytes,
         tensors=len(restoration.held),
@@ -458,7 +471,7 @@ def _finish(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLoad, stats:
     trace.end(report, resolved.reader_id, store, location.folder, job.node_reports)
     if job.comm.rank == 0:
         logger.info("%s", loaded_line(report, location.url))
-    filled = {tensor.stored_fqn: tensor.boxes for tensor in restoration.wanted}
+    filled = {tensor.stored_fqn: tensor.boxes for tensor in agreed.planned.wanted}
     return Loaded(location, report, manifest, resolved.index, filled, resolved.newer)
 
 
@@ -466,7 +479,8 @@ def _fail(attempt: LoadAttempt, error: BaseException) -> None:
     """Report the failure; after a fallback, say that the damaged step may have left values."""
     if attempt.damage is not None and isinstance(error, InvalidError):
         error.add_note(
-            f"the state may be partly filled from a newer step that turned out damaged: {attempt.damage.error}"
+            "the state may be partly filled from a newer step that turned out damaged, or from a checkpoint that was "
+            f"overwritten: {attempt.damage.error}"
         )
     attempt.trace.fail(error)
     if isinstance(error, CheckpointError):

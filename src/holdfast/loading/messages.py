@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import msgspec
 
@@ -25,6 +26,9 @@ class ChosenStep:
 
     error: str | None = None
     """Why rank 0 cannot choose, as an `error_text`."""
+
+    is_damage: bool = False
+    """Whether that is the damage which the ranks found: nothing has taken the place of the damaged checkpoint."""
 
     folder: str | None = None
     """The checkpoint's folder in the home; None: there is nothing to load."""
@@ -64,6 +68,23 @@ class ChosenStep:
         return replace(decode_message(head, ChosenStep), frames=frames)
 
 
+UnfitKind = Literal["shape", "dtype", "kind"]
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """A name of the state that cannot take what the checkpoint has under it."""
+
+    kind: UnfitKind
+    """What differs: the shape or dtype of a tensor, or the kind of the value."""
+
+    text: str
+    """The name, what was saved, and what is there."""
+
+    fqn: str = ""
+    """The name, if it must not be listed as missing or unexpected."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankStatus:
     """The status that each rank sends to every rank after planning: whether it can load, and what it would read."""
@@ -83,12 +104,21 @@ class RankStatus:
     unmatched: tuple[UnmatchedPattern, ...] = ()
     """Patterns of `only` and `skip` that match no name of its state; of `skip`, also none in the checkpoint."""
 
+    unfit: tuple[Unfit, ...] = ()
+    """Names of its state that cannot take what the checkpoint has; of many, the first."""
+
+    call: str = ""
+    """The arguments that change what the load does and must agree on all ranks, as text."""
+
+    fills: bool = False
+    """Whether it fills anything, or says why not. The record holds it, not the texts."""
+
     offer: Offer = NO_OFFER
     """What it would read, for an exchange."""
 
     def encode(self) -> bytes:
         """Return everything but the offer; empty if there is nothing to say."""
-        texts = replace(self, offer=NO_OFFER)
+        texts = replace(self, offer=NO_OFFER, fills=False)
         # Names of one state resemble each other, so they compress well.
         return zlib.compress(encode_message(texts), 1) if texts != RankStatus() else b""
 

@@ -1,4 +1,4 @@
-"""What must hold before a load changes a value: dtypes, memory and names of the state fit the checkpoint."""
+"""What must hold before a load changes a value: names, shapes, dtypes and memory of the state fit the checkpoint."""
 
 from __future__ import annotations
 
@@ -8,41 +8,67 @@ from holdfast.coordination.job import Job
 from holdfast.errors import NAMES_SHOWN, InvalidError, first_three
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.tensor import TensorSpec
-from holdfast.ports.framework import Misfit, Restoration, Wanted
+from holdfast.loading.messages import Unfit
+from holdfast.loading.proposals import NameAdvice
+from holdfast.loading.statuses import GatheredStatuses
+from holdfast.ports.framework import Catalog, Misfit, Restoration, Wanted
 from holdfast.types.plan import LoadPlan
 
+_UNFIT_SENT_MAX = 1000
+"""Most names that a rank sends of those that cannot take what the checkpoint has."""
 
-def require_saved_dtypes(wanted: Sequence[Wanted], tensors: Mapping[str, TensorSpec]) -> None:
-    """Refuse targets whose dtype differs from the saved one.
 
-    Raises:
-        InvalidError: Names them.
+def unfit_names(
+    restoration: Restoration,
+    wanted: Sequence[Wanted],
+    tensors: Mapping[str, TensorSpec],
+    *,
+    strict: bool,
+    cast: bool,
+) -> tuple[Unfit, ...]:
+    """Return the names of this rank's state that refuse the load: all of them, so that one error can list them.
+
+    Args:
+        restoration: What the state wants.
+        wanted: Its tensors, by stored name.
+        tensors: What the checkpoint has.
+        strict: Whether values and objects of another kind refuse it too.
+        cast: Whether another dtype is converted.
     """
-    differing = [
-        f"{tensor.fqn} ({tensors[tensor.stored_fqn].dtype} saved, {tensor.dtype} wanted)"
-        for tensor in wanted
+    found = [Unfit("shape", misfit.text, misfit.fqn) for misfit in restoration.misfits if misfit.is_shape]
+    found += [
+        Unfit("dtype", f"{tensor.fqn} ({tensors[tensor.stored_fqn].dtype} saved, {tensor.dtype} wanted)")
+        for tensor in (() if cast else wanted)
         if tensors[tensor.stored_fqn].dtype != tensor.dtype
     ]
-    if differing:
-        raise InvalidError(
-            f"{len(differing)} tensors have another dtype than was saved: {first_three(differing)}. "
-            "Expected the same; pass cast=True to convert"
-        )
+    found += [
+        Unfit("kind", misfit.text, misfit.fqn)
+        for misfit in restoration.misfits
+        if strict and misfit.is_certain and not misfit.is_shape
+    ]
+    return tuple(found[:_UNFIT_SENT_MAX])
 
 
-def judge_misfits(job: Job, misfits: Sequence[Misfit], url: str, *, strict: bool) -> None:
-    """Refuse or log what does not fit the checkpoint.
+def warn_of_misfits(job: Job, misfits: Sequence[Misfit], url: str, *, strict: bool) -> None:
+    """Log what does not fit the checkpoint and does not refuse the load."""
+    for misfit in misfits:
+        if not misfit.is_shape and not (strict and misfit.is_certain):
+            job.warn_once(url, misfit.text)
+
+
+def require_same_call(calls: Sequence[str], url: str) -> None:
+    """Refuse ranks that pass different `rename`, `partial` or `hyperparameters`: they would fill different names.
 
     Raises:
-        InvalidError: The load is strict, and something is known not to fit.
+        InvalidError: Names two ranks.
     """
-    certain = [misfit.text for misfit in misfits if misfit.is_certain]
-    if strict and certain:
-        more = f"; and {len(certain) - NAMES_SHOWN:,} more" if len(certain) > NAMES_SHOWN else ""
-        texts = "; ".join(certain[:NAMES_SHOWN]) + more
-        raise InvalidError(f"{url}: {texts}, or strict=False to load what fits. Nothing was changed")
-    for misfit in misfits:
-        job.warn_once(url, misfit.text)
+    other = next((rank for rank, call in enumerate(calls) if call != calls[0]), None)
+    if other is not None:
+        raise InvalidError(
+            f"{url}: ranks pass different arguments: rank 0 {calls[0] or 'none'}, rank {other} "
+            f"{calls[other] or 'none'}; expected the same rename, partial and hyperparameters on every rank. Nothing "
+            "was changed"
+        )
 
 
 def require_begun_filled(begun: Collection[str], restoration: Restoration, url: str) -> None:
@@ -71,8 +97,10 @@ def filled_bytes(restoration: Restoration, plan: LoadPlan) -> int:
     itemsizes = [DTYPES[wanted.dtype].itemsize for wanted in restoration.wanted]
     parts = (part for run in plan.runs for chunk in run.chunks for part in chunk.parts)
     filled = sum(part.box.numel * itemsizes[part.wanted_number] for part in parts)
-    missing = set(restoration.missing)
-    held = sum(count for fqn, count in restoration.held.items() if fqn not in missing)
+    missing, partly = set(restoration.missing), {tensor.fqn for tensor in restoration.partly}
+    held = sum(count for fqn, count in restoration.held.items() if fqn not in missing and fqn not in partly)
+    for wanted, itemsize in zip(restoration.wanted, itemsizes, strict=True):
+        held += sum(box.numel for box in wanted.boxes) * itemsize if wanted.fqn in partly else 0
     if held != filled:
         raise InvalidError(
             f"the state holds {held} bytes of tensors that the checkpoint has, and the plan fills {filled}; expected "
@@ -81,35 +109,94 @@ def filled_bytes(restoration: Restoration, plan: LoadPlan) -> int:
     return filled
 
 
-def require_complete(
-    missing: Sequence[str], unexpected: Sequence[str], stored: Collection[str], url: str, *, is_whole: bool
+def require_fitting(
+    gathered: GatheredStatuses,
+    missing: Sequence[str],
+    keys: Collection[str],
+    catalog: Catalog,
+    url: str,
+    *,
+    strict: bool,
 ) -> None:
-    """Refuse a state whose names differ from the checkpoint's.
+    """Refuse a state that differs from the checkpoint, on every rank with the same error. It lists all differences.
 
     Args:
-        missing: Names that the checkpoint lacks.
-        unexpected: Names that the state lacks.
-        stored: Names of all stored tensors, aliases included.
+        gathered: What all ranks found.
+        missing: Names that the checkpoint lacks, sorted.
+        keys: Top-level keys of the state.
+        catalog: The checkpoint, under the names of the state.
         url: The checkpoint's.
-        is_whole: Whether `missing` holds every name; otherwise those of some ranks were too many to send.
+        strict: Whether missing and unexpected names count, and not only shapes, dtypes and a load that fills nothing.
     Raises:
-        InvalidError: A name is missing or unexpected.
+        InvalidError: Something differs.
     """
-    differences = [
-        f"{number} {kind}: {first_three(names)}"
-        for kind, number, names in (
-            ("missing from the checkpoint", f"{'' if is_whole else 'at least '}{len(missing)}", missing),
-            ("unexpected in the checkpoint", f"{len(unexpected)}", unexpected),
-        )
-        if names or not (is_whole or names is unexpected)
-    ]
-    if not differences:
+    fills_nothing = bool(missing) and not gathered.any_fills
+    if not (gathered.any_unfit or fills_nothing or (strict and (missing or not _lacks_none(gathered)))):
         return
-    advice = "pass strict=False to load what matches, or only=/skip= to choose"
-    gradients = [name for name in unexpected if name.endswith(".grad") and name.removesuffix(".grad") in stored]
-    if unexpected and len(gradients) == len(unexpected) and not missing:
-        advice = "it was saved with gradients: pass grads=True to load them, or skip='*.grad' to leave them out"
-    raise InvalidError(
-        f"{url}: the state and the checkpoint differ: {'; '.join(differences)}. Nothing was changed. "
-        f"Expected the same names; {advice}"
-    )
+    unfit, whole = gathered.unfit, gathered.is_whole
+    told = {each.fqn for each in unfit}
+    unfilled = [name for name in missing if name not in told]
+    unexpected = sorted(name for name in gathered.unexpected if name not in told)
+    advice = NameAdvice(unfilled, unexpected, keys, catalog)
+    kinds = {kind: [each.text for each in unfit if each.kind == kind] for kind in ("shape", "dtype", "kind")}
+    listed = [
+        f"{number} {what}: {first_three(names)}"
+        for number, what, names in (
+            (f"{len(kinds['shape']):,}", "of another shape", kinds["shape"]),
+            (f"{len(kinds['dtype']):,}", "of another dtype", kinds["dtype"]),
+            (f"{'' if whole else 'at least '}{len(unfilled)}", "missing from the checkpoint", unfilled),
+            (f"{len(unexpected)}", "unexpected in the checkpoint", unexpected),
+        )
+        if names or (names is unfilled and not whole)
+    ]
+    subject = "nothing of the state is in the checkpoint" if fills_nothing else "the state and the checkpoint differ"
+    lead = f"{subject}: {'; '.join(listed)}" if listed else "" if kinds["kind"] else subject
+    if kinds["kind"]:
+        more = f"; and {len(kinds['kind']) - NAMES_SHOWN:,} more" if len(kinds["kind"]) > NAMES_SHOWN else ""
+        texts = "; ".join(kinds["kind"][:NAMES_SHOWN]) + more
+        lead += f"{'; ' if lead else ''}{texts}, or strict=False to load what fits"
+    strict_helps = strict and bool(unfilled or unexpected or not whole)
+    says = _advice(kinds, unfilled, unexpected, catalog, advice, strict=strict_helps)
+    raise InvalidError(f"{url}: {lead}. Nothing was changed{says}")
+
+
+def _lacks_none(gathered: GatheredStatuses) -> bool:
+    return gathered.is_whole and not gathered.unexpected
+
+
+def _advice(
+    kinds: Mapping[str, Sequence[str]],
+    missing: Sequence[str],
+    unexpected: Sequence[str],
+    catalog: Catalog,
+    names: NameAdvice,
+    *,
+    strict: bool,
+) -> str:
+    """Return what to do, as sentences that follow a message."""
+    said = []
+    if kinds["shape"]:
+        said.append(
+            "Expected the same shapes; partial= fills the overlap of a resized tensor, skip= leaves it as it is"
+        )
+    if kinds["dtype"]:
+        said.append("Expected the same dtypes; pass cast=True to convert")
+    if (top := names.tops()) is not None:
+        said.append(f"At its top the checkpoint has {top}")
+    if (rename := names.rename()) is not None:
+        said.append(f"Expected the same names; pass {rename}")
+    elif (missing or unexpected) and _are_gradients(missing, unexpected, catalog):
+        said.append(
+            "Expected the same names; it was saved with gradients: pass grads=True to load them, or skip='*.grad' to "
+            "leave them out"
+        )
+    elif strict:
+        if similar := names.similar():
+            said.append(f"Under similar names it has {', '.join(similar)}")
+        said.append("Expected the same names; pass strict=False to load what matches, or only=/skip= to choose")
+    return "".join(f". {each}" for each in said)
+
+
+def _are_gradients(missing: Sequence[str], unexpected: Sequence[str], catalog: Catalog) -> bool:
+    stored = {*catalog.tensors, *catalog.aliases} if unexpected and not missing else set()
+    return bool(stored) and all(name.endswith(".grad") and name.removesuffix(".grad") in stored for name in unexpected)

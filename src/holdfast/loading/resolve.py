@@ -87,13 +87,12 @@ def resolve(
                 chosen = sound[0]
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
             own = error
-            chosen = ChosenStep(error=error_text(error))
-        # The same for the same reader: a job that evaluates every checkpoint replaces its own reports there.
-        reader_id = short_digest_of(platform.node().encode(), str(job.comm.world_size).encode()).hex()
-        passed_over, newer = tuple(selector.passed_over), tuple(selector.newer)
-        chosen = replace(chosen, passed_over=passed_over, newer=newer, discards=selector.discards, reader_id=reader_id)
-        message = chosen.encode()
+            stands = damage is not None and error is damage.error
+            chosen = ChosenStep(error=error_text(error), is_damage=stands)
+        message = _with_choice(chosen, selector, job).encode()
     chosen = ChosenStep.decode(job.comm.broadcast(message))
+    if chosen.is_damage and damage is not None:
+        raise damage.error
     if chosen.error is not None:
         raise own if own is not None else error_from(chosen.error, "rank 0: ")
     if chosen.folder is None:
@@ -119,6 +118,14 @@ def resolve(
     )
 
 
+def _with_choice(chosen: ChosenStep, selector: StepSelector, job: Job) -> ChosenStep:
+    """Return what rank 0 sends, with what else the selector knows."""
+    # The same for the same reader: a job that evaluates every checkpoint replaces its own reports there.
+    reader_id = short_digest_of(platform.node().encode(), str(job.comm.world_size).encode()).hex()
+    passed_over, newer = tuple(selector.passed_over), tuple(selector.newer)
+    return replace(chosen, passed_over=passed_over, newer=newer, discards=selector.discards, reader_id=reader_id)
+
+
 def _next_sound_step(
     selector: StepSelector, damage: StepDamage | None, lease: ReaderLease, clock: Clock
 ) -> _SoundStep | None:
@@ -132,7 +139,7 @@ def _next_sound_step(
     location = selector.next(damage)
     while location is not None:
         try:
-            sound = _judge(location, clock, require_whole=selector.falls_back)
+            sound = _judge(location, clock, require_whole=selector.requires_whole)
             lease.begin(location, sound[1])
             return sound
         except (CorruptError, MissingError) as error:
@@ -188,5 +195,7 @@ def _judge(location: CheckpointLocation, clock: Clock, *, require_whole: bool) -
     if isinstance(index, Index):
         require_covered(index, clock, location.url)
     is_foreign = listing is not None
-    chosen = ChosenStep(None, location.folder, location.step, is_foreign, short_packs=short, frames=frames)
+    chosen = ChosenStep(
+        folder=location.folder, step=location.step, is_foreign=is_foreign, short_packs=short, frames=frames
+    )
     return chosen, manifest, index

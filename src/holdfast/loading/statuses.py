@@ -19,13 +19,13 @@ import numpy as np
 from holdfast.errors import CorruptError, UnavailableError
 from holdfast.format.digest import short_digest_of
 from holdfast.loading.exchange import NO_OFFER, Offer
-from holdfast.loading.messages import RankStatus
+from holdfast.loading.messages import RankStatus, Unfit
 from holdfast.ports.comm import Comm
 from holdfast.settings import MIB
 from holdfast.types.values import Group, Value
 
 _RECORD = struct.Struct("<BI8sI8s")
-_LACKS, _FAILED, _CORRUPT, _ABSENT, _FORCES, _READS_ENOUGH = 1, 2, 4, 8, 16, 32
+_LACKS, _FAILED, _CORRUPT, _ABSENT, _FORCES, _READS_ENOUGH, _FILLS, _UNFIT = 1, 2, 4, 8, 16, 32, 64, 128
 
 _TEXTS_BYTES_MAX = MIB
 """Most bytes of the texts of all ranks together. Of more, those of the lowest ranks are kept."""
@@ -50,6 +50,15 @@ class GatheredStatuses:
     is_whole: bool
     """Whether `missing` holds the names of every rank. Some may have been too many to send."""
 
+    unfit: tuple[Unfit, ...] = ()
+    """Names of some rank that cannot take what the checkpoint has, each once, in the order of ranks and states."""
+
+    any_unfit: bool = False
+    """Whether any rank has such a name. Its texts may have been too many to send."""
+
+    any_fills: bool = True
+    """Whether any rank fills anything, or says why not."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Record:
@@ -65,6 +74,7 @@ class _Record:
     def of(cls, status: RankStatus, texts: bytes, offer: bytes, *, lacks: bool) -> _Record:
         offered = status.offer
         flags = _LACKS * lacks | _FORCES * (offered.share_reads == "always") | _READS_ENOUGH * offered.reads_enough
+        flags |= _FILLS * status.fills | _UNFIT * bool(status.unfit)
         if status.error is not None:
             error = json.loads(status.error)
             flags |= _FAILED | _CORRUPT * (error["kind"] == CorruptError.__name__) | _ABSENT * error["absent"]
@@ -115,7 +125,9 @@ def gather_statuses(comm: Comm, own: RankStatus, catalogue: Callable[[], Sequenc
         listed = {id(status): status for status, is_known in zip(by_rank, has_texts, strict=True) if is_known}
         unexpected |= set.intersection(*({*status.unexpected} for status in listed.values())) if listed else set()
     is_whole = all(has_texts) and not any(status.unnamed for status in distinct)
-    return GatheredStatuses(by_rank, missing, frozenset(unexpected), is_whole)
+    unfit = tuple(dict.fromkeys(each for status in distinct for each in status.unfit))
+    any_unfit, any_fills = (any(record.flags & flag for record in records) for flag in (_UNFIT, _FILLS))
+    return GatheredStatuses(by_rank, missing, frozenset(unexpected), is_whole, unfit, any_unfit, any_fills)
 
 
 def gather_errors(comm: Comm, own: str | None) -> list[str | None]:

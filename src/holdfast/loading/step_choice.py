@@ -22,6 +22,8 @@ from holdfast.errors import (
     first_three,
     printable,
 )
+from holdfast.format.digest import hex_digest_of
+from holdfast.format.manifest import MANIFEST_BYTES_MAX
 from holdfast.format.names import manifest_key, step_folder
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import manifest_digest
@@ -31,6 +33,9 @@ from holdfast.repository.timelines import RunTimelines, StoredManifest, run_time
 from holdfast.types.reports import SkippedStep
 
 logger = logging.getLogger(__name__)
+
+_OVERWRITES_MAX = 10
+"""How often a load begins again because its checkpoint was overwritten."""
 
 _LISTINGS_MAX = 10
 """Listings of the steps in one load, at most: one at first, then one for each step that is deleted meanwhile."""
@@ -72,6 +77,11 @@ class StepSelector(Protocol):
         ...
 
     @property
+    def requires_whole(self) -> bool:
+        """Whether any pack that is too short is damage; otherwise only a tensor in its missing part is refused."""
+        ...
+
+    @property
     def passed_over(self) -> Sequence[SkippedStep]:
         """Newer steps that were found damaged so far."""
         ...
@@ -101,6 +111,7 @@ class ExactStep:
     """The one checkpoint that was asked for."""
 
     falls_back = False
+    requires_whole = False
     passed_over: Sequence[SkippedStep] = ()
 
     def __init__(
@@ -133,6 +144,50 @@ class ExactStep:
         """Do nothing: only a search for the newest step quarantines."""
 
 
+class PathSelector:
+    """The checkpoint at a path, which another job may overwrite while it is read."""
+
+    falls_back = True
+    discards = False
+    requires_whole = False
+    passed_over: Sequence[SkippedStep] = ()
+    newer: Sequence[int] = ()
+
+    def __init__(self, location: CheckpointLocation) -> None:
+        """Look at no storage yet.
+
+        Args:
+            location: The path.
+        """
+        self._location = location
+        self._tries = 0
+        self._seen: str | None = None
+
+    def next(self, damage: StepDamage | None) -> CheckpointLocation:
+        """Return its location, again if another checkpoint is there by now; otherwise raise the damage."""
+        seen, before = self._digest(), self._seen
+        # The manifest is read after that: if it was replaced in between, damage in the new one is looked at once more.
+        self._tries, self._seen = self._tries + 1, seen
+        if damage is not None:
+            if seen is None or seen == before:
+                raise damage.error
+            if self._tries > _OVERWRITES_MAX:
+                raise UnavailableError(
+                    f"{self._location.url}: overwritten {_OVERWRITES_MAX} times while the load read it; expected a "
+                    "checkpoint that stays as long. Load again"
+                )
+            logger.info("%s: overwritten while it was read; the load begins again", self._location.url)
+        return self._location
+
+    def settle(self) -> None:
+        """Do nothing: only a search for the newest step quarantines."""
+
+    def _digest(self) -> str | None:
+        with suppress(CheckpointError):
+            return hex_digest_of(self._location.store.get(self._location.manifest_key, MANIFEST_BYTES_MAX))
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class _DamagedStep:
     manifest: StoredManifest
@@ -149,6 +204,7 @@ class NewestValid:
 
     falls_back = True
     discards = False
+    requires_whole = True
     newer: Sequence[int] = ()
 
     def __init__(self, home: CheckpointLocation, clock: Clock, is_first_occurrence: Callable[[str], bool]) -> None:

@@ -12,6 +12,7 @@ from holdfast.geometry.tensor import Shard, TensorSpec
 from holdfast.geometry.value_class import value_class
 from holdfast.types.manifest import OptimizerRecord
 from holdfast.types.plan import WantedBoxes
+from holdfast.types.reports import PartlyFilled
 from holdfast.types.values import Group, Value
 
 
@@ -199,6 +200,12 @@ class Misfit:
     is_certain: bool
     """Whether it is known not to fit: a strict load refuses it. Otherwise a warning is logged."""
 
+    fqn: str = ""
+    """The name that it keeps from being filled; empty if it is of an object with many names."""
+
+    is_shape: bool = False
+    """Whether a tensor has another shape. Such a load is refused even if it is not strict."""
+
 
 class Restoration(Protocol):
     """A load under way: the tensors that it wants, and its last step."""
@@ -239,6 +246,16 @@ class Restoration(Protocol):
     @property
     def misfits(self) -> Sequence[Misfit]:
         """Objects of the state that do not fit what the checkpoint has of them."""
+        ...
+
+    @property
+    def partly(self) -> Sequence[PartlyFilled]:
+        """Tensors of another shape than saved, of which only the overlap is filled."""
+        ...
+
+    @property
+    def fills_any(self) -> bool:
+        """Whether it sets a tensor, value or object of this rank's state."""
         ...
 
     def finish(self) -> None:
@@ -306,12 +323,18 @@ class Selection:
     grads: bool = False
     """Whether gradients are selected; each has the FQN of its parameter plus `.grad`."""
 
+    partial: tuple[str, ...] = ()
+    """Tensors that match one of these patterns may have another shape than saved: a load fills the overlap."""
+
+    hyperparameters: bool = True
+    """Whether a load sets the hyperparameters of optimizers."""
+
 
 @dataclass(frozen=True, slots=True)
 class UnmatchedPattern:
     """A pattern of a selection that matches no name: most likely misspelt."""
 
-    argument: Literal["only", "skip"]
+    argument: Literal["only", "skip", "partial"]
     """The argument that holds it."""
 
     pattern: str
@@ -320,7 +343,7 @@ class UnmatchedPattern:
     @property
     def is_error(self) -> bool:
         """Whether the call is refused. A glob in `skip` is not: names that it leaves out may come and go."""
-        return self.argument == "only" or not any(wildcard in self.pattern for wildcard in "*?[")
+        return self.argument != "skip" or not any(wildcard in self.pattern for wildcard in "*?[")
 
     def __str__(self) -> str:
         return f"{self.argument}={self.pattern!r}"

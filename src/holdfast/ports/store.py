@@ -275,6 +275,29 @@ class Store(Readable, Protocol):
         """Remove objects; absent keys are no error. Follows no links."""
         ...
 
+    def link(self, key: str, new_key: str) -> bool:
+        """Give an object one more key, without a copy; return False if this store or this object cannot have one.
+
+        Both keys are alike from then on: what is put or deleted at one changes nothing at the other. The new name is
+        durable once `sync` of its folder returns. A key that names this very object already is a success.
+
+        Args:
+            key: The object.
+            new_key: Its further key.
+        Raises:
+            MissingError: No such key.
+            ConflictError: Another object is at `new_key`; it was not touched.
+        """
+        ...
+
+    def identity(self, key: str) -> str:
+        """Return a text that two keys share exactly if they name one object, as after `link`.
+
+        Raises:
+            MissingError: No such key.
+        """
+        ...
+
     def move(self, key: str, new_key: str) -> None:
         """Give an object another key; durable on return.
 
@@ -375,3 +398,11 @@ class ForwardingStore(ForwardingReadable):
     def move(self, key: str, new_key: str) -> None:
         """Give an object another key."""
         self._around("move", key, lambda: self._inner.move(key, new_key))
+
+    def link(self, key: str, new_key: str) -> bool:
+        """Give an object one more key, if the store can."""
+        return self._around("link", key, lambda: self._inner.link(key, new_key))
+
+    def identity(self, key: str) -> str:
+        """Return a text that the keys of one object share."""
+        return self._around("identity", key, lambda: self._inner.identity(key))

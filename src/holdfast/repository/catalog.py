@@ -29,6 +29,7 @@ from holdfast.format.sealed_json import decode_sealed, header, sealed, stated_di
 from holdfast.format.values import values
 from holdfast.ports.store import Packs, Readable, Store, Stored
 from holdfast.repository.publish import get_or_none, publish
+from holdfast.repository.run_readme import put_readme
 from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.values import Value
 
@@ -96,6 +97,7 @@ def ensure_run(store: Store, run_id: str, created: str) -> str:
     if (existing := read_run_id(store)) is None:
         try:
             publish(store, RUN_FILE, sealed({**header("run", minor=0), "run_id": run_id, "created": created}))
+            put_readme(store)
             return run_id
         except ConflictError:
             # Another process began the run meanwhile. Join it: epochs decide which of the two may write.

@@ -244,6 +244,17 @@ def backup(store: Store, step: int, key: str, bytes_max: int, name: str = "") ->
     return copy_key
 
 
+def backup_key(step: int, digits: str, key: str) -> str:
+    """Return the key under which a replaced pack of a step is kept.
+
+    Args:
+        step: The step.
+        digits: 16 random hex digits.
+        key: The key that another object gets.
+    """
+    return _key(step, digits, key.rpartition("/")[2])
+
+
 def is_set_aside(store: Store, step: int, data: bytes) -> bool:
     """Return whether a manifest is under quarantine, and exactly its bytes were copied into the quarantine folder."""
     if not holds(store, _key(step, hex_digest_of(data)[:16], MANIFEST_FILE), data):

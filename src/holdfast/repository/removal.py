@@ -25,6 +25,8 @@ from holdfast.format.names import (
     is_attempt_file,
     is_attempt_folder,
     is_file_url,
+    is_link_name,
+    link_name,
     manifest_key,
     step_folder,
     step_of_pack,
@@ -146,6 +148,19 @@ def named_files(manifest: Manifest) -> dict[str, int]:
         for file in manifest.files
         if not is_file_url(file.name)
     }
+
+
+def link_keys(manifest: Manifest) -> dict[str, str]:
+    """Return the key that the link to each pack of another step has if it exists, by the path of the pack."""
+    assert manifest.step is not None, "a manifest of a run has a step"
+    attempt_folder = f"{step_folder(manifest.step)}{manifest.attempt}/"
+    paths = (pack.name for pack in manifest.packs if step_of_pack(pack.name) is not None)
+    return {path: attempt_folder + link_name(path) for path in paths}
+
+
+def is_link_key(key: str) -> bool:
+    """Return whether a key under the root of a run names a link to a pack of another step."""
+    return is_link_name(key.rpartition("/")[2])
 
 
 class _MarkDocument(msgspec.Struct):

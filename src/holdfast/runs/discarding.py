@@ -19,8 +19,9 @@ from dataclasses import dataclass, replace
 
 from holdfast.coordination.job import error_from, error_text
 from holdfast.coordination.message_codec import decode_message, encode_message
-from holdfast.errors import CheckpointError, ConflictError, first_three
+from holdfast.errors import CheckpointError, ConflictError, InvalidError, first_three
 from holdfast.loading.load import Loaded
+from holdfast.loading.named_step import Finder
 from holdfast.repository.catalog import read_run_id
 from holdfast.repository.epochs import declare_timelines
 from holdfast.repository.latest import name_latest
@@ -51,8 +52,20 @@ class _Discarded:
 class Discarding:
     """The discarding of the steps that one load leaves, on one rank."""
 
-    def __init__(self, parts: RunParts) -> None:
-        """Take nothing yet."""
+    def __init__(self, parts: RunParts, find: Finder | None) -> None:
+        """Take nothing yet.
+
+        Args:
+            parts: The run.
+            find: Finds the step that is loaded; None if the caller named none.
+        Raises:
+            InvalidError: The caller named none.
+        """
+        if find is None:
+            raise InvalidError(
+                "load(state, discard_newer=True) without a step; expected the step to go back to, as in step=100 or "
+                "step='best'. Nothing was loaded or removed"
+            )
         self._parts = parts
         self._failure: CheckpointError | None = None
         self._has_taken_lease = False

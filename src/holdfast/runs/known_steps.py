@@ -109,7 +109,12 @@ class KnownSteps:
         """Remember a step that holds exactly the files that its manifest names."""
         named = removal.named_files(manifest)
         own = {key: size for key, size in named.items() if key.startswith(step_folder(files.step))}
-        if files.attempts != {manifest.attempt: own}:
+        # Links to packs of other steps stay with their attempt, and no manifest names them.
+        found = {
+            attempt: {key: size for key, size in sizes.items() if not removal.is_link_key(key)}
+            for attempt, sizes in files.attempts.items()
+        }
+        if found != {manifest.attempt: own}:
             return
         slim = replace(
             manifest,

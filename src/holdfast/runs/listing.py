@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.format.names import MANIFEST_FILE, is_attempt_folder, manifest_key, step_folder
 from holdfast.ports.store import Store
@@ -44,6 +45,10 @@ class StepRecord:
 
     superseded: bool = False
     """Whether a newer timeline left the step behind: no resume takes it. It is loaded by number and digest."""
+
+    stands_alone: bool | None = None
+    """Whether the folder of the step holds every pack that it needs, written there or as a link; None if the manifest
+    cannot be read."""
 
     @property
     def committed(self) -> bool:
@@ -106,7 +111,7 @@ def run_record(store: Store) -> RunRecord:
     stored = {record.manifest.digest for record in records if record.manifest is not None}
     # Both copies of a manifest may exist: one record.
     elsewhere = {manifest.digest: manifest for manifest in moved.manifests if manifest.digest not in stored}
-    records += [_moved_record(manifest, tags, known, fence) for manifest in elsewhere.values()]
+    records += [_moved_record(store, manifest, tags, known, fence) for manifest in elsewhere.values()]
     in_folders = {record.step for record in records if record.manifest is not None}
     records += [
         StepRecord(damaged.step, None, damaged.error, (), superseded=damaged.step in in_folders)
@@ -128,7 +133,7 @@ def _with_superseded(records: Sequence[StepRecord], superseded: Iterable[StoredM
 
 
 def _moved_record(
-    manifest: Manifest, tags: Tags, known: Mapping[int, Mapping[str, QuarantineRecord]], fence: Fence
+    store: Store, manifest: Manifest, tags: Tags, known: Mapping[int, Mapping[str, QuarantineRecord]], fence: Fence
 ) -> StepRecord:
     """Return the record of a manifest under `superseded/`."""
     assert manifest.step is not None, "a run holds steps"
@@ -141,7 +146,12 @@ def _moved_record(
         tags.of(manifest.step, manifest.digest),
         None if record is None else record.why,
         not fence.admits(manifest.step, manifest.epoch, manifest.digest),
+        stands_alone=_location(store, manifest.step).stands_alone(manifest),
     )
+
+
+def _location(store: Store, step: int) -> CheckpointLocation:
+    return CheckpointLocation(store, step_folder(step), step, root=store)
 
 
 def _step_record(
@@ -172,4 +182,5 @@ def _step_record(
         () if manifest is None else tags.of(step, manifest.digest),
         None if record is None else record.why,
         manifest is not None and not fence.admits(step, manifest.epoch, manifest.digest),
+        stands_alone=None if manifest is None else _location(store, step).stands_alone(manifest),
     )

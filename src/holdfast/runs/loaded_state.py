@@ -11,7 +11,8 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from holdfast.loading.load import Loaded, LoadRequest
+from holdfast.loading.load import Loaded
+from holdfast.loading.load_request import LoadRequest
 from holdfast.loading.statuses import names_of
 from holdfast.ports.framework import Framework, Selection
 

@@ -138,6 +138,9 @@ class StepState:
 class StepRequest:
     """A `SaveRequest` for one step of a run."""
 
+    overwrites = False
+    on_end = None
+
     def __init__(self, parts: RunParts, location: CheckpointLocation, passed: StepState) -> None:
         """Do nothing yet.
 

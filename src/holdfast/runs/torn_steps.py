@@ -27,17 +27,22 @@ def torn_steps(
         newest: The newest timeline.
     """
     stored = {key: size for files in all_files for sizes in files.attempts.values() for key, size in sizes.items()}
+
+    def is_complete(key: str, size: int) -> bool:
+        # A pack of another step, the folder of which is not listed again, is looked at by itself.
+        return (stored[key] if key in stored else stored_bytes(store, key)) == size
+
     torn: dict[int, tuple[str, ...]] = {}
     complete = set[int]()
     for group in _groups(manifests, newest):
         for step in group:
             if step in complete:
                 break
+            links = removal.link_keys(manifests[step])
             short = [
                 key
                 for key, size in removal.named_files(manifests[step]).items()
-                # A pack of another step, the folder of which is not listed again, is looked at by itself.
-                if (stored[key] if key in stored else stored_bytes(store, key)) != size
+                if not is_complete(key, size) and not (key in links and is_complete(links[key], size))
             ]
             if not short:
                 complete.add(step)

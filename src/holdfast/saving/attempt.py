@@ -33,17 +33,16 @@ from holdfast.coordination.commit_vote import CommitVote, Vote
 from holdfast.coordination.job import Job
 from holdfast.coordination.opening.agreement import SaveAgreement
 from holdfast.coordination.opening.records import Agreement, DescribedState, Statement
-from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, committed, unknown
+from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, committed
 from holdfast.engine.background import CALLS, is_done_soon, wait_in_slices
 from holdfast.engine.gc_pause import GcPause
-from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
+from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.format.digest import hex_digest_of, short_digest_of
-from holdfast.format.names import part_name
+from holdfast.format.names import link_name, part_name
 from holdfast.format.part import RankPart, encode_part
-from holdfast.repository.catalog import confirmed_manifest
-from holdfast.repository.epochs import require_counted
-from holdfast.saving.commit import assemble, publish_manifest, sweep
+from holdfast.saving.commit import assemble, outcome_on_storage, publish_manifest, sweep
 from holdfast.saving.handle import SaveHandle, collect_error, text_of, typed
+from holdfast.saving.overwrite import replace_manifest
 from holdfast.saving.request import SaveRequest, claim_in_time
 from holdfast.saving.transfer import Transfer
 from holdfast.telemetry.dispatcher import EventDispatcher
@@ -108,6 +107,10 @@ class SaveAttempt:
         self.trace = OperationTrace("save", self.location.step, self.location.url, job.comm, job.clock, dispatcher)
         self.handle = SaveHandle(self.name, awaited=awaited, history=job.history)
         self.handle.committed.add_done_callback(self.trace.fail_with)
+        self._on_end = request.on_end
+        if self._on_end is not None:
+            on_end = self._on_end
+            self.handle.committed.add_done_callback(lambda _: on_end())
         self.gc_pause = GcPause()
         """Keeps the cyclic garbage collector from walking a plan of many small values. Ended early when much data moves
         or this rank waits for others, and at the latest by the function that began it."""
@@ -151,6 +154,8 @@ class SaveAttempt:
             raised = self._end_agreed(error) if has_agreed else self._end_opening(error)
             if raised is not None:
                 self.trace.fail(raised)
+                if self._on_end is not None and not has_agreed:
+                    self._on_end()  # The handle never ends.
                 if raised is error:
                     raise
                 raise raised from error
@@ -276,6 +281,20 @@ class SaveAttempt:
         """Return the key of a file of this attempt."""
         return f"{self.location.folder}{self.agreement.attempt}/{name}"
 
+    def link_pack(self, pack: str) -> bool:
+        """Give a pack of another step a further name among the files of this attempt; return whether it has one.
+
+        Args:
+            pack: Its path from the root of the run.
+        Raises:
+            MissingError: The pack does not exist any more.
+        """
+        key = self.key(link_name(pack))
+        # Before the link is made: an aborted attempt removes it. The commit makes its name durable with those of the
+        # other files of the folder.
+        self.file_keys.append(key)
+        return self.location.store.link(pack, key)
+
     def finish_in_background(self, finish: Callable[[], None]) -> None:
         """Hand the rest of the save over to the commit thread."""
         queued_seconds = self.trace.seconds
@@ -369,7 +388,7 @@ class SaveAttempt:
         """
         self._progress = SaveProgress.DECIDED
         if outcome.kind is OutcomeKind.ASK_STORAGE:
-            outcome = self._ask_storage(outcome.reason)
+            outcome = outcome_on_storage(self.location, self.agreement, self.name, outcome.reason)
         if outcome.kind is OutcomeKind.COMMITTED:
             self._succeed(outcome, report())
         elif outcome.error is not None:
@@ -383,12 +402,14 @@ class SaveAttempt:
     def _commit(self) -> Outcome:
         """Publish the manifest, and announce the outcome to the waiting ranks."""
         location, agreement, epoch = self.location, self.agreement, self.agreement.context.epoch
+        overwrite = agreement.context.overwrite
         try:
             votes = self.commit_vote.votes()
             with self.trace.phase("index"):
                 data, manifest = assemble(self.request, agreement, votes, self.job.settings, self.file_keys)
             with self.trace.phase("publish"):
-                outcome = publish_manifest(location, data, epoch)
+                replaced = overwrite and replace_manifest(location, agreement.attempt, data, overwrite, self.job)
+                outcome = replaced or publish_manifest(location, data, epoch)
         except Exception as error:  # noqa: BLE001 - it is certain that nothing was published
             outcome = aborted(typed(error, self.name))
         else:
@@ -402,33 +423,20 @@ class SaveAttempt:
 
     def _sweep(self) -> None:
         """Remove the files of failed attempts. The outcome is certain, so it does not wait for a removal that hangs."""
-        attempt, epoch = self.agreement.attempt, self.agreement.context.epoch
+        attempt, context = self.agreement.attempt, self.agreement.context
+        overwrite = context.overwrite
+        if overwrite is not None and (overwrite.seen or overwrite.attempts):
+            return  # Other attempts stay for readers of what was replaced. The next overwrite removes them.
+        claim = None if overwrite is None else overwrite.claim
 
         def work() -> None:
-            sweep(self.location, attempt, self.name, epoch, self.job.attempts_under_way)
+            sweep(self.location, attempt, self.name, context.epoch, self.job.attempts_under_way, claim=claim)
 
         try:
             if not is_done_soon(work, self.job.clock):
                 logger.warning("%s: committed, but the removal of files of failed attempts hangs", self.name)
         except Exception as error:  # noqa: BLE001 - the next save of the step removes them
             logger.warning("%s: committed, but files of failed attempts stay: %s", self.name, text_of(error))
-
-    def _ask_storage(self, reason: str) -> Outcome:
-        """Return the outcome by the manifest, if the key-value store does not hold it."""
-        try:
-            manifest = confirmed_manifest(self.location.store, self.location.folder)
-        except CheckpointError:
-            return unknown(reason)
-        if manifest.attempt != self.agreement.attempt:
-            return aborted(ConflictError(f"{self.name}: attempt {manifest.attempt} published first; {reason}"))
-        try:
-            if manifest.epoch and manifest.step is not None:
-                require_counted(self.location.store, manifest.step, manifest.epoch, manifest.digest)
-        except ConflictError as error:
-            return Outcome(OutcomeKind.FENCED, error=error)
-        except CheckpointError as failure:
-            return unknown(f"{reason}; {failure}")
-        return committed(manifest.digest, findings_of(manifest.health), manifest.tensor_bytes)
 
     def _succeed(self, outcome: Outcome, report: SaveReport) -> None:
         untagged = self.request.committed(self.agreement.context, outcome.manifest_digest)

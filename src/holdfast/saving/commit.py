@@ -13,7 +13,7 @@ from importlib import metadata
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.commit_vote import Vote
 from holdfast.coordination.opening.records import Agreement
-from holdfast.coordination.outcome import Outcome, ask_storage, committed, unknown
+from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, ask_storage, committed, unknown
 from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.parallel_map import ordered_parallel_map
 from holdfast.errors import CheckpointError, ConflictError, MissingError
@@ -32,8 +32,9 @@ from holdfast.format.names import (
 )
 from holdfast.format.sealed_json import stated_digest
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import exists, manifest_in, read_manifest, read_manifest_bytes
-from holdfast.repository.epochs import current_fence, is_valid_manifest, require_newest
+from holdfast.repository.catalog import confirmed_manifest, exists, manifest_in, read_manifest, read_manifest_bytes
+from holdfast.repository.epochs import current_fence, is_valid_manifest, require_counted, require_newest
+from holdfast.repository.overwriting import is_claimed
 from holdfast.repository.publish import get_or_none, packs_named_by, publish
 from holdfast.repository.quarantine import quarantined_attempts
 from holdfast.repository.timelines import moved_manifests, run_timelines
@@ -42,7 +43,7 @@ from holdfast.saving.health.health_record import last_counted_health
 from holdfast.saving.merge import MergedParts, merge_parts
 from holdfast.saving.request import SaveRequest
 from holdfast.settings import Settings
-from holdfast.types.health import with_drift
+from holdfast.types.health import findings_of, with_drift
 from holdfast.types.manifest import FileRecord, Manifest
 
 logger = logging.getLogger(__name__)
@@ -290,7 +291,15 @@ def _counted_manifests(store: Store) -> Iterator[Manifest]:
         yield manifest_in(folder, read_manifest_bytes(store, folder, stored.key), f"{store.url}/{stored.key}")
 
 
-def sweep(location: CheckpointLocation, attempt: str, name: str, epoch: int, under_way: Collection[str] = ()) -> None:
+def sweep(
+    location: CheckpointLocation,
+    attempt: str,
+    name: str,
+    epoch: int,
+    under_way: Collection[str] = (),
+    *,
+    claim: str | None = None,
+) -> None:
     """Remove the files of failed attempts. The published manifest keeps them from publishing.
 
     A manifest that was removed since may have published one of these attempts, and other steps may refer to its packs.
@@ -303,6 +312,7 @@ def sweep(location: CheckpointLocation, attempt: str, name: str, epoch: int, und
         name: Name of the save, for messages.
         epoch: Epoch of the writer lease; 0 for a checkpoint saved by path.
         under_way: Attempts of this process that have not ended.
+        claim: Nonce of the claim of a save that may overwrite.
     """
     store = location.store
     try:
@@ -326,8 +336,8 @@ def sweep(location: CheckpointLocation, attempt: str, name: str, epoch: int, und
                 # the step, which writes only after this manifest has moved away.
                 if epoch:
                     require_newest(store, epoch)
-                if not _is_published(location, attempt):
-                    logger.info("%s: the step is saved again; files of failed attempts stay for that save", name)
+                if not _is_published(location, attempt) or _is_overwritten(location, claim):
+                    logger.info("%s: it is saved again; files of failed attempts stay for that save", name)
                     return
                 # Deleting the absent key `nothing` makes the store remove the folder, even an empty one.
                 store.delete([*(key for key in keys if key not in referenced), f"{prefix}nothing"])
@@ -343,9 +353,41 @@ def sweep(location: CheckpointLocation, attempt: str, name: str, epoch: int, und
         )
 
 
+def _is_overwritten(location: CheckpointLocation, claim: str | None) -> bool:
+    """Return whether another job overwrites the checkpoint, so that its attempt must stay."""
+    return location.step is None and is_claimed(location.store, besides=claim)
+
+
 def _is_published(location: CheckpointLocation, attempt: str) -> bool:
     """Return whether the manifest in the folder names this attempt."""
     try:
         return read_manifest(location.store, location.folder).attempt == attempt
     except MissingError:
         return False
+
+
+def outcome_on_storage(location: CheckpointLocation, agreement: Agreement, name: str, reason: str) -> Outcome:
+    """Return the outcome of a save by the manifest on storage, if the key-value store does not hold it.
+
+    Args:
+        location: Where the checkpoint is saved.
+        agreement: What the ranks agreed on.
+        name: The save, for messages.
+        reason: Why the key-value store does not hold it.
+    """
+    try:
+        manifest = confirmed_manifest(location.store, location.folder)
+    except CheckpointError:
+        return unknown(reason)
+    if manifest.attempt != agreement.attempt:
+        if agreement.context.overwrite is not None:
+            return unknown(f"{reason}; attempt {manifest.attempt} is there, and may still be replaced")
+        return aborted(ConflictError(f"{name}: attempt {manifest.attempt} published first; {reason}"))
+    try:
+        if manifest.epoch and manifest.step is not None:
+            require_counted(location.store, manifest.step, manifest.epoch, manifest.digest)
+    except ConflictError as error:
+        return Outcome(OutcomeKind.FENCED, error=error)
+    except CheckpointError as failure:
+        return unknown(f"{reason}; {failure}")
+    return committed(manifest.digest, findings_of(manifest.health), manifest.tensor_bytes)

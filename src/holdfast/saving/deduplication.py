@@ -17,7 +17,7 @@ from holdfast.coordination.save_context import Base, SaveContext
 from holdfast.engine.nonfinite import NonFinite
 from holdfast.engine.stream import Scratch, chunk_digests
 from holdfast.engine.write import PackWriter, WrittenPack
-from holdfast.errors import CheckpointError
+from holdfast.errors import CheckpointError, MissingError
 from holdfast.format.digest import digest_of
 from holdfast.format.index.index import Index
 from holdfast.format.index.split_index import SplitIndex
@@ -123,8 +123,7 @@ class Deduplicator:
         self._new_packs: dict[str, FileRecord] = {}
         self.unchanged_pieces: Sequence[Piece] = ()
         """Pieces that are not written, with their place in earlier steps."""
-        self.nonfinite = Counter[str]()
-        """NaN and infinite elements in these pieces, by FQN; empty if `count_nonfinite` is off."""
+        self._counted: dict[Key, Mapping[str, int]] = {}
 
     @property
     def packs(self) -> Sequence[FileRecord]:
@@ -133,11 +132,21 @@ class Deduplicator:
         return [known[name] for name in dict.fromkeys(piece.pack for piece in self.unchanged_pieces)]
 
     @property
+    def nonfinite(self) -> Mapping[str, int]:
+        """NaN and infinite elements in these pieces, by FQN; empty if `count_nonfinite` is off."""
+        counts = Counter[str]()
+        for piece in self.unchanged_pieces:
+            counts.update(self._counted.get(_key(piece), {}))
+        return counts
+
+    @property
     def unchanged_bytes(self) -> int:
         """Bytes in these pieces."""
         return sum(piece.bytes for piece in self.unchanged_pieces)
 
-    def without_unchanged(self, plan: SavePlan, sources: Sequence[Source], context: SaveContext) -> SavePlan:
+    def without_unchanged(
+        self, plan: SavePlan, sources: Sequence[Source], context: SaveContext, link: Callable[[str], bool]
+    ) -> SavePlan:
         """Return the plan without unchanged pieces. On the training thread, before any copy.
 
         Args:
@@ -145,6 +154,7 @@ class Deduplicator:
             sources: Bytes by shard number.
             context: Rank 0's base step and the suspect steps. Only rank 0's base is pinned against garbage collection,
                 so a rank with another base writes everything.
+            link: Gives a pack, by its path from the root, a name in the folder of this save, if the store can.
         """
         if not self._is_enabled or not plan.large:
             return plan
@@ -158,18 +168,31 @@ class Deduplicator:
                 for pack, item in plan.large
                 if _key(item) in candidates and self._is_stored(item, sources, candidates[_key(item)], buffer)
             }
+        if self._settings.link_unchanged:
+            gone = {pack for pack in {piece.pack for piece in unchanged.values()} if not self._is_linkable(pack, link)}
+            unchanged = {key: piece for key, piece in unchanged.items() if piece.pack not in gone}
         self.unchanged_pieces = list(unchanged.values())
         return plan.without(frozenset(unchanged))
 
+    def _is_linkable(self, pack: str, link: Callable[[str], bool]) -> bool:
+        """Link a pack, or leave it at the reference if it cannot be linked; return False if it is gone."""
+        try:
+            if not link(pack):
+                logger.debug("%s refers to %s without a link", self._location.url, pack)
+        except MissingError:
+            logger.warning("%s: %s was removed meanwhile; its tensors are written anew", self._location.url, pack)
+            return False
+        return True
+
     def _is_stored(self, item: PackItem, sources: Sequence[Source], piece: Piece, buffer: memoryview) -> bool:
-        """Return whether every chunk of a piece has its stored digest; if so, count its non-finite elements."""
+        """Return whether every chunk of a piece has its stored digest; if so, note how many elements are not finite."""
         counter = NonFinite() if self._settings.count_nonfinite else None
         digests = chunk_digests(item, Scratch(buffer), piece.chunk_bytes, sources[item.shard_number], counter)
         stored = piece.digests
         if any(digest != stored[DIGEST_BYTES * n :][:DIGEST_BYTES] for n, digest in enumerate(digests)):
             return False
         if counter is not None:
-            self.nonfinite.update(counter.counts)
+            self._counted[_key(item)] = counter.counts
         return True
 
     def record_written(self, pack: PlannedPack, written: WrittenPack, attempt: str) -> None:

@@ -72,8 +72,13 @@ class StateFingerprint:
         """Fingerprint of the layout, of its meshes and of the pieces that this rank holds."""
         self._sums = job.part_sums.of(self.shards, self._shards, job.comm.rank)
 
-    def statement(self, step: int) -> Statement:
-        """Return the statement of this rank for the save agreement."""
+    def statement(self, step: int, *, overwrites: bool = False) -> Statement:
+        """Return the statement of this rank for the save agreement.
+
+        Args:
+            step: The step; -1 for a save by path.
+            overwrites: Whether the save may replace a checkpoint.
+        """
         other, known = self._other_digests()
         return Statement(
             step=step,
@@ -85,6 +90,7 @@ class StateFingerprint:
             parts=encode_sum(self._sums.held),
             unmatched=tuple(self._collected.unmatched),
             meshes=self._meshes,
+            overwrites=overwrites,
         )
 
     def details(self) -> Details:

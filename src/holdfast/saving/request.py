@@ -13,8 +13,8 @@ from holdfast.engine.background import CALLS, wait_in_slices
 from holdfast.engine.write import PackWriter
 from holdfast.errors import UnavailableError
 from holdfast.ports.framework import Collected, Selection
-from holdfast.ports.store import Store
 from holdfast.saving.deduplication import Deduplicator
+from holdfast.saving.overwrite import Overwriting
 from holdfast.types.manifest import Parent
 
 T = TypeVar("T")
@@ -36,6 +36,16 @@ class SaveRequest(Protocol):
     @property
     def deduplicator(self) -> Deduplicator:
         """Leaves out pieces that an earlier step of the run holds."""
+        ...
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether the save may replace a checkpoint that is there; the same on every rank."""
+        ...
+
+    @property
+    def on_end(self) -> Callable[[], None] | None:
+        """Called on every rank once the save has ended there, however it ended; it keeps neither state nor job."""
         ...
 
     def collect(self) -> Collected:
@@ -104,18 +114,30 @@ class NeverLoaded:
 class PathRequest(NeverLoaded):
     """A save of one checkpoint by path, outside any run."""
 
-    def __init__(self, job: Job, store: Store, state: Mapping[str, object], selection: Selection) -> None:
+    def __init__(
+        self,
+        job: Job,
+        location: CheckpointLocation,
+        state: Mapping[str, object],
+        selection: Selection,
+        *,
+        overwrite: bool = False,
+    ) -> None:
         """Do nothing yet.
 
         Args:
             job: The ranks that save.
-            store: Holds this one checkpoint.
+            location: Where this one checkpoint goes.
             state, selection: The state, and the names of it that are saved.
+            overwrite: Whether a checkpoint that is there is replaced.
         """
         self._job, self._selection = job, selection
         self._state: Mapping[str, object] = state
-        self.location = CheckpointLocation(store, "", None)
-        self.writer = PackWriter(store, job.settings)
+        self.location = location
+        self.overwrites = overwrite
+        self._overwriting = Overwriting(location, job) if overwrite and job.comm.rank == 0 else None
+        self.on_end = None if self._overwriting is None else self._overwriting.end
+        self.writer = PackWriter(location.store, job.settings)
         self.deduplicator = Deduplicator(self.location, None, self.writer, job.settings)
 
     def collect(self) -> Collected:
@@ -125,25 +147,33 @@ class PathRequest(NeverLoaded):
         return self._job.framework.collect(state, self._selection)
 
     def claim(self) -> SaveContext:
-        """Refuse a path that holds a checkpoint."""
-        return claim_path(self.location, self._job)
+        """Refuse a path that holds a checkpoint, unless it is to be overwritten."""
+        if self._overwriting is not None:
+            return self._overwriting.claim()
+        return claim_path(self.location, self._job, "Save elsewhere, or replace it with overwrite=True")
 
     def parent(self) -> Parent | None:
         """Return None: a checkpoint saved by path continues no other."""
         return None
 
     def committed(self, context: SaveContext, manifest_digest: str) -> tuple[str, ...]:
-        """Do nothing: no later save refers to a checkpoint saved by path."""
+        """Note on rank 0 what was replaced; no later save refers to a checkpoint saved by path."""
+        if self._overwriting is not None and self._job.comm.world_size > 1:
+            self._overwriting.note_replaced()
         return ()
 
 
-def claim_path(location: CheckpointLocation, job: Job) -> SaveContext:
+def claim_path(location: CheckpointLocation, job: Job, way_out: str | None = None) -> SaveContext:
     """Return the context of a checkpoint saved by path.
 
+    Args:
+        location: The path.
+        job: The ranks that save.
+        way_out: What the caller can do about a checkpoint that is there.
     Raises:
         ConflictError: A checkpoint is there.
     """
-    location.require_empty()
+    location.require_empty(way_out)
     return SaveContext(run_id=job.clock.random_bytes(8).hex(), created=utc_now_text(job.clock))
 
 

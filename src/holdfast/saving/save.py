@@ -39,6 +39,8 @@ def save_and_wait(job: Job, request: SaveRequest) -> SaveReport:
     # Pause until the wait ends: by then the objects of the save are freed, and the collector never walks them.
     with attempt.gc_pause:
         report = save(attempt).wait()
+    if request.on_end is not None:
+        request.on_end()  # The commit thread is at it, perhaps: the caller finds everything done.
     assert report is not None, "committed comes with a report"
     return report
 
@@ -60,7 +62,8 @@ def save(attempt: SaveAttempt) -> SaveHandle:
         with trace.phase("collect"):
             collected = request.collect()
             fingerprint = StateFingerprint(collected, job, attempt.location)
-            statement = replace(fingerprint.statement(attempt.step), is_loaded=request.is_loaded)
+            statement = fingerprint.statement(attempt.step, overwrites=request.overwrites)
+            statement = replace(statement, is_loaded=request.is_loaded)
         attempt.record_collected()
         with trace.phase("agree"):
             agreement = attempt.agree(statement, fingerprint)
@@ -72,7 +75,8 @@ def save(attempt: SaveAttempt) -> SaveHandle:
         with trace.phase("plan"):
             plan, is_new_plan = plan_packs(attempt, collected, fingerprint)
         with trace.phase("compare"):
-            plan = deduplicator.without_unchanged(plan, [local.source for local in collected.shards], agreement.context)
+            sources = [local.source for local in collected.shards]
+            plan = deduplicator.without_unchanged(plan, sources, agreement.context, attempt.link_pack)
             packs = name_packs(attempt, plan)
         with trace.phase("replicas") if job.settings.compare_replicas else nullcontext():
             part_builder = PartBuilder(job, collected, fingerprint, agreement)

@@ -28,6 +28,8 @@ _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 # O_NONBLOCK: opening a FIFO in place of an object must not block; for regular files the flag has no effect.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
+_REFUSED_LINKS = _NO_LINKS | {errno.EXDEV, errno.EACCES, errno.EOPNOTSUPP}
+"""Errors of a hard link to an older file: too many links, another mount, a file of another user, no links at all."""
 _WRITE_BYTES_MAX = 64 * MIB
 """Bytes of one write, far below the 2 GiB at which the system truncates a write."""
 
@@ -160,6 +162,45 @@ class LocalStore(FileReading):
             # The new name first: a power cut in between leaves both names rather than none, where that can happen.
             self._folders.sync(new_parts[:-1])
             self._sync_remaining(parts[:-1])
+
+    def link(self, key: str, new_key: str) -> bool:
+        """Give an object one more key: a hard link; return False if the file system refuses it.
+
+        Its name is durable after `sync`. The link needs no other call: the file is durable already.
+        """
+        parts, new_parts, where = split_key(key), split_key(new_key), self._where(key)
+        with translated("link", where, writing=True):
+            return self._in_folder(new_parts[:-1], lambda folder: self._link_into(folder, parts, new_parts[-1], where))
+
+    def _link_into(self, new_folder: int, parts: tuple[str, ...], new_name: str, where: str) -> bool:
+        try:
+            with self._folders.opened(parts[:-1]) as folder:
+                status = self._syscalls.stat(parts[-1], dir_fd=folder)
+        except FileNotFoundError as absent:
+            raise MissingError(f"{where}: no such object") from absent
+        _require_regular(status, where)
+        # If this finds no file, one of the two folders or the object was removed: the caller tries again.
+        with self._folders.opened(parts[:-1]) as folder:
+            try:
+                self._syscalls.link(parts[-1], new_name, dir_fd=folder, new_dir_fd=new_folder)
+            except FileExistsError:
+                # Another rank refers to the same pack, or a network file system repeated the call.
+                if not os.path.samestat(status, self._syscalls.stat(new_name, dir_fd=new_folder)):
+                    raise
+            except OSError as refusal:
+                if refusal.errno not in _REFUSED_LINKS:
+                    raise
+                _log.debug("%s gets no further name: %s", where, refusal)
+                return False
+        return True
+
+    def identity(self, key: str) -> str:
+        """Return a text that the keys of one object share: device and number of its inode."""
+        parts, where = split_key(key), self._where(key)
+        with translated("look at", where), self._folders.opened(parts[:-1]) as folder:
+            status = self._syscalls.stat(parts[-1], dir_fd=folder)
+        _require_regular(status, where)
+        return f"{status.st_dev}:{status.st_ino}"
 
     def _rename_into(self, new_folder: int, parts: tuple[str, ...], new_name: str, where: str) -> None:
         try:

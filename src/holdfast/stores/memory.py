@@ -103,6 +103,19 @@ class MemoryStore:
             with _lock:
                 self._objects.pop(key, None)
 
+    def link(self, key: str, new_key: str) -> bool:
+        """Give an object one more key."""
+        data = self._object(key)
+        split_key(new_key)
+        with _lock:
+            if self._objects.setdefault(new_key, data) is not data:
+                raise self._conflict(new_key)
+        return True
+
+    def identity(self, key: str) -> str:
+        """Return a text that the keys of one object share."""
+        return str(id(self._object(key)))
+
     def move(self, key: str, new_key: str) -> None:
         """Give an object another key."""
         split_key(key)

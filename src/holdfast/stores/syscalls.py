@@ -106,9 +106,10 @@ class Syscalls:
         flags = fcntl.fcntl(fd, fcntl.F_GETFL)
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if direct else flags & ~os.O_DIRECT)
 
-    def link(self, name: str, new_name: str, *, dir_fd: int) -> None:
-        """Give a file a second name unless that name is taken."""
-        os.link(name, new_name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
+    def link(self, name: str, new_name: str, *, dir_fd: int, new_dir_fd: int | None = None) -> None:
+        """Give a file a second name unless that name is taken; in another folder if `new_dir_fd` is given."""
+        target = dir_fd if new_dir_fd is None else new_dir_fd
+        os.link(name, new_name, src_dir_fd=dir_fd, dst_dir_fd=target, follow_symlinks=False)
 
     def rename(self, name: str, new_name: str, *, dir_fd: int, new_dir_fd: int | None = None) -> None:
         """Rename a file, replacing a file of the new name; into another folder if `new_dir_fd` is given."""

@@ -10,12 +10,12 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.errors import InvalidError
 from holdfast.geometry.box import Box
 from holdfast.geometry.placement import boxes_at, coordinate_of, replica_ranks
 from holdfast.geometry.region import FlatRange, Region, contains, region_boxes
 from holdfast.geometry.tensor import Layout, Role, Shard, TensorSpec
 from holdfast.ports.framework import Catalog, Collected, LocalShard, Misfit, Selection, Target, UnmatchedPattern, Wanted
+from holdfast.types.reports import PartlyFilled
 from holdfast.types.values import Group
 
 
@@ -143,6 +143,11 @@ class _NumpyRestoration:
     held: Mapping[str, int] = field(default_factory=dict)
     unmatched: Sequence[UnmatchedPattern] = ()
     misfits: Sequence[Misfit] = ()
+    partly: Sequence[PartlyFilled] = ()
+
+    @property
+    def fills_any(self) -> bool:
+        return bool(self.wanted or self.values)
 
     def finish(self) -> None:
         if isinstance(self.state, dict):
@@ -186,6 +191,8 @@ class NumpyFramework:
         missing: list[str] = []
         values: dict[str, object] = {}
         measured: dict[str, int] = {}
+        misfits: list[Misfit] = []
+        partly: list[PartlyFilled] = []
         chosen = [fqn for fqn in state if _takes_part(fqn, selection)]
         for fqn in chosen:
             value = state[fqn]
@@ -197,12 +204,23 @@ class NumpyFramework:
                 if spec is None:
                     missing.append(fqn)
                     continue
+                overlap = Box.whole(value.array.shape)
                 if spec.global_shape != value.array.shape:
-                    raise InvalidError(f"{fqn}: shape {value.array.shape} wanted, {spec.global_shape} saved")
+                    is_partial = any(fnmatchcase(fqn, pattern) for pattern in selection.partial)
+                    if not is_partial or len(spec.global_shape) != value.array.ndim:
+                        text = f"{fqn}: {value.array.shape} here and {spec.global_shape} in the checkpoint"
+                        misfits.append(Misfit(text, is_certain=True, fqn=fqn, is_shape=True))
+                        del measured[fqn]
+                        continue
+                    overlap = Box.whole(tuple(map(min, value.array.shape, spec.global_shape)))
+                    partly.append(PartlyFilled(fqn, overlap.stop, value.array.shape, spec.global_shape))
                 regions = value.regions_on(self._rank)
                 held = tuple(box for region in regions for box in region_boxes(region, value.array.shape))
                 target = _ArrayTarget(value.array, held)
-                wanted.append(Wanted(fqn, held, value.dtype, value.array.shape, target, fqn))
+                boxes = held
+                if overlap.stop != value.array.shape:
+                    boxes = tuple(part for box in held if (part := box.intersect(overlap)) is not None)
+                wanted.append(Wanted(fqn, boxes, value.dtype, value.array.shape, target, fqn))
             elif fqn in catalog.tree.items:
                 values[fqn] = catalog.tree.items[fqn]
             else:
@@ -211,7 +229,9 @@ class NumpyFramework:
         unexpected = sorted(fqn for fqn in stored - set(state) if _takes_part(fqn, selection))
         skipped = [fqn for fqn in state if fqn not in chosen]
         unmatched = _unmatched([*state, *stored], selection)
-        return _NumpyRestoration(wanted, missing, unexpected, skipped, state, values, measured, unmatched)
+        return _NumpyRestoration(
+            wanted, missing, unexpected, skipped, state, values, measured, unmatched, misfits, partly
+        )
 
 
 def _bytes_of(array: NDArray[np.generic], region: Region) -> bytes:
@@ -223,6 +243,7 @@ def _bytes_of(array: NDArray[np.generic], region: Region) -> bytes:
 def _unmatched(names: Collection[str], selection: Selection) -> tuple[UnmatchedPattern, ...]:
     patterns = [UnmatchedPattern("only", pattern) for pattern in selection.only or ()]
     patterns += [UnmatchedPattern("skip", pattern) for pattern in selection.skip]
+    patterns += [UnmatchedPattern("partial", pattern) for pattern in selection.partial]
     return tuple(each for each in patterns if not any(fnmatchcase(name, each.pattern) for name in names))
 
 

@@ -10,13 +10,13 @@ import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import ClassVar
 
 import pytest
 
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.ports.store import Store
 from holdfast.settings import PAGE_BYTES
+from holdfast.testing.store_links import Links, StoreFixture
 
 PART_BYTES = 2 * PAGE_BYTES
 TOTALS = (0, 1, 4095, 4096, 4097, PART_BYTES, PART_BYTES + 1, 5 * PART_BYTES, 5 * PART_BYTES + 4095)
@@ -65,17 +65,7 @@ def keys(store: Store, prefix: str = "") -> list[str]:
     return sorted(entry.key for entry in store.list(prefix))
 
 
-class _StoreFixture:
-    uploads_hidden: ClassVar[bool] = True
-    """False for a store that lists an upload before it is complete."""
-
-    @pytest.fixture
-    def store(self) -> Store:
-        """Return an empty store; override."""
-        raise NotImplementedError("override the fixture `store` with one that returns an empty store")
-
-
-class SmallObjects(_StoreFixture):
+class SmallObjects(StoreFixture):
     """Objects stored and read whole."""
 
     @pytest.mark.parametrize("total", TOTALS)
@@ -169,7 +159,7 @@ class SmallObjects(_StoreFixture):
         assert keys(store) == [key]
 
 
-class Uploads(_StoreFixture):
+class Uploads(StoreFixture):
     """Objects stored in parts."""
 
     @pytest.mark.parametrize("threads", (1, 4))
@@ -300,7 +290,7 @@ class Uploads(_StoreFixture):
         assert keys(store) == []
 
 
-class Ranges(_StoreFixture):
+class Ranges(StoreFixture):
     """Reading parts of an object."""
 
     @pytest.mark.parametrize("total", TOTALS)
@@ -413,7 +403,7 @@ class Ranges(_StoreFixture):
         assert found == [data[start:stop] for start, stop in bounds]
 
 
-class Listings(_StoreFixture):
+class Listings(StoreFixture):
     """Finding and removing objects."""
 
     def test_list(self, store: Store) -> None:
@@ -489,7 +479,7 @@ class Listings(_StoreFixture):
         assert keys(store) == []
 
 
-class StoreSuite(SmallObjects, Uploads, Ranges, Listings):
+class StoreSuite(SmallObjects, Uploads, Ranges, Listings, Links):
     """Every promise of `Store`.
 
     Subclass it in a test module and override the fixture `store`. If the store lists uploads before they are complete,

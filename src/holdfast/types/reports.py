@@ -84,6 +84,23 @@ class SaveReport:
 
 
 @dataclass(frozen=True, slots=True)
+class PartlyFilled:
+    """A tensor of another shape than was saved, of which a load filled the overlap."""
+
+    fqn: str
+    """Its name in the state."""
+
+    filled: tuple[int, ...]
+    """Elements along each dimension that were filled, from index 0; the others kept their values."""
+
+    shape: tuple[int, ...]
+    """Its global shape."""
+
+    stored_shape: tuple[int, ...]
+    """Global shape in the checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoadReport:
     """The report of a load on one rank."""
 
@@ -120,6 +137,9 @@ class LoadReport:
 
     seconds: float
     """Seconds from the call until the state was filled."""
+
+    partial: tuple[PartlyFilled, ...] = ()
+    """Tensors of this rank that `partial` filled in part, and the state of optimizers that goes with them."""
 
     passed_over: tuple[SkippedStep, ...] = ()
     """Damaged newer steps that a load of the newest step skipped, newest first."""

@@ -37,8 +37,9 @@ def test_ls_lists_the_committed_steps_and_mentions_the_unfinished_one(pristine: 
     assert (ended.status, ended.err) == (0, "")
     rows = rows_of(ended.out)
     manifest = package.open_checkpoint(pristine / STEP).manifest
-    assert rows["10"][-1] == manifest.attempt
-    assert rows["10"][-2] == "1"
+    assert rows["10"][-2:] == [manifest.attempt, "yes"], "step 20 shares a pack of step 10, so ls says who stands alone"
+    assert rows["20"][-1] == "yes"
+    assert rows["10"][-3] == "1"
     assert rows["10"][4].isdigit() and rows["10"][5] in ("s", "min", "h"), "how long ago"
     assert rows["10"][6] == str(manifest.tensors)
     assert rows["20"][3] == "UTC"

@@ -34,7 +34,10 @@ def test_what_is_damaged_is_repaired_and_told(root: Path) -> None:
 
 def test_what_is_lost_is_told_and_ends_with_1(root: Path) -> None:
     (pack,) = (root / STEP).glob("*/r00000.safetensors")
-    cut(pack)
+    # The run was copied without its links, so step 20 has a copy of the pack.
+    (copy,) = root.glob("*/*/*.link")
+    for path in (pack, copy):
+        cut(path)
     ended = holdfast("repair", root, "--json")
     assert ended.status == 1
     document = ended.json()
@@ -42,6 +45,14 @@ def test_what_is_lost_is_told_and_ends_with_1(root: Path) -> None:
     assert (step["outcome"], step["done"]) == ("damaged", [])
     assert "r00000.safetensors" in step["lost"][0]
     assert "lost: " in holdfast("repair", root).out
+
+
+def test_what_another_step_has_a_copy_of_is_restored_and_told(root: Path) -> None:
+    (pack,) = (root / STEP).glob("*/r00000.safetensors")
+    cut(pack)
+    ended = holdfast("repair", root)
+    assert ended.status == 0 and "r00000.safetensors: replaced by a link to step-000000000020/" in ended.out
+    assert holdfast("verify", root / STEP).status == 0
 
 
 def test_an_unfinished_step_is_told_and_no_failure(root: Path) -> None:

@@ -29,6 +29,8 @@ from tests.tuned import tuned
 
 MIB = 1 << 20
 SMALL = tuned(Settings(chunk_bytes=4096, window_bytes=8192), unchanged_bytes_min=4096)
+UNLINKED = replace(SMALL, link_unchanged=False)
+"""As on storage without hard links."""
 Tensors = dict[str, torch.Tensor]
 
 
@@ -47,7 +49,8 @@ def step_path(root: Path, step: int) -> Path:
 
 
 def bytes_under(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    """Bytes of the files that have no name elsewhere."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.stat().st_nlink == 1)
 
 
 def packs_at(root: Path, step: int) -> list[str]:
@@ -242,7 +245,7 @@ def test_a_step_never_refers_to_itself(tmp_path: Path) -> None:
 
 def test_what_was_removed_by_hand_is_written_again(tmp_path: Path) -> None:
     state = weights(1)
-    with manager_at(tmp_path) as manager:
+    with manager_at(tmp_path, UNLINKED) as manager:
         saved(manager, 1, state)
         saved(manager, 2, state)
         shutil.rmtree(step_path(tmp_path, 1))
@@ -323,7 +326,7 @@ def test_after_a_load_that_failed_everything_is_written_anew(tmp_path: Path) -> 
 @pytest.mark.parametrize("harm", ["removed", "cut", "longer"])
 def test_a_pack_of_another_step_that_is_not_whole_is_refused_by_both_names(tmp_path: Path, harm: str) -> None:
     state = weights(1)
-    with manager_at(tmp_path) as manager:
+    with manager_at(tmp_path, UNLINKED) as manager:
         saved(manager, 1, state)
         saved(manager, 2, state)
     (pack,) = step_path(tmp_path, 1).glob("*/r00000.safetensors")
@@ -339,7 +342,7 @@ def test_a_pack_of_another_step_that_is_not_whole_is_refused_by_both_names(tmp_p
 
 def test_a_pack_removed_while_a_save_is_under_way_fails_it_and_the_next_is_whole(tmp_path: Path) -> None:
     state = weights(1)
-    with manager_at(tmp_path) as manager:
+    with manager_at(tmp_path, UNLINKED) as manager:
         saved(manager, 1, state)
         gate = threading.Event()
         blocked = manager._job.commits.submit(lambda: gate.wait(30.0))
@@ -409,7 +412,7 @@ def test_a_step_behind_a_link_finds_its_run(tmp_path: Path) -> None:
 
 def test_a_step_taken_out_of_its_run_says_what_it_lacks(tmp_path: Path) -> None:
     state = weights(1)
-    with manager_at(tmp_path / "run") as manager:
+    with manager_at(tmp_path / "run", UNLINKED) as manager:
         saved(manager, 1, state)
         saved(manager, 2, state)
     shutil.copytree(step_path(tmp_path / "run", 2), tmp_path / "alone")
@@ -448,7 +451,7 @@ def test_a_step_that_needs_nothing_around_it_opens_wherever_it_lies(harm: str) -
     with TemporaryDirectory() as made:
         top = Path(made)
         top.chmod(0o755)
-        with manager_at(top / "run", replace(SMALL, file_mode=0o644)) as manager:
+        with manager_at(top / "run", replace(UNLINKED, file_mode=0o644)) as manager:
             saved(manager, 1, state)
             saved(manager, 2, state)
         alone = top / "alone"

@@ -320,6 +320,65 @@ class TestDirect:
         upload.abort()
 
 
+class TestLinking:
+    @pytest.mark.parametrize(
+        "code", [errno.EMLINK, errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EACCES, errno.ENOSYS]
+    )
+    def test_a_file_system_that_refuses_is_asked_once_and_nothing_is_stored(self, tmp_path: Path, code: int) -> None:
+        calls = []
+
+        class Refuses(Syscalls):
+            def link(self, name: str, new_name: str, *, dir_fd: int, new_dir_fd: int | None = None) -> None:
+                if new_dir_fd is not None:
+                    calls.append(name)
+                    raise refuse(code)
+                super().link(name, new_name, dir_fd=dir_fd)
+
+        store = local(tmp_path, Refuses())
+        store.put_if_absent("old/pack", b"1")
+        assert not store.link("old/pack", "new/link")
+        assert calls == ["pack"]
+        assert [entry.key for entry in store.list()] == ["old/pack"]
+
+    def test_a_full_disk_is_said(self, tmp_path: Path) -> None:
+        class Full(Syscalls):
+            def link(self, name: str, new_name: str, *, dir_fd: int, new_dir_fd: int | None = None) -> None:
+                raise refuse(errno.ENOSPC)
+
+        (tmp_path / "pack").write_bytes(b"1")
+        with pytest.raises(UnavailableError, match=r"could not link .*pack: ENOSPC"):
+            local(tmp_path, Full()).link("pack", "link")
+
+    def test_an_object_that_vanishes_before_the_call_is_missing(self, tmp_path: Path) -> None:
+        class Vanishes(Syscalls):
+            def link(self, name: str, new_name: str, *, dir_fd: int, new_dir_fd: int | None = None) -> None:
+                self.unlink(name, dir_fd=dir_fd)
+                super().link(name, new_name, dir_fd=dir_fd, new_dir_fd=new_dir_fd)
+
+        (tmp_path / "pack").write_bytes(b"1")
+        with pytest.raises(MissingError, match="pack"):
+            local(tmp_path, Vanishes()).link("pack", "new/link")
+
+    def test_a_folder_that_vanishes_before_the_call_is_made_again(self, tmp_path: Path) -> None:
+        class SweptOnce(Syscalls):
+            swept = False
+
+            def link(self, name: str, new_name: str, *, dir_fd: int, new_dir_fd: int | None = None) -> None:
+                if not self.swept:
+                    self.swept = True
+                    os.rmdir(tmp_path / "new")
+                super().link(name, new_name, dir_fd=dir_fd, new_dir_fd=new_dir_fd)
+
+        (tmp_path / "pack").write_bytes(b"1")
+        assert local(tmp_path, SweptOnce()).link("pack", "new/link")
+        assert (tmp_path / "new/link").samefile(tmp_path / "pack")
+
+    def test_a_symbolic_link_is_not_linked(self, tmp_path: Path) -> None:
+        (tmp_path / "pack").symlink_to("/etc/passwd")
+        with pytest.raises(InvalidError, match="symbolic link"):
+            local(tmp_path).link("pack", "link")
+
+
 class TestPublishing:
     def test_no_links_falls_back_to_renaming_without_replacing(self, tmp_path: Path) -> None:
         class NoLinks(Syscalls):

@@ -11,6 +11,7 @@ from holdfast.cli.ending import ended_well
 from holdfast.cli.opening import AsJson, Root
 from holdfast.cli.screen import Screen, attributes, counted, print_result
 from holdfast.errors import CorruptError, printable
+from holdfast.format.names import step_of_pack
 from holdfast.telemetry.log_lines import shown_bytes
 from holdfast.types.health import Health, findings_of, is_healthy
 
@@ -31,6 +32,9 @@ def _show(screen: Screen, run: api.RunRecord) -> None:
     if loadable:
         now = datetime.now(UTC)
         extra = [(column, shown) for column, shown in _EXTRA if any(map(shown, loadable))]
+        if any(map(_shares_packs, loadable)):
+            # In every other run each step stands alone.
+            extra.insert(0, ("ALONE", _alone))
         rows = [[*_row(record, now), *(shown(record) or "-" for _, shown in extra)] for record in loadable]
         columns = [*_COLUMNS, *(column for column, _ in extra)]
         screen.table(columns, rows, [_style(record) for record in loadable])
@@ -88,6 +92,15 @@ def _style(record: api.StepRecord) -> str:
 def _timeline(record: api.StepRecord) -> str:
     number = 1 if record.manifest is None else record.manifest.timeline.number
     return f"{number} superseded" if record.superseded else str(number) if number > 1 else ""
+
+
+def _shares_packs(record: api.StepRecord) -> bool:
+    packs = () if record.manifest is None else record.manifest.packs
+    return any(step_of_pack(pack.name) is not None for pack in packs)
+
+
+def _alone(record: api.StepRecord) -> str:
+    return "" if record.stands_alone is None else "yes" if record.stands_alone else "no"
 
 
 def _health(record: api.StepRecord) -> str:
@@ -180,5 +193,5 @@ def _step_document(record: api.StepRecord) -> dict[str, object]:
         "digest": manifest and manifest.digest,
         **health_document(None if manifest is None else manifest.health),
         "metrics": manifest and {name: json_number(value) for name, value in manifest.metrics.items()},
-        **attributes(record, "tags", "leftovers", "quarantined"),
+        **attributes(record, "stands_alone", "tags", "leftovers", "quarantined"),
     }

@@ -25,6 +25,7 @@ from holdfast.coordination.opening.records import (
     Stated,
     Statement,
     is_misuse,
+    overwrite_error_of,
     ranks_listed,
     ranks_of,
     ranks_that_differ,
@@ -95,6 +96,9 @@ class Decision:
         skew_error = skew_error_of(self._save.name, stated)
         if skew_error is not None:
             return self._save.refusal(skew_error)
+        overwrite_error = overwrite_error_of(self._save.name, stated)
+        if overwrite_error is not None:
+            return self._save.refusal(overwrite_error, is_misuse=True)
         unmatched_error, warnings = judge_unmatched(self._save.name, [each.statement.unmatched for each in stated])
         if unmatched_error is not None:
             return self._save.refusal(unmatched_error)

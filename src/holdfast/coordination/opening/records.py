@@ -27,6 +27,9 @@ _STATEMENT = struct.Struct("<q8s8s8s8s8s8s")
 _REFUSAL_PREFIX = b"!" * 8
 """Eight bytes that begin no statement: as a step they are above 2**61."""
 
+_OVERWRITES = -2
+"""Step of a save by path that may overwrite, in a statement."""
+
 _MISUSE_PREFIX = b"?" * 8
 """Begins the refusal of a rank whose call is wrong."""
 
@@ -75,13 +78,16 @@ class Statement:
     meshes: tuple[StatedMesh, ...] = ()
     """The meshes of the rank's DTensors, in the order of the tensors."""
 
+    overwrites: bool = False
+    """Whether a save by path may replace a checkpoint."""
+
     is_loaded: bool = False
     """Whether the rank holds the step that is saved, as it loaded it."""
 
     def encode(self) -> bytes:
         """Return the statement as 56 bytes, followed by patterns and meshes if there are any."""
         digests = self.location, self.layout, self.agreeing, self.other, self.known, self.parts
-        head = _STATEMENT.pack(self.step, *digests)
+        head = _STATEMENT.pack(_OVERWRITES if self.overwrites else self.step, *digests)
         tail = self.unmatched, self.meshes, self.is_loaded
         return head + encode_message(tail) if any(tail) else head
 
@@ -90,7 +96,11 @@ class Statement:
         """Return the statement that `encode` wrote."""
         unmatched, meshes, is_loaded = _decoded_tail(record[_STATEMENT.size :])
         step, location, layout, agreeing, other, known, parts = _STATEMENT.unpack(record[: _STATEMENT.size])
-        return cls(step, location, layout, agreeing, other, known, parts, unmatched, meshes, is_loaded)
+        overwrites = step == _OVERWRITES
+        step = -1 if overwrites else step
+        return cls(
+            step, location, layout, agreeing, other, known, parts, unmatched, meshes, overwrites, is_loaded=is_loaded
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,6 +408,18 @@ def skew_error_of(name: str, stated: Sequence[Stated]) -> InvalidError | None:
             "Make it the same on every rank (a time or rank in it differs)"
         )
     return None
+
+
+def overwrite_error_of(name: str, stated: Sequence[Stated]) -> InvalidError | None:
+    """Return the error if only some ranks pass `overwrite=True`."""
+    overwriting = ranks_of(each for each in stated if each.statement.overwrites)
+    others = ranks_of(each for each in stated if not each.statement.overwrites)
+    if not overwriting or not others:
+        return None
+    return InvalidError(
+        f"{name}: ranks {ranks_listed(overwriting)} pass overwrite=True and ranks {ranks_listed(others)} do not; "
+        "expected the same on every rank. Nothing was saved, and nothing was replaced. Make it the same on every rank"
+    )
 
 
 def absence_error_of(name: str, absent: Sequence[int], world_size: int, limit: str) -> UnavailableError | None:

@@ -10,6 +10,7 @@ import sys
 from collections import deque
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 from holdfast.clock import SystemClock
 from holdfast.frameworks.torch.private_layout import PrefixStore, Store, TCPStore, store_without_prefix
@@ -148,7 +149,8 @@ class ConnectionPool:
 
     def _connect(self, timeout: timedelta) -> Store:
         if self._host is None:
-            return PrefixStore(_PREFIX, self._given.clone())  # type: ignore[attr-defined]
+            given: Any = self._given  # torch annotates `clone` since 2.14.
+            return PrefixStore(_PREFIX, given.clone())
         # No clone: it inherits the timeout of the training's store, and tries that long if the host is gone.
         host, port = self._host
         store = TCPStore(host, port, None, False, timeout, wait_for_workers=False)

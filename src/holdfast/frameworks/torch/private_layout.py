@@ -36,8 +36,9 @@ logger = logging.getLogger(__name__)
 
 # ------------------------------------------------------------------------------------------------- versions
 
-TESTED_FROM, TESTED_BELOW = (2, 13), (2, 14)
-"""The range of torch versions that the tests run against; the extra `torch` in pyproject.toml states the same."""
+TESTED_FROM, TESTED_BELOW = (2, 10), (2, 16)
+"""The range of torch versions that the tests ran against: `docs/torch-versions.md`. pyproject.toml, README.md and the
+Makefile state the same."""
 
 _warned: set[str] = set()
 
@@ -304,7 +305,7 @@ def unreduced_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
     """Yield the parameters with a gradient that FSDP2 has not reduced over ranks yet.
 
     `FSDPParam.unsharded_accumulated_grad`, `_unsharded_param` (set by the first forward) and `sharded_param`;
-    `FSDPParamGroup._partial_reduce_output`. Since 2.6.
+    `FSDPParamGroup._partial_reduce_output`. Since 2.6. From 2.15 on, the first is the gradient of the second.
     """
     for group, held in _held_by_fsdp2(module):
         unsharded = getattr(held, "_unsharded_param", None)
@@ -319,10 +320,12 @@ def forget_unreduced(module: nn.Module) -> None:
     Sets the fields that `unreduced_parameters` reads.
     """
     for group, held in _held_by_fsdp2(module):
-        held.unsharded_accumulated_grad = None
         group._partial_reduce_output = None
         if (unsharded := getattr(held, "_unsharded_param", None)) is not None:
             unsharded.grad = None
+        # From 2.15 on it has gone with the gradient, and cannot be set.
+        if held.unsharded_accumulated_grad is not None:
+            held.unsharded_accumulated_grad = None
 
 
 def _held_by_fsdp2(module: nn.Module) -> Iterator[tuple[FSDPParamGroup, FSDPParam]]:
@@ -337,13 +340,14 @@ def _held_by_fsdp2(module: nn.Module) -> Iterator[tuple[FSDPParamGroup, FSDPPara
 def _groups_of(module: FSDPModule) -> list[FSDPParamGroup]:
     """Return the groups of parameters that one `fully_shard` gathers together.
 
-    `FSDPModule._get_fsdp_state`, since 2.6, and `FSDPState._fsdp_param_groups`, in 2.13. Before a mesh for each
+    `FSDPModule._get_fsdp_state`, since 2.6, and `FSDPState._fsdp_param_groups`, since 2.12. Before a mesh for each
     parameter (pull request 173509 of torch): `FSDPState._fsdp_param_group`, a group or None.
     """
     state = module._get_fsdp_state()
     # By the field: builds between two releases bear the number of either.
     if hasattr(state, "_fsdp_param_groups"):
-        return state._fsdp_param_groups
+        groups: list[FSDPParamGroup] = state._fsdp_param_groups
+        return groups
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 

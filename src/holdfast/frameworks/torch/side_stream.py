@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from typing import Any, cast
 
 import torch
 
@@ -106,8 +107,8 @@ class _Queued:
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._device = device
-        # Blocking: the waiting thread sleeps and takes no core from training.
-        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        # Blocking: the waiting thread sleeps and takes no core from training. Any: 2.10 does not annotate `record`.
+        self._event = cast("Any", torch.cuda.Event(blocking=True))  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
     def wait(self) -> None:

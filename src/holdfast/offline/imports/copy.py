@@ -67,6 +67,9 @@ def saved_again(
 class CopyRequest(NeverLoaded):
     """A `SaveRequest` that saves the content of a checkpoint."""
 
+    overwrites = False
+    on_end = None
+
     def __init__(
         self,
         source: Checkpoint,

@@ -1,5 +1,5 @@
 """Repair: manifests and indexes rebuilt where digests prove them.
 
 `api` and `holdfast repair` call it. Read `repair.py` first.
-It never changes a byte that a valid manifest names.
+It never changes a file in place, and keeps what it replaces.
 """

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from holdfast.errors import CorruptError, MissingError
-from holdfast.ports.store import Entry, ForwardingStore, Store, Upload
+from holdfast.ports.store import Buffers, ByteRanges, Entry, ForwardingStore, OnBytes, OnRange, Store, Upload
 from holdfast.repository.publish import holds
 
 
 class OverlayStore(ForwardingStore):
     """A store whose small objects are replaced and removed in memory only.
 
-    Packs are read from the store beneath: a repair never replaces them.
+    Packs are read from the store beneath. A damaged one that will be replaced is read at the key of its proven copy.
     """
 
     def __init__(self, inner: Store) -> None:
@@ -21,6 +21,8 @@ class OverlayStore(ForwardingStore):
         self.failed_calls_are_over = True  # No call writes to storage.
         self.pending: dict[str, bytes | None] = {}
         """New content by key, in the order of the calls; None: the object would be removed."""
+        self.relinked: dict[str, str] = {}
+        """Keys of damaged packs that would become links, each with the key of the pack that takes its place."""
 
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Replace an object, unless it has this content already."""
@@ -40,6 +42,10 @@ class OverlayStore(ForwardingStore):
         """Raise: a repair copies and deletes."""
         raise NotImplementedError(key)
 
+    def link(self, key: str, new_key: str) -> bool:
+        """Raise: a repair links packs in the store beneath."""
+        raise NotImplementedError(key)
+
     def upload(self, key: str, total_bytes: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
         """Raise: a repair writes no packs."""
         raise NotImplementedError(key)
@@ -49,7 +55,24 @@ class OverlayStore(ForwardingStore):
 
     def size(self, key: str) -> int:
         """Return the bytes of an object."""
-        return len(self._pending_object(key)) if key in self.pending else self._inner.size(key)
+        return len(self._pending_object(key)) if key in self.pending else self._inner.size(self._place_of(key))
+
+    def identity(self, key: str) -> str:
+        """Return a text that the keys of one object share."""
+        return self._inner.identity(self._place_of(key))
+
+    def get_ranges(
+        self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None
+    ) -> list[memoryview]:
+        """Read byte ranges of one object."""
+        return super().get_ranges(self._place_of(key), ranges, buffers, on_range)
+
+    def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
+        """Read what is in memory already."""
+        return super().get_cached(self._place_of(key), start, buffers, on_bytes)
+
+    def _place_of(self, key: str) -> str:
+        return self.relinked.get(key, key)
 
     def get(self, key: str, bytes_max: int) -> bytes:
         """Return a small object whole."""

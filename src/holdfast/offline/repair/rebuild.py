@@ -9,9 +9,8 @@ from dataclasses import replace
 
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.commit_vote import Vote
-from holdfast.engine.buffers import allocate_aligned
-from holdfast.errors import CheckpointError, CorruptError, first_three
-from holdfast.format.digest import digest_of, hex_digest_of
+from holdfast.errors import CheckpointError, first_three
+from holdfast.format.digest import hex_digest_of
 from holdfast.format.index.index import Index, IndexMerger
 from holdfast.format.index.index_builder import IndexBuilder
 from holdfast.format.index.index_file import INDEX_BYTES_MAX
@@ -24,23 +23,22 @@ from holdfast.format.names import (
     rank_of_part,
     step_of_pack,
 )
-from holdfast.format.pack import HEADER_BYTES_MAX, StatedPiece, pack_digest, stated_pieces
+from holdfast.format.pack import pack_digest, stated_pieces
 from holdfast.format.part import decode_part, is_sealed, require_part_of
 from holdfast.format.timeline import timeline_in_damaged
 from holdfast.geometry.region import Region
-from holdfast.ports.store import Stored
+from holdfast.offline.links.pack_proof import digests_of, header_of
 from holdfast.repository.catalog import read_file
 from holdfast.repository.timelines import RunTimelines
 from holdfast.saving.commit import build_manifest, write_index
 from holdfast.saving.merge import merge_parts
-from holdfast.settings import MIB, PAGE_BYTES, Settings
+from holdfast.settings import MIB, Settings
 from holdfast.types.manifest import FORMAT_MAJOR, FORMAT_MINOR_MAX, FileRecord, Manifest
 from holdfast.types.timeline import FIRST_TIMELINE, Timeline
 
 LOST_TIMELINE = Timeline(2, "0" * 16)
 """The timeline of a rebuilt manifest whose own one is lost. It is never the newest where another second one exists."""
 
-_CHUNK_BYTES_MAX = 4 * MIB
 _FORMAT_WITHOUT_TIMELINES = re.compile(rb'\{\n "holdfast": \{\n  "format": \[\n   1,\n   [0-2]\n  \],\n')
 _FORMAT = re.compile(rb'\{\n "holdfast": \{\n  "format": \[\n   (\d{1,9}),\n   (\d{1,9})\n  \],\n')
 
@@ -121,13 +119,13 @@ def _index_of_packs(
     for record in packs:
         stored = location.packs_of(manifest)(record.name)
         try:
-            header = _header_of(stored, record)
+            header = header_of(stored, record)
             pieces = stated_pieces(header, record.name, stored.url)
             # No part tells the bytes of a chunk: try every possible power of two, the default first. Only the right one
             # gives the recorded digest.
             candidates = known or {1 << power for power in range(12, 23)}
             for chunk_bytes in sorted(candidates, key=lambda count: (count != MIB, count)):
-                digests = _digests_of(stored, pieces, chunk_bytes)
+                digests = digests_of(stored, pieces, chunk_bytes)
                 if pack_digest(header, b"".join(digests)) == record.digest:
                     break
             else:
@@ -146,30 +144,6 @@ def _index_of_packs(
             builder.add(piece.tensor, piece.region, record.name, piece.start, piece_digests)
     assert builder is not None, "there is a pack"
     return builder.index()
-
-
-def _header_of(stored: Stored, record: FileRecord) -> bytes:
-    length = int.from_bytes(_bytes_of(stored, 0, 8), "little")
-    if not 0 < length <= min(HEADER_BYTES_MAX, record.bytes - 8):
-        raise CorruptError(f"{stored.url}: a header of {length} bytes; expected at most {HEADER_BYTES_MAX}")
-    return _bytes_of(stored, 0, 8 + length)
-
-
-def _bytes_of(stored: Stored, start: int, stop: int) -> bytes:
-    (data,) = stored.files.get_ranges(stored.key, [(start, stop)], [allocate_aligned(stop - start + 2 * PAGE_BYTES)])
-    return bytes(data)
-
-
-def _digests_of(stored: Stored, pieces: Sequence[StatedPiece], chunk_bytes: int) -> list[bytes]:
-    buffer = allocate_aligned(_CHUNK_BYTES_MAX + 2 * PAGE_BYTES)
-    digests = []
-    for piece in pieces:
-        piece_digests = b""
-        for start in range(piece.start, piece.stop, chunk_bytes):
-            (data,) = stored.files.get_ranges(stored.key, [(start, min(start + chunk_bytes, piece.stop))], [buffer])
-            piece_digests += digest_of(data)
-        digests.append(piece_digests)
-    return digests
 
 
 def rebuilt_manifest(

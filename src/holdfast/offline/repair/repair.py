@@ -23,7 +23,9 @@ from holdfast.format.index.index_file import INDEX_BYTES_MAX, encode_index
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest, encode_manifest
 from holdfast.format.names import OVERVIEW_FILE, index_name, is_index_name, step_folder
 from holdfast.leases.writer import WriterLease
+from holdfast.offline.links.shared_packs import has_unfinished, remove_unfinished
 from holdfast.offline.repair.bit_flip import correct_bit_flip
+from holdfast.offline.repair.damaged_packs import plan_packs, replace_packs
 from holdfast.offline.repair.overlay import OverlayStore
 from holdfast.offline.repair.rebuild import (
     LOST_TIMELINE,
@@ -157,6 +159,9 @@ class Repair:
             chosen = sorted({*chosen, *(manifest.step for manifest in damaged)})
         repaired = self._repair_found_step if step is None else self._repair_step
         try:
+            if not self._dry_run and has_unfinished(self._store):
+                self._hold()
+                remove_unfinished(self._store)
             return RepairReport(
                 self._store.url,
                 tuple(
@@ -215,6 +220,7 @@ class Repair:
         if surplus:
             overlay.delete(surplus)
             done.append("index files that the manifest does not name: removed")
+        done += plan_packs(self._store, overlay, manifest)
         damages = list(Verification(location, manifest, self._settings, self._clock, self._observer).damages())
         fqns = sorted({damage.fqn for damage in damages if damage.fqn is not None})
         if damages and _ACCEPTED in done:
@@ -376,7 +382,7 @@ class Repair:
         Raises:
             ConflictError: The step has another manifest now.
         """
-        if self._dry_run or not overlay.pending:
+        if self._dry_run or not (overlay.pending or overlay.relinked):
             return
         self._hold()
         # Planning may take hours, and most of it needs no lease. A training may have saved the step again meanwhile.
@@ -385,6 +391,9 @@ class Repair:
                 f"{self._store.url}: {_named(location.step)}: its manifest is another one than was examined; expected "
                 "the same. Another process saved it meanwhile. Nothing was written. Run the repair again"
             )
+        if overlay.relinked:
+            assert location.step is not None, "only steps of a run share packs"
+            replace_packs(self._store, self._clock, location.step, overlay.relinked, self._hold)
         for key, data in overlay.pending.items():
             self._hold()
             try:
@@ -414,7 +423,7 @@ class Repair:
 
     def _location(self, store: Store, step: int | None) -> CheckpointLocation:
         assert step is not None, "a run holds steps"
-        return CheckpointLocation(store, step_folder(step), step, references=self._references, root=self._store)
+        return CheckpointLocation(store, step_folder(step), step, references=self._references, root=store)
 
 
 def _require_known_timeline(timeline: Timeline, stored: RunTimelines) -> None:

@@ -402,11 +402,13 @@ def _require_all_listed(store: Store, first: Inventory, second: Inventory, gone:
 def _report(survey: Inventory, to_delete: Unreferenced) -> CollectReport:
     steps = tuple(sorted(to_delete.steps.keys() & survey.standing.keys()))
     superseded = sorted({name for name in to_delete.moved.values() if to_delete.steps.get(name[0]) != name[1]})
+    # A link takes no space, and its removal frees none.
+    removed_bytes = sum(size for key, size in to_delete.files.items() if not removal.is_link_key(key))
     return CollectReport(
         survey.reasons,
         steps,
         len(to_delete.files),
-        sum(to_delete.files.values()),
+        removed_bytes,
         tuple(f"{step}@{digest[:8]}" for step, digest in superseded),
         survey.protected,
     )

@@ -134,7 +134,7 @@ def test_one_optimizer_for_each_parameter_searches_the_modules_once(tmp_path: Pa
     ties: dict[str, str] = {}
     for parameter in model.parameters():
         optimizer = torch.optim.SGD([parameter], lr=0.1)
-        names, _ = named_parameters_of(optimizer, "optimizer", state)
+        names, _, _ = named_parameters_of(optimizer, "optimizer", state)
         found |= dict.fromkeys(names.values(), "")
         ties |= ties_of(names, state)
     assert [*found] == [f"{number}.weight" for number in range(20) if number != 1]

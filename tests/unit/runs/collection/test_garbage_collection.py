@@ -401,7 +401,7 @@ def test_a_step_that_stays_is_listed_once(tmp_path: Path) -> None:
 
 def test_a_pack_in_a_folder_that_is_not_listed_again_is_still_missed(tmp_path: Path) -> None:
     store = Asked(store_of(tmp_path))
-    with manager_at(tmp_path) as manager:
+    with manager_at(tmp_path, link_unchanged=False) as manager:
         collector = CheckpointGC(store, SystemClock(), LatestN(2), None)
         manager.save(1, state_at(1)).wait()
         collector.survey()

@@ -66,8 +66,10 @@ class StateNames:
 
 def named_parameters_of(
     optimizer: torch.optim.Optimizer, path: str, state: StateNames
-) -> tuple[dict[torch.Tensor, str], Parts]:
-    """Return the FQN of every parameter of an optimizer, and the parts of those that a module stores in parts.
+) -> tuple[dict[torch.Tensor, str], Parts, str]:
+    """Return the FQN of every parameter of an optimizer, the parts of those that a module stores in parts, and a path.
+
+    The path is that of the module, if the names are relative to it; else empty.
 
     A name is the FQN inside the module. If the optimizer has parameters of several modules, the module's path precedes
     it. A dict of tensors counts as a module: in `{"model": {"w": …}}` the name is `w`.
@@ -93,11 +95,12 @@ def named_parameters_of(
             names[parameter] = named
     owners = {module_path for module_path, _ in names.values()}
     if len(owners) == 1:
-        return {parameter: fqn for parameter, (_, fqn) in names.items()}, parts
+        return {parameter: fqn for parameter, (_, fqn) in names.items()}, parts, owners.pop()
     for parameter, (owner, _) in names.items():
         if id(parameter) in parts:
             parts[id(parameter)] = tuple(replace(part, name=f"{owner}.{part.name}") for part in parts[id(parameter)])
-    return {parameter: f"{owner}.{fqn}" if owner else fqn for parameter, (owner, fqn) in names.items()}, parts
+    whole = {parameter: f"{owner}.{fqn}" if owner else fqn for parameter, (owner, fqn) in names.items()}
+    return whole, parts, ""
 
 
 def _unnamed(parameter: torch.Tensor, position: str, path: str, state: StateNames) -> InvalidError:

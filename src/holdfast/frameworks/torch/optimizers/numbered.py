@@ -128,7 +128,11 @@ def _require_shapes(view: OptimizerView, aliases: Mapping[str, str], catalog: Ca
         for key in _SHAPED_LIKE_PARAMETERS:
             fqn = view.state_fqn(name, key)
             spec = catalog.tensors.get(aliases.get(fqn, ""))
-            if spec is not None and math.prod(spec.global_shape) > 1 and spec.global_shape != tuple(parameter.shape):
+            if spec is None or math.prod(spec.global_shape) == 1:
+                continue
+            # A parameter that has another shape now is told by the shape under its own name.
+            saved = catalog.tensors.get(catalog.stored_fqn(view.whole_name(name)))
+            if spec.global_shape not in (tuple(parameter.shape), saved and saved.global_shape):
                 raise InvalidError(
                     f"{fqn}: the checkpoint has shape {spec.global_shape} at the position of this parameter, whose "
                     f"shape is {tuple(parameter.shape)}; expected the saved order. Group the parameters as they were"

@@ -14,7 +14,12 @@ from holdfast.errors import CorruptError, InvalidError, first_three
 from holdfast.frameworks.torch.containers import put_together, tensors_in
 from holdfast.frameworks.torch.optimizers.kinds import SWITCHES, SavedState, misfit_of
 from holdfast.frameworks.torch.optimizers.parts import ParameterPart
-from holdfast.frameworks.torch.optimizers.state import LISTS_OF_MEMBERS, OptimizerView, new_state_tensor
+from holdfast.frameworks.torch.optimizers.state import (
+    LISTS_OF_MEMBERS,
+    OptimizerView,
+    new_state_tensor,
+    shape_of_state,
+)
 from holdfast.frameworks.torch.tensors import torch_dtype
 from holdfast.geometry.sharded import Sharded
 from holdfast.ports.framework import Catalog, Misfit
@@ -27,8 +32,11 @@ class TensorTaker(Protocol):
 
     missing: list[str]
     unexpected: list[str]
+    misfits: list[Misfit]
 
-    def want(self, fqn: str, tensor: torch.Tensor, declared: Sharded | None = None) -> bool:
+    def want(
+        self, fqn: str, tensor: torch.Tensor, declared: Sharded | None = None, *, parameter: str | None = None
+    ) -> bool:
         """Ask for a tensor to be filled; return whether the checkpoint has it."""
         ...
 
@@ -66,6 +74,8 @@ class OptimizerRestoration:
         taker: TensorTaker,
         catalog: Catalog,
         tensors: Iterable[str] | None = None,
+        *,
+        hyperparameters: bool = True,
     ) -> None:
         """Ask for the optimizer's tensors.
 
@@ -75,8 +85,9 @@ class OptimizerRestoration:
             taker: The load.
             catalog: The checkpoint's tensors.
             tensors: Names of its state's tensors, if names of the catalog are numbered; None: the catalog's names.
+            hyperparameters: Whether to set the hyperparameters.
         """
-        self._view, self._taker = view, taker
+        self._view, self._taker, self._sets_hyperparameters = view, taker, hyperparameters
         self._masters = set(catalog.masters.values())
         self._members = _mapping(saved, "param_groups")
         self._hyperparameters = _mapping(saved, "hyperparameters")
@@ -106,6 +117,11 @@ class OptimizerRestoration:
             elif name not in known and taker.takes_part(f"{view.path}.param_groups.{name}"):
                 taker.unexpected.append(f"{view.path}.param_groups.{name}")
 
+    @property
+    def fills_any(self) -> bool:
+        """Whether it sets anything."""
+        return bool(self._groups or self._states)
+
     def _is_of_tie(self, name: str, catalog: Catalog) -> bool:
         """Return whether a name is tied to a parameter of this optimizer, with equal state and hyperparameters."""
         tied = self._view.ties.get(name)
@@ -126,12 +142,15 @@ class OptimizerRestoration:
             return []  # All of it is left out.
         path, found = self._view.path, [self._misfit_of_state(record)]
         for (key, own, saved), groups in self._switched.items():
-            text = (
-                f"{path}.param_groups: {first_three(groups)} had {key}={own}, the checkpoint has {key}={saved}; the "
-                "load sets the checkpoint's value, as load_state_dict of torch does. Build the optimizer with that "
-                f"value. Or keep its own values with skip='{path}.param_groups.*'; if they need other state, begin "
-                f"that anew with skip='{path}'"
-            )
+            text = f"{path}.param_groups: {first_three(groups)} had {key}={own}, the checkpoint has {key}={saved}; "
+            if self._sets_hyperparameters:
+                text += (
+                    "the load sets the checkpoint's value, as load_state_dict of torch does. Build the optimizer with "
+                    f"that value. Or keep its own values with skip='{path}.param_groups.*'; if they need other state, "
+                    f"begin that anew with skip='{path}'"
+                )
+            else:
+                text += f"its own value stays. If that needs other state, begin the state anew with skip='{path}'"
             found.append(Misfit(text, is_certain=False))
         return [each for each in found if each is not None]
 
@@ -170,7 +189,7 @@ class OptimizerRestoration:
                 continue
             if chosen is None:
                 chosen, chosen_name = values, name
-            elif chosen is not values:
+            elif chosen is not values and self._sets_hyperparameters:
                 self._require_same(chosen_name, chosen, name, values)
         if chosen is not None:
             self._set(group, chosen, f"group {position} ({chosen_name})")
@@ -187,7 +206,8 @@ class OptimizerRestoration:
         for key in sorted(SWITCHES & group.keys() & taken.keys()):
             if bool(group[key]) != bool(taken[key]):
                 self._switched[key, repr(group[key]), _written(values[key])].append(name)
-        self._groups.append((group, taken))
+        if self._sets_hyperparameters:
+            self._groups.append((group, taken))
 
     def _hyperparameters_of(self, values: dict[str, Value]) -> dict[str, object]:
         if "params" in values:
@@ -249,6 +269,9 @@ class OptimizerRestoration:
     ) -> None:
         """Ask for the state tensors that the checkpoint has under one name of a parameter."""
         view, parameter = self._view, state.parameter
+        now = view.global_shape(parameter) if part is None else part.box.shape
+        saved = catalog.tensors.get(catalog.stored_fqn(view.whole_name(name)))
+        before = now if saved is None else saved.global_shape
         for key in self._stored.get(name, ()):
             fqn = view.state_fqn(name, key)
             if not self._taker.takes_part(fqn):
@@ -260,17 +283,24 @@ class OptimizerRestoration:
                 # This optimizer keeps no master copy.
                 continue
             spec = catalog.tensors[stored]
+            wanted_shape = shape_of_state(spec.global_shape, before, now)
+            if wanted_shape is None:
+                text = (
+                    f"{fqn}: {spec.global_shape}, of a parameter that has another shape now (leave it out with skip=)"
+                )
+                self._taker.misfits.append(Misfit(text, is_certain=True, fqn=fqn, is_shape=True))
+                continue
             # A state dict with numbers has whole tensors: they fill the parameter under its first name.
-            of_part = part is not None and spec.global_shape == part.box.shape != tuple(parameter.shape)
-            shape = tuple(parameter.shape) if of_part else view.local_shape(parameter, spec.global_shape)
+            of_part = part is not None and wanted_shape == part.box.shape != tuple(parameter.shape)
+            shape = tuple(parameter.shape) if of_part else view.local_shape(parameter, wanted_shape)
             tensor = state.entries.get(key, present.get(key))
             if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != shape:
                 catalog.require_stored(stored)
                 tensor = new_state_tensor(parameter, state.group, key, torch_dtype(spec.dtype), shape)
-                if of_part:
-                    tensor.zero_()  # Another part may be missing.
+                if of_part or wanted_shape != spec.global_shape:
+                    tensor.zero_()  # Another part may be missing, or the saved shape may be smaller.
             target = part.of(tensor, parameter, fqn) if of_part and part is not None else tensor
-            self._taker.want(fqn, target, view.declared_for(parameter, tensor))
+            self._taker.want(fqn, target, view.declared_for(parameter, tensor), parameter=view.whole_name(name))
             state.entries[key] = tensor
             self._takes_state = True
             if part is not None:

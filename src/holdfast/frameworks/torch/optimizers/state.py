@@ -7,8 +7,9 @@ state, and apply one group's learning rate to all if groups differ.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -50,6 +51,18 @@ class OptimizerView:
 
     parts: Mapping[int, tuple[ParameterPart, ...]] = field(default_factory=dict)
     """Parts of the parameters that are stored in parts, by identity; `names` has the first part's name."""
+
+    owner: str = ""
+    """Path of the module or dict to which `names` are relative; empty if they are whole."""
+
+    def whole_name(self, name: str) -> str:
+        """Return the name in the state of a parameter with a name in this optimizer."""
+        return f"{self.owner}.{name}" if self.owner else name
+
+    def global_shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of a whole parameter, of which this rank may hold a part."""
+        declared = self.declared.get(id(parameter))
+        return tuple(parameter.shape if declared is None else declared.global_shape)
 
     def names_of(self, parameter: torch.Tensor) -> tuple[str, ...]:
         """Return the FQNs of a parameter: one, or that of each part."""
@@ -172,6 +185,12 @@ def _collect_state(
     return kept
 
 
+def give_hyperparameters(view: OptimizerView, groups: Sequence[Mapping[str, object]]) -> None:
+    """Set the hyperparameters of an optimizer whose groups are in the same order."""
+    for (group, _), values in zip(view.members.groups(), groups, strict=False):
+        group.update({key: value for key, value in values.items() if key not in LISTS_OF_MEMBERS})
+
+
 def new_state_tensor(
     parameter: torch.Tensor, group: Mapping[str, object], key: str, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> torch.Tensor:
@@ -190,3 +209,28 @@ def new_state_tensor(
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     on_host = counts_steps and not group.get("capturable") and not group.get("fused")
     return torch.empty(shape, dtype=dtype, device="cpu" if on_host else local.device)
+
+
+def shape_of_state(
+    stored: tuple[int, ...], stored_parameter: tuple[int, ...], parameter: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """Return the shape of a state tensor for a parameter that may have another shape than was saved.
+
+    Of a state tensor with the parameter's dimensions, each length that was the parameter's is that again. So moments
+    follow, and factored ones as in Adafactor.
+
+    Args:
+        stored: Shape of the saved state.
+        stored_parameter: Shape of the saved parameter.
+        parameter: Shape of the parameter now.
+    Returns:
+        The shape, or None if it is not known: the state has a form of its own.
+    """
+    if stored_parameter == parameter or math.prod(stored) == 1:
+        return stored
+    if stored == stored_parameter:
+        return parameter
+    if not len(stored) == len(stored_parameter) == len(parameter):
+        return None
+    lengths = zip(stored, stored_parameter, parameter, strict=True)
+    return tuple(now if length == before else length for length, before, now in lengths)

@@ -14,11 +14,13 @@ from holdfast.frameworks.torch.held import Ranks, is_meta, memory_bytes
 from holdfast.frameworks.torch.optimizers.numbered import by_name, numbered
 from holdfast.frameworks.torch.optimizers.outside import has_own_state_dict, is_sharded, may_step, outside_state
 from holdfast.frameworks.torch.optimizers.restore import OptimizerRestoration
-from holdfast.frameworks.torch.optimizers.state import OptimizerView
+from holdfast.frameworks.torch.optimizers.state import OptimizerView, give_hyperparameters
 from holdfast.frameworks.torch.private_layout import forget_unreduced
-from holdfast.frameworks.torch.state import gradients, rng
+from holdfast.frameworks.torch.state import gradients
 from holdfast.frameworks.torch.state.made_entries import load_made_entries
 from holdfast.frameworks.torch.state.naming import is_extra_state
+from holdfast.frameworks.torch.state.per_rank_values import value_of_rank
+from holdfast.frameworks.torch.state.resized import ResizedTensors, clipped
 from holdfast.frameworks.torch.state.saved_values import children_of, misfit_of_tensor, misfit_of_value
 from holdfast.frameworks.torch.state.selection import (
     ABSENT,
@@ -49,7 +51,7 @@ from holdfast.frameworks.torch.ties import Ties, storage_key
 from holdfast.geometry.sharded import Sharded
 from holdfast.ports.framework import Catalog, Misfit, Selection, Wanted
 from holdfast.types.per_rank import PerRank, RngState
-from holdfast.types.values import Group, PerRankRef, Skipped, TensorRef, Value
+from holdfast.types.values import Group, Skipped, TensorRef, Value
 
 
 class TorchRestoration:
@@ -76,6 +78,8 @@ class TorchRestoration:
         self.skipped: list[str] = []
         self.misfits: list[Misfit] = []
         self._used: set[str] = set()
+        self._resized = ResizedTensors(selection.partial)
+        self.partly = self._resized.partly
         self._stored_names: dict[str, str] = {}
         """Name in the checkpoint of each tensor asked for, by its name in the state."""
         self._ties = Ties()
@@ -95,19 +99,27 @@ class TorchRestoration:
             self._forgive_ties()
         self._find_unexpected_tensors(state)
         tree = (name for key, value in catalog.tree.items.items() for name in saved_names(value, key))
-        self.unmatched = self._selector.unmatched(chain(catalog.tensors, catalog.aliases, tree))
+        self.unmatched = self._selector.unmatched(chain(catalog.tensors, catalog.aliases, tree), self._stored_names)
+        self.misfits += self._resized.misfits(catalog.same_content)
+        self.fills_any = bool(self.wanted or self._finishes)
 
     def finish(self) -> None:
         """Set values, once every tensor is filled."""
         for finish in self._finishes:
             finish()
 
-    def want(self, fqn: str, tensor: torch.Tensor, declared: Sharded | None = None) -> bool:
+    def want(
+        self, fqn: str, tensor: torch.Tensor, declared: Sharded | None = None, *, parameter: str | None = None
+    ) -> bool:
         """Ask for a tensor to be filled; return whether the checkpoint has it.
 
+        Args:
+            fqn: Its name.
+            tensor: The tensor.
+            declared: Its declared layout, if any.
+            parameter: Name of the parameter whose state it is.
         Raises:
-            InvalidError: The tensor cannot be filled, has another shape than the stored one, or would be filled twice
-                with different content.
+            InvalidError: The tensor cannot be filled, or would be filled twice with different content.
         """
         if not (self._selector.takes_all or self.takes_part(fqn)):
             return True
@@ -132,11 +144,12 @@ class TorchRestoration:
         for part in held.parts:
             if not part.local.is_contiguous():
                 require_not_expanded(part.local, fqn, "the target is")
+        overlap = None
         if held.global_shape != spec.global_shape:
-            raise InvalidError(
-                f"{fqn}: the target has shape {held.global_shape}, the checkpoint {spec.global_shape}; "
-                "expected the same. Build the model that was saved, or leave it out with skip="
-            )
+            names = (fqn,) if parameter is None else (fqn, parameter)
+            overlap = self._resized.overlap(names, tensor, held.global_shape, stored, spec.global_shape)
+            if overlap is None:
+                return True
         self._stored[id(tensor)] = tensor
         if id(tensor) in self._lacked:
             # The checkpoint has this tensor under a tied name, so nothing is missing.
@@ -146,7 +159,8 @@ class TorchRestoration:
             target = TorchTarget(held, spec.dtype)
             self.held[fqn] = target.local_bytes
             dtype = storable_dtype(tensor, fqn)
-            self.wanted.append(Wanted(stored, target.boxes, dtype, held.global_shape, target, fqn))
+            boxes = target.boxes if overlap is None else clipped(target.boxes, overlap)
+            self.wanted.append(Wanted(stored, boxes, dtype, held.global_shape, target, fqn))
         elif stored != self._stored_names[first] and not self._catalog.same_content(stored, self._stored_names[first]):
             raise InvalidError(
                 f"{fqn}: shares its memory with {first}, but the checkpoint holds different values for the two; untie "
@@ -318,14 +332,19 @@ class TorchRestoration:
             return
         if self._selector.selects_whole(view.path):
             view.members.require_whole(view.path)
-        restoration = OptimizerRestoration(view, saved, self, self._catalog, tensors)
-        self._finishes.append(restoration.finish)
+        sets_hyperparameters = self._selection.hyperparameters
+        restoration = OptimizerRestoration(
+            view, saved, self, self._catalog, tensors, hyperparameters=sets_hyperparameters
+        )
+        if restoration.fills_any:
+            self._finishes.append(restoration.finish)
         self.misfits += restoration.misfits(self._catalog.optimizers.get(view.path))
         if self._selector.selects_whole(view.path) and (outside := outside_state(view)) is not None:
             self.missing += [f"{view.path}.{name}" for name in outside.names]
 
     def _optimizer_as_object(self, view: OptimizerView, saved: Group) -> None:
         """Have an optimizer load what its own `state_dict` returned when it was saved."""
+        own = [dict(group) for group, _ in view.members.groups()]
         if not may_step(view):
             self._stateful(view.path, view.optimizer, saved, view.optimizer.state_dict)
         elif not is_sharded(view):
@@ -336,6 +355,8 @@ class TorchRestoration:
                 "is called now, and its parameters are sharded; expected state by parameter. Pass an object that "
                 "forwards state_dict() and load_state_dict(), or leave it out with skip="
             )
+        if not self._selection.hyperparameters:
+            self._finishes.append(lambda: give_hyperparameters(view, own))
 
     def _stateful(
         self, path: str, stateful: Stateful, saved: Value, present_state: Callable[[], dict[str, object]]
@@ -413,47 +434,12 @@ class TorchRestoration:
 
     def _value_of_rank(self, path: str, value: PerRank | RngState, saved: Value) -> None:
         """Load the value that this rank saved for itself, or its substitute if the number of ranks changed."""
-        if not isinstance(saved, PerRankRef):
-            raise InvalidError(
-                f"{path}: was saved once for all ranks, not by rank; expected a plain value in the state. Pass one"
-            )
-        catalog = self._catalog
-
-        def saved_by(rank: int) -> object:
-            values = catalog.per_rank(rank)
-            if saved.path not in values:
-                raise InvalidError(
-                    f"{path}: rank {rank} saved no value under this name at step {catalog.step}; skip= it"
-                )
-            return put_together(values[saved.path], lambda leaf: leaf)
-
-        if isinstance(value, RngState):
-            if self._ranks.rank < catalog.world_size:
-                random_state = saved_by(self._ranks.rank)
-                self._finishes.append(lambda: rng.restore(random_state, path))
-            else:
-                self._finishes.append(lambda: rng.seed(catalog.run_id, catalog.step, self._ranks.rank))
-        elif self._ranks.world_size == catalog.world_size:
-            self._set_value_of_rank(path, value, saved_by(self._ranks.rank))
-        elif value.resize == "error":
-            raise InvalidError(
-                f"{path}: each of {catalog.world_size} ranks saved a value, and the job has {self._ranks.world_size} "
-                "ranks now; expected the same number. Pass PerRank(…, resize='first') or a function that makes one "
-                "rank's value from all of them, or skip= it"
-            )
-        elif value.resize == "first":
-            self._set_value_of_rank(path, value, saved_by(0))
-        else:
-            values = [saved_by(rank) for rank in range(catalog.world_size)]
-            resized = value.resize(values, self._ranks.rank, self._ranks.world_size)
-            self._set_value_of_rank(path, value, resized)
-
-    def _set_value_of_rank(self, path: str, value: PerRank, loaded: object) -> None:
-        inner = value.value
+        finish, loaded = value_of_rank(path, value, saved, self._catalog, self._ranks)
+        inner = value.value if isinstance(value, PerRank) else None
         if isinstance(inner, Stateful) and not isinstance(inner, type):
             self._load_later(path, inner, loaded)
         else:
-            self._finishes.append(lambda: setattr(value, "value", loaded))
+            self._finishes.append(finish)
 
     def _leaf(self, current: Mapping[str, object]) -> Callable[[Value], object]:
         def on_leaf(value: Value) -> object:

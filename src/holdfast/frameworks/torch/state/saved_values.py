@@ -37,14 +37,16 @@ def misfit_of_value(path: str, present: object, saved: Value, catalog: Catalog) 
         found, wanted = "a tensor", "a tensor"
     else:
         return None
-    return Misfit(f"{path} is {found} in the checkpoint and {_noun(present)} here: pass {wanted}", is_certain=True)
+    return Misfit(
+        f"{path} is {found} in the checkpoint and {_noun(present)} here: pass {wanted}", is_certain=True, fqn=path
+    )
 
 
 def misfit_of_tensor(path: str, saved: Value) -> Misfit | None:
     """Return why a tensor of the state cannot take the plain value that the checkpoint has under its name."""
     if saved is None or isinstance(saved, str | Number):
         found = _noun(saved)
-        return Misfit(f"{path} is {found} in the checkpoint and a tensor here: pass {found}", is_certain=True)
+        return Misfit(f"{path} is {found} in the checkpoint and a tensor here: pass {found}", is_certain=True, fqn=path)
     return None
 
 

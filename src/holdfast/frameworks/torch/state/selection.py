@@ -59,19 +59,25 @@ class Selector:
         taking_part = [self.selects(name) for name, _ in named_leaves(value, path)]
         return any(taking_part)
 
-    def unmatched(self, names_elsewhere: Iterable[str] = ()) -> tuple[UnmatchedPattern, ...]:
+    def unmatched(
+        self, names_elsewhere: Iterable[str] = (), tensors: Iterable[str] = ()
+    ) -> tuple[UnmatchedPattern, ...]:
         """Return the patterns that match no known name.
 
         Args:
             names_elsewhere: Names that the state need not have. `skip` may match them, `only` may not.
+            tensors: Names of the tensors that both have. `partial` matches only these.
         """
         only, skip = self._selection.only or (), self._selection.skip
         left = _unmatched(only, self._known)
         # A parameter may have a gradient at the next save.
         grads = {pattern: pattern.removesuffix(".grad") for pattern in skip}
         left_of_skip = _unmatched(_unmatched({*grads.values()}, self._known), names_elsewhere)
+        partial = self._selection.partial
+        left_of_partial = _unmatched(partial, tensors)
         return (
             *(UnmatchedPattern("only", pattern) for pattern in only if pattern in left),
+            *(UnmatchedPattern("partial", pattern) for pattern in partial if pattern in left_of_partial),
             *(UnmatchedPattern("skip", pattern) for pattern in skip if grads[pattern] in left_of_skip),
         )
 

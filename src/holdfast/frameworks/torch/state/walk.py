@@ -106,10 +106,12 @@ def walk(state: Mapping[str, object], rank_of_global: RankOfGlobal) -> DictNode:
     for parent, key, optimizer in known.optimizers:
         path = _joined(parent.path, key)
         _require_unlisted(optimizer, path, known.listed)
-        names, parts = named_parameters_of(optimizer, path, names_of_state)
+        names, parts, owner = named_parameters_of(optimizer, path, names_of_state)
         ties = ties_of(names, names_of_state)
         members, elsewhere = OptimizerMembers(optimizer), frozenset(known.elsewhere)
-        parent.children[key] = OptimizerView(optimizer, path, names, known.declared, members, elsewhere, ties, parts)
+        parent.children[key] = OptimizerView(
+            optimizer, path, names, known.declared, members, elsewhere, ties, parts, owner
+        )
     return root
 
 

@@ -1,0 +1,43 @@
+"""What a caller asks of a load."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from holdfast.loading.rename_rules import Renames
+from holdfast.ports.framework import Selection
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What to load and how."""
+
+    state: Mapping[str, object]
+    """The state to fill."""
+
+    selection: Selection
+    """Names that take part."""
+
+    strict: bool
+    """Whether missing or unexpected names are an error."""
+
+    cast: bool
+    """Whether a tensor may be filled from another dtype."""
+
+    rename: Renames = field(default_factory=Renames)
+    """How names of the checkpoint become names of the state."""
+
+    @property
+    def call(self) -> str:
+        """The arguments that must agree on all ranks, as text; empty if none is given."""
+        chosen = self.selection
+        parts = [f"rename={self.rename}"] if self.rename.rules else []
+        parts += [f"partial={list(chosen.partial)}"] if chosen.partial else []
+        parts += [] if chosen.hyperparameters else ["hyperparameters=False"]
+        return ", ".join(parts)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it asks for everything that the checkpoint has, unchanged."""
+        return self.selection.only is None and not self.selection.skip and not self.cast and not self.call

@@ -1,0 +1,145 @@
+"""The packs of a run that several steps share, and every key under which each of them may be stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from holdfast.clock import Clock
+from holdfast.errors import CheckpointError, MissingError
+from holdfast.format.names import step_folder, step_of_pack
+from holdfast.offline.links.pack_proof import is_proven
+from holdfast.ports.store import Store, Stored
+from holdfast.repository.catalog import manifest_in, read_index, read_manifest_bytes
+from holdfast.repository.publish import pack_paths
+from holdfast.repository.removal import link_keys
+from holdfast.repository.timelines import run_timelines
+from holdfast.types.manifest import FileRecord, Manifest
+
+RELINKING = "relinking/"
+"""Folder under the root for names that are about to replace others. Nothing in it is needed afterwards."""
+
+_NAME_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPack:
+    """A pack that one step wrote and others refer to."""
+
+    record: FileRecord
+    """Its size and digest; its name is its path from the root."""
+
+    links: tuple[str, ...]
+    """Keys of the links to it: those that exist, and those that could be made."""
+
+    referring: Manifest
+    """A manifest that names it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """The keys of one pack that exist, by the object that they name."""
+
+    whole: tuple[tuple[str, ...], ...]
+    """Keys of each object of the right size. The first has the key of the pack itself, or else the most keys."""
+
+    other: tuple[str, ...]
+    """Keys of objects of another size."""
+
+    absent: tuple[str, ...]
+    """Keys of links that do not exist."""
+
+
+def manifests_of(store: Store) -> Iterator[Manifest]:
+    """Yield the manifests of a run that count and can be read."""
+    timelines = run_timelines(store)
+    for stored in (*timelines.chain, *timelines.superseded):
+        folder = step_folder(stored.step)
+        try:
+            yield manifest_in(folder, read_manifest_bytes(store, folder, stored.key), f"{store.url}/{stored.key}")
+        except CheckpointError:
+            continue
+
+
+def shared_packs(manifests: Iterable[Manifest]) -> list[SharedPack]:
+    """Return the packs that steps other than their own refer to, by path."""
+    found: dict[str, SharedPack] = {}
+    for manifest in manifests:
+        links = link_keys(manifest)
+        for pack in manifest.packs:
+            if step_of_pack(pack.name) is not None:
+                before = found[pack.name].links if pack.name in found else ()
+                found[pack.name] = SharedPack(pack, (*before, links[pack.name]), manifest)
+    return [found[path] for path in sorted(found)]
+
+
+def packs_with_links(manifest: Manifest, shared: Sequence[SharedPack]) -> list[tuple[FileRecord, tuple[str, ...]]]:
+    """Return the packs of a manifest that others share too: each under its path, and with the keys of its links."""
+    links = {pack.record.name: pack.links for pack in shared}
+    paths = pack_paths(manifest)
+    return [
+        (pack._replace(name=paths[pack.name]), links[paths[pack.name]])
+        for pack in manifest.packs
+        if paths.get(pack.name) in links
+    ]
+
+
+def names_of(store: Store, record: FileRecord, links: Sequence[str]) -> Names:
+    """Return which keys of a pack exist, and which of them name one object."""
+    objects: dict[str, list[str]] = {}
+    other, absent = [], []
+    for key in (record.name, *links):
+        try:
+            if store.size(key) != record.bytes:
+                other.append(key)
+            else:
+                objects.setdefault(store.identity(key), []).append(key)
+        except MissingError:
+            if key != record.name:
+                absent.append(key)
+    groups = sorted(objects.values(), key=lambda keys: (record.name not in keys, -len(keys)))
+    return Names(tuple(map(tuple, groups)), tuple(other), tuple(absent))
+
+
+def chunk_bytes_of(store: Store, manifest: Manifest) -> int:
+    """Return the bytes of a chunk in a checkpoint: the same as in every pack that it refers to.
+
+    Raises:
+        CorruptError: Its index is damaged.
+    """
+    assert manifest.step is not None, "a run holds steps"
+    return read_index(store, step_folder(manifest.step), manifest).chunk_bytes
+
+
+def proven(
+    store: Store,
+    record: FileRecord,
+    groups: Sequence[tuple[str, ...]],
+    chunk_bytes: int,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> list[tuple[str, ...]]:
+    """Return the groups of keys whose object is the pack that was saved, as its digest proves."""
+    return [keys for keys in groups if is_proven(Stored(store, keys[0]), record, chunk_bytes, on_bytes)]
+
+
+def replace_by_link(store: Store, clock: Clock, source: str, key: str) -> bool:
+    """Make a key name the object of another key; return False if the store refuses the link. A crash loses nothing.
+
+    The old object of the key stays whole under its other keys: a new name takes the place of one, in one call.
+    """
+    name = f"{RELINKING}{clock.random_bytes(_NAME_BYTES).hex()}"
+    if not store.link(source, name):
+        return False
+    store.move(name, key)
+    return True
+
+
+def has_unfinished(store: Store) -> bool:
+    """Return whether a killed process left names, or the folder of such names."""
+    return RELINKING.rstrip("/") in store.folders("")
+
+
+def remove_unfinished(store: Store) -> None:
+    """Remove the names that a killed process left, and their folder. Only the holder of the writer lease calls."""
+    # Deleting an absent key makes the store remove its empty folder.
+    store.delete([*(entry.key for entry in store.list(RELINKING)), f"{RELINKING}nothing"])

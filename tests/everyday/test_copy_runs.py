@@ -1,0 +1,191 @@
+"""Someone copies a whole run with `holdfast cp`, or restores what another command made of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast import api
+from holdfast.errors import ConflictError, InvalidError, MissingError
+from holdfast.format.names import is_link_name
+from holdfast.repository.run_readme import README_FILE
+from holdfast.settings import Settings
+from holdfast.stores.local import LocalStore
+from tests.everyday.frozen_run import (
+    FROZEN_BYTES,
+    STEPS,
+    ran,
+    require_resumes,
+    require_step,
+    state_at,
+    step_path,
+    used_bytes,
+)
+from tests.unit.cli.running import holdfast as command
+
+
+def test_cp_keeps_links_tags_and_records(run: Path, tmp_path: Path) -> None:
+    api.tag(run, 2, "best")
+    ended = command("cp", run, tmp_path / "copy")
+    assert (ended.status, ended.err) == (0, "") and ended.out.startswith("3 steps: copied ")
+    copy = tmp_path / "copy"
+    assert abs(used_bytes(copy) - used_bytes(run)) < FROZEN_BYTES / 4
+    for step in STEPS:
+        require_step(step_path(copy, step), step)
+    assert [record.tags for record in api.list_steps(copy).steps] == [(), ("best",), ()]
+    assert api.list_steps(copy).run_id == api.list_steps(run).run_id
+    api.untag(copy, "best")
+    require_resumes(copy, 3)
+
+
+def test_cp_says_in_json_what_it_did(run: Path, tmp_path: Path) -> None:
+    document = command("cp", run, tmp_path / "copy", "--json").json()
+    assert (document["steps"], document["linked"], document["duplicated"], document["left_out"]) == (3, 3, 0, [])
+    assert document["root"] == str(tmp_path / "copy")
+
+
+def test_cp_refuses_what_is_not_its_own(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "notes.txt").write_text("mine")
+    with pytest.raises(ConflictError, match=r"is not empty \(it holds notes.txt\)"):
+        api.copy_run(run, other)
+    api.copy_run(run, tmp_path / "copy")
+    with pytest.raises(ConflictError, match="is not empty"):
+        api.copy_run(run, tmp_path / "copy")
+    for inside in (run, run / "inside", run.parent):
+        with pytest.raises(InvalidError, match="expected a folder apart"):
+            api.copy_run(run, inside)
+    with holdfast.CheckpointManager(tmp_path / "second", process_group=False) as manager:
+        manager.save(1, state_at(1)).wait()
+    (tmp_path / "second" / "copying").mkdir()
+    for claim in (b"another", api.list_steps(run).run_id.encode()):  # type: ignore[union-attr]
+        (tmp_path / "second" / "copying" / "run.json").write_bytes(claim)
+        with pytest.raises(ConflictError, match="holds an unfinished copy of run"):
+            api.copy_run(run, tmp_path / "second")
+    with pytest.raises(MissingError, match="no root of a run"):
+        api.copy_run(tmp_path / "typo", tmp_path / "new")
+    assert [path.name for path in other.iterdir()] == ["notes.txt"]
+    assert not (tmp_path / "new").exists()
+
+
+def test_cp_beside_a_job_that_saves(tmp_path: Path) -> None:
+    with holdfast.CheckpointManager(tmp_path / "run", process_group=False) as manager:
+        for step in (1, 2):
+            manager.save(step, state_at(step)).wait()
+        api.copy_run(tmp_path / "run", tmp_path / "copy")
+        manager.save(3, state_at(3)).wait()
+    # The copy has no writer: the next job need not wait for the one that still trains on the original.
+    require_resumes(tmp_path / "copy", 2)
+
+
+def test_relink_after_a_copy_without_links(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    ran("cp", "-r", run, copy)
+    before = used_bytes(copy)
+    planned = command("relink", copy, "--dry-run", "--json").json()
+    assert used_bytes(copy) == before
+    document = command("relink", copy, "--json").json()
+    assert {**planned, "dry_run": False} == document
+    assert document["freed_bytes"] > 2 * FROZEN_BYTES and document["differing"] == []
+    assert abs(used_bytes(copy) - used_bytes(run)) < FROZEN_BYTES / 4
+    for step in STEPS:
+        require_step(step_path(copy, step), step)
+    assert command("relink", copy).out == "every link is there\n"
+
+
+def test_relink_makes_links_that_were_never_made(tmp_path: Path) -> None:
+    with holdfast.CheckpointManager(tmp_path, process_group=False, settings=Settings(link_unchanged=False)) as manager:
+        for step in STEPS:
+            manager.save(step, state_at(step)).wait()
+        with pytest.raises(ConflictError):
+            api.relink(tmp_path)
+    assert api.relink(tmp_path).linked == 3
+    ran("rm", "-rf", step_path(tmp_path, 1))
+    for step in (2, 3):
+        require_step(step_path(tmp_path, step), step)
+
+
+def damaged_pack(root: Path) -> Path:
+    """Flip one bit of the backbone, where step 1 wrote it."""
+    (pack,) = step_path(root, 1).glob("*/r00000.safetensors")
+    data = bytearray(pack.read_bytes())
+    backbone = state_at(1)["backbone"]
+    assert isinstance(backbone, torch.Tensor)
+    data[data.index(backbone.numpy().tobytes()) + 70_000] ^= 1
+    pack.write_bytes(data)
+    return pack
+
+
+def test_relink_leaves_a_damaged_copy_alone_and_repair_replaces_it(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    ran("cp", "-r", run, copy)
+    pack = damaged_pack(copy)
+    content = pack.read_bytes()
+    ended = command("relink", copy)
+    assert ended.status == 1 and f"{pack.relative_to(copy)}: is not what was saved" in ended.out
+    assert pack.read_bytes() == content
+    planned = command("repair", copy, "--step", "1", "--dry-run", "--json").json()
+    assert planned["steps"][0]["outcome"] == "repaired" and pack.read_bytes() == content
+    report = api.repair(copy, 1)
+    assert [(step.outcome, step.lost) for step in report.steps] == [("repaired", ())]
+    (kept,) = (copy / "quarantine").glob("step-000000000001.*.r00000.safetensors")
+    assert kept.read_bytes() == content, "what was replaced is kept"
+    assert (
+        len(
+            {path.stat().st_ino for path in copy.rglob(f"step-000000000001.{pack.parent.name}.*")}
+            | {pack.stat().st_ino}
+        )
+        == 1
+    )
+    for step in STEPS:
+        require_step(step_path(copy, step), step)
+
+
+def test_repair_does_not_touch_the_only_copy(run: Path) -> None:
+    pack = damaged_pack(run)
+    content = pack.read_bytes()
+    report = api.repair(run, 1)
+    assert [(step.outcome, step.lost_tensors) for step in report.steps] == [("damaged", ("backbone",))]
+    assert pack.read_bytes() == content
+
+
+def test_the_readme_disturbs_nobody_and_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / README_FILE).write_text("notes of mine")
+    for root in (tmp_path / "mine", tmp_path / "new"):
+        with holdfast.CheckpointManager(root, process_group=False) as manager:
+            manager.save(1, state_at(1)).wait()
+            manager.save(2, state_at(2)).wait()
+    assert (tmp_path / "mine" / README_FILE).read_text() == "notes of mine"
+    text = (tmp_path / "new" / README_FILE).read_text()
+    assert "rsync -aH" in text and "holdfast cp" in text and "step-000000000001" not in text
+    assert not api.collect(tmp_path / "new", dry_run=True).files
+    for root in (tmp_path / "mine", tmp_path / "new"):
+        with pytest.raises(InvalidError, match="is the root of a run"):
+            holdfast.open_checkpoint(root)
+
+
+def test_a_symbolic_link_in_place_of_a_link_is_not_followed(run: Path) -> None:
+    (link,) = step_path(run, 3).glob("*/step-000000000001.*.link")
+    pack = step_path(run, 1) / link.name.split(".")[1] / "r00000.safetensors"
+    link.unlink()
+    link.symlink_to(pack)
+    assert [record.stands_alone for record in api.list_steps(run).steps] == [True, True, False]
+    (damage,) = holdfast.open_checkpoint(step_path(run, 3)).verify()
+    assert damage.file.endswith(link.name) and "symbolic link" in damage.message
+    ran("rm", "-rf", step_path(run, 1))
+    with pytest.raises(InvalidError, match="symbolic link"):
+        holdfast.open_checkpoint(step_path(run, 3)).read("backbone")
+
+
+def test_links_are_no_files_of_their_own_to_a_reader_of_safetensors(run: Path) -> None:
+    links = [path for path in run.rglob("*") if is_link_name(path.name)]
+    assert len(links) == 3 and not [path for path in links if path.suffix == ".safetensors"]
+    document = json.loads((step_path(run, 3) / "manifest.json").read_bytes())
+    assert not [name for name, *_ in document["packs"] if name.endswith(".link")], "the manifest is as on any storage"
+    assert LocalStore(run, settings=Settings()).identity(links[0].relative_to(run).as_posix())
