@@ -405,9 +405,7 @@ class CheckpointManager:
         except BaseException:
             self._parts.pins.unpin(request.pin, is_committed=False)
             raise
-        handle.committed.add_done_callback(
-            partial(_note_failed, self._parts, request.pin, handle)
-        )
+        handle.committed.add_done_callback(partial(_note_failed, self._parts, request.pin, handle))
         self._position.lineage = request.lineage
         self._saves.add(handle)
         if self._preemption is not None:
