@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from holdfast.errors import CheckpointError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, run_fields_of_manifest
-from holdfast.format.names import SUPERSEDED_FOLDER, manifest_key, superseded_in, superseded_key
+from holdfast.format.names import SUPERSEDED_FOLDER, manifest_key, step_folder, superseded_in, superseded_key
 from holdfast.format.sealed_json import stated_digest
 from holdfast.policies import KeepPolicy
 from holdfast.ports.store import Store
@@ -113,7 +113,9 @@ class RunModel:
         for held in list(self.held):
             moved = superseded_key(held.step, str(held.digest))
             if stored.get(held.key) == held.digest:
-                if held.timeline is None:
+                if held.key not in stored and self.is_swept(held):
+                    self.forget(held)
+                elif held.timeline is None:
                     self.look_again(held)  # The same digest closes a damaged manifest and a repaired one.
                 continue
             if held.key in stored and held.harmed and held.step not in self.unsure:
@@ -190,6 +192,11 @@ class RunModel:
                 self.look_again(held)
                 self.is_torn, self.last = True, None
         return needing
+
+    def is_swept(self, held: Held) -> bool:
+        """Return whether a collection has taken all files of a step that lost its manifest: nobody can repair it."""
+        stored = {entry.key for entry in self.store.list(step_folder(held.step))}
+        return stored.isdisjoint(held.files)
 
     def forget(self, held: Held) -> None:
         """Note that a step is gone: its tags hold nothing any more, and are there all the same."""

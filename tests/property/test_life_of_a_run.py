@@ -26,6 +26,7 @@ from holdfast.format.names import manifest_key, step_folder
 from holdfast.offline.repair.repair import Repair
 from holdfast.policies import KeepPolicy
 from holdfast.ports.store import Store
+from holdfast.repository.catalog import exists
 from holdfast.repository.epochs import RELEASED, newest_epoch, put_heartbeat
 from holdfast.repository.tags import read_tags
 from holdfast.runs.collection.garbage_collection import CheckpointGC, CollectReport, collected
@@ -287,7 +288,9 @@ class LifeOfARun(RuleBasedStateMachine):
     def corrupt(self, choice: int, file: int, at: int, kind: str) -> None:
         """A file is damaged behind everybody's back: whoever reads all of what it belongs to sees it."""
         chosen = self.model.of_choice(choice)
-        files = sorted(chosen.files - self.model.spoilt)
+        files = sorted(key for key in chosen.files - self.model.spoilt if exists(self.store, key))
+        # A collection takes what is left of a step whose manifest is gone.
+        assert files == sorted(chosen.files - self.model.spoilt) or chosen.key not in self.model.manifests()
         key = files[file % len(files)] if files else chosen.key
         if not files or (key == chosen.key and self.model.is_twice(chosen)):
             return
