@@ -357,8 +357,9 @@ class CheckpointManager:
     def close(self, *, wait: bool = True) -> None:
         """Wait for every save in flight, delete the steps that `keep` does not keep, and release the resources.
 
-        Raises as `wait`. If steps are due for deletion, rank 0 waits for the rest of their grace, up to a minute, and
-        says so. It does not wait after a signal, nor while an exception is handled: the next job deletes them then.
+        Raises as `wait`. Steps that a load discarded go too. If steps are due for deletion, rank 0 waits for the rest
+        of their grace, up to a minute, and says so. It does not wait after a signal, nor while an exception is handled:
+        the next job deletes them then.
 
         Args:
             wait: Whether to wait for the grace; saves in flight are awaited in any case.

@@ -52,7 +52,7 @@ class RunParts:
         Args:
             job: The ranks.
             home: The root of the run.
-            keep: The retention policy; None for no garbage collection.
+            keep: The retention policy; None to collect only what a load discarded.
         """
         store, settings = home.store, job.settings
         self.job = job
