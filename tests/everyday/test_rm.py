@@ -10,6 +10,7 @@ import torch
 
 import holdfast
 from holdfast.api import list_steps, remove_steps
+from holdfast.repository.removal import is_link_key
 from tests.unit.cli.running import holdfast as command
 from tests.unit.cli.running import separately
 
@@ -64,8 +65,9 @@ def test_a_dry_run_shows_what_would_go_and_touches_nothing(root: Path) -> None:
     done = json.loads(command("rm", root, 100, 200, "--grace", 0, "--json").out)
     assert done["removed"] == planned["removed"] and not done["dry_run"]
     gone = before.keys() - files(root).keys()
-    manifests = {name for name in gone if name.endswith("manifest.json")}
-    assert sum(len(before[name]) for name in gone - manifests) == done["removed"]["bytes"]
+    # A link takes no space: the pack of the backbone stays for the steps that are left.
+    uncounted = {name for name in gone if name.endswith("manifest.json") or is_link_key(name)}
+    assert sum(len(before[name]) for name in gone - uncounted) == done["removed"]["bytes"]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,9 @@ def test_a_dry_run_shows_what_would_go_and_touches_nothing(root: Path) -> None:
         ([100, 999], "no committed step 999; committed, newest first: 400, 300"),
         ([100, 300], "steps have tags: 300 (best). Nothing was removed. Remove a tag first"),
         ([100, "400@ffff"], "no committed step 400@ffff"),
-        (["soon"], "expected a whole number"),
+        ([100, "soon"], "no tag 'soon'; there are: best"),
+        ([100, "best"], "steps have tags: 300 (best). Nothing was removed"),
+        (["so on"], "expected a whole number"),
     ],
 )
 def test_one_wrong_step_and_nothing_is_removed(root: Path, steps: list[object], message: str) -> None:
