@@ -41,9 +41,9 @@ from holdfast.ports.store import Packs, Store
 from holdfast.repository.catalog import read_run_id
 from holdfast.repository.tags import remove_tag
 from holdfast.repository.timelines import committed_steps, run_timelines
-from holdfast.runs.collection.background_collection import lacks_room
+from holdfast.runs.collection.background_collection import Background, lacks_room
 from holdfast.runs.collection.garbage_collection import CheckpointGC
-from holdfast.runs.collection.pins import StepPin
+from holdfast.runs.collection.pins import Pins, StepPin
 from holdfast.runs.discarding import Discarding
 from holdfast.runs.loaded_state import loaded_state
 from holdfast.runs.preemption import PreemptionHandler, estimated_write_bytes
@@ -406,7 +406,9 @@ class CheckpointManager:
         except BaseException:
             self._parts.pins.unpin(request.pin, is_committed=False)
             raise
-        handle.committed.add_done_callback(partial(_note_failed, self._parts, request.pin, handle))
+        handle.committed.add_done_callback(
+            partial(_note_failed, self._parts.pins, self._parts.collecting, request.pin, handle)
+        )
         self._position.lineage = request.lineage
         self._saves.add(handle)
         if self._preemption is not None:
@@ -472,15 +474,17 @@ def _passed(
         return StepState({}, Selection(), misuse=misuse)
 
 
-def _note_failed(parts: RunParts, pin: StepPin, handle: SaveHandle, committed: Future[SaveReport]) -> None:
+def _note_failed(
+    pins: Pins, collecting: Background | None, pin: StepPin, handle: SaveHandle, committed: Future[SaveReport]
+) -> None:
     """Unpin what a save needed that has certainly failed, and look for room if it found none.
 
     Holds no reference to the manager: the handle outlives it.
     """
     error = committed.exception()
     if handle.may_be_committed:
-        parts.pins.note_unknown(pin)
+        pins.note_unknown(pin)
     elif error is not None:
-        parts.pins.unpin(pin, is_committed=False)
-    if error is not None and lacks_room(error):
-        parts.look_for_room()
+        pins.unpin(pin, is_committed=False)
+    if collecting is not None and error is not None and lacks_room(error):
+        collecting.want_room()

@@ -20,6 +20,7 @@ from holdfast.format.names import manifest_keys
 from holdfast.leases.writer import WriterLease
 from holdfast.policies import KeepPolicy
 from holdfast.ports.framework import Collected, Selection
+from holdfast.ports.store import Store
 from holdfast.repository.catalog import ensure_run, manifest_digest, read_run_id
 from holdfast.repository.epochs import declare_timelines
 from holdfast.repository.latest import name_latest
@@ -72,29 +73,17 @@ class RunParts:
         """Steps whose packs may be damaged."""
         self.collecting: Background | None = None
         """Garbage collection on rank 0; None on other ranks."""
-        self._has_policy = keep is not None
         if job.comm.rank == 0:
             # Without a policy nothing goes but what a load discarded.
-            choice = NOTHING_CHOSEN if self._has_policy else ChosenNames(is_all=True)
+            choice = NOTHING_CHOSEN if keep is not None else ChosenNames(is_all=True)
             collector = CheckpointGC(store, job.clock, keep, self.writer_lease, self.pins, choice)
-            self.collecting = Background(collector, settings.collect_grace_seconds, job.clock)
+            may_collect = _always if keep is not None else partial(_has_discarded, store)
+            self.collecting = Background(collector, settings.collect_grace_seconds, job.clock, may_collect)
 
     def collect_soon(self) -> None:
         """Request a collection on rank 0, if there is a policy, or if a load of this run has discarded steps."""
-        if self.collecting is not None and self._may_collect():
+        if self.collecting is not None:
             self.collecting.want()
-
-    def look_for_room(self) -> None:
-        """Request a collection likewise, after a save that found no room on the disk."""
-        if self.collecting is not None and self._may_collect():
-            self.collecting.want_room()
-
-    def _may_collect(self) -> bool:
-        if self._has_policy:
-            return True
-        with suppress(CheckpointError):  # The next commit looks again.
-            return bool(record_keys(self.store))
-        return False
 
     def close(self, may_wait: Callable[[], bool]) -> None:
         """End garbage collection, then release the writer lease.
@@ -107,6 +96,17 @@ class RunParts:
             self.writer_lease.release()
         else:
             self.collecting.close(self.writer_lease.release, may_wait)
+
+
+def _always() -> bool:
+    return True
+
+
+def _has_discarded(store: Store) -> bool:
+    """Return whether loads have discarded steps that a collection has to remove."""
+    with suppress(CheckpointError):  # The next commit looks again.
+        return bool(record_keys(store))
+    return False
 
 
 @dataclass(frozen=True, slots=True)

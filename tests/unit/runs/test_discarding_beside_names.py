@@ -116,10 +116,10 @@ def test_a_full_disk_asks_for_a_collection_only_if_something_may_go(root: Path) 
     with manager_at(root) as manager:
         manager.load(state_of(0))
         manager.save(5, state_of(5)).wait()
-        manager._parts.look_for_room()
+        background_of(manager).want_room()
         assert background_of(manager)._thread is None
         manager.load(state_of(0), 2, discard_newer=True)
-        manager._parts.look_for_room()
+        background_of(manager).want_room()
         assert background_of(manager)._thread is not None
     assert names(root) == ["1", "2"]
 
