@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         import_checkpoint,
         list_steps,
         relink,
+        remove_steps,
         repair,
         tag,
         trace,
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from holdfast.repository.tags import Tag
     from holdfast.runs.collection.garbage_collection import CollectReport
     from holdfast.runs.listing import RunRecord, StepRecord
+    from holdfast.runs.removing import RemovedSteps
     from holdfast.telemetry.trace import Trace
     from holdfast.types.diff import Change, Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
     from holdfast.whole_state import read
@@ -61,6 +63,7 @@ __all__ = [
     "Checkpoint",
     "CollectReport",
     "CopyReport",
+    "RemovedSteps",
     "Diff",
     "FlatRange",
     "Forecast",
@@ -88,6 +91,7 @@ __all__ = [
     "async_save",
     "collect",
     "copy_run",
+    "remove_steps",
     "export",
     "diff",
     "import_checkpoint",
@@ -123,6 +127,7 @@ _HOMES = {
         "import_checkpoint",
         "list_steps",
         "relink",
+        "remove_steps",
         "repair",
         "tag",
         "trace",
@@ -132,6 +137,7 @@ _HOMES = {
     "holdfast.repository.tags": {"Tag"},
     "holdfast.runs.collection.garbage_collection": {"CollectReport"},
     "holdfast.runs.listing": {"RunRecord", "StepRecord"},
+    "holdfast.runs.removing": {"RemovedSteps"},
     "holdfast.telemetry.trace": {"Trace"},
     "holdfast.types.diff": {"Change", "Diff", "NameOnly", "TensorDiff", "TieDiff", "ValueDiff", "Verdict"},
     "holdfast.whole_state": {"read"},

@@ -30,7 +30,7 @@ from holdfast.coordination.job import Job
 from holdfast.coordination.save_schedule import Schedule
 from holdfast.errors import InvalidError
 from holdfast.format.names import is_step, plain_step
-from holdfast.loading.load import load, load_attempt
+from holdfast.loading.load import Loaded, load, load_attempt
 from holdfast.loading.load_request import LoadRequest
 from holdfast.loading.named_step import finder_of
 from holdfast.loading.rename_rules import Renames
@@ -44,6 +44,8 @@ from holdfast.repository.timelines import committed_steps, run_timelines
 from holdfast.runs.collection.background_collection import Background, lacks_room
 from holdfast.runs.collection.garbage_collection import CheckpointGC
 from holdfast.runs.collection.pins import Pins, StepPin
+from holdfast.runs.discarding import Discarding
+from holdfast.runs.loaded_state import loaded_state
 from holdfast.runs.preemption import PreemptionHandler, estimated_write_bytes
 from holdfast.runs.saves_in_flight import SavesInFlight
 from holdfast.runs.step_request import RunParts, StepRequest, StepState
@@ -256,6 +258,7 @@ class CheckpointManager:
         rename: Mapping[str, str] | None = None,
         partial: Iterable[str] | None = None,
         hyperparameters: bool = True,
+        discard_newer: bool = False,
     ) -> int | None:
         """Fill a state from a step, or from the newest valid step; return the step, or None if the root has none yet.
 
@@ -269,27 +272,35 @@ class CheckpointManager:
         Going back: if steps newer than the loaded one exist, the next save begins a new timeline there. The newer steps
         stay stored, but are superseded: a load without a step takes the newest step of the newest timeline. A
         superseded step is loaded by number and digest, as `holdfast ls` lists it: `step="300@1f2e"`.
+
+        With `discard_newer` the newer steps are superseded at once, also for a restart before the next save, and rank 0
+        removes them in the background. Tagged ones stay. `load_report.discarded` and `left` name them. It needs a step,
+        and raises `ConflictError` beside another writer; the state is then unchanged.
         """
         require_state(state, "load(state, step)")
         self._require_not_closed()
         find = finder_of(step, best)
+        discarding = Discarding(self._parts, find) if discard_newer else None
         selection = selection_of(only, skip, grads, partial, hyperparameters=hyperparameters)
         request = LoadRequest(state, selection, strict, cast, Renames.of(rename))
         position = self._position
-        selector = position.selector(find)
+        selector = position.selector(find, None if discarding is None else discarding.prepare)
+        if discarding is not None:
+            self._saves.await_ends()  # They are newer, too.
         with load_attempt(self._job, position.home, selector, request, self._dispatcher) as attempt:
-            loaded = load(attempt)
-            if loaded is not None:
-                # Before the reader lease ends: garbage collection must not remove the step in between.
-                position.move_to(loaded)
-        if loaded is None:
-            return None
-        self.load_report = loaded.report
-        if position.has_gone_back and self._preemption is not None:
-            self._preemption.forget_last()
-        if self._schedule is not None and loaded.location.step is not None:
-            self._schedule.note_loaded(loaded.location.step)
-        return loaded.location.step
+            try:
+                loaded = load(attempt)
+            except BaseException:
+                if discarding is not None:
+                    discarding.give_up()
+                raise
+            if loaded is None:
+                return None
+            # Before the reader lease ends: garbage collection must not remove the step in between.
+            self._note_loaded(request, loaded)
+            if discarding is not None:
+                self.load_report = discarding.execute(loaded)
+            return loaded.location.step
 
     def steps(self) -> list[int]:
         """Return the committed steps that a load may take, ascending. Superseded steps are not among them."""
@@ -346,8 +357,9 @@ class CheckpointManager:
     def close(self, *, wait: bool = True) -> None:
         """Wait for every save in flight, delete the steps that `keep` does not keep, and release the resources.
 
-        Raises as `wait`. If steps are due for deletion, rank 0 waits for the rest of their grace, up to a minute, and
-        says so. It does not wait after a signal, nor while an exception is handled: the next job deletes them then.
+        Raises as `wait`. Steps that a load discarded go too. If steps are due for deletion, rank 0 waits for the rest
+        of their grace, up to a minute, and says so. It does not wait after a signal, nor while an exception is handled:
+        the next job deletes them then.
 
         Args:
             wait: Whether to wait for the grace; saves in flight are awaited in any case.
@@ -369,10 +381,23 @@ class CheckpointManager:
                 raise
             error.add_note(f"closing the checkpoint manager also failed: {failure}")
 
+    def _note_loaded(self, request: LoadRequest, loaded: Loaded) -> None:
+        """Continue training from a loaded step."""
+        position = self._position
+        self.load_report = loaded.report
+        position.move_to(loaded)
+        position.loaded_state = loaded_state(self._job.framework, request, loaded)
+        if position.has_gone_back and self._preemption is not None:
+            self._preemption.forget_last()
+        if self._schedule is not None and loaded.location.step is not None:
+            self._schedule.note_loaded(loaded.location.step)
+
     def _begin_save(self, step: int, passed: StepState) -> SaveHandle:
         if passed.misuse is not None:
             return refuse_call(self._job, passed.misuse)
         self._position.loaded = None
+        if self._position.loaded_state is not None and step != self._position.loaded_state.step:
+            self._position.loaded_state = None
         if self._schedule is not None:
             self._schedule.note_saved(step)
         request = StepRequest(self._parts, self._position.location_of(step), passed)

@@ -1,7 +1,10 @@
-"""The public functions that need no job and no torch: import, export, list, tag, repair, copy, collect, compare."""
+"""The public functions that need no job and no torch: import, export, list, tag, repair, copy, collect,
+remove, compare.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -30,6 +33,7 @@ from holdfast.repository.tags import remove_tag
 from holdfast.runs.collection.garbage_collection import CollectReport, collected
 from holdfast.runs.collection.garbage_collection import planned as collection_planned
 from holdfast.runs.listing import RunRecord, run_record
+from holdfast.runs.removing import RemovedSteps, StepRemoval
 from holdfast.runs.tags import tag_step
 from holdfast.settings import Settings
 from holdfast.stores.destination import LocalDestination
@@ -48,6 +52,7 @@ __all__ = [
     "import_checkpoint",
     "list_steps",
     "relink",
+    "remove_steps",
     "repair",
     "tag",
     "trace",
@@ -359,13 +364,57 @@ def collect(
         CorruptError: A damaged file hides which steps must stay; nothing was removed.
         UnavailableError: Storage failed; the next call resumes.
     """
-    if grace_seconds is not None and not 0 <= grace_seconds < float("inf"):
-        raise InvalidError(f"grace_seconds={grace_seconds!r}; expected a finite number of seconds, 0 or more")
-    grace = settings.collect_grace_seconds if grace_seconds is None else grace_seconds
+    grace = _grace_of(grace_seconds, settings)
     store = wiring.store_at(root, settings)
     if dry_run:
         return collection_planned(store, SystemClock(), keep)
     return collected(store, SystemClock(), keep, grace, settings.lease_seconds)
+
+
+def remove_steps(
+    root: wiring.Path,
+    steps: Sequence[int | str] | int | str,
+    *,
+    tagged: bool = False,
+    all_steps: bool = False,
+    dry_run: bool = False,
+    grace_seconds: float | None = None,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> RemovedSteps:
+    """Remove steps of a run by name. For runs without a writing job. Needs no torch.
+
+    Packs that other steps refer to stay. A step that somebody reads stays for now, and is in `left`. If the process is
+    killed, every step is complete or gone; `collect` removes what is left of one that is gone.
+
+    Args:
+        root: The folder of the run.
+        steps: Their numbers or tags, or `latest`; a superseded step is named by number and digest, as `300@1f2e`.
+        tagged: Whether steps with tags go too, and their tags with them.
+        all_steps: Whether the last step that a resume could take may go.
+        dry_run: Only report what would be removed.
+        grace_seconds: Time between mark and removal; None for `settings.collect_grace_seconds`.
+        settings: How to hold the writer lease.
+    Raises:
+        MissingError: There is no such step, or the path holds no run; nothing was removed.
+        ConflictError: A step has a tag, or a job writes to the run; nothing was removed.
+        InvalidError: No step that a resume could take would stay, or the path is one checkpoint; nothing was removed.
+        CorruptError: A manifest or tag cannot be read; nothing was removed.
+        UnavailableError: Storage failed; call again.
+    """
+    grace = _grace_of(grace_seconds, settings)
+    named = [steps] if isinstance(steps, int | str) else list(steps)
+    if not named:
+        raise InvalidError("steps=[]; expected one step at least, as in steps=[100]")
+    removal, store = StepRemoval(named, bool(tagged), bool(all_steps)), wiring.store_at(root, settings)
+    if dry_run:
+        return removal.planned(store, SystemClock())
+    return removal.execute(store, SystemClock(), grace, settings.lease_seconds)
+
+
+def _grace_of(grace_seconds: float | None, settings: Settings) -> float:
+    if grace_seconds is not None and not 0 <= grace_seconds < float("inf"):
+        raise InvalidError(f"grace_seconds={grace_seconds!r}; expected a finite number of seconds, 0 or more")
+    return settings.collect_grace_seconds if grace_seconds is None else grace_seconds
 
 
 def diff(

@@ -196,10 +196,15 @@ def is_of_chain(newest: Timeline, held: Held) -> bool:
     return held.step <= last.get(held.timeline.id, -1)
 
 
-def chain_of(steps: Iterable[Held]) -> list[Held]:
-    """Return what a resume may take, the newest first."""
+def chain_of(steps: Iterable[Held], begun: Iterable[Timeline] = ()) -> list[Held]:
+    """Return what a resume may take, the newest first.
+
+    Args:
+        steps: What is there.
+        begun: Timelines that records state.
+    """
     stated = [held for held in steps if held.timeline is not None]
-    timelines = [held.timeline for held in stated if held.timeline is not None]
+    timelines = [*begun, *(held.timeline for held in stated if held.timeline is not None)]
     if not timelines:
         return []
     newest = max(timelines, key=lambda timeline: (timeline.number, timeline.id))
@@ -208,16 +213,21 @@ def chain_of(steps: Iterable[Held]) -> list[Held]:
     return sorted(chain, key=lambda held: (order.index(cast(Timeline, held.timeline).id), -held.step))
 
 
-def kept_by(policy: KeepPolicy | SavePolicy | None, steps: Collection[Held], tagged: set[Held]) -> set[Held]:
+def kept_by(
+    policy: KeepPolicy | SavePolicy | None,
+    steps: Collection[Held],
+    tagged: set[Held],
+    begun: Collection[Timeline] = (),
+) -> set[Held]:
     """Return what a policy keeps, said a second time and otherwise."""
     if policy is None:
         return set(steps)
     if isinstance(policy, AnyOf | AllOf):
-        each = [kept_by(part, steps, tagged) for part in policy.policies]
+        each = [kept_by(part, steps, tagged, begun) for part in policy.policies]
         return set.union(*each) if isinstance(policy, AnyOf) else set.intersection(*each)
     if isinstance(policy, LatestN):
         latest = {held for held in steps if sum(other.step > held.step for other in siblings(held, steps)) < policy.n}
-        return latest | set(chain_of(steps)[: policy.n])
+        return latest | set(chain_of(steps, begun)[: policy.n])
     if isinstance(policy, EveryNth):
         return {held for held in steps if held.step % policy.n == 0}
     if isinstance(policy, BestN):
@@ -241,6 +251,7 @@ def run_on(store: Store, settings: Settings = SETTINGS, *, starts_over: bool = F
     """Return a manager of a process alone."""
     run = CheckpointManager.over(store, Job(AloneComm(), CLOCK, settings, NumpyFramework(0)))
     run._position.starts_over = starts_over
+    run._parts.collecting = None  # What was discarded goes by a verb of its own, not behind the others.
     return run
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from holdfast.errors import CheckpointError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, run_fields_of_manifest
-from holdfast.format.names import SUPERSEDED_FOLDER, manifest_key, superseded_in, superseded_key
+from holdfast.format.names import SUPERSEDED_FOLDER, manifest_key, step_folder, superseded_in, superseded_key
 from holdfast.format.sealed_json import stated_digest
 from holdfast.policies import KeepPolicy
 from holdfast.ports.store import Store
@@ -20,6 +20,7 @@ from holdfast.repository.catalog import manifest_digest, step_folders
 from holdfast.repository.epochs import current_fence
 from holdfast.repository.quarantine import is_quarantined
 from holdfast.repository.tags import read_tags
+from holdfast.repository.timeline_records import timeline_records
 from holdfast.types.timeline import FIRST_TIMELINE, Fork, Timeline
 from tests.property.life import (
     METRIC,
@@ -63,7 +64,18 @@ class RunModel:
 
     def chain(self) -> list[Held]:
         """Return what a resume may take, the newest first."""
-        return chain_of(self.held)
+        return chain_of(self.held, self.begun())
+
+    def begun(self) -> list[Timeline]:
+        """Return the timelines that records state."""
+        return [record.timeline for record in timeline_records(self.store, current_fence(self.store))]
+
+    def discarded(self) -> set[Held]:
+        """Return what loads have discarded and a collection may remove."""
+        records = timeline_records(self.store, current_fence(self.store))
+        names = {name for record in records for name in record.discarded}
+        chosen = {held for held in self.held if (held.step, held.digest) in names}
+        return chosen - set(self.chain()) - set(self.tags.values())
 
     def at(self, step: int) -> Held | None:
         """Return the checkpoint whose manifest is in the folder of a step."""
@@ -87,9 +99,13 @@ class RunModel:
             and held.timeline is not None
             and not (held.harmed and is_quarantined(self.store, held.step))
         ]
+        gone = self.discarded()
+        counted = [held for held in counted if held not in gone]
         newest = {max(siblings(held, counted), key=lambda other: other.step) for held in counted}
-        moved = {held for held in self.held if held.is_moved}
-        return {*kept_by(policy, counted, set(self.tags.values())), *newest, *moved} & set(self.intact())
+        moved = {held for held in self.held if held.is_moved} - gone
+        begun = self.begun()
+        newest |= set(chain_of(counted, begun)[:1])
+        return {*kept_by(policy, counted, set(self.tags.values()), begun), *newest, *moved} & set(self.intact())
 
     def settle(self, may_go: Collection[Held] = ()) -> None:
         """Take note of what storage says of what nobody was told."""
@@ -97,7 +113,9 @@ class RunModel:
         for held in list(self.held):
             moved = superseded_key(held.step, str(held.digest))
             if stored.get(held.key) == held.digest:
-                if held.timeline is None:
+                if held.key not in stored and self.is_swept(held):
+                    self.forget(held)
+                elif held.timeline is None:
                     self.look_again(held)  # The same digest closes a damaged manifest and a repaired one.
                 continue
             if held.key in stored and held.harmed and held.step not in self.unsure:
@@ -175,6 +193,11 @@ class RunModel:
                 self.is_torn, self.last = True, None
         return needing
 
+    def is_swept(self, held: Held) -> bool:
+        """Return whether a collection has taken all files of a step that lost its manifest: nobody can repair it."""
+        stored = {entry.key for entry in self.store.list(step_folder(held.step))}
+        return stored.isdisjoint(held.files)
+
     def forget(self, held: Held) -> None:
         """Note that a step is gone: its tags hold nothing any more, and are there all the same."""
         self.held.remove(held)
@@ -219,6 +242,7 @@ class Position:
         self._digest = "" if origin is None else str(origin.digest)
         self._held, self._chain = list(model.held), model.chain()
         self._known = {held.timeline.id: held.timeline.number for held in self._held if held.timeline is not None}
+        self._known |= {timeline.id: timeline.number for timeline in model.begun()}
 
     def came_along(self, held: Held) -> bool:
         """Return whether training came from a step, or saved it: then its number is not free."""

@@ -26,9 +26,11 @@ from holdfast.format.names import manifest_key, step_folder
 from holdfast.offline.repair.repair import Repair
 from holdfast.policies import KeepPolicy
 from holdfast.ports.store import Store
+from holdfast.repository.catalog import exists
 from holdfast.repository.epochs import RELEASED, newest_epoch, put_heartbeat
 from holdfast.repository.tags import read_tags
 from holdfast.runs.collection.garbage_collection import CheckpointGC, CollectReport, collected
+from holdfast.runs.removing import StepRemoval
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.syscalls import Syscalls
@@ -161,6 +163,51 @@ class LifeOfARun(RuleBasedStateMachine):
         else:
             assert chosen.harmed or isinstance(error, UnavailableError), error
 
+    @rule(choice=CHOICES, mishap=MISHAPS)
+    @where(lambda self: self.model.held)
+    def discard_newer(self, choice: int, mishap: Mishap) -> None:
+        """Training loads a step and discards what it leaves: from then on a restart loads that step."""
+        run, chosen = self.the_run(), self.model.of_choice(choice)
+        state = state_of(tuple(OTHER - seed for seed in chosen.content))
+        tagged, before = set(self.model.tags.values()), self.model.chain()
+        step, error = self.attempted(mishap, lambda: run.load(state, chosen.name, discard_newer=True))
+        self.model.last = None
+        if error is not None:
+            assert chosen.harmed or isinstance(error, UnavailableError | ConflictError), error
+            return
+        assert step == chosen.step and is_of(state, chosen.content), f"{chosen} was loaded wrongly"
+        self.train_from(run, chosen)
+        report = run.load_report
+        assert report is not None
+        if mishap is NO_MISHAP and not self.model.harmed():
+            assert self.model.chain()[:1] == [chosen], f"a restart would not load {chosen}"
+            left = [held for held in before if held not in self.model.chain()]
+            assert len(report.discarded) == len([held for held in left if held not in tagged]), report
+            assert sorted(each.step for each in report.left) == sorted(held.step for held in left if held in tagged)
+        event(f"discarded {min(len(report.discarded), 3)}")
+
+    @rule(choice=CHOICES, mishap=MISHAPS)
+    @where(lambda self: self.model.held)
+    def remove(self, choice: int, mishap: Mishap) -> None:
+        """`holdfast rm`: the step that was named goes, and nothing else."""
+        self.end_run()
+        model, chosen = self.model, self.model.of_choice(choice)
+        is_tagged, chain = chosen in model.tags.values(), model.chain()
+        verb = StepRemoval([chosen.name], tagged=False, all_steps=True)
+        report, error = self.attempted(
+            mishap, lambda: verb.execute(self.faulty, CLOCK, 0.0, SETTINGS.lease_seconds), may_go={chosen}
+        )
+        if model.last is chosen:
+            model.last = None
+        if report is not None:
+            assert report.left or chosen not in model.held
+            assert not is_tagged
+            if not model.harmed():
+                assert model.chain() == [held for held in chain if held in model.held], "superseded steps came back"
+            event("removed")
+        elif not is_tagged or not isinstance(error, ConflictError):
+            assert chosen.harmed or isinstance(error, UnavailableError), error
+
     @rule(jump=st.integers(1, 3), changes=CHANGES, loss=LOSSES, tag=st.none() | NAMES, mishap=MISHAPS)
     def save(self, jump: int, changes: frozenset[int], loss: float, tag: str | None, mishap: Mishap) -> None:
         """A step is saved, after the one that training came from."""
@@ -241,7 +288,9 @@ class LifeOfARun(RuleBasedStateMachine):
     def corrupt(self, choice: int, file: int, at: int, kind: str) -> None:
         """A file is damaged behind everybody's back: whoever reads all of what it belongs to sees it."""
         chosen = self.model.of_choice(choice)
-        files = sorted(chosen.files - self.model.spoilt)
+        files = sorted(key for key in chosen.files - self.model.spoilt if exists(self.store, key))
+        # A collection takes what is left of a step whose manifest is gone.
+        assert files == sorted(chosen.files - self.model.spoilt) or chosen.key not in self.model.manifests()
         key = files[file % len(files)] if files else chosen.key
         if not files or (key == chosen.key and self.model.is_twice(chosen)):
             return

@@ -161,9 +161,14 @@ class CheckpointLocation:
         if exists(self.store, self.manifest_key) and (
             self.step is None or is_valid(self.store, current_fence(self.store), self.step)
         ):
+            default = (
+                "Save elsewhere, or remove it first if it is not needed"
+                if self.step is None
+                else "Save the state as another step. To save this number again, go back to a step before it: "
+                f"manager.load(state, step=…, discard_newer=True), or remove it: holdfast rm ROOT {self.step}"
+            )
             raise ConflictError(
-                f"{self.url}: a checkpoint is already there; expected none. Nothing was touched. "
-                f"{way_out or 'Save elsewhere, or remove it first if it is not needed'}"
+                f"{self.url}: a checkpoint is already there; expected none. Nothing was touched. {way_out or default}"
             )
         if self.step is None:
             require_no_run(self.store, "save one checkpoint here")

@@ -16,6 +16,7 @@ from holdfast.cli.commands.inspect import inspect
 from holdfast.cli.commands.ls import ls
 from holdfast.cli.commands.relink import relink
 from holdfast.cli.commands.repair import repair
+from holdfast.cli.commands.rm import rm
 from holdfast.cli.commands.tag import tag
 from holdfast.cli.commands.trace import trace
 from holdfast.cli.commands.verify import verify
@@ -31,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, inspect, verify, export, diff, import_, tag, gc, trace, repair, cp, relink):
+for command in (ls, inspect, verify, export, diff, import_, tag, gc, rm, trace, repair, cp, relink):
     app.command(name=command.__name__.rstrip("_"))(command)
 
 

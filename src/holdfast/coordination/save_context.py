@@ -51,6 +51,9 @@ class SaveContext:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Rank 0's metrics of the step."""
 
+    loaded: Base | None = None
+    """The committed step that every rank holds as it was loaded: nothing is written."""
+
     origin: str | None = None
     """For a copy: software that wrote the source, with its version."""
 

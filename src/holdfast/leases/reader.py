@@ -58,7 +58,7 @@ def is_being_deleted(store: Store, clock: Clock, step: int, digest: str) -> bool
         step: The step.
         digest: Digest of its manifest.
     """
-    epochs = {mark.epoch for mark in marks(store) if mark.is_carried_out and mark.steps.get(step) == digest}
+    epochs = {mark.epoch for mark in marks(store) if mark.is_carried_out and (step, digest) in mark.steps}
     return any(_is_held(store, clock, epoch) for epoch in epochs)
 
 

@@ -41,6 +41,7 @@ from holdfast.ports.store import Store
 from holdfast.repository import epochs
 from holdfast.repository.catalog import step_folders, touch_root
 from holdfast.repository.cut_off import finish_withdrawals
+from holdfast.repository.timeline_records import adopt_records
 from holdfast.repository.timelines import moved_steps
 from holdfast.types.epoch import Epoch, Holder
 
@@ -130,6 +131,7 @@ class WriterLease:
         finish_withdrawals(self._store, former_fence)
         accepted = epochs.accepted_steps(self._store, former_fence, step_folders(self._store))
         superseded = moved_steps(self._store, former_fence) if former_fence.has_timelines else None
+        adopt_records(self._store, former_fence, number)
         epochs.put_accepted(self._store, number, run_id, accepted, superseded)
         try:
             # The list of the epoch before stays: readers use it if ours is damaged.

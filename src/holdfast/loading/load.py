@@ -274,11 +274,20 @@ def load_checkpoint(
     return report
 
 
+def _require_same_discarding(attempt: LoadAttempt, resolved: Resolved) -> None:
+    if resolved.discards is not attempt.selector.discards:
+        raise InvalidError(
+            f"load of step {resolved.manifest.step}: discard_newer={attempt.selector.discards} here, and "
+            f"{resolved.discards} on rank 0; expected the same on every rank. Nothing was removed"
+        )
+
+
 def _request_and_plan(attempt: LoadAttempt, resolved: Resolved) -> PlannedLoad | Exception:
     """Return this rank's reads, or why it cannot load: the other ranks wait for its status in either case."""
     job, request, location = attempt.job, attempt.request, resolved.location
     try:
         with attempt.trace.phase("plan"):
+            _require_same_discarding(attempt, resolved)
             renamed = renamed_catalog(_catalog(resolved, job.settings), request.rename, location.url)
             restoration = job.framework.restoration(request.state, renamed.catalog, request.selection)
             warn_of_misfits(job, restoration.misfits, location.url, strict=request.strict)

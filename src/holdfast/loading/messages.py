@@ -48,6 +48,9 @@ class ChosenStep:
     newer: tuple[int, ...] = ()
     """Newer steps that exist and were not asked for, ascending."""
 
+    discards: bool = False
+    """Whether rank 0 discards them after the load."""
+
     reader_id: str = ""
     """16 hex digits that name the reading job in its reports."""
 

@@ -48,18 +48,22 @@ def finder_of(step: object, best: object = None) -> Finder | None:
     return None if named.is_newest else partial(_named, named=named)
 
 
-def find_named(store: Store, named: StepName) -> Found:
+def find_named(store: Store, named: StepName, listed: RunTimelines | None = None) -> Found:
     """Return the manifest of the step that a name stands for. `latest` is the newest committed one here.
 
+    Args:
+        store: The root of the run.
+        named: The name.
+        listed: The timelines, if they were read already.
     Raises:
         MissingError: There is no such step or tag; the message names others.
         CorruptError: The tag is damaged.
         InvalidError: The path is one checkpoint.
     """
     if not named.is_newest:
-        return _named(store, named)
+        return _named(store, named, listed)
     require_no_checkpoint(store)
-    stored = run_timelines(store)
+    stored = run_timelines(store) if listed is None else listed
     if not stored.chain:
         raise no_step(store)
     return stored, stored.chain[-1]
@@ -114,15 +118,15 @@ def no_step(store: Store) -> MissingError:
     return MissingError(f"{store.url}: no committed step yet; expected at least one. Save one, or choose another path")
 
 
-def _named(store: Store, named: StepName) -> Found:
+def _named(store: Store, named: StepName, listed: RunTimelines | None = None) -> Found:
     require_no_checkpoint(store)
     require_run(store)
     if named.tag is None:
         assert named.step is not None, "the newest step is found otherwise"
-        return find_step(store, named.step, named.digest)
+        return find_step(store, named.step, named.digest, listed)
     tag = tag_named(store, named.tag)
     try:
-        return find_step(store, tag.step, tag.digest)
+        return find_step(store, tag.step, tag.digest, listed)
     except MissingError as gone:
         raise MissingError(
             f"{store.url}: tag {named.tag!r} names step {tag.step}, which is gone or was saved again since; expected a "

@@ -47,6 +47,9 @@ class Resolved:
     newer: tuple[int, ...]
     """Newer steps that exist and were not asked for."""
 
+    discards: bool
+    """Whether rank 0 discards them after the load."""
+
     reader_id: str
     """16 hex digits that name the reading job in its reports."""
 
@@ -86,10 +89,7 @@ def resolve(
             own = error
             stands = damage is not None and error is damage.error
             chosen = ChosenStep(error=error_text(error), is_damage=stands)
-        # The same for the same reader: a job that evaluates every checkpoint replaces its own reports there.
-        reader_id = short_digest_of(platform.node().encode(), str(job.comm.world_size).encode()).hex()
-        passed_over, newer = tuple(selector.passed_over), tuple(selector.newer)
-        message = replace(chosen, passed_over=passed_over, newer=newer, reader_id=reader_id).encode()
+        message = _with_choice(chosen, selector, job).encode()
     chosen = ChosenStep.decode(job.comm.broadcast(message))
     if chosen.is_damage and damage is not None:
         raise damage.error
@@ -106,7 +106,24 @@ def resolve(
     else:
         manifest, index = resolved_frames(chosen.frames, location)
     require_stored = stored_by(index, chosen.short_packs)
-    return Resolved(location, manifest, index, require_stored, chosen.passed_over, chosen.newer, chosen.reader_id)
+    return Resolved(
+        location,
+        manifest,
+        index,
+        require_stored,
+        chosen.passed_over,
+        chosen.newer,
+        chosen.discards,
+        chosen.reader_id,
+    )
+
+
+def _with_choice(chosen: ChosenStep, selector: StepSelector, job: Job) -> ChosenStep:
+    """Return what rank 0 sends, with what else the selector knows."""
+    # The same for the same reader: a job that evaluates every checkpoint replaces its own reports there.
+    reader_id = short_digest_of(platform.node().encode(), str(job.comm.world_size).encode()).hex()
+    passed_over, newer = tuple(selector.passed_over), tuple(selector.newer)
+    return replace(chosen, passed_over=passed_over, newer=newer, discards=selector.discards, reader_id=reader_id)
 
 
 def _next_sound_step(

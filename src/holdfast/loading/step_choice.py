@@ -72,6 +72,11 @@ class StepSelector(Protocol):
         ...
 
     @property
+    def discards(self) -> bool:
+        """Whether this rank discards the newer steps after the load; the same on every rank, or all are refused."""
+        ...
+
+    @property
     def requires_whole(self) -> bool:
         """Whether any pack that is too short is damage; otherwise only a tensor in its missing part is refused."""
         ...
@@ -110,14 +115,20 @@ class ExactStep:
     passed_over: Sequence[SkippedStep] = ()
 
     def __init__(
-        self, choose: Callable[[], CheckpointLocation | None], newer: Callable[[], Sequence[int]] = tuple
+        self,
+        choose: Callable[[], CheckpointLocation | None],
+        newer: Callable[[], Sequence[int]] = tuple,
+        *,
+        discards: bool = False,
     ) -> None:
         """Look at no storage yet.
 
         Args:
             choose: Returns its location.
             newer: Returns the newer steps that exist.
+            discards: Whether this rank discards them after the load.
         """
+        self.discards = discards
         self._choose, self._list_newer = choose, newer
         self.newer: Sequence[int] = ()
 
@@ -137,6 +148,7 @@ class PathSelector:
     """The checkpoint at a path, which another job may overwrite while it is read."""
 
     falls_back = True
+    discards = False
     requires_whole = False
     passed_over: Sequence[SkippedStep] = ()
     newer: Sequence[int] = ()
@@ -191,6 +203,7 @@ class NewestValid:
     """
 
     falls_back = True
+    discards = False
     requires_whole = True
     newer: Sequence[int] = ()
 
@@ -327,19 +340,22 @@ class NewestValid:
         )
 
 
-def find_step(store: Store, step: int, digest: str) -> tuple[RunTimelines, StoredManifest]:
+def find_step(
+    store: Store, step: int, digest: str, listed: RunTimelines | None = None
+) -> tuple[RunTimelines, StoredManifest]:
     """Return the timelines of a run, and the manifest of one step.
 
     Args:
         store: The root of the run.
         step: The step.
         digest: First digits of the digest of its manifest; empty for the step that a resume could take.
+        listed: The timelines, if they were read already.
     Raises:
         InvalidError: The path is one checkpoint, or several manifests have these digits.
         MissingError: No such step counts; the message names others.
     """
     require_no_checkpoint(store)
-    stored = run_timelines(store)
+    stored = run_timelines(store) if listed is None else listed
     found = stored.at(step)
     matching = [] if found is None else [found]
     if digest:

@@ -368,3 +368,13 @@ class Framework(Protocol):
             InvalidError: The state cannot be filled as it is (meta tensors, conflicting hyperparameters).
         """
         ...
+
+    def watched(self, state: Mapping[str, object]) -> Mapping[str, tuple[object, object]]:
+        """Return by path each object of a state that holds tensors, and stamps of these as `Source.stamp` makes them.
+
+        It calls no `state_dict`: that of a data loader may start its workers. Objects of other kinds are left out.
+
+        Raises:
+            Exception: Some tensor has no stamp.
+        """
+        ...

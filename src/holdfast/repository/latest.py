@@ -39,18 +39,26 @@ def name_latest(store: Store, step: int | None, is_first_occurrence: Callable[[s
             logger.warning("%s/%s does not name the newest step: %s", store.url, LATEST_FILE, error)
 
 
-def leave_latest(store: Store, going: Collection[int]) -> None:
+def leave_latest(store: Store, going: Collection[tuple[int, str]]) -> None:
     """Make `latest` name another step if it names one that is about to be removed. A failure is a warning.
 
     Args:
         store: The root of the run.
-        going: The steps.
+        going: Step and digest of the manifests that are to be removed.
     """
     try:
-        if _named(store) not in going:
+        named, numbers = _named(store), {step for step, _ in going}
+        if named not in numbers:
             return
-        left = [manifest.step for manifest in run_timelines(store).chain if manifest.step not in going]
-        _put(store, left[-1] if left else None)
+        # The digests of a run that never went back are not read: it has one manifest at each step.
+        left = [
+            each.step
+            for each in run_timelines(store).chain
+            if (each.step not in numbers if each.digest is None else (each.step, each.digest) not in going)
+        ]
+        # A newer timeline may have saved the step again: then the step is still there.
+        if named not in left:
+            _put(store, left[-1] if left else None)
     except CheckpointError as error:
         logger.warning("%s/%s may name a step that is removed: %s", store.url, LATEST_FILE, error)
 

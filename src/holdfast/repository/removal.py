@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -72,8 +72,8 @@ class Mark:
     is_carried_out: bool
     """Whether it is too late for a reader to protect a step."""
 
-    steps: Mapping[int, str]
-    """Steps that lose their manifest, each with the manifest's digest."""
+    steps: frozenset[tuple[int, str]]
+    """Steps that lose a manifest, each with the manifest's digest."""
 
 
 def inspect_step(
@@ -179,13 +179,13 @@ def put_mark(
     store: Store, run_id: str, nonce: str, epoch: int, to_delete: Unreferenced, *, is_carried_out: bool
 ) -> Mark:
     """Put a mark, announced or carried out. It names all steps, and the first of the files."""
-    mark = Mark(mark_key(nonce), run_id, epoch, is_carried_out, to_delete.steps)
+    mark = Mark(mark_key(nonce), run_id, epoch, is_carried_out, to_delete.manifests)
     document = {
         **header("collecting"),
         "run_id": run_id,
         "epoch": epoch,
         "carried_out": is_carried_out,
-        "steps": [[step, digest] for step, digest in sorted(to_delete.steps.items())],
+        "steps": [[step, digest] for step, digest in sorted(mark.steps)],
         "files": heapq.nsmallest(_MARK_FILES_MAX, to_delete.files),
         "file_count": len(to_delete.files),
     }
@@ -203,8 +203,7 @@ def marks(store: Store) -> list[Mark]:
         try:
             data = store.get(key, _MARK_BYTES_MAX)
             document, _ = decode_sealed(data, "collecting", _MarkDocument, f"{store.url}/{key}")
-            steps = dict(document.steps)
-            listed.append(Mark(key, document.run_id, document.epoch, document.carried_out, steps))
+            listed.append(Mark(key, document.run_id, document.epoch, document.carried_out, frozenset(document.steps)))
         except MissingError:
             continue  # The collector finished after we listed it.
         except (CorruptError, InvalidError) as error:
@@ -236,21 +235,23 @@ def remove(store: Store, to_delete: Unreferenced, epoch: int) -> Unreferenced:
         ConflictError: Another process took over; no file was removed.
         UnavailableError: Storage failed; the next collection continues.
     """
-    leave_latest(store, to_delete.steps)
+    leave_latest(store, to_delete.manifests)
     # Oldest first: a reader that lists meanwhile still finds the newest step.
     removed = {
-        step: digest for step, digest in sorted(to_delete.steps.items()) if _remove_manifest(store, step, digest, epoch)
+        step: digest
+        for step, digest in sorted(to_delete.steps.items())
+        if _remove_manifest(store, step, digest, manifest_key(step), epoch)
     }
+    moved = {key: name for key, name in sorted(to_delete.moved.items()) if _remove_manifest(store, *name, key, epoch)}
     if to_delete.files:
         require_newest(store, epoch)
         store.delete(sorted(to_delete.files))
-    remove_folders(store, removed)
-    return replace(to_delete, steps=removed)
+    remove_folders(store, sorted(to_delete.numbers))
+    return replace(to_delete, steps=removed, moved=moved)
 
 
-def _remove_manifest(store: Store, step: int, digest: str, epoch: int) -> bool:
-    """Remove the manifest of a step if it is still the given one; return whether it was."""
-    key = manifest_key(step)
+def _remove_manifest(store: Store, step: int, digest: str, key: str, epoch: int) -> bool:
+    """Remove the manifest of a step from a key if it is still the given one; return whether it was."""
     try:
         data = store.get(key, MANIFEST_BYTES_MAX)
     except (MissingError, CorruptError):

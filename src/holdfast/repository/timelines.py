@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest, run_fields_of_manifest
@@ -28,6 +28,7 @@ from holdfast.repository.catalog import manifest_digest, step_folders
 from holdfast.repository.epochs import current_fence, unreadable_error
 from holdfast.repository.publish import publish
 from holdfast.repository.quarantine import stated_timelines
+from holdfast.repository.timeline_records import timeline_records
 from holdfast.repository.withdrawal import name_moved, withdraw
 from holdfast.types.epoch import Fence
 from holdfast.types.manifest import Manifest
@@ -70,6 +71,9 @@ class RunTimelines:
     superseded: tuple[StoredManifest, ...]
     """All other manifests, by ascending step."""
 
+    recorded: frozenset[Timeline] = frozenset()
+    """The timelines that records state; a manifest may state them too."""
+
     @property
     def known(self) -> frozenset[Timeline]:
         """The timelines that the manifests state."""
@@ -96,8 +100,11 @@ def run_timelines(store: Store) -> RunTimelines:
     must not make the others unusable.
     """
     fence = current_fence(store)
+    # Before the manifests: a record goes once a manifest states as new a timeline, so one of the two is seen.
+    recorded = frozenset(record.timeline for record in timeline_records(store, fence))
     manifests = list(_stored_manifests(store, fence))
-    return arranged(manifests, stated_timelines(store) if fence.has_timelines else ())
+    elsewhere = (*recorded, *stated_timelines(store)) if fence.has_timelines else ()
+    return replace(arranged(manifests, elsewhere), recorded=recorded)
 
 
 def newest_timeline(
@@ -123,7 +130,8 @@ def newest_timeline(
     damaged += [(manifest.step, manifest.key) for manifest in moved.damaged]
     known = [StoredManifest(step, manifest_key(step), each.digest, each.timeline) for step, each in whole]
     read = (_read(store, fence, step, key) for step, key in damaged)
-    return arranged((*known, *(manifest for manifest in read if manifest is not None)), stated_timelines(store)).newest
+    elsewhere = (*(record.timeline for record in timeline_records(store, fence)), *stated_timelines(store))
+    return arranged((*known, *(manifest for manifest in read if manifest is not None)), elsewhere).newest
 
 
 def committed_steps(store: Store) -> list[int]:
@@ -131,18 +139,18 @@ def committed_steps(store: Store) -> list[int]:
     return sorted(manifest.step for manifest in run_timelines(store).chain)
 
 
-def arranged(manifests: Iterable[StoredManifest], quarantined: Iterable[Timeline] = ()) -> RunTimelines:
+def arranged(manifests: Iterable[StoredManifest], elsewhere: Iterable[Timeline] = ()) -> RunTimelines:
     """Return manifests by timeline. Pure.
 
     Args:
         manifests: The manifests that count.
-        quarantined: Timelines that manifests under `quarantine/` state.
+        elsewhere: Timelines that records and manifests under `quarantine/` state.
     """
     ordered = sorted(manifests, key=lambda manifest: (manifest.step, manifest.key))
     proven = {manifest.timeline for manifest in ordered if manifest.timeline is not None}
     # The only manifest of the newest timeline may be damaged or under quarantine. Without it, a resume would take the
     # steps that training went back past. A text that is damaged just there contradicts the others, and does not count.
-    stated = {*quarantined, *(manifest.stated for manifest in ordered if manifest.stated is not None)}
+    stated = {*elsewhere, *(manifest.stated for manifest in ordered if manifest.stated is not None)}
     timelines = proven | {one for one in stated if not any(one.contradicts(other) for other in proven)}
     newest = max(timelines, key=lambda timeline: (timeline.number, timeline.id), default=FIRST_TIMELINE)
     in_folders = {manifest.step for manifest in ordered if superseded_in(manifest.key) is None}

@@ -15,7 +15,7 @@ The decision holds until the next load, also if the save fails: a step of the ne
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -30,9 +30,10 @@ from holdfast.ports.store import Store
 from holdfast.repository.quarantine import identity_at, list_records, supersede
 from holdfast.repository.timelines import RunTimelines, StoredManifest, run_timelines
 from holdfast.runs.collection.pins import Pins, StepPin
+from holdfast.runs.loaded_state import LoadedState
 from holdfast.saving.deduplication import BaseStep, base_from_loaded
 from holdfast.types.manifest import Parent
-from holdfast.types.timeline import FIRST_TIMELINE, Timeline
+from holdfast.types.timeline import FIRST_TIMELINE, Fork, Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,8 @@ class RunPosition:
         """The checkpoint, or the save in flight, that the next save continues."""
         self.loaded: int | None = None
         """The step that was loaded last; None once the state may have changed since."""
+        self.loaded_state: LoadedState | None = None
+        """The state as the last load left it, if that was a whole one; None once another step is saved."""
         self.loads = 0
         """Number of loads: a save that began before the last one must not move the position."""
         self._newer: tuple[int, ...] = ()
@@ -105,18 +108,19 @@ class RunPosition:
         """Return the location of a step."""
         return replace(self.home, folder=step_folder(step), step=step)
 
-    def selector(self, find: Finder | None = None) -> StepSelector:
+    def selector(self, find: Finder | None = None, prepare: Callable[[], None] | None = None) -> StepSelector:
         """Return the selector of a load.
 
         Args:
             find: Finds the step; None for the newest valid one.
+            prepare: Called on rank 0 before the choice, if the load discards what it leaves.
         """
         # The load may fail because the base step is damaged: then the next save must not refer to it.
         self.base = None
         if find is None:
             return NewestValid(self.home, self._job.clock, self._job.is_first_occurrence)
-        choice = _Choice(self.home, self._pins)
-        return ExactStep(partial(choice.choose, find), choice.newer)
+        choice = _Choice(self.home, self._pins, prepare)
+        return ExactStep(partial(choice.choose, find), choice.newer, discards=prepare is not None)
 
     def move_to(self, loaded: Loaded) -> None:
         """Take a loaded step as the position."""
@@ -128,7 +132,7 @@ class RunPosition:
         self._origin = _LoadedStep(step, manifest.digest, manifest.timeline, self._pins.saves())
         self._timeline = None
         self.starts_over = False
-        self._pins.current_step = step
+        self._pins.current = (step, manifest.digest)
         self.base = base_from_loaded(manifest, loaded.index, loaded.filled)
         self.lineage = Lineage(Parent(manifest.run_id, step, manifest.digest), None)
 
@@ -156,6 +160,20 @@ class RunPosition:
             self._last_number = max(self._last_number, self._timeline.number)
         return self._timeline
 
+    def fork(self, stored: RunTimelines) -> Timeline:
+        """Return a new timeline, which leaves that of the loaded step there. On rank 0, under the writer lease."""
+        assert self._origin is not None, "a step was loaded"
+        number, new_id = self._new_number_and_id(stored)
+        return self._origin.timeline.fork(number, new_id, self._origin.step, self._origin.digest)
+
+    def adopt(self, timeline: Timeline) -> None:
+        """Take a timeline that has begun already as that of the next save."""
+        self._timeline, self._last_number = timeline, max(self._last_number, timeline.number)
+
+    def forget_newer(self) -> None:
+        """Take note that a restart would resume from the loaded step: the newer ones are superseded."""
+        self._newer = ()
+
     def _decide(self, step: int, stored: RunTimelines, epoch: int) -> Timeline:
         origin = self._origin
         if self.starts_over or origin is None:
@@ -163,24 +181,24 @@ class RunPosition:
                 return FIRST_TIMELINE
             if self.starts_over:
                 return Timeline(*self._new_number_and_id(stored))
-            newest = first_three(manifest.step for manifest in reversed(stored.chain))
+            newest = first_three(manifest.step for manifest in reversed(stored.chain)) or "superseded ones only"
             raise InvalidError(
                 f"{self._store.url}: holds committed steps ({newest}), and this manager has loaded none; a restart "
                 "would mix two trainings. Nothing was saved. Call manager.load(state) first, save to another root, or "
                 "start anew beside these steps with CheckpointManager(root, start_over=True)"
             )
-        if self._is_at_end(step, origin, stored):
+        if self._is_at_end(step, origin, stored) or _begins_at(stored, origin):
             return stored.newest
-        number, new_id = self._new_number_and_id(stored)
+        timeline = self.fork(stored)
         logger.warning(
             "%s: step %d was loaded and newer steps exist; this save begins timeline %d. The newer steps stay stored "
             "as superseded",
             self._store.url,
             origin.step,
-            number,
+            timeline.number,
         )
-        _move_damaged(self._store, origin.step, stored, epoch)
-        return origin.timeline.fork(number, new_id, origin.step, origin.digest)
+        move_damaged(self._store, origin.step, stored, epoch)
+        return timeline
 
     def _is_at_end(self, step: int, origin: _LoadedStep, stored: RunTimelines) -> bool:
         """Return whether training continues the newest timeline: nothing that a resume would take first is left behind.
@@ -205,7 +223,14 @@ class RunPosition:
         return number, self._job.clock.random_bytes(_ID_BYTES).hex()
 
 
-def _move_damaged(store: Store, origin: int, stored: RunTimelines, epoch: int) -> None:
+def _begins_at(stored: RunTimelines, origin: _LoadedStep) -> bool:
+    """Return whether the newest timeline leaves at the loaded step and has no step yet: a load began it by a record."""
+    fork = Fork(origin.timeline.id, origin.step, origin.digest)
+    newest = stored.newest
+    return newest in stored.recorded and newest not in stored.known and newest.ancestors[:1] == (fork,)
+
+
+def move_damaged(store: Store, origin: int, stored: RunTimelines, epoch: int) -> None:
     """Move damaged manifests under quarantine above a step away from their steps, and out of `superseded/`.
 
     A damaged manifest does not state its timeline, so it would count as newer at every restart, and each restart would
@@ -222,13 +247,15 @@ def _move_damaged(store: Store, origin: int, stored: RunTimelines, epoch: int) -
 class _Choice:
     """The choice of one step by its name. On rank 0."""
 
-    def __init__(self, home: CheckpointLocation, pins: Pins) -> None:
-        self._home, self._store, self._pins = home, home.store, pins
+    def __init__(self, home: CheckpointLocation, pins: Pins, prepare: Callable[[], None] | None) -> None:
+        self._home, self._store, self._pins, self._prepare = home, home.store, pins, prepare
         self._stored = RunTimelines(FIRST_TIMELINE, (), ())
         self._chosen: StoredManifest | None = None
 
     def choose(self, find: Finder) -> CheckpointLocation:
         """Return the location of the step that a finder finds; raises as that."""
+        if self._prepare is not None:
+            self._prepare()
         self._stored, self._chosen = find(self._home.store)
         return location_of(self._home, self._chosen)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import wait
+from contextlib import suppress
+
 from holdfast.engine.background import SLICE_SECONDS, WriteProgress
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.saving.handle import SaveHandle
@@ -50,6 +53,18 @@ class SavesInFlight:
         if failures:
             others = f"; the errors of {count - len(failures)} of them are in the log only" * (count > len(failures))
             raise failures[0] from ExceptionGroup(f"{count} saves failed{others}", failures)
+
+    def await_ends(self) -> None:
+        """Wait until every save has ended, unless a write hangs. Failures are left for `wait` to raise."""
+        for handle in self._handles:
+            in_flight = handle.in_flight
+            if in_flight is not None:
+                with suppress(CheckpointError):
+                    # A lazy save is staged only after this thread has checked that the state did not change.
+                    in_flight.settle(None)
+        futures = [handle.committed for handle in self._handles]
+        while wait(futures, SLICE_SECONDS).not_done and self._progress.hung is None:
+            pass
 
     def _await(self, handle: SaveHandle, *, closing: bool) -> None:
         while True:

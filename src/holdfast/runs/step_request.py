@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,19 +14,22 @@ from holdfast.coordination.job import Job
 from holdfast.coordination.save_context import SaveContext
 from holdfast.engine.background import is_done_soon
 from holdfast.engine.write import PackWriter
-from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, first_three
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, run_fields_of_manifest
 from holdfast.format.names import manifest_keys
 from holdfast.leases.writer import WriterLease
 from holdfast.policies import KeepPolicy
 from holdfast.ports.framework import Collected, Selection
-from holdfast.repository.catalog import ensure_run, manifest_digest
+from holdfast.ports.store import Store
+from holdfast.repository.catalog import ensure_run, manifest_digest, read_run_id
 from holdfast.repository.epochs import declare_timelines
 from holdfast.repository.latest import name_latest
 from holdfast.repository.quarantine import supersede
 from holdfast.repository.removal import marks
+from holdfast.repository.timeline_records import record_keys
 from holdfast.repository.timelines import displace, moved_at, run_timelines
 from holdfast.runs.collection.background_collection import Background
+from holdfast.runs.collection.chosen_steps import NOTHING_CHOSEN, ChosenNames
 from holdfast.runs.collection.garbage_collection import CheckpointGC
 from holdfast.runs.collection.pins import Pins, StepPin
 from holdfast.runs.position import Lineage, RunPosition
@@ -49,7 +53,7 @@ class RunParts:
         Args:
             job: The ranks.
             home: The root of the run.
-            keep: The retention policy; None for no garbage collection.
+            keep: The retention policy; None to collect only what a load discarded.
         """
         store, settings = home.store, job.settings
         self.job = job
@@ -68,21 +72,41 @@ class RunParts:
         self.suspect_steps = SuspectSteps(store)
         """Steps whose packs may be damaged."""
         self.collecting: Background | None = None
-        """Garbage collection on rank 0; None on other ranks, and without a policy."""
-        if keep is not None and job.comm.rank == 0:
-            collector = CheckpointGC(store, job.clock, keep, self.writer_lease, self.pins)
-            self.collecting = Background(collector, settings.collect_grace_seconds, job.clock)
+        """Garbage collection on rank 0; None on other ranks."""
+        if job.comm.rank == 0:
+            # Without a policy nothing goes but what a load discarded.
+            choice = NOTHING_CHOSEN if keep is not None else ChosenNames(is_all=True)
+            collector = CheckpointGC(store, job.clock, keep, self.writer_lease, self.pins, choice)
+            may_collect = _always if keep is not None else partial(_has_discarded, store)
+            self.collecting = Background(collector, settings.collect_grace_seconds, job.clock, may_collect)
+
+    def collect_soon(self) -> None:
+        """Request a collection on rank 0, if there is a policy, or if a load of this run has discarded steps."""
+        if self.collecting is not None:
+            self.collecting.want()
 
     def close(self, may_wait: Callable[[], bool]) -> None:
         """End garbage collection, then release the writer lease.
 
         Args:
-            may_wait: Whether to wait until the steps are removed that no policy keeps; asked again and again.
+            may_wait: Whether to wait until the steps are removed that no policy keeps, or that a load discarded; asked
+                again and again.
         """
         if self.collecting is None:
             self.writer_lease.release()
         else:
             self.collecting.close(self.writer_lease.release, may_wait)
+
+
+def _always() -> bool:
+    return True
+
+
+def _has_discarded(store: Store) -> bool:
+    """Return whether loads have discarded steps that a collection has to remove."""
+    with suppress(CheckpointError):  # The next commit looks again.
+        return bool(record_keys(store))
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +159,8 @@ class StepRequest:
         """The lineage that the next save continues: this save."""
         self.pin = StepPin(self._step)
         """What garbage collection must leave alone until this save ends."""
+        self.is_loaded = False
+        """Whether this rank holds the step as it loaded it. Known once the state is collected."""
         self._metrics: dict[str, float] = {}
         self._tags: dict[str, bool] = {}
         """Tags of the step, each with whether it moves."""
@@ -146,7 +172,9 @@ class StepRequest:
         passed = self._passed
         # The handle of a save that fails in the background may be kept for long: it must not keep the state alive.
         self._passed = replace(passed, state={})
-        return self._parts.job.framework.collect(passed.state, passed.selection)
+        framework, loaded = self._parts.job.framework, self._parts.position.loaded_state
+        self.is_loaded = loaded is not None and loaded.is_still(framework, self._step, passed.state, passed.selection)
+        return framework.collect(passed.state, passed.selection)
 
     def claim(self) -> SaveContext:
         """Take the writer lease, free the step, and pin it and its base against garbage collection."""
@@ -162,6 +190,33 @@ class StepRequest:
             suspect_steps=frozenset(parts.suspect_steps.steps()) if has_base else frozenset(),
             metrics=self._metrics,
         )
+
+    def confirm(self) -> SaveContext | None:
+        """Return the context of a save that writes nothing; None if the step has gone since it was loaded."""
+        loaded, store = self._parts.position.loaded_state, self._parts.store
+        assert loaded is not None, "every rank states that it holds the step"
+        manifest, run_id = run_timelines(store).at(self._step), read_run_id(store)
+        if run_id is None or manifest is None or manifest.digest != loaded.digest:
+            return None
+        return SaveContext(run_id, utc_now_text(self._parts.job.clock), loaded=(self._step, loaded.digest))
+
+    def confirmed(self, context: SaveContext) -> tuple[str, ...]:
+        """Tag the step, on rank 0. Its metrics cannot be added: they are in its manifest.
+
+        Returns:
+            Why the step did not get some of its tags, a text for each.
+        """
+        if self._parts.job.comm.rank != 0 or context.loaded is None:
+            return ()
+        step, digest = context.loaded
+        if self._metrics:
+            logger.warning(
+                "step %d is saved already, so its metrics stay as they are; not added: %s. Save metrics with the next "
+                "step",
+                step,
+                first_three(sorted(self._metrics)),
+            )
+        return self._named_in_time(partial(self._tag, digest)) if self._tags else ()
 
     def parent(self) -> Parent | None:
         """Return the newest committed checkpoint that this save continues."""
@@ -183,13 +238,8 @@ class StepRequest:
         if parts.job.comm.rank != 0:
             return ()
         if is_current:
-            parts.pins.current_step = self._step
-        untagged: list[str] = []
-        # The handle reports a step that has its names. But a save that is committed counts although storage hangs.
-        if not is_done_soon(partial(self._release, manifest_digest, untagged), parts.job.clock):
-            logger.warning("step %d is saved, but storage does not answer: it gets its names later", self._step)
-            return tuple(f"{tag}: storage does not answer; the step gets it later" for tag in self._tags)
-        return tuple(untagged)
+            parts.pins.current = (self._step, manifest_digest)
+        return self._named_in_time(partial(self._release, manifest_digest))
 
     def _release(self, manifest_digest: str, untagged: list[str]) -> None:
         """Name the step, and leave it to garbage collection from then on.
@@ -199,11 +249,27 @@ class StepRequest:
             untagged: Takes what kept the step from its tags.
         """
         parts = self._parts
-        untagged += tag_saved(parts.store, parts.job.clock, self._step, manifest_digest, self._tags)
+        self._tag(manifest_digest, untagged)
         parts.pins.unpin(self.pin, is_committed=True)
-        if parts.collecting is not None:
-            parts.collecting.want()
+        parts.collect_soon()
         name_latest(parts.store, self._step, parts.job.is_first_occurrence)
+
+    def _tag(self, manifest_digest: str, untagged: list[str]) -> None:
+        untagged += tag_saved(self._parts.store, self._parts.job.clock, self._step, manifest_digest, self._tags)
+
+    def _named_in_time(self, name: Callable[[list[str]], None]) -> tuple[str, ...]:
+        """Give the step its names, unless storage hangs; return why it did not get some of its tags.
+
+        The handle reports a step that has its names. But a save that is committed counts although storage hangs.
+
+        Args:
+            name: Names the step; takes a list for what kept it from its tags.
+        """
+        untagged: list[str] = []
+        if not is_done_soon(partial(name, untagged), self._parts.job.clock):
+            logger.warning("step %d is saved, but storage does not answer: it gets its names later", self._step)
+            return tuple(f"{tag}: storage does not answer; the step gets it later" for tag in self._tags)
+        return tuple(untagged)
 
     def _pin(self) -> bool:
         """Pin the step and its base; return whether the base is still there."""
@@ -214,7 +280,7 @@ class StepRequest:
         step, digest = base
         if all(manifest_digest(store, step, key) != digest for key in manifest_keys(step, digest)):
             return False
-        return not any(mark.steps.get(step) == digest for mark in marks(store) if mark.is_carried_out)
+        return not any(base in mark.steps for mark in marks(store) if mark.is_carried_out)
 
 
 def claim_step(

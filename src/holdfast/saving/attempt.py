@@ -3,6 +3,7 @@
 States of an attempt, and who moves it from one to the next:
 
     opening    -> agreed      the training thread, once rank 0's verdict is there
+    agreed     -> committed   the commit thread, if every rank holds the step as it was loaded: nothing is written
     opening    -> refused     the training thread: the verdict says whether the call raises, or the handle fails
     agreed     -> staged      the thread that copied or wrote the last byte (`Transfer`); training may change the state
     staged     -> written     the commit thread, once this rank's packs and part are durable
@@ -33,7 +34,6 @@ from holdfast.coordination.job import Job
 from holdfast.coordination.opening.agreement import SaveAgreement
 from holdfast.coordination.opening.records import Agreement, DescribedState, Statement
 from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, committed
-from holdfast.coordination.save_context import SaveContext
 from holdfast.engine.background import CALLS, is_done_soon, wait_in_slices
 from holdfast.engine.gc_pause import GcPause
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
@@ -191,10 +191,11 @@ class SaveAttempt:
         opening = self._opening
         assert opening is not None, "it was opened"
 
-        def claim() -> SaveContext:
-            return claim_in_time(self.job, self.request, self.name, self._deadline)
+        def in_time(claim: Callable[[], T]) -> Callable[[], T]:
+            return lambda: claim_in_time(self.job, claim, self.name, self._deadline, self.location.url)
 
-        future = CALLS.submit(lambda: opening.agree(statement, state, claim))
+        claim, confirm = in_time(self.request.claim), in_time(self.request.confirm)
+        future = CALLS.submit(lambda: opening.agree(statement, state, claim, confirm))
         try:
             self._wait(future)
         except BaseException:
@@ -368,6 +369,15 @@ class SaveAttempt:
             with self.trace.phase("wait"):
                 return self.commit_vote.await_outcome()
         return self._commit() if outcome.kind is OutcomeKind.PUBLISHING else outcome
+
+    def end_unwritten(self, report: SaveReport) -> None:
+        """End the save without a vote: the step is committed, and every rank holds it as it was loaded."""
+        self._progress = SaveProgress.DECIDED
+        report = replace(report, untagged=self.request.confirmed(self.agreement.context))
+        if self.job.comm.rank == 0:
+            logger.info("%s: it is saved already, and nothing has changed since it was loaded", self.name)
+        self.trace.end(report, self.agreement.attempt, None, self.location.folder, self.job.node_reports)
+        self.handle.reach_committed(report)
 
     def conclude(self, outcome: Outcome, report: Callable[[], SaveReport]) -> None:
         """End the save with its outcome.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import utc_now_text
@@ -16,6 +16,8 @@ from holdfast.ports.framework import Collected, Selection
 from holdfast.saving.deduplication import Deduplicator
 from holdfast.saving.overwrite import Overwriting
 from holdfast.types.manifest import Parent
+
+T = TypeVar("T")
 
 
 class SaveRequest(Protocol):
@@ -62,6 +64,26 @@ class SaveRequest(Protocol):
         """
         ...
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether this rank holds the step that is saved, as it loaded it. Known once the state is collected."""
+        ...
+
+    def confirm(self) -> SaveContext | None:
+        """Return the context of a save that writes nothing: every rank holds the step. On rank 0 only.
+
+        None if the step is not there any more: then it is saved.
+        """
+        ...
+
+    def confirmed(self, context: SaveContext) -> tuple[str, ...]:
+        """Take note that the step is saved already. On every rank, on the commit thread, before the handle reports.
+
+        Returns:
+            As `committed`.
+        """
+        ...
+
     def parent(self) -> Parent | None:
         """Return the checkpoint that this one continues. On the committing rank, once every rank has written."""
         ...
@@ -75,7 +97,21 @@ class SaveRequest(Protocol):
         ...
 
 
-class PathRequest:
+class NeverLoaded:
+    """What a request lacks that saves a state which no load filled."""
+
+    is_loaded = False
+
+    def confirm(self) -> SaveContext | None:
+        """Never called."""
+        raise AssertionError("no rank states that it holds the step")
+
+    def confirmed(self, context: SaveContext) -> tuple[str, ...]:
+        """Never called."""
+        raise AssertionError("no rank states that it holds the step")
+
+
+class PathRequest(NeverLoaded):
     """A save of one checkpoint by path, outside any run."""
 
     def __init__(
@@ -141,23 +177,24 @@ def claim_path(location: CheckpointLocation, job: Job, way_out: str | None = Non
     return SaveContext(run_id=job.clock.random_bytes(8).hex(), created=utc_now_text(job.clock))
 
 
-def claim_in_time(job: Job, request: SaveRequest, name: str, deadline: float) -> SaveContext:
+def claim_in_time(job: Job, claim: Callable[[], T], name: str, deadline: float, url: str) -> T:
     """Claim the location, on rank 0; on another thread, so that the other ranks are told if storage hangs.
 
     Args:
         job: The ranks.
-        request: Claims.
+        claim: Claims or confirms, as a `SaveRequest` does.
         name: Name of the save, for messages.
         deadline: When the agreement must end, on the monotonic clock.
+        url: The location, for messages.
     Raises:
         UnavailableError: Storage gave no answer in time.
         CheckpointError: The location cannot be claimed.
     """
 
-    def claim() -> SaveContext:
+    def claim_noted() -> T:
         # A claim that hangs is reported by the saves after it, as a write that hangs.
         with job.progress.asking(name, job.stall_seconds):
-            return request.claim()
+            return claim()
 
     if job.comm.world_size == 1:
         seconds = job.seconds_left(job.agreement_deadline())
@@ -166,7 +203,7 @@ def claim_in_time(job: Job, request: SaveRequest, name: str, deadline: float) ->
         # verdict after the deadline.
         reserve = min(job.agreement_seconds / 10, VERDICT_GRACE_SECONDS)
         seconds = max(job.seconds_left(deadline - reserve), reserve)
-    future = CALLS.submit(claim)
+    future = CALLS.submit(claim_noted)
     try:
         return wait_in_slices(future, seconds, job.clock, lambda: None)
     except TimeoutError:
@@ -174,6 +211,6 @@ def claim_in_time(job: Job, request: SaveRequest, name: str, deadline: float) ->
             raise
     job.progress.give_up(name)
     raise UnavailableError(
-        f"{name}: the look at {request.location.url} did not end within {seconds:,.1f} s; expected an answer of the "
+        f"{name}: the look at {url} did not end within {seconds:,.1f} s; expected an answer of the "
         "storage. Nothing was saved; look at the storage"
     )

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 from holdfast.coordination.job import Job
 from holdfast.engine.gc_pause import is_small_transfer
@@ -62,9 +63,14 @@ def save(attempt: SaveAttempt) -> SaveHandle:
             collected = request.collect()
             fingerprint = StateFingerprint(collected, job, attempt.location)
             statement = fingerprint.statement(attempt.step, overwrites=request.overwrites)
+            statement = replace(statement, is_loaded=request.is_loaded)
         attempt.record_collected()
         with trace.phase("agree"):
             agreement = attempt.agree(statement, fingerprint)
+        if agreement.context.loaded is not None:
+            attempt.handle.reach_staged()
+            attempt.finish_in_background(lambda: attempt.end_unwritten(_unwritten_report(attempt)))
+            return attempt.handle
 
         with trace.phase("plan"):
             plan, is_new_plan = plan_packs(attempt, collected, fingerprint)
@@ -123,6 +129,27 @@ def name_packs(attempt: SaveAttempt, plan: SavePlan) -> list[PlannedPack]:
     packs = [PlannedPack(attempt.key(pack.name), body.header(provenance), pack) for pack, body in plan.packs]
     attempt.file_keys += [pack.key for pack in packs]
     return packs
+
+
+def _unwritten_report(attempt: SaveAttempt) -> SaveReport:
+    """Return the report of a save that finds its step saved already."""
+    return SaveReport(
+        step=attempt.location.step,
+        url=attempt.location.url,
+        attempt="",
+        bytes=0,
+        unchanged_bytes=0,
+        tensors=0,
+        planned=False,
+        staging="none",
+        staged_seconds=attempt.trace.seconds,
+        fence_seconds=0.0,
+        waited_seconds=0.0,
+        committed_seconds=attempt.trace.seconds,
+        divergent=(),
+        skipped=(),
+        phases=attempt.trace.phases,
+    )
 
 
 def _report(

@@ -180,6 +180,11 @@ class NumpyFramework:
                 shards.append(LocalShard(shard, _ArraySource(value.array, held)))
         return Collected(shards, Group("dict", items), {}, skipped, unmatched=_unmatched(state, selection))
 
+    def watched(self, state: Mapping[str, object]) -> Mapping[str, tuple[object, object]]:
+        """Return the tensors of a state, each with the address of its array."""
+        tensors = {fqn: value for fqn, value in state.items() if isinstance(value, GlobalTensor)}
+        return {fqn: (value, value.array.ctypes.data) for fqn, value in tensors.items()}
+
     def restoration(self, state: Mapping[str, object], catalog: Catalog, selection: Selection) -> _NumpyRestoration:
         """Return what a state wants of a checkpoint."""
         wanted: list[Wanted] = []

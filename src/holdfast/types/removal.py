@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,32 +50,60 @@ class Unreferenced:
     files: Mapping[str, int] = field(default_factory=dict)
     """Files that no step needs once these steps are gone: bytes by key."""
 
+    moved: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    """Manifests under `superseded/` that may go: step and digest by key. Only those that somebody chose."""
+
     def __bool__(self) -> bool:
         """Return whether there is a step or file."""
-        return bool(self.steps or self.files)
+        return bool(self.steps or self.files or self.moved)
+
+    @property
+    def manifests(self) -> frozenset[tuple[int, str]]:
+        """Step and digest of every manifest that may go."""
+        return frozenset((*self.steps.items(), *self.moved.values()))
+
+    @property
+    def numbers(self) -> frozenset[int]:
+        """The steps of these manifests."""
+        return frozenset(step for step, _ in self.manifests)
 
     def without(self, other: Unreferenced) -> Unreferenced:
         """Return the steps and files that another one does not list."""
         return Unreferenced(
-            {step: digest for step, digest in self.steps.items() if other.steps.get(step) != digest},
+            {step: digest for step, digest in self.steps.items() if (step, digest) not in other.manifests},
             {key: size for key, size in self.files.items() if key not in other.files},
+            {key: name for key, name in self.moved.items() if name not in other.manifests},
         )
 
     def without_files(self, keys: frozenset[str]) -> Unreferenced:
         """Return the steps, and the files that are not among some."""
-        return Unreferenced(self.steps, {key: size for key, size in self.files.items() if key not in keys})
+        return replace(self, files={key: size for key, size in self.files.items() if key not in keys})
 
     def joined(self, others: Iterable[Unreferenced]) -> Unreferenced:
         """Return the steps and files that any of several lists."""
-        steps, files = dict(self.steps), dict(self.files)
+        steps, files, moved = dict(self.steps), dict(self.files), dict(self.moved)
         for other in others:
             steps |= other.steps
             files |= other.files
-        return Unreferenced(steps, files)
+            moved |= other.moved
+        return Unreferenced(steps, files, moved)
 
     def confirmed_by(self, later: Unreferenced) -> Unreferenced:
-        """Return the steps and files that a later inventory lists too."""
+        """Return the steps and files that a later inventory lists too. A manifest may have moved since."""
+        named = self.manifests
         return Unreferenced(
-            {step: digest for step, digest in self.steps.items() if later.steps.get(step) == digest},
+            {step: digest for step, digest in later.steps.items() if (step, digest) in named},
             {key: size for key, size in self.files.items() if key in later.files},
+            {key: name for key, name in later.moved.items() if name in named},
         )
+
+    def outside(self, steps: frozenset[int]) -> Unreferenced:
+        """Return this without the files in the folders of some steps."""
+        inside = {key for key in self.files if not steps_of([key]).isdisjoint(steps)} if steps else set[str]()
+        return replace(self, files={key: size for key, size in self.files.items() if key not in inside})
+
+
+def steps_of(keys: Iterable[str]) -> frozenset[int]:
+    """Return the steps in whose folders files are, from their keys under the root of a run."""
+    folders = {key.partition("/")[0] for key in keys}
+    return frozenset(int(folder.removeprefix("step-")) for folder in folders)

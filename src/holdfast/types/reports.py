@@ -146,3 +146,10 @@ class LoadReport:
 
     phases: tuple[Phase, ...] = ()
     """Phases of this rank, by start."""
+
+    discarded: tuple[str, ...] = ()
+    """Newer steps that `discard_newer` discarded, by number and digest: no resume takes them, and they are removed
+    after the grace of the garbage collection."""
+
+    left: tuple[SkippedStep, ...] = ()
+    """Newer steps that `discard_newer` could not discard, each with the reason, such as a tag."""

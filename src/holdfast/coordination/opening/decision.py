@@ -43,14 +43,22 @@ from holdfast.plan.unmatched_patterns import judge_unmatched
 class Decision:
     """Rank 0's decision on one save."""
 
-    def __init__(self, save: NumberedSave, claim: Callable[[], SaveContext], state: DescribedState) -> None:
+    def __init__(
+        self,
+        save: NumberedSave,
+        claim: Callable[[], SaveContext],
+        state: DescribedState,
+        confirm: Callable[[], SaveContext | None] | None = None,
+    ) -> None:
         """Decide nothing yet.
 
         Args:
             save: The save.
             claim: Claims the location and returns the context; called before rank 0 agrees.
             state: The state of rank 0.
+            confirm: Called in its place if every rank still holds the step as it was loaded.
         """
+        self._confirm = confirm
         self._save, self._job, self._claim, self._state = save, save.job, claim, state
         self._meshes: MeshJudgement
         """What rank 0 knows of meshes; set by `on_statements`."""
@@ -96,6 +104,9 @@ class Decision:
             return self._save.refusal(unmatched_error)
         for text in warnings:
             job.warn_once(self._save.name, text)
+        confirmed = self._confirmed(stated)
+        if confirmed is not None:
+            return confirmed
         by_layout: dict[bytes, list[Stated]] = {}
         for each in stated:
             by_layout.setdefault(each.statement.layout, []).append(each)
@@ -114,6 +125,16 @@ class Decision:
         describe = sorted({members[0] for members in groups} | set(differing))
         several = [rank_ranges(members) for members in groups] if len(groups) > 1 else []
         return SaveVerdict(self._save.id, describe=rank_ranges(describe), classes=several, divergent=kept)
+
+    def _confirmed(self, stated: Sequence[Stated]) -> SaveVerdict | None:
+        """Return the verdict that nothing is written, if every rank holds the step as it was loaded."""
+        if self._confirm is None or not all(each.statement.is_loaded for each in stated):
+            return None
+        try:
+            context = self._confirm()
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for a verdict, whatever the error is
+            return self._save.refusal(error)
+        return None if context is None else SaveVerdict(self._save.id, context=context)
 
     def _still_differing(self, classes: Sequence[Sequence[Stated]]) -> tuple[str, ...]:
         """Return the names known to differ; none if their values are equal again within each class."""

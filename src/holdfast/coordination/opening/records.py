@@ -81,21 +81,26 @@ class Statement:
     overwrites: bool = False
     """Whether a save by path may replace a checkpoint."""
 
+    is_loaded: bool = False
+    """Whether the rank holds the step that is saved, as it loaded it."""
+
     def encode(self) -> bytes:
         """Return the statement as 56 bytes, followed by patterns and meshes if there are any."""
         digests = self.location, self.layout, self.agreeing, self.other, self.known, self.parts
         head = _STATEMENT.pack(_OVERWRITES if self.overwrites else self.step, *digests)
-        tail = self.unmatched, self.meshes
+        tail = self.unmatched, self.meshes, self.is_loaded
         return head + encode_message(tail) if any(tail) else head
 
     @classmethod
     def decode(cls, record: bytes) -> Statement:
         """Return the statement that `encode` wrote."""
-        unmatched, meshes = _decoded_tail(record[_STATEMENT.size :])
+        unmatched, meshes, is_loaded = _decoded_tail(record[_STATEMENT.size :])
         step, location, layout, agreeing, other, known, parts = _STATEMENT.unpack(record[: _STATEMENT.size])
         overwrites = step == _OVERWRITES
         step = -1 if overwrites else step
-        return cls(step, location, layout, agreeing, other, known, parts, unmatched, meshes, overwrites)
+        return cls(
+            step, location, layout, agreeing, other, known, parts, unmatched, meshes, overwrites, is_loaded=is_loaded
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +116,11 @@ class Stated:
 
 
 @lru_cache(maxsize=1024)
-def _decoded_tail(tail: bytes) -> tuple[tuple[UnmatchedPattern, ...], tuple[StatedMesh, ...]]:
+def _decoded_tail(tail: bytes) -> tuple[tuple[UnmatchedPattern, ...], tuple[StatedMesh, ...], bool]:
     # Cached: rank 0 decodes one statement per rank, and thousands of them have equal meshes.
-    return decode_message(tail, tuple[tuple[UnmatchedPattern, ...], tuple[StatedMesh, ...]]) if tail else ((), ())
+    if not tail:
+        return (), (), False
+    return decode_message(tail, tuple[tuple[UnmatchedPattern, ...], tuple[StatedMesh, ...], bool])
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from holdfast.frameworks.torch.held import Ranks
 from holdfast.frameworks.torch.private_layout import warn_of_untested_version
 from holdfast.frameworks.torch.state.collect import collect
 from holdfast.frameworks.torch.state.restore import TorchRestoration
+from holdfast.frameworks.torch.state.watched import watched_in
 from holdfast.ports.framework import Catalog, Collected, Restoration, Selection
 
 
@@ -31,3 +32,7 @@ class TorchFramework:
         # A lazy save may still read the tensors that this load will fill.
         wait_for_all_copies()
         return TorchRestoration(state, catalog, selection, self._ranks)
+
+    def watched(self, state: Mapping[str, object]) -> Mapping[str, tuple[object, object]]:
+        """Return the modules, optimizers and tensors of a state, each with the stamps of its tensors."""
+        return dict(watched_in(state, ""))

@@ -25,7 +25,7 @@ from holdfast.ports.store import Store
 from holdfast.repository.catalog import check_pack, read_manifest
 from holdfast.runs.step_request import claim_step
 from holdfast.saving.deduplication import Deduplicator
-from holdfast.saving.request import claim_path
+from holdfast.saving.request import NeverLoaded, claim_path
 from holdfast.saving.save import save_and_wait
 from holdfast.types.manifest import Parent
 from holdfast.types.plan import Piece
@@ -64,7 +64,7 @@ def saved_again(
     return save_and_wait(job, CopyRequest(source, location, job, observer, writer_lease))
 
 
-class CopyRequest:
+class CopyRequest(NeverLoaded):
     """A `SaveRequest` that saves the content of a checkpoint."""
 
     overwrites = False

@@ -55,15 +55,23 @@ class _Pending:
 class Background:
     """Collects after each commit, on a thread, until the run is closed."""
 
-    def __init__(self, collector: CheckpointGC, grace_seconds: float, clock: Clock) -> None:
+    def __init__(
+        self,
+        collector: CheckpointGC,
+        grace_seconds: float,
+        clock: Clock,
+        may_collect: Callable[[], bool] = lambda: True,
+    ) -> None:
         """Start no thread yet.
 
         Args:
             collector: Marks and removes.
             grace_seconds: How long marked steps stay.
             clock: Measures it.
+            may_collect: Whether anything may go; asked at each request. If not, none is made, and a close never waits.
         """
         self._collector, self._grace_seconds, self._clock = collector, grace_seconds, clock
+        self._may_collect = may_collect
         self._wanted, self._stopped, self._finishing = threading.Event(), threading.Event(), threading.Event()
         self._lacks_room = threading.Event()
         self._thread: threading.Thread | None = None
@@ -81,6 +89,10 @@ class Background:
 
     def want(self) -> None:
         """Request a collection after a commit."""
+        if self._may_collect():
+            self._begin()
+
+    def _begin(self) -> None:
         self._wanted.set()
         with self._ending:
             if self._thread is None and not self._stopped.is_set():
@@ -89,9 +101,9 @@ class Background:
 
     def want_room(self) -> None:
         """Request a collection after a save that found no room on the disk; warn of what can go, and when."""
-        if self._collector.may_remove:
+        if self._collector.may_remove and self._may_collect():
             self._lacks_room.set()
-            self.want()
+            self._begin()
 
     def close(self, release: Callable[[], None], may_wait: Callable[[], bool] = lambda: False) -> None:
         """End the thread, then release the writer lease.
@@ -255,8 +267,8 @@ class Background:
             # A mark that contradicts what is stored is of no use any more.
             self._held_back = () if isinstance(error, CorruptError) else (*self._held_back, *due)
             return
-        if report.steps or report.files:
-            logger.info("collected steps %s: %d bytes", list(report.steps), report.bytes)
+        if report.steps or report.superseded or report.files:
+            logger.info("collected steps %s: %d bytes", [*report.steps, *report.superseded], report.bytes)
 
     def _warn_of_room(self) -> None:
         """Warn, after a save found no room, of the steps that go soon; once for the same steps."""

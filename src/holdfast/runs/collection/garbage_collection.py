@@ -12,14 +12,15 @@ One collection, in order; any error ends it, and the next commit begins again:
 Several marks may be in their grace at once, in `Background`: each step waits for its own grace and no other.
 
 Only the holder of the writer lease collects. The policy decides about superseded steps like about others, and the
-newest step of each timeline stays. Manifests under `superseded/` stay, with all files that they name.
+newest step of each timeline stays. Manifests under `superseded/` stay, with all files that they name. Steps that were
+chosen go, whatever the policy says and wherever their manifests are: see `chosen_steps.py`.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from holdfast.checkpoint.location import require_no_checkpoint
@@ -33,15 +34,26 @@ from holdfast.ports.store import Store
 from holdfast.repository import removal
 from holdfast.repository.catalog import read_run_id, step_folders
 from holdfast.repository.epochs import current_fence
-from holdfast.repository.publish import packs_named_by
-from holdfast.repository.quarantine import quarantined, superseded_packs
-from holdfast.repository.tags import read_tags
+from holdfast.repository.quarantine import QuarantineRecord, quarantined, superseded_packs
+from holdfast.repository.tags import Tags, read_tags
+from holdfast.repository.timeline_records import timeline_records
 from holdfast.repository.timelines import MovedManifests, moved_manifests, newest_timeline
+from holdfast.runs.collection.chosen_steps import (
+    NOTHING_CHOSEN,
+    Chosen,
+    ChosenNames,
+    Needs,
+    StepAndDigest,
+    discarded_in,
+    judged,
+    name_of,
+)
+from holdfast.runs.collection.inventory import Found, Inventory, ended_in
 from holdfast.runs.collection.pins import Pins
-from holdfast.runs.collection.reachability import unreferenced
 from holdfast.runs.collection.retention import KeptFacts, kept
 from holdfast.runs.known_steps import KnownSteps
 from holdfast.runs.torn_steps import torn_steps
+from holdfast.types.epoch import Fence
 from holdfast.types.manifest import Manifest
 from holdfast.types.removal import StepFiles, Unreferenced
 from holdfast.types.timeline import Timeline
@@ -49,33 +61,6 @@ from holdfast.types.timeline import Timeline
 logger = logging.getLogger(__name__)
 
 _NONCE_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Inventory:
-    """The steps of a run, why some stay, and what no step needs."""
-
-    run_id: str
-    """The run."""
-
-    standing: Mapping[int, str]
-    """Steps with a valid manifest, each with the digest of it."""
-
-    reasons: Mapping[int, tuple[str, ...]]
-    """Steps that stay, each with the reasons."""
-
-    unreferenced: Unreferenced
-    """Steps and files that may be removed."""
-
-    bare: tuple[int, ...]
-    """Steps with empty folders only."""
-
-    packs: Mapping[int, frozenset[str]]
-    """Packs that each of the steps to remove names."""
-
-    def packs_without(self, steps: Set[int]) -> frozenset[str]:
-        """Return the packs that the steps to remove name, all but some of these steps."""
-        return frozenset().union(*(packs for step, packs in self.packs.items() if step not in steps))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +79,12 @@ class CollectReport:
     bytes: int
     """Their bytes."""
 
+    superseded: tuple[str, ...] = ()
+    """Superseded steps that were removed, or would be, because somebody chose them: number and digest, `300@1f2e`."""
+
+    protected: Mapping[StepAndDigest, tuple[str, ...]] = field(default_factory=dict)
+    """Chosen steps, by number and digest, that stay for now, each with the reasons."""
+
 
 @dataclass(frozen=True, slots=True)
 class Marked:
@@ -111,7 +102,8 @@ class Marked:
     @property
     def steps(self) -> tuple[int, ...]:
         """The complete steps among them, ascending."""
-        return tuple(sorted(self.to_delete.steps.keys() & self.inventory.standing.keys()))
+        moved = {step for step, _ in self.to_delete.moved.values()}
+        return tuple(sorted((self.to_delete.steps.keys() & self.inventory.standing.keys()) | moved))
 
 
 class CheckpointGC:
@@ -124,6 +116,7 @@ class CheckpointGC:
         keep: KeepPolicy | None,
         writer_lease: WriterLease | None,
         pins: Pins | None = None,
+        choice: ChosenNames = NOTHING_CHOSEN,
     ) -> None:
         """Read nothing yet.
 
@@ -133,9 +126,10 @@ class CheckpointGC:
             keep: The retention policy; None keeps every step, so that only files no step needs are removed.
             writer_lease: The lease of this process; None to take inventories only.
             pins: The steps that saves of this process need.
+            choice: The steps that go, whatever the policy says.
         """
         self._store, self._clock, self._keep, self._writer_lease = store, clock, keep, writer_lease
-        self._pins = Pins() if pins is None else pins
+        self._pins, self._choice = Pins() if pins is None else pins, choice
         self._readers = ReaderLeases(store, clock)
         self._known = KnownSteps(store)
         self._warned: set[str] = set()
@@ -186,7 +180,8 @@ class CheckpointGC:
         removal.remove_folders(self._store, first.bare)
         # These marks are of ended collections: only the holder of the writer lease runs a collection.
         ours = {_mark_key(other) for other in others}
-        removal.remove_marks(self._store, [key for key in removal.mark_keys(self._store) if key not in ours])
+        ended = [key for key in removal.mark_keys(self._store) if key not in ours]
+        removal.remove_marks(self._store, [*ended, *ended_in(first, Unreferenced())])
         if not others:
             self._removed_steps.clear()
         to_delete = first.unreferenced
@@ -212,20 +207,21 @@ class CheckpointGC:
             under_way = self._pins.under_way()
             for marked in marks:
                 _require_all_listed(self._store, marked.inventory, second, under_way | self._removed_steps)
-            listed = marks[0].to_delete.joined([marked.to_delete for marked in marks[1:]])
-            to_delete = listed.confirmed_by(second.unreferenced)
-            free = self._pins.release_for_removal(frozenset(to_delete.steps))
+            confirmed = [marked.to_delete.confirmed_by(second.unreferenced) for marked in marks]
+            to_delete = confirmed[0].joined(confirmed[1:])
+            free = self._pins.release_for_removal(to_delete.numbers)
             try:
-                if free != to_delete.steps.keys():
+                if free != to_delete.numbers:
                     # A save pinned one of them meanwhile: a new inventory finds the files that it needs.
                     second = self.survey()
                     to_delete = to_delete.confirmed_by(second.unreferenced)
                 # A step of another mark may stay for now, as after a removal that failed: it must not lose its packs.
-                to_delete = to_delete.without_files(second.packs_without(to_delete.steps.keys()))
+                to_delete = to_delete.without_files(second.packs_without(to_delete.manifests))
                 self._writer_lease.require()
                 # Before the removal: it may fail half way. Then the steps that are gone are not missing.
                 self._removed_steps |= to_delete.steps.keys()
                 to_delete = removal.remove(self._store, to_delete, self._writer_lease.epoch)
+                self._store.delete(ended_in(second, to_delete))
             finally:
                 self._pins.release_for_removal(frozenset())
             return _report(second, to_delete)
@@ -247,7 +243,7 @@ class CheckpointGC:
             # A full disk may have no room for two marks at once. The names of the files are for people only, and the
             # announcement has no effect on readers.
             self.withdraw([marked])
-            put(Unreferenced(marked.to_delete.steps, {}))
+            put(replace(marked.to_delete, files={}))
 
     def survey(self) -> Inventory:
         """Return the inventory of the run.
@@ -258,22 +254,61 @@ class CheckpointGC:
             UnavailableError: Storage failed.
         """
         store = self._store
-        run_id = _require_run(store)
+        run_id = require_run(store)
         fence, quarantine = current_fence(store), quarantined(store)
         # Before the steps are listed: a save that ends during the listing then still counts as under way.
         under_way, needed = self._pins.under_way(), self._pins.needed()
+        all_files, manifests, reasons = self._inspected(fence, quarantine)
+        # After the folders: a manifest that moves meanwhile is then in one of the two lists.
+        moved = moved_manifests(store)
+        newest = newest_timeline(store, fence, manifests, moved)
+        records = timeline_records(store, fence)
+        # Leases before tags: a tagger holds a lease on the step until its tag is put. See `runs/tags.py`.
+        readers, tags = self._readers.holds(forget=self._writer_lease is not None), _whole_tags(store)
+        needs = Needs(tags, readers, quarantine, self._pins)
+        whole = [manifest for manifest in (*manifests.values(), *_counted(moved, fence)) if manifest is not None]
+        chosen = judged(self._choice, whole, records, newest, needs)
+        reasons |= self._kept(manifests, reasons, all_files, newest, needs, chosen)
+        for step in needed & manifests.keys():
+            reasons[step] = (*reasons.get(step, ()), "a save under way needs it")
+        current = self._pins.current
+        if current is not None and _is_at(manifests, current):
+            reasons.setdefault(current[0], ("the run goes on from it",))
+        unread = sorted({step for step, manifest in manifests.items() if manifest is None} | moved.unreadable)
+        self._warn_of_unread(unread)
+        listed = self._known.with_files_to_delete(all_files, {*reasons, *under_way}, fence)
+        found = Found(listed, moved, chosen, under_way, superseded_packs(store), packs_known=not unread)
+        to_delete = found.unreferenced(reasons, discarded_in(records) if self._choice.is_all else None)
+        return Inventory(
+            run_id,
+            {files.step: files.digest for files in listed if files.digest is not None and files.counts},
+            reasons,
+            to_delete,
+            tuple(files.step for files in listed if not files.holds_anything and files.step not in under_way),
+            found.packs_of(to_delete),
+            chosen.protected,
+            records,
+            {name_of(manifest): manifest.timeline.number for manifest in whole},
+        )
+
+    def _inspected(
+        self, fence: Fence, quarantine: Mapping[int, Mapping[str, QuarantineRecord]]
+    ) -> tuple[list[StepFiles], dict[int, Manifest | None], dict[int, tuple[str, ...]]]:
+        """Return the files of each step folder, the manifests that count, and why damaged ones stay."""
         all_files: list[StepFiles] = []
         manifests: dict[int, Manifest | None] = {}
         reasons: dict[int, tuple[str, ...]] = {}
-        folders = step_folders(store)
+        folders = step_folders(self._store)
         self._known.forget_all_but(folders)
         for step in folders:
-            records = quarantine.get(step, {})
+            records = {
+                identity: record for identity, record in quarantine.get(step, {}).items() if self._choice.keeps(record)
+            }
             pinned = {attempt for record in records.values() for attempt in record.attempts}
             files, manifest, strangers = self._known.inspect(step, fence, pinned)
             all_files.append(files)
             for key in strangers:
-                self.warn_once("%s/%s: no file of a save; it is not removed", store.url, key)
+                self.warn_once("%s/%s: no file of a save; it is not removed", self._store.url, key)
             if files.digest is None or not files.counts:
                 continue
             manifests[step] = manifest
@@ -281,35 +316,7 @@ class CheckpointGC:
                 reasons[step] = ("its manifest cannot be read",)
             elif files.digest[:16] in records or manifest.attempt in pinned:
                 reasons[step] = ("under quarantine",)
-        # After the folders: a manifest that moves meanwhile is then in one of the two lists.
-        moved = moved_manifests(store)
-        reasons |= self._kept(manifests, reasons, all_files, newest_timeline(store, fence, manifests, moved))
-        for step in needed & manifests.keys():
-            reasons[step] = (*reasons.get(step, ()), "a save under way needs it")
-        current_step = self._pins.current_step
-        if current_step is not None and current_step in manifests:
-            reasons.setdefault(current_step, ("the run goes on from it",))
-        unread = sorted({step for step, manifest in manifests.items() if manifest is None} | moved.unreadable)
-        self._warn_of_unread(unread)
-        staying = {*reasons, *under_way}
-        listed = self._known.with_files_to_delete(all_files, staying, fence)
-        all_files = [_with_attempts_of(moved, files) for files in listed]
-        to_delete = unreferenced(
-            all_files,
-            staying,
-            under_way,
-            removal.is_pack_key,
-            superseded_packs(store) | packs_named_by(moved.manifests),
-            packs_known=not unread,
-        )
-        return Inventory(
-            run_id,
-            {files.step: files.digest for files in all_files if files.digest is not None and files.counts},
-            reasons,
-            to_delete,
-            tuple(files.step for files in all_files if not files.holds_anything and files.step not in under_way),
-            {files.step: files.packs for files in all_files if files.counts and files.step in to_delete.steps},
-        )
+        return all_files, manifests, reasons
 
     def _warn_of_unread(self, steps: Sequence[int]) -> None:
         if steps:
@@ -326,15 +333,15 @@ class CheckpointGC:
         known: Mapping[int, tuple[str, ...]],
         all_files: Sequence[StepFiles],
         newest: Timeline,
+        needs: Needs,
+        chosen: Chosen,
     ) -> Mapping[int, tuple[str, ...]]:
         """Return why further steps stay: the policy or a tag keeps them, or a reader has a lease on them."""
-        # Leases before tags: a tagger holds a lease on the step until its tag is put. See `runs/tags.py`.
-        readers = self._readers.holds(forget=self._writer_lease is not None)
-        tags = read_tags(self._store)
-        for error in tags.damaged.values():
-            raise error
+        tags = needs.tags
         candidates = {
-            step: manifest for step, manifest in manifests.items() if manifest is not None and step not in known
+            step: manifest
+            for step, manifest in manifests.items()
+            if manifest is not None and step not in known and (step, manifest.digest) not in chosen.going
         }
         reasons = dict(torn_steps(self._store, candidates, all_files, newest))
         facts = [
@@ -349,7 +356,7 @@ class CheckpointGC:
             for step, manifest in candidates.items()
             if step not in reasons
         ]
-        for step, why in readers.items():
+        for step, why in needs.readers.items():
             steps = candidates if step is None else [step] if step in candidates else []
             reasons |= dict.fromkeys(steps, (f"read by {why}",))
         for step, whys in kept(self._keep, facts, newest).items():
@@ -370,10 +377,10 @@ class CheckpointGC:
             logger.warning(text, *values)
 
 
-def _with_attempts_of(moved: MovedManifests, files: StepFiles) -> StepFiles:
-    """Return the files of a step, with the attempts pinned that moved manifests name."""
-    named = moved.attempts(files.step, files.attempts)
-    return replace(files, pinned=files.pinned | named) if named else files
+def _is_at(manifests: Mapping[int, Manifest | None], name: StepAndDigest) -> bool:
+    """Return whether the folder of a step has this manifest, or one that cannot be read."""
+    manifest = manifests.get(name[0])
+    return name[0] in manifests and (manifest is None or manifest.digest == name[1])
 
 
 def _mark_key(marked: Marked) -> str:
@@ -398,19 +405,44 @@ def _require_all_listed(store: Store, first: Inventory, second: Inventory, gone:
 
 def _report(survey: Inventory, to_delete: Unreferenced) -> CollectReport:
     steps = tuple(sorted(to_delete.steps.keys() & survey.standing.keys()))
+    superseded = sorted({name for name in to_delete.moved.values() if to_delete.steps.get(name[0]) != name[1]})
     # A link takes no space, and its removal frees none.
     removed_bytes = sum(size for key, size in to_delete.files.items() if not removal.is_link_key(key))
-    return CollectReport(survey.reasons, steps, len(to_delete.files), removed_bytes)
+    return CollectReport(
+        survey.reasons,
+        steps,
+        len(to_delete.files),
+        removed_bytes,
+        tuple(f"{step}@{digest[:8]}" for step, digest in superseded),
+        survey.protected,
+    )
 
 
-def planned(store: Store, clock: Clock, keep: KeepPolicy | None) -> CollectReport:
+def _counted(moved: MovedManifests, fence: Fence) -> list[Manifest]:
+    """Return the manifests under `superseded/` that count."""
+    return [
+        manifest
+        for manifest in moved.manifests
+        if manifest.step is not None and fence.admits(manifest.step, manifest.epoch, manifest.digest)
+    ]
+
+
+def _whole_tags(store: Store) -> Tags:
+    """Return the tags; one that cannot be read may name a step that must stay."""
+    tags = read_tags(store)
+    for error in tags.damaged.values():
+        raise error
+    return tags
+
+
+def planned(store: Store, clock: Clock, keep: KeepPolicy | None, choice: ChosenNames = NOTHING_CHOSEN) -> CollectReport:
     """Return what a collection would remove; changes nothing.
 
     Raises:
         MissingError: The root holds no run.
         CheckpointError: As `CheckpointGC.survey`.
     """
-    survey = CheckpointGC(store, clock, keep, None).survey()
+    survey = CheckpointGC(store, clock, keep, None, choice=choice).survey()
     return _report(survey, survey.unreferenced)
 
 
@@ -423,7 +455,7 @@ def collected(
         MissingError: The root holds no run.
         CheckpointError: As `CheckpointGC.collect`; a job that writes there is `ConflictError`.
     """
-    with hold_writer_lease(store, clock, lease_seconds, _require_run(store)) as writer_lease:
+    with hold_writer_lease(store, clock, lease_seconds, require_run(store)) as writer_lease:
 
         def wait(seconds: float) -> bool:
             clock.sleep(seconds)
@@ -436,7 +468,13 @@ def collected(
         return report
 
 
-def _require_run(store: Store) -> str:
+def require_run(store: Store) -> str:
+    """Return the id of the run at a root.
+
+    Raises:
+        MissingError: There is no run.
+        InvalidError: The path is one checkpoint.
+    """
     require_no_checkpoint(store)
     run_id = read_run_id(store)
     if run_id is None:

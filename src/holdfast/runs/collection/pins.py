@@ -26,8 +26,9 @@ class Pins:
         self._condition = threading.Condition()
         self._pinned: set[StepPin] = set()
         self._unknown: set[StepPin] = set()
-        self.current_step: int | None = None
-        """The step that this process saved or loaded last. Training continues from it, even if newer steps exist."""
+        self.current: tuple[int, str] | None = None
+        """The step that this process saved or loaded last, and the digest of its manifest. Training continues from it,
+        even if newer steps exist."""
         self._to_delete: frozenset[int] = frozenset()
 
     def pin(self, pin: StepPin, base: int | None) -> bool:
@@ -74,6 +75,6 @@ class Pins:
     def release_for_removal(self, steps: frozenset[int]) -> frozenset[int]:
         """Return which of some steps no save needs. From now on no save can refer to these."""
         with self._condition:
-            self._to_delete = steps - self.needed() - {self.current_step}
+            self._to_delete = steps - self.needed() - ({self.current[0]} if self.current is not None else set())
             self._condition.notify_all()
             return self._to_delete

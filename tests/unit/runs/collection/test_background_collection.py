@@ -12,7 +12,8 @@ import pytest
 
 from holdfast.clock import SystemClock
 from holdfast.runs.collection.background_collection import Background
-from holdfast.runs.collection.garbage_collection import CheckpointGC, Inventory, Marked
+from holdfast.runs.collection.garbage_collection import CheckpointGC, Marked
+from holdfast.runs.collection.inventory import Inventory
 from holdfast.types.removal import Unreferenced
 
 

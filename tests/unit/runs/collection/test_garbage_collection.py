@@ -457,7 +457,7 @@ def test_who_comes_after_the_mark_steps_aside(tmp_path: Path) -> None:
         put_mark(store, run_id_of(store), "a" * 32, tenure.epoch, going, is_carried_out=False)
         assert manager.load(state_at(0), 1) == 1, "during the grace there is time to say so"
         mark = put_mark(store, run_id_of(store), "a" * 32, tenure.epoch, going, is_carried_out=True)
-        assert [each.steps for each in marks(store)] == [{1: digest}]
+        assert [each.steps for each in marks(store)] == [{(1, digest)}]
         with pytest.raises(MissingError, match="is being deleted"):
             manager.load(state_at(0), 1)
         assert manager.load(state_at(0)) == 2

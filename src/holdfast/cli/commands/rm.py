@@ -1,0 +1,61 @@
+"""`holdfast rm`: removes steps of a run by name."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+import typer
+
+from holdfast import api
+from holdfast.cli.ending import NOT_DONE, ended_well
+from holdfast.cli.opening import AsJson, Root
+from holdfast.cli.screen import Screen, attributes, print_result, stderr
+from holdfast.errors import printable
+from holdfast.settings import Settings
+from holdfast.telemetry.log_lines import shown_bytes
+
+
+def rm(
+    root: Root,
+    steps: Annotated[
+        list[str],
+        typer.Argument(metavar="STEP…", help="The steps: number, tag or latest; 300@1f2e for a superseded one."),
+    ],
+    tagged: Annotated[bool, typer.Option("--tagged", help="Remove tagged steps too, with their tags.")] = False,
+    all_steps: Annotated[
+        bool, typer.Option("--all", help="Allow to remove the last step that a resume could take.")
+    ] = False,
+    grace: Annotated[
+        float | None,
+        typer.Option("--grace", metavar="SECONDS", help="Wait for readers between mark and removal.", min=0),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove steps of a run. Packs that other steps refer to stay.
+
+    Nothing is removed if one of the steps does not exist or has a tag, or if no step would stay that a resume could
+    take. A step that somebody reads stays: run the command again (exit status 2). The command is refused while a job
+    writes to the run. An interruption leaves every step complete or gone.
+    """
+    with ended_well():
+        if not dry_run and not as_json:
+            seconds = Settings().collect_grace_seconds if grace is None else grace
+            stderr().line(f"steps are marked, and removed after {seconds:g} s", style="dim")
+        report = api.remove_steps(root, steps, tagged=tagged, all_steps=all_steps, dry_run=dry_run, grace_seconds=grace)
+        print_result(report, partial(_show, dry_run), partial(_document, dry_run), as_json=as_json)
+        if report.left and not dry_run:
+            raise typer.Exit(NOT_DONE)
+
+
+def _show(dry_run: bool, screen: Screen, report: api.RemovedSteps) -> None:
+    verb = "would be removed" if dry_run else "removed"
+    steps = f"steps {', '.join(report.steps)}" if report.steps else "no step"
+    screen.line(f"{verb}: {steps}; {report.files} files, {shown_bytes(report.bytes)}")
+    for step, why in report.left.items():
+        screen.line(f"step {step} stays: {printable(', '.join(why))}", style="yellow")
+
+
+def _document(dry_run: bool, report: api.RemovedSteps) -> dict[str, object]:
+    return {"dry_run": dry_run, "removed": attributes(report, "steps", "files", "bytes"), "left": dict(report.left)}
