@@ -336,7 +336,8 @@ def sweep(
                 # the step, which writes only after this manifest has moved away.
                 if epoch:
                     require_newest(store, epoch)
-                if not _is_published(location, attempt) or _is_overwritten(location, claim):
+                # The claim first: one that is gone by then has left its manifest, if it published.
+                if _is_overwritten(location, claim) or not _is_published(location, attempt):
                     logger.info("%s: it is saved again; files of failed attempts stay for that save", name)
                     return
                 # Deleting the absent key `nothing` makes the store remove the folder, even an empty one.

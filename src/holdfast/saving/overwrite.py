@@ -102,7 +102,7 @@ class Overwriting:
                 self._replaced = seen.attempt
                 unneeded = self._unneeded(seen, under_way)
                 if unneeded:
-                    self._removal = CALLS.submit(lambda: self._remove(unneeded, claim, seen, under_way))
+                    self._removal = CALLS.submit(lambda: self._remove(unneeded, claim))
         except BaseException:
             release_path_claim(claim)
             raise
@@ -183,17 +183,16 @@ class Overwriting:
         # A mark without its attempt is what a removal that was cut off has left.
         return [*unneeded, *(set(marks) - {*attempts, *under_way, seen.attempt})]
 
-    def _remove(
-        self, unneeded: Collection[str], claim: PathClaim, seen: SeenManifest, under_way: Collection[str]
-    ) -> None:
+    def _remove(self, unneeded: Collection[str], claim: PathClaim) -> None:
         """Remove attempts, while the ranks write."""
         store = self._store
         try:
             files = unneeded_files(store, unneeded)
             # After the listing: no listed file belongs to a job that took the claim over.
             require_claim(store, claim.holder.nonce)
+            # What rank 0 saw, or what this job has published since: a small save may be quicker than this.
             current = seen_manifest(store)
-            if current is not None and (current == seen or current.attempt in under_way):
+            if current is not None and current.attempt is not None and current.attempt not in unneeded:
                 for keys in files.values():
                     store.delete(keys)
         except CheckpointError as error:

@@ -1,0 +1,103 @@
+"""What an overwrite, or a save beside one, removes: never a file of what is published or may yet be."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from holdfast.checkpoint.location import CheckpointLocation
+from holdfast.clock import SystemClock
+from holdfast.leases.path_claim import release_path_claim, take_path_claim
+from holdfast.leases.process import this_process
+from holdfast.repository.overwriting import claim_of, clear_away, put_claim, read_claim, take_claim_away
+from holdfast.saving.request import PathRequest
+from holdfast.saving.save import save_and_wait
+from holdfast.stores.local import LocalStore
+from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
+from tests.overwriting import EVERYTHING, HASTY, PATIENT, attempt_at, attempts_at, job_of, number_at, save, state_of
+
+WAIT_SECONDS = 20.0
+
+
+def test_a_late_plain_save_does_not_remove_what_replaced_it(tmp_path: Path) -> None:
+    """An overwrite writes while the plain save lists leftovers, and ends before that save looks for a claim."""
+    best = tmp_path / "best"
+    store = LocalStore(best, settings=PATIENT)
+    is_written, goes_on = threading.Event(), threading.Event()
+
+    def wait_written(point: FaultPoint) -> None:
+        if point.subject.endswith(".next.json"):
+            is_written.set()
+            assert goes_on.wait(WAIT_SECONDS)
+
+    def overwrite() -> None:
+        save(FaultyStore(store, Faults(wait_written, names={"put_if_absent"}, lasting=True)), 2, PATIENT)
+
+    other = threading.Thread(target=overwrite)
+
+    def act(point: FaultPoint) -> None:
+        if point.name == "folders" and (best / "manifest.json").exists():
+            other.start()
+            assert is_written.wait(WAIT_SECONDS)
+        if point.name == "get" and point.subject == "overwriting/claim.json" and not goes_on.is_set():
+            goes_on.set()
+            other.join(WAIT_SECONDS)
+
+    # The manifest may be read before the claim or after it: the overwrite ends between the two.
+    job = job_of(PATIENT)
+    location = CheckpointLocation(FaultyStore(store, Faults(act, lasting=True)), "", None)
+    save_and_wait(job, PathRequest(job, location, state_of(1), EVERYTHING))
+    job.close()
+    assert goes_on.is_set() and not other.is_alive()
+    assert number_at(best) == 2
+
+
+def test_a_save_that_is_quicker_than_the_removal_removes_all_the_same(tmp_path: Path) -> None:
+    best = tmp_path / "best"
+    for number in (1, 2):
+        save(best, number)
+    first_two, published = attempts_at(best), threading.Event()
+    oldest = (first_two - {attempt_at(best)}).pop()
+
+    def wait_published(point: FaultPoint) -> None:
+        if point.name == "list" and point.subject == f"{oldest}/":
+            assert published.wait(WAIT_SECONDS)
+
+    def note_published(point: FaultPoint) -> None:
+        if point.name == "move":
+            published.set()
+
+    slow = FaultyStore(LocalStore(best, settings=HASTY), Faults(wait_published, lasting=True))
+    save(FaultyStore(slow, Faults(note_published, lasting=True, after=True)), 3)
+    assert published.is_set() and number_at(best) == 3
+    assert oldest not in attempts_at(best)
+
+
+def test_a_claim_that_was_moved_away_by_mistake_does_not_come_back_late(tmp_path: Path) -> None:
+    """Its files may be gone by then: another job has had the path meanwhile, and counted it as dead."""
+    clock, store = SystemClock(), LocalStore(tmp_path / "best", settings=HASTY)
+    save(tmp_path / "best", 1)
+    dead, alive = (claim_of(this_process(clock, 30.0)) for _ in range(2))
+    assert put_claim(store, alive)
+
+    def another_job(point: FaultPoint) -> None:
+        claim, is_new = take_path_claim(store, clock, 30.0, "another job")
+        assert is_new
+        clear_away(store, claim.holder.nonce)
+        release_path_claim(claim)
+
+    # It is stopped once it has read what it moved.
+    stopped = FaultyStore(store, Faults(another_job, names={"get"}, at=1, after=True))
+    take_claim_away(stopped, dead, clock.random_bytes(8))
+    assert read_claim(store) is None
+
+
+def test_a_claim_that_was_moved_away_by_mistake_comes_back(tmp_path: Path) -> None:
+    clock, store = SystemClock(), LocalStore(tmp_path / "best", settings=HASTY)
+    save(tmp_path / "best", 1)
+    dead, alive = (claim_of(this_process(clock, 30.0)) for _ in range(2))
+    assert put_claim(store, alive)
+    take_claim_away(store, dead, clock.random_bytes(8))
+    found = read_claim(store)
+    assert found is not None and found.data == alive
+    assert [entry.key for entry in store.list("overwriting/")] == ["overwriting/claim.json"]
