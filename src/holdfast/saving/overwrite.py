@@ -269,6 +269,18 @@ def replace_manifest(
     return _published_or_taken(location, attempt, data, failure)
 
 
+def lost_claim_of(location: CheckpointLocation, overwrite: Overwrite, error: Exception) -> ConflictError | None:
+    """Return the loss of the claim if that is behind an error of a commit: another job has removed its files then."""
+    try:
+        require_claim(location.store, overwrite.claim)
+    except ConflictError as lost:
+        lost.__cause__ = error
+        return lost
+    except CheckpointError:
+        pass  # What failed first says more.
+    return None
+
+
 def _published_or_taken(location: CheckpointLocation, attempt: str, data: bytes, failure: Exception | None) -> Outcome:
     """Return `committed` if a move has published a manifest; refuse if another job had removed what was prepared."""
     try:
@@ -277,8 +289,8 @@ def _published_or_taken(location: CheckpointLocation, attempt: str, data: bytes,
         return unknown(str(error))
     if not is_published:
         raise ConflictError(
-            f"{location.url}: another job took over before this one replaced the manifest; expected to be the only one "
-            "that overwrites. Nothing was replaced by this job. Stop one of the jobs, or save elsewhere"
+            f"{location.url}: another job took over; expected to be the only one that overwrites. What is there is not "
+            "of this save. Stop one of the jobs, or save elsewhere"
         ) from failure
     digest = stated_digest(data)
     assert digest is not None, "a manifest is sealed"

@@ -5,15 +5,18 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
+import pytest
+
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import SystemClock
+from holdfast.errors import ConflictError, CorruptError, UnavailableError
 from holdfast.leases.path_claim import release_path_claim, take_path_claim
 from holdfast.leases.process import this_process
 from holdfast.repository.overwriting import claim_of, clear_away, put_claim, read_claim, take_claim_away
 from holdfast.saving.request import PathRequest
 from holdfast.saving.save import save_and_wait
 from holdfast.stores.local import LocalStore
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
+from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
 from tests.overwriting import EVERYTHING, HASTY, PATIENT, attempt_at, attempts_at, job_of, number_at, save, state_of
 
 WAIT_SECONDS = 20.0
@@ -101,3 +104,34 @@ def test_a_claim_that_was_moved_away_by_mistake_comes_back(tmp_path: Path) -> No
     found = read_claim(store)
     assert found is not None and found.data == alive
     assert [entry.key for entry in store.list("overwriting/")] == ["overwriting/claim.json"]
+
+
+@pytest.mark.parametrize("name", ["get", "sync"])
+def test_one_whose_files_were_removed_is_told_that_another_job_took_over(tmp_path: Path, name: str) -> None:
+    """It was stopped while it committed; the next one counted its attempt as one that never was a checkpoint."""
+    best = tmp_path / "best"
+    store = LocalStore(best, settings=HASTY)
+    save(best, 1)
+
+    taken: list[FaultPoint] = []
+
+    def take_over(point: FaultPoint) -> None:
+        if "/parts/" in point.subject and not taken:
+            taken.append(point)
+            store.delete(["overwriting/claim.json"])
+            save(best, 2)
+
+    faults = Faults(take_over, names={name}, lasting=True)
+    with pytest.raises(ConflictError, match="may not overwrite the checkpoint any more") as refusal:
+        save(FaultyStore(store, faults), 3)
+    assert taken and isinstance(refusal.value.__cause__, CorruptError | UnavailableError)
+    assert number_at(best) == 2
+
+
+def test_an_error_of_one_that_holds_its_claim_is_its_own(tmp_path: Path) -> None:
+    best = tmp_path / "best"
+    save(best, 1)
+    faults = Faults(raise_error(UnavailableError), names={"sync"})
+    with pytest.raises(UnavailableError, match="a fault was injected at sync"):
+        save(FaultyStore(LocalStore(best, settings=HASTY), faults), 2)
+    assert number_at(best) == 1
