@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from holdfast import wiring
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import SystemClock
 from holdfast.errors import ConflictError, CorruptError, UnavailableError
 from holdfast.leases.path_claim import release_path_claim, take_path_claim
 from holdfast.leases.process import this_process
+from holdfast.offline_api import repair
 from holdfast.repository.overwriting import claim_of, clear_away, put_claim, read_claim, take_claim_away
 from holdfast.saving.request import PathRequest
 from holdfast.saving.save import save_and_wait
@@ -135,3 +137,28 @@ def test_an_error_of_one_that_holds_its_claim_is_its_own(tmp_path: Path) -> None
     with pytest.raises(UnavailableError, match="a fault was injected at sync"):
         save(FaultyStore(LocalStore(best, settings=HASTY), faults), 2)
     assert number_at(best) == 1
+
+
+def test_a_repair_does_not_undo_an_overwrite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job overwrites the checkpoint once the repair has compared its manifest: one of the two is told."""
+    best = tmp_path / "best"
+    save(best, 1)
+    (best / "manifest.json").write_bytes((best / "manifest.json").read_bytes()[:-5])
+    said: list[str] = []
+
+    def overwrite(point: FaultPoint) -> None:
+        if point.subject.startswith("replaced/") and not said:
+            said.append("begun")
+            try:
+                save(best, 2)
+                said.append("done")
+            except ConflictError as error:
+                said.append(str(error))
+
+    store = FaultyStore(LocalStore(best, settings=HASTY), Faults(overwrite, names={"put_if_absent"}, lasting=True))
+    monkeypatch.setattr(wiring, "repairable_at", lambda *_: (store, None))
+    assert repair(best, settings=HASTY).is_whole
+    assert said[0] == "begun" and "another job overwrites this checkpoint" in said[1]
+    assert number_at(best) == 1 and not (best / "overwriting").exists()
+    save(best, 3)
+    assert number_at(best) == 3
