@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import wiring
+from holdfast import export_wiring, wiring
+from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import SystemClock
 from holdfast.errors import ConflictError, CorruptError, UnavailableError
 from holdfast.leases.path_claim import release_path_claim, take_path_claim
 from holdfast.leases.process import this_process
-from holdfast.offline_api import repair
+from holdfast.offline_api import diff, export, repair
 from holdfast.repository.overwriting import claim_of, clear_away, put_claim, read_claim, take_claim_away
 from holdfast.saving.request import PathRequest
 from holdfast.saving.save import save_and_wait
+from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
 from tests.overwriting import EVERYTHING, HASTY, PATIENT, attempt_at, attempts_at, job_of, number_at, save, state_of
@@ -162,3 +164,31 @@ def test_a_repair_does_not_undo_an_overwrite(tmp_path: Path, monkeypatch: pytest
     assert number_at(best) == 1 and not (best / "overwriting").exists()
     save(best, 3)
     assert number_at(best) == 3
+
+
+@pytest.mark.parametrize("act", ["export to holdfast", "export to safetensors", "diff"])
+def test_what_reads_for_long_says_that_it_was_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: str
+) -> None:
+    """Not that the checkpoint is damaged: the files of the old one were removed."""
+    best, out = tmp_path / "best", tmp_path / "out"
+    save(best, 1)
+    save(tmp_path / "other", 1)
+    opened = wiring.checkpoint_at
+
+    def overwritten(path: object, settings: Settings, step: int | str | None = None) -> Checkpoint:
+        checkpoint = opened(path, settings, step)
+        if path == best:
+            assert checkpoint.index
+            save(best, 2)
+            save(best, 3)
+        return checkpoint
+
+    for module in (wiring, export_wiring):
+        monkeypatch.setattr(module, "checkpoint_at", overwritten)
+    with pytest.raises(ConflictError, match="was overwritten while it was read"):
+        if act == "diff":
+            diff(best, tmp_path / "other", full=True)
+        else:
+            export(best, out, to=act.removeprefix("export to "))
+    assert not (out / "manifest.json").exists() and not (out / "model.safetensors").exists()
