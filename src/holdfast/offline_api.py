@@ -442,6 +442,7 @@ def diff(
         MissingError: A path holds no checkpoint.
         InvalidError: A path is the root of a run.
         CorruptError: A checkpoint is damaged.
+        ConflictError: One was overwritten meanwhile.
     """
     opened = [side if isinstance(side, Checkpoint) else wiring.checkpoint_at(side, settings) for side in (a, b)]
     patterns = None if tensors is None else patterns_of("tensors", tensors)
@@ -449,4 +450,6 @@ def diff(
     def chosen(name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in patterns or ())
 
-    return differences(*opened, chosen=None if patterns is None else chosen, cast=cast, full=full, observer=observer)
+    names = None if patterns is None else chosen
+    with opened[0].blaming_overwrite(), opened[1].blaming_overwrite():
+        return differences(*opened, chosen=names, cast=cast, full=full, observer=observer)

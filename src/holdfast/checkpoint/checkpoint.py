@@ -6,6 +6,7 @@ import hashlib
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from types import EllipsisType
@@ -217,6 +218,23 @@ class Checkpoint:
     def is_overwritten(self) -> bool:
         """Whether another checkpoint was saved in its place since it was opened."""
         return manifest_in_place_of(self.manifest, self._location) is not None
+
+    @contextmanager
+    def blaming_overwrite(self) -> Iterator[None]:
+        """Have a block that misses files say so if the checkpoint was overwritten meanwhile: it is not damaged.
+
+        Raises:
+            ConflictError: It was overwritten.
+        """
+        try:
+            yield
+        except CorruptError as error:
+            if not self.is_overwritten:
+                raise
+            raise ConflictError(
+                f"{self.url}: was overwritten while it was read, and files of the old one are removed; expected the "
+                "same checkpoint to the end. Run the same again"
+            ) from error
 
     def _of_one_manifest(self, read: Callable[[], _Result]) -> _Result:
         """Return what is read; from the new checkpoint if this one was overwritten and nothing of it was read before.

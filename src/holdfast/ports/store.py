@@ -308,6 +308,8 @@ class Store(Readable, Protocol):
         Args:
             key: The object.
             new_key: A key that no other call uses, for example with random digits. An object there may be replaced.
+                Where it is the manifest of a checkpoint that is overwritten, it is replaced at once. If nothing is at
+                `key` then, this call may return as if it had moved it: the caller looks.
         Raises:
             MissingError: No such key.
             UnavailableError: It failed; the object may have either key.

@@ -104,8 +104,11 @@ def take_claim_away(store: Store, data: bytes, draw: bytes) -> None:
     except (MissingError, CorruptError):
         return
     if moved != data:
-        # If this process ends before that, its holder finds no claim, and refuses to publish: nothing is lost.
-        put_claim(store, moved)
+        # If this process ends before that, its holder finds no claim, and refuses to publish: nothing is lost. By a
+        # link, which fails if another job took a claim meanwhile: that has cleared this one away, perhaps with the
+        # files of its holder.
+        with suppress(ConflictError, MissingError):
+            store.link(aside, _CLAIM)
     store.delete([aside])
 
 

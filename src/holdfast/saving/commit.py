@@ -336,7 +336,7 @@ def sweep(
                 # the step, which writes only after this manifest has moved away.
                 if epoch:
                     require_newest(store, epoch)
-                if not _is_published(location, attempt) or _is_overwritten(location, claim):
+                if _is_overwritten(location, claim) or not _is_published(location, attempt):
                     logger.info("%s: it is saved again; files of failed attempts stay for that save", name)
                     return
                 # Deleting the absent key `nothing` makes the store remove the folder, even an empty one.
@@ -354,7 +354,10 @@ def sweep(
 
 
 def _is_overwritten(location: CheckpointLocation, claim: str | None) -> bool:
-    """Return whether another job overwrites the checkpoint, so that its attempt must stay."""
+    """Return whether another job overwrites the checkpoint, so that its attempt must stay.
+
+    Ask before the manifest is read: a job whose claim is gone by then has left its manifest there, if it published.
+    """
     return location.step is None and is_claimed(location.store, besides=claim)
 
 

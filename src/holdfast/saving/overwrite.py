@@ -102,7 +102,7 @@ class Overwriting:
                 self._replaced = seen.attempt
                 unneeded = self._unneeded(seen, under_way)
                 if unneeded:
-                    self._removal = CALLS.submit(lambda: self._remove(unneeded, claim, seen, under_way))
+                    self._removal = CALLS.submit(lambda: self._remove(unneeded, claim))
         except BaseException:
             release_path_claim(claim)
             raise
@@ -183,17 +183,16 @@ class Overwriting:
         # A mark without its attempt is what a removal that was cut off has left.
         return [*unneeded, *(set(marks) - {*attempts, *under_way, seen.attempt})]
 
-    def _remove(
-        self, unneeded: Collection[str], claim: PathClaim, seen: SeenManifest, under_way: Collection[str]
-    ) -> None:
+    def _remove(self, unneeded: Collection[str], claim: PathClaim) -> None:
         """Remove attempts, while the ranks write."""
         store = self._store
         try:
             files = unneeded_files(store, unneeded)
             # After the listing: no listed file belongs to a job that took the claim over.
             require_claim(store, claim.holder.nonce)
+            # What rank 0 saw, or what this job has published since: a small save may be quicker than this.
             current = seen_manifest(store)
-            if current is not None and (current == seen or current.attempt in under_way):
+            if current is not None and current.attempt is not None and current.attempt not in unneeded:
                 for keys in files.values():
                     store.delete(keys)
         except CheckpointError as error:
@@ -270,6 +269,18 @@ def replace_manifest(
     return _published_or_taken(location, attempt, data, failure)
 
 
+def lost_claim_of(location: CheckpointLocation, overwrite: Overwrite, error: Exception) -> ConflictError | None:
+    """Return the loss of the claim if that is behind an error of a commit: another job has removed its files then."""
+    try:
+        require_claim(location.store, overwrite.claim)
+    except ConflictError as lost:
+        lost.__cause__ = error
+        return lost
+    except CheckpointError:
+        pass  # What failed first says more.
+    return None
+
+
 def _published_or_taken(location: CheckpointLocation, attempt: str, data: bytes, failure: Exception | None) -> Outcome:
     """Return `committed` if a move has published a manifest; refuse if another job had removed what was prepared."""
     try:
@@ -278,8 +289,8 @@ def _published_or_taken(location: CheckpointLocation, attempt: str, data: bytes,
         return unknown(str(error))
     if not is_published:
         raise ConflictError(
-            f"{location.url}: another job took over before this one replaced the manifest; expected to be the only one "
-            "that overwrites. Nothing was replaced by this job. Stop one of the jobs, or save elsewhere"
+            f"{location.url}: another job took over; expected to be the only one that overwrites. What is there is not "
+            "of this save. Stop one of the jobs, or save elsewhere"
         ) from failure
     digest = stated_digest(data)
     assert digest is not None, "a manifest is sealed"

@@ -163,14 +163,14 @@ class Export:
             pool: Executes shares in processes of their own; None: this process executes them.
             observer: Receives progress.
         Raises:
-            ConflictError: The destination exists, another process exports to it, or a file of the source was rewritten
+            ConflictError: The destination exists, another process exports to it, or the source was rewritten
                 meanwhile; nothing was published.
             UnavailableError: There is no room, or storage failed; durable windows are kept.
         """
         started, destination = self._clock.monotonic_seconds(), self.destination
         window_bytes = self._window_bytes(request)
         read_bytes = 0
-        with destination.claimed():
+        with self._checkpoint.blaming_overwrite(), destination.claimed():
             note = json.dumps({"fingerprint": self.fingerprint}).encode()
             if destination.exists:
                 published = destination.published()

@@ -148,7 +148,8 @@ def exported(source: Checkpoint, store: Store, job: Job, observer: Observer | No
     Arguments and errors as `saved_again`.
     """
     start = job.clock.monotonic_seconds()
-    report = saved_again(source, CheckpointLocation(store, "", None), job, observer)
+    with source.blaming_overwrite():
+        report = saved_again(source, CheckpointLocation(store, "", None), job, observer)
     copy = read_manifest(store, "")
     files = {f"{copy.attempt}/{file.name}": file.bytes for file in copy.files}
     return ExportReport(

@@ -76,7 +76,8 @@ def import_step(
     writer_lease = WriterLease(store, job.clock, job.settings.lease_seconds)
     try:
         if copied:
-            attempt = saved_again(source, location, job, observer, writer_lease).attempt
+            with source.blaming_overwrite():
+                attempt = saved_again(source, location, job, observer, writer_lease).attempt
             roots: set[str] = set()
         else:
             attempt = referenced(source, location, writer_lease, job, observer)

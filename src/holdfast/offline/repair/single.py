@@ -14,10 +14,12 @@ from holdfast.format.digest import hex_digest_of
 from holdfast.format.index.index_file import INDEX_BYTES_MAX
 from holdfast.format.manifest import decode_manifest, encode_manifest
 from holdfast.format.timeline import timeline_in_damaged
+from holdfast.leases.path_claim import PathClaim, release_path_claim, take_path_claim
 from holdfast.offline.repair.overlay import OverlayStore
 from holdfast.offline.repair.rebuild import stated_step
 from holdfast.offline.repair.repair import Repair, RepairReport
 from holdfast.ports.store import Store
+from holdfast.repository.overwriting import clear_away, require_claim
 from holdfast.types.manifest import Manifest
 from holdfast.types.timeline import FIRST_TIMELINE, Timeline
 
@@ -28,22 +30,34 @@ REPLACED_FOLDER = "replaced/"
 class SingleRepair(Repair):
     """Repairs the one checkpoint in a folder."""
 
+    _claim: PathClaim | None = None
+    """Held while it writes: a job that overwrites the checkpoint waits, or is refused."""
+
     def run(self, step: int | None = None) -> RepairReport:
         """Repair the checkpoint, and read all of it back.
 
         Raises:
             InvalidError: It is of a newer format, or refers to files that may not be read.
-            ConflictError: It was replaced meanwhile.
+            ConflictError: It was replaced meanwhile, or a job overwrites it.
             UnavailableError: Storage failed; the same call continues.
         """
         data = self._manifest_bytes(self._location(self._store, None))
-        return RepairReport(self._store.url, (self._repair_step(stated_step(data or b"")),))
+        try:
+            return RepairReport(self._store.url, (self._repair_step(stated_step(data or b"")),))
+        finally:
+            if self._claim is not None:
+                release_path_claim(self._claim)
 
     def _location(self, store: Store, step: int | None) -> CheckpointLocation:
         return CheckpointLocation(store, "", step, references=self._references)
 
     def _hold(self) -> int:
-        # There is no lease outside a run. `_write` compares the manifest before it writes anything.
+        # There is no lease outside a run. `_write` compares the manifest after this, and then writes.
+        store = self._store
+        if self._claim is None:
+            self._claim, _ = take_path_claim(store, self._clock, self._settings.lease_seconds, self)
+            clear_away(store, self._claim.holder.nonce)
+        require_claim(store, self._claim.holder.nonce)
         return 0
 
     def _end_quarantine(self, step: int) -> None:
