@@ -202,7 +202,7 @@ def test_a_tag_whose_step_is_damaged_says_so_and_not_that_it_is_gone(world: Worl
     tag_step(world.store, SystemClock(), 2, "paper")
     data = world.store.get(manifest_key(2), 1 << 20)
     world.store.put(manifest_key(2), data[:-40])
-    with pytest.raises(CorruptError, match="tag 'paper' names step 2, of which a manifest is damaged: .*--step 2"):
+    with pytest.raises(CorruptError, match=r"tag 'paper' names step 2, of which a manifest is damaged: .*--step 2"):
         loaded(world, "paper")
     world.store.delete([manifest_key(2)])
     with pytest.raises(MissingError, match="is gone or was saved again"):
