@@ -15,14 +15,13 @@ from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError
 from holdfast.format.names import RUN_FILE, is_superseded_name, step_and_digest, step_of_folder
 from holdfast.frameworks.alone import AloneComm
-from holdfast.loading.named_step import finder_of, no_step
-from holdfast.loading.resolve import newest_sound
+from holdfast.loading.named_step import finder_of, location_named
 from holdfast.loading.step_choice import find_step, location_of
 from holdfast.ports.comm import Comm
 from holdfast.ports.foreign import Format
 from holdfast.ports.framework import Framework
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import exists, require_run
+from holdfast.repository.catalog import exists
 from holdfast.settings import Settings
 from holdfast.stores.foreign import ForeignFiles, References
 from holdfast.stores.local import LocalStore
@@ -179,14 +178,7 @@ def step_at(root: object, step: object, settings: Settings) -> CheckpointLocatio
         MissingError: There is no such step or tag, or no run.
         CorruptError: `latest`, and every step is damaged.
     """
-    home, find = home_at(root, settings), finder_of(step)
-    if find is not None:
-        return location_of(home, find(home.store)[1])
-    location = newest_sound(home, SystemClock())
-    if location is None:
-        require_run(home.store)
-        raise no_step(home.store)
-    return location
+    return location_named(home_at(root, settings), finder_of(step), SystemClock())
 
 
 def step_path(location: CheckpointLocation) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated
 
 import typer
 
 from holdfast import api, wiring
 from holdfast.cli.screen import stderr
-from holdfast.errors import printable
+from holdfast.errors import CheckpointError, printable
 from holdfast.format.step_name import NEWEST_NAME
 from holdfast.loading.named_step import is_run
 from holdfast.settings import Settings
@@ -58,6 +59,14 @@ def path_of(path: str, step: str | None) -> str:
     found = wiring.step_at(path, step, wiring.DEFAULT_SETTINGS)
     _say(path, step, found.step)
     return wiring.step_path(found)
+
+
+def step_of(path: str, step: str | None) -> int | None:
+    """Return the step of a root that a damaged checkpoint is; None if the path is no root, or if nobody can say."""
+    with suppress(CheckpointError):
+        if is_root(path):
+            return wiring.step_at(path, NEWEST_NAME if step is None else step, wiring.DEFAULT_SETTINGS).step
+    return None
 
 
 def is_root(path: str) -> bool:

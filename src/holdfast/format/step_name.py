@@ -45,7 +45,8 @@ def step_name(step: object) -> StepName:
     if not isinstance(step, str):
         return StepName(require_step(step))
     if step.isascii() and step.isdecimal():
-        return StepName(require_step(int(step[:20])))
+        # Python refuses to read very long numbers.
+        return StepName(require_step(int(step.lstrip("0")[:20] or "0")))
     if is_superseded_name(step):
         return StepName(*step_and_digest(step))
     if not is_tag_name(step):

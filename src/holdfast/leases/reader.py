@@ -140,6 +140,11 @@ class ReaderLease:
             self._thread = threading.Thread(target=self._renew, name="holdfast-reader", daemon=True)
             self._thread.start()
 
+    @property
+    def is_stored(self) -> bool:
+        """Whether the lease is stored: not on a root without write access, nor for a checkpoint outside a run."""
+        return self._key is not None
+
     def close(self) -> None:
         """Delete the lease. Never raises."""
         self._stopped.set()

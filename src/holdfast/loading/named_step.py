@@ -13,13 +13,15 @@ from holdfast.checkpoint.location import CheckpointLocation, require_no_checkpoi
 from holdfast.clock import Clock
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
+from holdfast.format.names import manifest_keys
 from holdfast.format.step_name import StepName, step_name
+from holdfast.loading.resolve import newest_sound
 from holdfast.loading.step_choice import ExactStep, NewestValid, StepDamage, StepSelector, find_step, location_of
 from holdfast.policies import BestN, best_first
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import require_run
 from holdfast.repository.quarantine import identity_at, quarantined
-from holdfast.repository.tags import tag_named
+from holdfast.repository.tags import Tag, tag_named
 from holdfast.repository.timelines import RunTimelines, StoredManifest, run_timelines
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,27 @@ def find_named(store: Store, named: StepName, listed: RunTimelines | None = None
     if not stored.chain:
         raise no_step(store)
     return stored, stored.chain[-1]
+
+
+def location_named(home: CheckpointLocation, find: Finder | None, clock: Clock) -> CheckpointLocation:
+    """Return the location of a step, for a process that reads alone.
+
+    Args:
+        home: The root of the run.
+        find: Finds the step; None for the newest one that is not damaged.
+        clock: Source of randomness.
+    Raises:
+        MissingError: There is no such step or tag, or no run.
+        CorruptError: Every step is damaged, or the tag is.
+        InvalidError: The path is one checkpoint.
+    """
+    if find is not None:
+        return location_of(home, find(home.store)[1])
+    location = newest_sound(home, clock)
+    if location is None:
+        require_run(home.store)
+        raise no_step(home.store)
+    return location
 
 
 def number_of(store: Store, named: StepName) -> int:
@@ -128,10 +151,29 @@ def _named(store: Store, named: StepName, listed: RunTimelines | None = None) ->
     try:
         return find_step(store, tag.step, tag.digest, listed)
     except MissingError as gone:
+        _require_undamaged(store, tag)
         raise MissingError(
             f"{store.url}: tag {named.tag!r} names step {tag.step}, which is gone or was saved again since; expected a "
             f"step that is stored. Choose another step, or move the tag: holdfast tag ROOT STEP {named.tag} --move"
         ) from gone
+
+
+def _require_undamaged(store: Store, tag: Tag) -> None:
+    """Refuse a tag whose manifest is there and damaged: its digest is no proof that the step is gone.
+
+    Raises:
+        CorruptError: It is damaged.
+    """
+    for key in manifest_keys(tag.step, tag.digest):
+        try:
+            decode_manifest(store.get(key, MANIFEST_BYTES_MAX), f"{store.url}/{key}")
+        except MissingError:
+            continue
+        except CorruptError as damage:
+            raise CorruptError(
+                f"{store.url}: tag {tag.name!r} names step {tag.step}, of which a manifest is damaged: {damage}. Run: "
+                f"holdfast repair {store.url} --step {tag.step}"
+            ) from damage
 
 
 def _rule(best: object) -> BestN:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 
-from holdfast.errors import CheckpointError, ConflictError, CorruptError
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError
 from holdfast.format.names import LATEST_FILE, step_folder, step_of_folder
 from holdfast.ports.store import Store
 from holdfast.repository.publish import get_or_none
@@ -74,7 +74,7 @@ def _named(store: Store) -> int | None:
     """Return the step that the file names; None if there is none, or if the file is not ours."""
     try:
         data = get_or_none(store, LATEST_FILE, _BYTES_MAX) or b""
-    except CorruptError:  # Too large to be ours.
+    except (CorruptError, InvalidError):  # Too large to be ours, or no regular file.
         return None
     return step_of_folder(data.decode(errors="replace").strip())
 
@@ -86,9 +86,9 @@ def _require_ours(store: Store) -> None:
         ConflictError: It has other content than the folder of a step.
     """
     try:
-        data = (get_or_none(store, LATEST_FILE, _BYTES_MAX) or b"").strip()
+        # A power cut may leave our own file empty, or with zeros in place of its bytes.
+        data = (get_or_none(store, LATEST_FILE, _BYTES_MAX) or b"").strip().strip(b"\0")
     except CorruptError:
         data = b"of another tool"
-    # A power cut may leave our own file empty.
     if data and step_of_folder(data.decode(errors="replace")) is None:
         raise ConflictError("the file is of another tool, and stays as it is. Move it away, or use a root of its own")

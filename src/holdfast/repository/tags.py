@@ -121,10 +121,12 @@ def put_tag(store: Store, step: int, name: str, created: str, digest: str | None
         _require_committed(store, step, digest)
     except MissingError:
         # Something else than a collection removed the step meanwhile: a collection leaves a step that is being tagged.
-        if before is None:
-            store.delete([_key(name)])
-        else:
-            store.put(_key(name), before)
+        # Whoever has moved the tag on since prevails.
+        if _read_or_none(store, name) == tag:
+            if before is None:
+                store.delete([_key(name)])
+            else:
+                store.put(_key(name), before)
         raise
     return tag
 

@@ -14,15 +14,20 @@ from contextlib import closing
 
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import Clock, utc_now_text
-from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.errors import (
+    CheckpointError,
+    ConflictError,
+    CorruptError,
+    InvalidError,
+    MissingError,
+    UnavailableError,
+)
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
-from holdfast.format.step_name import require_tag_name, step_name
+from holdfast.format.step_name import require_tag_name
 from holdfast.leases.reader import ReaderLease
-from holdfast.loading.named_step import find_named
-from holdfast.loading.step_choice import location_of
+from holdfast.loading.named_step import finder_of, location_named
 from holdfast.ports.store import Store
 from holdfast.repository.tags import put_tag
-from holdfast.repository.timelines import StoredManifest
 from holdfast.settings import Settings
 from holdfast.types.manifest import Manifest
 
@@ -35,36 +40,45 @@ def tag_step(store: Store, clock: Clock, step: object, name: object, *, move: bo
     Args:
         store: The root of the run.
         clock: The time.
-        step: Its number, number and digest (`300@1f2e`), another tag of it, or `latest`.
+        step: Its number, number and digest (`300@1f2e`), another tag of it, or `latest`, the newest one that is not
+            damaged.
         name: The tag.
         move: Whether the tag moves if another step has it.
     Raises:
         InvalidError: The text cannot be a tag, or the name cannot be that of a step.
         MissingError: There is no such step.
         ConflictError: The tag names another step and is not to move, or the step is being deleted.
+        UnavailableError: Storage failed, or takes no lease, so that the step could be deleted meanwhile.
     """
     name = require_tag_name(name)
-    _, found = find_named(store, step_name("" if step is None else step))
-    manifest = _manifest(store, found)
     home = CheckpointLocation(store, "", None, root=store)
+    location = location_named(home, finder_of("" if step is None else step), clock)
+    manifest = _manifest(location)
+    assert manifest.step is not None, "it is that of a step"
     with closing(ReaderLease(clock, Settings().lease_seconds)) as lease:
         try:
-            lease.begin(location_of(home, found), manifest)
+            lease.begin(location, manifest)
         except MissingError as gone:
             raise ConflictError(
                 f"{store.url}: step {step} is being deleted: no retention policy keeps it. Expected a step that stays. "
                 "Nothing was tagged. Choose another step"
             ) from gone
+        if not lease.is_stored:
+            raise UnavailableError(
+                f"{store.url}: step {step} is not tagged: no lease could be stored under readers/, and without one the "
+                "step could be deleted meanwhile. Let this process write to that folder, and tag the step again"
+            )
         # By its digest: a newer timeline may save the step again meanwhile.
-        put_tag(store, found.step, name, utc_now_text(clock), manifest.digest, move=move)
+        put_tag(store, manifest.step, name, utc_now_text(clock), manifest.digest, move=move)
 
 
-def _manifest(store: Store, found: StoredManifest) -> Manifest:
+def _manifest(location: CheckpointLocation) -> Manifest:
     """Return the manifest of a step; raises `CorruptError` if it is damaged or of another step."""
-    where = f"{store.url}/{found.key}"
-    manifest = decode_manifest(store.get(found.key, MANIFEST_BYTES_MAX), where)
-    if manifest.step != found.step:
-        raise CorruptError(f"{where}: is of step {manifest.step}; expected step {found.step}. It was copied or renamed")
+    store, step = location.store, location.step
+    where = f"{store.url}/{location.manifest_key}"
+    manifest = decode_manifest(store.get(location.manifest_key, MANIFEST_BYTES_MAX), where)
+    if manifest.step != step:
+        raise CorruptError(f"{where}: is of step {manifest.step}; expected step {step}. It was copied or renamed")
     return manifest
 
 

@@ -130,3 +130,18 @@ def test_a_number_that_became_a_tag_before_is_removed(named: Path) -> None:
     put_tag(LocalStore(named, settings=package.Settings()), 10, "300", "now")
     assert holdfast("tag", named).out.split()[3] == "300"
     assert holdfast("tag", named, "--remove", "300").status == 0
+
+
+def test_verify_says_which_step_it_read_and_where_the_damage_is(named: Path) -> None:
+    assert holdfast("verify", named, "--json").json()["step"] == 20
+    (named / NEWEST / "manifest.json").write_bytes(b"damaged")
+    assert holdfast("verify", named, "--json").json()["step"] == 10
+    ended = holdfast("verify", named, "--step", 20, "--json")
+    (damage,) = ended.json()["damages"]
+    assert (ended.status, ended.json()["step"], damage["file"]) == (1, 20, "manifest.json")
+
+
+def test_the_latest_step_that_is_tagged_is_undamaged(named: Path) -> None:
+    (named / NEWEST / "manifest.json").write_bytes(b"damaged")
+    assert holdfast("tag", named, "latest", "good").status == 0
+    assert package.open_checkpoint(named, step="good").step == 10

@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.clock import SystemClock
 from holdfast.errors import CorruptError, InvalidError, MissingError
+from holdfast.format.names import manifest_key
 from holdfast.format.step_name import StepName, require_tag_name, step_name
 from holdfast.loading.named_step import finder_of
 from holdfast.policies import BestN
@@ -52,6 +53,8 @@ def loaded(world: World, step: object = None, best: object = None) -> object:
         (300, StepName(300)),
         ("300", StepName(300)),
         ("000300", StepName(300)),
+        ("0" * 5000 + "300", StepName(300)),
+        ("000", StepName(0)),
         ("300@1f2e", StepName(300, "1f2e")),
         ("best", StepName(tag="best")),
         ("v1.0", StepName(tag="v1.0")),
@@ -193,3 +196,14 @@ def test_every_rank_takes_the_step_that_rank_0_finds() -> None:
         return found
 
     assert outcomes_of_ranks(3, work, group=group) == [[4, 3]] * 3
+
+
+def test_a_tag_whose_step_is_damaged_says_so_and_not_that_it_is_gone(world: World) -> None:
+    tag_step(world.store, SystemClock(), 2, "paper")
+    data = world.store.get(manifest_key(2), 1 << 20)
+    world.store.put(manifest_key(2), data[:-40])
+    with pytest.raises(CorruptError, match=r"tag 'paper' names step 2, of which a manifest is damaged: .*--step 2"):
+        loaded(world, "paper")
+    world.store.delete([manifest_key(2)])
+    with pytest.raises(MissingError, match="is gone or was saved again"):
+        loaded(world, "paper")

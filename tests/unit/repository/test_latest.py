@@ -130,3 +130,24 @@ def test_a_deepspeed_folder_is_still_one(tmp_path: Path) -> None:
         if is_run:
             (folder / "holdfast.json").write_text("{}")
         assert DeepSpeedFormat().recognises(ForeignFiles(str(folder)), "") is known
+
+
+@pytest.mark.parametrize("left", [b"", b"\0" * 17, b"step-000000000001\n"])
+def test_what_a_power_cut_leaves_of_it_is_put_right(left: bytes) -> None:
+    world = saving(1)
+    world.store.put("latest", left)
+    world.play(lambda rank, run: (run.load({"a": plain(0)}), saved(run, 2, {"a": plain(2)})))
+    assert latest_of(world.store) == "step-000000000002"
+
+
+def test_a_collection_says_nothing_of_a_link_that_somebody_made(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(1, store=LocalStore(tmp_path / "run", settings=PATIENT))
+    world.play(lambda rank, run: [saved(run, step, {"a": plain(step)}) for step in (1, 2)])
+    (tmp_path / "run" / "latest").unlink()
+    (tmp_path / "run" / "latest").symlink_to("step-000000000001")
+    with hold_writer_lease(world.store, SystemClock(), 60.0, read_run_id(world.store) or "") as lease:
+        CheckpointGC(world.store, SystemClock(), EveryNth(2), lease).collect(0, lambda _: False)
+    assert world.committed() == [2] and "latest" not in caplog.text
+    assert (tmp_path / "run" / "latest").is_symlink()

@@ -12,10 +12,11 @@ import typer
 
 from holdfast import api
 from holdfast.cli.ending import DAMAGED, ended_well
-from holdfast.cli.opening import AllowRoot, AsJson, Step, opened
+from holdfast.cli.opening import AllowRoot, AsJson, Step, opened, step_of
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, counted, print_result
 from holdfast.errors import CorruptError, printable
+from holdfast.format.names import MANIFEST_FILE
 from holdfast.telemetry.log_lines import shown_bytes
 
 DAMAGES_MAX = 50
@@ -38,13 +39,15 @@ def verify(
         try:
             checkpoint = opened(path, allow_root, step)
         except CorruptError as error:
-            is_ours = os.path.exists(os.path.join(path.removeprefix("file://"), "manifest.json"))
-            outcome = _Outcome([api.Damage("manifest.json" if is_ours else "", None, None, None, str(error))])
+            number = step_of(path, step)
+            has_file = number is not None or os.path.exists(os.path.join(path.removeprefix("file://"), MANIFEST_FILE))
+            damage = api.Damage(MANIFEST_FILE if has_file else "", None, None, None, str(error))
+            outcome = _Outcome([damage], step=number)
         else:
             with shown_progress("verifying") as bar:
                 work = checkpoint.verification(bar, deep=deep)
                 damages, notes = list(work.damages()), [*checkpoint.remarks, *work.notes]
-                outcome = _Outcome(damages, work.total_bytes, notes, work.sampled)
+                outcome = _Outcome(damages, work.total_bytes, notes, work.sampled, checkpoint.step)
         print_result(outcome, _show, partial(_document, path), as_json=as_json)
     if outcome.damages:
         raise typer.Exit(DAMAGED)
@@ -58,6 +61,8 @@ class _Outcome:
     notes: Sequence[str] = ()
     """What another system's checkpoint was compared with, and how closely."""
     sampled: bool = False
+    step: int | None = None
+    """Its step, if it has one."""
 
 
 def _show(screen: Screen, outcome: _Outcome) -> None:
@@ -88,6 +93,7 @@ def _line(damage: api.Damage) -> str:
 def _document(path: str, outcome: _Outcome) -> dict[str, object]:
     return {
         "path": path,
+        "step": outcome.step,
         "whole": not outcome.damages,
         "bytes": outcome.checked_bytes,
         "sampled": outcome.sampled,

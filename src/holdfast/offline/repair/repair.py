@@ -22,6 +22,7 @@ from holdfast.format.index.index import Index
 from holdfast.format.index.index_file import INDEX_BYTES_MAX, encode_index
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest, encode_manifest
 from holdfast.format.names import OVERVIEW_FILE, index_name, is_index_name, step_folder
+from holdfast.format.sealed_json import stated_digest
 from holdfast.leases.writer import WriterLease
 from holdfast.offline.links.shared_packs import has_unfinished, remove_unfinished
 from holdfast.offline.repair.bit_flip import correct_bit_flip
@@ -48,7 +49,7 @@ from holdfast.repository.catalog import (
 )
 from holdfast.repository.epochs import current_fence, is_valid_manifest
 from holdfast.repository.quarantine import backup, identity_at, is_quarantined, quarantined, release
-from holdfast.repository.tags import tags_for_new_manifest
+from holdfast.repository.tags import TAGS_FOLDER, tags_for_new_manifest
 from holdfast.repository.timelines import (
     DamagedManifest,
     RunTimelines,
@@ -394,8 +395,12 @@ class Repair:
         if overlay.relinked:
             assert location.step is not None, "only steps of a run share packs"
             replace_packs(self._store, self._clock, location.step, overlay.relinked, self._hold)
+        moved_on = self._tags_moved_on(location, overlay)
         for key, data in overlay.pending.items():
             self._hold()
+            if key in moved_on:
+                logger.info("%s names another step by now, and stays as it is", key)
+                continue
             try:
                 backup_key = self._backup(location.step, key)
                 logger.info("%s is kept as %s", key, backup_key)
@@ -405,6 +410,14 @@ class Repair:
                 self._store.delete([key])
             else:
                 self._store.put(key, data)
+
+    def _tags_moved_on(self, location: CheckpointLocation, overlay: OverlayStore) -> set[str]:
+        """Return the tags that were to be set again and name another manifest by now. They take no lease to move."""
+        tags = {key for key in overlay.pending if key.startswith(TAGS_FOLDER)}
+        manifest = overlay.pending.get(location.manifest_key)
+        if not tags or manifest is None or location.step is None:
+            return set()
+        return tags - tags_for_new_manifest(self._store, location.step, stated_digest(manifest) or "").keys()
 
     def _backup(self, step: int | None, key: str) -> str:
         """Keep the bytes of a file that is replaced or removed; return where. `MissingError` if it does not exist."""

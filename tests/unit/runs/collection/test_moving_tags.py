@@ -8,18 +8,20 @@ from pathlib import Path
 import pytest
 
 from holdfast.clock import SystemClock
-from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.format.names import manifest_key
 from holdfast.format.sealed_json import unsealed
 from holdfast.leases.writer import hold_writer_lease
+from holdfast.offline.repair.repair import Repair
 from holdfast.policies import AnyOf, LatestN, Tagged
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, read_run_id
 from holdfast.repository.tags import put_tag, read_tags
 from holdfast.runs.collection.garbage_collection import CheckpointGC
 from holdfast.runs.tags import tag_step
+from holdfast.stores.foreign import References
 from holdfast.stores.local import LocalStore
-from holdfast.testing.faults import Faults, FaultyStore
+from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from tests.unit.ranks import PATIENT, World, fresh_store, plain, saved
 
 BEFORE, AFTER, NEWEST = 2, 1, 3
@@ -180,3 +182,51 @@ def test_a_tag_of_a_damaged_step_is_not_moved(template: Store) -> None:
     with pytest.raises(CorruptError):
         move(store)
     require_held(store, "refused")
+
+
+def test_no_tag_is_put_without_a_lease(template: Store) -> None:
+    """Without the lease, a collection that has read the tags removes the step although the tag is put in time."""
+    store = copy_of(template)
+
+    def refuse(point: FaultPoint) -> None:
+        if point.subject.startswith("readers/"):
+            raise UnavailableError("the folder is of another user")
+
+    for name, moves in (("best", True), ("new", False)):
+        with pytest.raises(UnavailableError, match="no lease could be stored under readers/"):
+            tag_step(
+                FaultyStore(store, Faults(refuse, names={"put"}, lasting=True)), SystemClock(), AFTER, name, move=moves
+            )
+    assert {name: tag.step for name, tag in read_tags(store).whole.items()} == {"best": BEFORE}
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_who_moves_a_tag_last_prevails_over_one_whose_step_is_gone(template: Store, is_new: bool) -> None:
+    store = copy_of(template)
+    name = "new" if is_new else "best"
+
+    def lose(point: FaultPoint) -> None:
+        if point.subject == f"tags/{name}.json" and exists(store, manifest_key(AFTER)):
+            store.delete([manifest_key(AFTER)])  # As by `rm -rf` of the folder.
+            put_tag(store, NEWEST, name, "now", move=True)
+
+    faulty = FaultyStore(store, Faults(lose, names={"put_if_absent" if is_new else "put"}, lasting=True, after=True))
+    with pytest.raises(MissingError):
+        put_tag(faulty, AFTER, name, "now", move=True)
+    assert read_tags(store).whole[name].step == NEWEST
+
+
+def test_a_repair_leaves_a_tag_that_moves_meanwhile(template: Store) -> None:
+    store, seen = copy_of(template), []
+    data = store.get(manifest_key(BEFORE), 1 << 20)
+    store.put(manifest_key(BEFORE), data[:-40])
+
+    def act(point: FaultPoint) -> None:
+        seen.append(point.subject)
+        if point.subject == "tags/best.json" and read_tags(store).whole["best"].step != NEWEST:
+            tag_step(store, SystemClock(), NEWEST, "best", move=True)
+
+    faulty = FaultyStore(store, Faults(act, names={"get", "list"}, lasting=True, after=True))
+    (repaired,) = Repair(faulty, References(()), SystemClock(), PATIENT).run(BEFORE).steps
+    assert repaired.outcome == "repaired" and "tags/best.json" in seen
+    assert read_tags(store).whole["best"].step == NEWEST
