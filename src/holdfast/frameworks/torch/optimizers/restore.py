@@ -240,7 +240,7 @@ class OptimizerRestoration:
             for key, value in values.items() if isinstance(values, dict) else ():
                 if self._taker.takes_part(view.state_fqn(name, key)):
                     known = tensors_in(present.get(key), view.state_fqn(name, key))
-                    state.entries[key] = put_together(value, self._leaf_of(state, key, known, catalog))
+                    state.entries[key] = put_together(value, self._leaf_of(name, state, key, known, catalog))
                     self._takes_state = True
         for key, value in present.items():
             if key in state.entries:
@@ -269,9 +269,7 @@ class OptimizerRestoration:
     ) -> None:
         """Ask for the state tensors that the checkpoint has under one name of a parameter."""
         view, parameter = self._view, state.parameter
-        now = view.global_shape(parameter) if part is None else part.box.shape
-        saved = catalog.tensors.get(catalog.stored_fqn(view.whole_name(name)))
-        before = now if saved is None else saved.global_shape
+        before, now = self._shapes(name, parameter, part, catalog)
         for key in self._stored.get(name, ()):
             fqn = view.state_fqn(name, key)
             if not self._taker.takes_part(fqn):
@@ -283,12 +281,10 @@ class OptimizerRestoration:
                 # This optimizer keeps no master copy.
                 continue
             spec = catalog.tensors[stored]
-            wanted_shape = shape_of_state(spec.global_shape, before, now)
+            # A count of steps of a parameter with one element may have the parameter's shape.
+            wanted_shape = spec.global_shape if key == "step" else shape_of_state(spec.global_shape, before, now)
             if wanted_shape is None:
-                text = (
-                    f"{fqn}: {spec.global_shape}, of a parameter that has another shape now (leave it out with skip=)"
-                )
-                self._taker.misfits.append(Misfit(text, is_certain=True, fqn=fqn, is_shape=True))
+                self._refuse(fqn, spec.global_shape)
                 continue
             # A state dict with numbers has whole tensors: they fill the parameter under its first name.
             of_part = part is not None and wanted_shape == part.box.shape != tuple(parameter.shape)
@@ -306,6 +302,19 @@ class OptimizerRestoration:
             if part is not None:
                 state.filled.setdefault(key, set()).add(name if of_part else "")
 
+    def _shapes(
+        self, name: str, parameter: torch.Tensor, part: ParameterPart | None, catalog: Catalog
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of a parameter, or of its part: as it was saved, and now."""
+        now = self._view.global_shape(parameter) if part is None else part.box.shape
+        saved = catalog.tensors.get(catalog.stored_fqn(self._view.whole_name(name)))
+        return now if saved is None else saved.global_shape, now
+
+    def _refuse(self, fqn: str, shape: tuple[int, ...]) -> None:
+        """Refuse state whose form for the parameter's new shape is not known."""
+        text = f"{fqn}: {shape}, of a parameter that has another shape now (leave it out with skip=)"
+        self._taker.misfits.append(Misfit(text, is_certain=True, fqn=fqn, is_shape=True))
+
     def _is_stepped(self, names: Iterable[str], parameter: torch.Tensor, key: str) -> bool:
         """Return whether the optimizer that keeps `key` had stepped a parameter when it was saved."""
         values = [value for name in names if isinstance(value := self._values.get(name), dict)]
@@ -313,12 +322,13 @@ class OptimizerRestoration:
         return bool(saved if self._view.members.is_one else saved & self._view.members.keys_beside(parameter, key))
 
     def _leaf_of(
-        self, state: _WantedState, key: str, present: Mapping[str, object], catalog: Catalog
+        self, name: str, state: _WantedState, key: str, present: Mapping[str, object], catalog: Catalog
     ) -> Callable[[Value], object]:
         """Return `on_leaf` for a container in a parameter's state: its tensors are filled as those outside of it are.
 
         A new one has the device and layout that the optimizer's next step needs: those of the parameter.
         """
+        before, now = self._shapes(name, state.parameter, None, catalog)
 
         def on_leaf(leaf: Value) -> object:
             if not isinstance(leaf, TensorRef):
@@ -327,6 +337,9 @@ class OptimizerRestoration:
             spec = catalog.tensors.get(stored)
             if spec is None:
                 return self._taker.take(leaf, tensor)
+            if shape_of_state(spec.global_shape, before, now) != spec.global_shape and self._taker.takes_part(leaf.fqn):
+                self._refuse(leaf.fqn, spec.global_shape)
+                return tensor
             parameter, shape = state.parameter, self._view.local_shape(state.parameter, spec.global_shape)
             fits = isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == shape
             if fits and not self._taker.takes_part(leaf.fqn):

@@ -179,7 +179,17 @@ class TorchRestoration:
             )
         if isinstance(template, torch.Tensor) and not self.takes_part(reference.fqn):
             return template
-        if isinstance(template, torch.Tensor) and tuple(template.shape) == spec.global_shape and not is_meta(template):
+        fits = isinstance(template, torch.Tensor) and tuple(template.shape) == spec.global_shape
+        if isinstance(template, torch.Tensor) and not fits and self._resized.chooses(reference.fqn):
+            text = (
+                f"{reference.fqn}: {tuple(template.shape)} here and {spec.global_shape} in the checkpoint, inside one "
+                "value, where partial cannot fill"
+            )
+            self.misfits.append(Misfit(text, is_certain=True, fqn=reference.fqn, is_shape=True))
+            self._stored_names[reference.fqn] = stored
+            self._used.add(stored)
+            return template
+        if isinstance(template, torch.Tensor) and fits and not is_meta(template):
             tensor = template
         elif stored in self._new:
             tensor = self._new[stored]  # Tied when it was saved, so tied again.
