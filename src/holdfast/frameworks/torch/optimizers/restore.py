@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -35,7 +35,7 @@ class TensorTaker(Protocol):
     misfits: list[Misfit]
 
     def want(
-        self, fqn: str, tensor: torch.Tensor, declared: Sharded | None = None, *, parameter: str | None = None
+        self, fqn: str, tensor: torch.Tensor, declared: Sharded | None = None, *, parameter: Sequence[str] = ()
     ) -> bool:
         """Ask for a tensor to be filled; return whether the checkpoint has it."""
         ...
@@ -270,6 +270,8 @@ class OptimizerRestoration:
         """Ask for the state tensors that the checkpoint has under one name of a parameter."""
         view, parameter = self._view, state.parameter
         before, now = self._shapes(name, parameter, part, catalog)
+        tied = (alias for alias, main in view.ties.items() if main == name) if before != now else ()
+        names = [view.whole_name(each) for each in (name, *tied)]
         for key in self._stored.get(name, ()):
             fqn = view.state_fqn(name, key)
             if not self._taker.takes_part(fqn):
@@ -296,7 +298,7 @@ class OptimizerRestoration:
                 if of_part or wanted_shape != spec.global_shape:
                     tensor.zero_()  # Another part may be missing, or the saved shape may be smaller.
             target = part.of(tensor, parameter, fqn) if of_part and part is not None else tensor
-            self._taker.want(fqn, target, view.declared_for(parameter, tensor), parameter=view.whole_name(name))
+            self._taker.want(fqn, target, view.declared_for(parameter, tensor), parameter=names)
             state.entries[key] = tensor
             self._takes_state = True
             if part is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -109,7 +109,7 @@ class TorchRestoration:
             finish()
 
     def want(
-        self, fqn: str, tensor: torch.Tensor, declared: Sharded | None = None, *, parameter: str | None = None
+        self, fqn: str, tensor: torch.Tensor, declared: Sharded | None = None, *, parameter: Sequence[str] = ()
     ) -> bool:
         """Ask for a tensor to be filled; return whether the checkpoint has it.
 
@@ -117,7 +117,7 @@ class TorchRestoration:
             fqn: Its name.
             tensor: The tensor.
             declared: Its declared layout, if any.
-            parameter: Name of the parameter whose state it is.
+            parameter: Names of the parameter whose state it is.
         Raises:
             InvalidError: The tensor cannot be filled, or would be filled twice with different content.
         """
@@ -146,8 +146,7 @@ class TorchRestoration:
                 require_not_expanded(part.local, fqn, "the target is")
         overlap = None
         if held.global_shape != spec.global_shape:
-            names = (fqn,) if parameter is None else (fqn, parameter)
-            overlap = self._resized.overlap(names, tensor, held.global_shape, stored, spec.global_shape)
+            overlap = self._resized.overlap((fqn, *parameter), tensor, held.global_shape, stored, spec.global_shape)
             if overlap is None:
                 return True
         self._stored[id(tensor)] = tensor
