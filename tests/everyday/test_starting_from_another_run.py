@@ -219,7 +219,7 @@ def test_weights_of_hugging_face(tmp_path: Path) -> None:
     assert [each.filled for each in report.partial] == [(10, 8), (10, 8)]
 
 
-@pytest.mark.parametrize("save", FORMATS)
+@pytest.mark.parametrize("save", NAMED_FORMATS)
 def test_the_model_alone_of_a_training(tmp_path: Path, save: Callable[[Path, State], None]) -> None:
     old = net()
     save(tmp_path / "c", {"model": old, "optimizer": stepped(old)})
@@ -227,6 +227,17 @@ def test_the_model_alone_of_a_training(tmp_path: Path, save: Callable[[Path, Sta
     new = torch.optim.AdamW(model.parameters(), lr=0.5)
     load(tmp_path / "c", {"model": model, "optimizer": new}, only="model.*")
     assert torch.equal(model["head"].weight, old["head"].weight)
+    assert new.param_groups[0]["lr"] == 0.5 and not new.state
+
+
+def test_the_model_alone_of_hugging_face(tmp_path: Path) -> None:
+    old = net()
+    save_file(dict(old.state_dict()), tmp_path / "model.safetensors")
+    model = net(seed=1)
+    new = torch.optim.AdamW(model.parameters(), lr=0.5)
+    report = load(tmp_path, {"model": model, "optimizer": new, "step": 3}, only="model.*")
+    assert all(map(torch.equal, model.parameters(), old.parameters()))
+    assert not report.missing and not report.unexpected
     assert new.param_groups[0]["lr"] == 0.5 and not new.state
 
 
@@ -301,6 +312,71 @@ def test_values_follow_and_settings_do_not(tmp_path: Path) -> None:
         "step": 2,
     }  # type: ignore[index]
     assert state["trainer"]["encoder"].eq(1).all()  # type: ignore[index]
+
+
+@pytest.mark.parametrize("rule", [{"": "encoder."}, {"*": "encoder.*"}])
+@pytest.mark.parametrize("save", NAMED_FORMATS)
+def test_an_optimizer_follows_a_new_prefix(
+    tmp_path: Path, save: Callable[[Path, State], None], rule: dict[str, str]
+) -> None:
+    """Also one that has numbers in place of names, as `torch.save` writes it, and a tensor in its groups."""
+    old = net()
+    optimizer = stepped(old)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
+    save(tmp_path / "c", {"model": old, "optimizer": optimizer})
+    model = nn.ModuleDict({"encoder": net(seed=1)})
+    new = torch.optim.AdamW(model.parameters())
+    assert "pass rename={'': 'encoder.'}" in refusal(tmp_path / "c", {"model": model, "optimizer": new})
+    load(tmp_path / "c", {"model": model, "optimizer": new}, rename=rule)
+    require_continued(model, new, old, optimizer)
+    assert new.param_groups[0]["lr"] == 0.25
+
+
+def test_numbers_of_parameters_are_no_names(tmp_path: Path) -> None:
+    old = nn.ParameterList([torch.full((2,), 1.0), torch.full((2,), 2.0)])
+    optimizer = torch.optim.SGD(old.parameters(), lr=0.1, momentum=0.9)
+    for number, parameter in enumerate(old):
+        parameter.grad = torch.full((2,), float(number))
+    optimizer.step()
+    as_torch(tmp_path / "c", {"model": old, "optimizer": optimizer})
+    model = nn.ParameterList([torch.zeros(2), torch.zeros(2)])
+    new = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    # The places of two weights change; the moments belong to places, as in torch.
+    load(tmp_path / "c", {"model": model, "optimizer": new}, rename={"0": "t", "1": "0", "t": "1"})
+    assert torch.equal(model[0], old[1])
+    assert torch.equal(new.state[model[0]]["momentum_buffer"], optimizer.state[old[0]]["momentum_buffer"])
+
+
+def test_rules_may_name_a_model_beside_its_average(tmp_path: Path) -> None:
+    """An optimizer has the names of the model and of its average; it follows the one that rules name."""
+    old, average = net(), net(seed=5)
+    optimizer = stepped(old)
+    as_holdfast(tmp_path / "c", {"model": old, "average": average, "optimizer": optimizer})
+    model, other = net(body="trunk", seed=1), net(seed=2)
+    new = torch.optim.AdamW(model.parameters())
+    state: State = {"model": model, "average": other, "optimizer": new}
+    load(tmp_path / "c", state, rename={"model.backbone": "model.trunk"})
+    require_continued(model, new, old, optimizer)
+    assert all(map(torch.equal, other.parameters(), average.parameters()))
+
+
+def test_a_resized_tensor_keeps_nothing_of_a_damaged_step(tmp_path: Path) -> None:
+    """The newest step has the new vocabulary and is damaged; the one before it has the old one."""
+    big = 300_000
+    with holdfast.CheckpointManager(tmp_path / "run", process_group=False) as manager:
+        manager.save(1, {"m": {"w": torch.ones(10, 4), "z": torch.ones(big)}}).wait()
+        manager.save(2, {"m": {"w": torch.full((13, 4), 2.0), "z": torch.full((big,), 2.0)}}).wait()
+    pack = max((tmp_path / "run" / "step-000000000002").rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+    content = bytearray(pack.read_bytes())
+    content[-5000] ^= 1
+    pack.write_bytes(content)
+    state: State = {"m": {"w": torch.zeros(13, 4), "z": torch.zeros(big)}}
+    with holdfast.CheckpointManager(tmp_path / "run", process_group=False) as manager:
+        with pytest.raises(InvalidError, match=r"that a newer, damaged step had begun to fill: m\.w\."):
+            manager.load(state, partial="m.w")
+        weight = torch.zeros(13, 4)
+        assert manager.load({"m": {"w": weight, "z": torch.zeros(big)}}, partial="m.w") == 1
+        assert weight[:10].eq(1).all() and not weight[10:].any()
 
 
 def test_a_manager_starts_from_another_run(tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ from holdfast.loading.messages import RankStatus, Unfit
 from holdfast.loading.renamed_catalog import renamed_catalog
 from holdfast.loading.requirements import (
     filled_bytes,
+    filled_regions,
     require_begun_filled,
     require_fitting,
     require_same_call,
@@ -140,8 +141,9 @@ class LoadAttempt:
     damage: StepDamage | None = None
     """Why the step before was given up; None for the first."""
 
-    begun: set[str] = field(default_factory=set)
-    """FQNs that a step has begun to fill. They must not keep values of a damaged one."""
+    begun: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """What a step has begun to fill: elements along each dimension, by FQN. They must not keep values of a damaged one.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,9 +301,7 @@ def _request_and_plan(attempt: LoadAttempt, resolved: Resolved) -> PlannedLoad |
             unfit = unfit_names(restoration, wanted, index.tensors, strict=request.strict, cast=request.cast)
             plan = load_plan(wanted, index.pieces_near, job.settings.read_window_bytes)
             count = filled_bytes(restoration, plan)
-            if not request.strict:
-                # A strict load raises for every missing name anyway.
-                require_begun_filled(attempt.begun, restoration, location.url)
+            require_begun_filled(attempt.begun, restoration, location.url, strict=request.strict)
             offer = offer_of(plan, resolved.manifest, job.settings, job.comm.world_size)
             return PlannedLoad(renamed.catalog, restoration, wanted, unfit, plan, count, offer)
     except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
@@ -336,8 +336,7 @@ def _agree(attempt: LoadAttempt, resolved: Resolved, planned: PlannedLoad | Exce
         statuses = gathered.by_rank
         raise_or_fall_back([status.error for status in statuses], comm.rank, own, attempt.selector)
         assert not isinstance(planned, Exception), "an error on any rank has been raised"
-        if gathered.is_whole:
-            require_same_call([each.call for each in statuses], url)
+        require_same_call(gathered.calls, url)
         error, warnings = judge_unmatched(url, [each.unmatched for each in statuses])
         if error is not None:
             raise error
@@ -403,7 +402,7 @@ def _read_or_exchange(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLo
     """Fill this rank's tensors; return what moved, or the error, for `_restore` to share. From here values change."""
     trace, plan = attempt.trace, agreed.planned.plan
     wanted = agreed.planned.restoration.wanted
-    attempt.begun.update(tensor.fqn for tensor in wanted)
+    attempt.begun |= filled_regions(agreed.planned.restoration)
     try:
         if not is_small_transfer(plan.bytes):
             attempt.gc_pause.end()

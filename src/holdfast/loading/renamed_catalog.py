@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import TypeGuard
@@ -82,22 +82,27 @@ class _Names:
         owners = sorted({*groups, *(fqn.partition(".")[0] for fqn in self._listed)})
         self._leaves = dict(_leaves(catalog.tree, ""))
         """Values of the tree by path: what is no dict and no module."""
-        self._inside: dict[str, str] = {}
+        members = {path: each for path, value in self._leaves.items() if (each := _parameters_in(value)) is not None}
+        self._inside = {fqn: path for path, value in self._leaves.items() for fqn in _references(value)}
         """Path of the value that refers to a tensor, by the tensor's name."""
-        self._optimizers: dict[str, _Parameters] = {}
-        for path, value in self._leaves.items():
-            if (members := _parameters_in(value)) is not None:
-                self._optimizers[path] = _Parameters(members, owners, self._listed)
-            else:
-                self._inside |= dict.fromkeys(_references(value), path)
+        outside = {fqn for fqn in self._listed if self._inside.get(fqn, fqn) == fqn}
+        self._optimizers = {path: _Parameters(names, owners, outside) for path, names in members.items()}
         self._parameter_of = {fqn: found for fqn in self._listed if (found := self._parameter(fqn)) is not None}
         parameters = {name for each in self._optimizers.values() for name in each.full_names.values()}
         free = {fqn for fqn in self._listed if fqn not in self._inside and fqn not in self._parameter_of}
         self.of: Mapping[str, str] = renames.applied(free | {*self._leaves} | parameters, where, {*groups, *owners})
         """New name by name: of tensors, values, dicts, modules, and parameters of optimizers."""
-        _require_distinct([(name, self.of[name]) for name in {*free, *self._leaves}], where)
         named = {*free, *self._leaves}
+        _require_distinct([(name, self.of[name]) for name in named], where)
+        for parameters_of_one in self._optimizers.values():
+            parameters_of_one.follow(self.of)
         had, has = _above(named), _above(self.of[name] for name in named)
+        for name in self._leaves:
+            if self.of[name] in has and name not in had:
+                raise InvalidError(
+                    f"{where}: rename makes {self.of[name]} of {name}, and other names are below {self.of[name]}; "
+                    "expected a value or a dict. Correct the rules, or leave one of the two out of them"
+                )
         self._emptied = {path for path in groups if path in had and self.of[path] not in has}
         """Dicts and modules below which nothing is left."""
 
@@ -151,7 +156,7 @@ class _Names:
         items = dict(saved.items)
         groups = items.get("param_groups")
         if isinstance(groups, list):
-            items["param_groups"] = [self._group(group, parameters) for group in groups]
+            items["param_groups"] = [self._group(path, group, parameters) for group in groups]
         for table in ("param_groups", "state"):
             entries = items.get(table)
             entries = entries.items if isinstance(entries, Group) else entries
@@ -163,10 +168,11 @@ class _Names:
                 items[table] = {new: self._value(entries[old], path) for old, new in renamed}
         return Group(saved.kind, items)
 
-    def _group(self, group: Value, parameters: _Parameters) -> Value:
+    def _group(self, path: str, group: Value, parameters: _Parameters) -> Value:
         """Return a group that lists its parameters by name, under their new names."""
         assert isinstance(group, dict), "a group of an optimizer with names is a dict"
-        return {**group, "params": [parameters.renamed(name, self.of) for name in group["params"]]}
+        values = {key: self._value(value, path) for key, value in group.items()}
+        return {**values, "params": [parameters.renamed(name, self.of) for name in group["params"]]}
 
     def _value(self, value: Value, path: str) -> Value:
         """Return a value whose references have the new names."""
@@ -196,11 +202,33 @@ class _Names:
 class _Parameters:
     """The parameters of one saved optimizer: their names in it, and their names in the state."""
 
-    def __init__(self, names: Sequence[str], owners: Sequence[str], listed: set[str]) -> None:
-        self._names = dict.fromkeys(names)
-        self._owner = _owner_of(names, owners, listed)
-        self.full_names = {name: f"{self._owner}.{name}" if self._owner else name for name in self._names}
+    def __init__(self, names: Sequence[str | int], owners: Sequence[str], listed: set[str]) -> None:
+        self._names = dict.fromkeys(map(str, names))
+        self._owners = _owners_of(self._names, owners, listed)
+        self._owner = self._owners[0]
+        # Some systems write numbers as text.
+        is_text_of_numbers = self._owner == _NOWHERE and all(name.isdecimal() for name in self._names)
+        self._is_numbered = is_text_of_numbers or any(isinstance(name, int) for name in names)
+        """Whether its parameters have numbers. No rule means these."""
+
+    @property
+    def full_names(self) -> Mapping[str, str]:
         """Name in the state of each parameter, by its name in the optimizer."""
+        if self._is_numbered:
+            return {}
+        return {name: f"{self._owner}.{name}" if self._owner else name for name in self._names}
+
+    def follow(self, names: Mapping[str, str]) -> None:
+        """Belong to the module below which rules change a name, if several have all parameters.
+
+        A checkpoint does not say whether an optimizer is that of a model or of its average, and rules may name one of
+        them alone.
+        """
+        for owner in self._owners if len(self._owners) > 1 else ():
+            self._owner = owner
+            if any(self.renamed(name, names) != name for name in self._names):
+                return
+        self._owner = self._owners[0]
 
     def split(self, rest: str) -> tuple[str, str] | None:
         """Return the parameter at the start of a name, and what follows it; None if there is none."""
@@ -212,17 +240,20 @@ class _Parameters:
 
     def renamed(self, name: str, names: Mapping[str, str]) -> str:
         """Return the new name of a parameter in this optimizer."""
-        full = names[self.full_names[name]]
+        if self._is_numbered or name not in self._names:
+            return name
         if not self._owner:
-            return full
+            return names[name]
+        full = names[f"{self._owner}.{name}"]
         owner = names.get(self._owner, self._owner)
         return full.removeprefix(f"{owner}.")
 
 
-def _parameters_in(value: Value) -> list[str] | None:
-    """Return the names of parameters in a saved optimizer; None for any other value.
+def _parameters_in(value: Value) -> list[str | int] | None:
+    """Return the names or numbers of parameters in a saved optimizer; None for any other value.
 
-    It is one saved by Holdfast, or a state dict that lists parameters by name, as `get_optimizer_state_dict` makes it.
+    It is one saved by Holdfast, or a state dict that lists parameters by number, or by name as
+    `get_optimizer_state_dict` makes it.
     """
     if not isinstance(value, Group) or value.kind not in ("optimizer", "dict"):
         return None
@@ -233,18 +264,18 @@ def _parameters_in(value: Value) -> list[str] | None:
         return None
     members = [group.get("params") if isinstance(group, dict) else None for group in groups]
     names = [name for listed in members if isinstance(listed, list) for name in listed]
-    is_named = bool(names) and all(isinstance(listed, list) for listed in members) and {*map(type, names)} == {str}
-    return names if is_named else None
+    is_one = bool(names) and all(isinstance(listed, list) for listed in members) and {*map(type, names)} <= {int, str}
+    return names if is_one else None
 
 
-def _owner_of(names: Sequence[str], owners: Sequence[str], listed: set[str]) -> str:
-    """Return the path of the module or dict to which the names of an optimizer's parameters are relative.
+def _owners_of(names: Collection[str], owners: Sequence[str], listed: set[str]) -> Sequence[str]:
+    """Return the paths of modules and dicts to which the names of an optimizer's parameters may be relative.
 
     Empty if the names are whole. A checkpoint may have the optimizer alone: then the names count from below a key.
     """
     if not names or all(name in listed for name in names):
-        return ""
-    return next((owner for owner in owners if all(f"{owner}.{name}" in listed for name in names)), _NOWHERE)
+        return [""]
+    return [owner for owner in owners if all(f"{owner}.{name}" in listed for name in names)] or [_NOWHERE]
 
 
 def _named(spec: TensorSpec, name: str) -> TensorSpec:

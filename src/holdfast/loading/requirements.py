@@ -56,33 +56,49 @@ def warn_of_misfits(job: Job, misfits: Sequence[Misfit], url: str, *, strict: bo
             job.warn_once(url, misfit.text)
 
 
-def require_same_call(calls: Sequence[str], url: str) -> None:
+def require_same_call(calls: Mapping[int, str], url: str) -> None:
     """Refuse ranks that pass different `rename`, `partial` or `hyperparameters`: they would fill different names.
 
+    Args:
+        calls: These arguments, by rank.
+        url: The checkpoint's.
     Raises:
         InvalidError: Names two ranks.
     """
-    other = next((rank for rank, call in enumerate(calls) if call != calls[0]), None)
+    first = min(calls)
+    other = next((rank for rank, call in calls.items() if call != calls[first]), None)
     if other is not None:
         raise InvalidError(
-            f"{url}: ranks pass different arguments: rank 0 {calls[0] or 'none'}, rank {other} "
+            f"{url}: ranks pass different arguments: rank {first} {calls[first] or 'none'}, rank {other} "
             f"{calls[other] or 'none'}; expected the same rename, partial and hyperparameters on every rank. Nothing "
             "was changed"
         )
 
 
-def require_begun_filled(begun: Collection[str], restoration: Restoration, url: str) -> None:
-    """Refuse a step that lacks names that a newer, damaged step had begun to fill.
+def filled_regions(restoration: Restoration) -> dict[str, tuple[int, ...]]:
+    """Return what a load fills: elements along each dimension, from index 0, by FQN."""
+    whole = {tensor.fqn: tensor.global_shape for tensor in restoration.wanted}
+    return whole | {tensor.fqn: tensor.filled for tensor in restoration.partly}
+
+
+def require_begun_filled(
+    begun: Mapping[str, tuple[int, ...]], restoration: Restoration, url: str, *, strict: bool
+) -> None:
+    """Refuse a step that lacks names, or parts of them, that a newer, damaged step had begun to fill.
 
     Raises:
         InvalidError: Names them.
     """
-    unfilled = sorted({*begun} & {*restoration.missing})
+    # A strict load raises for every missing name anyway.
+    unfilled = set() if strict else {*begun}.intersection(restoration.missing)
+    for tensor in restoration.partly:
+        if any(had > has for had, has in zip(begun.get(tensor.fqn, ()), tensor.filled, strict=False)):
+            unfilled.add(tensor.fqn)
     if unfilled:
         raise InvalidError(
-            f"{url}: lacks {len(unfilled)} names that a newer, damaged step had begun to fill: "
-            f"{first_three(unfilled)}. They would keep values of the damaged step; expected all values from one step. "
-            "Make the state anew and load again: that load skips the damaged step"
+            f"{url}: lacks {len(unfilled)} names, or parts of them, that a newer, damaged step had begun to fill: "
+            f"{first_three(sorted(unfilled))}. They would keep values of the damaged step; expected all values from "
+            "one step. Make the state anew and load again: that load skips the damaged step"
         )
 
 
@@ -138,14 +154,15 @@ def require_fitting(
     unfilled = [name for name in missing if name not in told]
     unexpected = sorted(name for name in gathered.unexpected if name not in told)
     advice = NameAdvice(unfilled, unexpected, keys, catalog)
+    at_least = "" if whole and len(unfit) < _UNFIT_SENT_MAX else "at least "
     kinds = {kind: [each.text for each in unfit if each.kind == kind] for kind in ("shape", "dtype", "kind")}
     listed = [
         f"{number} {what}: {first_three(names)}"
         for number, what, names in (
-            (f"{len(kinds['shape']):,}", "of another shape", kinds["shape"]),
-            (f"{len(kinds['dtype']):,}", "of another dtype", kinds["dtype"]),
-            (f"{'' if whole else 'at least '}{len(unfilled)}", "missing from the checkpoint", unfilled),
-            (f"{len(unexpected)}", "unexpected in the checkpoint", unexpected),
+            (f"{at_least}{len(kinds['shape']):,}", "of another shape", kinds["shape"]),
+            (f"{at_least}{len(kinds['dtype']):,}", "of another dtype", kinds["dtype"]),
+            (f"{'' if whole else 'at least '}{len(unfilled):,}", "missing from the checkpoint", unfilled),
+            (f"{len(unexpected):,}", "unexpected in the checkpoint", unexpected),
         )
         if names or (names is unfilled and not whole)
     ]

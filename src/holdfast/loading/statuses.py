@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -58,6 +58,9 @@ class GatheredStatuses:
 
     any_fills: bool = True
     """Whether any rank fills anything, or says why not."""
+
+    calls: Mapping[int, str] = field(default_factory=dict)
+    """`call` of each rank whose texts are known, by rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,8 @@ def gather_statuses(comm: Comm, own: RankStatus, catalogue: Callable[[], Sequenc
     is_whole = all(has_texts) and not any(status.unnamed for status in distinct)
     unfit = tuple(dict.fromkeys(each for status in distinct for each in status.unfit))
     any_unfit, any_fills = (any(record.flags & flag for record in records) for flag in (_UNFIT, _FILLS))
-    return GatheredStatuses(by_rank, missing, frozenset(unexpected), is_whole, unfit, any_unfit, any_fills)
+    calls = {rank: by_rank[rank].call for rank, is_known in enumerate(has_texts) if is_known}
+    return GatheredStatuses(by_rank, missing, frozenset(unexpected), is_whole, unfit, any_unfit, any_fills, calls)
 
 
 def gather_errors(comm: Comm, own: str | None) -> list[str | None]:

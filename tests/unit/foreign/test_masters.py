@@ -87,3 +87,20 @@ def test_an_optimizer_that_keeps_masters_gets_them() -> None:
     holdfast.load(folder, {"model": model, "optimizer": optimizer})
     master = holdfast.open_checkpoint(folder).read("optimizer.state.l1.weight.master", None, "torch")
     assert torch.equal(optimizer.state[model.l1.weight]["master"], master)
+
+
+def test_master_copies_follow_a_renamed_and_resized_weight() -> None:
+    folder = FIXTURES / "bf16_dp2" / "ckpt"
+    checkpoint = holdfast.open_checkpoint(folder)
+    model = Model().cast_to(torch.float32)
+    model.tokens = torch.nn.Embedding(40, 10)
+    model.head.weight = model.tokens.weight
+    del model.emb
+    optimizer = decayed(model)
+    partial, state = {"model.tokens.weight"}, {"model": model, "optimizer": optimizer}
+    holdfast.load(folder, state, cast=True, rename={"emb": "tokens"}, partial=partial)
+    master = checkpoint.read("optimizer.state.emb.weight.master", None, "torch")
+    moment = checkpoint.read("optimizer.state.emb.weight.exp_avg", None, "torch")
+    assert torch.equal(model.tokens.weight[:37].detach(), master)
+    assert torch.equal(optimizer.state[model.tokens.weight]["exp_avg"][:37], moment)
+    assert not optimizer.state[model.tokens.weight]["exp_avg"][37:].any()

@@ -55,3 +55,33 @@ def test_one_rank_that_fills_something_is_enough() -> None:
     world.play(lambda _, run: run.save(1, {"a": plain(1.0)}).wait())
     states: list[dict[str, object]] = [{"a": plain(0.0)}, {"x": 1}]
     assert world.play(lambda rank, run: run.load(states[rank], strict=False)) == [1, 1]
+
+
+def test_a_count_that_is_not_whole_says_so() -> None:
+    world = World(1)
+    world.play(lambda _, run: run.save(1, {f"t{number}": plain(0.0, count=1) for number in range(1200)}).wait())
+    state = {f"t{number}": plain(0.0, count=2) for number in range(1200)}
+
+    def load(_: int, run: CheckpointManager) -> str:
+        with pytest.raises(InvalidError) as caught:
+            run.load(state)
+        return str(caught.value)
+
+    (said,) = world.play(load)
+    assert "at least 1,000 of another shape: t0: (2,) here and (1,) in the checkpoint" in str(said)
+
+
+def test_ranks_that_lack_very_many_names_must_agree_too() -> None:
+    world = World(2)
+    world.play(lambda _, run: run.save(1, {"a": plain(1.0), "b": plain(2.0)}).wait())
+    target = plain(0.0)
+
+    def load(rank: int, run: CheckpointManager) -> str:
+        state: dict[str, object] = {"x": target, **{f"v{number}": number for number in range(10_001)}}
+        with pytest.raises(InvalidError) as caught:
+            run.load(state, strict=False, rename={"ab"[rank]: "x"})
+        return str(caught.value)
+
+    for said in world.play(load):
+        assert "rank 0 rename={'a': 'x'}, rank 1 rename={'b': 'x'}" in str(said)
+    assert not target.array.any()

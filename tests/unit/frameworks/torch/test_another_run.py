@@ -30,6 +30,7 @@ def stepped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         ((1, 8), (10, 8), (12, 8), (1, 8)),
         ((), (10, 8), (12, 8), ()),
         ((1,), (10, 8), (12, 8), (1,)),
+        ((1, 1), (1, 1), (3, 1), (3, 1)),
         ((40,), (10, 8), (12, 8), None),
         ((40,), (10, 8), (10, 8), (40,)),
         ((10, 8), (10, 8), (80,), (80,)),
@@ -56,6 +57,18 @@ def test_factored_moments_of_a_resized_parameter(tmp_path: Path) -> None:
     stepped(new)
 
 
+def test_moments_of_a_parameter_of_one_element_grow_with_it(tmp_path: Path) -> None:
+    old = nn.Linear(1, 1)
+    optimizer = stepped(torch.optim.AdamW(old.parameters()))
+    holdfast.save(tmp_path / "c", {"model": old, "optimizer": optimizer}, process_group=False)
+    model = nn.Linear(1, 3)
+    new = torch.optim.AdamW(model.parameters())
+    holdfast.load(tmp_path / "c", {"model": model, "optimizer": new}, partial="model", process_group=False)
+    assert torch.equal(new.state[model.weight]["exp_avg"][:1], optimizer.state[old.weight]["exp_avg"])
+    assert not new.state[model.weight]["exp_avg"][1:].any() and new.state[model.weight]["step"] == 1
+    stepped(new)
+
+
 def test_state_of_its_own_form_is_refused(tmp_path: Path) -> None:
     old = nn.Embedding(10, 8)
     optimizer = stepped(torch.optim.SGD(old.parameters(), momentum=0.9))
@@ -67,6 +80,42 @@ def test_state_of_its_own_form_is_refused(tmp_path: Path) -> None:
         InvalidError, match=r"optimizer\.state\.weight\.absmax: \(5,\), of a parameter that has another"
     ):
         holdfast.load(tmp_path / "c", state, partial={"model.weight"}, strict=False, process_group=False)
+
+
+def test_state_in_a_list_of_a_resized_parameter_is_refused(tmp_path: Path) -> None:
+    """It would have the saved shape, at which the next step fails."""
+    old = nn.Embedding(10, 8)
+    optimizer = stepped(torch.optim.SGD(old.parameters(), momentum=0.9))
+    optimizer.state[old.weight]["history"] = [torch.ones(10, 8), torch.ones(())]
+    holdfast.save(tmp_path / "c", {"model": old, "optimizer": optimizer}, process_group=False)
+    model = nn.Embedding(12, 8)
+    new = torch.optim.SGD(model.parameters(), momentum=0.9)
+    state = {"model": model, "optimizer": new}
+    with pytest.raises(InvalidError, match=r"1 of another shape: optimizer\.state\.weight\.history\.0: \(10, 8\)"):
+        holdfast.load(tmp_path / "c", state, partial="model.weight", strict=False, process_group=False)
+    assert not new.state
+    same = nn.Embedding(10, 8)
+    again = torch.optim.SGD(same.parameters(), momentum=0.9)
+    holdfast.load(tmp_path / "c", {"model": same, "optimizer": again}, process_group=False)
+    assert [each.shape for each in again.state[same.weight]["history"]] == [(10, 8), ()]
+
+
+def test_a_tensor_inside_one_value_is_not_filled_in_part(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {"m": {"list": [torch.ones(4), 2], "w": torch.ones(1)}}, process_group=False)
+    state: dict[str, dict[str, object]] = {"m": {"list": [torch.zeros(6), 2], "w": torch.zeros(1)}}
+    with pytest.raises(InvalidError, match=r"m\.list\.0: \(6,\) here and \(4,\) in the checkpoint, inside one value"):
+        holdfast.load(tmp_path / "c", state, partial="m.list", process_group=False)
+    # Without `partial`, the value is replaced as a whole.
+    holdfast.load(tmp_path / "c", state, process_group=False)
+    assert state["m"]["list"][0].eq(torch.ones(4)).all()  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("value", "other"), [("a", "b"), ("c", "b")])
+def test_a_value_does_not_take_the_place_of_a_dict(tmp_path: Path, value: str, other: str) -> None:
+    holdfast.save(tmp_path / "c", {"m": {value: 5, other: {"n": 1, "t": torch.ones(1)}}}, process_group=False)
+    state = {"m": {other: {"n": 0, "t": torch.zeros(1)}}}
+    with pytest.raises(InvalidError, match=rf"makes m\.b of m\.{value}, and other names are below m\.b"):
+        holdfast.load(tmp_path / "c", state, rename={value: other}, strict=False, process_group=False)
 
 
 def test_gradients_of_a_resized_parameter(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -37,7 +37,7 @@ class TensorTaker(Protocol):
     misfits: list[Misfit]
 
     def want(
-        self, fqn: str, tensor: torch.Tensor, declared: Sharded | None = None, *, parameter: str | None = None
+        self, fqn: str, tensor: torch.Tensor, declared: Sharded | None = None, *, parameter: Sequence[str] = ()
     ) -> bool:
         """Ask for a tensor to be filled; return whether the checkpoint has it."""
         ...
@@ -276,7 +276,7 @@ class OptimizerRestoration:
         """Return what an entry of a parameter's state that is no plain tensor becomes."""
         view, parameter, fqn = self._view, state.parameter, self._view.state_fqn(name, key)
         if not is_record(value):
-            return put_together(value, self._leaf_of(state, key, tensors_in(present.get(key), fqn), catalog))
+            return put_together(value, self._leaf_of(name, state, key, tensors_in(present.get(key), fqn), catalog))
         tensor = state.entries.get(key, present.get(key))
         if not isinstance(tensor, torch.Tensor):
             tensor = new_subclass(fqn, value, parameter, view.members.steppers(), catalog)
@@ -297,9 +297,9 @@ class OptimizerRestoration:
     ) -> None:
         """Ask for the state tensors that the checkpoint has under one name of a parameter."""
         view, parameter = self._view, state.parameter
-        now = view.global_shape(parameter) if part is None else part.box.shape
-        saved = catalog.tensors.get(catalog.stored_fqn(view.whole_name(name)))
-        before = now if saved is None else saved.global_shape
+        before, now = self._shapes(name, parameter, part, catalog)
+        tied = (alias for alias, main in view.ties.items() if main == name) if before != now else ()
+        names = [view.whole_name(each) for each in (name, *tied)]
         for key in self._stored.get(name, ()):
             fqn = view.state_fqn(name, key)
             if not self._taker.takes_part(fqn):
@@ -311,12 +311,10 @@ class OptimizerRestoration:
                 # This optimizer keeps no master copy.
                 continue
             spec = catalog.tensors[stored]
-            wanted_shape = shape_of_state(spec.global_shape, before, now)
+            # A count of steps of a parameter with one element may have the parameter's shape.
+            wanted_shape = spec.global_shape if key == "step" else shape_of_state(spec.global_shape, before, now)
             if wanted_shape is None:
-                text = (
-                    f"{fqn}: {spec.global_shape}, of a parameter that has another shape now (leave it out with skip=)"
-                )
-                self._taker.misfits.append(Misfit(text, is_certain=True, fqn=fqn, is_shape=True))
+                self._refuse(fqn, spec.global_shape)
                 continue
             # A state dict with numbers has whole tensors: they fill the parameter under its first name.
             of_part = part is not None and wanted_shape == part.box.shape != tuple(parameter.shape)
@@ -328,11 +326,24 @@ class OptimizerRestoration:
                 if of_part or wanted_shape != spec.global_shape:
                     tensor.zero_()  # Another part may be missing, or the saved shape may be smaller.
             target = part.of(tensor, parameter, fqn) if of_part and part is not None else tensor
-            self._taker.want(fqn, target, view.declared_for(parameter, tensor), parameter=view.whole_name(name))
+            self._taker.want(fqn, target, view.declared_for(parameter, tensor), parameter=names)
             state.entries[key] = tensor
             self._takes_state = True
             if part is not None:
                 state.filled.setdefault(key, set()).add(name if of_part else "")
+
+    def _shapes(
+        self, name: str, parameter: torch.Tensor, part: ParameterPart | None, catalog: Catalog
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the shapes of a parameter, or of its part: as it was saved, and now."""
+        now = self._view.global_shape(parameter) if part is None else part.box.shape
+        saved = catalog.tensors.get(catalog.stored_fqn(self._view.whole_name(name)))
+        return now if saved is None else saved.global_shape, now
+
+    def _refuse(self, fqn: str, shape: tuple[int, ...]) -> None:
+        """Refuse state whose form for the parameter's new shape is not known."""
+        text = f"{fqn}: {shape}, of a parameter that has another shape now (leave it out with skip=)"
+        self._taker.misfits.append(Misfit(text, is_certain=True, fqn=fqn, is_shape=True))
 
     def _is_stepped(self, names: Iterable[str], parameter: torch.Tensor, key: str) -> bool:
         """Return whether the optimizer that keeps `key` had stepped a parameter when it was saved."""
@@ -341,12 +352,13 @@ class OptimizerRestoration:
         return bool(saved if self._view.members.is_one else saved & self._view.members.keys_beside(parameter, key))
 
     def _leaf_of(
-        self, state: _WantedState, key: str, present: Mapping[str, object], catalog: Catalog
+        self, name: str, state: _WantedState, key: str, present: Mapping[str, object], catalog: Catalog
     ) -> Callable[[Value], object]:
         """Return `on_leaf` for a container in a parameter's state: its tensors are filled as those outside of it are.
 
         A new one has the device and layout that the optimizer's next step needs: those of the parameter.
         """
+        before, now = self._shapes(name, state.parameter, None, catalog)
 
         def on_leaf(leaf: Value) -> object:
             if is_record(leaf):
@@ -357,6 +369,9 @@ class OptimizerRestoration:
             spec = catalog.tensors.get(stored)
             if spec is None:
                 return self._taker.take(leaf, tensor)
+            if shape_of_state(spec.global_shape, before, now) != spec.global_shape and self._taker.takes_part(leaf.fqn):
+                self._refuse(leaf.fqn, spec.global_shape)
+                return tensor
             parameter, shape = state.parameter, self._view.local_shape(state.parameter, spec.global_shape)
             fits = isinstance(tensor, torch.Tensor) and tuple(tensor.shape) == shape
             if fits and not self._taker.takes_part(leaf.fqn):

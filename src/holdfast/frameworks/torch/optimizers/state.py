@@ -230,10 +230,12 @@ def shape_of_state(
     Returns:
         The shape, or None if it is not known: the state has a form of its own.
     """
-    if stored_parameter == parameter or math.prod(stored) == 1:
+    if stored_parameter == parameter:
         return stored
     if stored == stored_parameter:
         return parameter
+    if math.prod(stored) == 1:
+        return stored
     if not len(stored) == len(stored_parameter) == len(parameter):
         return None
     lengths = zip(stored, stored_parameter, parameter, strict=True)

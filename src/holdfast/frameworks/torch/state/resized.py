@@ -31,6 +31,11 @@ class ResizedTensors:
         self.partly: list[PartlyFilled] = []
         """Tensors that are filled in part."""
 
+    def chooses(self, *names: str) -> bool:
+        """Return whether `partial` applies to one of some names."""
+        above = [each for name in names for each in with_names_above(name)] if self._patterns else []
+        return any(fnmatchcase(name, pattern) for pattern in self._patterns for name in above)
+
     def overlap(
         self,
         names: Sequence[str],
@@ -49,8 +54,7 @@ class ResizedTensors:
             stored_shape: Global shape there.
         """
         text = f"{names[0]}: {shape} here and {stored_shape} in the checkpoint"
-        above = [each for name in names for each in with_names_above(name)] if self._patterns else []
-        chosen = any(fnmatchcase(name, pattern) for pattern in self._patterns for name in above)
+        chosen = self.chooses(*names)
         if not chosen or len(shape) != len(stored_shape):
             text += ", which partial cannot fill" if chosen else ""
             self._refused.append((tensor, stored, Misfit(text, is_certain=True, fqn=names[0], is_shape=True)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -114,7 +114,7 @@ class TorchRestoration:
             finish()
 
     def want(
-        self, fqn: str, tensor: torch.Tensor, declared: Sharded | None = None, *, parameter: str | None = None
+        self, fqn: str, tensor: torch.Tensor, declared: Sharded | None = None, *, parameter: Sequence[str] = ()
     ) -> bool:
         """Ask for a tensor to be filled; return whether the checkpoint has it.
 
@@ -122,7 +122,7 @@ class TorchRestoration:
             fqn: Its name.
             tensor: The tensor.
             declared: Its declared layout, if any.
-            parameter: Name of the parameter whose state it is.
+            parameter: Names of the parameter whose state it is.
         Raises:
             InvalidError: The tensor cannot be filled, or would be filled twice with different content.
         """
@@ -151,9 +151,9 @@ class TorchRestoration:
         for part in held.parts:
             if not part.local.is_contiguous():
                 require_not_expanded(part.local, fqn, "the target is")
-        overlap, names = None, (fqn,) if parameter is None else (fqn, parameter)
+        overlap = None
         if held.global_shape != spec.global_shape:
-            overlap = self._resized.overlap(names, tensor, held.global_shape, stored, spec.global_shape)
+            overlap = self._resized.overlap((fqn, *parameter), tensor, held.global_shape, stored, spec.global_shape)
             if overlap is None:
                 return True
         self._stored[id(tensor)] = tensor
@@ -185,7 +185,17 @@ class TorchRestoration:
             )
         if isinstance(template, torch.Tensor) and not self.takes_part(reference.fqn):
             return template
-        if isinstance(template, torch.Tensor) and tuple(template.shape) == spec.global_shape and not is_meta(template):
+        fits = isinstance(template, torch.Tensor) and tuple(template.shape) == spec.global_shape
+        if isinstance(template, torch.Tensor) and not fits and self._resized.chooses(reference.fqn):
+            text = (
+                f"{reference.fqn}: {tuple(template.shape)} here and {spec.global_shape} in the checkpoint, inside one "
+                "value, where partial cannot fill"
+            )
+            self.misfits.append(Misfit(text, is_certain=True, fqn=reference.fqn, is_shape=True))
+            self._stored_names[reference.fqn] = stored
+            self._used.add(stored)
+            return template
+        if isinstance(template, torch.Tensor) and fits and not is_meta(template):
             tensor = template
         elif stored in self._new:
             tensor = self._new[stored]  # Tied when it was saved, so tied again.
