@@ -64,7 +64,7 @@ class CopyReport:
     """Further keys that the destination refused to link; each has a copy of its own."""
 
     left_out: tuple[int, ...] = ()
-    """Steps that were removed or saved while they were copied; another call copies what is there then."""
+    """Steps that were removed or saved again while they were copied. The copy does not have them."""
 
 
 class RunCopy:
