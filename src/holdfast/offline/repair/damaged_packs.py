@@ -84,9 +84,10 @@ def replace_packs(
         hold()
         kept = backup_key(step, clock.random_bytes(_DIGITS_BYTES).hex(), key)
         is_missing = not exists(store, key)
+        state = "missing" if is_missing else "damaged"
         if not (is_missing or store.link(key, kept)) or not replace_by_link(store, clock, source, key):
             raise UnavailableError(
-                f"{store.url}/{key}: is {'missing' if is_missing else 'damaged'}, and this file system refuses a link to {source}, which is whole. Copy "
+                f"{store.url}/{key}: is {state}, and this file system refuses a link to {source}, which is whole. Copy "
                 "the run to a file system with hard links, or replace the file by that one"
             )
         if not is_missing:
