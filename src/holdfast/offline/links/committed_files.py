@@ -11,11 +11,12 @@ from holdfast.format.names import (
     is_attempt_folder,
     step_folder,
     step_of_folder,
+    step_of_pack,
     superseded_in,
 )
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import manifest_in
-from holdfast.repository.publish import get_or_none, packs_named_by
+from holdfast.repository.publish import get_or_none
 from holdfast.repository.quarantine import quarantined, superseded_packs
 from holdfast.types.manifest import Manifest
 
@@ -62,7 +63,7 @@ def committed_files(store: Store, manifests: Iterable[str]) -> Callable[[str], b
             manifest = manifest_at(key, data)
         except CheckpointError:
             return lambda key: True
-        packs |= packs_named_by([manifest])
+        packs |= {pack.name for pack in manifest.packs if step_of_pack(pack.name) is not None}
         if manifest.step is not None:
             attempts.add(f"{step_folder(manifest.step)}{manifest.attempt}")
 
