@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from holdfast.clock import SystemClock
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.format.names import RUN_FILE, step_of_folder
 from holdfast.offline.links.copy_run import RunCopy
-from holdfast.ports.store import ForwardingStore
+from holdfast.ports.store import Entry, ForwardingStore
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
 from tests.everyday.frozen_run import require_step, step_path
@@ -32,9 +33,13 @@ class Ending(ForwardingStore):
 
 
 class Changing(ForwardingStore):
-    """A source in which the step of the first link that is read vanishes before that."""
+    """A source that lists the newest step first, and in which the step of the first link vanishes before it is read."""
 
     removed: int | None = None
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """Yield every object under a prefix."""
+        yield from sorted(super().list(prefix), key=lambda entry: entry.key, reverse=True)
 
     def size(self, key: str) -> int:
         """Return the bytes of an object."""
@@ -75,9 +80,9 @@ def test_a_pack_is_copied_from_any_of_its_names(run: Path, tmp_path: Path) -> No
     shutil.rmtree(step_path(run, 1))
     source = Changing(store_at(run))
     report = RunCopy(source, store_at(tmp_path / "copy"), SystemClock()).run()
-    assert source.removed is not None and report.left_out == (source.removed,)
-    whole = 5 - source.removed
-    require_step(step_path(tmp_path / "copy", whole), whole)
+    assert (source.removed, report.steps, report.left_out) == (3, 1, (3,))
+    require_step(step_path(tmp_path / "copy", 2), 2)
+    assert (tmp_path / "copy" / "latest").read_text().strip() == step_path(run, 2).name
 
 
 def test_a_copy_that_is_complete_is_not_written_to_again(run: Path, tmp_path: Path) -> None:

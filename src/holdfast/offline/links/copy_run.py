@@ -18,13 +18,14 @@ from holdfast.clock import Clock
 from holdfast.engine.buffers import allocate_aligned
 from holdfast.errors import CheckpointError, ConflictError, MissingError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX
-from holdfast.format.names import RUN_FILE, beat_key, epoch_of_key
+from holdfast.format.names import LATEST_FILE, RUN_FILE, beat_key, epoch_of_key
 from holdfast.offline.links.committed_files import committed_files, manifest_at, step_of_manifest
 from holdfast.offline.links.shared_packs import RELINKING
 from holdfast.ports.observer import ByteProgress, Observer
 from holdfast.ports.store import Entry, Store
 from holdfast.repository.catalog import exists, read_run_id
 from holdfast.repository.epochs import RELEASED
+from holdfast.repository.latest import name_latest
 from holdfast.repository.publish import get_or_none, publish
 from holdfast.repository.removal import MARKS_FOLDER, link_keys, named_files
 from holdfast.settings import MIB, PAGE_BYTES
@@ -224,6 +225,8 @@ class RunCopy:
             self._destination.put(key, data)
             self._report.steps += 1
         self._report.left_out = tuple(sorted(left_out))
+        if left_out and LATEST_FILE in there:
+            name_latest(self._destination, None)  # The one that was copied may name a step that was not.
 
 
 def _is_manifest(key: str) -> bool:
