@@ -175,11 +175,20 @@ class Verification:
         """
         location, name = self._location, link_name(pack.name)
         copy = Stored(location.store, f"{location.folder}{self._manifest.attempt}/{name}")
+        if location.root is None:
+            return
         try:
-            if location.root is None or location.store.identity(copy.key) == location.root.identity(pack.name):
-                return
+            identity = location.store.identity(copy.key)
         except MissingError:
-            return  # There is only one of the two, and it was read as the pack.
+            return  # There is only the pack.
+        except CheckpointError as error:
+            yield self._damage(name, error)
+            return
+        try:
+            if location.root.identity(pack.name) == identity:
+                return
+        except (MissingError, InvalidError):
+            return  # There is only the link, or no other can be read: it was read as the pack.
         except CheckpointError as error:
             yield self._damage(name, error)
             return
