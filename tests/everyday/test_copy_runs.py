@@ -154,6 +154,22 @@ def test_repair_does_not_touch_the_only_copy(run: Path) -> None:
     assert pack.read_bytes() == content
 
 
+def test_repair_links_a_missing_pack_to_what_other_steps_have(run: Path) -> None:
+    """Somebody removed a pack, and with it step 1; step 3, which has no link, lacks it too."""
+    (pack,) = step_path(run, 1).glob("*/r00000.safetensors")
+    (link,) = step_path(run, 3).glob("*/step-000000000001.*.link")
+    pack.unlink()
+    link.unlink()
+    planned = api.repair(run, dry_run=True)
+    assert [(step.step, step.outcome) for step in planned.steps] == [(1, "repaired"), (3, "repaired")]
+    assert not pack.exists() and not link.exists()
+    report = api.repair(run, 3)
+    assert [(step.outcome, step.lost) for step in report.steps] == [("repaired", ())] and not pack.exists()
+    assert [step.outcome for step in api.repair(run).steps] == ["repaired"] and pack.samefile(link)
+    for step in STEPS:
+        require_step(step_path(run, step), step)
+
+
 def test_the_readme_disturbs_nobody_and_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / README_FILE).write_text("notes of mine")

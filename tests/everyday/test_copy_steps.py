@@ -114,3 +114,12 @@ def test_a_copy_without_its_links_is_read_once_and_its_damage_found(run: Path, t
     (damage,) = checkpoint.verify()
     assert damage.file.endswith(link.name) and damage.fqn == "backbone"
     assert [record.stands_alone for record in api.list_steps(tmp_path / "copied").steps] == [True] * 3
+
+
+def test_a_step_is_whole_beside_one_that_was_archived_behind_a_symbolic_link(run: Path, tmp_path: Path) -> None:
+    """Nothing below the root is followed, so the packs of step 1 cannot be read there: step 3 has links to them."""
+    ran("mv", step_path(run, 1), tmp_path / "archived")
+    step_path(run, 1).symlink_to(tmp_path / "archived")
+    for step in (2, 3):
+        require_step(step_path(run, step), step)
+    require_resumes(run, 3)

@@ -6,14 +6,14 @@ import mmap
 from collections.abc import Callable
 from typing import TypeVar
 
-from holdfast.errors import MissingError
+from holdfast.errors import InvalidError, MissingError
 from holdfast.ports.store import Buffers, ByteRanges, ForwardingReadable, Mappable, OnBytes, OnRange, Readable
 
 _Result = TypeVar("_Result")
 
 
 class LinkedPack(ForwardingReadable):
-    """The root of a run, in which one pack is also found by its link: somebody may have removed the step it is in.
+    """The root of a run, in which one pack is also found by its link: the step it is in may be gone or unreadable.
 
     Every call looks anew, so a pack that is removed during a load is read to its end.
     """
@@ -50,11 +50,12 @@ class LinkedPack(ForwardingReadable):
     def _at_either(self, key: str, call: Callable[[Readable, str], _Result]) -> _Result:
         try:
             return call(self._inner, key)
-        except MissingError as gone:
+        except (MissingError, InvalidError) as error:
+            # Invalid: this user may not read the folder of the other step, or a symbolic link took its place.
             try:
                 return call(self._links, self._link_key)
             except MissingError:
-                raise gone from None
+                raise error from None
 
 
 class MappableLinkedPack(LinkedPack):

@@ -9,7 +9,7 @@ from holdfast.checkpoint.coverage import require_covered
 from holdfast.checkpoint.location import CheckpointLocation, manifest_in_place_of
 from holdfast.clock import Clock
 from holdfast.engine.buffers import allocate_aligned
-from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.digest import digest_of
 from holdfast.format.index.index_checks import index_from
 from holdfast.format.names import MANIFEST_FILE, is_file_url, is_pack_name, link_name, rank_of_part, step_of_pack
@@ -80,10 +80,7 @@ class Verification:
         damages = self._damages()
         while (damage := next(damages, None)) is not None:
             # An overwrite removes whole files, so only a file that is gone asks for another look at the manifest.
-            is_there = damage.file in self._elsewhere or exists(
-                self._location.store, self._location.folder + damage.file
-            )
-            current = None if is_there else manifest_in_place_of(self._manifest, self._location)
+            current = manifest_in_place_of(self._manifest, self._location) if self._is_gone(damage.file) else None
             if current is None:
                 found += 1
                 yield damage
@@ -95,6 +92,13 @@ class Verification:
                     f"{self._location.url}: was overwritten while it was verified; expected the same checkpoint to the "
                     "end. Verify it again"
                 )
+
+    def _is_gone(self, file: str) -> bool:
+        """Return whether there is no file of the checkpoint where there should be one."""
+        try:
+            return file not in self._elsewhere and not exists(self._location.store, self._location.folder + file)
+        except InvalidError:
+            return False  # Something else has its name, for example a symbolic link.
 
     def _damages(self) -> Iterator[Damage]:
         """Yield the damage of the manifest that was taken last."""
@@ -171,11 +175,20 @@ class Verification:
         """
         location, name = self._location, link_name(pack.name)
         copy = Stored(location.store, f"{location.folder}{self._manifest.attempt}/{name}")
+        if location.root is None:
+            return
         try:
-            if location.root is None or location.store.identity(copy.key) == location.root.identity(pack.name):
-                return
+            identity = location.store.identity(copy.key)
         except MissingError:
-            return  # There is only one of the two, and it was read as the pack.
+            return  # There is only the pack.
+        except CheckpointError as error:
+            yield self._damage(name, error)
+            return
+        try:
+            if location.root.identity(pack.name) == identity:
+                return
+        except (MissingError, InvalidError):
+            return  # There is only the link, or no other can be read: it was read as the pack.
         except CheckpointError as error:
             yield self._damage(name, error)
             return

@@ -308,7 +308,7 @@ def short_packs(store: Store, folder: str, manifest: Manifest, packs: Packs) -> 
                 prefix = attempt_folder if is_pack_name(pack.name) else "/".join(pack.name.split("/")[:2]) + "/"
                 # List each attempt folder once: thousands of single size requests would be slow.
                 if prefix not in sizes:
-                    sizes[prefix] = {entry.key: entry.bytes for entry in stored.files.list(prefix)}
+                    sizes[prefix] = _listed_sizes(stored.files, prefix)
                 readable = sizes[prefix].get(stored.key, 0)
                 if readable == pack.bytes or (readable > pack.bytes and prefix == attempt_folder):
                     continue
@@ -317,6 +317,14 @@ def short_packs(store: Store, folder: str, manifest: Manifest, packs: Packs) -> 
         except (CorruptError, InvalidError) as error:
             short[pack.name] = readable, error
     return short
+
+
+def _listed_sizes(files: Readable, prefix: str) -> dict[str, int]:
+    """Return the sizes of the objects in a folder; none if it cannot be listed: then each is looked at by itself."""
+    try:
+        return {entry.key: entry.bytes for entry in files.list(prefix)}
+    except InvalidError:
+        return {}
 
 
 def read_index(store: Store, folder: str, manifest: Manifest) -> Index:

@@ -18,19 +18,14 @@ from holdfast.clock import Clock
 from holdfast.engine.buffers import allocate_aligned
 from holdfast.errors import CheckpointError, ConflictError, MissingError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX
-from holdfast.format.names import (
-    MANIFEST_FILE,
-    RUN_FILE,
-    SUPERSEDED_FOLDER,
-    beat_key,
-    epoch_of_key,
-    step_of_folder,
-)
+from holdfast.format.names import LATEST_FILE, RUN_FILE, beat_key, epoch_of_key
+from holdfast.offline.links.committed_files import committed_files, manifest_at, step_of_manifest
 from holdfast.offline.links.shared_packs import RELINKING
 from holdfast.ports.observer import ByteProgress, Observer
 from holdfast.ports.store import Entry, Store
-from holdfast.repository.catalog import manifest_in, read_run_id
+from holdfast.repository.catalog import exists, read_run_id
 from holdfast.repository.epochs import RELEASED
+from holdfast.repository.latest import name_latest
 from holdfast.repository.publish import get_or_none, publish
 from holdfast.repository.removal import MARKS_FOLDER, link_keys, named_files
 from holdfast.settings import MIB, PAGE_BYTES
@@ -70,7 +65,7 @@ class CopyReport:
     """Further keys that the destination refused to link; each has a copy of its own."""
 
     left_out: tuple[int, ...] = ()
-    """Steps that were removed or saved while they were copied; another call copies what is there then."""
+    """Steps that were removed or saved again while they were copied. The copy does not have them."""
 
 
 class RunCopy:
@@ -103,10 +98,16 @@ class RunCopy:
         if run_id is None:
             raise MissingError(f"{source.url}: no root of a run; expected a folder that holds {RUN_FILE}")
         self._claim(run_id)
-        listed = [entry for entry in source.list("") if not entry.key.startswith(_LEFT_OUT)]
         there = {entry.key for entry in destination.list("")}
+        if RUN_FILE in there:
+            # An earlier call died right after it ended the copy. A job may have gone on there: nothing is replaced.
+            self._report.steps = sum(map(_is_manifest, there))
+            destination.delete([_CLAIM])
+            return self._report
+        listed = [entry for entry in source.list("") if not entry.key.startswith(_LEFT_OUT)]
         manifests = sorted(entry.key for entry in listed if _is_manifest(entry.key))
-        others = [entry for entry in listed if not _is_manifest(entry.key)]
+        is_committed = committed_files(source, manifests)
+        others = [entry for entry in listed if not _is_manifest(entry.key) and is_committed(entry.key)]
         # What is beside the steps is small and may have changed since an earlier call.
         small = {entry.key for entry in others if not entry.key.startswith("step-") and entry.bytes <= MIB}
         there = self._copy_all([entry for entry in others if entry.key not in small], there)
@@ -160,27 +161,29 @@ class RunCopy:
     def _copy_object(self, names: list[Entry], there: set[str], progress: ByteProgress) -> set[str]:
         """Copy one object under all its keys; return those."""
         # A key that is there is complete: it got its name after its bytes.
-        first = next((entry for entry in names if entry.key in there), None)
-        if first is None:
-            first = names[0]
-            try:
-                self._copy(first)
-            except MissingError:
-                progress.add(first.bytes)
-                return set()
-        progress.add(first.bytes)
-        done = {first.key}
+        done = [entry.key for entry in names if entry.key in there]
         for entry in names:
-            if entry.key in there or entry.key in done:
-                done.add(entry.key)
-            elif self._destination.link(first.key, entry.key):
+            if entry.key in there:
+                continue
+            if done and self._destination.link(done[0], entry.key):
                 self._report.linked += 1
-                done.add(entry.key)
+            elif self._is_copied(entry):
+                self._report.duplicated += bool(done)
             else:
-                self._copy(entry)
-                self._report.duplicated += 1
-                done.add(entry.key)
-        return done
+                continue
+            done.append(entry.key)
+        progress.add(names[0].bytes)
+        return set(done)
+
+    def _is_copied(self, entry: Entry) -> bool:
+        """Copy an object by one of its keys; return False if that key has vanished. The object may have others."""
+        try:
+            self._copy(entry)
+        except MissingError:
+            if exists(self._source, entry.key):
+                raise  # Something removed what was stored in the destination.
+            return False
+        return True
 
     def _copy(self, entry: Entry) -> None:
         """Copy an object under a name of its own, then give it its key: a key that exists is complete."""
@@ -204,27 +207,27 @@ class RunCopy:
         """Copy the manifests of which all files were copied."""
         left_out = set[int]()
         for key in keys:
-            data = get_or_none(self._source, key, MANIFEST_BYTES_MAX)
+            data, step = get_or_none(self._source, key, MANIFEST_BYTES_MAX), step_of_manifest(key)
+            assert step is not None, "a manifest of a run has a step"
             if data is None:
+                left_out.add(step)
                 continue
-            folder = key.rpartition("/")[0] + "/"
-            step = step_of_folder(folder.rstrip("/"))
             try:
-                manifest = manifest_in(folder if step is not None else "", data, key)
+                manifest = manifest_at(key, data)
             except CheckpointError:
                 # Damaged: the copy is like the original, and `repair` finds the same files.
                 self._destination.put(key, data)
                 continue
-            if manifest.step is not None:
-                links = link_keys(manifest)
-                if any(file not in there and links.get(file) not in there for file in named_files(manifest)):
-                    left_out.add(manifest.step)
-                    continue
+            links = link_keys(manifest)
+            if any(file not in there and links.get(file) not in there for file in named_files(manifest)):
+                left_out.add(step)
+                continue
             self._destination.put(key, data)
             self._report.steps += 1
         self._report.left_out = tuple(sorted(left_out))
+        if left_out and LATEST_FILE in there:
+            name_latest(self._destination, None)  # The one that was copied may name a step that was not.
 
 
 def _is_manifest(key: str) -> bool:
-    folder, _, name = key.rpartition("/")
-    return key.startswith(SUPERSEDED_FOLDER) or (name == MANIFEST_FILE and step_of_folder(folder) is not None)
+    return step_of_manifest(key) is not None

@@ -1,0 +1,95 @@
+"""Someone copies a run with `holdfast cp` while a job saves and removes steps, or starts the copy again."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast import api
+from holdfast.clock import SystemClock
+from holdfast.errors import CheckpointError, UnavailableError
+from holdfast.format.names import RUN_FILE, step_of_folder
+from holdfast.offline.links.copy_run import RunCopy
+from holdfast.ports.store import Entry, ForwardingStore
+from holdfast.settings import Settings
+from holdfast.stores.local import LocalStore
+from tests.everyday.frozen_run import require_step, step_path
+
+
+class Ending(ForwardingStore):
+    """A destination whose process dies before the copy is complete, or right after."""
+
+    is_complete = False
+
+    def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
+        """Store a small object."""
+        if key != RUN_FILE or self.is_complete:
+            super().put_if_absent(key, data, folders_durable=folders_durable)
+        if key == RUN_FILE:
+            raise UnavailableError("the process died")
+
+
+class Changing(ForwardingStore):
+    """A source that lists the newest step first, and in which the step of the first link vanishes before it is read."""
+
+    removed: int | None = None
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """Yield every object under a prefix."""
+        yield from sorted(super().list(prefix), key=lambda entry: entry.key, reverse=True)
+
+    def size(self, key: str) -> int:
+        """Return the bytes of an object."""
+        if self.removed is None and key.endswith(".link"):
+            self.removed = step_of_folder(key.partition("/")[0])
+            shutil.rmtree(Path(self.url) / key.partition("/")[0])
+        return super().size(key)
+
+
+def store_at(path: Path) -> LocalStore:
+    return LocalStore(path, settings=Settings())
+
+
+def copy_that_dies(run: Path, copy: Path, *, is_complete: bool = False) -> None:
+    destination = Ending(store_at(copy))
+    destination.is_complete = is_complete
+    with pytest.raises(CheckpointError):
+        RunCopy(store_at(run), destination, SystemClock()).run()
+
+
+def test_a_pack_that_was_being_written_is_copied_by_the_next_call(run: Path, tmp_path: Path) -> None:
+    (pack,) = step_path(run, 3).glob("*/r00000.safetensors")
+    manifest = step_path(run, 3) / "manifest.json"
+    content, sealed = pack.read_bytes(), manifest.read_bytes()
+    # As it is while the save is under way: space is reserved under the final name, and no manifest is there.
+    pack.write_bytes(bytes(len(content)))
+    manifest.unlink()
+    copy_that_dies(run, tmp_path / "copy")
+    pack.write_bytes(content)
+    manifest.write_bytes(sealed)
+    report = api.copy_run(run, tmp_path / "copy")
+    assert (report.steps, report.left_out) == (3, ())
+    for step in (1, 2, 3):
+        require_step(step_path(tmp_path / "copy", step), step)
+
+
+def test_a_pack_is_copied_from_any_of_its_names(run: Path, tmp_path: Path) -> None:
+    shutil.rmtree(step_path(run, 1))
+    source = Changing(store_at(run))
+    report = RunCopy(source, store_at(tmp_path / "copy"), SystemClock()).run()
+    assert (source.removed, report.steps, report.left_out) == (3, 1, (3,))
+    require_step(step_path(tmp_path / "copy", 2), 2)
+    assert (tmp_path / "copy" / "latest").read_text().strip() == step_path(run, 2).name
+
+
+def test_a_copy_that_is_complete_is_not_written_to_again(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy_that_dies(run, copy, is_complete=True)
+    # A job goes on in the copy: it removes a step there.
+    shutil.rmtree(step_path(copy, 3))
+    api.copy_run(run, copy)
+    assert not step_path(copy, 3).exists() and not (copy / "copying").exists()
+    require_step(step_path(copy, 2), 2)
