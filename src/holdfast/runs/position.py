@@ -27,7 +27,9 @@ from holdfast.loading.load import Loaded
 from holdfast.loading.named_step import Finder
 from holdfast.loading.step_choice import ExactStep, NewestValid, StepSelector, location_of
 from holdfast.ports.store import Store
+from holdfast.repository.epochs import current_fence
 from holdfast.repository.quarantine import identity_at, list_records, supersede
+from holdfast.repository.timeline_records import take_back
 from holdfast.repository.timelines import RunTimelines, StoredManifest, run_timelines
 from holdfast.runs.collection.pins import Pins, StepPin
 from holdfast.runs.loaded_state import LoadedState
@@ -161,10 +163,22 @@ class RunPosition:
         return self._timeline
 
     def fork(self, stored: RunTimelines) -> Timeline:
-        """Return a new timeline, which leaves that of the loaded step there. On rank 0, under the writer lease."""
+        """Return a new timeline, which leaves that of the loaded step there. On rank 0, under the writer lease.
+
+        Steps that a load discarded, and that the new timeline holds, are discarded no more.
+        """
         assert self._origin is not None, "a step was loaded"
         number, new_id = self._new_number_and_id(stored)
-        return self._origin.timeline.fork(number, new_id, self._origin.step, self._origin.digest)
+        timeline = self._origin.timeline.fork(number, new_id, self._origin.step, self._origin.digest)
+        if stored.recorded:
+            # Before the timeline counts: once training has left it again, its steps are superseded, not discarded.
+            held = (
+                (manifest.step, str(manifest.digest))
+                for manifest in stored.superseded
+                if manifest.timeline is not None and timeline.holds(manifest.timeline.id, manifest.step)
+            )
+            take_back(self._store, current_fence(self._store), frozenset(held))
+        return timeline
 
     def adopt(self, timeline: Timeline) -> None:
         """Take a timeline that has begun already as that of the next save."""

@@ -173,3 +173,18 @@ def test_a_tag_that_moves_within_the_grace_keeps_its_new_step(root: Path) -> Non
         tag(root, 4, "best", move=True)
         assert collector.execute([marked]).steps == (2,)
     assert names(root) == ["1", "3", "4"]
+
+
+def test_steps_that_training_went_on_from_are_discarded_no_more(root: Path) -> None:
+    manager = manager_at(root)
+    manager.load(state_of(0), 2, discard_newer=True)
+    manager.close(wait=False)
+    (name,) = (record.name for record in list_steps(root).steps if record.step == 4)
+    with manager_at(root) as manager:
+        manager.load(state_of(0), name)
+        manager.save(5, state_of(5)).wait()
+        assert manager.steps() == [1, 2, 3, 4, 5]
+    with manager_at(root) as manager:
+        manager.load(state_of(0), 1)
+        manager.save(6, state_of(6)).wait()
+    assert names(root) == ["1", "2", "3", "4", "5", "6"], "a load without discard_newer removes nothing"
