@@ -3,7 +3,7 @@
 A process is on no timeline until its first save after its start or after a load. Rank 0 then decides, once it holds the
 writer lease:
 
-    nothing loaded, no step stored       the first timeline
+    nothing loaded, no step stored       the first timeline, or a new one without ancestors if a newer one had steps
     nothing loaded, steps stored         refused, unless the manager starts over
     loaded the end of the chain          the newest timeline
     loaded an older or superseded step   a new timeline, which leaves the timeline of that step there
@@ -191,9 +191,11 @@ class RunPosition:
     def _decide(self, step: int, stored: RunTimelines, epoch: int) -> Timeline:
         origin = self._origin
         if self.starts_over or origin is None:
-            if not stored.chain and not stored.superseded:
+            is_empty = not stored.chain and not stored.superseded
+            if is_empty and stored.newest == FIRST_TIMELINE:
                 return FIRST_TIMELINE
-            if self.starts_over:
+            # A record may state a newer timeline, of which every step was removed: the first one would be superseded.
+            if is_empty or self.starts_over:
                 return Timeline(*self._new_number_and_id(stored))
             newest = first_three(manifest.step for manifest in reversed(stored.chain)) or "superseded ones only"
             raise InvalidError(
