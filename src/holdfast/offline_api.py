@@ -4,7 +4,7 @@ remove, compare.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -402,7 +402,7 @@ def remove_steps(
         UnavailableError: Storage failed; call again.
     """
     grace = _grace_of(grace_seconds, settings)
-    named = [steps] if isinstance(steps, int | str) else list(steps)
+    named = list(steps) if isinstance(steps, Iterable) and not isinstance(steps, str) else [steps]
     if not named:
         raise InvalidError("steps=[]; expected one step at least, as in steps=[100]")
     removal, store = StepRemoval(named, bool(tagged), bool(all_steps)), wiring.store_at(root, settings)

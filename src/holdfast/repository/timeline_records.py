@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -91,6 +91,21 @@ def adopt_records(store: Store, former_fence: Fence, epoch: int) -> None:
     """
     for record in timeline_records(store, former_fence):
         store.put(record.key, _encode(replace(record, epoch=epoch)))
+
+
+def take_back(store: Store, fence: Fence, names: Set[tuple[int, str]]) -> None:
+    """Have no record discard some manifests any more: training goes on from them. Their timelines count as before.
+
+    Args:
+        store: The root of the run.
+        fence: Which records count.
+        names: Step and digest of the manifests.
+    Raises:
+        UnavailableError: Storage failed.
+    """
+    for record in timeline_records(store, fence):
+        if record.discarded & names:
+            store.put(record.key, _encode(replace(record, discarded=record.discarded - names)))
 
 
 def record_keys(store: Store) -> list[str]:

@@ -1,20 +1,28 @@
 """Whether a state is still as a load left it, so that a save at the loaded step has nothing to write.
 
-Two things are compared: the objects that hold tensors, and address and version counter of each tensor. Plain values and
-other objects, such as those of random generators, are not: a loop that has not trained may have drawn from a generator.
-Writes that move no counter go unseen, as in a lazy save.
+First the names and the objects that hold tensors are compared, with address and version counter of each tensor: this
+finds nearly every loop that has trained. But not every write moves a counter: not that of a fused optimizer, of a load,
+of `.data`, or of an object that is no module. So every tensor is then compared with the digests of the step. Plain
+values are not compared, nor is the state of random generators: a loop that has not trained may have drawn from one.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from holdfast.engine.stream import Scratch, chunk_digests
+from holdfast.format.index.index import Index
+from holdfast.format.index.split_index import SplitIndex
+from holdfast.geometry.box import Box
+from holdfast.geometry.chunking import DIGEST_BYTES
+from holdfast.geometry.region import Region, contains
 from holdfast.loading.load import Loaded
 from holdfast.loading.load_request import LoadRequest
 from holdfast.loading.statuses import names_of
-from holdfast.ports.framework import Framework, Selection
+from holdfast.ports.framework import Collected, Framework, LocalShard, Selection
+from holdfast.types.plan import PackItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +36,22 @@ class LoadedState:
     """Digest of its manifest."""
 
     _selection: Selection
+    _keys: frozenset[str]
+    """The names of the state itself."""
+    _stored: Index | SplitIndex
+    """The index of the step."""
     _watched: Mapping[str, tuple[weakref.ref[object], object]]
     """By path, an object that holds tensors, and their stamps."""
 
     def is_still(self, framework: Framework, step: int, state: Mapping[str, object], selection: Selection) -> bool:
-        """Return whether a save of a step would write what was loaded.
+        """Return whether a save of a step may write what was loaded: nothing shows that the loop has trained.
 
         Args:
             framework: Finds the tensors.
             step: The step.
             state, selection: What is saved.
         """
-        if step != self.step or selection != self._selection:
+        if step != self.step or selection != self._selection or frozenset(state) != self._keys:
             return False
         try:
             now = framework.watched(state)
@@ -48,6 +60,45 @@ class LoadedState:
         return now.keys() == self._watched.keys() and all(
             known() is now[path][0] and stamps == now[path][1] for path, (known, stamps) in self._watched.items()
         )
+
+    def equals(self, collected: Collected, buffer: memoryview) -> bool:
+        """Return whether every tensor of a state is stored in the step; False if the step has other pieces.
+
+        Args:
+            collected: The state, taken apart.
+            buffer: Scratch memory.
+        Raises:
+            CheckpointError: A tensor or the index cannot be read.
+        """
+        shards = [local for local in collected.shards if local.shard.pieces]
+        if any(self._stored.tensors.get(each.shard.tensor.fqn) != each.shard.tensor for each in shards):
+            return False
+        wanted = [(each.shard.tensor.fqn, _box_around(each, held)) for each, held in _held(shards)]
+        stored = self._stored
+        index = stored if isinstance(stored, Index) else stored.read_for(wanted)
+        return all(_is_stored(local, held, index, Scratch(buffer)) for local, held in _held(shards))
+
+
+def _held(shards: Sequence[LocalShard]) -> Iterator[tuple[LocalShard, Region]]:
+    return ((local, held) for local in shards for held in local.shard.pieces)
+
+
+def _box_around(local: LocalShard, held: Region) -> Box:
+    return held if isinstance(held, Box) else Box.whole(local.shard.tensor.global_shape)
+
+
+def _is_stored(local: LocalShard, held: Region, index: Index, scratch: Scratch) -> bool:
+    """Return whether stored pieces make up a held region, and have the bytes that it has now."""
+    near = index.pieces_near(local.shard.tensor.fqn, _box_around(local, held))
+    inside = [piece for piece in near if contains(held, piece.region)]
+    if sum(piece.bytes for piece in inside) != held.numel * local.shard.tensor.itemsize:
+        return False
+    for piece in inside:
+        item = PackItem(piece.tensor, piece.region, 0, 0)
+        digests = chunk_digests(item, scratch, piece.chunk_bytes, local.source, None)
+        if any(digest != piece.digests[DIGEST_BYTES * n :][:DIGEST_BYTES] for n, digest in enumerate(digests)):
+            return False
+    return True
 
 
 def loaded_state(framework: Framework, request: LoadRequest, loaded: Loaded) -> LoadedState | None:
@@ -71,7 +122,9 @@ def loaded_state(framework: Framework, request: LoadRequest, loaded: Loaded) -> 
     except Exception:  # noqa: BLE001 - a state that can be filled need not be one that can be watched
         return None
     # Where no object shows whether the loop has trained, nobody can say that nothing has changed.
-    return LoadedState(step, manifest.digest, request.selection, watched) if watched else None
+    if not watched:
+        return None
+    return LoadedState(step, manifest.digest, request.selection, frozenset(state), loaded.index, watched)
 
 
 def _is_below(name: str, state: Mapping[str, object]) -> bool:

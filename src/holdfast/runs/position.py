@@ -3,7 +3,7 @@
 A process is on no timeline until its first save after its start or after a load. Rank 0 then decides, once it holds the
 writer lease:
 
-    nothing loaded, no step stored       the first timeline
+    nothing loaded, no step stored       the first timeline, or a new one without ancestors if a newer one had steps
     nothing loaded, steps stored         refused, unless the manager starts over
     loaded the end of the chain          the newest timeline
     loaded an older or superseded step   a new timeline, which leaves the timeline of that step there
@@ -27,7 +27,9 @@ from holdfast.loading.load import Loaded
 from holdfast.loading.named_step import Finder
 from holdfast.loading.step_choice import ExactStep, NewestValid, StepSelector, location_of
 from holdfast.ports.store import Store
+from holdfast.repository.epochs import current_fence
 from holdfast.repository.quarantine import identity_at, list_records, supersede
+from holdfast.repository.timeline_records import take_back
 from holdfast.repository.timelines import RunTimelines, StoredManifest, run_timelines
 from holdfast.runs.collection.pins import Pins, StepPin
 from holdfast.runs.loaded_state import LoadedState
@@ -161,10 +163,22 @@ class RunPosition:
         return self._timeline
 
     def fork(self, stored: RunTimelines) -> Timeline:
-        """Return a new timeline, which leaves that of the loaded step there. On rank 0, under the writer lease."""
+        """Return a new timeline, which leaves that of the loaded step there. On rank 0, under the writer lease.
+
+        Steps that a load discarded, and that the new timeline holds, are discarded no more.
+        """
         assert self._origin is not None, "a step was loaded"
         number, new_id = self._new_number_and_id(stored)
-        return self._origin.timeline.fork(number, new_id, self._origin.step, self._origin.digest)
+        timeline = self._origin.timeline.fork(number, new_id, self._origin.step, self._origin.digest)
+        if stored.recorded:
+            # Before the timeline counts: once training has left it again, its steps are superseded, not discarded.
+            held = (
+                (manifest.step, str(manifest.digest))
+                for manifest in stored.superseded
+                if manifest.timeline is not None and timeline.holds(manifest.timeline.id, manifest.step)
+            )
+            take_back(self._store, current_fence(self._store), frozenset(held))
+        return timeline
 
     def adopt(self, timeline: Timeline) -> None:
         """Take a timeline that has begun already as that of the next save."""
@@ -177,9 +191,11 @@ class RunPosition:
     def _decide(self, step: int, stored: RunTimelines, epoch: int) -> Timeline:
         origin = self._origin
         if self.starts_over or origin is None:
-            if not stored.chain and not stored.superseded:
+            is_empty = not stored.chain and not stored.superseded
+            if is_empty and stored.newest == FIRST_TIMELINE:
                 return FIRST_TIMELINE
-            if self.starts_over:
+            # A record may state a newer timeline, of which every step was removed: the first one would be superseded.
+            if is_empty or self.starts_over:
                 return Timeline(*self._new_number_and_id(stored))
             newest = first_three(manifest.step for manifest in reversed(stored.chain)) or "superseded ones only"
             raise InvalidError(

@@ -32,6 +32,7 @@ from holdfast.runs.collection.background_collection import Background
 from holdfast.runs.collection.chosen_steps import NOTHING_CHOSEN, ChosenNames
 from holdfast.runs.collection.garbage_collection import CheckpointGC
 from holdfast.runs.collection.pins import Pins, StepPin
+from holdfast.runs.loaded_state import LoadedState
 from holdfast.runs.position import Lineage, RunPosition
 from holdfast.runs.step_metrics import WantedMetrics, checked_metrics
 from holdfast.runs.suspect_steps import SuspectSteps
@@ -173,8 +174,18 @@ class StepRequest:
         # The handle of a save that fails in the background may be kept for long: it must not keep the state alive.
         self._passed = replace(passed, state={})
         framework, loaded = self._parts.job.framework, self._parts.position.loaded_state
-        self.is_loaded = loaded is not None and loaded.is_still(framework, self._step, passed.state, passed.selection)
-        return framework.collect(passed.state, passed.selection)
+        is_still = loaded is not None and loaded.is_still(framework, self._step, passed.state, passed.selection)
+        collected = framework.collect(passed.state, passed.selection)
+        self.is_loaded = loaded is not None and is_still and self._equals(loaded, collected)
+        return collected
+
+    def _equals(self, loaded: LoadedState, collected: Collected) -> bool:
+        try:
+            with self.writer.lent() as buffer:
+                return loaded.equals(collected, buffer)
+        except Exception as error:  # noqa: BLE001 - the save goes on, and finds the step or the fault
+            logger.warning("step %d: whether it is as it was loaded is unknown: %s", self._step, error)
+            return False
 
     def claim(self) -> SaveContext:
         """Take the writer lease, free the step, and pin it and its base against garbage collection."""

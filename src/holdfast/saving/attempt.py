@@ -375,7 +375,7 @@ class SaveAttempt:
         self._progress = SaveProgress.DECIDED
         report = replace(report, untagged=self.request.confirmed(self.agreement.context))
         if self.job.comm.rank == 0:
-            logger.info("%s: it is saved already, and nothing has changed since it was loaded", self.name)
+            logger.info("%s: it is saved already, and no tensor has changed since it was loaded", self.name)
         self.trace.end(report, self.agreement.attempt, None, self.location.folder, self.job.node_reports)
         self.handle.reach_committed(report)
 

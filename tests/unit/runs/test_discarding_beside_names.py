@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -173,3 +174,40 @@ def test_a_tag_that_moves_within_the_grace_keeps_its_new_step(root: Path) -> Non
         tag(root, 4, "best", move=True)
         assert collector.execute([marked]).steps == (2,)
     assert names(root) == ["1", "3", "4"]
+
+
+def test_steps_that_training_went_on_from_are_discarded_no_more(root: Path) -> None:
+    manager = manager_at(root)
+    manager.load(state_of(0), 2, discard_newer=True)
+    manager.close(wait=False)
+    (name,) = (record.name for record in list_steps(root).steps if record.step == 4)
+    with manager_at(root) as manager:
+        manager.load(state_of(0), name)
+        manager.save(5, state_of(5)).wait()
+        assert manager.steps() == [1, 2, 3, 4, 5]
+    with manager_at(root) as manager:
+        manager.load(state_of(0), 1)
+        manager.save(6, state_of(6)).wait()
+    assert names(root) == ["1", "2", "3", "4", "5", "6"], "a load without discard_newer removes nothing"
+
+
+def test_a_run_whose_steps_were_all_removed_goes_on(root: Path) -> None:
+    with manager_at(root) as manager:
+        manager.load(state_of(0), 1)
+        manager.save(2, state_of(-2)).wait()  # Begins a timeline.
+    every = [record.name for record in list_steps(root).steps]
+    assert len(every) == 5 and not remove_steps(root, every, tagged=True, all_steps=True, grace_seconds=0.0).left
+    with manager_at(root) as manager:
+        assert manager.load(state_of(0)) is None
+        manager.save(3, state_of(7)).wait()
+    with manager_at(root) as manager:
+        assert manager.load(state_of(0)) == 3
+        manager.save(4, state_of(8)).wait()
+        assert manager.steps() == [3, 4]
+    assert latest(root) == "step-000000000004"
+
+
+def test_one_step_may_be_a_number_of_numpy(root: Path) -> None:
+    assert remove_steps(root, np.int64(4), grace_seconds=0.0).steps == ("4",)  # type: ignore[arg-type]
+    with pytest.raises(InvalidError, match=r"step='2\.0'"):
+        remove_steps(root, 2.0)  # type: ignore[arg-type]

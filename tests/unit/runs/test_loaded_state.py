@@ -1,0 +1,70 @@
+"""A save at the step just loaded must not be told that it is saved already, if a tensor or a name has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.errors import ConflictError
+
+
+class Average:
+    """A moving average, as user code has it: no module, and its tensors are in a dict."""
+
+    def __init__(self) -> None:
+        self.shadow = {"weight": torch.zeros(3000)}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return dict(self.shadow)
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        self.shadow = {name: value.clone() for name, value in state.items()}
+
+
+class Loop:
+    """What a training loop has."""
+
+    def __init__(self, root: Path) -> None:
+        self.model, self.average = torch.nn.Linear(30, 30), Average()
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, fused=True)
+        self.other = root / "other"
+        self.state: dict[str, object] = {"model": self.model, "optimizer": self.optimizer, "average": self.average}
+
+
+def step_fused(loop: Loop) -> None:
+    loop.model(torch.ones(30)).sum().backward()
+    loop.optimizer.step()
+
+
+def write_data(loop: Loop) -> None:
+    loop.model.weight.data.add_(1)
+
+
+def load_another(loop: Loop) -> None:
+    holdfast.save(loop.other, {"model": torch.nn.Linear(30, 30)}, process_group=False)
+    holdfast.load(loop.other, {"model": loop.model}, process_group=False)
+
+
+def average(loop: Loop) -> None:
+    loop.average.shadow["weight"] += 1
+
+
+def add_a_name(loop: Loop) -> None:
+    loop.state["epoch"] = 3
+
+
+@pytest.mark.parametrize("change", [step_fused, write_data, load_another, average, add_a_name])
+def test_a_change_that_moves_no_counter_is_found(tmp_path: Path, change: Callable[[Loop], None]) -> None:
+    loop = Loop(tmp_path)
+    with holdfast.CheckpointManager(tmp_path / "run", process_group=False, preemption=False) as manager:
+        manager.save(1, loop.state).wait()
+        manager.load(loop.state)
+        report = manager.save(1, loop.state).wait()
+        assert report is not None and report.bytes == 0
+        change(loop)
+        with pytest.raises(ConflictError, match="already there"):
+            manager.save(1, loop.state).wait()
