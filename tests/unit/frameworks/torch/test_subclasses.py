@@ -251,3 +251,34 @@ def test_state_dicts_with_numbers_load_into_the_optimizer(tmp_path: Path) -> Non
     model, optimizer = trained(0)
     load(tmp_path / "c", {"model": model, "optimizer": optimizer})
     assert step(model, optimizer, 2) == expected
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_rename_moves_inner_tensors_and_optimizer_state(tmp_path: Path, steps_before: int) -> None:
+    def state(name: str, steps: int) -> dict[str, Any]:
+        torch.manual_seed(steps)
+        model = nn.ModuleDict({name: nn.Linear(8, 4), "frozen": quantised(steps)})
+        optimizer = Momentum(model[name].parameters())
+        step(model[name], optimizer, steps)
+        whole = Momentum([model["frozen"][0].weight])
+        whole.state[model["frozen"][0].weight]["momentum"] = blocks_of(torch.full((4, 8), float(steps)))
+        return {"model": model, "optimizer": optimizer, "whole": whole, "listed": [blocks_of(torch.full((4,), steps))]}
+
+    first, second = state("a", 3), state("b", steps_before)
+    second["model"]["still"], second["other"] = second["model"].pop("frozen"), second.pop("listed")
+    save(tmp_path / "c", first)
+    load(tmp_path / "c", second, rename={"a": "b", "frozen": "still", "listed": "other"})
+    assert same(first["model"]["frozen"], second["model"]["still"])
+    made = second["whole"].state[second["model"]["still"][0].weight]["momentum"]
+    assert torch.allclose(made.dequantized(), torch.tensor(3.0))
+    assert torch.allclose(second["other"][0].dequantized(), torch.tensor(3.0))
+    expected = step(first["model"]["a"], first["optimizer"], 2)
+    assert step(second["model"]["b"], second["optimizer"], 2) == expected
+
+
+def test_a_rename_that_swaps_two_names_compares_the_context_that_goes_with_the_elements(tmp_path: Path) -> None:
+    save(tmp_path / "c", {"a": blocks_of(torch.ones(4), tag="a"), "b": blocks_of(torch.ones(4), tag="b")})
+    swap, zeros = {"a": "kept", "b": "a", "kept": "b"}, torch.zeros(4)
+    load(tmp_path / "c", {"a": blocks_of(zeros, tag="b"), "b": blocks_of(zeros, tag="a")}, rename=swap)
+    with pytest.raises(InvalidError, match="a: the context of this .* differs"):
+        load(tmp_path / "c", {"a": blocks_of(zeros, tag="a"), "b": blocks_of(zeros, tag="b")}, rename=swap)

@@ -13,11 +13,11 @@ from holdfast.errors import CorruptError, InvalidError, first_three
 from holdfast.frameworks.torch.held import Ranks
 from holdfast.frameworks.torch.private_layout import local_tensor
 from holdfast.frameworks.torch.subclasses.context import qualified
-from holdfast.frameworks.torch.subclasses.flatten import Inner, flattened, is_record, is_subclass, references_of
+from holdfast.frameworks.torch.subclasses.flatten import Inner, flattened, is_subclass, references_of
 from holdfast.frameworks.torch.subclasses.known import known_class
 from holdfast.geometry.sharded import Sharded
 from holdfast.ports.framework import Catalog
-from holdfast.types.values import FrameworkValue, Group, TensorRef, Value
+from holdfast.types.values import FrameworkValue, Group, TensorRef, Value, is_subclass_record
 
 
 class InnerTaker(Protocol):
@@ -169,7 +169,7 @@ def text_of(value: Value) -> str:
 
 def _without_names(inner: Value) -> Value:
     """Return a nested record without the names of its tensors, which a load may change."""
-    if not is_record(inner):
+    if not is_subclass_record(inner):
         return None if isinstance(inner, TensorRef) else "no tensor"
     fields = inner.value if isinstance(inner.value, dict) else {}
     return {key: _comparable(key, value) for key, value in fields.items()}
@@ -205,7 +205,7 @@ def _drop_caches(tensor: torch.Tensor) -> None:
 
 def _records_in(value: Value) -> Iterator[FrameworkValue]:
     """Yield every record in a tree of values."""
-    if is_record(value):
+    if is_subclass_record(value):
         yield value
         return
     items: Mapping[object, Value] | Value = value.items if isinstance(value, Group) else value
