@@ -280,5 +280,19 @@ def test_a_rename_that_swaps_two_names_compares_the_context_that_goes_with_the_e
     save(tmp_path / "c", {"a": blocks_of(torch.ones(4), tag="a"), "b": blocks_of(torch.ones(4), tag="b")})
     swap, zeros = {"a": "kept", "b": "a", "kept": "b"}, torch.zeros(4)
     load(tmp_path / "c", {"a": blocks_of(zeros, tag="b"), "b": blocks_of(zeros, tag="a")}, rename=swap)
-    with pytest.raises(InvalidError, match="a: the context of this .* differs"):
+    with pytest.raises(InvalidError, match=r"a: the context of this .* differs"):
         load(tmp_path / "c", {"a": blocks_of(zeros, tag="a"), "b": blocks_of(zeros, tag="b")}, rename=swap)
+
+
+@pytest.mark.parametrize("options", [{}, {"partial": "*", "cast": True}])
+def test_inner_tensors_of_another_shape_or_dtype_are_never_filled(tmp_path: Path, options: dict[str, Any]) -> None:
+    def coded(codes: torch.dtype, blocks: int) -> Blocks:
+        return Blocks(torch.ones(8, dtype=codes), torch.ones(blocks), torch.zeros(2), {})
+
+    save(tmp_path / "c", {"w": coded(torch.int8, 2)})
+    for other, message in (
+        (coded(torch.uint8, 2), r"w\.codes: .* is int8 \(8,\) in the checkpoint and uint8 \(8,\) here"),
+        (coded(torch.int8, 4), r"w\.scale: .* is float32 \(2,\) in the checkpoint and float32 \(4,\) here"),
+    ):
+        with pytest.raises(InvalidError, match=message):
+            load(tmp_path / "c", {"w": other}, **options)

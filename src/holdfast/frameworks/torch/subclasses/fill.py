@@ -15,6 +15,7 @@ from holdfast.frameworks.torch.private_layout import local_tensor
 from holdfast.frameworks.torch.subclasses.context import qualified
 from holdfast.frameworks.torch.subclasses.flatten import Inner, flattened, is_subclass, references_of
 from holdfast.frameworks.torch.subclasses.known import known_class
+from holdfast.frameworks.torch.tensors import dtype_name
 from holdfast.geometry.sharded import Sharded
 from holdfast.ports.framework import Catalog
 from holdfast.types.values import FrameworkValue, Group, TensorRef, Value, is_subclass_record
@@ -103,9 +104,28 @@ class SubclassFilling:
         return is_subclass(tensor) and self.want(fqn, tensor, None)
 
     def _want_inner(self, fqn: str, inner: Inner) -> None:
+        self._require_form(f"{fqn}.{inner.name}", inner)
         if not self._taker.want(f"{fqn}.{inner.name}", inner.tensor, inner.declared):
             raise CorruptError(
                 f"{fqn}: the checkpoint lacks the inner tensor {inner.name} that its record states; read another copy"
+            )
+
+    def _require_form(self, name: str, inner: Inner) -> None:
+        """Refuse an inner tensor of another shape or dtype, whatever `partial` and `cast` say: they mean elements.
+
+        Raises:
+            InvalidError: Names what differs.
+        """
+        spec = self.catalog.tensors.get(self.catalog.stored_fqn(name))
+        if spec is None:
+            return
+        shape = tuple(inner.tensor.shape) if inner.declared is None else tuple(inner.declared.global_shape)
+        saved, here = f"{spec.dtype} {spec.global_shape}", f"{dtype_name(inner.tensor.dtype)} {shape}"
+        if saved != here:
+            raise InvalidError(
+                f"{name}: this inner tensor of a tensor subclass is {saved} in the checkpoint and {here} here; "
+                "expected the same, which partial= and cast= do not change. Build what was saved, or leave all of it "
+                "out with skip="
             )
 
     def _record_of(self, fqn: str) -> FrameworkValue | None:
