@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any, Literal
 
@@ -296,3 +298,16 @@ def test_inner_tensors_of_another_shape_or_dtype_are_never_filled(tmp_path: Path
     ):
         with pytest.raises(InvalidError, match=message):
             load(tmp_path / "c", {"w": other}, **options)
+
+
+def test_a_load_of_plain_tensors_keeps_none_of_them(tmp_path: Path) -> None:
+    state: dict[str, object] = {"w": torch.ones(4)}
+    save(tmp_path / "c", state)
+    kept = weakref.ref(state["w"])
+    gc.disable()
+    try:
+        load(tmp_path / "c", state)
+        state.clear()
+        assert kept() is None
+    finally:
+        gc.enable()

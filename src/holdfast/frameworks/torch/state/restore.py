@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 
 import torch
@@ -97,7 +97,6 @@ class TorchRestoration:
         self._new: dict[str, torch.Tensor] = {}
         """Tensors allocated here, by stored name."""
         self._finishes: list[Callable[[], object]] = []
-        self._subclasses = SubclassFilling(self, catalog, ranks, self._finishes)
         root = walk(state, ranks.rank_of_global)
         self._dict(root, catalog.tree)
         if catalog.drops_ties:
@@ -107,6 +106,11 @@ class TorchRestoration:
         self.unmatched = self._selector.unmatched(chain(catalog.tensors, catalog.aliases, tree), self._stored_names)
         self.misfits += self._resized.misfits(catalog.same_content)
         self.fills_any = bool(self.wanted or self._finishes)
+
+    @cached_property
+    def _subclasses(self) -> SubclassFilling:
+        # Made when first needed: it refers to this object, which would then keep the state until a garbage collection.
+        return SubclassFilling(self, self._catalog, self._ranks, self._finishes)
 
     def finish(self) -> None:
         """Set values, once every tensor is filled."""
