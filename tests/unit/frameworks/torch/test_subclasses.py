@@ -311,3 +311,13 @@ def test_a_load_of_plain_tensors_keeps_none_of_them(tmp_path: Path) -> None:
         assert kept() is None
     finally:
         gc.enable()
+
+
+def test_an_inner_tensor_that_is_made_anew_is_refused(tmp_path: Path) -> None:
+    class Halved(Blocks):
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            return value / 2 if name == "scale" else value
+
+    with pytest.raises(InvalidError, match=r"w\.scale: .*Halved makes this inner tensor anew"):
+        save(tmp_path / "c", {"w": Halved(torch.ones(4, dtype=torch.int8), torch.ones(1), torch.zeros(2), {})})

@@ -148,6 +148,11 @@ def _record(
                 f"{fqn}.{path}: a DTensor inside a tensor subclass that is itself split, or around another one; "
                 "expected plain tensors there. Leave it out with skip="
             )
+        if not _is_kept(local, name, tensor):
+            raise InvalidError(
+                f"{fqn}.{path}: {qualified(type(local))} makes this inner tensor anew each time it is asked, so a load "
+                "could not fill it; expected an attribute. Convert it, or leave it out with skip="
+            )
         tensor = tensor.detach()
         part = None if split is None else split.part(f"{fqn}.{path}", name, tensor)
         inner.append(Inner(path, tensor if part is None else _tensor_of(part), part))
@@ -158,6 +163,12 @@ def _record(
         "context": described(context, fqn, tuple(local.shape) if known is not None else None),
         "tensors": tensors,
     }
+
+
+def _is_kept(local: torch.Tensor, name: str, tensor: torch.Tensor) -> bool:
+    """Return whether an inner tensor is one that the subclass keeps, or a view of it."""
+    again = getattr(local, name)
+    return again is tensor or type(again) not in _DENSE or again.data_ptr() == tensor.data_ptr()
 
 
 def _tensor_of(part: Sharded) -> torch.Tensor:
