@@ -112,3 +112,15 @@ def refuse_unequal(world: World, path: str) -> str:
     except InvalidError as error:
         return str(error)
     return "saved"
+
+
+def refuse_unlike(world: World, path: str, split: bool, unlike: str) -> str:
+    """Ranks hold another context, or one a plain tensor, under one name."""
+    value: torch.Tensor = blocks_of(torch.ones(2, 4), rank=world.rank if unlike == "context" else 0)
+    if unlike == "class" and world.rank:
+        value = torch.ones(2, 4)
+    try:
+        holdfast.save(path, {"w": _mixed(world, value, 4) if split else value})
+    except InvalidError as error:
+        return str(error)
+    return "saved"

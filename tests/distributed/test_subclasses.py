@@ -39,6 +39,9 @@ def test_inner_tensors_follow_the_split(tmp_path: Path) -> None:
             case("refuse_mixed", "mixed", path=at("mixed")),
             case("refuse_opaque", "opaque", path=at("opaque")),
             case("refuse_unequal", "unequal", path=at("unequal")),
+            case("refuse_unlike", "context", path=at("context"), split=False, unlike="context"),
+            case("refuse_unlike", "context_of_parts", path=at("context_of_parts"), split=True, unlike="context"),
+            case("refuse_unlike", "class", path=at("class"), split=False, unlike="class"),
         ],
         tmp_path / "two",
     )
@@ -58,7 +61,10 @@ def test_inner_tensors_follow_the_split(tmp_path: Path) -> None:
         assert "w: tensor subclass Opaque cannot be saved" in str(text)
     for text in two.values("unequal"):
         assert "w: Blocks [5, 4] is split into shards of unequal size" in str(text)
-    assert not (tmp_path / "mixed" / "manifest.json").exists()
+    for name in ("context", "context_of_parts", "class"):
+        for text in two.values(name):
+            assert "differ between ranks that hold them under one name: w (ranks [0]" in str(text), name
+    assert not any((tmp_path / name / "manifest.json").exists() for name in ("mixed", "context", "class"))
 
     three = run_world(3, [case("load", "known", path=at("known"), kind="known")], tmp_path / "three")
     assert {repr(each) for each in three.values("known")} == {saved}

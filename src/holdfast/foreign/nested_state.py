@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeGuard
+from typing import Any
 
 from holdfast.errors import CorruptError, InvalidError, first_three
 from holdfast.foreign.file_layout import SmallTensor, TensorLeaf
 from holdfast.foreign.model_names import exported_dtype, model_names
 from holdfast.foreign.values import below
 from holdfast.types.export import ExportContent, ExportOptions
-from holdfast.types.values import SUBCLASS, FrameworkValue, Group, PerRankRef, Skipped, TensorRef, Value
+from holdfast.types.values import FrameworkValue, Group, PerRankRef, Skipped, TensorRef, Value, is_subclass_record
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def model_state(content: ExportContent, options: ExportOptions) -> tuple[str, St
         state.setdefault(alias, state[name])
     for key, group in content.tree.items.items():
         if isinstance(group, Group) and group.kind == "module" and model.key in ("", key):
-            plain = {name: value for name, value in group.items.items() if not _is_subclass(value)}
+            plain = {name: value for name, value in group.items.items() if not is_subclass_record(value)}
             for name, value in builder.values(plain, key).items():
                 state[name if model.key else below(key, name)] = value
     builder.log_left_out()
@@ -109,7 +109,7 @@ class _StateBuilder:
         if isinstance(value, Skipped | PerRankRef):
             self._left_out.append(path)
             return _ABSENT
-        if _is_subclass(value):
+        if is_subclass_record(value):
             return self.value(value.value.get("tensors") if isinstance(value.value, dict) else None, path)
         if isinstance(value, FrameworkValue) and value.kind == "torch.tensor":
             fields: Any = value.value
@@ -168,11 +168,6 @@ class _StateBuilder:
         if rest in state:
             raise InvalidError(f"{fqn}: the state has a value and a tensor of this name; expected one. Rename either")
         state[rest] = self.leaf(fqn)
-
-
-def _is_subclass(value: Value) -> TypeGuard[FrameworkValue]:
-    """Return whether a value stands for a tensor subclass, whose inner tensors are stored under its name."""
-    return isinstance(value, FrameworkValue) and value.kind == SUBCLASS
 
 
 def _splits(fqn: str) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from holdfast.errors import InvalidError
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.loading.rename_rules import Renames
 from holdfast.ports.framework import Catalog, Wanted
-from holdfast.types.values import Group, Skipped, TensorRef, Value
+from holdfast.types.values import FrameworkValue, Group, Skipped, TensorRef, Value, is_subclass_record
 
 _NOWHERE = "\0"
 """Stands for the module of an optimizer's parameters, if the checkpoint does not have it."""
@@ -86,6 +86,8 @@ class _Names:
         self._inside = {fqn: path for path, value in self._leaves.items() for fqn in _references(value)}
         """Path of the value that refers to a tensor, by the tensor's name."""
         outside = {fqn for fqn in self._listed if self._inside.get(fqn, fqn) == fqn}
+        # An optimizer may step a tensor subclass, of which the index lists the inner tensors alone.
+        outside |= {path for path, value in self._leaves.items() if is_subclass_record(value)}
         self._optimizers = {path: _Parameters(names, owners, outside) for path, names in members.items()}
         self._parameter_of = {fqn: found for fqn in self._listed if (found := self._parameter(fqn)) is not None}
         parameters = {name for each in self._optimizers.values() for name in each.full_names.values()}
@@ -180,6 +182,8 @@ class _Names:
             return TensorRef(self.of_tensor(value.fqn) if value.fqn in self._listed else self._moved(value.fqn, path))
         if isinstance(value, Skipped):
             return Skipped(self._moved(value.path, path))
+        if is_subclass_record(value):
+            return FrameworkValue(value.kind, self._value(value.value, path))
         if isinstance(value, Group):
             return Group(value.kind, {key: self._value(entry, path) for key, entry in value.items.items()})
         if type(value) is list or type(value) is tuple:
@@ -330,7 +334,7 @@ def _references(value: Value) -> Iterator[str]:
         yield value.fqn
     elif isinstance(value, Skipped):
         yield value.path
-    items = value.items if isinstance(value, Group) else value
+    items = value.items if isinstance(value, Group) else value.value if is_subclass_record(value) else value
     for item in items.values() if isinstance(items, dict) else items if isinstance(items, list | tuple) else ():
         yield from _references(item)
 

@@ -13,7 +13,7 @@ from holdfast.geometry.value_class import value_class
 from holdfast.types.manifest import OptimizerRecord
 from holdfast.types.plan import WantedBoxes
 from holdfast.types.reports import PartlyFilled
-from holdfast.types.values import Group, Value
+from holdfast.types.values import FrameworkValue, Group, Value
 
 
 class Ticket(Protocol):
@@ -171,6 +171,9 @@ class Collected:
 
     accumulators: Sequence[str] = ()
     """Paths of metrics: they count what their rank has seen, so their states differ by rank in ordinary runs."""
+
+    subclasses: Mapping[str, FrameworkValue] = field(default_factory=dict)
+    """What the tree holds for each tensor subclass, by its name; all ranks that hold one must have the same."""
 
 
 @value_class

@@ -47,7 +47,7 @@ class StateFingerprint:
         self._differing = job.differing
         self._shards = [local.shard for local in collected.shards]
         self._agreeing: dict[str, bytes] = {}
-        """Samples of the plain tensors that must agree, by FQN."""
+        """Samples of the plain tensors that must agree, and digests of the records of tensor subclasses, by FQN."""
         self._other: dict[str, bytes] = {}
         """Samples of the plain buffers, which may differ, by FQN."""
         self._slots = MeshSlots(job.comm.rank)
@@ -132,7 +132,7 @@ class StateFingerprint:
         """
         specs = [shard.tensor for shard in self._shards if shard.holders is None and shard.role is Role.BUFFER]
         names = [spec.fqn for spec in specs if spec.dtype not in _STATISTICS_DTYPES and prod(spec.global_shape) > 1]
-        names += _objects(self._collected.tree, "")
+        names += [*_objects(self._collected.tree, ""), *self._collected.subclasses]
         accumulators = self._collected.accumulators
         return [name for name in names if not any(name == path or name.startswith(f"{path}.") for path in accumulators)]
 
@@ -231,6 +231,9 @@ class StateFingerprint:
             if local.shard.holders is None:
                 samples = self._other if local.shard.role is Role.BUFFER else self._agreeing
                 samples[local.shard.tensor.fqn] = self._sample(local)
+        # Inner tensors mean nothing without their class and context, of which one rank's is saved.
+        for fqn, record in self._collected.subclasses.items():
+            self._agreeing[fqn] = short_digest_of(values.dumps(values.encode(record, fqn)))
 
     def _sample(self, local: LocalShard) -> bytes:
         tuning = self._settings._tuning

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeGuard
 
 Value = object
 """A Python value of the closed set that `format.values` encodes, containers included."""
@@ -68,6 +68,11 @@ SUBCLASS = "torch.subclass"
 """Kind of the record that stands for a tensor subclass. Its value is a dict of `class`, `dtype`, `shape`, `context`,
 `tensors` (a `TensorRef`, or another record, by attribute) and `grid` (parts in each dimension, if each is stored by
 itself)."""
+
+
+def is_subclass_record(value: Value) -> TypeGuard[FrameworkValue]:
+    """Return whether a value stands for a tensor subclass, whose inner tensors are stored under its name."""
+    return isinstance(value, FrameworkValue) and value.kind == SUBCLASS
 
 
 def per_rank_paths(value: Value) -> Iterator[str]:

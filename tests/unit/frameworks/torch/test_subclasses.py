@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 from typing import Any, Literal
 
@@ -251,3 +253,71 @@ def test_state_dicts_with_numbers_load_into_the_optimizer(tmp_path: Path) -> Non
     model, optimizer = trained(0)
     load(tmp_path / "c", {"model": model, "optimizer": optimizer})
     assert step(model, optimizer, 2) == expected
+
+
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_a_rename_moves_inner_tensors_and_optimizer_state(tmp_path: Path, steps_before: int) -> None:
+    def state(name: str, steps: int) -> dict[str, Any]:
+        torch.manual_seed(steps)
+        model = nn.ModuleDict({name: nn.Linear(8, 4), "frozen": quantised(steps)})
+        optimizer = Momentum(model[name].parameters())
+        step(model[name], optimizer, steps)
+        whole = Momentum([model["frozen"][0].weight])
+        whole.state[model["frozen"][0].weight]["momentum"] = blocks_of(torch.full((4, 8), float(steps)))
+        return {"model": model, "optimizer": optimizer, "whole": whole, "listed": [blocks_of(torch.full((4,), steps))]}
+
+    first, second = state("a", 3), state("b", steps_before)
+    second["model"]["still"], second["other"] = second["model"].pop("frozen"), second.pop("listed")
+    save(tmp_path / "c", first)
+    load(tmp_path / "c", second, rename={"a": "b", "frozen": "still", "listed": "other"})
+    assert same(first["model"]["frozen"], second["model"]["still"])
+    made = second["whole"].state[second["model"]["still"][0].weight]["momentum"]
+    assert torch.allclose(made.dequantized(), torch.tensor(3.0))
+    assert torch.allclose(second["other"][0].dequantized(), torch.tensor(3.0))
+    expected = step(first["model"]["a"], first["optimizer"], 2)
+    assert step(second["model"]["b"], second["optimizer"], 2) == expected
+
+
+def test_a_rename_that_swaps_two_names_compares_the_context_that_goes_with_the_elements(tmp_path: Path) -> None:
+    save(tmp_path / "c", {"a": blocks_of(torch.ones(4), tag="a"), "b": blocks_of(torch.ones(4), tag="b")})
+    swap, zeros = {"a": "kept", "b": "a", "kept": "b"}, torch.zeros(4)
+    load(tmp_path / "c", {"a": blocks_of(zeros, tag="b"), "b": blocks_of(zeros, tag="a")}, rename=swap)
+    with pytest.raises(InvalidError, match=r"a: the context of this .* differs"):
+        load(tmp_path / "c", {"a": blocks_of(zeros, tag="a"), "b": blocks_of(zeros, tag="b")}, rename=swap)
+
+
+@pytest.mark.parametrize("options", [{}, {"partial": "*", "cast": True}])
+def test_inner_tensors_of_another_shape_or_dtype_are_never_filled(tmp_path: Path, options: dict[str, Any]) -> None:
+    def coded(codes: torch.dtype, blocks: int) -> Blocks:
+        return Blocks(torch.ones(8, dtype=codes), torch.ones(blocks), torch.zeros(2), {})
+
+    save(tmp_path / "c", {"w": coded(torch.int8, 2)})
+    for other, message in (
+        (coded(torch.uint8, 2), r"w\.codes: .* is int8 \(8,\) in the checkpoint and uint8 \(8,\) here"),
+        (coded(torch.int8, 4), r"w\.scale: .* is float32 \(2,\) in the checkpoint and float32 \(4,\) here"),
+    ):
+        with pytest.raises(InvalidError, match=message):
+            load(tmp_path / "c", {"w": other}, **options)
+
+
+def test_a_load_of_plain_tensors_keeps_none_of_them(tmp_path: Path) -> None:
+    state: dict[str, object] = {"w": torch.ones(4)}
+    save(tmp_path / "c", state)
+    kept = weakref.ref(state["w"])
+    gc.disable()
+    try:
+        load(tmp_path / "c", state)
+        state.clear()
+        assert kept() is None
+    finally:
+        gc.enable()
+
+
+def test_an_inner_tensor_that_is_made_anew_is_refused(tmp_path: Path) -> None:
+    class Halved(Blocks):
+        def __getattribute__(self, name: str) -> Any:
+            value = super().__getattribute__(name)
+            return value / 2 if name == "scale" else value
+
+    with pytest.raises(InvalidError, match=r"w\.scale: .*Halved makes this inner tensor anew"):
+        save(tmp_path / "c", {"w": Halved(torch.ones(4, dtype=torch.int8), torch.ones(1), torch.zeros(2), {})})

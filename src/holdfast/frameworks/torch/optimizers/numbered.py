@@ -10,9 +10,9 @@ from typing import Any
 from holdfast.errors import InvalidError, first_three
 from holdfast.frameworks.torch.containers import put_together
 from holdfast.frameworks.torch.optimizers.state import LISTS_OF_MEMBERS, OptimizerView
-from holdfast.frameworks.torch.subclasses.flatten import is_record, references_of, renamed
+from holdfast.frameworks.torch.subclasses.flatten import references_of, renamed
 from holdfast.ports.framework import Catalog
-from holdfast.types.values import Group, TensorRef, Value
+from holdfast.types.values import Group, TensorRef, Value, is_subclass_record
 
 
 def numbered(saved: Value) -> dict[str, Value] | None:
@@ -66,7 +66,7 @@ def by_name(
             entries = _entries(state, number)
             if kept := {key: value for key, value in entries.items() if not isinstance(value, TensorRef)}:
                 values[name] = {
-                    key: renamed(value, view.state_fqn(name, str(key))) if is_record(value) else value
+                    key: renamed(value, view.state_fqn(name, str(key))) if is_subclass_record(value) else value
                     for key, value in kept.items()
                 }
                 aliases |= _aliases_of_records(view, name, kept, catalog)
@@ -161,7 +161,7 @@ def _aliases_of_records(
     return {
         f"{view.state_fqn(name, str(key))}.{inner}": catalog.stored_fqn(fqn)
         for key, record in entries.items()
-        if is_record(record)
+        if is_subclass_record(record)
         for inner, fqn in references_of(record)
     }
 

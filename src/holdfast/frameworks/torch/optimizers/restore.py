@@ -20,13 +20,13 @@ from holdfast.frameworks.torch.optimizers.state import (
     new_state_tensor,
     shape_of_state,
 )
-from holdfast.frameworks.torch.subclasses.flatten import is_record, references_of
+from holdfast.frameworks.torch.subclasses.flatten import references_of
 from holdfast.frameworks.torch.subclasses.make import new_subclass
 from holdfast.frameworks.torch.tensors import torch_dtype
 from holdfast.geometry.sharded import Sharded
 from holdfast.ports.framework import Catalog, Misfit
 from holdfast.types.manifest import OptimizerRecord
-from holdfast.types.values import FrameworkValue, Group, TensorRef, Value
+from holdfast.types.values import FrameworkValue, Group, TensorRef, Value, is_subclass_record
 
 
 class TensorTaker(Protocol):
@@ -275,7 +275,7 @@ class OptimizerRestoration:
     ) -> object:
         """Return what an entry of a parameter's state that is no plain tensor becomes."""
         view, parameter, fqn = self._view, state.parameter, self._view.state_fqn(name, key)
-        if not is_record(value):
+        if not is_subclass_record(value):
             return put_together(value, self._leaf_of(name, state, key, tensors_in(present.get(key), fqn), catalog))
         tensor = state.entries.get(key, present.get(key))
         if not isinstance(tensor, torch.Tensor):
@@ -361,7 +361,7 @@ class OptimizerRestoration:
         before, now = self._shapes(name, state.parameter, None, catalog)
 
         def on_leaf(leaf: Value) -> object:
-            if is_record(leaf):
+            if is_subclass_record(leaf):
                 return self._taker.take_subclass(leaf, present)
             if not isinstance(leaf, TensorRef):
                 return leaf
@@ -435,7 +435,7 @@ def _stored_by_name(listed: Iterable[str], prefix: str, values: Mapping[str, Val
 def _references(value: Value) -> list[TensorRef]:
     if isinstance(value, TensorRef):
         return [value]
-    if is_record(value):
+    if is_subclass_record(value):
         return [TensorRef(fqn) for _, fqn in references_of(value)]
     if isinstance(value, dict):
         return [ref for entry in value.values() for ref in _references(entry)]

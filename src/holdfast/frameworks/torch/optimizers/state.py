@@ -21,9 +21,9 @@ from holdfast.frameworks.torch.held import declared_like
 from holdfast.frameworks.torch.optimizers.members import OptimizerMembers
 from holdfast.frameworks.torch.optimizers.parts import ParameterPart
 from holdfast.frameworks.torch.private_layout import local_tensor
-from holdfast.frameworks.torch.subclasses.flatten import is_record, is_subclass
+from holdfast.frameworks.torch.subclasses.flatten import is_subclass
 from holdfast.geometry.sharded import Sharded
-from holdfast.types.values import Group, Skipped, Value
+from holdfast.types.values import Group, Skipped, Value, is_subclass_record
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ def _collect_state(
         neutral = take_apart(value, view.state_fqn(name, key), on_tensor)
         if not isinstance(neutral, Skipped):
             keys.add(key)
-        if not isinstance(value, torch.Tensor) or is_record(neutral):
+        if not isinstance(value, torch.Tensor) or is_subclass_record(neutral):
             kept[key] = neutral
     return kept
 

@@ -69,6 +69,7 @@ def collect(state: Mapping[str, object], selection: Selection, ranks: Ranks) -> 
         unmatched=collector.selector.unmatched(),
         refused=collector.refused,
         accumulators=collector.accumulators,
+        subclasses=collector.records,
     )
 
 
@@ -83,7 +84,7 @@ class _Collector:
         self.optimizers: dict[str, OptimizerRecord] = {}
         self.refused: list[str] = []
         """A message for each tensor that cannot be saved."""
-        self._records: dict[str, FrameworkValue] = {}
+        self.records: dict[str, FrameworkValue] = {}
         """What stands for a tensor subclass in the tree, by its name."""
         self.accumulators: list[str] = []
         self.fenced_objects: list[torch.nn.Module | torch.optim.Optimizer] = []
@@ -124,7 +125,7 @@ class _Collector:
                 self._tensor(node.path, node.tensor, _loose_role(node.tensor), node.declared, fenced=stepped)
                 for local in memory_of(node.tensor, node.declared, node.path) if self._selection.grads else ():
                     self._gradient(node.path, local, node.declared)
-                return self._records.get(node.path)
+                return self.records.get(node.path)
             case ModuleNode():
                 return self._module(node)
             case OptimizerView():
@@ -184,19 +185,19 @@ class _Collector:
         }
         if others or values:
             kept = {fqn: tensor for fqn, tensor in others.items() if f"{node.path}.{fqn}" in self._numbers}
-            made_subclasses = [fqn for fqn in others if f"{node.path}.{fqn}" in self._records]
+            made_subclasses = [fqn for fqn in others if f"{node.path}.{fqn}" in self.records]
             for fqn, tensor in kept.items():
                 require_not_expanded(local_of(tensor), f"{node.path}.{fqn}", "a load could not fill it: it is")
             made = [fqn for fqn in (*kept, *made_subclasses) if id(others[fqn]) not in buffers]
             require_loadable(node, [*made, *values])
-        records = ((fqn, self._records.get(f"{node.path}.{fqn}")) for fqn in node.tensors if self._records)
+        records = ((fqn, self.records.get(f"{node.path}.{fqn}")) for fqn in node.tensors if self.records)
         return Group("module", values | {fqn: record for fqn, record in records if record is not None})
 
     def _optimizer(self, view: OptimizerView) -> Group:
         def on_state(fqn: str, tensor: torch.Tensor, declared: Sharded | None, parameter: torch.Tensor) -> Value:
             if not self._tensor(fqn, tensor, Role.OPTIMIZER, declared, fenced=True):
                 return Skipped(fqn)
-            if (record := self._records.get(fqn)) is None:
+            if (record := self.records.get(fqn)) is None:
                 return TensorRef(fqn)
             require_made_again(fqn, record, parameter, view.members.steppers())
             return record
@@ -272,7 +273,7 @@ class _Collector:
                 "be saved; expected the tensor in a dict or a module. Move it there, or pass "
                 f"skip='*{gradients.SUFFIX}'"
             )
-        return self._records.get(fqn) or TensorRef(fqn)
+        return self.records.get(fqn) or TensorRef(fqn)
 
     def _tensor(
         self, fqn: str, tensor: torch.Tensor, role: Role, declared: Sharded | None = None, *, fenced: bool = False
@@ -336,7 +337,7 @@ class _Collector:
             )
         if not all(kept):
             return False
-        self._records[fqn] = taken.record
+        self.records[fqn] = taken.record
         return True
 
 

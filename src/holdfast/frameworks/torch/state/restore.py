@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 
 import torch
@@ -42,7 +42,7 @@ from holdfast.frameworks.torch.state.walk import (
     walk,
 )
 from holdfast.frameworks.torch.subclasses.fill import SubclassFilling
-from holdfast.frameworks.torch.subclasses.flatten import is_record, is_subclass
+from holdfast.frameworks.torch.subclasses.flatten import is_subclass
 from holdfast.frameworks.torch.tensors import (
     TorchTarget,
     dtype_name,
@@ -55,7 +55,7 @@ from holdfast.frameworks.torch.ties import Ties, storage_key
 from holdfast.geometry.sharded import Sharded
 from holdfast.ports.framework import Catalog, Misfit, Selection, Wanted
 from holdfast.types.per_rank import PerRank, RngState
-from holdfast.types.values import FrameworkValue, Group, Skipped, TensorRef, Value
+from holdfast.types.values import FrameworkValue, Group, Skipped, TensorRef, Value, is_subclass_record
 
 
 class TorchRestoration:
@@ -97,7 +97,6 @@ class TorchRestoration:
         self._new: dict[str, torch.Tensor] = {}
         """Tensors allocated here, by stored name."""
         self._finishes: list[Callable[[], object]] = []
-        self._subclasses = SubclassFilling(self, catalog, ranks, self._finishes)
         root = walk(state, ranks.rank_of_global)
         self._dict(root, catalog.tree)
         if catalog.drops_ties:
@@ -107,6 +106,11 @@ class TorchRestoration:
         self.unmatched = self._selector.unmatched(chain(catalog.tensors, catalog.aliases, tree), self._stored_names)
         self.misfits += self._resized.misfits(catalog.same_content)
         self.fills_any = bool(self.wanted or self._finishes)
+
+    @cached_property
+    def _subclasses(self) -> SubclassFilling:
+        # Made when first needed: it refers to this object, which would then keep the state until a garbage collection.
+        return SubclassFilling(self, self._catalog, self._ranks, self._finishes)
 
     def finish(self) -> None:
         """Set values, once every tensor is filled."""
@@ -290,7 +294,9 @@ class TorchRestoration:
                 extra[fqn] = tensor
                 continue
             if not self.want(path, tensor, node.declared.get(id(tensor))):
-                self._miss(path, misfit_of_tensor(path, record) if is_record(record := items.get(fqn)) else None)
+                self._miss(
+                    path, misfit_of_tensor(path, record) if is_subclass_record(record := items.get(fqn)) else None
+                )
             elif id(tensor) not in registered:
                 made_by_hooks[fqn] = tensor
         for fqn, tensor in node.tensors.items() if self._selection.grads else ():
@@ -305,7 +311,7 @@ class TorchRestoration:
                 self.missing.append(path)
             else:
                 made_by_hooks[fqn] = put_together(entry, self._leaf(self._template(path, present)))
-        known = {*node.values, *extra, *(fqn for fqn in node.tensors if is_record(items.get(fqn)))}
+        known = {*node.values, *extra, *(fqn for fqn in node.tensors if is_subclass_record(items.get(fqn)))}
         self.unexpected += [f"{node.path}.{fqn}" for fqn in items if fqn not in known]
         if made_by_hooks:
             self._finishes.append(lambda: load_made_entries(node, made_by_hooks))
@@ -449,7 +455,7 @@ class TorchRestoration:
         def on_leaf(value: Value) -> object:
             if isinstance(value, TensorRef):
                 return self.take(value, current.get(value.fqn))
-            if is_record(value):
+            if is_subclass_record(value):
                 return self.take_subclass(value, current)
             if isinstance(value, Skipped):
                 if value.path not in current:

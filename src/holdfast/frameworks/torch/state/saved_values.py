@@ -7,9 +7,8 @@ from numbers import Number
 
 import torch
 
-from holdfast.frameworks.torch.subclasses.flatten import is_record
 from holdfast.ports.framework import Catalog, Misfit
-from holdfast.types.values import Group, Value
+from holdfast.types.values import Group, Value, is_subclass_record
 
 
 def children_of(saved: Value) -> Mapping[str, Value]:
@@ -45,7 +44,7 @@ def misfit_of_value(path: str, present: object, saved: Value, catalog: Catalog) 
 
 def misfit_of_tensor(path: str, saved: Value) -> Misfit | None:
     """Return why a tensor of the state cannot take the value that the checkpoint has under its name."""
-    if is_record(saved):
+    if is_subclass_record(saved):
         kind = saved.value.get("class") if isinstance(saved.value, dict) else None
         text = f"{path} is a {str(kind)[:200]} in the checkpoint and a tensor here: pass one of that class"
         return Misfit(text, is_certain=True)

@@ -13,11 +13,12 @@ from holdfast.errors import CorruptError, InvalidError, first_three
 from holdfast.frameworks.torch.held import Ranks
 from holdfast.frameworks.torch.private_layout import local_tensor
 from holdfast.frameworks.torch.subclasses.context import qualified
-from holdfast.frameworks.torch.subclasses.flatten import Inner, flattened, is_record, is_subclass, references_of
+from holdfast.frameworks.torch.subclasses.flatten import Inner, flattened, is_subclass, references_of
 from holdfast.frameworks.torch.subclasses.known import known_class
+from holdfast.frameworks.torch.tensors import dtype_name
 from holdfast.geometry.sharded import Sharded
 from holdfast.ports.framework import Catalog
-from holdfast.types.values import FrameworkValue, Group, TensorRef, Value
+from holdfast.types.values import FrameworkValue, Group, TensorRef, Value, is_subclass_record
 
 
 class InnerTaker(Protocol):
@@ -103,9 +104,28 @@ class SubclassFilling:
         return is_subclass(tensor) and self.want(fqn, tensor, None)
 
     def _want_inner(self, fqn: str, inner: Inner) -> None:
+        self._require_form(f"{fqn}.{inner.name}", inner)
         if not self._taker.want(f"{fqn}.{inner.name}", inner.tensor, inner.declared):
             raise CorruptError(
                 f"{fqn}: the checkpoint lacks the inner tensor {inner.name} that its record states; read another copy"
+            )
+
+    def _require_form(self, name: str, inner: Inner) -> None:
+        """Refuse an inner tensor of another shape or dtype, whatever `partial` and `cast` say: they mean elements.
+
+        Raises:
+            InvalidError: Names what differs.
+        """
+        spec = self.catalog.tensors.get(self.catalog.stored_fqn(name))
+        if spec is None:
+            return
+        shape = tuple(inner.tensor.shape) if inner.declared is None else tuple(inner.declared.global_shape)
+        saved, here = f"{spec.dtype} {spec.global_shape}", f"{dtype_name(inner.tensor.dtype)} {shape}"
+        if saved != here:
+            raise InvalidError(
+                f"{name}: this inner tensor of a tensor subclass is {saved} in the checkpoint and {here} here; "
+                "expected the same, which partial= and cast= do not change. Build what was saved, or leave all of it "
+                "out with skip="
             )
 
     def _record_of(self, fqn: str) -> FrameworkValue | None:
@@ -169,7 +189,7 @@ def text_of(value: Value) -> str:
 
 def _without_names(inner: Value) -> Value:
     """Return a nested record without the names of its tensors, which a load may change."""
-    if not is_record(inner):
+    if not is_subclass_record(inner):
         return None if isinstance(inner, TensorRef) else "no tensor"
     fields = inner.value if isinstance(inner.value, dict) else {}
     return {key: _comparable(key, value) for key, value in fields.items()}
@@ -205,7 +225,7 @@ def _drop_caches(tensor: torch.Tensor) -> None:
 
 def _records_in(value: Value) -> Iterator[FrameworkValue]:
     """Yield every record in a tree of values."""
-    if is_record(value):
+    if is_subclass_record(value):
         yield value
         return
     items: Mapping[object, Value] | Value = value.items if isinstance(value, Group) else value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -21,7 +21,7 @@ from holdfast.frameworks.torch.subclasses.known import known_class
 from holdfast.frameworks.torch.subclasses.split import Split, split_of
 from holdfast.frameworks.torch.tensors import dtype_name
 from holdfast.geometry.sharded import Sharded
-from holdfast.types.values import SUBCLASS, FrameworkValue, TensorRef, Value
+from holdfast.types.values import SUBCLASS, FrameworkValue, TensorRef, Value, is_subclass_record
 
 _DENSE = (torch.Tensor, torch.nn.Parameter)
 _DEPTH_MAX = 8
@@ -148,6 +148,11 @@ def _record(
                 f"{fqn}.{path}: a DTensor inside a tensor subclass that is itself split, or around another one; "
                 "expected plain tensors there. Leave it out with skip="
             )
+        if not _is_kept(local, name, tensor):
+            raise InvalidError(
+                f"{fqn}.{path}: {qualified(type(local))} makes this inner tensor anew each time it is asked, so a load "
+                "could not fill it; expected an attribute. Convert it, or leave it out with skip="
+            )
         tensor = tensor.detach()
         part = None if split is None else split.part(f"{fqn}.{path}", name, tensor)
         inner.append(Inner(path, tensor if part is None else _tensor_of(part), part))
@@ -158,6 +163,12 @@ def _record(
         "context": described(context, fqn, tuple(local.shape) if known is not None else None),
         "tensors": tensors,
     }
+
+
+def _is_kept(local: torch.Tensor, name: str, tensor: torch.Tensor) -> bool:
+    """Return whether an inner tensor is one that the subclass keeps, or a view of it."""
+    again = getattr(local, name)
+    return again is tensor or type(again) not in _DENSE or again.data_ptr() == tensor.data_ptr()
 
 
 def _tensor_of(part: Sharded) -> torch.Tensor:
@@ -172,7 +183,7 @@ def references_of(record: FrameworkValue) -> Iterator[tuple[str, str]]:
     for name, value in tensors.items() if isinstance(tensors, dict) else ():
         if isinstance(value, TensorRef):
             yield str(name), value.fqn
-        elif is_record(value):
+        elif is_subclass_record(value):
             yield from ((f"{name}.{inner}", fqn) for inner, fqn in references_of(value))
 
 
@@ -183,10 +194,5 @@ def renamed(record: FrameworkValue, fqn: str) -> FrameworkValue:
     inner: dict[object, Value] = {}
     for name, value in tensors.items() if isinstance(tensors, dict) else ():
         path = f"{fqn}.{name}"
-        inner[name] = renamed(value, path) if is_record(value) else TensorRef(path)
+        inner[name] = renamed(value, path) if is_subclass_record(value) else TensorRef(path)
     return FrameworkValue(SUBCLASS, {**fields, "tensors": inner})
-
-
-def is_record(value: Value) -> TypeGuard[FrameworkValue]:
-    """Return whether a value stands for a tensor subclass."""
-    return isinstance(value, FrameworkValue) and value.kind == SUBCLASS

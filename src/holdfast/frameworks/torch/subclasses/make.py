@@ -18,12 +18,12 @@ from holdfast.errors import CorruptError, InvalidError
 from holdfast.frameworks.torch.private_layout import local_tensor
 from holdfast.frameworks.torch.subclasses.context import built, described, is_built_from_values, qualified
 from holdfast.frameworks.torch.subclasses.fill import other_grid, text_of
-from holdfast.frameworks.torch.subclasses.flatten import inner_names, is_record
+from holdfast.frameworks.torch.subclasses.flatten import inner_names
 from holdfast.frameworks.torch.subclasses.known import Rule, known_class
 from holdfast.frameworks.torch.tensors import torch_dtype
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.ports.framework import Catalog
-from holdfast.types.values import FrameworkValue, TensorRef, Value
+from holdfast.types.values import FrameworkValue, TensorRef, Value, is_subclass_record
 
 
 def require_made_again(
@@ -37,7 +37,7 @@ def require_made_again(
     fields = record.value
     assert isinstance(fields, dict), "a record made here is a dict"
     class_of(fqn, str(fields["class"]), parameter, optimizers)
-    if not is_built_from_values(fields["context"]) or any(map(is_record, fields["tensors"].values())):
+    if not is_built_from_values(fields["context"]) or any(map(is_subclass_record, fields["tensors"].values())):
         raise InvalidError(
             f"{fqn}: a load could not make this {fields['class']} in a fresh optimizer: its context or its inner "
             "tensors hold other objects; expected plain values. Leave it out with skip="
