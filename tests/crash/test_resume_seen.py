@@ -168,7 +168,7 @@ def test_values_of_a_damaged_step_that_an_older_one_lacks_do_not_stay_unsaid(in_
     flip(pack, piece.offset + piece.bytes - 4)
     with CheckpointManager(root) as manager:
         state = {"z": torch.zeros(100_000), "b": torch.full((1_000_000,), -7.0)}
-        with pytest.raises(InvalidError, match=r"lacks 1 names .*: b\. .*Make the state anew"):
+        with pytest.raises(InvalidError, match=r"lacks 1 names, .*: b\. .*Make the state anew"):
             manager.load(state, strict=False)
         state["b"].fill_(-7.0)
         assert manager.load(state, strict=False) == OLD
