@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from holdfast.errors import NAMES_SHOWN, InvalidError, first_three
 from holdfast.loading.rename_rules import Renames
 from holdfast.ports.framework import Catalog
-from holdfast.types.values import Group, Value
+from holdfast.types.values import Group, Value, is_subclass_record
 
 _PAIRS_MAX = 50
 """Most stored names that are compared with one missing name. A checkpoint may have 100,000 of the same ending."""
@@ -37,7 +37,9 @@ class NameAdvice:
         self._optimizers = tuple(f"{path}." for path in _optimizers(catalog.tree, ""))
         # State of optimizers goes by the names of parameters, so those decide.
         self._missing = self._without_optimizers(missing)
-        self._stored = sorted(self._without_optimizers({*catalog.tensors, *catalog.aliases}))
+        self._stored = sorted(
+            self._without_optimizers({*catalog.tensors, *catalog.aliases, *_subclasses(catalog.tree, "")})
+        )
         self._unexpected, self._keys = {*unexpected}, {*keys}
         self._tops = [*catalog.tree.items] or sorted({name.partition(".")[0] for name in self._stored})
         self._by_ending: dict[str, list[str]] = {}
@@ -116,6 +118,16 @@ def _common(first: Sequence[str], second: Sequence[str]) -> int:
     """Return how many segments two names have in common at the start."""
     pairs = zip(first, second, strict=False)
     return next((at for at, (one, two) in enumerate(pairs) if one != two), min(len(first), len(second)))
+
+
+def _subclasses(group: Group, path: str) -> Iterator[str]:
+    """Yield the name of each tensor subclass in a dict or module, which the index lists by its inner tensors alone."""
+    for key, value in group.items.items():
+        inner = f"{path}.{key}" if path else key
+        if is_subclass_record(value):
+            yield inner
+        elif isinstance(value, Group) and value.kind in ("dict", "module"):
+            yield from _subclasses(value, inner)
 
 
 def _spread(names: Sequence[str]) -> Sequence[str]:

@@ -321,3 +321,9 @@ def test_an_inner_tensor_that_is_made_anew_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(InvalidError, match=r"w\.scale: .*Halved makes this inner tensor anew"):
         save(tmp_path / "c", {"w": Halved(torch.ones(4, dtype=torch.int8), torch.ones(1), torch.zeros(2), {})})
+
+
+def test_the_rename_that_an_error_proposes_counts_them(tmp_path: Path) -> None:
+    save(tmp_path / "c", {"model": nn.ModuleDict({"backbone": quantised(0)})})
+    with pytest.raises(InvalidError, match=r"pass rename=\{'backbone': 'encoder'\}, which finds all"):
+        load(tmp_path / "c", {"model": nn.ModuleDict({"encoder": quantised(1)})})
