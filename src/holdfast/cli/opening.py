@@ -24,6 +24,10 @@ Step = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON; see docs/cli.md.")]
+Grace = Annotated[
+    float | None,
+    typer.Option("--grace", metavar="SECONDS", help="Wait for readers between mark and removal.", min=0),
+]
 AllowRoot = Annotated[
     list[str] | None,
     typer.Option(
@@ -32,6 +36,12 @@ AllowRoot = Annotated[
         help="Folder of files that the checkpoint may reference (imported without --copy). Repeatable.",
     ),
 ]
+
+
+def say_grace(grace: float | None) -> None:
+    """Say on stderr how long a command waits before it removes steps; None for the default of the settings."""
+    seconds = Settings().collect_grace_seconds if grace is None else grace
+    stderr().line(f"steps are marked, and removed after {seconds:g} s", style="dim")
 
 
 def opened(path: str, allow_root: list[str] | None = None, step: str | None = None) -> api.Checkpoint:

@@ -9,10 +9,9 @@ import typer
 
 from holdfast import api, policies
 from holdfast.cli.ending import ended_well
-from holdfast.cli.opening import AsJson, Root
-from holdfast.cli.screen import Screen, attributes, print_result, stderr
+from holdfast.cli.opening import AsJson, Grace, Root, say_grace
+from holdfast.cli.screen import Screen, attributes, print_result
 from holdfast.errors import InvalidError, printable
-from holdfast.settings import Settings
 from holdfast.telemetry.log_lines import shown_bytes
 
 _COLUMNS = (">STEP", "STAYS BECAUSE")
@@ -31,10 +30,7 @@ def gc(
     keep_per: Annotated[
         Literal["hour", "day"] | None, typer.Option("--keep-per", help="Keep the newest step of each hour or day.")
     ] = None,
-    grace: Annotated[
-        float | None,
-        typer.Option("--grace", metavar="SECONDS", help="Wait for readers between mark and removal.", min=0),
-    ] = None,
+    grace: Grace = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -47,8 +43,7 @@ def gc(
     with ended_well():
         policy = _policy(keep_last, keep_every, keep_best or [], keep_per)
         if not dry_run and not as_json:
-            seconds = Settings().collect_grace_seconds if grace is None else grace
-            stderr().line(f"steps are marked, and removed after {seconds:g} s", style="dim")
+            say_grace(grace)
         report = api.collect(root, keep=policy, dry_run=dry_run, grace_seconds=grace)
         print_result(report, partial(_show, dry_run), partial(_document, dry_run), as_json=as_json)
 

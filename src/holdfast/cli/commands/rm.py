@@ -9,10 +9,9 @@ import typer
 
 from holdfast import api
 from holdfast.cli.ending import NOT_DONE, ended_well
-from holdfast.cli.opening import AsJson, Root
-from holdfast.cli.screen import Screen, attributes, print_result, stderr
+from holdfast.cli.opening import AsJson, Grace, Root, say_grace
+from holdfast.cli.screen import Screen, attributes, print_result
 from holdfast.errors import printable
-from holdfast.settings import Settings
 from holdfast.telemetry.log_lines import shown_bytes
 
 
@@ -26,10 +25,7 @@ def rm(
     all_steps: Annotated[
         bool, typer.Option("--all", help="Allow to remove the last step that a resume could take.")
     ] = False,
-    grace: Annotated[
-        float | None,
-        typer.Option("--grace", metavar="SECONDS", help="Wait for readers between mark and removal.", min=0),
-    ] = None,
+    grace: Grace = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -41,8 +37,7 @@ def rm(
     """
     with ended_well():
         if not dry_run and not as_json:
-            seconds = Settings().collect_grace_seconds if grace is None else grace
-            stderr().line(f"steps are marked, and removed after {seconds:g} s", style="dim")
+            say_grace(grace)
         report = api.remove_steps(root, steps, tagged=tagged, all_steps=all_steps, dry_run=dry_run, grace_seconds=grace)
         print_result(report, partial(_show, dry_run), partial(_document, dry_run), as_json=as_json)
         if report.left and not dry_run:
