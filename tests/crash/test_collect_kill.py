@@ -12,16 +12,17 @@ from pathlib import Path
 import pytest
 
 from holdfast.clock import SystemClock
-from holdfast.errors import CheckpointError, UnavailableError
+from holdfast.errors import CheckpointError
 from holdfast.leases.writer import hold_writer_lease
 from holdfast.policies import LatestN
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import read_run_id
 from holdfast.runs.collection.garbage_collection import CheckpointGC
-from holdfast.testing.faults import Faults, FaultyStore, fail_with, kill_process, raise_error
+from holdfast.testing.faults import Faults, FaultyStore, fail_with
 from tests.crash.judging import Judged
 from tests.crash.mounts import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image
-from tests.crash.rig import committed_at, in_child, local_store, paths_under, require_whole, run_at
+from tests.crash.rig import committed_at, local_store, paths_under, require_whole, run_at
+from tests.crash.sweeping import fates_of_kills, judge_after_errors
 
 pytestmark = [
     # The fork happens while threads of earlier tests may stand idle; the child uses none of their locks.
@@ -85,41 +86,16 @@ def template(in_memory: Path) -> Path:
 
 @pytest.mark.parametrize("way", [over_syscalls, over_store])
 def test_killed_anywhere(in_memory: Path, template: Path, way: Callable[[Path, Faults], None]) -> None:
-    root = in_memory / "root"
-    judged = Judged[int]()
-    gone = []
-    for at in range(1, 4000, STRIDE if way is over_syscalls else 1):
-        shutil.copytree(template, root)
-        ending = in_child(partial(way, root, Faults(kill_process(), at=at)))
-        try:
-            gone.append(judged.fate(root, ending, partial(require_goes_on, root)))
-        except BaseException as error:
-            error.add_note(f"killed at operation {at}; files: {sorted(paths_under(root))}")
-            raise
-        shutil.rmtree(root)
-        if ending.acknowledged:
-            break
-    assert ending.acknowledged
+    points = range(1, 4000, STRIDE if way is over_syscalls else 1)
+    gone, judged = fates_of_kills(template, in_memory / "root", way, lambda root, _: require_goes_on(root), points)
     assert {0, 1, 2} >= set(gone) >= {0, 2}, "it was killed before the first manifest went and after the last"
     assert gone == sorted(gone), "what went stays gone"
     print(f"{way.__name__}: {judged.deaths} deaths left {judged.contents} contents: 0 kept steps lost, 0 unreadable")
 
 
 def test_an_error_at_any_operation_loses_nothing(in_memory: Path, template: Path) -> None:
-    root = in_memory / "root"
-    judged = Judged[int]()
-    for at in range(1, 2000):
-        shutil.copytree(template, root)
-        faults = Faults(raise_error(UnavailableError), at=at)
-        try:
-            over_store(root, faults)
-        except CheckpointError as error:
-            assert "a fault was injected at" in str(error) or faults.met
-        judged.fate(root, "ended", partial(require_goes_on, root))
-        shutil.rmtree(root)
-        if not faults.met:
-            break
-    assert at > 20
+    points = range(1, 2000)
+    assert judge_after_errors(template, in_memory / "root", over_store, require_goes_on, points) > 20
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,24 +11,22 @@ import pytest
 from holdfast.api import list_steps
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
-from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import read_run_id
 from holdfast.runs.collection.chosen_steps import ChosenNames
 from holdfast.runs.collection.garbage_collection import CheckpointGC
-from holdfast.testing.faults import Faults, FaultyStore, kill_process, raise_error
-from tests.crash.judging import Judged
+from holdfast.testing.faults import Faults, FaultyStore
 from tests.crash.rig import (
     committed_at,
     expected_fingerprint,
     fingerprint,
-    in_child,
     local_store,
     paths_under,
     run_at,
     step_path,
     training_state,
 )
+from tests.crash.sweeping import fates_of_kills, judge_after_errors
 
 pytestmark = [
     # The fork happens while threads of earlier tests may stand idle; the child uses none of their locks.
@@ -111,38 +107,14 @@ def template(in_memory: Path) -> Path:
 
 @pytest.mark.parametrize("way", [over_syscalls, over_store])
 def test_killed_anywhere(in_memory: Path, template: Path, way: Callable[[Path, Faults], None]) -> None:
-    root = in_memory / "root"
-    judged = Judged[str]()
-    fates = []
-    for at in range(1, 4000, 3 * STRIDE if way is over_syscalls else 1 + 2 * (STRIDE > 1)):
-        shutil.copytree(template, root)
-        ending = in_child(partial(way, root, Faults(kill_process(), at=at)))
-        try:
-            fates.append(judged.fate(root, ending, partial(require_goes_on, root)))
-        except BaseException as error:
-            error.add_note(f"killed at operation {at}; files: {sorted(paths_under(root))}")
-            raise
-        shutil.rmtree(root)
-        if ending.acknowledged:
-            break
-    assert ending.acknowledged and fates[-1] == "back"
+    points = range(1, 4000, 3 * STRIDE if way is over_syscalls else 1 + 2 * (STRIDE > 1))
+    fates, judged = fates_of_kills(template, in_memory / "root", way, lambda root, _: require_goes_on(root), points)
+    assert fates[-1] == "back"
     assert fates == sorted(fates, reverse=True), "what was discarded stays so"
     assert set(fates) == {"old", "back"}
     print(f"{way.__name__}: {judged.deaths} deaths left {judged.contents} contents: 0 steps wrong, 0 unreadable")
 
 
 def test_an_error_at_any_operation_loses_nothing(in_memory: Path, template: Path) -> None:
-    root = in_memory / "root"
-    judged = Judged[str]()
-    for at in range(1, 2000, 1 + 3 * (STRIDE > 1)):
-        shutil.copytree(template, root)
-        faults = Faults(raise_error(UnavailableError), at=at)
-        try:
-            over_store(root, faults)
-        except CheckpointError as error:
-            assert "a fault was injected at" in str(error) or faults.met
-        judged.fate(root, "ended", partial(require_goes_on, root))
-        shutil.rmtree(root)
-        if not faults.met:
-            break
-    assert at > 20
+    points = range(1, 2000, 1 + 3 * (STRIDE > 1))
+    assert judge_after_errors(template, in_memory / "root", over_store, require_goes_on, points) > 20

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -24,17 +22,16 @@ from holdfast.loading.load import load_checkpoint
 from holdfast.loading.load_request import LoadRequest
 from holdfast.saving.save import begin_save
 from holdfast.stores.local import LocalStore
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, kill_process
+from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.testing.framework import NumpyFramework
-from tests.crash.judging import Judged
 from tests.crash.rig import (
     Ending,
     FaultyComm,
-    in_child,
     is_of_reports,
     local_store,
     paths_under,
 )
+from tests.crash.sweeping import fates_of_kills
 from tests.overwriting import (
     EVERYTHING,
     HASTY,
@@ -104,19 +101,7 @@ def test_an_overwrite_dies_anywhere(in_memory: Path, saver: Saver, stride: int) 
     template = in_memory / "template"
     for number in range(1, OLD + 1):
         save(template, number)
-    judged, fates = Judged[str](), list[str]()
-    for at in range(1, 2000, stride):
-        best = in_memory / str(at)
-        shutil.copytree(template, best)
-        ending = in_child(partial(saver, best, Faults(kill_process(), at=at)))
-        try:
-            fates.append(judged.fate(best, ending, partial(require_old_or_new, best, ending)))
-        except BaseException as error:
-            error.add_note(f"killed at operation {at}; files: {sorted(paths_under(best))}")
-            raise
-        shutil.rmtree(best)
-        if ending.acknowledged:
-            break
+    fates, judged = fates_of_kills(template, in_memory / "best", saver, require_old_or_new, range(1, 2000, stride))
     print(f"{saver.__name__}: {len(fates)} points, {fates.count('old')} left the old one, {judged.contents} contents")
     assert fates == sorted(fates, reverse=True), "once committed, always committed"
     assert fates.count("old") >= 5 and "new" in fates

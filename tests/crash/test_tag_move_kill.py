@@ -15,10 +15,10 @@ from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.ports.store import Store
 from holdfast.repository.tags import read_tags
 from holdfast.runs.tags import tag_step
-from holdfast.testing.faults import Faults, FaultyStore, kill_process, raise_error
-from tests.crash.judging import Judged
+from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from tests.crash.mounts import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image
-from tests.crash.rig import NEW, OLD, committed_at, in_child, local_store, paths_under, run_at, training_state
+from tests.crash.rig import NEW, OLD, committed_at, local_store, run_at, training_state
+from tests.crash.sweeping import fates_of_kills
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
@@ -66,21 +66,9 @@ def template(in_memory: Path) -> Path:
 
 @pytest.mark.parametrize("way", [over_syscalls, over_store])
 def test_killed_anywhere(in_memory: Path, template: Path, way: Callable[[Path, Faults], None]) -> None:
-    root = in_memory / "root"
-    judged = Judged[int]()
-    steps = []
-    for at in range(1, 2000, STRIDE if way is over_syscalls else 1):
-        shutil.copytree(template, root)
-        ending = in_child(partial(way, root, Faults(kill_process(), at=at)))
-        try:
-            steps.append(judged.fate(root, ending, partial(holder_of, root)))
-        except BaseException as error:
-            error.add_note(f"killed at operation {at}; files: {sorted(paths_under(root))}")
-            raise
-        shutil.rmtree(root)
-        if ending.acknowledged:
-            break
-    assert ending.acknowledged and len(steps) > 5
+    points = range(1, 2000, STRIDE if way is over_syscalls else 1)
+    steps, _ = fates_of_kills(template, in_memory / "root", way, lambda root, _: holder_of(root), points)
+    assert len(steps) > 5
     assert set(steps) == {OLD, NEW} and steps == sorted(steps), "what moved does not move back"
 
 

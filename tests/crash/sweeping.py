@@ -1,0 +1,67 @@
+"""Kills a process, or fails an operation, at one point after another, each time on a fresh copy of a template."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+from holdfast.errors import CheckpointError, UnavailableError
+from holdfast.testing.faults import Faults, kill_process, raise_error
+from tests.crash.judging import Fate, Judged
+from tests.crash.rig import Ending, in_child, paths_under
+
+
+def fates_of_kills(
+    template: Path,
+    root: Path,
+    act: Callable[[Path, Faults], None],
+    judge: Callable[[Path, Ending], Fate],
+    points: Iterable[int],
+) -> tuple[list[Fate], Judged[Fate]]:
+    """Kill what acts on a copy of a template at each of some operations; return what the judge said, in order.
+
+    Args:
+        template: What every process begins with.
+        root: Where each copy lies.
+        act: What is killed.
+        judge: Looks at what a process left, and at how it ended.
+        points: Operations, ascending. The first that the action does not reach ends the sweep.
+    """
+    judged, fates = Judged[Fate](), list[Fate]()
+    for at in points:
+        shutil.copytree(template, root)
+        ending = in_child(partial(act, root, Faults(kill_process(), at=at)))
+        try:
+            fates.append(judged.fate(root, ending, partial(judge, root, ending)))
+        except BaseException as error:
+            error.add_note(f"killed at operation {at}; files: {sorted(paths_under(root))}")
+            raise
+        shutil.rmtree(root)
+        if ending.acknowledged:
+            return fates, judged
+    raise AssertionError("the last process was killed too: more points are needed")
+
+
+def judge_after_errors(
+    template: Path,
+    root: Path,
+    act: Callable[[Path, Faults], None],
+    judge: Callable[[Path], object],
+    points: Iterable[int],
+) -> int:
+    """Fail each of some operations of what acts on a copy of a template; return the last operation that was tried."""
+    judged, last = Judged[object](), 0
+    for last in points:
+        shutil.copytree(template, root)
+        faults = Faults(raise_error(UnavailableError), at=last)
+        try:
+            act(root, faults)
+        except CheckpointError as error:
+            assert "a fault was injected at" in str(error) or faults.met
+        judged.fate(root, "ended", partial(judge, root))
+        shutil.rmtree(root)
+        if not faults.met:
+            break
+    return last
