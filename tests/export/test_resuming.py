@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -166,7 +167,7 @@ def test_an_interrupted_command_says_how_to_go_on(tmp_path: Path) -> None:
     process = begun_and_held(arguments, workers=1)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)  # Ends its input: it is held no longer.
-    assert process.returncode == 130
+    assert process.returncode == 130, said
     assert "Run the same command again: it resumes" in said
     assert not (tmp_path / "out").exists()
     durable_bytes = sum(written_down(tmp_path / ".out.holdfast-export"))
@@ -174,6 +175,22 @@ def test_an_interrupted_command_says_how_to_go_on(tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["resumed_bytes"] == durable_bytes > 0
+
+
+def test_no_thread_ends_while_an_export_goes_on(tmp_path: Path, source: Path) -> None:
+    """Python discards a Ctrl-C that comes while it clears up after a thread."""
+    seen: set[threading.Thread] = set()
+
+    class Looks:
+        def on_event(self, event: Progress) -> None:
+            seen.update(each for each in threading.enumerate() if each.name.startswith("holdfast-read"))
+            assert not [each.name for each in seen if not each.is_alive()]
+
+    export = export_wiring.export_of(source, tmp_path / "out", "safetensors", ExportOptions(), wiring.DEFAULT_SETTINGS)
+    report = export.run(
+        ExportRequest(memory_bytes=64 * MIB, workers=1, window_bytes_max=16 * PAGE_BYTES), observer=Looks()
+    )
+    assert report.bytes > 50 * 16 * PAGE_BYTES and seen
 
 
 class Stopped(Exception):

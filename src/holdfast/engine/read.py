@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Self
 
 from holdfast.engine.buffers import BufferPool
 from holdfast.engine.memory_limits import ranks_on_host
@@ -25,12 +26,45 @@ _PART_BYTES_MAX = MIB
 stays in the processor's cache. docs/decisions/036-reading-packs.md has the measurements."""
 
 
+class ReadPool:
+    """Threads and buffers that reads share, from the start of a block to its end.
+
+    A caller that executes several plans keeps one. The end of a thread runs callbacks of weak references, in which
+    Python discards a Ctrl-C.
+    """
+
+    def __init__(self, count: int, read_bytes_max: int) -> None:
+        """Allocate `count` buffers for reads of at most `read_bytes_max` bytes."""
+        self.buffers = BufferPool(count, read_bytes_max + 2 * PAGE_BYTES)
+        self._threads = ThreadPoolExecutor(count, thread_name_prefix="holdfast-read")
+
+    def execute(self, read: Callable[[ReadRun], None], runs: Sequence[ReadRun]) -> None:
+        """Call `read` with every run, on the threads; return, or raise the first error, once no call is running."""
+        reads: list[Future[None]] = []
+        try:
+            for run in runs:  # One by one: an interrupt must find those that have begun.
+                reads.append(self._threads.submit(read, run))
+            for future in reads:
+                future.result()
+        except BaseException:
+            for future in reads:
+                future.cancel()
+            wait(reads)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+
 def execute(
     plan: LoadPlan,
     packs: Packs,
     targets: Sequence[Target],
     settings: Settings,
-    buffers: BufferPool | None = None,
+    pool: ReadPool | None = None,
     moved: Callable[[int], None] | None = None,
 ) -> None:
     """Read, check and place everything a plan lists.
@@ -40,8 +74,7 @@ def execute(
         packs: Where each pack is stored.
         targets: Where to place, by wanted number.
         settings: Reads in flight, and the size from which on chunks are read straight into targets.
-        buffers: Pool to read through, for a caller that executes several plans: one buffer for each read in flight,
-            each two pages longer than the longest read. None: allocate new ones.
+        pool: What to read with, for a caller that executes several plans. None: a new one.
         moved: Called with the byte count of each run once it is read, on any thread.
     Raises:
         CorruptError: A chunk differs from what was saved; the message names tensor, pack and byte range. Targets may
@@ -50,25 +83,21 @@ def execute(
     """
     if not plan.runs:
         return
-    count = min(settings.windows_in_flight, len(plan.runs))
-    if buffers is None:
-        buffers = BufferPool(count, max(run.stop - run.start for run in plan.runs) + 2 * PAGE_BYTES)
+    if pool is None:
+        count = min(settings.windows_in_flight, len(plan.runs))
+        with ReadPool(count, max(run.stop - run.start for run in plan.runs)) as pool:
+            execute(plan, packs, targets, settings, pool, moved)
+        return
+    buffers = pool.buffers
     copying = threading.Semaphore(max(len(os.sched_getaffinity(0)) // ranks_on_host(), 1))
 
-    def read(run: ReadRun, buffers: BufferPool = buffers) -> None:
+    def read(run: ReadRun) -> None:
         with buffers.lent() as buffer:
             _RunRead(run, packs(run.pack), targets, settings._tuning.zero_copy_bytes_min, copying).execute(buffer)
         if moved is not None:
             moved(run.stop - run.start)
 
-    with ThreadPoolExecutor(count, thread_name_prefix="holdfast-read") as threads:
-        reads = [threads.submit(read, run) for run in plan.runs]
-        try:
-            for future in reads:
-                future.result()
-        except BaseException:
-            threads.shutdown(wait=True, cancel_futures=True)
-            raise
+    pool.execute(read, plan.runs)
 
 
 @dataclass(slots=True)

@@ -233,7 +233,7 @@ class Export:
         settings = self._reading(share.memory_bytes)
         windows = share_of(windows_of(self.files, share.window_bytes, share.done), share.number, share.count)
         dtypes = {fqn: spec.dtype for fqn, spec in self._checkpoint.index.tensors.items()}
-        source = ExportSource(dtypes, self._checkpoint.packs, settings, self._read_buffer_bytes(settings))
+        source = ExportSource(dtypes, self._checkpoint.packs, settings, self._read_bytes_max(settings))
         if not windows:
             return
         journal = self.destination.journal(share.journal)
@@ -280,7 +280,7 @@ class Export:
                 f"{MEMORY_BYTES_MIN} for each"
             )
         settings = self._reading(worker_bytes)
-        reads = settings.windows_in_flight * self._read_buffer_bytes(settings)
+        reads = settings.windows_in_flight * (self._read_bytes_max(settings) + 2 * PAGE_BYTES)
         room = (worker_bytes - reads - _CAST_BYTES) // WINDOWS
         wanted = max(self._bytes // (8 * request.workers), 16 * MIB)
         return min(max(min(room, wanted), _WINDOW_BYTES_MIN), request.window_bytes_max) // PAGE_BYTES * PAGE_BYTES
@@ -289,8 +289,8 @@ class Export:
         read_bytes = min(max(memory_bytes // 32, MIB), _READ_BYTES_MAX) // PAGE_BYTES * PAGE_BYTES
         return replace(self._checkpoint.settings, read_window_bytes=read_bytes, windows_in_flight=4)
 
-    def _read_buffer_bytes(self, settings: Settings) -> int:
-        return max(settings.read_window_bytes, self._checkpoint.index.chunk_bytes) + 2 * PAGE_BYTES
+    def _read_bytes_max(self, settings: Settings) -> int:
+        return max(settings.read_window_bytes, self._checkpoint.index.chunk_bytes)
 
     def _open(self, number: int) -> OutputFile:
         return self.destination.open(self.files[number].name)

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from holdfast.clock import Clock
 from holdfast.engine.buffers import BufferPool
 from holdfast.engine.casting import cast
-from holdfast.engine.read import execute
+from holdfast.engine.read import ReadPool, execute
 from holdfast.errors import CheckpointError
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import DTYPES
@@ -62,8 +62,8 @@ class ExportSource:
     settings: Settings
     """Reads in flight."""
 
-    read_buffer_bytes: int
-    """Memory of the longest read."""
+    read_bytes_max: int
+    """Bytes of the longest read."""
 
 
 class WindowWriter:
@@ -100,9 +100,11 @@ class WindowWriter:
         Raises:
             CheckpointError: A read or write failed.
         """
-        read_buffers = BufferPool(source.settings.windows_in_flight, source.read_buffer_bytes)
         writes: list[Future[None]] = []
-        with ThreadPoolExecutor(_WRITERS, thread_name_prefix="holdfast-export") as threads:
+        with (
+            ReadPool(source.settings.windows_in_flight, source.read_bytes_max) as reads,
+            ThreadPoolExecutor(_WRITERS, thread_name_prefix="holdfast-export") as threads,
+        ):
             try:
                 for plan in windows:
                     # A failed write ends the export now, not after all windows.
@@ -111,7 +113,7 @@ class WindowWriter:
                         writes.remove(write)
                     buffer = self._buffers.take()
                     try:
-                        done = _fill(plan, buffer, source, read_buffers)
+                        done = _fill(plan, buffer, source, reads)
                     except BaseException:
                         self._buffers.give(buffer)
                         raise
@@ -163,7 +165,7 @@ class WindowWriter:
                 self._synced_at = self._clock.monotonic_seconds()
 
 
-def _fill(plan: WindowPlan, buffer: memoryview, source: ExportSource, read_buffers: BufferPool) -> DoneWindow:
+def _fill(plan: WindowPlan, buffer: memoryview, source: ExportSource, reads: ReadPool) -> DoneWindow:
     """Fill a buffer with a window's bytes."""
     window = plan.window
     memory = buffer[: window.bytes]
@@ -172,7 +174,7 @@ def _fill(plan: WindowPlan, buffer: memoryview, source: ExportSource, read_buffe
     for at, data in plan.literals:
         memory[at : at + len(data)] = data
     targets = [_target(fill, memory, source.dtypes[fill.tensor.fqn]) for fill in plan.fills]
-    execute(plan.reads, source.packs, targets, source.settings, read_buffers)
+    execute(plan.reads, source.packs, targets, source.settings, reads)
     for fill, target in zip(plan.fills, targets, strict=True):
         if target.cut is not None:
             memory[fill.at : fill.at + fill.bytes] = target.cut[fill.skipped : fill.skipped + fill.bytes]
