@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import DTYPES
-from holdfast.geometry.tensor import Shard
+from holdfast.geometry.tensor import Shard, TensorSpec
 from holdfast.plan.ownership import Owned
 from holdfast.settings import PAGE_BYTES
 from holdfast.types.plan import OPAQUE_FOLDER, PackItem, PackPlan
@@ -18,22 +19,39 @@ _CHARACTER_BYTES = 32
 """Upper bound of one character of an FQN in a header, which holds the FQN three times: once as UTF-8 (4 bytes), twice
 in JSON inside JSON, where a character beyond ASCII takes two escapes of seven bytes."""
 
+_OPEN_MAX = 16
+"""Packs that may still take a piece, while pieces are given to packs."""
 
-def packs_of(rank: int, shards: Sequence[Shard], owned: Sequence[Owned], header_bytes_max: int) -> list[PackPlan]:
+
+def packs_of(
+    rank: int,
+    shards: Sequence[Shard],
+    owned: Sequence[Owned],
+    header_bytes_max: int,
+    pack_bytes: int | None = None,
+) -> list[PackPlan]:
     """Return the packs of everything a rank writes, their pieces in file order.
 
     Pieces whose size is a multiple of a page come first. The header is padded to pages, so these pieces start on page
     boundaries and can be read directly, without a copy. The other pieces follow by descending element size, so every
     element is aligned. A pack holds an FQN once, because a safetensors file has each key once. Flat ranges and dtypes
     that safetensors lacks go to packs of their own, because stock readers cannot interpret them.
+
+    Args:
+        rank: This rank.
+        shards: Its shards.
+        owned: What it writes of them.
+        header_bytes_max: Bytes of a header, at most.
+        pack_bytes: Bytes of pieces from which on a pack takes no more; it has at most twice as many, or one piece.
+            None: packs have any size.
     """
     readable: list[Owned] = []
     opaque: list[Owned] = []
     for part in owned:
         (readable if _is_readable(shards[part.shard_number], part) else opaque).append(part)
     return [
-        *_packs(f"r{rank:05d}", shards, readable, header_bytes_max),
-        *_packs(f"{OPAQUE_FOLDER}r{rank:05d}", shards, opaque, header_bytes_max),
+        *_packs(f"r{rank:05d}", shards, readable, header_bytes_max, pack_bytes),
+        *_packs(f"{OPAQUE_FOLDER}r{rank:05d}", shards, opaque, header_bytes_max, pack_bytes),
     ]
 
 
@@ -52,29 +70,75 @@ def _is_readable(shard: Shard, owned: Owned) -> bool:
     return isinstance(owned.region, Box) and bool(DTYPES[shard.tensor.dtype].safetensors)
 
 
-def _packs(stem: str, shards: Sequence[Shard], owned: Sequence[Owned], header_bytes_max: int) -> list[PackPlan]:
-    """Return packs named `stem`, `stem-1`, `stem-2` and so on."""
-    packs: list[PackPlan] = []
-    rest = list(owned)
-    while rest:
-        taken: list[Owned] = []
-        left: list[Owned] = []
-        fqns: set[str] = set()
-        header_bytes = PAGE_BYTES
-        for part in rest:
-            tensor = shards[part.shard_number].tensor
-            name_bytes = (3 if _written_as_is(tensor.fqn) else _CHARACTER_BYTES) * len(tensor.fqn)
-            entry_bytes = _ENTRY_BYTES + name_bytes + 66 * len(tensor.global_shape)
-            if tensor.fqn in fqns or (taken and header_bytes + entry_bytes > header_bytes_max):
-                left.append(part)
-                continue
-            fqns.add(tensor.fqn)
-            header_bytes += entry_bytes
-            taken.append(part)
-        suffix = f"-{len(packs)}" if packs else ""
-        packs.append(PackPlan(f"{stem}{suffix}.safetensors", _in_file_order(shards, taken)))
-        rest = left
-    return packs
+class _Filling:
+    """A pack that is being filled."""
+
+    def __init__(self, header_bytes_max: int, pack_bytes: int | None) -> None:
+        self._header_room = header_bytes_max - PAGE_BYTES
+        self._pack_bytes = pack_bytes
+        self._bytes = 0
+        self._fqns: set[str] = set()
+        self.owned: list[Owned] = []
+
+    @property
+    def is_full(self) -> bool:
+        return self._pack_bytes is not None and self._bytes >= self._pack_bytes
+
+    def takes(self, part: Owned, tensor: TensorSpec) -> bool:
+        """Add a piece, unless it has no place here."""
+        name_bytes = (3 if _written_as_is(tensor.fqn) else _CHARACTER_BYTES) * len(tensor.fqn)
+        entry_bytes = _ENTRY_BYTES + name_bytes + 66 * len(tensor.global_shape)
+        piece_bytes = part.region.numel * tensor.itemsize
+        if self.owned and (
+            tensor.fqn in self._fqns
+            or entry_bytes > self._header_room
+            or (self._pack_bytes is not None and self._bytes + piece_bytes > 2 * self._pack_bytes)
+        ):
+            return False
+        self._fqns.add(tensor.fqn)
+        self._header_room -= entry_bytes
+        self._bytes += piece_bytes
+        self.owned.append(part)
+        return True
+
+
+def _packs(
+    stem: str, shards: Sequence[Shard], owned: Sequence[Owned], header_bytes_max: int, pack_bytes: int | None
+) -> list[PackPlan]:
+    """Return packs named `stem`, `stem-1`, `stem-2` and so on.
+
+    A piece goes to the first open pack that takes it. Where packs have a size, the first pieces of all tensors come
+    first, then the second ones, so that packs are filled although each holds an FQN once. Only the packs that were
+    opened last stay open: the time of a plan must not grow with the square of their number.
+    """
+    packs: list[_Filling] = []
+    opened: list[_Filling] = []
+    for part in owned if pack_bytes is None else _in_turn(owned):
+        tensor = shards[part.shard_number].tensor
+        into = next((pack for pack in opened if pack.takes(part, tensor)), None)
+        if into is None:
+            into = _Filling(header_bytes_max, pack_bytes)
+            into.takes(part, tensor)
+            packs.append(into)
+            opened.append(into)
+            if pack_bytes is not None:
+                del opened[:-_OPEN_MAX]
+        if into.is_full:
+            opened.remove(into)
+    return [
+        PackPlan(f"{stem}{f'-{number}' if number else ''}.safetensors", _in_file_order(shards, pack.owned))
+        for number, pack in enumerate(packs)
+    ]
+
+
+def _in_turn(owned: Sequence[Owned]) -> list[Owned]:
+    """Return the first piece of each shard, then the second one of each, and so on."""
+    turns = Counter[int]()
+    turn_of = []
+    for part in owned:
+        turn_of.append(turns[part.shard_number])
+        turns[part.shard_number] += 1
+    return [owned[number] for number in sorted(range(len(owned)), key=turn_of.__getitem__)]
 
 
 def _written_as_is(fqn: str) -> bool:

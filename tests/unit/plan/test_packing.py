@@ -104,6 +104,30 @@ def test_nothing_owned_is_no_pack() -> None:
     assert packs_of(0, [plain("w", "uint8", (5,))], [], MIB) == []
 
 
+@settings(max_examples=100, deadline=None)
+@given(shard_lists(), st.sampled_from((1, PAGE_BYTES, MIB)))
+def test_packs_of_a_size_take_no_piece_once_they_have_it(shards: list[Shard], pack_bytes: int) -> None:
+    owned = [Owned(number, shard.pieces[0]) for number, shard in enumerate(shards)]
+    packs = packs_of(0, shards, owned, MIB, pack_bytes)
+    assert sorted(item.shard_number for pack in packs for item in pack.items) == list(range(len(shards)))
+    for pack in packs:
+        assert pack.data_bytes <= 2 * pack_bytes or len([item for item in pack.items if item.bytes]) == 1
+        assert pack.data_bytes - max(item.bytes for item in pack.items) < pack_bytes
+
+
+def test_many_pieces_of_one_name_fill_packs_with_those_of_other_names() -> None:
+    boxes = [Box((n,), (n + 1024,)) for n in range(0, 200 * 1024, 1024)]
+    shards = [
+        Shard(TensorSpec(name, "float32", (200 * 1024,)), None, (0,), Role.PARAMETER, tuple(boxes)) for name in "abcd"
+    ]
+    owned = [Owned(number, box) for number in range(4) for box in boxes]
+    packs = packs_of(0, shards, owned, MIB, 16 * PAGE_BYTES)
+    assert sorted(
+        piece for pack in packs for piece in ((i.shard_number, i.region.start) for i in pack.items)
+    ) == sorted((part.shard_number, part.region.start) for part in owned)
+    assert len(packs) == 200, "each pack holds a name once"
+
+
 def test_many_names_are_split_by_the_header_cap() -> None:
     shards = [plain(f"layers.{n}.weight", "float32", (n,)) for n in range(500)]
     owned = [Owned(number, shard.pieces[0]) for number, shard in enumerate(shards)]
