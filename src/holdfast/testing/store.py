@@ -14,7 +14,7 @@ from contextlib import suppress
 import pytest
 
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
-from holdfast.ports.store import Store
+from holdfast.ports.store import Store, view_for_range
 from holdfast.settings import PAGE_BYTES
 from holdfast.testing.store_links import Links, StoreFixture
 
@@ -28,7 +28,7 @@ BAD_PREFIXES = ("a", "/", "../", "a//", ".hidden/", "a\0/")
 
 
 def aligned_buffer(range_bytes: int) -> memoryview:
-    """Return zeroed, page-aligned memory as `get_ranges` needs it for a range of this length."""
+    """Return zeroed, page-aligned memory for a range of this length, as `view_for_range` takes it."""
     return memoryview(mmap.mmap(-1, range_bytes + 2 * PAGE_BYTES))
 
 
@@ -44,7 +44,8 @@ def fill(store: Store, key: str, data: bytes, *, part_bytes: int = PART_BYTES, t
 
 def read(store: Store, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
     """Read ranges into one buffer each."""
-    views = store.get_ranges(key, ranges, [aligned_buffer(stop - start) for start, stop in ranges])
+    views = [view_for_range(aligned_buffer(stop - start), start, stop, store.read_alignment) for start, stop in ranges]
+    store.read_into(key, ranges, views)
     return [bytes(view) for view in views]
 
 
@@ -56,7 +57,7 @@ def taken_one_by_one(store: Store, key: str, ranges: Sequence[tuple[int, int]], 
         assert number == len(came)
         came.append(bytes(view))
 
-    store.get_ranges(key, ranges, [buffer] * len(ranges), take)
+    store.read_into(key, ranges, [view_for_range(buffer, *bounds, store.read_alignment) for bounds in ranges], take)
     return came
 
 
@@ -145,7 +146,7 @@ class SmallObjects(StoreFixture):
             lambda: store.upload(key, 0, PAGE_BYTES),
             lambda: store.size(key),
             lambda: store.get(key, 100),
-            lambda: store.get_ranges(key, [], []),
+            lambda: store.read_into(key, [], []),
             lambda: store.delete([key]),
         )
         for call in calls:
@@ -243,9 +244,10 @@ class Uploads(StoreFixture):
         assert store.folders() == []
         with pytest.raises(MissingError):
             store.size("folder/key")
-        for late in (upload.complete, lambda: upload.write(0, memoryview(bytes(PART_BYTES)))):
-            with pytest.raises(InvalidError):
-                late()
+        with pytest.raises(InvalidError):
+            upload.complete()
+        with pytest.raises(InvalidError):
+            upload.write(0, memoryview(bytes(PART_BYTES)))
         fill(store, "folder/key", b"anew")
         assert store.get("folder/key", 4) == b"anew"
 
@@ -269,7 +271,6 @@ class Uploads(StoreFixture):
         (
             (1, PART_BYTES),
             (PAGE_BYTES, PART_BYTES),
-            (0, PART_BYTES - 1),
             (0, 0),
             (PART_BYTES, 11),
             (-PART_BYTES, PART_BYTES),
@@ -312,12 +313,19 @@ class Ranges(StoreFixture):
             expected = [data[start:stop] for start, stop in ranges]
             assert read(store, "folder/key", ranges) == expected, f"seed {seed}, ranges {ranges}"
 
-    def test_views_lie_inside_their_slabs(self, store: Store) -> None:
-        store.put("key", b"0123456789")
-        buffer = aligned_buffer(5)
-        (view,) = store.get_ranges("key", [(3, 8)], [buffer])
-        view[:] = b"abcde"
-        assert b"abcde" in bytes(buffer)
+    @pytest.mark.parametrize("shift", (0, 1, 77, 512, 4095))
+    def test_any_memory_is_filled_and_nothing_beside_it(self, store: Store, shift: int) -> None:
+        data = random.Random(shift).randbytes(3 * PART_BYTES)
+        fill(store, "key", data)
+        for start, stop in ((0, 1), (1, 4097), (4095, 4097), (10, 3 * PART_BYTES - 1), (PAGE_BYTES, PART_BYTES)):
+            memory = aligned_buffer(stop - start + shift)
+            view = memory[shift : shift + stop - start]
+            store.read_into("key", [(start, stop)], [view])
+            assert view == data[start:stop]
+            assert not any(memory[:shift]) and not any(memory[shift + stop - start :])
+
+    def test_alignment_is_a_power_of_two_of_a_page_at_most(self, store: Store) -> None:
+        assert store.read_alignment in [1 << power for power in range(PAGE_BYTES.bit_length())]
 
     def test_ranges_may_come_one_by_one_through_the_same_slab(self, store: Store) -> None:
         seed = random.randrange(1 << 32)
@@ -341,29 +349,30 @@ class Ranges(StoreFixture):
 
         buffer = aligned_buffer(10)
         with pytest.raises(CorruptError, match="not what was saved"):
-            store.get_ranges("key", [(0, 5), (5, 10)], [buffer, buffer], refuse)
+            store.read_into("key", [(0, 5), (5, 10)], [buffer[:5], buffer[:5]], refuse)
         assert came == [0]
 
     @pytest.mark.parametrize("bounds", ((0, 4098), (4097, 4098), (1 << 40, (1 << 40) + 1)))
     def test_beyond_the_end_is_corrupt_and_nothing_is_read(self, store: Store, bounds: tuple[int, int]) -> None:
         store.put("folder/key", b"1" * 4097)
-        buffers = [aligned_buffer(5000), aligned_buffer(5000)]
+        buffers = [aligned_buffer(4097)[:4097], aligned_buffer(5000)[: bounds[1] - bounds[0]]]
         with pytest.raises(CorruptError, match=rf"folder/key.*\[{bounds[0]}, {bounds[1]}\).*4097"):
-            store.get_ranges("folder/key", [(0, 4097), bounds], buffers)
+            store.read_into("folder/key", [(0, 4097), bounds], buffers)
         assert not any(buffers[0])
 
     def test_wrong_calls_are_invalid(self, store: Store) -> None:
         store.put("key", b"1" * 100)
         with pytest.raises(InvalidError, match="start <= stop"):
-            store.get_ranges("key", [(5, 4)], [aligned_buffer(10)])
+            store.read_into("key", [(5, 4)], [aligned_buffer(10)])
         with pytest.raises(InvalidError, match="start <= stop"):
-            store.get_ranges("key", [(-1, 4)], [aligned_buffer(10)])
+            store.read_into("key", [(-1, 4)], [aligned_buffer(10)])
         with pytest.raises(InvalidError, match="one buffer per range"):
-            store.get_ranges("key", [(0, 4)], [])
-        with pytest.raises(InvalidError, match="two pages"):
-            store.get_ranges("key", [(0, 100)], [aligned_buffer(99)])
+            store.read_into("key", [(0, 4)], [])
+        for length in (0, 99, 101):
+            with pytest.raises(InvalidError, match=f"{length} bytes .*of 100 bytes"):
+                store.read_into("key", [(0, 100)], [aligned_buffer(length)[:length]])
         with pytest.raises(InvalidError, match="writable"):
-            store.get_ranges("key", [(0, 1)], [memoryview(bytes(3 * PAGE_BYTES))])
+            store.read_into("key", [(0, 1)], [memoryview(bytes(1))])
 
     @pytest.mark.parametrize("seed", range(3))
     def test_what_is_at_hand_fills_the_buffers_from_the_front(self, store: Store, seed: int) -> None:
