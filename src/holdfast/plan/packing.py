@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from holdfast.errors import InvalidError
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import DTYPES
-from holdfast.geometry.tensor import Shard
+from holdfast.geometry.tensor import Shard, TensorSpec
 from holdfast.plan.ownership import Owned
 from holdfast.settings import PAGE_BYTES
 from holdfast.types.plan import OPAQUE_FOLDER, PackItem, PackPlan
@@ -19,21 +20,36 @@ _CHARACTER_BYTES = 32
 in JSON inside JSON, where a character beyond ASCII takes two escapes of seven bytes."""
 
 
-def packs_of(rank: int, shards: Sequence[Shard], owned: Sequence[Owned], header_bytes_max: int) -> list[PackPlan]:
+def packs_of(
+    rank: int,
+    shards: Sequence[Shard],
+    owned: Sequence[Owned],
+    header_bytes_max: int,
+    pack_bytes_max: int | None = None,
+) -> list[PackPlan]:
     """Return the packs of everything a rank writes, their pieces in file order.
 
     Pieces whose size is a multiple of a page come first. The header is padded to pages, so these pieces start on page
     boundaries and can be read directly, without a copy. The other pieces follow by descending element size, so every
     element is aligned. A pack holds an FQN once, because a safetensors file has each key once. Flat ranges and dtypes
     that safetensors lacks go to packs of their own, because stock readers cannot interpret them.
+
+    Args:
+        rank: The rank.
+        shards: What it holds.
+        owned: What it writes of them.
+        header_bytes_max: Bytes of the header of a pack with more than one piece.
+        pack_bytes_max: Bytes of a pack, header included; None: no limit.
+    Raises:
+        InvalidError: One piece alone exceeds `pack_bytes_max`.
     """
     readable: list[Owned] = []
     opaque: list[Owned] = []
     for part in owned:
         (readable if _is_readable(shards[part.shard_number], part) else opaque).append(part)
     return [
-        *_packs(f"r{rank:05d}", shards, readable, header_bytes_max),
-        *_packs(f"{OPAQUE_FOLDER}r{rank:05d}", shards, opaque, header_bytes_max),
+        *_packs(f"r{rank:05d}", shards, readable, header_bytes_max, pack_bytes_max),
+        *_packs(f"{OPAQUE_FOLDER}r{rank:05d}", shards, opaque, header_bytes_max, pack_bytes_max),
     ]
 
 
@@ -52,7 +68,9 @@ def _is_readable(shard: Shard, owned: Owned) -> bool:
     return isinstance(owned.region, Box) and bool(DTYPES[shard.tensor.dtype].safetensors)
 
 
-def _packs(stem: str, shards: Sequence[Shard], owned: Sequence[Owned], header_bytes_max: int) -> list[PackPlan]:
+def _packs(
+    stem: str, shards: Sequence[Shard], owned: Sequence[Owned], header_bytes_max: int, pack_bytes_max: int | None
+) -> list[PackPlan]:
     """Return packs named `stem`, `stem-1`, `stem-2` and so on."""
     packs: list[PackPlan] = []
     rest = list(owned)
@@ -60,7 +78,7 @@ def _packs(stem: str, shards: Sequence[Shard], owned: Sequence[Owned], header_by
         taken: list[Owned] = []
         left: list[Owned] = []
         fqns: set[str] = set()
-        header_bytes = PAGE_BYTES
+        header_bytes, data_bytes = PAGE_BYTES, 0
         for part in rest:
             tensor = shards[part.shard_number].tensor
             name_bytes = (3 if _written_as_is(tensor.fqn) else _CHARACTER_BYTES) * len(tensor.fqn)
@@ -68,6 +86,15 @@ def _packs(stem: str, shards: Sequence[Shard], owned: Sequence[Owned], header_by
             if tensor.fqn in fqns or (taken and header_bytes + entry_bytes > header_bytes_max):
                 left.append(part)
                 continue
+            if pack_bytes_max is not None:
+                piece_bytes = part.region.numel * tensor.itemsize
+                pack_bytes = _whole_pages(header_bytes + entry_bytes) + data_bytes + piece_bytes
+                if pack_bytes > pack_bytes_max:
+                    if not taken:
+                        raise _too_large(tensor, piece_bytes, pack_bytes_max)
+                    left.append(part)
+                    continue
+                data_bytes += piece_bytes
             fqns.add(tensor.fqn)
             header_bytes += entry_bytes
             taken.append(part)
@@ -75,6 +102,17 @@ def _packs(stem: str, shards: Sequence[Shard], owned: Sequence[Owned], header_by
         packs.append(PackPlan(f"{stem}{suffix}.safetensors", _in_file_order(shards, taken)))
         rest = left
     return packs
+
+
+def _whole_pages(count: int) -> int:
+    return -(-count // PAGE_BYTES) * PAGE_BYTES
+
+
+def _too_large(tensor: TensorSpec, piece_bytes: int, pack_bytes_max: int) -> InvalidError:
+    return InvalidError(
+        f"{tensor.fqn}: a piece of {piece_bytes} bytes in a pack; expected at most {pack_bytes_max} bytes with its "
+        "header, the largest object of this store. Shard the tensor over more ranks, or save to another store"
+    )
 
 
 def _written_as_is(fqn: str) -> bool:
