@@ -58,5 +58,5 @@ def test_a_tensor_larger_than_the_largest_object_is_refused_by_name_and_the_next
 
     (failure,) = world.play(part)
     assert isinstance(failure, InvalidError)
-    assert f"large: a piece of {LIMIT} bytes" in str(failure) and str(LIMIT) in str(failure)
+    assert f"large: one piece of {LIMIT} bytes" in str(failure) and str(LIMIT) in str(failure)
     assert world.committed() == [2]
