@@ -35,6 +35,13 @@ class Tuning:
     pack_header_bytes_max: int = 64 * MIB
     """Header of one pack; stock safetensors refuses more than 100 MB."""
 
+    cell_elements: int = 8 * MIB
+    """Elements at which a tensor is cut for a store of objects: 16 MiB of bfloat16, 32 MiB of float32."""
+
+    full_pack_bytes: int = 32 * MIB
+    """Bytes from which on a pack in a store of objects takes no further piece: it is sent with one request, from memory.
+    Smaller ones cost more requests; of larger ones fewer are in flight."""
+
     index_chunks_max: int = 1 << 17
     """Most chunks of an index in one file, which every rank gets whole. A larger index is split into files of about an
     eighth of that, and a rank reads only those it needs."""

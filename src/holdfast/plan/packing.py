@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
+from holdfast.errors import InvalidError
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.tensor import Shard, TensorSpec
@@ -19,8 +21,26 @@ _CHARACTER_BYTES = 32
 """Upper bound of one character of an FQN in a header, which holds the FQN three times: once as UTF-8 (4 bytes), twice
 in JSON inside JSON, where a character beyond ASCII takes two escapes of seven bytes."""
 
+_ELEMENT_BYTES_MAX = max(dtype.itemsize for dtype in DTYPES.values())
+
 _OPEN_MAX = 16
 """Packs that may still take a piece, while pieces are given to packs."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackSizes:
+    """Sizes of the packs of a store of objects."""
+
+    full_bytes: int
+    """Bytes of pieces from which on a pack takes no more; it has at most twice as many, or one piece."""
+
+    bytes_max: int
+    """Bytes of a pack at most, header included."""
+
+
+def cell_elements_max(sizes: PackSizes) -> int:
+    """Return the elements of a piece of any dtype that fits the largest pack, with a header of the same size."""
+    return max(sizes.bytes_max // (2 * _ELEMENT_BYTES_MAX), 1)
 
 
 def packs_of(
@@ -28,7 +48,7 @@ def packs_of(
     shards: Sequence[Shard],
     owned: Sequence[Owned],
     header_bytes_max: int,
-    pack_bytes: int | None = None,
+    sizes: PackSizes | None = None,
 ) -> list[PackPlan]:
     """Return the packs of everything a rank writes, their pieces in file order.
 
@@ -41,17 +61,18 @@ def packs_of(
         rank: This rank.
         shards: Its shards.
         owned: What it writes of them.
-        header_bytes_max: Bytes of a header, at most.
-        pack_bytes: Bytes of pieces from which on a pack takes no more; it has at most twice as many, or one piece.
-            None: packs have any size.
+        header_bytes_max: Bytes of the header of a pack with more than one piece.
+        sizes: Sizes of packs; None: packs have any size.
+    Raises:
+        InvalidError: One piece alone exceeds the largest pack.
     """
     readable: list[Owned] = []
     opaque: list[Owned] = []
     for part in owned:
         (readable if _is_readable(shards[part.shard_number], part) else opaque).append(part)
     return [
-        *_packs(f"r{rank:05d}", shards, readable, header_bytes_max, pack_bytes),
-        *_packs(f"{OPAQUE_FOLDER}r{rank:05d}", shards, opaque, header_bytes_max, pack_bytes),
+        *_packs(f"r{rank:05d}", shards, readable, header_bytes_max, sizes),
+        *_packs(f"{OPAQUE_FOLDER}r{rank:05d}", shards, opaque, header_bytes_max, sizes),
     ]
 
 
@@ -73,37 +94,40 @@ def _is_readable(shard: Shard, owned: Owned) -> bool:
 class _Filling:
     """A pack that is being filled."""
 
-    def __init__(self, header_bytes_max: int, pack_bytes: int | None) -> None:
-        self._header_room = header_bytes_max - PAGE_BYTES
-        self._pack_bytes = pack_bytes
-        self._bytes = 0
+    def __init__(self, header_bytes_max: int, sizes: PackSizes | None) -> None:
+        self._header_bytes_max, self._sizes = header_bytes_max, sizes
+        self._header_bytes, self._data_bytes = PAGE_BYTES, 0
         self._fqns: set[str] = set()
         self.owned: list[Owned] = []
 
     @property
     def is_full(self) -> bool:
-        return self._pack_bytes is not None and self._bytes >= self._pack_bytes
+        return self._sizes is not None and self._data_bytes >= self._sizes.full_bytes
 
     def takes(self, part: Owned, tensor: TensorSpec) -> bool:
         """Add a piece, unless it has no place here."""
+        if tensor.fqn in self._fqns:
+            return False
         name_bytes = (3 if _written_as_is(tensor.fqn) else _CHARACTER_BYTES) * len(tensor.fqn)
-        entry_bytes = _ENTRY_BYTES + name_bytes + 66 * len(tensor.global_shape)
-        piece_bytes = part.region.numel * tensor.itemsize
+        header_bytes = self._header_bytes + _ENTRY_BYTES + name_bytes + 66 * len(tensor.global_shape)
+        data_bytes = self._data_bytes + part.region.numel * tensor.itemsize
+        if self._sizes is not None and _whole_pages(header_bytes) + data_bytes > self._sizes.bytes_max:
+            if not self.owned:
+                raise _too_large(tensor, data_bytes, self._sizes.bytes_max)
+            return False
         if self.owned and (
-            tensor.fqn in self._fqns
-            or entry_bytes > self._header_room
-            or (self._pack_bytes is not None and self._bytes + piece_bytes > 2 * self._pack_bytes)
+            header_bytes > self._header_bytes_max
+            or (self._sizes is not None and data_bytes > 2 * self._sizes.full_bytes)
         ):
             return False
         self._fqns.add(tensor.fqn)
-        self._header_room -= entry_bytes
-        self._bytes += piece_bytes
+        self._header_bytes, self._data_bytes = header_bytes, data_bytes
         self.owned.append(part)
         return True
 
 
 def _packs(
-    stem: str, shards: Sequence[Shard], owned: Sequence[Owned], header_bytes_max: int, pack_bytes: int | None
+    stem: str, shards: Sequence[Shard], owned: Sequence[Owned], header_bytes_max: int, sizes: PackSizes | None
 ) -> list[PackPlan]:
     """Return packs named `stem`, `stem-1`, `stem-2` and so on.
 
@@ -113,15 +137,15 @@ def _packs(
     """
     packs: list[_Filling] = []
     opened: list[_Filling] = []
-    for part in owned if pack_bytes is None else _in_turn(owned):
+    for part in owned if sizes is None else _in_turn(owned):
         tensor = shards[part.shard_number].tensor
         into = next((pack for pack in opened if pack.takes(part, tensor)), None)
         if into is None:
-            into = _Filling(header_bytes_max, pack_bytes)
+            into = _Filling(header_bytes_max, sizes)
             into.takes(part, tensor)
             packs.append(into)
             opened.append(into)
-            if pack_bytes is not None:
+            if sizes is not None:
                 del opened[:-_OPEN_MAX]
         if into.is_full:
             opened.remove(into)
@@ -139,6 +163,17 @@ def _in_turn(owned: Sequence[Owned]) -> list[Owned]:
         turn_of.append(turns[part.shard_number])
         turns[part.shard_number] += 1
     return [owned[number] for number in sorted(range(len(owned)), key=turn_of.__getitem__)]
+
+
+def _whole_pages(count: int) -> int:
+    return -(-count // PAGE_BYTES) * PAGE_BYTES
+
+
+def _too_large(tensor: TensorSpec, piece_bytes: int, pack_bytes_max: int) -> InvalidError:
+    return InvalidError(
+        f"{tensor.fqn}: a piece of {piece_bytes} bytes in a pack; expected at most {pack_bytes_max} bytes with its "
+        "header, the largest object of this store. Shard the tensor over more ranks, or save to another store"
+    )
 
 
 def _written_as_is(fqn: str) -> bool:

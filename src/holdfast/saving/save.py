@@ -12,7 +12,8 @@ from holdfast.coordination.job import Job
 from holdfast.engine.gc_pause import is_small_transfer
 from holdfast.format.pack import header_body
 from holdfast.plan.ownership import owned_by
-from holdfast.plan.packing import packs_of
+from holdfast.plan.grid import cut_at_grid
+from holdfast.plan.packing import PackSizes, cell_elements_max, packs_of
 from holdfast.plan.plan_cache import SavePlan, save_plan
 from holdfast.ports.framework import Collected
 from holdfast.saving.attempt import SaveAttempt
@@ -111,12 +112,18 @@ def plan_packs(attempt: SaveAttempt, collected: Collected, fingerprint: StateFin
     # Parameters and their moments must come from one rank if replicas differ.
     is_drifted = agreement.drift is not None
 
+    tuning = settings._tuning
+    object_bytes_max = attempt.location.store.object_bytes_max
+    sizes = None if object_bytes_max is None else PackSizes(tuning.full_pack_bytes, object_bytes_max)
+
     def plan() -> SavePlan:
         owned = owned_by(rank, shards, holders, settings.chunk_bytes, lowest_only=is_drifted)
-        packs = packs_of(rank, shards, owned, settings._tuning.pack_header_bytes_max)
-        return save_plan(tuple((pack, header_body(pack)) for pack in packs), settings._tuning.unchanged_bytes_min)
+        if sizes is not None:
+            owned = cut_at_grid(shards, owned, min(tuning.cell_elements, cell_elements_max(sizes)))
+        packs = packs_of(rank, shards, owned, tuning.pack_header_bytes_max, sizes)
+        return save_plan(tuple((pack, header_body(pack)) for pack in packs), tuning.unchanged_bytes_min)
 
-    chosen, is_new = job.plan_cache.of(fingerprint.shards + bytes([is_drifted]), holders, plan)
+    chosen, is_new = job.plan_cache.of(fingerprint.shards + repr((is_drifted, sizes)).encode(), holders, plan)
     if not is_small_transfer(chosen.bytes):
         attempt.gc_pause.end()
     return chosen, is_new

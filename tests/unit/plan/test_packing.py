@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from holdfast.errors import InvalidError
 from holdfast.format.names import is_pack_name, rank_of_pack
 from holdfast.format.pack import entries_of, header_entry, header_of
 from holdfast.geometry.box import Box
@@ -14,9 +16,9 @@ from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.region import FlatRange, Region
 from holdfast.geometry.tensor import Role, Shard, TensorSpec
 from holdfast.plan.ownership import Owned
-from holdfast.plan.packing import packs_of
+from holdfast.plan.packing import PackSizes, packs_of
 from holdfast.settings import PAGE_BYTES
-from holdfast.types.plan import OPAQUE_FOLDER
+from holdfast.types.plan import OPAQUE_FOLDER, PackPlan
 
 MIB = 1 << 20
 FQNS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30).filter(lambda text: text != "__metadata__")
@@ -89,6 +91,42 @@ def test_every_pack_is_in_order_aligned_and_short(shards: list[Shard], header_by
         }
 
 
+@settings(max_examples=60, deadline=None)
+@given(shard_lists(), st.sampled_from((2, 3, 5, 9, 40)), st.sampled_from((PAGE_BYTES, 2 * PAGE_BYTES, MIB)))
+def test_no_pack_is_larger_than_the_store_takes(shards: list[Shard], pages: int, header_bytes_max: int) -> None:
+    limit = pages * PAGE_BYTES
+    owned = [Owned(number, shard.pieces[0]) for number, shard in enumerate(shards)]
+
+    def packed(of: list[Owned]) -> list[PackPlan]:
+        return packs_of(3, shards, of, header_bytes_max, PackSizes(1 << 62, limit))
+
+    too_large = set()
+    for part in owned:
+        try:
+            packed([part])
+        except InvalidError as error:
+            tensor = shards[part.shard_number].tensor
+            assert tensor.fqn in str(error) and str(limit) in str(error)
+            too_large.add(tensor.fqn)
+            # Its header has room for metadata: at most a page more than is written.
+            (alone,) = packs_of(3, shards, [part], header_bytes_max)
+            header = header_of(alone, {"step": "1", "attempt": "0" * 16, "rank": "3"})
+            assert len(header) + PAGE_BYTES + alone.data_bytes > limit or not tensor.fqn.isascii()
+    if too_large:
+        with pytest.raises(InvalidError) as failure:
+            packed(owned)
+        assert any(fqn in str(failure.value) for fqn in too_large)
+    fitting = [part for part in owned if shards[part.shard_number].tensor.fqn not in too_large]
+    packs = packed(fitting)
+    assert sorted(item.shard_number for pack in packs for item in pack.items) == [part.shard_number for part in fitting]
+    for pack in packs:
+        header = header_of(pack, {"step": "9" * 12, "attempt": "0" * 16, "rank": "99999"})
+        assert len(header) + pack.data_bytes <= limit
+    assert packs_of(3, shards, owned, header_bytes_max, PackSizes(1 << 62, 1 << 62)) == packs_of(
+        3, shards, owned, header_bytes_max
+    )
+
+
 def test_several_pieces_of_one_name_lie_in_as_many_packs() -> None:
     boxes = tuple(Box((n,), (n + 1,)) for n in (0, 2, 4))
     shards = [Shard(TensorSpec("w", "float32", (6,)), None, (0,), Role.PARAMETER, boxes), plain("v", "uint8", (5,))]
@@ -108,7 +146,7 @@ def test_nothing_owned_is_no_pack() -> None:
 @given(shard_lists(), st.sampled_from((1, PAGE_BYTES, MIB)))
 def test_packs_of_a_size_take_no_piece_once_they_have_it(shards: list[Shard], pack_bytes: int) -> None:
     owned = [Owned(number, shard.pieces[0]) for number, shard in enumerate(shards)]
-    packs = packs_of(0, shards, owned, MIB, pack_bytes)
+    packs = packs_of(0, shards, owned, MIB, PackSizes(pack_bytes, 1 << 62))
     assert sorted(item.shard_number for pack in packs for item in pack.items) == list(range(len(shards)))
     for pack in packs:
         assert pack.data_bytes <= 2 * pack_bytes or len([item for item in pack.items if item.bytes]) == 1
@@ -121,7 +159,7 @@ def test_many_pieces_of_one_name_fill_packs_with_those_of_other_names() -> None:
         Shard(TensorSpec(name, "float32", (200 * 1024,)), None, (0,), Role.PARAMETER, tuple(boxes)) for name in "abcd"
     ]
     owned = [Owned(number, box) for number in range(4) for box in boxes]
-    packs = packs_of(0, shards, owned, MIB, 16 * PAGE_BYTES)
+    packs = packs_of(0, shards, owned, MIB, PackSizes(16 * PAGE_BYTES, 1 << 62))
     assert sorted(
         piece for pack in packs for piece in ((i.shard_number, i.region.start) for i in pack.items)
     ) == sorted((part.shard_number, part.region.start) for part in owned)
