@@ -39,8 +39,8 @@ class Tuning:
     """Elements at which a tensor is cut for a store of objects: 16 MiB of bfloat16, 32 MiB of float32."""
 
     full_pack_bytes: int = 32 * MIB
-    """Bytes from which on a pack in a store of objects takes no further piece: it is sent with one request, from memory.
-    Smaller ones cost more requests; of larger ones fewer are in flight."""
+    """Bytes from which on a pack in a store of objects takes no further piece: it is sent whole, from memory. Smaller
+    ones cost more requests; of larger ones fewer are in flight."""
 
     index_chunks_max: int = 1 << 17
     """Most chunks of an index in one file, which every rank gets whole. A larger index is split into files of about an

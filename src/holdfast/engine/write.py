@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 from holdfast.engine.buffers import BufferPool
 from holdfast.engine.nonfinite import NonFinite
-from holdfast.engine.parallel_map import WorkerThreads
+from holdfast.engine.parallel_map import CALLS_AT_ONCE, WorkerThreads
 from holdfast.engine.staging import Staging
 from holdfast.engine.stream import Scratch, stream
 from holdfast.format.pack import pack_digest
@@ -38,6 +39,60 @@ class WrittenPack:
     """Number of NaN or infinite elements by FQN, where there are any; empty if the settings do not count them."""
 
 
+class Completions:
+    """Completes uploads to a store of objects on threads of its own, while the next packs are copied and hashed.
+
+    There an upload sends its bytes only when it is complete, so one after the other would leave the connection idle
+    while a pack is filled, and fill none of several. The memory of the uploads under way bounds their number: a store
+    lends no more until some is free, and neither does the arena. Within a block; at its end all uploads are durable, or
+    it raises. A file was written window by window, so it is completed at once.
+    """
+
+    def __init__(self, completed: Callable[[], None] = lambda: None) -> None:
+        """Start no thread yet.
+
+        Args:
+            completed: Called after each upload, on any thread.
+        """
+        self._threads = WorkerThreads(CALLS_AT_ONCE, "holdfast-complete")
+        self._completed = completed
+        self._failures: list[BaseException] = []
+        self._given_up = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._given_up |= kind is not None
+        self._threads.join()
+        if kind is None:
+            self._raise_failure()
+
+    def begin(self, upload: Upload) -> None:
+        """Complete an upload, or abort it if another one has failed.
+
+        Raises:
+            CheckpointError: Another upload has failed.
+        """
+        self._threads.begin(lambda: self._complete(upload))
+        self._raise_failure()
+
+    def _complete(self, upload: Upload) -> None:
+        try:
+            if self._given_up or self._failures:
+                upload.abort()
+                return
+            upload.complete()
+            self._completed()
+        except BaseException as error:  # noqa: BLE001 - `begin` and the end of the block raise it
+            self._failures.append(error)
+            upload.abort()
+
+    def _raise_failure(self) -> None:
+        if self._failures:
+            raise self._failures[0]
+
+
 class PackWriter:
     """Writes packs through a fixed pool of buffers."""
 
@@ -46,7 +101,11 @@ class PackWriter:
         self._buffers = BufferPool(settings.windows_in_flight + 1, settings.window_bytes)
 
     def write(
-        self, pack: PlannedPack, sources: Sequence[Source], written: Callable[[int], None] | None = None
+        self,
+        pack: PlannedPack,
+        sources: Sequence[Source],
+        written: Callable[[int], None] | None = None,
+        completions: Completions | None = None,
     ) -> WrittenPack:
         """Write one pack straight from its sources and make it durable.
 
@@ -54,25 +113,30 @@ class PackWriter:
             pack: The pack.
             sources: Where the bytes come from, by shard number.
             written: Called with the byte count of each window once it is written, on any thread.
+            completions: Makes the pack durable, perhaps later; None: it is durable on return.
         Raises:
             CheckpointError: The write failed; nothing of the pack is left.
         """
-        return self._write(pack, self._buffers, sources, written)
+        return self._write(pack, self._buffers, sources, written, completions)
 
     def write_staged(
-        self, pack: PlannedPack, staging: Staging, written: Callable[[int], None] | None = None
+        self,
+        pack: PlannedPack,
+        staging: Staging,
+        written: Callable[[int], None] | None = None,
+        completions: Completions | None = None,
     ) -> WrittenPack:
         """Write the next staged pack and make it durable; each window returns to the arena once it is written.
 
         Args:
             pack: The pack.
             staging: Where its filled windows come from.
-            written: As `write`.
+            written, completions: As `write`.
         Raises:
             CheckpointError: The write failed; nothing of the pack is left.
             BaseException: The copy failed with this error.
         """
-        return self._write(pack, staging, None, written)
+        return self._write(pack, staging, None, written, completions)
 
     def digests_of(self, pack: PlannedPack, sources: Sequence[Source]) -> tuple[bytes, ...]:
         """Return for each item of a pack the chunk digests of its source's current bytes."""
@@ -99,6 +163,7 @@ class PackWriter:
         buffers: BufferPool | Staging,
         sources: Sequence[Source] | None,
         written: Callable[[int], None] | None,
+        completions: Completions | None,
     ) -> WrittenPack:
         settings = self._settings
         nonfinite = NonFinite() if settings.count_nonfinite else None
@@ -108,10 +173,13 @@ class PackWriter:
             with _WrittenWindows(upload, pack.bytes, buffers, settings, written) as windows:
                 digests = stream(pack.header, pack.plan, windows, settings.chunk_bytes, sources, nonfinite)
                 windows.close()
-            upload.complete()
+            if completions is None or self._store.object_bytes_max is None:
+                upload.complete()
         except BaseException:
             upload.abort()
             raise
+        if completions is not None and self._store.object_bytes_max is not None:
+            completions.begin(upload)
         record = FileRecord(pack.plan.name, pack.bytes, pack_digest(pack.header, b"".join(digests)))
         return WrittenPack(record, digests, {} if nonfinite is None else nonfinite.counts)
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from holdfast.coordination.job import Job
 from holdfast.engine.gc_pause import is_small_transfer
 from holdfast.format.pack import header_body
-from holdfast.plan.ownership import owned_by
 from holdfast.plan.grid import cut_at_grid
+from holdfast.plan.ownership import owned_by
 from holdfast.plan.packing import PackSizes, cell_elements_max, packs_of
 from holdfast.plan.plan_cache import SavePlan, save_plan
 from holdfast.ports.framework import Collected

@@ -16,7 +16,7 @@ from holdfast.coordination.job import Job
 from holdfast.engine.background import CALLS, SLICE_SECONDS, wait_in_slices
 from holdfast.engine.gc_pause import gc_paused_for
 from holdfast.engine.staging import Staging
-from holdfast.engine.write import PackWriter, WrittenPack
+from holdfast.engine.write import Completions, PackWriter, WrittenPack
 from holdfast.errors import InvalidError, UnavailableError, first_three
 from holdfast.ports.framework import Collected, LocalShard, Source
 from holdfast.saving.handle import SaveHandle
@@ -125,7 +125,9 @@ class Transfer:
         if self._written is not None:
             return self._written
         try:
-            written = self._write_packs(lambda pack: self._writer.write_staged(pack, self._staging, self._on_progress))
+            written = self._write_packs(
+                lambda pack, *how: self._writer.write_staged(pack, self._staging, *how), self._on_progress
+            )
             # The check records a changed tensor as the failure that `raise_failure` raises.
             self._staging.wait()
             self._check_unmodified()
@@ -206,7 +208,9 @@ class Transfer:
                 raise self._stall_error(start)
 
         future = CALLS.submit(
-            lambda: self._write_packs(lambda pack: self._writer.write(pack, sources, self._on_progress_in_call))
+            lambda: self._write_packs(
+                lambda pack, *how: self._writer.write(pack, sources, *how), self._on_progress_in_call
+            )
         )
         try:
             return wait_in_slices(future, math.inf, clock, note_slice)
@@ -243,13 +247,21 @@ class Transfer:
         stop = self._job.clock.monotonic_seconds() if self._copied_at is None else self._copied_at
         return sum(max(stop - start, 0.0) for start in self._fence_starts)
 
-    def _write_packs(self, write: Callable[[PlannedPack], WrittenPack]) -> list[WrittenPack]:
+    def _write_packs(
+        self,
+        write: Callable[[PlannedPack, Callable[[int], None], Completions], WrittenPack],
+        on_progress: Callable[[int], None],
+    ) -> list[WrittenPack]:
         written = []
         progress, limit = self._job.progress, self._job.stall_seconds
-        with self._trace.phase("write"), progress.writing(self._name, limit):
+        with (
+            self._trace.phase("write"),
+            progress.writing(self._name, limit),
+            Completions(lambda: on_progress(0)) as completions,
+        ):
             for pack in self._packs:
                 with gc_paused_for(pack.plan.data_bytes):
-                    written.append(write(pack))
+                    written.append(write(pack, on_progress, completions))
         return written
 
     def _on_progress(self, count: int) -> None:
