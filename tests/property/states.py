@@ -145,9 +145,9 @@ class PartlyCached(MemoryStore):
         return share
 
 
-def fresh_store() -> MemoryStore:
+def fresh_store(object_bytes_max: int | None = None) -> MemoryStore:
     """An empty store that only this test knows."""
-    return PartlyCached(uuid.uuid4().hex)
+    return PartlyCached(uuid.uuid4().hex, object_bytes_max=object_bytes_max)
 
 
 def empty(store: MemoryStore) -> None:

@@ -52,9 +52,9 @@ def test_saved_on_one_layout_loaded_on_another(job: Job2Job) -> None:
         empty(store)
 
 
-def save(store: MemoryStore, job: Job2Job) -> None:
+def save(store: MemoryStore, job: Job2Job, chosen: Settings = SETTINGS) -> None:
     def work(comm: ThreadComm) -> int:
-        run = run_of(comm, store)
+        run = run_of(comm, store, chosen)
         report = run.save(STEP, {**state_on(job.tensors, Tensor.for_save), "step": 7}).wait()
         run.close()
         assert report is not None

@@ -16,7 +16,7 @@ from holdfast.geometry.tensor import Layout, Placement, Role
 from holdfast.repository.catalog import read_index, read_manifest
 from holdfast.types.plan import OPAQUE_FOLDER
 from tests.property.held import Held
-from tests.property.states import Job2Job, Tensor, empty, fresh_store
+from tests.property.states import SETTINGS, Job2Job, Tensor, empty, fresh_store
 from tests.property.test_any_mesh_to_any_mesh import (
     STEP,
     load,
@@ -26,6 +26,7 @@ from tests.property.test_any_mesh_to_any_mesh import (
     require_written_by_holders,
     save,
 )
+from tests.tuned import tuned
 
 SHAPE = (61, 67)
 NUMEL = math.prod(SHAPE)
@@ -109,6 +110,31 @@ def test_from_one_to_the_other(saved: Callable[[int], Held], loaded: Callable[[i
         require_each_byte_once(store, job, manifest, index)
         require_written_by_holders(job, index)
         require_balance(job, index)
+        load(store, job, index)
+    finally:
+        empty(store)
+
+
+@pytest.mark.parametrize("number", range(len(KINDS)))
+def test_from_one_to_another_through_a_store_of_objects(number: int) -> None:
+    cell_elements = 700
+    saved, loaded = KINDS[number], KINDS[(number + 4) % len(KINDS)]
+    tensors = tuple(
+        Tensor(f"t.{name}", name, SHAPE, number, Role.PARAMETER, saved(4), loaded(5))
+        for number, name in enumerate(DTYPES)
+    )
+    job = Job2Job(4, 5, tensors)
+    store = fresh_store(object_bytes_max=1 << 30)
+    try:
+        save(store, job, tuned(SETTINGS, cell_elements=cell_elements, full_pack_bytes=8 * cell_elements))
+        manifest = read_manifest(store, step_folder(STEP))
+        index = read_index(store, step_folder(STEP), manifest)
+        for tensor in tensors:
+            pieces = list(index.pieces_of(tensor.fqn))
+            require_each_element_once(tensor, pieces)
+            assert max(piece.region.numel for piece in pieces) <= cell_elements
+        require_each_byte_once(store, job, manifest, index)
+        require_written_by_holders(job, index)
         load(store, job, index)
     finally:
         empty(store)

@@ -41,6 +41,9 @@ class History:
 
     index_chunks_max: int
 
+    cell_elements: int | None
+    """Where tensors are cut, in a store of objects; None: a store of files."""
+
 
 @st.composite
 def histories(draw: st.DrawFn) -> History:
@@ -50,15 +53,17 @@ def histories(draw: st.DrawFn) -> History:
     before = tuple(draw(st.lists(changes, min_size=2, max_size=4)))
     after = tuple(draw(st.lists(changes, min_size=1, max_size=3)))
     kept = draw(st.frozensets(st.integers(0, len(before) + len(after) - 1), min_size=1))
-    return History(job, before, after, kept, draw(st.sampled_from((1 << 17, 3))))
+    return History(job, before, after, kept, draw(st.sampled_from((1 << 17, 3))), draw(st.sampled_from((None, 300))))
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(histories())
 def test_every_step_reads_as_it_was_saved(history: History) -> None:
-    store = fresh_store()
+    store = fresh_store(None if history.cell_elements is None else 1 << 30)
     contents = contents_of(history)
     own = tuned(ANY_SIZE, index_chunks_max=history.index_chunks_max)
+    if history.cell_elements is not None:
+        own = tuned(own, cell_elements=history.cell_elements, full_pack_bytes=8 * history.cell_elements)
     split = len(history.before)
 
     def first_job(comm: ThreadComm) -> list[tuple[int, int]]:
