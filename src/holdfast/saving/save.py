@@ -110,7 +110,6 @@ def plan_packs(attempt: SaveAttempt, collected: Collected, fingerprint: StateFin
 
     # Parameters and their moments must come from one rank if replicas differ.
     is_drifted = agreement.drift is not None
-
     object_bytes_max = attempt.location.store.object_bytes_max
 
     def plan() -> SavePlan:
@@ -118,9 +117,8 @@ def plan_packs(attempt: SaveAttempt, collected: Collected, fingerprint: StateFin
         packs = packs_of(rank, shards, owned, settings._tuning.pack_header_bytes_max, object_bytes_max=object_bytes_max)
         return save_plan(tuple((pack, header_body(pack)) for pack in packs), settings._tuning.unchanged_bytes_min)
 
-    chosen, is_new = job.plan_cache.of(
-        fingerprint.shards + repr((is_drifted, object_bytes_max)).encode(), holders, plan
-    )
+    key = fingerprint.shards + f"{is_drifted} {object_bytes_max}".encode()
+    chosen, is_new = job.plan_cache.of(key, holders, plan)
     if not is_small_transfer(chosen.bytes):
         attempt.gc_pause.end()
     return chosen, is_new
