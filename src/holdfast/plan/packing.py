@@ -171,8 +171,8 @@ def _whole_pages(count: int) -> int:
 
 def _too_large(tensor: TensorSpec, piece_bytes: int, pack_bytes_max: int) -> InvalidError:
     return InvalidError(
-        f"{tensor.fqn}: a piece of {piece_bytes} bytes in a pack; expected at most {pack_bytes_max} bytes with its "
-        "header, the largest object of this store. Shard the tensor over more ranks, or save to another store"
+        f"{tensor.fqn}: one piece of {piece_bytes} bytes; expected at most {pack_bytes_max} bytes with the header "
+        "of its pack, the largest object of this store. Shard the tensor over more ranks, or save to another store"
     )
 
 

@@ -111,7 +111,6 @@ def plan_packs(attempt: SaveAttempt, collected: Collected, fingerprint: StateFin
 
     # Parameters and their moments must come from one rank if replicas differ.
     is_drifted = agreement.drift is not None
-
     tuning = settings._tuning
     object_bytes_max = attempt.location.store.object_bytes_max
     sizes = None if object_bytes_max is None else PackSizes(tuning.full_pack_bytes, object_bytes_max)
@@ -123,7 +122,8 @@ def plan_packs(attempt: SaveAttempt, collected: Collected, fingerprint: StateFin
         packs = packs_of(rank, shards, owned, tuning.pack_header_bytes_max, sizes)
         return save_plan(tuple((pack, header_body(pack)) for pack in packs), tuning.unchanged_bytes_min)
 
-    chosen, is_new = job.plan_cache.of(fingerprint.shards + repr((is_drifted, sizes)).encode(), holders, plan)
+    key = fingerprint.shards + f"{is_drifted} {sizes}".encode()
+    chosen, is_new = job.plan_cache.of(key, holders, plan)
     if not is_small_transfer(chosen.bytes):
         attempt.gc_pause.end()
     return chosen, is_new

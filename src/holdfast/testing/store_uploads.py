@@ -282,6 +282,19 @@ class Sizes(StoreFixture):
         assert store.size("folder/key") == total
         assert store.get("folder/key", total) == data
 
+    def test_the_last_part_may_fill_the_front_of_its_room(self, store: Store) -> None:
+        data = random.Random(1).randbytes(PART_BYTES + 77)
+        upload = store.upload("key", 9 * PART_BYTES, PART_BYTES)
+        for offset in (0, PART_BYTES):
+            part = memoryview(data)[offset : offset + PART_BYTES]
+            room = upload.room(offset, PART_BYTES)
+            if room is not None:
+                room[: len(part)] = part
+                part = room[: len(part)]
+            upload.write(offset, part)
+        upload.complete(len(data))
+        assert store.get("key", len(data)) == data
+
     @pytest.mark.parametrize(
         ("lengths", "total", "text"),
         (
