@@ -47,7 +47,7 @@ def address_of(url: str) -> Address:
     bucket, _, path = rest.partition("/")
     if "@" in bucket:
         raise InvalidError(
-            f"{scheme}://…@{printable(bucket.rpartition('@')[2])[:100]}: the URL has a user or a password; expected none. "
+            f"{scheme}://…@{_shown(bucket.rpartition('@')[2])}: the URL has a user or a password; expected none. "
             "Credentials come from the vendor's variables and files only (docs/stores.md). Change that password: it is "
             "in your history now"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -174,9 +175,9 @@ def _s3_credentials(address: Address, settings: ObjectSettings) -> Any:
     if profile is None and any(all(os.environ.get(name) for name in names) for names in _NATIVE):
         return None
     try:
-        import boto3.session
-        import botocore.exceptions
-        from obstore.auth.boto3 import Boto3CredentialProvider
+        session: Any = importlib.import_module("boto3.session")
+        exceptions: Any = importlib.import_module("botocore.exceptions")
+        providers: Any = importlib.import_module("obstore.auth.boto3")
     except ImportError as error:
         raise InvalidError(
             f"{address.url}: needs the package {error.name} to look for credentials in profiles and at the machine: "
@@ -184,10 +185,10 @@ def _s3_credentials(address: Address, settings: ObjectSettings) -> Any:
         ) from error
     failure: CheckpointError
     try:
-        return Boto3CredentialProvider(
-            boto3.session.Session(profile_name=profile, region_name=settings.region), ttl=_CREDENTIALS_ASKED_AGAIN
+        return providers.Boto3CredentialProvider(
+            session.Session(profile_name=profile, region_name=settings.region), ttl=_CREDENTIALS_ASKED_AGAIN
         )
-    except (ValueError, botocore.exceptions.BotoCoreError) as error:
+    except (ValueError, exceptions.BotoCoreError) as error:
         found = f"profile {profile!r} cannot be used ({type(error).__name__})" if profile else "none were found"
         failure = InvalidError(
             f"{address.url}: needs credentials, and {found}; expected AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a "

@@ -98,7 +98,9 @@ class ConditionalDelete:
     def _opener(self) -> urllib.request.OpenerDirector:
         handlers: list[urllib.request.BaseHandler] = []
         if self._clients.ca_file is not None:
-            handlers.append(urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=self._clients.ca_file)))
+            handlers.append(
+                urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=self._clients.ca_file))
+            )
         if self._settings.proxy is not None:
             handlers.append(urllib.request.ProxyHandler({"http": self._settings.proxy, "https": self._settings.proxy}))
         return urllib.request.build_opener(*handlers)

@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable
 
 from holdfast.errors import InvalidError
-from holdfast.stores.parts import PartLedger
+from holdfast.ports.store import Release
+from holdfast.stores.parts import PartLedger, address_of
 
 
 class BytesInFlight:
@@ -43,41 +44,53 @@ class ObjectUpload:
         """Take memory for the whole object; wait for other uploads if there is not enough."""
         self._ledger, self._in_flight, self._create = ledger, in_flight, create
         self._lock = threading.Lock()
-        in_flight.take(ledger.total_bytes)
+        in_flight.take(ledger.bytes_max)
         try:
-            self._memory = memoryview(mmap.mmap(-1, ledger.total_bytes) if ledger.total_bytes else b"")
+            # Pages that no part touches take no memory.
+            self._memory: memoryview | None = memoryview(
+                mmap.mmap(-1, ledger.bytes_max) if ledger.bytes_max else bytearray()
+            )
         except BaseException:
-            in_flight.give(ledger.total_bytes)
+            in_flight.give(ledger.bytes_max)
             raise
-        self._is_closed = False
 
-    def write(self, offset: int, data: memoryview) -> None:
-        """Copy one part."""
-        self._ledger.check(offset, data.nbytes)
-        memory = self._memory_if_open()
-        memory[offset : offset + data.nbytes] = data.cast("B")
-        self._ledger.written.add(offset)
+    def room(self, offset: int, length_bytes: int) -> memoryview:
+        """Return the memory of one part."""
+        self._ledger.check(offset, length_bytes)
+        return self._open_memory()[offset : offset + length_bytes]
 
-    def complete(self) -> None:
+    def write(self, offset: int, data: memoryview, release: Release | None = None) -> None:
+        """Copy one part, unless it is in its room already."""
+        try:
+            self._ledger.check(offset, data.nbytes)
+            room = self._open_memory()[offset : offset + data.nbytes]
+            if address_of(data) != address_of(room):
+                room[:] = data.cast("B")
+            self._ledger.note_written(offset, data.nbytes)
+        finally:
+            if release is not None:
+                release()
+
+    def complete(self, total_bytes: int | None = None) -> None:
         """Store the object unless its key exists."""
-        memory = self._memory_if_open()
-        self._ledger.require_whole()
-        self._create(memory)
+        memory = self._open_memory()
+        total = self._ledger.require_whole(total_bytes)
+        self._create(memory[:total])
         self._close()
 
     def abort(self) -> None:
-        """Forget the object. Nothing of it was sent."""
+        """Forget the object. Nothing of it was sent, unless `complete` failed."""
         self._close()
 
-    def _memory_if_open(self) -> memoryview:
-        with self._lock:
-            if self._is_closed:
-                raise InvalidError(f"{self._ledger.where}: the upload was completed or aborted before")
-            return self._memory
+    def _open_memory(self) -> memoryview:
+        memory = self._memory
+        if memory is None:
+            raise InvalidError(f"{self._ledger.where}: the upload was completed or aborted before")
+        return memory
 
     def _close(self) -> None:
         with self._lock:
-            if self._is_closed:
+            if self._memory is None:
                 return
-            self._is_closed, self._memory = True, memoryview(b"")
-        self._in_flight.give(self._ledger.total_bytes)
+            self._memory = None
+        self._in_flight.give(self._ledger.bytes_max)

@@ -6,6 +6,7 @@ A server that takes both would let two jobs publish one step, and each would bel
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Protocol
 
@@ -24,7 +25,7 @@ class Creates(Protocol):
         """Store an object unless its key exists."""
         ...
 
-    def delete(self, keys: list[str]) -> None:
+    def delete(self, keys: Iterable[str]) -> None:
         """Remove objects."""
         ...
 
@@ -47,8 +48,6 @@ class Probe:
             is_needed: Whether to ask at all.
         """
         self._store, self._clock, self._is_needed = store, clock, is_needed
-        self.has_bucket = False
-        """Whether the bucket was seen."""
 
     def require_exclusive_creates(self) -> None:
         """Ask the server, unless this process has asked before.
@@ -61,7 +60,6 @@ class Probe:
             return
         key = f"probe-{self._clock.random_bytes(_PROBE_BYTES).hex()}"
         self._store.create(key, memoryview(b"first"))
-        self.has_bucket = True
         try:
             self._store.create(key, memoryview(b"second"))
         except ConflictError:

@@ -81,3 +81,13 @@ def _requests_of(pieces: Sequence[Piece]) -> tuple[tuple[int, int], ...]:
                 continue
         requests.append((start, stop))
     return tuple(requests)
+
+
+def cut(batch: Batch, held: Sequence[memoryview], piece: Piece) -> memoryview:
+    """Return the bytes of one piece out of those that the requests brought."""
+    if piece.start == piece.stop:
+        return memoryview(b"")
+    for (start, stop), view in zip(batch.requests, held, strict=True):
+        if start <= piece.start and piece.stop <= stop:
+            return view[piece.start - start : piece.stop - start]
+    raise AssertionError("every piece is in a request")

@@ -112,7 +112,7 @@ def _by_status(text: str) -> tuple[type[CheckpointError], str] | None:
 def _by_text(text: str) -> tuple[type[CheckpointError], str]:
     if "redirect without LOCATION" in text:
         return InvalidError, _REGION
-    if "169.254.169.254" in text or "metadata.google.internal" in text or "Missing" in text and "redential" in text:
+    if "169.254.169.254" in text or "metadata.google.internal" in text or ("Missing" in text and "redential" in text):
         return InvalidError, "no credentials were found; set the vendor's variables or a profile (docs/stores.md)"
     if "certificate" in text.lower():
         return InvalidError, "trust the authority of the server: AWS_CA_BUNDLE, or ObjectSettings(ca_file=…)"
