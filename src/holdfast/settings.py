@@ -156,6 +156,26 @@ class Settings:
     file_mode: int = 0o600
     """Permission bits of new files; folders get the matching search bits."""
 
+    max_bytes_per_second: int | None = None
+    """Most bytes per second that all ranks of the job together send to an object store, so that saves leave the network
+    to training. Each rank has an equal share. Loads are not capped: training waits for them. None: no cap."""
+
+    retry_seconds_per_call: float = 60.0
+    """How long one call to an object store is tried again after it failed, beside the time limit of a request. Long
+    enough for a server that restarts, short enough that a save fails before the next one is due."""
+
+    retry_seconds_per_save: float = 300.0
+    """How long one save or load may wait in all for calls that are tried again. A store that fails half of its calls
+    for an hour fails the save, although each call would succeed in the end."""
+
+    silence_timeout_seconds: float = 30.0
+    """How long a request to an object store may stay without an answer, or without a byte, before it is tried again.
+    Servers under load answer within seconds."""
+
+    bytes_per_second_min: int = 1 * MIB
+    """A request to an object store that moves bytes more slowly than this counts as unanswered. Lower it for a thin
+    line. Fewer requests at a time follow from each time-out, so several of them share the line first."""
+
     # Not a field: users see it in no signature and no repr.
     _tuning: ClassVar[Tuning] = Tuning()
 
@@ -185,6 +205,12 @@ class Settings:
         lease_range = f"seconds from {LEASE_SECONDS_MIN} to {LEASE_SECONDS_MAX}"
         self._require("lease_seconds", LEASE_SECONDS_MIN <= self.lease_seconds <= LEASE_SECONDS_MAX, lease_range)
         self._require("collect_grace_seconds", 0 <= self.collect_grace_seconds < math.inf, "a finite number, 0 or more")
+        for name in ("retry_seconds_per_call", "retry_seconds_per_save"):
+            self._require(name, 0 <= getattr(self, name) < math.inf, "a finite number of seconds, 0 or more")
+        self._require("silence_timeout_seconds", 0 < self.silence_timeout_seconds < math.inf, "a positive number")
+        self._require("bytes_per_second_min", self.bytes_per_second_min >= 1, "a whole number from 1")
+        cap = self.max_bytes_per_second
+        self._require("max_bytes_per_second", cap is None or cap >= 1, "a whole number from 1, or None")
         roots = self.allowed_roots
         self._require("allowed_roots", _are_texts(roots) and all(map(_is_path, roots)), "a tuple of paths of folders")
         self._require("nonfinite_expected", _are_texts(self.nonfinite_expected), "a tuple of patterns")
