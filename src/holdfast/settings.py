@@ -39,6 +39,10 @@ class Tuning:
     """Most chunks of an index in one file, which every rank gets whole. A larger index is split into files of about an
     eighth of that, and a rank reads only those it needs."""
 
+    requests_in_flight_max: int = 64
+    """Most packs and ranges that a process moves to and from one server at a time, and most other requests. A server
+    that takes fewer shows it, and the limit follows."""
+
     sample_blocks: int = 64
     """Blocks sampled of each plain tensor when replicas are compared."""
 

@@ -49,7 +49,7 @@ class TemporaryError(UnavailableError):
 
 @dataclass(frozen=True, slots=True)
 class RetryCounts:
-    """What the retries of one save or load have cost on one rank."""
+    """What retries have cost in this process."""
 
     retries: int = 0
     """Tries after the first ones."""
@@ -60,31 +60,37 @@ class RetryCounts:
     throttled: int = 0
     """Tries that the store refused or left unanswered because it had too much to do."""
 
+    def since(self, earlier: RetryCounts) -> RetryCounts:
+        """Return what was added to earlier counts."""
+        seconds = round(self.seconds - earlier.seconds, 6)
+        return RetryCounts(self.retries - earlier.retries, seconds, self.throttled - earlier.throttled)
+
 
 @runtime_checkable
 class Retrying(Protocol):
     """A store that tries calls again."""
 
-    def for_operation(self, name: str, ranks: int) -> Store:
-        """Return a view of the store for one save or load. The calls through it share one deadline and one count.
+    def for_operation(self, name: str, rank: int, world_size: int) -> Store:
+        """Return a view of the store for one save or load. The calls through it share one deadline.
 
         Args:
             name: Name of the save or load, for messages.
-            ranks: Ranks of the job, which share the cap on its bandwidth.
+            rank: This rank. Rank 0 warns if storage does not answer.
+            world_size: Ranks of the job, which share the cap on its bandwidth.
         """
         ...
 
     @property
     def retry_counts(self) -> RetryCounts:
-        """What the retries of this view have cost so far."""
+        """What the retries of all views of the store have cost so far."""
         ...
 
 
-def store_for_operation(store: Store, name: str, ranks: int) -> Store:
+def store_for_operation(store: Store, name: str, rank: int, world_size: int) -> Store:
     """Return the view of a store for one save or load; the store itself if it never tries again."""
-    return store.for_operation(name, ranks) if isinstance(store, Retrying) else store
+    return store.for_operation(name, rank, world_size) if isinstance(store, Retrying) else store
 
 
 def retry_counts_of(store: Store) -> RetryCounts:
-    """Return what the retries of a store have cost: nothing if it never tries again."""
+    """Return what the retries of a store have cost so far: nothing if it never tries again."""
     return store.retry_counts if isinstance(store, Retrying) else RetryCounts()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from holdfast.clock import Clock
@@ -124,14 +124,16 @@ class Retries:
 
     def _try(self, request: Request, call: Callable[[Tries], T], tries: Tries) -> T | TemporaryError:
         """Make one request; return its result, or the failure that another try may mend."""
+        # A copy: a try that is abandoned does not see those after it.
+        before = replace(tries)
         with self._limit.slot(moves_much=request.moved_bytes > SMALL_BYTES_MAX) as slot:
             try:
                 if request.ends_by_itself:
-                    result = call(tries)
+                    result = call(before)
                 else:
                     seconds = self._time_limits.request_seconds(request.moved_bytes)
                     where = f"{request.name} of {request.where}"
-                    result = TIMED_CALLS.run(lambda: call(tries), seconds, where)
+                    result = TIMED_CALLS.run(lambda: call(before), seconds, where)
             except TemporaryError as error:
                 slot.has_met_pressure = error.is_throttled
                 return error
