@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from holdfast.foreign.dcp.nesting import nested_of, tree_of
 from holdfast.foreign.dcp.reader import METADATA, DcpFormat
 from holdfast.foreign.pickles.objects import OpaqueObject
 from holdfast.format.index.foreign_index import index_foreign
-from holdfast.ports.store import Buffers, Entry, OnBytes
+from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, hand_out
 from holdfast.types.values import FrameworkValue, TensorRef
 
 DATA = "__0_0.distcp"
@@ -27,6 +27,7 @@ class FilesInMemory:
     """Files in memory under any names, also those that no store accepts."""
 
     url = "here"
+    read_alignment = 1
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         self._files = files
@@ -39,16 +40,10 @@ class FilesInMemory:
         """Return a file."""
         return self._file(key)
 
-    def get_ranges(
-        self, key: str, ranges: Sequence[tuple[int, int]], buffers: Sequence[memoryview]
-    ) -> list[memoryview]:
-        """Return ranges of a file."""
-        views = []
-        for (start, stop), buffer in zip(ranges, buffers, strict=True):
-            view = buffer[: stop - start]
-            view[:] = self._file(key)[start:stop]
-            views.append(view)
-        return views
+    def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
+        """Read ranges of a file."""
+        data = self._file(key)
+        hand_out([data[start:stop] for start, stop in ranges], buffers, on_range)
 
     def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
         """Return 0: there is no page cache."""
@@ -58,9 +53,9 @@ class FilesInMemory:
         """Return no folders."""
         return []
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
         """Yield every file."""
-        return (Entry(key, len(data)) for key, data in self._files.items())
+        return (Entry(key, len(data)) for key, data in sorted(self._files.items()))
 
     def _file(self, key: str) -> bytes:
         if key not in self._files:

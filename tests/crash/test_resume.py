@@ -84,7 +84,7 @@ def test_a_step_under_quarantine_is_not_read_again_unless_it_is_asked_for(
         (passed,) = run.load_report.passed_over
         assert passed.step == NEW
         assert "hash to" in passed.why
-    packs_read = [each.subject for each in faults.seen if each.name in ("get_ranges", "get_cached")]
+    packs_read = [each.subject for each in faults.seen if each.name in ("read_into", "get_cached")]
     assert packs_read
     assert not [key for key in packs_read if key.startswith(step_path(root, NEW).name)]
     assert [

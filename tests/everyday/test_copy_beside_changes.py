@@ -37,9 +37,9 @@ class Changing(ForwardingStore):
 
     removed: int | None = None
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
         """Yield every object under a prefix."""
-        yield from sorted(super().list(prefix), key=lambda entry: entry.key, reverse=True)
+        yield from sorted(super().list(prefix, after=after, up_to=up_to), key=lambda entry: entry.key, reverse=True)
 
     def size(self, key: str) -> int:
         """Return the bytes of an object."""

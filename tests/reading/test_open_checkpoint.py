@@ -98,9 +98,9 @@ class CountingStore(LocalStore):
         super().__init__(root, settings=SMALL_CHUNKS)
         self.ranges: list[tuple[int, int]] = []
 
-    def get_ranges(self, key, ranges, buffers, on_range=None):  # type: ignore[no-untyped-def]
+    def read_into(self, key, ranges, buffers, on_range=None):  # type: ignore[no-untyped-def]
         self.ranges += ranges
-        return super().get_ranges(key, ranges, buffers, on_range)
+        super().read_into(key, ranges, buffers, on_range)
 
 
 # ------------------------------------------------------------------------------------------------ what it tells

@@ -27,6 +27,7 @@ class LinkedPack(ForwardingReadable):
             link_key: Key of the link there.
         """
         super().__init__(root)
+        self.read_alignment = max(root.read_alignment, links.read_alignment)
         self._links, self._link_key = links, link_key
 
     def size(self, key: str) -> int:
@@ -37,11 +38,9 @@ class LinkedPack(ForwardingReadable):
         """Return the pack whole."""
         return self._at_either(key, lambda files, at: files.get(at, bytes_max))
 
-    def get_ranges(
-        self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None
-    ) -> list[memoryview]:
+    def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
         """Read byte ranges of the pack."""
-        return self._at_either(key, lambda files, at: files.get_ranges(at, ranges, buffers, on_range))
+        self._at_either(key, lambda files, at: files.read_into(at, ranges, buffers, on_range))
 
     def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
         """Read the bytes of the pack that are in memory already."""

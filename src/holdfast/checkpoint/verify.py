@@ -17,7 +17,7 @@ from holdfast.format.pack import HEADER_BYTES_MAX, entries_of, header_entry, pac
 from holdfast.format.part import decode_part, require_part_of
 from holdfast.geometry.chunking import DIGEST_BYTES
 from holdfast.ports.observer import ByteProgress, Observer
-from holdfast.ports.store import Stored
+from holdfast.ports.store import Stored, read_range
 from holdfast.repository.catalog import check_pack, check_size, exists, read_file
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.types.manifest import FileRecord, Manifest
@@ -134,7 +134,7 @@ class Verification:
             for pack in manifest.packs
             if pack.name in self._elsewhere
         )
-        self._buffer = allocate_aligned(max(self._settings.window_bytes * 2, index.chunk_bytes) + 2 * PAGE_BYTES)
+        self._buffer = allocate_aligned(max(self._settings.window_bytes * 2, index.chunk_bytes) + PAGE_BYTES)
         for pack in manifest.packs:
             pieces = index.pieces_in(pack.name)
             yield from self._damages_of_pack(pack, pieces, self._packs(pack.name))
@@ -219,7 +219,7 @@ class Verification:
             stop = min(start + piece.chunk_bytes, piece.offset + piece.bytes)
             expected = piece.digests[DIGEST_BYTES * chunk : DIGEST_BYTES * (chunk + 1)]
             try:
-                (data,) = stored.files.get_ranges(stored.key, [(start, stop)], [self._buffer])
+                data = read_range(stored.files, stored.key, start, stop, self._buffer)
             except CheckpointError as error:
                 yield self._damage(piece.pack, error, start, stop, piece.tensor.fqn)
             else:
@@ -264,8 +264,8 @@ class Verification:
         parts = []
         window = len(self._buffer) // 2
         for start in range(0, header_bytes, window):
-            (data,) = stored.files.get_ranges(stored.key, [(start, min(start + window, header_bytes))], [self._buffer])
-            parts.append(bytes(data))
+            stop = min(start + window, header_bytes)
+            parts.append(bytes(read_range(stored.files, stored.key, start, stop, self._buffer)))
         return b"".join(parts)
 
     def _surplus(self) -> Iterator[Damage]:

@@ -17,7 +17,7 @@ from holdfast.format.digest import digest_of, new_digest
 from holdfast.geometry.box import Box
 from holdfast.geometry.chunking import TINY_BYTES_MAX
 from holdfast.ports.framework import Target
-from holdfast.ports.store import Packs, Stored
+from holdfast.ports.store import Packs, Stored, read_range, view_for_range
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.types.plan import ChunkRead, LoadPlan, Part, ReadRun
 
@@ -35,7 +35,7 @@ class ReadPool:
 
     def __init__(self, count: int, read_bytes_max: int) -> None:
         """Allocate `count` buffers for reads of at most `read_bytes_max` bytes."""
-        self.buffers = BufferPool(count, read_bytes_max + 2 * PAGE_BYTES)
+        self.buffers = BufferPool(count, read_bytes_max + PAGE_BYTES)
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="holdfast-read")
 
     def execute(self, read: Callable[[ReadRun], None], runs: Sequence[ReadRun]) -> None:
@@ -126,6 +126,8 @@ class _RunRead:
         """Read the rest of the run through the front of the buffer, a few chunks at a time; check and place them."""
         parts = list(_parts_of(rest, _PART_BYTES_MAX))
         ranges = [(part.start, part.stop) for part in parts]
+        alignment = self._stored.files.read_alignment
+        buffers = [view_for_range(buffer, start, stop, alignment) for start, stop in ranges]
         failures: list[Exception] = []
 
         def place_part(number: int, data: memoryview) -> None:
@@ -137,7 +139,7 @@ class _RunRead:
 
         try:
             with pack_expected(rest, self._stored):
-                self._stored.files.get_ranges(self._stored.key, ranges, [buffer] * len(ranges), place_part)
+                self._stored.files.read_into(self._stored.key, ranges, buffers, place_part)
         except Exception:
             if failures:
                 # A failed check or a target's own error; the store may have wrapped it as an error of its own.
@@ -239,7 +241,7 @@ def pack_expected(run: ReadRun, stored: Stored) -> Iterator[None]:
 def read_through(run: ReadRun, stored: Stored, targets: Sequence[Target], buffer: memoryview) -> memoryview:
     """Read a run into a buffer, check and place every chunk, and return the view of its bytes."""
     with pack_expected(run, stored):
-        (data,) = stored.files.get_ranges(stored.key, [(run.start, run.stop)], [buffer])
+        data = read_range(stored.files, stored.key, run.start, run.stop, buffer)
     verify_and_place_all(run, data, stored.url, targets)
     return data
 

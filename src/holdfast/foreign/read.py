@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import mmap
 from contextlib import ExitStack
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from holdfast.errors import CorruptError
-from holdfast.ports.store import ByteRanges, Readable
+from holdfast.ports.store import ByteRanges, Readable, view_for_range
 from holdfast.settings import PAGE_BYTES
 
 
@@ -43,10 +43,11 @@ def read_ranges(files: Readable, key: str, ranges: ByteRanges) -> list[bytes]:
     """
     if not ranges:
         return []
-    # Storage may read whole pages, so each buffer has a page to spare at both ends.
-    capacities = [(-(-(stop - start) // PAGE_BYTES) + 2) * PAGE_BYTES for start, stop in ranges]
+    alignment = files.read_alignment
+    capacities = [(-(-(stop - start + alignment - 1) // PAGE_BYTES)) * PAGE_BYTES for start, stop in ranges]
     with mmap.mmap(-1, sum(capacities)) as memory, memoryview(memory) as whole, ExitStack() as views:
-        bounds = accumulate(capacities, initial=0)
-        buffers = [views.enter_context(whole[start:stop]) for start, stop in pairwise(bounds)]
-        filled = files.get_ranges(key, ranges, buffers)
-        return [bytes(views.enter_context(view)) for view in filled]
+        buffers = []
+        for first, (start, stop) in zip(accumulate(capacities, initial=0), ranges, strict=False):
+            buffers.append(views.enter_context(view_for_range(whole[first:], start, stop, alignment)))
+        files.read_into(key, ranges, buffers)
+        return [bytes(buffer) for buffer in buffers]

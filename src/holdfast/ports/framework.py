@@ -81,7 +81,7 @@ class Target(Protocol):
 
         Args:
             part: Global coordinates; inside the wanted box and inside `source_box`.
-            source: The row-major bytes of `source_box`, in the dtype that was saved.
+            source: The row-major bytes of `source_box`, in the dtype that was saved; perhaps read-only memory.
             source_box: Global coordinates of `source`.
         """
         ...
@@ -95,7 +95,7 @@ class Target(Protocol):
         Args:
             targets: Where each box goes.
             boxes: As `part` of `place`.
-            source: Memory that holds the row-major bytes of every box, in the dtype that was saved.
+            source: Memory that holds the row-major bytes of every box, in the dtype that was saved; perhaps read-only.
             ranges: Half-open byte range of each box in `source`.
         """
         for target, box, (start, stop) in zip(targets, boxes, ranges, strict=True):

@@ -28,29 +28,51 @@ Buffers = Sequence[memoryview]
 """Memory to read into."""
 
 OnRange = Callable[[int, memoryview], None]
-"""Takes the number and the bytes of a range that was read."""
+"""Takes the number and the bytes of a range that was read; the bytes may be read-only."""
 
 OnBytes = Callable[[memoryview], None]
 """Takes bytes that were read."""
 
 
+Release = Callable[[], None]
+"""Takes memory back that a store has read."""
+
+
 class Upload(Protocol):
     """An object being written, in parts, in any order and from any thread."""
 
-    def write(self, offset: int, data: memoryview) -> None:
+    def room(self, offset: int, length_bytes: int) -> memoryview | None:
+        """Return memory of the store for one part, so that nothing is copied twice; None: use memory of your own.
+
+        The caller fills it and passes all of it to `write`. Then, and after `abort`, the memory is the store's again.
+        The call may wait for memory that other uploads hold. Asked again before `write`, it returns the same memory.
+
+        Args:
+            offset, length_bytes: The part, as for `write`.
+        """
+        ...
+
+    def write(self, offset: int, data: memoryview, release: Release | None = None) -> None:
         """Write one part.
 
         Args:
             offset: Where the part starts, in bytes; a multiple of the upload's `part_bytes`.
-            data: The part: `part_bytes` long, or the rest for the last one. Page-aligned memory is written without a
-                copy. The caller may reuse the memory once the call returns.
+            data: The part: `part_bytes` long, less only for the last one. Memory that `room` returned for this part is
+                not copied, nor is page-aligned memory by a file system.
+            release: None: the caller may reuse the memory once the call has ended, so the store copies what it needs
+                for longer. Otherwise the store may keep reading the memory, until `complete` for example. It calls
+                `release` exactly once, on any thread, when it will not read the memory again: also after `abort`, and
+                also if `write` raises. Of memory that `room` returned it is never given.
         """
         ...
 
-    def complete(self) -> None:
+    def complete(self, total_bytes: int | None = None) -> None:
         """Make the object durable and visible; its folders too, unless the upload was begun without that.
 
+        Args:
+            total_bytes: The size of the object, if it is less than the `bytes_max` of the upload; None: `bytes_max`.
         Raises:
+            InvalidError: The parts written are not those of an object of this size.
             ConflictError: The key exists by now; the object of the other writer was not touched.
             UnavailableError: The object could not be made durable; do not trust it, and abort the upload.
         """
@@ -89,21 +111,26 @@ class Readable(Protocol):
         """
         ...
 
-    def get_ranges(
-        self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None
-    ) -> list[memoryview]:
-        """Read byte ranges of one object.
+    @property
+    def read_alignment(self) -> int:
+        """A power of two, at most `PAGE_BYTES`; 1 if the store reads into any memory alike.
+
+        A buffer of `read_into` is filled without a further copy, and past the system's cache, if its address and the
+        first byte of its range leave the same remainder. `view_for_range` returns such a buffer.
+        """
+        ...
+
+    def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
+        """Read byte ranges of one object, exactly these, each into a buffer of its length.
 
         Args:
             key: The object.
-            ranges: What to read.
-            buffers: One writable, page-aligned buffer per range, at least two pages longer than the range, so that a
-                store may read whole pages around it. Ranges may share a buffer if `on_range` is given.
-            on_range: Called for each range, in order, before the next one is read: memory that is filled again and
-                again stays in the processor's cache.
-        Returns:
-            For each range a view of exactly its bytes inside its buffer. Where ranges share a buffer, only the view
-            of the last one still shows its own bytes.
+            ranges: What to read, in any order. A store may read neighbours with one request.
+            buffers: Writable memory for each range, best as `read_alignment` says. Buffers may share memory if
+                `on_range` is given.
+            on_range: Called for each range, in order, before memory is filled for the next one: memory that is filled
+                again and again stays in the processor's cache. Its bytes are in the buffer, or in memory of the store
+                that is valid until the call returns. Afterwards the content of the buffers is undefined.
         Raises:
             MissingError: No such key.
             CorruptError: The object ends before a range does.
@@ -113,8 +140,7 @@ class Readable(Protocol):
     def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
         """Read what is in memory already, from `start` on, into one buffer after the other.
 
-        Cached bytes are copied once, straight to their destination. `get_ranges` reads the rest; it needs page-aligned
-        buffers.
+        Cached bytes are copied once, straight to their destination. `read_into` reads the rest: it waits for storage.
 
         Args:
             key: The object.
@@ -137,10 +163,17 @@ class Readable(Protocol):
         """
         ...
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
-        """Yield every object whose key starts with `prefix` (empty, or ending in `/`), in any order.
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
+        """Yield every object whose key starts with `prefix` (empty, or ending in `/`), in the order of the keys.
 
-        Objects not completed are not listed. An unknown prefix yields nothing.
+        Objects not completed are not listed. An unknown prefix yields nothing. A store asks for a page when the one
+        before it is used up. A listing that failed can go on after its last key.
+
+        Args:
+            prefix: What the keys start with.
+            after: Only keys behind this one; it need not exist. Empty: from the first on.
+            up_to: Only keys up to and including this one; None: to the last. So ranks that share a sorted list of keys
+                each list the part from one of them to another.
         """
         ...
 
@@ -188,22 +221,37 @@ def packs_under(files: Readable, prefix: str) -> Packs:
     return lambda name: Stored(files, prefix + name)
 
 
-def copy_ranges(held: Sequence[bytes | memoryview], buffers: Buffers, on_range: OnRange | None) -> list[memoryview]:
-    """Carry out `get_ranges` with ranges that are in memory: copy each range to the front of its buffer.
+def view_for_range(buffer: memoryview, start: int, stop: int, alignment: int) -> memoryview:
+    """Return the part of a page-aligned buffer that takes bytes `[start, stop)` of an object without a further copy.
+
+    Args:
+        buffer: Page-aligned, at least `alignment - 1` bytes longer than the range.
+        start, stop: The range.
+        alignment: `read_alignment` of the store.
+    """
+    first = start % alignment
+    return buffer[first : first + stop - start]
+
+
+def read_range(files: Readable, key: str, start: int, stop: int, buffer: memoryview) -> memoryview:
+    """Read one range of an object into a buffer as `view_for_range` takes it; return its bytes in the buffer."""
+    view = view_for_range(buffer, start, stop, files.read_alignment)
+    files.read_into(key, [(start, stop)], [view])
+    return view
+
+
+def hand_out(held: Sequence[bytes | memoryview], buffers: Buffers, on_range: OnRange | None) -> None:
+    """Carry out `read_into` with ranges that are in memory: nothing is copied if `on_range` takes them.
 
     Args:
         held: Bytes of each range.
-        buffers: One for each range, at least as long.
-        on_range: As for `get_ranges`.
+        buffers, on_range: As for `read_into`.
     """
-    views = []
     for number, (data, buffer) in enumerate(zip(held, buffers, strict=True)):
-        view = buffer.cast("B")[: len(data)]
-        view[:] = data
-        views.append(view)
         if on_range is not None:
-            on_range(number, view)
-    return views
+            on_range(number, memoryview(data))
+        elif data:  # An empty buffer cannot be cast.
+            buffer.cast("B")[:] = data
 
 
 class Store(Readable, Protocol):
@@ -221,6 +269,11 @@ class Store(Readable, Protocol):
     @property
     def failed_calls_are_over(self) -> bool:
         """Whether a call that raised has no effect later; False if its request may still reach the storage."""
+        ...
+
+    @property
+    def object_bytes_max(self) -> int | None:
+        """Largest object that a save uploads here; None: no limit. A larger upload is `InvalidError`, or slower."""
         ...
 
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
@@ -247,16 +300,16 @@ class Store(Readable, Protocol):
         """
         ...
 
-    def upload(self, key: str, total_bytes: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
+    def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
         """Begin an object that must not exist yet.
 
         Args:
             key: Its key.
-            total_bytes: Its exact size; the store reserves the space if it can.
+            bytes_max: Its size, or what it will not exceed; the store reserves the space if it can.
             part_bytes: Size of every part but the last; a multiple of `PAGE_BYTES`.
             folders_durable: Whether `complete` makes its name durable too, as for `put_if_absent`.
         Raises:
-            ConflictError: The key exists.
+            ConflictError: The key exists; a store may say so only at `complete`.
             UnavailableError: There is not enough space.
         """
         ...
@@ -272,7 +325,14 @@ class Store(Readable, Protocol):
         ...
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Remove objects; absent keys are no error. Follows no links."""
+        """Remove objects, in any order; absent keys are no error. Follows no links.
+
+        Args:
+            keys: Any number. A store that removes many objects with one request makes as few requests as it can.
+        Raises:
+            InvalidError: A key is none, or this user may not delete; some objects may be gone.
+            UnavailableError: It failed; some objects may be gone. The same call again removes the rest.
+        """
         ...
 
     def link(self, key: str, new_key: str) -> bool:
@@ -328,6 +388,7 @@ class ForwardingReadable:
         """Wrap `inner`."""
         self._inner = inner
         self.url = inner.url
+        self.read_alignment = inner.read_alignment
 
     def _around(self, name: str, subject: str, call: Callable[[], _Result]) -> _Result:
         """Make one call of a method about a key or prefix; override this to change every call alike."""
@@ -341,11 +402,9 @@ class ForwardingReadable:
         """Return a small object whole."""
         return self._around("get", key, lambda: self._inner.get(key, bytes_max))
 
-    def get_ranges(
-        self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None
-    ) -> list[memoryview]:
-        """Read byte ranges of one object."""
-        return self._around("get_ranges", key, lambda: self._inner.get_ranges(key, ranges, buffers, on_range))
+    def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
+        """Read byte ranges of one object, each into a buffer of its length."""
+        self._around("read_into", key, lambda: self._inner.read_into(key, ranges, buffers, on_range))
 
     def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
         """Read what is in memory already."""
@@ -355,9 +414,9 @@ class ForwardingReadable:
         """Return the names of the folders under a prefix."""
         return self._around("folders", prefix, lambda: self._inner.folders(prefix))
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
-        """Yield every object under a prefix."""
-        return self._around("list", prefix, lambda: self._inner.list(prefix))
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
+        """Yield every object under a prefix, in the order of the keys."""
+        return self._around("list", prefix, lambda: self._inner.list(prefix, after=after, up_to=up_to))
 
 
 class ForwardingStore(ForwardingReadable):
@@ -369,6 +428,7 @@ class ForwardingStore(ForwardingReadable):
         """Wrap `inner`."""
         super().__init__(inner)
         self.failed_calls_are_over = inner.failed_calls_are_over
+        self.object_bytes_max = inner.object_bytes_max
 
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Store a small object whole, replacing an older one."""
@@ -380,12 +440,10 @@ class ForwardingStore(ForwardingReadable):
             "put_if_absent", key, lambda: self._inner.put_if_absent(key, data, folders_durable=folders_durable)
         )
 
-    def upload(self, key: str, total_bytes: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
+    def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
         """Begin an object that must not exist yet."""
         return self._around(
-            "upload",
-            key,
-            lambda: self._inner.upload(key, total_bytes, part_bytes, folders_durable=folders_durable),
+            "upload", key, lambda: self._inner.upload(key, bytes_max, part_bytes, folders_durable=folders_durable)
         )
 
     def sync(self, prefix: str) -> None:

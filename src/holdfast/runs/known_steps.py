@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.format.names import manifest_key, step_folder, step_of_pack
 from holdfast.format.sealed_json import stated_digest
-from holdfast.ports.store import Store
+from holdfast.ports.store import Store, read_range
 from holdfast.repository import removal
 from holdfast.settings import PAGE_BYTES
 from holdfast.types.epoch import Fence
@@ -48,7 +48,7 @@ class KnownSteps:
         """Remember nothing yet."""
         self._store = store
         self._known: dict[int, _Known] = {}
-        self._buffer = memoryview(mmap.mmap(-1, 3 * PAGE_BYTES))
+        self._buffer = memoryview(mmap.mmap(-1, 2 * PAGE_BYTES))
 
     def forget_all_but(self, steps: Collection[int]) -> None:
         """Forget the steps that have no folder any more."""
@@ -96,11 +96,10 @@ class KnownSteps:
     def _is_unchanged(self, step: int, known: _Known) -> bool:
         """Return whether a step still has the manifest that is known."""
         key, size = manifest_key(step), known.manifest_bytes
-        bounds = max(size - _SEAL_BYTES_MAX, 0), size
         try:
             if self._store.size(key) != size:
                 return False
-            (seal,) = self._store.get_ranges(key, [bounds], [self._buffer])
+            seal = read_range(self._store, key, max(size - _SEAL_BYTES_MAX, 0), size, self._buffer)
         except CheckpointError:
             return False  # The inspection that follows raises what must be raised.
         return stated_digest(bytes(seal)) == known.manifest.digest

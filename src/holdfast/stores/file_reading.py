@@ -11,7 +11,7 @@ from holdfast.errors import CorruptError
 from holdfast.ports.store import Buffers, ByteRanges, OnBytes, OnRange
 from holdfast.settings import KIB, PAGE_BYTES
 from holdfast.stores.oserrors import translated
-from holdfast.stores.parts import check_buffers, check_ranges
+from holdfast.stores.parts import address_of, check_buffers, check_ranges
 from holdfast.stores.syscalls import UNSUPPORTED, Syscalls, switch_to_direct
 
 _CACHED_READ_BYTES_MAX = 256 * KIB
@@ -20,10 +20,13 @@ longer)."""
 
 
 class FileReading:
-    """The read calls of `Readable`. A subclass sets both attributes, and opens the file of a key."""
+    """The read calls of `Readable`. A subclass sets `url` and `_syscalls`, and opens the file of a key."""
 
     url: str
     """The absolute path of the root."""
+
+    read_alignment: int = PAGE_BYTES
+    """Direct I/O reads whole pages of a file into whole pages of memory."""
 
     _syscalls: Syscalls
 
@@ -50,10 +53,11 @@ class FileReading:
                 done += count
             return bytes(data)
 
-    def get_ranges(
-        self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None
-    ) -> list[memoryview]:
-        """Read byte ranges of one object: cached bytes through the page cache, the others with direct I/O."""
+    def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
+        """Read byte ranges of one object: cached bytes through the page cache, the others with direct I/O.
+
+        Direct I/O needs buffers as `read_alignment` says. With any other buffer, all ranges go through the page cache.
+        """
         where = self._where(key)
         with translated("read", where), self._open_object(key) as (fd, size):
             check_ranges(where, size, ranges, buffers)
@@ -72,10 +76,11 @@ class FileReading:
                     # there either, and a look makes the kernel read ahead.
                     read.take_cached(PAGE_BYTES if number == 0 else _CACHED_READ_BYTES_MAX)
                 if not read.whole:
-                    direct = read.take_rest(direct=switch_to_direct(self._syscalls, fd) if direct is None else direct)
+                    if direct is None:
+                        direct = all(each.is_aligned for each in reads) and switch_to_direct(self._syscalls, fd)
+                    direct = read.take_rest(direct=direct)
                 if on_range is not None:
                     on_range(number, read.view)
-            return [read.view for read in reads]
 
     def mapped(self, key: str) -> mmap.mmap | None:
         """Map all bytes of an object as private memory, read from the file where it is touched; None if it is empty."""
@@ -122,26 +127,25 @@ def _take_cached(
 
 
 class _RangeRead:
-    """Reads one range of an open file into its buffer.
-
-    The buffer mirrors the file from the page in which the range starts, so whole pages of the file go to whole pages
-    of the buffer.
-    """
+    """Reads one range of an open file into its buffer."""
 
     def __init__(self, syscalls: Syscalls, fd: int, where: str, bounds: tuple[int, int], buffer: memoryview) -> None:
         self._syscalls, self._fd = syscalls, fd
         self._start, self._stop = bounds
         self._position = self._start
-        self._base = self._start - self._start % PAGE_BYTES
-        self._buffer = buffer if buffer.format == "B" and buffer.ndim == 1 else buffer.cast("B")
         self._where = f"{where} bytes [{self._start}, {self._stop})"
-        self.view = self._buffer[self._start - self._base : self._stop - self._base]
-        """The range's bytes inside the buffer."""
+        self.view = buffer if (buffer.format == "B" and buffer.ndim == 1) or not buffer.nbytes else buffer.cast("B")
+        """The buffer, as bytes."""
 
     @property
     def whole(self) -> bool:
         """Whether every byte has been read."""
         return self._position >= self._stop
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether whole pages of the file go to whole pages of the buffer."""
+        return self._start == self._stop or (address_of(self.view) - self._start) % PAGE_BYTES == 0
 
     def take_cached(self, first_read_bytes: int = PAGE_BYTES) -> None:
         """Read the cached bytes at the front of the range."""
@@ -153,20 +157,54 @@ class _RangeRead:
 
     def take_rest(self, *, direct: bool) -> bool:
         """Read the remaining bytes; return whether direct I/O still works."""
+        edges: list[tuple[int, memoryview]] = []
         while not self.whole:
-            start = self._position - self._position % PAGE_BYTES
-            stop = -(-self._stop // PAGE_BYTES) * PAGE_BYTES
-            view = self._buffer[start - self._base : stop - self._base]
+            start, parts = self._position, [self.view[self._position - self._start :]]
+            if direct:
+                start, parts, edges = self._pages()
             try:
-                count = self._syscalls.preadv(self._fd, [view], start)
+                count = self._syscalls.preadv(self._fd, parts, start)
             except OSError as error:
                 if not direct or error.errno not in UNSUPPORTED:
                     with translated("read", self._where):
                         raise
                 self._syscalls.set_direct(self._fd, False)
-                direct = False
+                direct, edges = False, []
                 continue
             if start + count <= self._position:
                 raise CorruptError(f"{self._where}: the file ended at {start + count} while it was read")
-            self._position = start + count
+            stop = min(start + count, self._stop)
+            for edge_start, edge in edges:
+                first, last = max(self._position, edge_start), min(stop, edge_start + len(edge))
+                if first < last:
+                    self.view[first - self._start : last - self._start] = edge[first - edge_start : last - edge_start]
+            self._position = stop
         return direct
+
+    def _pages(self) -> tuple[int, list[memoryview], list[tuple[int, memoryview]]]:
+        """Return whole pages to read the rest into: the first byte, the memory in order, and what of it is an edge.
+
+        Pages of which the range has only a part, at either end, are read into memory beside the buffer.
+        """
+        first = self._position - self._position % PAGE_BYTES
+        last = -(-self._stop // PAGE_BYTES) * PAGE_BYTES
+        inner_first = -(-self._position // PAGE_BYTES) * PAGE_BYTES
+        inner_last = self._stop - self._stop % PAGE_BYTES
+        if inner_first >= inner_last:
+            edge = _page_aligned(last - first)
+            return first, [edge], [(first, edge)]
+        parts, edges = [self.view[inner_first - self._start : inner_last - self._start]], []
+        if first < inner_first:
+            edges.append((first, _page_aligned(PAGE_BYTES)))
+            parts.insert(0, edges[0][1])
+        if inner_last < last:
+            edges.append((inner_last, _page_aligned(PAGE_BYTES)))
+            parts.append(edges[-1][1])
+        return first, parts, edges
+
+
+def _page_aligned(count: int) -> memoryview:
+    """Return a few pages of memory, without a system call as a mapping would take."""
+    memory = memoryview(bytearray(count + PAGE_BYTES))
+    first = -address_of(memory) % PAGE_BYTES
+    return memory[first : first + count]

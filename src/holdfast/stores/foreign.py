@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from holdfast.errors import ConflictError, InvalidError, MissingError, first_three
 from holdfast.ports.store import Entry, Stored
 from holdfast.stores.file_reading import FileReading
-from holdfast.stores.keys import path_beneath
+from holdfast.stores.keys import is_listed, path_beneath
 from holdfast.stores.oserrors import translated
 from holdfast.stores.syscalls import Closing, Syscalls
 
@@ -82,7 +82,7 @@ class ForeignFiles(FileReading):
         with translated("list", self._where(prefix)), self._scanned(prefix) as entries:
             return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
         """Yield every file under a prefix, but not files in linked folders, nor links without a target.
 
         The listing is cached, since every format asks for it.
@@ -91,8 +91,8 @@ class ForeignFiles(FileReading):
             InvalidError: There are more than `FILES_MAX` files.
         """
         if prefix not in self._listed:
-            self._listed[prefix] = tuple(self._walk(prefix))
-        return iter(self._listed[prefix])
+            self._listed[prefix] = tuple(sorted(self._walk(prefix), key=lambda entry: entry.key))
+        return (entry for entry in self._listed[prefix] if is_listed(entry.key, after, up_to))
 
     def _walk(self, prefix: str) -> Iterator[Entry]:
         waiting, count = [prefix], 0

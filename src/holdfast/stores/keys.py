@@ -11,6 +11,9 @@ _PART = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,128}")
 _KEY_CHARACTERS_MAX = 1024
 """Limit of the large object stores; it also keeps a path well below PATH_MAX."""
 
+_BEHIND_SLASH = chr(ord("/") + 1)
+"""`key` with this is behind `key` and all keys below it."""
+
 
 def is_part(name: str) -> bool:
     """Return whether `name` may stand between two slashes of a key."""
@@ -59,3 +62,13 @@ def split_prefix(prefix: str) -> tuple[str, ...]:
     if not prefix.endswith("/"):
         raise InvalidError(f"prefix {prefix[:300]!r}: expected an empty one, or one that ends in '/'")
     return split_key(prefix[:-1])
+
+
+def is_listed(key: str, after: str, up_to: str | None) -> bool:
+    """Return whether a key is in the part of a listing that `Store.list` takes as `after` and `up_to`."""
+    return key > after and (up_to is None or key <= up_to)
+
+
+def may_lead_to_listed(key: str, after: str, up_to: str | None) -> bool:
+    """Return whether a key, or any key below it, may be in that part."""
+    return key + _BEHIND_SLASH > after and (up_to is None or key <= up_to)

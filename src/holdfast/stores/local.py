@@ -16,7 +16,7 @@ from holdfast.ports.store import Entry
 from holdfast.settings import MIB, Settings
 from holdfast.stores.file_reading import FileReading
 from holdfast.stores.folders import TEMPORARY_PREFIX, Folders
-from holdfast.stores.keys import is_part, split_key, split_prefix
+from holdfast.stores.keys import is_listed, is_part, may_lead_to_listed, split_key, split_prefix
 from holdfast.stores.local_upload import LocalUpload
 from holdfast.stores.oserrors import translated
 from holdfast.stores.parts import PartLedger
@@ -37,6 +37,9 @@ _TRIES = 16
 """Attempts to use a folder: another process may remove it between its creation and its use, but not every time."""
 
 _Result = TypeVar("_Result")
+
+_FolderEntry = tuple[str, int, int]
+"""Name, mode and bytes of an entry of a folder."""
 
 
 class LocalStore(FileReading):
@@ -73,6 +76,8 @@ class LocalStore(FileReading):
         self.url = root
         self.failed_calls_are_over = True
         """No call has an effect after it returned."""
+        self.object_bytes_max: int | None = None
+        """No limit but that of the file system."""
         self._mode = settings.file_mode
         self._syscalls = syscalls or Syscalls()
         self._clock = clock or SystemClock()
@@ -96,10 +101,10 @@ class LocalStore(FileReading):
             self._make_durable(key)
             raise
 
-    def upload(self, key: str, total_bytes: int, part_bytes: int, *, folders_durable: bool = True) -> LocalUpload:
+    def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> LocalUpload:
         """Begin an object that must not exist yet, and reserve its space."""
         parts, where = split_key(key), self._where(key)
-        ledger = PartLedger(where, total_bytes=total_bytes, part_bytes=part_bytes)
+        ledger = PartLedger(where, bytes_max=bytes_max, part_bytes=part_bytes)
         with translated("begin", where, writing=True):
             upload = self._in_folder(
                 parts[:-1], lambda folder: LocalUpload(self._syscalls, self._folders, folder, parts, self._mode, ledger)
@@ -125,12 +130,13 @@ class LocalStore(FileReading):
         """Return the names of the folders directly under a prefix, sorted."""
         return sorted(name for name, mode, _ in self._entries(split_prefix(prefix)) if stat.S_ISDIR(mode))
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
-        """Yield every object under a prefix, uploads not yet complete included.
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
+        """Yield every object under a prefix in the order of the keys, uploads not yet complete included.
 
-        Anything that is not a regular file, or whose name no key can have, is left out.
+        Anything that is not a regular file, or whose name no key can have, is left out. A page is a folder, of which
+        only the files between `after` and `up_to` are looked at.
         """
-        return self._walk(split_prefix(prefix))
+        return self._walk(split_prefix(prefix), after, up_to)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; durable on return, so a power cut cannot undo one call but keep the effect of the next.
@@ -323,29 +329,42 @@ class LocalStore(FileReading):
             _require_regular(status, self._where(key))
             yield fd, status.st_size
 
-    def _walk(self, top: tuple[str, ...]) -> Iterator[Entry]:
-        waiting = [top]
+    def _walk(self, top: tuple[str, ...], after: str, up_to: str | None) -> Iterator[Entry]:
+        waiting = [(top, stat.S_IFDIR, 0)]
         while waiting:
-            folder = waiting.pop()
-            for name, mode, size in self._entries(folder):
-                if stat.S_ISDIR(mode):
-                    waiting.append((*folder, name))
-                elif stat.S_ISREG(mode):
-                    yield Entry("/".join((*folder, name)), size)
+            parts, mode, size = waiting.pop()
+            if stat.S_ISREG(mode):
+                key = "/".join(parts)
+                if is_listed(key, after, up_to):
+                    yield Entry(key, size)
+            elif stat.S_ISDIR(mode):
+                # The last one first, since the first one is taken next.
+                entries = sorted(self._entries(parts, after, up_to), key=_place_in_listing, reverse=True)
+                waiting += [((*parts, name), mode, size) for name, mode, size in entries]
 
-    def _entries(self, parts: tuple[str, ...]) -> Iterable[tuple[str, int, int]]:
-        """Return name, mode and bytes of the entries of a folder whose names a key can have."""
-        entries: list[tuple[str, int, int]] = []
+    def _entries(
+        self, parts: tuple[str, ...], after: str = "", up_to: str | None = None
+    ) -> Iterable[tuple[str, int, int]]:
+        """Return name, mode and bytes of the entries of a folder whose names a key of this part can have."""
+        entries: list[_FolderEntry] = []
         with (
             translated("list", self._where("/".join(parts))),
             suppress(FileNotFoundError),  # No object has this prefix.
             self._folders.opened(parts) as fd,
         ):
             for name in filter(is_part, self._syscalls.listdir(fd)):
+                if not may_lead_to_listed("/".join((*parts, name)), after, up_to):
+                    continue
                 with suppress(FileNotFoundError):  # Deleted after it was listed.
                     status = self._syscalls.stat(name, dir_fd=fd)
                     entries.append((name, status.st_mode, status.st_size))
         return entries
+
+
+def _place_in_listing(entry: _FolderEntry) -> str:
+    """Return what orders the entries of a folder as their keys are: a folder comes where the keys below it do."""
+    name, mode, _ = entry
+    return f"{name}/" if stat.S_ISDIR(mode) else name
 
 
 def _require_regular(status: os.stat_result, where: str) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from holdfast.errors import InvalidError, UnavailableError
+from holdfast.ports.store import Release
 from holdfast.settings import PAGE_BYTES
 from holdfast.stores.folders import Folders
 from holdfast.stores.oserrors import translated
@@ -72,7 +73,7 @@ class LocalUpload:
         self._fd = syscalls.open(parts[-1], _NEW, mode, dir_fd=folder)
         try:
             self._direct = switch_to_direct(syscalls, self._fd)
-            reserve_space(syscalls, self._fd, ledger.total_bytes)
+            reserve_space(syscalls, self._fd, ledger.bytes_max)
         except BaseException:
             try:
                 self._remove()
@@ -80,8 +81,18 @@ class LocalUpload:
                 _log.warning("left %s behind: %s; no manifest names it", self._where, error)
             raise
 
-    def write(self, offset: int, data: memoryview) -> None:
+    def room(self, offset: int, length_bytes: int) -> None:
+        """Return None: a file takes bytes from any memory."""
+
+    def write(self, offset: int, data: memoryview, release: Release | None = None) -> None:
         """Write one part, from any thread."""
+        try:
+            self._write(offset, data)
+        finally:
+            if release is not None:
+                release()
+
+    def _write(self, offset: int, data: memoryview) -> None:
         self._ledger.check(offset, data.nbytes)
         view = data if data.format == "B" and data.ndim == 1 else data.cast("B")
         where = f"{self._where} bytes [{offset}, {offset + len(view)})"
@@ -93,18 +104,18 @@ class LocalUpload:
             if body < len(view):
                 # Direct I/O writes whole pages; `complete` truncates the padding.
                 self._write_pages(offset + body, _copied(view[body:], PAGE_BYTES))
-        self._ledger.written.add(offset)
+        self._ledger.note_written(offset, data.nbytes)
 
-    def complete(self) -> None:
+    def complete(self, total_bytes: int | None = None) -> None:
         """Make the file durable: its content, and every folder entry from it up to the root if wanted."""
-        self._ledger.require_whole()
+        total = self._ledger.require_whole(total_bytes)
         with self._ending, self._using():
             if self._distrust:
                 raise UnavailableError(f"{self._where}: {self._distrust}; abort the upload and write it again")
             # A second fsync must not count: the system may drop pages that it could not write, and then report success.
             self._distrust = "an earlier fsync failed, so its bytes cannot be trusted"
             with translated("make durable", self._where, writing=True):
-                self._syscalls.ftruncate(self._fd, self._ledger.total_bytes)
+                self._syscalls.ftruncate(self._fd, total)
                 self._syscalls.fsync(self._fd)
                 if not self._syscalls.fstat(self._fd).st_nlink:
                     raise UnavailableError(f"{self._where}: another process removed it while it was written")

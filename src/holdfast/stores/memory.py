@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 
-from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
-from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, copy_ranges
-from holdfast.stores.keys import split_key, split_prefix
-from holdfast.stores.parts import PartLedger, check_buffers, check_ranges
+import numpy as np
 
-_contents: dict[str, dict[str, bytes]] = {}
+from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, Release, hand_out
+from holdfast.stores.keys import is_listed, split_key, split_prefix
+from holdfast.stores.parts import PartLedger, address_of, check_buffers, check_ranges
+
+_contents: dict[str, dict[str, memoryview]] = {}
 """By name, the complete objects of the stores of that name: bytes by key."""
 
 _lock = threading.Lock()
@@ -23,11 +25,18 @@ class MemoryStore:
     Stores of one name in one process share their content, which lives until the process ends.
     """
 
-    def __init__(self, name: str) -> None:
-        """Open the content called `name`; it is empty at the first use."""
+    def __init__(self, name: str, *, object_bytes_max: int | None = None) -> None:
+        """Open the content called `name`; it is empty at the first use.
+
+        Args:
+            name: Of the content.
+            object_bytes_max: Largest object that `upload` takes, as object stores have a limit; None: no limit.
+        """
         self.url = f"memory://{name}"
         self.failed_calls_are_over = True
         """No call has an effect after it returned."""
+        self.read_alignment = 1
+        self.object_bytes_max = object_bytes_max
         with _lock:
             self._objects = _contents.setdefault(name, {})
 
@@ -35,20 +44,28 @@ class MemoryStore:
         """Store an object whole, replacing what was there."""
         split_key(key)
         with _lock:
-            self._objects[key] = bytes(data)
+            self._objects[key] = memoryview(bytes(data))
 
     def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         """Store an object whole unless the key exists."""
+        self.keep(key, memoryview(bytes(data)))
+
+    def keep(self, key: str, data: memoryview) -> None:
+        """Store memory as an object, without a copy, unless the key exists."""
         split_key(key)
         with _lock:
             if key in self._objects:
                 raise self._conflict(key)
-            self._objects[key] = bytes(data)
+            self._objects[key] = data
 
-    def upload(self, key: str, total_bytes: int, part_bytes: int, *, folders_durable: bool = True) -> _MemoryUpload:
+    def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> _MemoryUpload:
         """Begin an object that must not exist yet; it is invisible until complete."""
         split_key(key)
-        ledger = PartLedger(f"{self.url}/{key}", total_bytes=total_bytes, part_bytes=part_bytes)
+        ledger = PartLedger(f"{self.url}/{key}", bytes_max=bytes_max, part_bytes=part_bytes)
+        if self.object_bytes_max is not None and bytes_max > self.object_bytes_max:
+            raise InvalidError(
+                f"{self.url}/{key}: an object of up to {bytes_max} bytes; expected at most {self.object_bytes_max}"
+            )
         with _lock:
             if key in self._objects:
                 raise self._conflict(key)
@@ -63,15 +80,13 @@ class MemoryStore:
         data = self._object(key)
         if len(data) > bytes_max:
             raise CorruptError(f"{self.url}/{key}: {len(data)} bytes; expected at most {bytes_max}. Read another copy")
-        return data
+        return bytes(data)
 
-    def get_ranges(
-        self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None
-    ) -> list[memoryview]:
-        """Read byte ranges of one object to the front of each buffer."""
-        data = memoryview(self._object(key))
+    def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
+        """Read byte ranges of one object, each into a buffer of its length; `on_range` gets the object's memory."""
+        data = self._object(key)
         check_ranges(f"{self.url}/{key}", len(data), ranges, buffers)
-        return copy_ranges([data[start:stop] for start, stop in ranges], buffers, on_range)
+        hand_out([data[start:stop] for start, stop in ranges], buffers, on_range)
 
     def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
         """Return 0: an object store caches nothing, and this store behaves like one."""
@@ -85,12 +100,12 @@ class MemoryStore:
             suffixes = [key[len(prefix) :] for key in self._objects if key.startswith(prefix)]
         return sorted({suffix.split("/", 1)[0] for suffix in suffixes if "/" in suffix})
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
-        """Yield every complete object under a prefix."""
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
+        """Yield every complete object under a prefix, in the order of the keys."""
         split_prefix(prefix)
         with _lock:
-            entries = [Entry(key, len(data)) for key, data in self._objects.items() if key.startswith(prefix)]
-        return iter(entries)
+            sizes = {key: len(data) for key, data in self._objects.items() if key.startswith(prefix)}
+        return (Entry(key, sizes[key]) for key in sorted(sizes) if is_listed(key, after, up_to))
 
     def sync(self, prefix: str) -> None:
         """Do nothing: memory has no folders."""
@@ -125,7 +140,7 @@ class MemoryStore:
                 raise self._missing(key)
             self._objects[new_key] = self._objects.pop(key)
 
-    def _object(self, key: str) -> bytes:
+    def _object(self, key: str) -> memoryview:
         split_key(key)
         with _lock:
             data = self._objects.get(key)
@@ -141,39 +156,44 @@ class MemoryStore:
 
 
 class _MemoryUpload:
-    """Collects parts that become one object in `complete`."""
+    """Collects parts in the memory that becomes the object in `complete`."""
 
     def __init__(self, store: MemoryStore, key: str, ledger: PartLedger) -> None:
         self._store = store
         self._key = key
         self._ledger = ledger
         self._lock = threading.Lock()
-        self._parts: dict[int, bytes] = {}
-        self._closed = False
+        # Pages that no part touches take no memory.
+        self._memory: memoryview | None = np.empty(ledger.bytes_max, dtype=np.uint8).data
 
-    def write(self, offset: int, data: memoryview) -> None:
-        self._ledger.check(offset, data.nbytes)
-        part = bytes(data)
-        with self._lock:
-            self._require_open()
-            self._parts[offset] = part
-        self._ledger.written.add(offset)
+    def room(self, offset: int, length_bytes: int) -> memoryview:
+        self._ledger.check(offset, length_bytes)
+        return self._open_memory()[offset : offset + length_bytes]
 
-    def complete(self) -> None:
+    def write(self, offset: int, data: memoryview, release: Release | None = None) -> None:
+        try:
+            self._ledger.check(offset, data.nbytes)
+            room = self._open_memory()[offset : offset + data.nbytes]
+            if address_of(data) != address_of(room):
+                room[:] = data.cast("B")
+            self._ledger.note_written(offset, data.nbytes)
+        finally:
+            if release is not None:
+                release()
+
+    def complete(self, total_bytes: int | None = None) -> None:
         with self._lock:
-            self._require_open()
-            self._ledger.require_whole()
-            self._store.put_if_absent(self._key, b"".join(self._parts[offset] for offset in sorted(self._parts)))
-            self._close()
+            memory = self._open_memory()
+            total = self._ledger.require_whole(total_bytes)
+            self._store.keep(self._key, memory[:total].toreadonly())
+            self._memory = None
 
     def abort(self) -> None:
         with self._lock:
-            self._close()
+            self._memory = None
 
-    def _require_open(self) -> None:
-        if self._closed:
+    def _open_memory(self) -> memoryview:
+        memory = self._memory
+        if memory is None:
             raise InvalidError(f"{self._store.url}/{self._key}: the upload was completed or aborted before")
-
-    def _close(self) -> None:
-        self._closed = True
-        self._parts.clear()
+        return memory

@@ -10,58 +10,76 @@ from holdfast.settings import PAGE_BYTES
 
 
 class PartLedger:
-    """Records which parts of an upload have been written."""
+    """Records which parts of an upload have been written; any thread may call."""
 
-    def __init__(self, where: str, *, total_bytes: int, part_bytes: int) -> None:
+    def __init__(self, where: str, *, bytes_max: int, part_bytes: int) -> None:
         """Begin with no part written.
 
         Raises:
             InvalidError: A size is negative, or the part size is not a multiple of a page.
         """
-        if part_bytes <= 0 or part_bytes % PAGE_BYTES or total_bytes < 0:
+        if part_bytes <= 0 or part_bytes % PAGE_BYTES or bytes_max < 0:
             raise InvalidError(
-                f"upload of {where}: part_bytes={part_bytes}, total_bytes={total_bytes}; expected parts of a positive "
-                f"multiple of {PAGE_BYTES} bytes and a total of 0 or more"
+                f"upload of {where}: part_bytes={part_bytes}, bytes_max={bytes_max}; expected parts of a positive "
+                f"multiple of {PAGE_BYTES} bytes and a size of 0 or more"
             )
         self.where = where
         """Store and key, for messages."""
-        self.total_bytes = total_bytes
-        """Bytes of the whole object."""
+        self.bytes_max = bytes_max
+        """Bytes that the object will not exceed."""
         self._part_bytes = part_bytes
-        self.written: set[int] = set()
-        """Offsets of the parts that were written. Any thread may add one."""
+        self._written: dict[int, int] = {}
+        """Bytes of the parts that were written, by offset."""
 
     def check(self, offset: int, length_bytes: int) -> None:
-        """Require exactly one part.
+        """Require what can be one part.
 
         Raises:
-            InvalidError: The offset is not the start of a part, or the length is not that part's.
+            InvalidError: The offset is not the start of a part, or the part is empty or too long.
         """
-        expected = min(self._part_bytes, self.total_bytes - offset)
-        if offset < 0 or offset % self._part_bytes or length_bytes != expected or not length_bytes:
+        longest = min(self._part_bytes, self.bytes_max - offset)
+        if offset < 0 or offset % self._part_bytes or not 0 < length_bytes <= longest:
             raise InvalidError(
                 f"upload of {self.where}: a part of {length_bytes} bytes at {offset}; expected parts of "
-                f"{self._part_bytes} bytes at its multiples, the last one ending at {self.total_bytes}"
+                f"{self._part_bytes} bytes at its multiples, the last one ending at {self.bytes_max} or before"
             )
 
-    def require_whole(self) -> None:
-        """Require every part.
+    def note_written(self, offset: int, length_bytes: int) -> None:
+        """Take note of a part that was written."""
+        self._written[offset] = length_bytes
 
+    def require_whole(self, total_bytes: int | None) -> int:
+        """Require exactly the parts of an object of this size; return the size.
+
+        Args:
+            total_bytes: The size; None: all that was announced.
         Raises:
-            InvalidError: A part was not written.
+            InvalidError: A part was not written or has another length, or there are parts beyond the end.
         """
-        written = len(self.written)
-        expected = -(-self.total_bytes // self._part_bytes)
-        if written != expected:
+        total = self.bytes_max if total_bytes is None else total_bytes
+        if not 0 <= total <= self.bytes_max:
             raise InvalidError(
-                f"upload of {self.where}: {written} of {expected} parts written; write every part, then complete"
+                f"upload of {self.where}: total_bytes={total}; expected at most the {self.bytes_max} bytes announced"
             )
+        expected = {at: min(self._part_bytes, total - at) for at in range(0, total, self._part_bytes)}
+        if self._written != expected:
+            whole = len(self._written.items() & expected.items())
+            raise InvalidError(
+                f"upload of {self.where}: {whole} of {len(expected)} parts of an object of {total} bytes written, and "
+                f"{len(self._written) - whole} others; write every part in its full length, then complete"
+            )
+        return total
+
+
+def address_of(data: memoryview) -> int:
+    """Return the address of memory that is not empty."""
+    address: int = np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0]
+    return address
 
 
 def is_page_aligned(data: memoryview) -> bool:
     """Return whether memory that is not empty begins at a page boundary, as direct I/O needs it."""
-    address: int = np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0]
-    return address % PAGE_BYTES == 0
+    return address_of(data) % PAGE_BYTES == 0
 
 
 def check_ranges(where: str, total_bytes: int, ranges: ByteRanges, buffers: Buffers) -> None:
@@ -71,10 +89,10 @@ def check_ranges(where: str, total_bytes: int, ranges: ByteRanges, buffers: Buff
         where: Store and key.
         total_bytes: The object's real size.
         ranges: Half-open byte ranges.
-        buffers: One buffer per range, at least two pages longer.
+        buffers: One buffer of its length per range.
     Raises:
         CorruptError: The object ends before a range does.
-        InvalidError: A range is negative, or a buffer is missing, too small or read-only.
+        InvalidError: A range is negative, or a buffer is missing, of another length or read-only.
     """
     if len(ranges) != len(buffers):
         raise InvalidError(
@@ -82,10 +100,10 @@ def check_ranges(where: str, total_bytes: int, ranges: ByteRanges, buffers: Buff
         )
     for (start, stop), buffer in zip(ranges, buffers, strict=True):
         _require_inside(where, total_bytes, start, stop)
-        if buffer.readonly or buffer.nbytes < stop - start + 2 * PAGE_BYTES:
+        if buffer.readonly or buffer.nbytes != stop - start:
             raise InvalidError(
                 f"read of {where}: a buffer of {buffer.nbytes} bytes{' (read-only)' if buffer.readonly else ''} for "
-                f"[{start}, {stop}); expected a writable one at least two pages longer than the range"
+                f"[{start}, {stop}); expected a writable one of {stop - start} bytes"
             )
 
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from holdfast.errors import CheckpointError
 from holdfast.ports.comm import KeyValueStore
-from holdfast.ports.store import ForwardingStore, Store, Upload
+from holdfast.ports.store import ForwardingStore, Release, Store, Upload
 
 _Result = TypeVar("_Result")
 
@@ -185,9 +185,9 @@ class FaultyStore(ForwardingStore):
     def _around(self, name: str, subject: str, call: Callable[[], _Result]) -> _Result:
         return self._faults.around(name, subject, call)
 
-    def upload(self, key: str, total_bytes: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
+    def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
         """Begin an upload that meets the same fault."""
-        inner = super().upload(key, total_bytes, part_bytes, folders_durable=folders_durable)
+        inner = super().upload(key, bytes_max, part_bytes, folders_durable=folders_durable)
         return _FaultyUpload(inner, key, self._faults)
 
 
@@ -197,11 +197,25 @@ class _FaultyUpload:
         self._key = key
         self._faults = faults
 
-    def write(self, offset: int, data: memoryview) -> None:
-        self._faults.around("upload.write", self._key, lambda: self._inner.write(offset, data))
+    def room(self, offset: int, length_bytes: int) -> memoryview | None:
+        return self._inner.room(offset, length_bytes)
 
-    def complete(self) -> None:
-        self._faults.around("upload.complete", self._key, self._inner.complete)
+    def write(self, offset: int, data: memoryview, release: Release | None = None) -> None:
+        begun = False
+
+        def write() -> None:
+            nonlocal begun
+            begun = True
+            self._inner.write(offset, data, release)
+
+        try:
+            self._faults.around("upload.write", self._key, write)
+        finally:
+            if release is not None and not begun:
+                release()
+
+    def complete(self, total_bytes: int | None = None) -> None:
+        self._faults.around("upload.complete", self._key, lambda: self._inner.complete(total_bytes))
 
     def abort(self) -> None:
         self._faults.around("upload.abort", self._key, self._inner.abort)

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import itertools
-import mmap
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,12 +13,11 @@ from contextlib import suppress
 import pytest
 
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
-from holdfast.ports.store import Store
+from holdfast.ports.store import Store, view_for_range
 from holdfast.settings import PAGE_BYTES
 from holdfast.testing.store_links import Links, StoreFixture
+from holdfast.testing.store_uploads import PART_BYTES, TOTALS, Uploads, aligned_buffer, fill, keys
 
-PART_BYTES = 2 * PAGE_BYTES
-TOTALS = (0, 1, 4095, 4096, 4097, PART_BYTES, PART_BYTES + 1, 5 * PART_BYTES, 5 * PART_BYTES + 4095)
 BAD_KEYS = (
     "", "/", "/a", "a/", "a//b", ".", "..", "../x", "a/../b", ".hidden", "a/.tmp-1", "a\0", "a\n", "a b", "ä", "a\\b",
     "x" * 129, "/".join(["x" * 100] * 20),
@@ -27,24 +25,10 @@ BAD_KEYS = (
 BAD_PREFIXES = ("a", "/", "../", "a//", ".hidden/", "a\0/")
 
 
-def aligned_buffer(range_bytes: int) -> memoryview:
-    """Return zeroed, page-aligned memory as `get_ranges` needs it for a range of this length."""
-    return memoryview(mmap.mmap(-1, range_bytes + 2 * PAGE_BYTES))
-
-
-def fill(store: Store, key: str, data: bytes, *, part_bytes: int = PART_BYTES, threads: int = 1) -> None:
-    """Upload `data` whole, last part first, from `threads` threads."""
-    upload = store.upload(key, len(data), part_bytes)
-    offsets = range(0, len(data), part_bytes)[::-1]
-    with ThreadPoolExecutor(threads) as pool:
-        parts = [memoryview(data)[offset : offset + part_bytes] for offset in offsets]
-        list(pool.map(upload.write, offsets, parts))
-    upload.complete()
-
-
 def read(store: Store, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
     """Read ranges into one buffer each."""
-    views = store.get_ranges(key, ranges, [aligned_buffer(stop - start) for start, stop in ranges])
+    views = [view_for_range(aligned_buffer(stop - start), start, stop, store.read_alignment) for start, stop in ranges]
+    store.read_into(key, ranges, views)
     return [bytes(view) for view in views]
 
 
@@ -56,13 +40,8 @@ def taken_one_by_one(store: Store, key: str, ranges: Sequence[tuple[int, int]], 
         assert number == len(came)
         came.append(bytes(view))
 
-    store.get_ranges(key, ranges, [buffer] * len(ranges), take)
+    store.read_into(key, ranges, [view_for_range(buffer, *bounds, store.read_alignment) for bounds in ranges], take)
     return came
-
-
-def keys(store: Store, prefix: str = "") -> list[str]:
-    """Return the keys under a prefix, sorted."""
-    return sorted(entry.key for entry in store.list(prefix))
 
 
 class SmallObjects(StoreFixture):
@@ -145,7 +124,7 @@ class SmallObjects(StoreFixture):
             lambda: store.upload(key, 0, PAGE_BYTES),
             lambda: store.size(key),
             lambda: store.get(key, 100),
-            lambda: store.get_ranges(key, [], []),
+            lambda: store.read_into(key, [], []),
             lambda: store.delete([key]),
         )
         for call in calls:
@@ -157,137 +136,6 @@ class SmallObjects(StoreFixture):
         key = "x" * 128 + "/A-z_0.9"
         store.put(key, b"1")
         assert keys(store) == [key]
-
-
-class Uploads(StoreFixture):
-    """Objects stored in parts."""
-
-    @pytest.mark.parametrize("threads", (1, 4))
-    @pytest.mark.parametrize("total", TOTALS)
-    def test_parts_in_any_order(self, store: Store, total: int, threads: int) -> None:
-        data = random.Random(total).randbytes(total)
-        fill(store, "folder/key", data, threads=threads)
-        assert store.size("folder/key") == total
-        assert store.get("folder/key", total) == data
-
-    @pytest.mark.parametrize("shift", (0, 1, 512))
-    def test_parts_in_aligned_and_other_memory(self, store: Store, shift: int) -> None:
-        total = PART_BYTES + 5
-        buffer = aligned_buffer(total + shift)[shift : shift + total]
-        buffer[:] = random.Random(shift).randbytes(total)
-        upload = store.upload("key", total, PART_BYTES)
-        upload.write(PART_BYTES, buffer[PART_BYTES:])
-        upload.write(0, buffer[:PART_BYTES])
-        upload.complete()
-        assert store.get("key", total) == bytes(buffer)
-
-    def test_memory_may_be_reused_once_written(self, store: Store) -> None:
-        buffer = aligned_buffer(0)
-        upload = store.upload("key", 2 * PART_BYTES, PART_BYTES)
-        for number in (1, 2):
-            buffer[:] = bytes([number]) * PART_BYTES
-            upload.write((number - 1) * PART_BYTES, buffer)
-        buffer[:] = bytes(PART_BYTES)
-        upload.complete()
-        assert store.get("key", 1 << 20) == b"\1" * PART_BYTES + b"\2" * PART_BYTES
-
-    def test_existing_key_is_conflict(self, store: Store) -> None:
-        store.put("folder/key", b"first")
-        with pytest.raises(ConflictError, match="folder/key"):
-            upload = store.upload("folder/key", 5, PAGE_BYTES)
-            upload.write(0, memoryview(b"later"))
-            upload.complete()
-        assert store.get("folder/key", 100) == b"first"
-
-    def test_one_of_two_uploads_wins_and_the_other_leaves_no_mark(self, store: Store) -> None:
-        first = store.upload("key", 5, PAGE_BYTES)
-        first.write(0, memoryview(b"first"))
-        with pytest.raises(ConflictError):
-            second = store.upload("key", 6, PAGE_BYTES)
-            second.write(0, memoryview(b"second"))
-            first.complete()
-            try:
-                second.complete()
-            finally:
-                second.abort()
-        # A store that refuses at the beginning has not completed the first one yet.
-        if not self.uploads_hidden:
-            first.complete()
-        assert store.get("key", 100) == b"first"
-        assert keys(store) == ["key"]
-
-    def test_before_complete_it_is_hidden_or_can_be_deleted(self, store: Store) -> None:
-        upload = store.upload("folder/key", 5, PAGE_BYTES)
-        upload.write(0, memoryview(b"12345"))
-        if not self.uploads_hidden:
-            assert keys(store) == ["folder/key"]
-            store.delete(["folder/key"])
-            assert keys(store) == []
-            upload.abort()
-            return
-        assert keys(store) == []
-        with pytest.raises(MissingError):
-            store.get("folder/key", 100)
-        upload.complete()
-        assert keys(store) == ["folder/key"]
-
-    @pytest.mark.parametrize("written", (0, 1, 3))
-    def test_abort_leaves_nothing(self, store: Store, written: int) -> None:
-        store.put("other", b"1")
-        upload = store.upload("folder/key", 3 * PART_BYTES, PART_BYTES)
-        for number in range(written):
-            upload.write(number * PART_BYTES, memoryview(bytes(PART_BYTES)))
-        upload.abort()
-        upload.abort()
-        assert keys(store) == ["other"]
-        assert store.folders() == []
-        with pytest.raises(MissingError):
-            store.size("folder/key")
-        for late in (upload.complete, lambda: upload.write(0, memoryview(bytes(PART_BYTES)))):
-            with pytest.raises(InvalidError):
-                late()
-        fill(store, "folder/key", b"anew")
-        assert store.get("folder/key", 4) == b"anew"
-
-    def test_abort_after_complete_does_nothing(self, store: Store) -> None:
-        upload = store.upload("key", 1, PAGE_BYTES)
-        upload.write(0, memoryview(b"1"))
-        upload.complete()
-        upload.abort()
-        assert store.get("key", 1) == b"1"
-
-    def test_missing_part_is_not_completed(self, store: Store) -> None:
-        upload = store.upload("key", 2 * PART_BYTES, PART_BYTES)
-        upload.write(PART_BYTES, memoryview(bytes(PART_BYTES)))
-        with pytest.raises(InvalidError, match="1 of 2"):
-            upload.complete()
-        upload.abort()
-        assert keys(store) == []
-
-    @pytest.mark.parametrize(
-        ("offset", "length"),
-        (
-            (1, PART_BYTES),
-            (PAGE_BYTES, PART_BYTES),
-            (0, PART_BYTES - 1),
-            (0, 0),
-            (PART_BYTES, 11),
-            (-PART_BYTES, PART_BYTES),
-            (2 * PART_BYTES, 10),
-            (0, 2 * PART_BYTES),
-        ),
-    )
-    def test_what_is_no_part_is_invalid(self, store: Store, offset: int, length: int) -> None:
-        upload = store.upload("key", PART_BYTES + 10, PART_BYTES)
-        with pytest.raises(InvalidError, match="part"):
-            upload.write(offset, memoryview(bytes(length)))
-        upload.abort()
-
-    @pytest.mark.parametrize(("total", "part"), ((-1, PAGE_BYTES), (1, 0), (1, PAGE_BYTES + 1), (1, -PAGE_BYTES)))
-    def test_bad_sizes_are_invalid(self, store: Store, total: int, part: int) -> None:
-        with pytest.raises(InvalidError, match="part_bytes"):
-            store.upload("key", total, part)
-        assert keys(store) == []
 
 
 class Ranges(StoreFixture):
@@ -312,12 +160,19 @@ class Ranges(StoreFixture):
             expected = [data[start:stop] for start, stop in ranges]
             assert read(store, "folder/key", ranges) == expected, f"seed {seed}, ranges {ranges}"
 
-    def test_views_lie_inside_their_slabs(self, store: Store) -> None:
-        store.put("key", b"0123456789")
-        buffer = aligned_buffer(5)
-        (view,) = store.get_ranges("key", [(3, 8)], [buffer])
-        view[:] = b"abcde"
-        assert b"abcde" in bytes(buffer)
+    @pytest.mark.parametrize("shift", (0, 1, 77, 512, 4095))
+    def test_any_memory_is_filled_and_nothing_beside_it(self, store: Store, shift: int) -> None:
+        data = random.Random(shift).randbytes(3 * PART_BYTES)
+        fill(store, "key", data)
+        for start, stop in ((0, 1), (1, 4097), (4095, 4097), (10, 3 * PART_BYTES - 1), (PAGE_BYTES, PART_BYTES)):
+            memory = aligned_buffer(stop - start + shift)
+            view = memory[shift : shift + stop - start]
+            store.read_into("key", [(start, stop)], [view])
+            assert view == data[start:stop]
+            assert not any(memory[:shift]) and not any(memory[shift + stop - start :])
+
+    def test_alignment_is_a_power_of_two_of_a_page_at_most(self, store: Store) -> None:
+        assert store.read_alignment in [1 << power for power in range(PAGE_BYTES.bit_length())]
 
     def test_ranges_may_come_one_by_one_through_the_same_slab(self, store: Store) -> None:
         seed = random.randrange(1 << 32)
@@ -341,29 +196,30 @@ class Ranges(StoreFixture):
 
         buffer = aligned_buffer(10)
         with pytest.raises(CorruptError, match="not what was saved"):
-            store.get_ranges("key", [(0, 5), (5, 10)], [buffer, buffer], refuse)
+            store.read_into("key", [(0, 5), (5, 10)], [buffer[:5], buffer[:5]], refuse)
         assert came == [0]
 
     @pytest.mark.parametrize("bounds", ((0, 4098), (4097, 4098), (1 << 40, (1 << 40) + 1)))
     def test_beyond_the_end_is_corrupt_and_nothing_is_read(self, store: Store, bounds: tuple[int, int]) -> None:
         store.put("folder/key", b"1" * 4097)
-        buffers = [aligned_buffer(5000), aligned_buffer(5000)]
+        buffers = [aligned_buffer(4097)[:4097], aligned_buffer(5000)[: bounds[1] - bounds[0]]]
         with pytest.raises(CorruptError, match=rf"folder/key.*\[{bounds[0]}, {bounds[1]}\).*4097"):
-            store.get_ranges("folder/key", [(0, 4097), bounds], buffers)
+            store.read_into("folder/key", [(0, 4097), bounds], buffers)
         assert not any(buffers[0])
 
     def test_wrong_calls_are_invalid(self, store: Store) -> None:
         store.put("key", b"1" * 100)
         with pytest.raises(InvalidError, match="start <= stop"):
-            store.get_ranges("key", [(5, 4)], [aligned_buffer(10)])
+            store.read_into("key", [(5, 4)], [aligned_buffer(10)])
         with pytest.raises(InvalidError, match="start <= stop"):
-            store.get_ranges("key", [(-1, 4)], [aligned_buffer(10)])
+            store.read_into("key", [(-1, 4)], [aligned_buffer(10)])
         with pytest.raises(InvalidError, match="one buffer per range"):
-            store.get_ranges("key", [(0, 4)], [])
-        with pytest.raises(InvalidError, match="two pages"):
-            store.get_ranges("key", [(0, 100)], [aligned_buffer(99)])
+            store.read_into("key", [(0, 4)], [])
+        for length in (0, 99, 101):
+            with pytest.raises(InvalidError, match=f"{length} bytes .*of 100 bytes"):
+                store.read_into("key", [(0, 100)], [aligned_buffer(length)[:length]])
         with pytest.raises(InvalidError, match="writable"):
-            store.get_ranges("key", [(0, 1)], [memoryview(bytes(3 * PAGE_BYTES))])
+            store.read_into("key", [(0, 1)], [memoryview(bytes(1))])
 
     @pytest.mark.parametrize("seed", range(3))
     def test_what_is_at_hand_fills_the_buffers_from_the_front(self, store: Store, seed: int) -> None:

@@ -206,8 +206,8 @@ def take_slot_bytes(count: int) -> int:
 
 
 def give_slot_bytes(count: int) -> int:
-    """Return the memory for a read of that many bytes: whole pages, and one more at either end, as stores need."""
-    return take_slot_bytes(count) + 2 * PAGE_BYTES
+    """Return the memory for a read of that many bytes: whole pages, and one more for the alignment of the store."""
+    return take_slot_bytes(count) + PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from holdfast.repository.catalog import read_run_id
 from holdfast.repository.epochs import put_epoch, require_newest
 from holdfast.repository.timelines import committed_steps
 from holdfast.saving.commit import publish_manifest
+from holdfast.stores.keys import is_listed
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.framework import NumpyFramework
 from holdfast.types.epoch import Epoch
@@ -56,8 +57,9 @@ class NetworkMount(ForwardingStore):
     def folders(self, prefix: str = "") -> list[str]:
         return self._folders.setdefault(prefix, super().folders(prefix))
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
-        return iter(self._listings.setdefault(prefix, [*super().list(prefix)]))
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
+        entries = self._listings.setdefault(prefix, [*super().list(prefix)])
+        return (entry for entry in entries if is_listed(entry.key, after, up_to))
 
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         self._forget(key)

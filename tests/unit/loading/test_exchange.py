@@ -243,7 +243,7 @@ def test_rank_0s_word_counts_where_settings_differ(store: MemoryStore) -> None:
 @pytest.mark.parametrize("rank", (0, 2))
 @pytest.mark.parametrize("at", (1, 2, 7, 20))
 def test_a_read_that_fails_on_one_rank_ends_the_load_on_all(store: MemoryStore, rank: int, at: int) -> None:
-    faults = Faults(raise_error(UnavailableError), at=at, names=("get_ranges",))
+    faults = Faults(raise_error(UnavailableError), at=at, names=("read_into",))
     found = loaded(store, [ALWAYS] * RANKS, stores={rank: FaultyStore(store, faults)})
     assert faults.met == 1
     for each, (error, _, said) in enumerate(found):
@@ -313,7 +313,7 @@ def test_a_rank_that_cannot_plan_the_exchange_ends_the_load_on_all(
 
 def test_a_pack_that_is_gone_is_every_ranks_error(store: MemoryStore) -> None:
     """It vanishes on one rank only, after the checkpoint was looked at."""
-    faults = Faults(raise_error(MissingError), at=2, names=("get_ranges",), lasting=True)
+    faults = Faults(raise_error(MissingError), at=2, names=("read_into",), lasting=True)
     found = loaded(store, [ALWAYS] * RANKS, stores={1: FaultyStore(store, faults)})
     assert all(isinstance(error, CorruptError) for error, _, _ in found)
     assert all("the pack is missing" in str(error) for error, _, _ in found)

@@ -35,7 +35,7 @@ MOMENTS = {
     "index": ("get", ".msgpack"),
     "sizes": ("list", "/"),
     "cached": ("get_cached", ".safetensors"),
-    "packs": ("get_ranges", ".safetensors"),
+    "packs": ("read_into", ".safetensors"),
 }
 """Operations of a load, before which the checkpoint is overwritten and its files are removed."""
 

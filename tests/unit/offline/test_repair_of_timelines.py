@@ -132,7 +132,7 @@ def test_a_step_that_is_saved_again_while_it_is_repaired_stays(tmp_path: Path) -
         # The repair has corrected the bit and reads the tensors. It writes nothing yet, so it does not hold the lease.
         go_on(tmp_path, None, 2)
 
-    store = FaultyStore(store_of(tmp_path), Faults(train, names=("get_ranges",)))
+    store = FaultyStore(store_of(tmp_path), Faults(train, names=("read_into",)))
     with pytest.raises(ConflictError, match=r"step 2: its manifest is another one .* Nothing was written"):
         Repair(store, none_allowed, SystemClock(), SETTINGS).run(2)
     assert resumed(tmp_path) == (2, -2)

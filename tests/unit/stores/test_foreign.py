@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import CorruptError, InvalidError, MissingError
+from holdfast.ports.store import view_for_range
 from holdfast.settings import PAGE_BYTES
 from holdfast.stores import foreign
 from holdfast.stores.foreign import ForeignFiles
@@ -27,7 +28,7 @@ def every_call(files: ForeignFiles, key: str) -> dict[str, Callable[[], object]]
     return {
         "size": lambda: files.size(key),
         "get": lambda: files.get(key, 1 << 20),
-        "get_ranges": lambda: files.get_ranges(key, [(0, 1)], [aligned_buffer(1)]),
+        "read_into": lambda: files.read_into(key, [(0, 1)], [memoryview(bytearray(1))]),
         "get_cached": lambda: files.get_cached(key, 0, [memoryview(bytearray(1))]),
     }
 
@@ -177,15 +178,15 @@ class TestReading:
         folder.mkdir(exist_ok=True)
         (folder / "file").write_bytes(DATA)
         wanted = [(start, stop) for start, stop in ranges]
-        buffers = [aligned_buffer(stop - start) for start, stop in wanted]
-        views = ForeignFiles(folder).get_ranges("file", wanted, buffers)
-        assert [bytes(view) for view in views] == [DATA[start:stop] for start, stop in wanted]
+        buffers = [view_for_range(aligned_buffer(stop - start), start, stop, PAGE_BYTES) for start, stop in wanted]
+        ForeignFiles(folder).read_into("file", wanted, buffers)
+        assert [bytes(view) for view in buffers] == [DATA[start:stop] for start, stop in wanted]
 
     def test_what_ends_before_a_range_does_is_damage(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_bytes(DATA)
         files = ForeignFiles(tmp_path)
         with pytest.raises(CorruptError, match="file"):
-            files.get_ranges("file", [(0, len(DATA) + 1)], [aligned_buffer(len(DATA) + 1)])
+            files.read_into("file", [(0, len(DATA) + 1)], [memoryview(bytearray(len(DATA) + 1))])
         with pytest.raises(CorruptError, match="file"):
             files.get_cached("file", len(DATA) - 1, [memoryview(bytearray(2))])
         with pytest.raises(CorruptError, match=f"{len(DATA)} bytes; expected at most 10"):

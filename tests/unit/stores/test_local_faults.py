@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
-from holdfast.ports.store import Upload
+from holdfast.ports.store import Upload, read_range
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.syscalls import Syscalls
@@ -183,7 +183,7 @@ def test_error_at_every_operation_of_a_read(tmp_path: Path, code: int) -> None:
     bounds = (10, TOTAL_BYTES - 10)
 
     def read(store: LocalStore) -> bytes:
-        return bytes(store.get_ranges("step/sub/new", [bounds], [aligned_buffer(TOTAL_BYTES)])[0])
+        return bytes(read_range(store, "step/sub/new", *bounds, aligned_buffer(TOTAL_BYTES)))
 
     recording = Faults()
     assert read(local(tmp_path, recording)) == NEW[slice(*bounds)]
@@ -204,7 +204,7 @@ def test_read_error_names_the_range(tmp_path: Path) -> None:
     upload_whole(local(tmp_path))
     store = local(tmp_path, Faults(fail_with(errno.EIO), names={"preadv"}))
     with pytest.raises(UnavailableError, match=r"step/sub/new bytes \[5, 50\): EIO"):
-        store.get_ranges("step/sub/new", [(5, 50)], [aligned_buffer(100)])
+        read_range(store, "step/sub/new", 5, 50, aligned_buffer(100))
 
 
 @pytest.mark.parametrize("act", (put_whole, put_if_absent_whole, upload_whole))

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 from holdfast.foreign.read import read_ranges
-from holdfast.ports.store import Buffers, ByteRanges, ForwardingReadable, OnRange, Readable, copy_ranges
+from holdfast.ports.store import Buffers, ByteRanges, ForwardingReadable, OnRange, Readable, hand_out
 from holdfast.settings import KIB, MIB
 
 END_BYTES = 2 * KIB
@@ -62,14 +62,13 @@ class TailPrefetch(ForwardingReadable):
             self._sizes[key] = self._inner.size(key)
         return self._sizes[key]
 
-    def get_ranges(
-        self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None
-    ) -> list[memoryview]:
-        """Return byte ranges of a file: from memory if all of them are held, else from storage."""
+    def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
+        """Read byte ranges of a file: from memory if all of them are held, else from storage."""
         held = [self.held(start, stop) for start, stop in ranges] if key == self._key else [b""]
-        if not all(held):
-            return self._inner.get_ranges(key, ranges, buffers, on_range)
-        return copy_ranges(held, buffers, on_range)
+        if all(held):
+            hand_out(held, buffers, on_range)
+        else:
+            self._inner.read_into(key, ranges, buffers, on_range)
 
 
 def batches(bounds: Sequence[tuple[int, int]]) -> Iterator[tuple[slice, list[tuple[int, int]]]]:

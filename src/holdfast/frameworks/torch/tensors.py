@@ -394,7 +394,9 @@ class TorchTarget(Target):
     def _place(self, box: Box, local: torch.Tensor, part: Box, source: memoryview, source_box: Box) -> None:
         bits = self._bits(local)
         if bits is None:
-            stored = torch.frombuffer(source, dtype=self._stored).view(source_box.shape)
+            # torch takes no read-only memory, which stores may hand out.
+            writable = bytearray(source) if source.readonly else source
+            stored = torch.frombuffer(writable, dtype=self._stored).view(source_box.shape)
             with torch.no_grad(), on_stream(self._stream):
                 local[part.relative_to(box.start)].copy_(stored[part.relative_to(source_box.start)])
         elif part is source_box and part is box and bits.flags.c_contiguous:

@@ -280,7 +280,7 @@ class Export:
                 f"{MEMORY_BYTES_MIN} for each"
             )
         settings = self._reading(worker_bytes)
-        reads = settings.windows_in_flight * (self._read_bytes_max(settings) + 2 * PAGE_BYTES)
+        reads = settings.windows_in_flight * (self._read_bytes_max(settings) + PAGE_BYTES)
         room = (worker_bytes - reads - _CAST_BYTES) // WINDOWS
         wanted = max(self._bytes // (8 * request.workers), 16 * MIB)
         return min(max(min(room, wanted), _WINDOW_BYTES_MIN), request.window_bytes_max) // PAGE_BYTES * PAGE_BYTES

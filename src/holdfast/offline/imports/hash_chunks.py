@@ -15,7 +15,7 @@ from holdfast.format.index.index import Index
 from holdfast.format.names import file_url
 from holdfast.geometry.chunking import DIGEST_BYTES
 from holdfast.ports.observer import ByteProgress, Observer
-from holdfast.ports.store import Packs
+from holdfast.ports.store import Packs, read_range
 from holdfast.settings import PAGE_BYTES, Settings
 
 
@@ -39,12 +39,12 @@ def digested(index: Index, packs: Packs, settings: Settings, observer: Observer 
     )
     row_of = row_of.reshape(-1)
     run_bytes_max = max(settings.read_window_bytes, chunk_bytes)
-    buffers = BufferPool(settings.windows_in_flight, run_bytes_max + 2 * PAGE_BYTES)
+    buffers = BufferPool(settings.windows_in_flight, run_bytes_max + PAGE_BYTES)
 
     def digests_of(run: _Run) -> tuple[bytes, int]:
         stored = packs(index.packs[run.pack])
         with buffers.lent() as buffer:
-            (data,) = stored.files.get_ranges(stored.key, [(run.start, run.stop)], [buffer])
+            data = read_range(stored.files, stored.key, run.start, run.stop, buffer)
             digests = [digest_of(data[start - run.start : stop - run.start]) for start, stop in run.chunks]
         return b"".join(digests), run.stop - run.start
 

@@ -12,7 +12,7 @@ from holdfast.errors import CorruptError, MissingError
 from holdfast.format.digest import new_digest
 from holdfast.geometry.region import Region
 from holdfast.ports.observer import ByteProgress, Observer
-from holdfast.ports.store import Packs
+from holdfast.ports.store import Packs, read_range
 from holdfast.settings import MIB, PAGE_BYTES
 from holdfast.types.plan import Piece
 
@@ -31,7 +31,7 @@ class PieceReader:
             observer: Receives progress.
         """
         self._packs, self._progress = packs, ByteProgress(total_bytes, observer)
-        self._buffer = allocate_aligned(_READ_BYTES + 2 * PAGE_BYTES)
+        self._buffer = allocate_aligned(_READ_BYTES + PAGE_BYTES)
         self._digest = new_digest()
         self._checked: tuple[Piece | None, int] = None, 0
 
@@ -47,8 +47,7 @@ class PieceReader:
             at = stored.files.get_cached(stored.key, offset, [target])
             while at < len(target):
                 stop = min(at + _READ_BYTES, len(target))
-                (data,) = stored.files.get_ranges(stored.key, [(offset + at, offset + stop)], [self._buffer])
-                target[at:stop] = data
+                target[at:stop] = read_range(stored.files, stored.key, offset + at, offset + stop, self._buffer)
                 at = stop
         except MissingError as missing:
             raise CorruptError(

@@ -22,7 +22,7 @@ from holdfast.format.names import LATEST_FILE, RUN_FILE, beat_key, epoch_of_key
 from holdfast.offline.links.committed_files import committed_files, manifest_at, step_of_manifest
 from holdfast.offline.links.shared_packs import RELINKING
 from holdfast.ports.observer import ByteProgress, Observer
-from holdfast.ports.store import Entry, Store
+from holdfast.ports.store import Entry, Store, read_range
 from holdfast.repository.catalog import exists, read_run_id
 from holdfast.repository.epochs import RELEASED
 from holdfast.repository.latest import name_latest
@@ -82,7 +82,7 @@ class RunCopy:
         self._source, self._destination, self._clock = source, destination, clock
         self._observer = observer
         self._report = CopyReport(destination.url)
-        self._buffer = allocate_aligned(_WINDOW_BYTES + 2 * PAGE_BYTES)
+        self._buffer = allocate_aligned(_WINDOW_BYTES + PAGE_BYTES)
 
     def run(self) -> CopyReport:
         """Copy the run.
@@ -193,8 +193,7 @@ class RunCopy:
         try:
             for start in range(0, size, _WINDOW_BYTES):
                 stop = min(start + _WINDOW_BYTES, size)
-                (data,) = self._source.get_ranges(entry.key, [(start, stop)], [self._buffer])
-                upload.write(start, data)
+                upload.write(start, read_range(self._source, entry.key, start, stop, self._buffer))
             upload.complete()
         except BaseException:
             upload.abort()

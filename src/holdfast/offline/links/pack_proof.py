@@ -8,7 +8,7 @@ from holdfast.engine.buffers import allocate_aligned
 from holdfast.errors import CorruptError, MissingError
 from holdfast.format.digest import digest_of
 from holdfast.format.pack import HEADER_BYTES_MAX, StatedPiece, pack_digest, stated_pieces
-from holdfast.ports.store import Stored
+from holdfast.ports.store import Stored, read_range
 from holdfast.settings import MIB, PAGE_BYTES
 from holdfast.types.manifest import FileRecord
 
@@ -52,8 +52,7 @@ def header_of(stored: Stored, record: FileRecord) -> bytes:
 
 
 def _bytes_of(stored: Stored, start: int, stop: int) -> bytes:
-    (data,) = stored.files.get_ranges(stored.key, [(start, stop)], [allocate_aligned(stop - start + 2 * PAGE_BYTES)])
-    return bytes(data)
+    return bytes(read_range(stored.files, stored.key, start, stop, allocate_aligned(stop - start + PAGE_BYTES)))
 
 
 def digests_of(
@@ -63,12 +62,13 @@ def digests_of(
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> list[bytes]:
     """Return the digests of the chunks of each piece of a pack, hashed again."""
-    buffer = allocate_aligned(_CHUNK_BYTES_MAX + 2 * PAGE_BYTES)
+    buffer = allocate_aligned(_CHUNK_BYTES_MAX + PAGE_BYTES)
     digests = []
     for piece in pieces:
         piece_digests = b""
         for start in range(piece.start, piece.stop, chunk_bytes):
-            (data,) = stored.files.get_ranges(stored.key, [(start, min(start + chunk_bytes, piece.stop))], [buffer])
+            stop = min(start + chunk_bytes, piece.stop)
+            data = read_range(stored.files, stored.key, start, stop, buffer)
             piece_digests += digest_of(data)
             on_bytes(len(data))
         digests.append(piece_digests)

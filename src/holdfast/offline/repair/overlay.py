@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from heapq import merge
 
 from holdfast.errors import CorruptError, MissingError
 from holdfast.ports.store import Buffers, ByteRanges, Entry, ForwardingStore, OnBytes, OnRange, Store, Upload
@@ -46,7 +47,7 @@ class OverlayStore(ForwardingStore):
         """Raise: a repair links packs in the store beneath."""
         raise NotImplementedError(key)
 
-    def upload(self, key: str, total_bytes: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
+    def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
         """Raise: a repair writes no packs."""
         raise NotImplementedError(key)
 
@@ -61,11 +62,9 @@ class OverlayStore(ForwardingStore):
         """Return a text that the keys of one object share."""
         return self._inner.identity(self._place_of(key))
 
-    def get_ranges(
-        self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None
-    ) -> list[memoryview]:
+    def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
         """Read byte ranges of one object."""
-        return super().get_ranges(self._place_of(key), ranges, buffers, on_range)
+        super().read_into(self._place_of(key), ranges, buffers, on_range)
 
     def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
         """Read what is in memory already."""
@@ -83,14 +82,16 @@ class OverlayStore(ForwardingStore):
             raise CorruptError(f"{self.url}/{key}: {len(data)} bytes; expected at most {bytes_max}")
         return data
 
-    def list(self, prefix: str = "") -> Iterator[Entry]:
-        """Yield every object under a prefix."""
-        for entry in self._inner.list(prefix):
-            if entry.key not in self.pending:
-                yield entry
-        for key, data in self.pending.items():
-            if data is not None and key.startswith(prefix):
-                yield Entry(key, len(data))
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
+        """Yield every object under a prefix, in the order of the keys."""
+        stored = self._inner.list(prefix, after=after, up_to=up_to)
+        kept = (entry for entry in stored if entry.key not in self.pending)
+        new = (
+            Entry(key, len(data))
+            for key, data in sorted(self.pending.items())
+            if data is not None and key.startswith(prefix) and key > after and (up_to is None or key <= up_to)
+        )
+        return merge(kept, new, key=lambda entry: entry.key)
 
     def _pending_object(self, key: str) -> bytes:
         data = self.pending[key]
