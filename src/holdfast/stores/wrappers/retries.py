@@ -60,6 +60,9 @@ class Tries:
     may_have_taken_effect: bool = False
     """Whether one of them may have had an effect."""
 
+    last: TemporaryError | None = None
+    """Why the last one failed."""
+
 
 class Retries:
     """Makes calls, and is the only one that makes them again. Any thread may call.
@@ -147,6 +150,7 @@ class Retries:
         self._budget.note_failed(error, is_first=not tries.failed)
         tries.failed += 1
         tries.may_have_taken_effect |= error.may_take_effect
+        tries.last = error
 
     def _given_up(self, request: Request, tries: Tries, error: TemporaryError, seconds: float) -> UnavailableError:
         settings = self._settings

@@ -6,15 +6,16 @@ What may be tried again, and what a try finds that comes after one of unknown ef
   and `read_into` after the last range that its caller took.
 - `put`, `sync`, `delete`, `link`, parts of an upload: any number of times, the last one counts.
 - `put_if_absent`: an object that exists is compared with the bytes that were sent. If they are equal, an earlier try
-  stored it.
-- `move`: if the key is gone and the new key is there, an earlier try moved it.
+  stored it. If it was stored, and another process has removed it since, it is stored again: as a request that arrives
+  late would.
+- `move`: if an object is at the new key, and not the same bytes at the old one, an earlier try moved it.
 - `Upload.complete`: the store below knows its bytes, and compares.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -51,6 +52,19 @@ _CHANGING = frozenset({"sync", "upload", "link", "move"})
 """Methods that change what is stored, beside those with a request of their own below."""
 
 
+class _ListingCut(TemporaryError):
+    """A listing failed after some entries."""
+
+    def __init__(self, error: TemporaryError, entries: Sequence[Entry]) -> None:
+        super().__init__(
+            str(error),
+            is_throttled=error.is_throttled,
+            may_take_effect=error.may_take_effect,
+            retry_after_seconds=error.retry_after_seconds,
+        )
+        self.entries = entries
+
+
 class RetryingStore(ForwardingStore):
     """Tries the calls of a store again; see `Retries`, and the list above."""
 
@@ -63,6 +77,8 @@ class RetryingStore(ForwardingStore):
             clock: Time and chance; None: those of the machine.
         """
         super().__init__(inner)
+        self.failed_calls_are_over = False
+        """A call that was abandoned, or cut off from its reply, may still take effect."""
         self._settings, self._clock = settings, clock or SystemClock()
         self._limit = ConcurrencyLimit.shared(_server_of(inner.url), settings._tuning.requests_in_flight_max)
         self._total = RetryCounter(self._clock)
@@ -124,8 +140,23 @@ class RetryingStore(ForwardingStore):
 
     def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
         """Read what is in memory already."""
-        # It asks no server for bytes, and hands them out as it goes: it is made once.
-        return self._inner.get_cached(key, start, buffers, on_bytes)
+        taken = 0
+
+        def take(data: memoryview) -> None:
+            nonlocal taken
+            if on_bytes is not None:
+                on_bytes(data)
+            taken += len(data)
+
+        def once(_: Tries) -> int:
+            try:
+                return self._inner.get_cached(key, start, buffers, take)
+            except TemporaryError:
+                if taken:
+                    return taken  # They cannot be taken back, and the caller reads the rest.
+                raise
+
+        return self._retries.run(Request("get_cached", self._where(key), ends_by_itself=True), once)
 
     def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
         """Yield every object under a prefix, in the order of the keys."""
@@ -135,7 +166,7 @@ class RetryingStore(ForwardingStore):
         return self._pages(request, prefix, up_to, entries, rest)
 
     def _pages(
-        self, request: Request, prefix: str, up_to: str | None, entries: list[Entry], rest: Iterator[Entry] | None
+        self, request: Request, prefix: str, up_to: str | None, entries: Sequence[Entry], rest: Iterator[Entry] | None
     ) -> Iterator[Entry]:
         while entries:
             yield from entries
@@ -143,7 +174,7 @@ class RetryingStore(ForwardingStore):
 
     def _listed(
         self, request: Request, prefix: str, after: str, up_to: str | None, rest: Iterator[Entry] | None
-    ) -> tuple[list[Entry], Iterator[Entry] | None]:
+    ) -> tuple[Sequence[Entry], Iterator[Entry] | None]:
         """Return the next entries, and where those after them come from; no entries at the end.
 
         Args:
@@ -155,15 +186,14 @@ class RetryingStore(ForwardingStore):
         # A try takes it away: one that failed or was abandoned is not used again.
         begun = [] if rest is None else [rest]
 
-        def once(_: Tries) -> tuple[list[Entry], Iterator[Entry] | None]:
-            listing = begun.pop() if begun else self._inner.list(prefix, after=after, up_to=up_to)
-            entries: list[Entry] = []
+        def once(tries: Tries) -> tuple[Sequence[Entry], Iterator[Entry] | None]:
+            entries = list(tries.last.entries) if isinstance(tries.last, _ListingCut) else []
+            first = entries[-1].key if entries else after
+            listing = begun.pop() if begun else self._inner.list(prefix, after=first, up_to=up_to)
             try:
-                entries.extend(islice(listing, _BATCH_KEYS))
-            except TemporaryError:
-                if not entries:
-                    raise
-                return entries, None
+                entries.extend(islice(listing, _BATCH_KEYS - len(entries)))
+            except TemporaryError as error:
+                raise _ListingCut(error, entries) from error
             return entries, listing
 
         return self._retries.run(request, once)
@@ -211,20 +241,21 @@ class RetryingStore(ForwardingStore):
         """Give an object another key."""
 
         def once(tries: Tries) -> None:
-            try:
+            if not tries.may_have_taken_effect or not self._has_moved(key, new_key):
                 self._inner.move(key, new_key)
-            except MissingError:
-                if not tries.may_have_taken_effect or not self._is_there(new_key):
-                    raise
 
         self._retries.run(Request("move", self._where(key), changes=True), once)
 
-    def _is_there(self, key: str) -> bool:
+    def _has_moved(self, key: str, new_key: str) -> bool:
+        """Return whether an earlier try moved an object: its copy is there, and nothing or another object is at `key`.
+
+        A store that copies and then deletes may have been cut between the two: then the same bytes are at both keys.
+        """
         try:
-            self._inner.size(key)
+            moved = self._inner.get(new_key, self._inner.size(new_key))
         except MissingError:
             return False
-        return True
+        return not self._holds(key, moved)
 
 
 class _RetryingUpload:
