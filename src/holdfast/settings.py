@@ -39,6 +39,10 @@ class Tuning:
     """Most chunks of an index in one file, which every rank gets whole. A larger index is split into files of about an
     eighth of that, and a rank reads only those it needs."""
 
+    requests_in_flight_max: int = 64
+    """Most packs and ranges that a process moves to and from one server at a time, and most other requests. A server
+    that takes fewer shows it, and the limit follows."""
+
     sample_blocks: int = 64
     """Blocks sampled of each plain tensor when replicas are compared."""
 
@@ -85,9 +89,6 @@ class ObjectSettings:
     """Whether a store is accepted that lets two writers create one object. Then the caller makes sure that only one job
     writes to a path: nothing else prevents a checkpoint of mixed parts."""
 
-    request_timeout_seconds: float = 30.0
-    """How long a small request may take. One with data may take a second more for each MiB."""
-
     def __post_init__(self) -> None:
         for name in ("endpoint", "proxy"):
             url = getattr(self, name)
@@ -107,11 +108,6 @@ class ObjectSettings:
         for name in ("virtual_hosted", "anonymous", "single_writer"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidError(f"object settings: {name}={getattr(self, name)!r}; expected True or False")
-        seconds: object = self.request_timeout_seconds
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < math.inf:
-            raise InvalidError(
-                f"object settings: request_timeout_seconds={seconds!r}; expected a positive, finite number"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +226,26 @@ class Settings:
     object_bytes_in_flight_max: int = 256 * MIB
     """Host memory per rank for objects on their way to an object store. A larger object is sent alone."""
 
+    max_bytes_per_second: int | None = None
+    """Most bytes per second that all ranks of the job together send to an object store, so that saves leave the network
+    to training. Each rank has an equal share. Loads are not capped: training waits for them. None: no cap."""
+
+    retry_seconds_per_call: float = 60.0
+    """How long one call to an object store is tried again after it failed, beside the time limit of a request. Long
+    enough for a server that restarts, short enough that a save fails before the next one is due."""
+
+    retry_seconds_per_save: float = 300.0
+    """How long one save or load may wait in all for calls that are tried again. A store that fails half of its calls
+    for an hour fails the save, although each call would succeed in the end."""
+
+    silence_timeout_seconds: float = 30.0
+    """How long a request to an object store may stay without an answer, or without a byte, before it is tried again.
+    Servers under load answer within seconds."""
+
+    bytes_per_second_min: int = 1 * MIB
+    """A request to an object store that moves bytes more slowly than this counts as unanswered. Lower it for a thin
+    line. Fewer requests at a time follow from each time-out, so several of them share the line first."""
+
     # Not a field: users see it in no signature and no repr.
     _tuning: ClassVar[Tuning] = Tuning()
 
@@ -263,6 +279,12 @@ class Settings:
         is_memory = MIB <= in_flight <= 1 << 40
         self._require("object_bytes_in_flight_max", is_memory, f"a whole number from {MIB} to {1 << 40}")
         self._require("object_store", isinstance(self.object_store, ObjectSettings), "an ObjectSettings")
+        for name in ("retry_seconds_per_call", "retry_seconds_per_save"):
+            self._require(name, 0 <= getattr(self, name) < math.inf, "a finite number of seconds, 0 or more")
+        self._require("silence_timeout_seconds", 0 < self.silence_timeout_seconds < math.inf, "a positive number")
+        self._require("bytes_per_second_min", self.bytes_per_second_min >= 1, "a whole number from 1")
+        cap = self.max_bytes_per_second
+        self._require("max_bytes_per_second", cap is None or cap >= 1, "a whole number from 1, or None")
         roots = self.allowed_roots
         self._require("allowed_roots", _are_texts(roots) and all(map(_is_path, roots)), "a tuple of paths of folders")
         self._require("nonfinite_expected", _are_texts(self.nonfinite_expected), "a tuple of patterns")

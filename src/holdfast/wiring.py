@@ -60,8 +60,9 @@ def store_at(path: object, settings: Settings) -> Store:
     if scheme in SCHEMES:
         # Imported at the first such URL: a run on disks does without.
         from holdfast.stores.objects.store import ObjectStore
+        from holdfast.stores.wrappers.retrying import RetryingStore
 
-        return ObjectStore(text, settings=settings)
+        return RetryingStore(ObjectStore(text, settings=settings), settings)
     raise InvalidError(
         f"path: scheme {printable(scheme)[:40]}:// is not supported; expected a folder, file://, memory://, "
         f"{', '.join(f'{each}://' for each in SCHEMES)}"

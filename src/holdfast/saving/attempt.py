@@ -98,13 +98,15 @@ class SaveAttempt:
             dispatcher: Passes events to observers.
             awaited: Whether the caller waits for the commit in any case.
         """
-        self.job, self.request, self.location = job, request, request.location
-        self.name = (
-            f"save of {self.location.url}" if self.location.step is None else f"save of step {self.location.step}"
-        )
+        self.job, self.request = job, request
+        location = request.location
+        self.name = f"save of {location.url}" if location.step is None else f"save of step {location.step}"
+        self.location = location.for_operation(self.name, job.comm.rank, job.comm.world_size)
+        """Where the checkpoint goes. The retries of the save share one deadline."""
         self.awaited = awaited
         dispatcher = dispatcher or EventDispatcher((), job.clock)
-        self.trace = OperationTrace("save", self.location.step, self.location.url, job.comm, job.clock, dispatcher)
+        place = location.step, location.url
+        self.trace = OperationTrace("save", *place, job.comm, job.clock, dispatcher, location.store)
         self.handle = SaveHandle(self.name, awaited=awaited, history=job.history)
         self.handle.committed.add_done_callback(self.trace.fail_with)
         self._on_end = request.on_end

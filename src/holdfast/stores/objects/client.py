@@ -9,16 +9,13 @@ from datetime import timedelta
 from typing import Any
 
 from holdfast.errors import CheckpointError, InvalidError
-from holdfast.settings import MIB, ObjectSettings
+from holdfast.settings import MIB, ObjectSettings, Settings
 from holdfast.stores.objects.address import Address
 from holdfast.stores.objects.library import Library, keep_for_ever, library
 from holdfast.stores.objects.refusals import refusal
 
 _SMALL_BYTES_MAX = 8 * MIB
 """A request of at most this much has the plain timeout."""
-
-_BYTES_PER_SECOND_MIN = 1 * MIB
-"""A slower transfer counts as one that hangs."""
 
 _CREDENTIALS_ASKED_AGAIN = timedelta(minutes=5)
 """How long credentials of the vendor's chain are used before the chain is asked again. It renews them ten minutes
@@ -28,9 +25,13 @@ before they expire."""
 class Clients:
     """Makes requests to one bucket. Safe in any thread, and in a process that was forked."""
 
-    def __init__(self, address: Address, settings: ObjectSettings) -> None:
+    def __init__(self, address: Address, settings: Settings) -> None:
         """Remember where; does no I/O and loads nothing."""
-        self._address, self._settings = address, settings
+        self._address, self._settings = address, settings.object_store
+        self.silence_seconds, self._bytes_per_second_min = (
+            settings.silence_timeout_seconds,
+            settings.bytes_per_second_min,
+        )
         self._process = 0
         self._library: Library | None = None
         self._by_timeout: dict[float, Any] = {}
@@ -64,10 +65,10 @@ class Clients:
             self._process = os.getpid()
         if self._library is None:
             self._library = library(self._address.scheme)
-        seconds = self._settings.request_timeout_seconds
+        seconds = self.silence_seconds
         if bytes_moved > _SMALL_BYTES_MAX:
             # A timeout belongs to a client, and a client has connections of its own: few kinds, so powers of two.
-            seconds += (1 << (bytes_moved - 1).bit_length()) / _BYTES_PER_SECOND_MIN
+            seconds += (1 << (bytes_moved - 1).bit_length()) / self._bytes_per_second_min
         client = self._by_timeout.get(seconds)
         if client is None:
             client = self._by_timeout.setdefault(seconds, self._made(self._library, seconds))

@@ -87,7 +87,7 @@ class ConditionalDelete:
                 "sign", self._address.url, lambda api, client: api.sign(client, "DELETE", key, expires_in=_SIGNED_FOR)
             )
             request = urllib.request.Request(url, method="DELETE", headers={"If-Match": tag})
-            with self._opener().open(request, timeout=self._settings.request_timeout_seconds) as reply:
+            with self._opener().open(request, timeout=self._clients.silence_seconds) as reply:
                 return int(reply.status)
         except urllib.error.HTTPError as error:
             error.close()

@@ -41,18 +41,11 @@ class ObjectUpload:
     """
 
     def __init__(self, ledger: PartLedger, in_flight: BytesInFlight, create: Callable[[memoryview], None]) -> None:
-        """Take memory for the whole object; wait for other uploads if there is not enough."""
+        """Begin an object. Its memory is taken with the first part, which may wait for other uploads."""
         self._ledger, self._in_flight, self._create = ledger, in_flight, create
         self._lock = threading.Lock()
-        in_flight.take(ledger.bytes_max)
-        try:
-            # Pages that no part touches take no memory.
-            self._memory: memoryview | None = memoryview(
-                mmap.mmap(-1, ledger.bytes_max) if ledger.bytes_max else bytearray()
-            )
-        except BaseException:
-            in_flight.give(ledger.bytes_max)
-            raise
+        self._memory: memoryview | None = None
+        self._is_closed = False
 
     def room(self, offset: int, length_bytes: int) -> memoryview:
         """Return the memory of one part."""
@@ -83,13 +76,22 @@ class ObjectUpload:
         self._close()
 
     def _open_memory(self) -> memoryview:
-        memory = self._memory
-        if memory is None:
-            raise InvalidError(f"{self._ledger.where}: the upload was completed or aborted before")
-        return memory
+        with self._lock:
+            if self._is_closed:
+                raise InvalidError(f"{self._ledger.where}: the upload was completed or aborted before")
+            if self._memory is None:
+                self._in_flight.take(self._ledger.bytes_max)
+                try:
+                    # Pages that no part touches take no memory.
+                    self._memory = memoryview(mmap.mmap(-1, max(self._ledger.bytes_max, 1)))
+                except BaseException:
+                    self._in_flight.give(self._ledger.bytes_max)
+                    raise
+            return self._memory
 
     def _close(self) -> None:
         with self._lock:
+            self._is_closed = True
             if self._memory is None:
                 return
             self._memory = None

@@ -59,8 +59,8 @@ class Probe:
         if not self._is_needed or self._store.url in _asked:
             return
         key = f"probe-{self._clock.random_bytes(_PROBE_BYTES).hex()}"
-        self._store.create(key, memoryview(b"first"))
         try:
+            self._store.create(key, memoryview(b"first"))
             self._store.create(key, memoryview(b"second"))
         except ConflictError:
             with _lock:

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
-from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError, UnavailableError
+from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange
-from holdfast.settings import ObjectSettings
+from holdfast.ports.temporary import TemporaryError
+from holdfast.settings import Settings
 from holdfast.stores.keys import is_listed, split_key, split_prefix
 from holdfast.stores.objects.address import KEY_BYTES_MAX, Address
 from holdfast.stores.objects.client import Clients
@@ -22,7 +23,7 @@ _PAGE_ENTRIES = 1000
 class ObjectReading:
     """Reads objects beneath a folder of a bucket."""
 
-    def __init__(self, address: Address, settings: ObjectSettings) -> None:
+    def __init__(self, address: Address, settings: Settings) -> None:
         """Remember where; does no I/O."""
         self.address = address
         self.url = address.url
@@ -51,7 +52,7 @@ class ObjectReading:
             held = self._batch_bytes(key, full, batch)
             if held is None:
                 check_ranges(where, self.size(key), ranges, buffers)
-                raise UnavailableError(f"could not read {where}: the server sent less than was asked for; retry")
+                raise TemporaryError(f"could not read {where}: the server sent less than was asked for")
             for piece in batch.pieces:
                 start, stop = ranges[piece.number]
                 view, data = buffers[piece.number], cut(batch, held, piece)

@@ -11,8 +11,11 @@ import os
 import re
 
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, MissingError, UnavailableError, printable
+from holdfast.ports.temporary import TemporaryError
 
 _SHOWN_CHARACTERS_MAX = 300
+_THROTTLED = (429, 503)
+_NOT_CONNECTED = ("ConnectError", "dns error", "Connection refused")
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]{1,100})</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]{0,2000})</Message>")
@@ -49,7 +52,6 @@ _ACTS: dict[str, tuple[type[CheckpointError], str]] = {
     "InvalidObjectState": (InvalidError, "the object is in an archive; bring it back first"),
     "ObjectLocked": (InvalidError, "a lock of the bucket forbids it; choose a bucket without retention"),
     "QuotaExceeded": (UnavailableError, "raise the quota or free space, then retry"),
-    "SlowDown": (UnavailableError, "the store asks for fewer requests; retry later"),
 }
 _BY_STATUS: dict[int, tuple[type[CheckpointError], str]] = {
     301: (InvalidError, _REGION),
@@ -81,7 +83,21 @@ def refusal(doing: str, where: str, error: BaseException) -> CheckpointError:
     if kind_and_act is None:
         kind_and_act = _by_class(error) or _by_status(text) or _by_text(text)
     kind, act = kind_and_act
-    return kind(f"could not {doing} {where}: {_said(text, code)}; {act}")
+    message = f"could not {doing} {where}: {_said(text, code)}; {act}"
+    if kind is TemporaryError:
+        return _temporary(message, text)
+    return kind(message)
+
+
+def _temporary(message: str, text: str) -> TemporaryError:
+    """Return a failure that another try may mend, with what is known of its effect."""
+    found = _STATUS.search(text)
+    if found is not None:
+        is_throttled = int(found[1]) in _THROTTLED
+        return TemporaryError(message, is_throttled=is_throttled, may_take_effect=not is_throttled)
+    if "timed out" in text or "TimedOut" in text:
+        return TemporaryError(message, is_throttled=True, may_take_effect=True)
+    return TemporaryError(message, may_take_effect=not any(sign in text for sign in _NOT_CONNECTED))
 
 
 def code_of(text: str) -> str | None:
@@ -106,7 +122,7 @@ def _by_status(text: str) -> tuple[type[CheckpointError], str] | None:
     if found is None:
         return None
     status = int(found[1])
-    return _BY_STATUS.get(status, (UnavailableError, "the store failed; retry"))
+    return _BY_STATUS.get(status, (TemporaryError, "the store failed; retry later"))
 
 
 def _by_text(text: str) -> tuple[type[CheckpointError], str]:
@@ -117,8 +133,8 @@ def _by_text(text: str) -> tuple[type[CheckpointError], str]:
     if "certificate" in text.lower():
         return InvalidError, "trust the authority of the server: AWS_CA_BUNDLE, or ObjectSettings(ca_file=…)"
     if "timed out" in text or "TimedOut" in text:
-        return UnavailableError, "no answer came in time, and the request may still take effect; retry"
-    return UnavailableError, "look at endpoint and network, then retry"
+        return TemporaryError, "no answer came in time, and the request may still take effect"
+    return TemporaryError, "look at endpoint and network"
 
 
 def _said(text: str, code: str | None) -> str:

@@ -7,7 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 from holdfast.clock import Clock, SystemClock
-from holdfast.errors import ConflictError, InvalidError, MissingError, UnavailableError
+from holdfast.errors import ConflictError, InvalidError, MissingError
+from holdfast.ports.temporary import TemporaryError
 from holdfast.settings import MIB, Settings
 from holdfast.stores.keys import split_key, split_prefix
 from holdfast.stores.objects.address import address_of
@@ -23,8 +24,8 @@ _OBJECT_BYTES_MAX = {"s3": 5 << 30, "gs": 5 << 40, "az": 5000 << 20}
 _COPIED_HERE_BYTES_MAX = 64 * MIB
 """`move` passes objects up to this size through this process, and leaves larger ones to the server."""
 
-_TRIES = 4
-"""Requests for one create whose key "exists" and then does not: another request for it is under way."""
+_MOVES_MAX = 4
+"""How often `move` begins again, because other writers changed what is at one of the two keys."""
 
 _DELETED_TOGETHER = 1000
 
@@ -49,10 +50,10 @@ class ObjectStore(ObjectReading):
         Raises:
             InvalidError: It is no such URL, or has credentials.
         """
-        super().__init__(address_of(url), settings.object_store)
+        super().__init__(address_of(url), settings)
         self.failed_calls_are_over = False
         """A request whose reply was lost may take effect later."""
-        self.object_bytes_max = min(_OBJECT_BYTES_MAX[self.address.scheme], settings.object_bytes_in_flight_max)
+        self.object_bytes_max = _OBJECT_BYTES_MAX[self.address.scheme]
         self._in_flight = BytesInFlight(settings.object_bytes_in_flight_max)
         self._clock = clock or SystemClock()
         self._probe = Probe(self, self._clock, is_needed=not settings.object_store.single_writer)
@@ -63,7 +64,7 @@ class ObjectStore(ObjectReading):
         try:
             self._put("store", key, data, "overwrite")
         except ConflictError as busy:
-            raise UnavailableError(f"could not store {self.where(key)}: another request is under way; retry") from busy
+            raise TemporaryError(f"could not store {self.where(key)}: another request for it is under way") from busy
 
     def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         """Store a small object whole unless the key exists; atomic, durable on return.
@@ -85,11 +86,10 @@ class ObjectStore(ObjectReading):
         where = self.where(key)
         self.full_key(key)
         ledger = PartLedger(where, bytes_max=bytes_max, part_bytes=part_bytes)
-        longest = _OBJECT_BYTES_MAX[self.address.scheme]
-        if bytes_max > longest:
+        if bytes_max > self.object_bytes_max:
             raise InvalidError(
-                f"{where}: an object of {bytes_max} bytes; {self.address.scheme}:// takes at most {longest} in one "
-                "request. Save from more ranks, so that each one writes less"
+                f"{where}: an object of {bytes_max} bytes; {self.address.scheme}:// takes at most "
+                f"{self.object_bytes_max} in one request. Save from more ranks, so that each one writes less"
             )
         return ObjectUpload(ledger, self._in_flight, lambda memory: self.create(key, memory))
 
@@ -100,23 +100,19 @@ class ObjectStore(ObjectReading):
             ConflictError: The key exists with other content.
             UnavailableError: It failed, and may take effect later.
         """
-        for _ in range(_TRIES):
+        try:
+            self._put("store", key, data, "create")
+        except ConflictError as conflict:
             try:
-                self._put("store", key, data, "create")
-            except ConflictError as conflict:
-                try:
-                    if self.holds(key, data):
-                        return
-                except MissingError:
-                    # The server was busy with another request for this key, and that one stored nothing.
-                    continue
-                raise ConflictError(f"{self.where(key)}: another writer stored it; it was not touched") from conflict
-            else:
-                return
-        raise UnavailableError(
-            f"could not store {self.where(key)}: the server answers that it exists, and has no such object; whether "
-            "it will appear is unknown; retry"
-        )
+                if self.holds(key, data):
+                    return
+            except MissingError:
+                # The server was busy with another request for this key, and that one stored nothing.
+                raise TemporaryError(
+                    f"could not store {self.where(key)}: the server says that it exists, and has no such object",
+                    may_take_effect=True,
+                ) from conflict
+            raise ConflictError(f"{self.where(key)}: another writer stored it; it was not touched") from conflict
 
     def sync(self, prefix: str) -> None:
         """Do nothing: an object is durable, with its name, once it is stored."""
@@ -159,7 +155,7 @@ class ObjectStore(ObjectReading):
         """
         split_key(key)
         split_key(new_key)
-        for _ in range(_TRIES):
+        for _ in range(_MOVES_MAX):
             before = self.head_or_none(new_key)
             meta = self._copied(key, new_key, before)
             if meta is None:
@@ -168,8 +164,9 @@ class ObjectStore(ObjectReading):
                 return
             # Another object came to `key` meanwhile: that one is to be moved.
             self.delete([new_key])
-        raise UnavailableError(
-            f"could not move {self.where(key)}: it or {self.where(new_key)} changes again and again; retry"
+        raise TemporaryError(
+            f"could not move {self.where(key)}: it or {self.where(new_key)} changes again and again",
+            may_take_effect=True,
         )
 
     def _copied(self, key: str, new_key: str, before: Any) -> Any:
