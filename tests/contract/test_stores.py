@@ -19,8 +19,10 @@ from holdfast.ports.store import Store
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
+from holdfast.stores.objects.store import ObjectStore
 from holdfast.stores.wrappers.retrying import RetryingStore
 from holdfast.testing.store import StoreSuite
+from tests.object_server import ObjectServer
 from tests.unit.stores.wrappers.by_hand import ClockBySleep
 from tests.unit.stores.wrappers.network import NetworkStore, drawn
 
@@ -55,6 +57,15 @@ class TestMemory(StoreSuite):
         MemoryStore(name).put("key", b"1")
         assert MemoryStore(name).get("key", 1) == b"1"
         assert list(MemoryStore(name + "x").list()) == []
+
+
+class TestObjects(StoreSuite):
+    """On a server that speaks S3. Every test has a folder of its own in one bucket."""
+
+    @pytest.fixture
+    def store(self, objects: ObjectServer) -> Store:
+        settings = objects.settings()
+        return RetryingStore(ObjectStore(objects.new_url(), settings=settings), settings)
 
 
 class TestRetriedOverFaults(StoreSuite):
