@@ -19,21 +19,33 @@ _CHARACTER_BYTES = 32
 in JSON inside JSON, where a character beyond ASCII takes two escapes of seven bytes."""
 
 
-def packs_of(rank: int, shards: Sequence[Shard], owned: Sequence[Owned], header_bytes_max: int) -> list[PackPlan]:
+def packs_of(
+    rank: int,
+    shards: Sequence[Shard],
+    owned: Sequence[Owned],
+    header_bytes_max: int,
+    *,
+    pack_bytes_max: int | None = None,
+) -> list[PackPlan]:
     """Return the packs of everything a rank writes, their pieces in file order.
 
     Pieces whose size is a multiple of a page come first. The header is padded to pages, so these pieces start on page
     boundaries and can be read directly, without a copy. The other pieces follow by descending element size, so every
     element is aligned. A pack holds an FQN once, because a safetensors file has each key once. Flat ranges and dtypes
     that safetensors lacks go to packs of their own, because stock readers cannot interpret them.
+
+    Args:
+        rank, shards, owned: What the rank writes.
+        header_bytes_max: Longest header of a pack.
+        pack_bytes_max: Most bytes of the pieces of a pack; a larger piece has a pack of its own. None: no limit.
     """
     readable: list[Owned] = []
     opaque: list[Owned] = []
     for part in owned:
         (readable if _is_readable(shards[part.shard_number], part) else opaque).append(part)
     return [
-        *_packs(f"r{rank:05d}", shards, readable, header_bytes_max),
-        *_packs(f"{OPAQUE_FOLDER}r{rank:05d}", shards, opaque, header_bytes_max),
+        *_packs(f"r{rank:05d}", shards, readable, header_bytes_max, pack_bytes_max),
+        *_packs(f"{OPAQUE_FOLDER}r{rank:05d}", shards, opaque, header_bytes_max, pack_bytes_max),
     ]
 
 
@@ -52,7 +64,9 @@ def _is_readable(shard: Shard, owned: Owned) -> bool:
     return isinstance(owned.region, Box) and bool(DTYPES[shard.tensor.dtype].safetensors)
 
 
-def _packs(stem: str, shards: Sequence[Shard], owned: Sequence[Owned], header_bytes_max: int) -> list[PackPlan]:
+def _packs(
+    stem: str, shards: Sequence[Shard], owned: Sequence[Owned], header_bytes_max: int, pack_bytes_max: int | None
+) -> list[PackPlan]:
     """Return packs named `stem`, `stem-1`, `stem-2` and so on."""
     packs: list[PackPlan] = []
     rest = list(owned)
@@ -60,16 +74,21 @@ def _packs(stem: str, shards: Sequence[Shard], owned: Sequence[Owned], header_by
         taken: list[Owned] = []
         left: list[Owned] = []
         fqns: set[str] = set()
-        header_bytes = PAGE_BYTES
+        header_bytes, data_bytes = PAGE_BYTES, 0
         for part in rest:
             tensor = shards[part.shard_number].tensor
             name_bytes = (3 if _written_as_is(tensor.fqn) else _CHARACTER_BYTES) * len(tensor.fqn)
             entry_bytes = _ENTRY_BYTES + name_bytes + 66 * len(tensor.global_shape)
-            if tensor.fqn in fqns or (taken and header_bytes + entry_bytes > header_bytes_max):
+            piece_bytes = part.region.numel * tensor.itemsize
+            is_full = header_bytes + entry_bytes > header_bytes_max or (
+                pack_bytes_max is not None and data_bytes + piece_bytes > pack_bytes_max
+            )
+            if tensor.fqn in fqns or (taken and is_full):
                 left.append(part)
                 continue
             fqns.add(tensor.fqn)
             header_bytes += entry_bytes
+            data_bytes += piece_bytes
             taken.append(part)
         suffix = f"-{len(packs)}" if packs else ""
         packs.append(PackPlan(f"{stem}{suffix}.safetensors", _in_file_order(shards, taken)))

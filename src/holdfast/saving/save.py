@@ -111,13 +111,23 @@ def plan_packs(attempt: SaveAttempt, collected: Collected, fingerprint: StateFin
 
     # Parameters and their moments must come from one rank if replicas differ.
     is_drifted = agreement.drift is not None
+    # A store that gets a pack in one request holds all of it in memory.
+    limit = attempt.location.store.object_bytes_max
+    pack_bytes_max = None if limit is None else min(limit, settings.object_bytes_in_flight_max)
 
     def plan() -> SavePlan:
         owned = owned_by(rank, shards, holders, settings.chunk_bytes, lowest_only=is_drifted)
-        packs = packs_of(rank, shards, owned, settings._tuning.pack_header_bytes_max)
+        packs = packs_of(
+            rank,
+            shards,
+            owned,
+            settings._tuning.pack_header_bytes_max,
+            pack_bytes_max=pack_bytes_max,
+        )
         return save_plan(tuple((pack, header_body(pack)) for pack in packs), settings._tuning.unchanged_bytes_min)
 
-    chosen, is_new = job.plan_cache.of(fingerprint.shards + bytes([is_drifted]), holders, plan)
+    key = fingerprint.shards + f"{is_drifted} {pack_bytes_max}".encode()
+    chosen, is_new = job.plan_cache.of(key, holders, plan)
     if not is_small_transfer(chosen.bytes):
         attempt.gc_pause.end()
     return chosen, is_new

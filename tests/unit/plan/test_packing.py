@@ -110,3 +110,12 @@ def test_many_names_are_split_by_the_header_cap() -> None:
     packs = packs_of(0, shards, owned, 4 * PAGE_BYTES)
     assert len(packs) > 3
     assert len(packs) <= math.ceil(500 / 10)
+
+
+def test_a_limit_on_bytes_cuts_packs_between_pieces() -> None:
+    shards = [plain(f"t{number}", "uint8", (length,)) for number, length in enumerate((3000, 3000, 9000, 3000, 100))]
+    owned = [Owned(number, shard.pieces[0]) for number, shard in enumerate(shards)]
+    packs = packs_of(0, shards, owned, MIB, pack_bytes_max=6100)
+    assert [pack.data_bytes for pack in packs] == [6100, 9000, 3000]
+    assert sorted(item.shard_number for pack in packs for item in pack.items) == [0, 1, 2, 3, 4]
+    assert packs_of(0, shards, owned, MIB, pack_bytes_max=1 << 20) == packs_of(0, shards, owned, MIB)
