@@ -18,11 +18,6 @@ from typing import Self
 _PIECE_BYTES = 1 << 16
 _HEAD_BYTES_MAX = 1 << 16
 
-_BUSY_BODY = (
-    b'<?xml version="1.0" encoding="UTF-8"?>\n'
-    b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
-)
-
 
 class FaultKind(Enum):
     """What happens to a request."""
@@ -81,6 +76,9 @@ class ProxyFault:
 
     status: int = 503
     """Status of the reply of `REFUSE`."""
+
+    code: str = "SlowDown"
+    """Code in the error document of that reply."""
 
     retry_after_seconds: int | None = None
     """`Retry-After` of that reply; None: there is none."""
@@ -317,7 +315,8 @@ class _Exchange:
         lines = [b"HTTP/1.1 %d Refused" % fault.status, b"Content-Type: application/xml"]
         if fault.retry_after_seconds is not None:
             lines.append(b"Retry-After: %d" % fault.retry_after_seconds)
-        body = b"" if head.startswith(b"HEAD ") else _BUSY_BODY
+        document = f"<Error><Code>{fault.code}</Code><Message>Refused by a test.</Message></Error>"
+        body = b"" if head.startswith(b"HEAD ") else document.encode()
         lines.append(b"Content-Length: %d" % len(body))
         self._client.send(b"\r\n".join(lines) + b"\r\n\r\n" + body)
         return True

@@ -20,6 +20,10 @@ from holdfast.stores.wrappers.timed_calls import TIMED_CALLS
 
 T = TypeVar("T")
 
+_REQUESTS_PER_CALL = 4
+"""Most requests that one call makes one after the other, as a move does. A call is abandoned after their time limits: a
+store that ends its requests itself has said by then what is wrong."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -134,7 +138,7 @@ class Retries:
                 if request.ends_by_itself:
                     result = call(before)
                 else:
-                    seconds = self._time_limits.request_seconds(request.moved_bytes)
+                    seconds = _REQUESTS_PER_CALL * self._time_limits.request_seconds(request.moved_bytes)
                     where = f"{request.name} of {request.where}"
                     result = TIMED_CALLS.run(lambda: call(before), seconds, where)
             except TemporaryError as error:
