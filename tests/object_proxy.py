@@ -93,8 +93,13 @@ def object_proxy(upstream: str) -> Iterator[ObjectProxy]:
 
         do_GET = do_PUT = do_HEAD = do_POST = do_DELETE = _pass_on
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            """Say nothing: clients that were killed, or gave up, are what these tests are about."""
+
+    with Server(("127.0.0.1", 0), Handler) as server:
         proxy.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
