@@ -188,9 +188,9 @@ def test_a_server_that_takes_both_creates_is_refused(objects: ObjectServer, prox
 
 def test_a_server_is_asked_once(store: ObjectStore, proxy: ObjectProxy) -> None:
     store.put_if_absent("a", b"1")
-    probes = proxy.count("PUT", "probe-")
+    probes = proxy.count("PUT", "reports/probe-")
     store.put_if_absent("b", b"1")
-    assert probes == proxy.count("PUT", "probe-") == 2
+    assert probes == proxy.count("PUT", "reports/probe-") == 2
     assert sorted(entry.key for entry in store.list()) == ["a", "b"]
 
 
