@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import torch
 
 import holdfast
 from holdfast import offline_api
+from holdfast.errors import ConflictError
 from holdfast.settings import ObjectSettings, Settings
 from holdfast.stores.objects.store import ObjectStore
 from tests.distributed.launch import Case, run_world
@@ -55,8 +57,7 @@ def test_two_ranks_train(objects: ObjectServer, tmp_path: Path, capfd: pytest.Ca
     settings = objects.settings()
     offline_api.remove_steps(f"{url}/run", [2], grace_seconds=0, settings=settings)
     assert not any(key.startswith("step-000000000002/") for key in objects.keys(f"{url}/run"))
-    with holdfast.open_checkpoint(f"{url}/run", step=3, settings=settings) as checkpoint:
-        assert list(checkpoint.verify()) == []
+    assert list(holdfast.open_checkpoint(f"{url}/run", step=3, settings=settings).verify()) == []
     _require_no_secret(objects, url, results.logs(), *capfd.readouterr())
 
 
@@ -67,9 +68,31 @@ def test_one_of_eight_writers_wins(objects: ObjectServer, tmp_path: Path) -> Non
     for turn in range(ROUNDS):
         came = [each[turn] for each in outcomes]
         assert sorted(came) == ["ConflictError"] * (RACERS - 1) + ["won"], f"round {turn}: {came}"
-        with holdfast.open_checkpoint(f"{url}/{turn}", settings=objects.settings()) as checkpoint:
-            assert set(checkpoint.read("winner").tolist()) == {came.index("won")}
+        checkpoint = holdfast.open_checkpoint(f"{url}/{turn}", settings=objects.settings())
+        assert set(checkpoint.read("winner").tolist()) == {came.index("won")}
     _require_no_secret(objects, url, said)
+
+
+def test_a_writer_whose_files_the_winner_removed_has_lost(objects: ObjectServer) -> None:
+    url, won = objects.new_url(), objects.new_url()
+    holdfast.save(won, {"weights": torch.zeros(10)}, settings=objects.settings(), process_group=False)
+    client = objects.client()
+
+    def win(asked: Asked) -> None:
+        """Do what another process does that publishes first: before the parts are read, its manifest is there."""
+        if asked.method == "GET" and "/parts/" in asked.path and "manifest.json" not in objects.keys(url):
+            for key in objects.keys(url):
+                client.delete_object(Bucket=BUCKET, Key=_name(url, key))
+            for key in objects.keys(won):
+                client.put_object(Bucket=BUCKET, Key=_name(url, key), Body=_body(objects, f"{won}/{key}"))
+
+    with object_proxy(objects.endpoint) as proxy:
+        proxy.rule = win
+        settings = Settings(object_store=ObjectSettings(endpoint=proxy.endpoint))
+        with pytest.raises(ConflictError, match="published first"):
+            holdfast.save(url, {"weights": torch.ones(10)}, settings=settings, process_group=False)
+    checkpoint = holdfast.open_checkpoint(url, settings=objects.settings())
+    assert not checkpoint.read("weights").any()
 
 
 def test_a_killed_writer_leaves_nothing_behind(objects: ObjectServer, tmp_path: Path) -> None:
@@ -109,8 +132,8 @@ def test_a_killed_writer_leaves_nothing_behind(objects: ObjectServer, tmp_path: 
             attempt = json.loads(_body(objects, f"{root}/{folder}manifest.json"))["attempt"]
             left = [key for key in keys if not key.startswith((f"{attempt}/", "manifest.json", "reports/"))]
             assert left == []
-            with holdfast.open_checkpoint(root, step=step, settings=settings) as checkpoint:
-                assert checkpoint.read("weights")[9_999] == 9_998 + step
+            checkpoint = holdfast.open_checkpoint(root, step=step, settings=settings)
+            assert checkpoint.read("weights")[9_999] == 9_998 + step
     # Nothing is left that a listing does not show.
     assert objects.client().list_multipart_uploads(Bucket=BUCKET).get("Uploads", []) == []
 
