@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.object_server import VARIABLES, ObjectServer, object_server
+
 # c10d looks up the names of both ends of every connection, on the key-value store's only thread too, and glibc's
 # `files` does not know IPv4-mapped 127.0.0.1: a name server that loses a packet stalls all ranks for its 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -54,3 +56,19 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
         gc.collect()
         gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def _object_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    with object_server(tmp_path_factory.mktemp("object-server")) as server:
+        yield server
+
+
+@pytest.fixture
+def objects(_object_server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> ObjectServer:
+    """Return a real server that speaks S3; this process has credentials for it, and no endpoint."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    return _object_server

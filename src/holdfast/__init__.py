@@ -32,7 +32,7 @@ if TYPE_CHECKING:
         UnavailableError,
     )
     from holdfast.geometry.sharded import Sharded
-    from holdfast.settings import Preemption, Settings
+    from holdfast.settings import ObjectSettings, Preemption, Settings
     from holdfast.types.per_rank import PerRank, RngState
 
 __version__ = "0.1.0"
@@ -54,6 +54,7 @@ __all__ = [
     "Preemption",
     "Preempted",
     "Settings",
+    "ObjectSettings",
     "CheckpointError",
     "InvalidError",
     "UnavailableError",
@@ -73,7 +74,7 @@ _HOMES = {
         "ConflictError",
         "MissingError",
     },
-    "holdfast.settings": {"Preemption", "Settings"},
+    "holdfast.settings": {"ObjectSettings", "Preemption", "Settings"},
     "holdfast.types.per_rank": {"PerRank", "RngState"},
     "holdfast.geometry.sharded": {"Sharded"},
     "holdfast.checkpoint_manager": {"CheckpointManager"},

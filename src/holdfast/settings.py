@@ -46,11 +46,75 @@ class Tuning:
     """Most chunks of an index in one file, which every rank gets whole. A larger index is split into files of about an
     eighth of that, and a rank reads only those it needs."""
 
+    requests_in_flight_max: int = 64
+    """Most packs and ranges that a process moves to and from one server at a time, and most other requests. A server
+    that takes fewer shows it, and the limit follows."""
+
     sample_blocks: int = 64
     """Blocks sampled of each plain tensor when replicas are compared."""
 
     sample_block_bytes: int = 1 * KIB
     """Bytes of one sampled block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectSettings:
+    """How an object store is reached. None: as the vendor's variables and files say.
+
+    Credentials have no place here: they come from the vendor's variables, files and services only.
+
+    Raises:
+        InvalidError: A value is outside its range, or a URL has a user or a password.
+    """
+
+    endpoint: str | None = None
+    """URL of the server, for stores that are not the vendor's own. None: `AWS_ENDPOINT_URL_S3`, `AWS_ENDPOINT_URL`, or
+    the vendor's."""
+
+    region: str | None = None
+    """Region of the bucket (`s3://`). None: `AWS_REGION`, `AWS_DEFAULT_REGION`, the profile, or us-east-1."""
+
+    virtual_hosted: bool = False
+    """Whether the bucket is part of the host name (`s3://`). The endpoint then has it too."""
+
+    ca_file: str | None = None
+    """File of certificates (PEM) to trust beside those of the system. None: `AWS_CA_BUNDLE`."""
+
+    proxy: str | None = None
+    """URL of an HTTP proxy, without a password. None: `HTTPS_PROXY`, `HTTP_PROXY` and `NO_PROXY`."""
+
+    profile: str | None = None
+    """Profile of the shared configuration (`s3://`). None: `AWS_PROFILE`."""
+
+    anonymous: bool = False
+    """Whether requests are not signed, to read what is public."""
+
+    kms_key: str | None = None
+    """Key of the vendor's key service that encrypts new objects (`s3://`). None: as the bucket says."""
+
+    single_writer: bool = False
+    """Whether a store is accepted that lets two writers create one object. Then the caller makes sure that only one job
+    writes to a path: nothing else prevents a checkpoint of mixed parts."""
+
+    def __post_init__(self) -> None:
+        for name in ("endpoint", "proxy"):
+            url = getattr(self, name)
+            if url is None:
+                continue
+            if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+                raise InvalidError(f"object settings: {name}: expected a URL that begins with http:// or https://")
+            if "@" in url or "?" in url:
+                raise InvalidError(
+                    f"object settings: {name}: the URL has a user, a password or a query; expected none. For a proxy "
+                    "with a password set HTTPS_PROXY"
+                )
+        for name in ("region", "ca_file", "profile", "kms_key"):
+            text = getattr(self, name)
+            if text is not None and (not isinstance(text, str) or not text or not text.isprintable()):
+                raise InvalidError(f"object settings: {name}={text!r}; expected a text, or None")
+        for name in ("virtual_hosted", "anonymous", "single_writer"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidError(f"object settings: {name}={getattr(self, name)!r}; expected True or False")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +227,32 @@ class Settings:
     file_mode: int = 0o600
     """Permission bits of new files; folders get the matching search bits."""
 
+    object_store: ObjectSettings = ObjectSettings()
+    """How object stores (`s3://`, `gs://`, `az://`) are reached."""
+
+    object_bytes_in_flight_max: int = 256 * MIB
+    """Host memory per rank for objects on their way to an object store. A larger object is sent alone."""
+
+    max_bytes_per_second: int | None = None
+    """Most bytes per second that all ranks of the job together send to an object store, so that saves leave the network
+    to training. Each rank has an equal share. Loads are not capped: training waits for them. None: no cap."""
+
+    retry_seconds_per_call: float = 60.0
+    """How long one call to an object store is tried again after it failed, beside the time limit of a request. Long
+    enough for a server that restarts, short enough that a save fails before the next one is due."""
+
+    retry_seconds_per_save: float = 300.0
+    """How long one save or load may wait in all for calls that are tried again. A store that fails half of its calls
+    for an hour fails the save, although each call would succeed in the end."""
+
+    silence_timeout_seconds: float = 30.0
+    """How long a request to an object store may stay without an answer, or without a byte, before it is tried again.
+    Servers under load answer within seconds."""
+
+    bytes_per_second_min: int = 1 * MIB
+    """A request to an object store that moves bytes more slowly than this counts as unanswered. Lower it for a thin
+    line. Fewer requests at a time follow from each time-out, so several of them share the line first."""
+
     # Not a field: users see it in no signature and no repr.
     _tuning: ClassVar[Tuning] = Tuning()
 
@@ -192,6 +282,16 @@ class Settings:
         lease_range = f"seconds from {LEASE_SECONDS_MIN} to {LEASE_SECONDS_MAX}"
         self._require("lease_seconds", LEASE_SECONDS_MIN <= self.lease_seconds <= LEASE_SECONDS_MAX, lease_range)
         self._require("collect_grace_seconds", 0 <= self.collect_grace_seconds < math.inf, "a finite number, 0 or more")
+        in_flight = self.object_bytes_in_flight_max
+        is_memory = MIB <= in_flight <= 1 << 40
+        self._require("object_bytes_in_flight_max", is_memory, f"a whole number from {MIB} to {1 << 40}")
+        self._require("object_store", isinstance(self.object_store, ObjectSettings), "an ObjectSettings")
+        for name in ("retry_seconds_per_call", "retry_seconds_per_save"):
+            self._require(name, 0 <= getattr(self, name) < math.inf, "a finite number of seconds, 0 or more")
+        self._require("silence_timeout_seconds", 0 < self.silence_timeout_seconds < math.inf, "a positive number")
+        self._require("bytes_per_second_min", self.bytes_per_second_min >= 1, "a whole number from 1")
+        cap = self.max_bytes_per_second
+        self._require("max_bytes_per_second", cap is None or cap >= 1, "a whole number from 1, or None")
         roots = self.allowed_roots
         self._require("allowed_roots", _are_texts(roots) and all(map(_is_path, roots)), "a tuple of paths of folders")
         self._require("nonfinite_expected", _are_texts(self.nonfinite_expected), "a tuple of patterns")

@@ -12,7 +12,7 @@ from holdfast.checkpoint.location import CheckpointLocation, ForeignPath
 from holdfast.clock import SystemClock
 from holdfast.coordination.absent_ranks import CallWatch
 from holdfast.coordination.job import Job
-from holdfast.errors import InvalidError
+from holdfast.errors import InvalidError, printable
 from holdfast.format.names import RUN_FILE, is_superseded_name, step_and_digest, step_of_folder
 from holdfast.frameworks.alone import AloneComm
 from holdfast.loading.named_step import finder_of, location_named
@@ -26,6 +26,7 @@ from holdfast.settings import Settings
 from holdfast.stores.foreign import ForeignFiles, References
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
+from holdfast.stores.objects.address import SCHEMES
 from holdfast.types.listing import ForeignListing
 from holdfast.types.values import FrameworkValue
 
@@ -56,7 +57,28 @@ def store_at(path: object, settings: Settings) -> Store:
         return LocalStore(rest, settings=settings)
     if scheme == "memory" and rest:
         return MemoryStore(rest)
-    raise InvalidError(f"path={text!r}: scheme {scheme}:// is not supported; expected a folder, file:// or memory://")
+    if scheme in SCHEMES:
+        # Imported at the first such URL: a run on disks does without.
+        from holdfast.stores.objects.store import ObjectStore
+        from holdfast.stores.wrappers.retrying import RetryingStore
+
+        return RetryingStore(ObjectStore(text, settings=settings), settings)
+    raise InvalidError(
+        f"path: scheme {printable(scheme)[:40]}:// is not supported; expected a folder, file://, memory://, "
+        f"{', '.join(f'{each}://' for each in SCHEMES)}"
+    )
+
+
+def parent_of(store: Store, settings: Settings) -> tuple[Store, str] | None:
+    """Return the store of the folder above a store, and the name of the store in it; None if it has none above."""
+    if isinstance(store, LocalStore):
+        parent, name = os.path.split(os.path.realpath(store.url))
+        return LocalStore(parent, settings=settings), name
+    scheme, _, rest = store.url.partition("://")
+    above, slash, name = rest.rpartition("/")
+    if scheme not in SCHEMES or not slash:
+        return None
+    return store_at(f"{scheme}://{above}", settings), name
 
 
 def require_apart(first: Store, second: Store) -> None:
@@ -65,8 +87,9 @@ def require_apart(first: Store, second: Store) -> None:
     Raises:
         InvalidError: They are not apart.
     """
-    if isinstance(first, LocalStore) and isinstance(second, LocalStore):
-        paths = [os.path.realpath(store.url) + "/" for store in (first, second)]
+    if isinstance(first, LocalStore) == isinstance(second, LocalStore):
+        is_local = isinstance(first, LocalStore)
+        paths = [(os.path.realpath(store.url) if is_local else store.url) + "/" for store in (first, second)]
         if paths[0].startswith(paths[1]) or paths[1].startswith(paths[0]):
             raise InvalidError(f"{second.url}: is or contains {first.url}, or is inside it; expected a folder apart")
 
@@ -119,16 +142,22 @@ def location_at(path: object, settings: Settings) -> CheckpointLocation:
         InvalidError: It is not a path, or its scheme is not supported.
     """
     store = store_at(path, settings)
-    foreign, root = None, None
-    if isinstance(store, LocalStore):
-        path_text = store.url
-        foreign = foreign_at(path_text)
-        if is_superseded_name(os.path.basename(path_text)) and not os.path.lexists(path_text):
-            return _superseded_at(*os.path.split(path_text), settings)
-        # A step may refer to packs of the steps beside it. Resolve links: they may point to a step of a run.
-        parent, name = os.path.split(os.path.realpath(path_text))
-        root = LocalStore(parent, settings=settings) if step_of_folder(name) is not None else None
-    return CheckpointLocation(store, "", None, foreign, References(settings.allowed_roots), root)
+    foreign, url = None, store.url
+    is_local = isinstance(store, LocalStore)
+    if is_local:
+        foreign = foreign_at(url)
+    if is_superseded_name(os.path.basename(url)) and not (is_local and os.path.lexists(url)):
+        return _superseded_at(*os.path.split(url), settings)
+    return CheckpointLocation(store, "", None, foreign, References(settings.allowed_roots), run_around(store, settings))
+
+
+def run_around(store: Store, settings: Settings) -> Store | None:
+    """Return the root of the run if a store is the folder of a step; None otherwise.
+
+    A step may refer to packs of the steps beside it. Links are resolved: they may point to a step of a run.
+    """
+    above = parent_of(store, settings)
+    return above[0] if above is not None and step_of_folder(above[1]) is not None else None
 
 
 def _superseded_at(parent: str, name: str, settings: Settings) -> CheckpointLocation:
@@ -149,11 +178,10 @@ def saved_at(path: object, settings: Settings, *, overwrite: bool) -> Checkpoint
         InvalidError: It is not a path, or its scheme is not supported.
     """
     store = store_at(path, settings)
-    if not overwrite or not isinstance(store, LocalStore):
+    if not overwrite:
         return CheckpointLocation(store, "", None)
-    parent, name = os.path.split(os.path.realpath(store.url))
-    root = LocalStore(parent, settings=settings) if step_of_folder(name) is not None else None
-    return CheckpointLocation(store, "", None, foreign_at(store.url), root=root)
+    foreign = foreign_at(store.url) if isinstance(store, LocalStore) else None
+    return CheckpointLocation(store, "", None, foreign, root=run_around(store, settings))
 
 
 def home_at(path: object, settings: Settings) -> CheckpointLocation:
@@ -185,10 +213,10 @@ def step_path(location: CheckpointLocation) -> str:
     """Return the path by which the location of one step of a run is opened.
 
     Raises:
-        InvalidError: It is on no file system.
+        InvalidError: It is in the memory of this process.
     """
-    if not isinstance(location.store, LocalStore):
-        raise InvalidError(f"{location.store.url}: a step has a path of its own on a file system only")
+    if isinstance(location.store, MemoryStore):
+        raise InvalidError(f"{location.store.url}: a step has a path of its own on a file or object store only")
     if location.moved_manifest is None:
         return location.url
     return f"{location.store.url}/{location.step}@{location.digest}"
@@ -201,9 +229,9 @@ def repairable_at(path: object, settings: Settings) -> tuple[Store, int | None]:
         InvalidError: It is not a path, or its scheme is not supported.
     """
     store = store_at(path, settings)
-    if isinstance(store, LocalStore):
-        parent, name = os.path.split(os.path.realpath(store.url))
-        step, root = step_of_folder(name), LocalStore(parent, settings=settings)
+    above = parent_of(store, settings)
+    if above is not None:
+        root, step = above[0], step_of_folder(above[1])
         if step is not None and exists(root, RUN_FILE):
             return root, step
     return store, None

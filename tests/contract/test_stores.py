@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import os
+import random
 import tempfile
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
+from holdfast.errors import MissingError
 from holdfast.ports.store import Store
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
+from holdfast.stores.objects.store import ObjectStore
+from holdfast.stores.wrappers.retrying import RetryingStore
 from holdfast.testing.store import StoreSuite
+from tests.object_server import ObjectServer
+from tests.unit.stores.wrappers.by_hand import ClockBySleep
+from tests.unit.stores.wrappers.network import NetworkStore, drawn
 
 _SHARED_MEMORY = "/dev/shm"
 
@@ -48,3 +57,43 @@ class TestMemory(StoreSuite):
         MemoryStore(name).put("key", b"1")
         assert MemoryStore(name).get("key", 1) == b"1"
         assert list(MemoryStore(name + "x").list()) == []
+
+
+class TestObjects(StoreSuite):
+    """On a server that speaks S3. Every test has a folder of its own in one bucket."""
+
+    @pytest.fixture
+    def store(self, objects: ObjectServer) -> Store:
+        settings = objects.settings()
+        return RetryingStore(ObjectStore(objects.new_url(), settings=settings), settings)
+
+
+class TestRetriedOverFaults(StoreSuite):
+    """Two of five requests or replies are lost, and no promise is."""
+
+    @pytest.fixture
+    def store(self) -> Store:
+        seed = random.randrange(1 << 32)
+        print(f"seed {seed}")
+        network = NetworkStore(MemoryStore(uuid.uuid4().hex), drawn(seed))
+        # Each thread moves the clock of all: no call may come to its deadline.
+        settings = Settings(retry_seconds_per_call=1e9)
+        return RetryingStore(network, settings, ClockBySleep(seed))
+
+    def test_writers_beside_movers_lose_nothing(self, store: Store) -> None:
+        """An object that was stored and moved away may be stored once more, if the reply to the first put was lost."""
+
+        def write(number: int) -> set[bytes]:
+            written = set()
+            for turn in range(5):
+                data = b"%d-%d" % (number, turn)
+                with suppress(MissingError):
+                    store.put_if_absent(f"a/{number}-{turn}", data)
+                    written.add(data)
+                    store.move(f"a/{(number + 1) % 4}-{turn}", f"b/{number}-{turn}")
+            return written
+
+        with ThreadPoolExecutor(4) as pool:
+            written = set[bytes]().union(*pool.map(write, range(4)))
+        assert {store.get(entry.key, 10) for entry in store.list()} == written
+        assert len(written) == 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from holdfast.checkpoint.linked_packs import pack_with_link
@@ -21,6 +21,7 @@ from holdfast.format.names import (
 )
 from holdfast.format.sealed_json import stated_digest
 from holdfast.ports.store import Packs, Readable, Store, Stored, packs_under
+from holdfast.ports.temporary import store_for_operation
 from holdfast.repository.catalog import (
     check_size,
     exists,
@@ -107,6 +108,20 @@ class CheckpointLocation:
     def manifest_key(self) -> str:
         """Key of the manifest."""
         return self.moved_manifest or self.folder + MANIFEST_FILE
+
+    def for_operation(self, name: str, rank: int, world_size: int) -> CheckpointLocation:
+        """Return the location as one save or load sees it: the retries of its stores share one deadline.
+
+        Args:
+            name: Name of the save or load, for messages.
+            rank, world_size: This rank, and the number of ranks.
+        """
+        store = store_for_operation(self.store, name, rank, world_size)
+        # The root is most often the same store: one deadline for both.
+        root = store if self.root is self.store else None
+        if self.root is not None and root is None:
+            root = store_for_operation(self.root, name, rank, world_size)
+        return replace(self, store=store, root=root)
 
     def packs_of(self, manifest: Manifest) -> Packs:
         """Return a function that locates the packs of the checkpoint by name."""

@@ -6,6 +6,7 @@ The bytes come straight from the sources, or from windows that another thread ha
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,6 +100,12 @@ class PackWriter:
     def __init__(self, store: Store, settings: Settings) -> None:
         self._store, self._settings = store, settings
         self._buffers = BufferPool(settings.windows_in_flight + 1, settings.window_bytes)
+
+    def through(self, store: Store) -> PackWriter:
+        """Return a writer with the same buffers that writes through another view of the store."""
+        writer = copy.copy(self)
+        writer._store = store
+        return writer
 
     def write(
         self,

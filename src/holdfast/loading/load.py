@@ -209,7 +209,8 @@ def load_attempt(
         dispatcher: Receives the events.
     """
     events = dispatcher or EventDispatcher((), job.clock)
-    trace = OperationTrace("load", home.step, home.url, job.comm, job.clock, events)
+    trace = OperationTrace("load", home.step, home.url, job.comm, job.clock, events, home.store)
+    home = home.for_operation(trace.operation.name, job.comm.rank, job.comm.world_size)
     with (
         GcPause() as gc_pause,
         closing(ReaderLease(job.clock, job.settings.lease_seconds)) as lease,
@@ -449,6 +450,7 @@ def _finish(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLoad, stats:
     """Report the load to events, log and storage, and return it."""
     job, trace, restoration = attempt.job, attempt.trace, agreed.planned.restoration
     location, manifest = resolved.location, resolved.manifest
+    counts = trace.retry_counts
     report = LoadReport(
         step=manifest.step,
         loaded=tuple(tensor.fqn for tensor in restoration.wanted),
@@ -464,6 +466,9 @@ def _finish(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLoad, stats:
         seconds=trace.seconds,
         passed_over=resolved.passed_over,
         phases=trace.phases,
+        retries=counts.retries,
+        retry_seconds=counts.seconds,
+        throttled=counts.throttled,
     )
     # Nothing is written beside another system's checkpoint, which has no attempt.
     store = location.store if job.settings.reports and manifest.attempt else None

@@ -265,6 +265,13 @@ class Store(Readable, Protocol):
     thread may make any call. Implementations raise only the five errors. A wrong call, or a place without write
     permission, is `InvalidError`. A failure that may be temporary (full disk, quota, I/O error, too many open files) is
     `UnavailableError`. An absent key is `MissingError`, a lost race `ConflictError`.
+
+    A store over a network never tries a call again. It raises `TemporaryError` of `ports/temporary.py`, a kind of
+    `UnavailableError`, for what the same call may mend, and a wrapper tries again (`stores/wrappers/`). After it any
+    call may be repeated: `Upload.write` with the same memory, and `Upload.complete`, which takes an object that an
+    earlier try stored as its own if it has these bytes. `read_into`, `Upload.write` and `Upload.complete` end in time
+    by themselves, and once they have raised they touch no memory but what they hold until `release`. Another call may
+    be abandoned while it is made.
     """
 
     @property

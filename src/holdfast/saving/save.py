@@ -113,7 +113,11 @@ def plan_packs(attempt: SaveAttempt, collected: Collected, fingerprint: StateFin
     is_drifted = agreement.drift is not None
     tuning = settings._tuning
     object_bytes_max = attempt.location.store.object_bytes_max
-    sizes = None if object_bytes_max is None else PackSizes(tuning.full_pack_bytes, object_bytes_max)
+    sizes = None
+    if object_bytes_max is not None:
+        # Such a store gets a pack in one request, and until then all of the pack is in memory.
+        in_flight_max = settings.object_bytes_in_flight_max
+        sizes = PackSizes(min(tuning.full_pack_bytes, in_flight_max // 8), min(object_bytes_max, in_flight_max))
 
     def plan() -> SavePlan:
         owned = owned_by(rank, shards, holders, settings.chunk_bytes, lowest_only=is_drifted)

@@ -15,6 +15,7 @@ from holdfast.clock import Clock
 from holdfast.engine.background import is_done_soon
 from holdfast.ports.comm import Comm
 from holdfast.ports.store import Store
+from holdfast.ports.temporary import RetryCounts, retry_counts_of
 from holdfast.telemetry.dispatcher import EventDispatcher
 from holdfast.telemetry.node_reports import NodeReports
 from holdfast.types.events import (
@@ -44,10 +45,26 @@ class OperationTrace:
     """The phases and events of one save or load on one rank. Every method may be called on any thread."""
 
     def __init__(
-        self, verb: Verb, step: int | None, url: str, comm: Comm, clock: Clock, dispatcher: EventDispatcher
+        self,
+        verb: Verb,
+        step: int | None,
+        url: str,
+        comm: Comm,
+        clock: Clock,
+        dispatcher: EventDispatcher,
+        store: Store | None = None,
     ) -> None:
-        """Start the clock; no event is dispatched yet."""
-        self._clock, self._dispatcher = clock, dispatcher
+        """Start the clock; no event is dispatched yet.
+
+        Args:
+            verb, step, url: The operation, as far as it is known.
+            comm: The ranks.
+            clock: Time.
+            dispatcher: Passes events to observers.
+            store: Where the checkpoint is stored; None: retries are not counted.
+        """
+        self._clock, self._dispatcher, self._store = clock, dispatcher, store
+        self._retries_before = self._retries_so_far()
         self.operation = Operation(verb, step, url, comm.rank, comm.world_size)
         """The save or load."""
         self._start, self._unix_seconds = clock.monotonic_seconds(), clock.unix_seconds()
@@ -61,6 +78,14 @@ class OperationTrace:
     def seconds(self) -> float:
         """Seconds since the operation started."""
         return self._clock.monotonic_seconds() - self._start
+
+    @property
+    def retry_counts(self) -> RetryCounts:
+        """What retries have cost this process since the operation started."""
+        return self._retries_so_far().since(self._retries_before)
+
+    def _retries_so_far(self) -> RetryCounts:
+        return RetryCounts() if self._store is None else retry_counts_of(self._store)
 
     @property
     def phases(self) -> tuple[Phase, ...]:

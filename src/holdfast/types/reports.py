@@ -82,6 +82,15 @@ class SaveReport:
     phases: tuple[Phase, ...] = ()
     """Phases of this rank, by start."""
 
+    retries: int = 0
+    """Requests to an object store that this process made again during the save."""
+
+    retry_seconds: float = 0.0
+    """Seconds of the save in which at least one request was being made again."""
+
+    throttled: int = 0
+    """Requests that the store refused or left unanswered because it had too much to do."""
+
 
 @dataclass(frozen=True, slots=True)
 class PartlyFilled:
@@ -153,3 +162,12 @@ class LoadReport:
 
     left: tuple[SkippedStep, ...] = ()
     """Newer steps that `discard_newer` could not discard, each with the reason, such as a tag."""
+
+    retries: int = 0
+    """Requests to an object store that this process made again during the load."""
+
+    retry_seconds: float = 0.0
+    """Seconds of the load in which at least one request was being made again."""
+
+    throttled: int = 0
+    """Requests that the store refused or left unanswered because it had too much to do."""

@@ -48,6 +48,15 @@ class PrometheusMetrics:
             "How long a save blocked training: its call, without the work in the background.",
             ("rank",),
         )
+        self.retries = counter(
+            "holdfast_retries", "Requests to an object store that were made again during saves and loads.", by_rank
+        )
+        self.retry_seconds = counter(
+            "holdfast_retry_seconds", "Seconds of saves and loads in which a request was being made again.", by_rank
+        )
+        self.throttled = counter(
+            "holdfast_throttled", "Requests that an object store refused or left unanswered under load.", by_rank
+        )
         self.last_step = gauge(
             "holdfast_last_step", "Step of the last save that was committed, or of the last load.", by_rank
         )
@@ -77,6 +86,12 @@ class PrometheusMetrics:
         self.under_way.labels(verb, rank).dec()
         self.bytes.labels(verb, rank).inc(report.bytes)
         self.seconds.labels(verb, rank).observe(report.seconds)
+        for metric, name in (
+            (self.retries, "retries"),
+            (self.retry_seconds, "retry_seconds"),
+            (self.throttled, "throttled"),
+        ):
+            metric.labels(verb, rank).inc(float(report.facts.get(name, 0)))
         self.bandwidth.labels(verb, rank).set(report.bytes_per_second)
         self.last_unix_seconds.labels(verb, rank).set(report.began_unix_seconds + report.seconds)
         if report.operation.step is not None:

@@ -1,0 +1,198 @@
+"""The clients of one object store in this process: options, credentials, and requests with translated errors."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from holdfast.errors import CheckpointError, InvalidError
+from holdfast.settings import MIB, ObjectSettings, Settings
+from holdfast.stores.objects.address import Address
+from holdfast.stores.objects.library import Library, keep_for_ever, library
+from holdfast.stores.objects.refusals import refusal
+
+_SMALL_BYTES_MAX = 8 * MIB
+"""A request of at most this much has the plain timeout."""
+
+_CREDENTIALS_ASKED_AGAIN = timedelta(minutes=5)
+"""How long credentials of the vendor's chain are used before the chain is asked again. It renews them ten minutes
+before they expire."""
+
+
+class Clients:
+    """Makes requests to one bucket. Safe in any thread, and in a process that was forked."""
+
+    def __init__(self, address: Address, settings: Settings) -> None:
+        """Remember where; does no I/O and loads nothing."""
+        self._address, self._settings = address, settings.object_store
+        self.silence_seconds, self._bytes_per_second_min = (
+            settings.silence_timeout_seconds,
+            settings.bytes_per_second_min,
+        )
+        self._process = 0
+        self._library: Library | None = None
+        self._by_timeout: dict[float, Any] = {}
+        self._credentials: Any = None
+
+    def ask(self, doing: str, where: str, call: Callable[[Any, Any], Any], bytes_moved: int = 0) -> Any:
+        """Make one request, and return what the client returns.
+
+        Args:
+            doing: The operation as a verb, for messages.
+            where: Store and key, for messages.
+            call: Gets the module `obstore` and the client.
+            bytes_moved: Bytes of content that the request sends or receives: they lengthen its timeout.
+        Raises:
+            CheckpointError: The request failed. No exception of the client is chained to it.
+        """
+        api, client = self._client(bytes_moved)
+        failure: CheckpointError
+        try:
+            return call(api, client)
+        except Exception as error:  # noqa: BLE001 - the client raises many kinds; all are translated
+            failure = refusal(doing, where, error)
+        # Raised out here, so that no traceback shows the client's own text, with URLs and headers.
+        raise failure
+
+    def _client(self, bytes_moved: int) -> tuple[Any, Any]:
+        if self._process != os.getpid():
+            for inherited in (*self._by_timeout.values(), self._credentials):
+                keep_for_ever(inherited)
+            self._library, self._by_timeout, self._credentials = None, {}, None
+            self._process = os.getpid()
+        if self._library is None:
+            self._library = library(self._address.scheme)
+        seconds = self.silence_seconds
+        if bytes_moved > _SMALL_BYTES_MAX:
+            # A timeout belongs to a client, and a client has connections of its own: few kinds, so powers of two.
+            seconds += (1 << (bytes_moved - 1).bit_length()) / self._bytes_per_second_min
+        client = self._by_timeout.get(seconds)
+        if client is None:
+            client = self._by_timeout.setdefault(seconds, self._made(self._library, seconds))
+        return self._library.api, client
+
+    def _made(self, loaded: Library, timeout_seconds: float) -> Any:
+        """Return a new client; no request is made but those that credentials need."""
+        address = self._address
+        endpoint = self.endpoint
+        options: dict[str, Any] = {
+            "timeout": timedelta(seconds=timeout_seconds),
+            "connect_timeout": timedelta(seconds=min(timeout_seconds, 10.0)),
+            "allow_http": endpoint is not None and endpoint.startswith("http://"),
+        }
+        if self._settings.proxy is not None:
+            options["proxy_url"] = self._settings.proxy
+        if self.ca_file is not None:
+            options["root_certificate"] = self._certificates()
+        kind: Any = {"s3": loaded.stores.S3Store, "gs": loaded.stores.GCSStore, "az": loaded.stores.AzureStore}
+        configuration = _s3(self._settings, endpoint) if address.scheme == "s3" else _other(address, self._settings)
+        if address.scheme == "s3" and not self._settings.anonymous:
+            self._credentials = self._credentials or _s3_credentials(address, self._settings)
+            if self._credentials is not None:
+                configuration["credential_provider"] = self._credentials
+        failure: CheckpointError
+        try:
+            # The library's own retries are off: it would find its own object and report it as another writer's.
+            return kind[address.scheme](
+                address.bucket, client_options=options, retry_config={"max_retries": 0}, **configuration
+            )
+        except Exception as error:  # noqa: BLE001 - as above
+            failure = InvalidError(str(refusal("open", address.url, error)))
+        raise failure
+
+    @property
+    def endpoint(self) -> str | None:
+        """URL of the server, or None for the vendor's own."""
+        if self._settings.endpoint is not None:
+            return self._settings.endpoint
+        if self._address.scheme != "s3":
+            return None
+        names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+        return next((os.environ[name] for name in names if os.environ.get(name)), None)
+
+    @property
+    def ca_file(self) -> str | None:
+        """File of certificates to trust beside those of the system."""
+        return self._settings.ca_file or os.environ.get("AWS_CA_BUNDLE") or None
+
+    def _certificates(self) -> bytes:
+        assert self.ca_file is not None, "asked for only if there is one"
+        try:
+            with open(self.ca_file, "rb") as file:
+                return file.read()
+        except OSError as error:
+            raise InvalidError(
+                f"{self._address.url}: cannot read the certificates in {self.ca_file}: {error.strerror}; mend "
+                "ObjectSettings(ca_file=…) or AWS_CA_BUNDLE"
+            ) from error
+
+
+def _s3(settings: ObjectSettings, endpoint: str | None) -> dict[str, Any]:
+    plain = endpoint is not None and endpoint.startswith("http://")
+    # TLS protects the content already, and hashing it once more would take most of the time. Plain HTTP does not.
+    configuration: dict[str, Any] = {"unsigned_payload": not plain, "skip_signature": settings.anonymous}
+    if settings.virtual_hosted:
+        configuration["virtual_hosted_style_request"] = True
+    if endpoint is not None:
+        configuration["endpoint"] = endpoint
+    region = settings.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    if region:
+        configuration["region"] = region
+    if settings.kms_key is not None:
+        configuration |= {"server_side_encryption": "aws:kms", "sse_kms_key_id": settings.kms_key}
+    return configuration
+
+
+def _other(address: Address, settings: ObjectSettings) -> dict[str, Any]:
+    configuration: dict[str, Any] = {"skip_signature": True} if settings.anonymous else {}
+    if settings.endpoint is not None:
+        if address.scheme != "az":
+            raise InvalidError(f"{address.url}: ObjectSettings(endpoint=…) is not supported for gs://; expected None")
+        configuration["endpoint"] = settings.endpoint
+    if settings.kms_key is not None:
+        raise InvalidError(f"{address.url}: ObjectSettings(kms_key=…) works with s3:// only; set the key at the bucket")
+    return configuration
+
+
+_NATIVE = (
+    ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"),
+    ("AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_ROLE_ARN"),
+    ("AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",),
+    ("AWS_CONTAINER_CREDENTIALS_FULL_URI",),
+)
+"""Variables from which the library itself gets credentials, and renews them."""
+
+
+def _s3_credentials(address: Address, settings: ObjectSettings) -> Any:
+    """Return who is asked for credentials; None if the library finds them in the variables.
+
+    Raises:
+        InvalidError: There are none, or the profile is not there.
+    """
+    profile = settings.profile or os.environ.get("AWS_PROFILE") or None
+    if profile is None and any(all(os.environ.get(name) for name in names) for names in _NATIVE):
+        return None
+    try:
+        session: Any = importlib.import_module("boto3.session")
+        exceptions: Any = importlib.import_module("botocore.exceptions")
+        providers: Any = importlib.import_module("obstore.auth.boto3")
+    except ImportError as error:
+        raise InvalidError(
+            f"{address.url}: needs the package {error.name} to look for credentials in profiles and at the machine: "
+            "pip install 'holdfast[s3]'; or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        ) from error
+    failure: CheckpointError
+    try:
+        return providers.Boto3CredentialProvider(
+            session.Session(profile_name=profile, region_name=settings.region), ttl=_CREDENTIALS_ASKED_AGAIN
+        )
+    except (ValueError, exceptions.BotoCoreError) as error:
+        found = f"profile {profile!r} cannot be used ({type(error).__name__})" if profile else "none were found"
+        failure = InvalidError(
+            f"{address.url}: needs credentials, and {found}; expected AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a "
+            "profile, or a role of the machine (docs/stores.md). To read what is public: ObjectSettings(anonymous=True)"
+        )
+    raise failure

@@ -1,0 +1,110 @@
+"""Deletes an object on condition that it is still the one that was seen.
+
+The client has no such request. So it signs a plain one, and this module sends it with the condition. A server that
+does not know the condition would delete anything: so one that deletes a probe in spite of it is not asked again, and
+the object is looked at just before it is deleted instead. Between that look and the deletion is a window.
+"""
+
+from __future__ import annotations
+
+import ssl
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from holdfast.clock import Clock
+from holdfast.errors import MissingError
+from holdfast.ports.temporary import TemporaryError
+from holdfast.settings import ObjectSettings
+from holdfast.stores.objects.address import Address
+from holdfast.stores.objects.client import Clients
+from holdfast.stores.objects.probe import probe_key
+
+_SIGNED_FOR = timedelta(minutes=5)
+_OTHER_TAG = '"00000000000000000000000000000000"'
+
+_keeps_condition: dict[str, bool] = {}
+"""By bucket, whether its server keeps the condition of a deletion."""
+
+_lock = threading.Lock()
+
+
+class ConditionalDelete:
+    """Deletes objects of one bucket."""
+
+    def __init__(self, address: Address, settings: ObjectSettings, clients: Clients, clock: Clock) -> None:
+        """Remember where; does no I/O."""
+        self._address, self._settings, self._clients, self._clock = address, settings, clients, clock
+
+    def delete(self, key: str, where: str, seen: Any, look: Callable[[str], Any]) -> bool:
+        """Delete an object if it is still the one that was seen; return whether it is gone.
+
+        Args:
+            key: Its full key.
+            where: Store and key, for messages.
+            seen: Its metadata.
+            look: Returns the metadata of a key.
+        Raises:
+            CheckpointError: The store failed.
+        """
+        if self._is_kept():
+            status = self._send(key, str(seen["e_tag"]))
+            if status is not None and (200 <= status < 300 or status == 404):
+                return True
+            if status is not None and status not in (409, 412):
+                raise TemporaryError(f"could not delete {where}: the server answers {status}", may_take_effect=True)
+        try:
+            if look(key)["e_tag"] != seen["e_tag"]:
+                return False
+            if self._is_kept():
+                raise TemporaryError(f"could not delete {where}: no answer, or a busy server", may_take_effect=True)
+            self._clients.ask("delete", where, lambda api, client: api.delete(client, key))
+        except MissingError:
+            pass  # Another process, or an earlier try of this call, has deleted it.
+        return True
+
+    def _is_kept(self) -> bool:
+        """Return whether the server keeps the condition; ask it at the first call."""
+        bucket = f"{self._address.scheme}://{self._address.bucket} {self._clients.endpoint}"
+        if bucket not in _keeps_condition:
+            key = f"{self._address.prefix}{probe_key(self._clock)}"
+            stored = self._clients.ask("store", self._address.url, lambda api, client: api.put(client, key, b"probe"))
+            # It must refuse another tag, and take the right one as it was written by the server.
+            is_kept = self._send(key, _OTHER_TAG) == 412 and self._send(key, str(stored["e_tag"])) in (200, 204)
+            with suppress(MissingError):
+                self._clients.ask("delete", self._address.url, lambda api, client: api.delete(client, key))
+            with _lock:
+                _keeps_condition[bucket] = is_kept
+        return _keeps_condition[bucket]
+
+    def _send(self, key: str, tag: str) -> int | None:
+        """Send one deletion with a condition; return the status, None if there was no answer or no way to sign it.
+
+        Nothing of the signed URL may be seen, so no error of this request is passed on.
+        """
+        try:
+            url = self._clients.ask(
+                "sign", self._address.url, lambda api, client: api.sign(client, "DELETE", key, expires_in=_SIGNED_FOR)
+            )
+            request = urllib.request.Request(url, method="DELETE", headers={"If-Match": tag})
+            with self._opener().open(request, timeout=self._clients.silence_seconds) as reply:
+                return int(reply.status)
+        except urllib.error.HTTPError as error:
+            error.close()
+            return int(error.code)
+        except Exception:  # noqa: BLE001 - without an answer the caller looks at the object, and deletes it in the plain way
+            return None
+
+    def _opener(self) -> urllib.request.OpenerDirector:
+        handlers: list[urllib.request.BaseHandler] = []
+        if self._clients.ca_file is not None:
+            handlers.append(
+                urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=self._clients.ca_file))
+            )
+        if self._settings.proxy is not None:
+            handlers.append(urllib.request.ProxyHandler({"http": self._settings.proxy, "https": self._settings.proxy}))
+        return urllib.request.build_opener(*handlers)

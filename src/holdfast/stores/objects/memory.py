@@ -1,0 +1,98 @@
+"""The memory of objects on their way to a store: bounded, and the upload that fills it."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable
+
+from holdfast.errors import InvalidError
+from holdfast.ports.store import Release
+from holdfast.stores.parts import PartLedger, address_of
+
+
+class BytesInFlight:
+    """Bounds the memory of all uploads of one store in this process."""
+
+    def __init__(self, bytes_max: int) -> None:
+        """Begin with nothing in flight."""
+        self._bytes_max = bytes_max
+        self._taken = 0
+        self._changed = threading.Condition()
+
+    def take(self, count: int) -> None:
+        """Wait until an object of this many bytes fits, or is alone."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._taken or self._taken + count <= self._bytes_max)
+            self._taken += count
+
+    def give(self, count: int) -> None:
+        """Return what `take` took."""
+        with self._changed:
+            self._taken -= count
+            self._changed.notify_all()
+
+
+class ObjectUpload:
+    """Collects an object in memory of its own, and stores it by one request in `complete`.
+
+    A process that ends before that leaves nothing behind. The memory is never used for another object: the request of
+    an upload that failed may still be reading it.
+    """
+
+    def __init__(self, ledger: PartLedger, in_flight: BytesInFlight, create: Callable[[memoryview], None]) -> None:
+        """Begin an object. Its memory is taken with the first part, which may wait for other uploads."""
+        self._ledger, self._in_flight, self._create = ledger, in_flight, create
+        self._lock = threading.Lock()
+        self._memory: memoryview | None = None
+        self._is_closed = False
+
+    def room(self, offset: int, length_bytes: int) -> memoryview:
+        """Return the memory of one part."""
+        self._ledger.check(offset, length_bytes)
+        return self._open_memory()[offset : offset + length_bytes]
+
+    def write(self, offset: int, data: memoryview, release: Release | None = None) -> None:
+        """Copy one part, unless it is in its room already."""
+        try:
+            self._ledger.check(offset, data.nbytes)
+            room = self._open_memory()[offset : offset + data.nbytes]
+            if address_of(data) != address_of(room):
+                room[:] = data.cast("B")
+            self._ledger.note_written(offset, data.nbytes)
+        finally:
+            if release is not None:
+                release()
+
+    def complete(self, total_bytes: int | None = None) -> None:
+        """Store the object unless its key exists."""
+        memory = self._open_memory()
+        total = self._ledger.require_whole(total_bytes)
+        self._create(memory[:total])
+        self._close()
+
+    def abort(self) -> None:
+        """Forget the object. Nothing of it was sent, unless `complete` failed."""
+        self._close()
+
+    def _open_memory(self) -> memoryview:
+        with self._lock:
+            if self._is_closed:
+                raise InvalidError(f"{self._ledger.where}: the upload was completed or aborted before")
+            if self._memory is None:
+                self._in_flight.take(self._ledger.bytes_max)
+                try:
+                    # Pages that no part touches take no memory.
+                    self._memory = memoryview(mmap.mmap(-1, max(self._ledger.bytes_max, 1)))
+                except BaseException:
+                    self._in_flight.give(self._ledger.bytes_max)
+                    raise
+            return self._memory
+
+    def _close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            if self._memory is None:
+                return
+            self._memory = None
+        self._in_flight.give(self._ledger.bytes_max)

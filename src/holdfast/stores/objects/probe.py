@@ -1,0 +1,81 @@
+"""Asks a server once whether it refuses the second of two creates of one key.
+
+A server that takes both would let two jobs publish one step, and each would believe that its own was kept.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Protocol
+
+from holdfast.clock import Clock
+from holdfast.errors import CheckpointError, ConflictError, InvalidError
+
+_PROBE_BYTES = 12
+
+
+def probe_key(clock: Clock) -> str:
+    """Return a key that nobody uses, in a folder whose content decides nothing."""
+    return f"reports/probe-{clock.random_bytes(_PROBE_BYTES).hex()}"
+
+
+class Creates(Protocol):
+    """What the probe needs of a store."""
+
+    url: str
+
+    def create(self, key: str, data: memoryview) -> None:
+        """Store an object unless its key exists."""
+        ...
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects."""
+        ...
+
+
+_asked: set[str] = set()
+"""Places that this process has asked, by URL."""
+
+_lock = threading.Lock()
+
+
+class Probe:
+    """What is known of one server."""
+
+    def __init__(self, store: Creates, clock: Clock, *, is_needed: bool) -> None:
+        """Begin without knowledge.
+
+        Args:
+            store: The store.
+            clock: Source of a random name.
+            is_needed: Whether to ask at all.
+        """
+        self._store, self._clock, self._is_needed = store, clock, is_needed
+
+    def require_exclusive_creates(self) -> None:
+        """Ask the server, unless this process has asked before.
+
+        Raises:
+            InvalidError: It lets two writers create one object.
+            CheckpointError: It does not answer, or refuses these credentials.
+        """
+        if not self._is_needed or self._store.url in _asked:
+            return
+        key = probe_key(self._clock)
+        try:
+            self._store.create(key, memoryview(b"first"))
+            self._store.create(key, memoryview(b"second"))
+        except ConflictError:
+            with _lock:
+                _asked.add(self._store.url)
+            return
+        finally:
+            with suppress(CheckpointError):
+                self._store.delete([key])
+        raise InvalidError(
+            f"{self._store.url}: this server let two writers create one object, so two jobs could overwrite each "
+            "other's checkpoints unnoticed. Choose a store that keeps the condition If-None-Match, or make sure that "
+            "one job alone writes there: Settings(object_store=ObjectSettings(single_writer=True))"
+        )

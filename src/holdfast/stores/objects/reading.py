@@ -1,0 +1,227 @@
+"""Reading objects of a bucket: the half of the store that changes nothing."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
+from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange
+from holdfast.ports.temporary import TemporaryError
+from holdfast.settings import MIB, Settings
+from holdfast.stores.keys import is_listed, split_key, split_prefix
+from holdfast.stores.objects.address import KEY_BYTES_MAX, Address
+from holdfast.stores.objects.client import Clients
+from holdfast.stores.objects.reads import Batch, batches_of, cut
+from holdfast.stores.parts import check_buffers, check_ranges
+
+_PAGE_ENTRIES = 1000
+_TIMED_BYTES_MAX = 64 * MIB
+"""Bytes that lengthen the time of a `get`: its limit guards against damage, and is far above what is there."""
+
+
+class ObjectReading:
+    """Reads objects beneath a folder of a bucket."""
+
+    def __init__(self, address: Address, settings: Settings) -> None:
+        """Remember where; does no I/O."""
+        self.address = address
+        self.url = address.url
+        self.read_alignment = 1
+        self.clients = Clients(address, settings)
+        self._has_bucket = False
+
+    def size(self, key: str) -> int:
+        """Return the bytes of an object."""
+        return int(self.head(key)["size"])
+
+    def get(self, key: str, bytes_max: int) -> bytes:
+        """Return a small object whole. One that is too large is refused before its content is read."""
+        data, _ = self.got(key, bytes_max)
+        return data
+
+    def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
+        """Read byte ranges of one object: neighbours by one request, several requests side by side."""
+        where, full = self.where(key), self.full_key(key)
+        # Buffers and bounds are checked here, the end of the object by what comes: no request just for its size.
+        end = max((stop for _, stop in ranges), default=0)
+        check_ranges(where, end, ranges, buffers)
+        if not any(start < stop for start, stop in ranges) or _ends_empty(ranges, end):
+            check_ranges(where, self.size(key), ranges, buffers)
+        for batch in batches_of(ranges):
+            held = self._batch_bytes(key, full, batch)
+            if held is None:
+                check_ranges(where, self.size(key), ranges, buffers)
+                raise TemporaryError(f"could not read {where}: the server sent less than was asked for")
+            for piece in batch.pieces:
+                start, stop = ranges[piece.number]
+                view, data = buffers[piece.number], cut(batch, held, piece)
+                if on_range is not None and piece.stop - piece.start == stop - start:
+                    on_range(piece.number, data)
+                    continue
+                if data.nbytes:  # An empty buffer cannot be cast.
+                    view = view.cast("B")
+                    view[piece.start - start : piece.stop - start] = data
+                if piece.is_last and on_range is not None:
+                    on_range(piece.number, view)
+
+    def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
+        """Return 0: nothing is cached."""
+        check_buffers(self.where(key), self.size(key), start, buffers)
+        return 0
+
+    def folders(self, prefix: str = "") -> list[str]:
+        """Return the names of the folders directly under a prefix, sorted."""
+        split_prefix(prefix)
+        full = self.address.prefix + prefix
+        found = self.clients.ask(
+            "list", self.where(prefix), lambda api, client: api.list_with_delimiter(client, full or None)
+        )
+        names = (path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"])
+        return sorted(name for name in names if _is_key(name))
+
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
+        """Yield every object under a prefix whose name a key can have, in order, page by page."""
+        split_prefix(prefix)
+        return self._listed(prefix, after, up_to)
+
+    def _listed(self, prefix: str, after: str, up_to: str | None) -> Iterator[Entry]:
+        where, full, root = self.where(prefix), self.address.prefix + prefix, self.address.prefix
+        pages = self.clients.ask(
+            "list",
+            where,
+            lambda api, client: api.list(
+                client, full or None, offset=root + after if after else None, chunk_size=_PAGE_ENTRIES
+            ),
+        )
+        while page := self.clients.ask("list", where, lambda *_: next(pages, None)):
+            for found in page:
+                key = found["path"][len(root) :]
+                if not found["path"].startswith(full) or not _is_key(key):
+                    continue
+                if up_to is not None and key > up_to:
+                    return
+                if is_listed(key, after, up_to):
+                    yield Entry(key, int(found["size"]))
+
+    def head(self, key: str) -> Any:
+        """Return size, tag and version of an object.
+
+        Raises:
+            MissingError: There is none, and there is a bucket.
+        """
+        full = self.full_key(key)
+        try:
+            return self.clients.ask("look at", self.where(key), lambda api, client: api.head(client, full))
+        except MissingError:
+            self._require_bucket(key)
+            raise
+
+    def head_full(self, key: str) -> Any:
+        """Return size, tag and version of an object by its full key."""
+        return self.clients.ask("look at", self.url, lambda api, client: api.head(client, key))
+
+    def head_or_none(self, key: str) -> Any:
+        """Return size, tag and version of an object; None if there is none."""
+        try:
+            return self.head(key)
+        except MissingError:
+            return None
+
+    def _require_bucket(self, key: str) -> None:
+        """Ask once for an absent object in a way that is answered in words: a bare 404 may be of the bucket."""
+        if not self._has_bucket:
+            full = self.full_key(key)
+            with suppress(MissingError):
+                self.clients.ask("read", self.where(key), lambda api, client: api.get(client, full))
+            self._has_bucket = True
+
+    def got(self, key: str, bytes_max: int) -> tuple[bytes, Any]:
+        """Return an object whole, with its metadata; refuse one that is too large before its content is read."""
+        where, full = self.where(key), self.full_key(key)
+        found = self.clients.ask(
+            "read", where, lambda api, client: api.get(client, full), min(bytes_max, _TIMED_BYTES_MAX)
+        )
+        if found.meta["size"] > bytes_max:
+            raise CorruptError(f"{where}: {found.meta['size']} bytes; expected at most {bytes_max}. Read another copy")
+        data: bytes = self.clients.ask("read", where, lambda *_: found.bytes().to_bytes())
+        return data, found.meta
+
+    def holds(self, key: str, data: memoryview) -> bool:
+        """Return whether exactly these bytes are stored, by the tag if it is their checksum, else by reading them.
+
+        Raises:
+            MissingError: Nothing is stored there.
+        """
+        meta = self.head(key)
+        if meta["size"] != data.nbytes:
+            return False
+        tag = str(meta["e_tag"]).strip('"')
+        if tag == hashlib.md5(data, usedforsecurity=False).hexdigest():
+            return True
+        full = self.full_key(key)
+        for batch in batches_of([(0, data.nbytes)]):
+            held = self._batch_bytes(key, full, batch)
+            if held is None:
+                return False
+            if any(cut(batch, held, piece) != data[piece.start : piece.stop] for piece in batch.pieces):
+                return False
+        return True
+
+    def _batch_bytes(self, key: str, full: str, batch: Batch) -> Sequence[memoryview] | None:
+        """Return the bytes of the requests of a batch; None if the object ends before one does."""
+        if not batch.requests:
+            return []
+        starts, stops = zip(*batch.requests, strict=True)
+        where = f"{self.where(key)} bytes [{min(starts)}, {max(stops)})"
+        try:
+            found = self.clients.ask(
+                "read",
+                where,
+                lambda api, client: api.get_ranges(client, full, starts=starts, ends=stops, coalesce=0),
+                max(stop - start for start, stop in batch.requests),
+            )
+        except MissingError:
+            raise
+        except CheckpointError as error:
+            if "InvalidRange" in str(error) or "416" in str(error):
+                return None
+            raise
+        views = [memoryview(each) for each in found]
+        if any(view.nbytes != stop - start for view, (start, stop) in zip(views, batch.requests, strict=True)):
+            return None
+        return views
+
+    def full_key(self, key: str) -> str:
+        """Return the name of an object in its bucket.
+
+        Raises:
+            InvalidError: The key is none, or too long with its folder.
+        """
+        split_key(key)
+        full = self.address.prefix + key
+        if len(full) > KEY_BYTES_MAX:
+            raise InvalidError(
+                f"{self.url}: key {key[:60]!r}… has {len(full)} bytes with its folder; the store takes at most "
+                f"{KEY_BYTES_MAX}. Choose a shorter folder"
+            )
+        return full
+
+    def where(self, key: str) -> str:
+        """Return store and key, for messages."""
+        return f"{self.url}/{key}"
+
+
+def _is_key(text: str) -> bool:
+    try:
+        split_key(text)
+    except InvalidError:
+        return False
+    return True
+
+
+def _ends_empty(ranges: ByteRanges, end: int) -> bool:
+    """Return whether an empty range ends after all others: no request would meet the end of the object there."""
+    return end > max((stop for start, stop in ranges if start < stop), default=0)

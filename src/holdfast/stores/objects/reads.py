@@ -1,0 +1,93 @@
+"""Decides which requests read byte ranges of one object: neighbours together, large ranges in pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from holdfast.ports.store import ByteRanges
+from holdfast.settings import MIB
+
+_GAP_BYTES_MAX = 256 * 1024
+"""Bytes between two ranges that are read along rather than asked for in two requests."""
+
+_REQUEST_BYTES_MAX = 8 * MIB
+"""Most bytes of one request: several of them share the work for one large range."""
+
+_BATCH_BYTES_MAX = 64 * MIB
+"""Most bytes of the requests that are in flight together: the client has memory of its own for all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RangePart:
+    """A part of one range that one request brings."""
+
+    number: int
+    """Number of the range."""
+
+    start: int
+    """First byte, in the object."""
+
+    stop: int
+    """End, in the object."""
+
+    is_last: bool
+    """Whether the range ends with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Requests that are made side by side."""
+
+    pieces: tuple[RangePart, ...]
+    """What they bring, in the order of the ranges; empty ranges included."""
+
+    requests: tuple[tuple[int, int], ...]
+    """Half-open byte ranges, sorted, apart."""
+
+
+def batches_of(ranges: ByteRanges) -> Iterator[Batch]:
+    """Yield the batches that read some ranges, in order."""
+    pieces: list[RangePart] = []
+    held_bytes = 0
+    for piece in _pieces_of(ranges):
+        piece_bytes = piece.stop - piece.start
+        if pieces and held_bytes + piece_bytes > _BATCH_BYTES_MAX:
+            yield Batch(tuple(pieces), _requests_of(pieces))
+            pieces, held_bytes = [], 0
+        pieces.append(piece)
+        held_bytes += piece_bytes
+    if pieces:
+        yield Batch(tuple(pieces), _requests_of(pieces))
+
+
+def _pieces_of(ranges: ByteRanges) -> Iterator[RangePart]:
+    for number, (start, stop) in enumerate(ranges):
+        while stop - start > _REQUEST_BYTES_MAX:
+            yield RangePart(number, start, start + _REQUEST_BYTES_MAX, is_last=False)
+            start += _REQUEST_BYTES_MAX
+        yield RangePart(number, start, stop, is_last=True)
+
+
+def _requests_of(pieces: Sequence[RangePart]) -> tuple[tuple[int, int], ...]:
+    requests: list[tuple[int, int]] = []
+    for start, stop in sorted((piece.start, piece.stop) for piece in pieces if piece.stop > piece.start):
+        if requests:
+            first, last = requests[-1]
+            if start <= last + _GAP_BYTES_MAX and max(stop, last) - first <= _REQUEST_BYTES_MAX:
+                requests[-1] = (first, max(stop, last))
+                continue
+            if stop <= last:
+                continue
+        requests.append((start, stop))
+    return tuple(requests)
+
+
+def cut(batch: Batch, held: Sequence[memoryview], piece: RangePart) -> memoryview:
+    """Return the bytes of one piece out of those that the requests brought."""
+    if piece.start == piece.stop:
+        return memoryview(b"")
+    for (start, stop), view in zip(batch.requests, held, strict=True):
+        if start <= piece.start and piece.stop <= stop:
+            return view[piece.start - start : piece.stop - start]
+    raise AssertionError("every piece is in a request")

@@ -1,0 +1,162 @@
+"""Translates what an object store and its client say into the five errors.
+
+What a server says is not trusted: of its text only the code and the message of an error document are shown, without
+control characters, cut, and without anything that is a credential. The original exception is never chained: it repeats
+URLs and headers.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+from holdfast.errors import CheckpointError, ConflictError, InvalidError, MissingError, UnavailableError, printable
+from holdfast.ports.temporary import TemporaryError
+
+_SHOWN_CHARACTERS_MAX = 300
+_THROTTLED = (429, 503)
+_NOT_CONNECTED = ("ConnectError", "dns error", "Connection refused")
+_STATUS = re.compile(r"status code: (\d{3})")
+_CODE = re.compile(r"<Code>([^<]{1,100})</Code>")
+_MESSAGE = re.compile(r"<Message>([^<]{0,2000})</Message>")
+_QUERY = re.compile(r"\?[^\s)\"']*")
+_USER = re.compile(r"://[^\s/@]*@")
+_SECRET_VARIABLES = re.compile(r"(?i)(secret|token|key|password|credential|sas)")
+_SECRET_CHARACTERS_MIN = 8
+
+_REGION = "name the region of the bucket: AWS_REGION, or Settings(object_store=ObjectSettings(region=…))"
+_CREDENTIALS = (
+    "give this user credentials that may read, write, list and delete there (docs/stores.md has a policy), or choose "
+    "another place"
+)
+_EXPIRED = "renew the credentials (variables, profile, or the role of the machine), then retry"
+_ACTS: dict[str, tuple[type[CheckpointError], str]] = {
+    "NoSuchBucket": (InvalidError, "create the bucket, or mend its name"),
+    "ContainerNotFound": (InvalidError, "create the container, or mend its name"),
+    "InvalidBucketName": (InvalidError, "mend the name of the bucket"),
+    "PermanentRedirect": (InvalidError, _REGION),
+    "AuthorizationHeaderMalformed": (InvalidError, _REGION),
+    "IllegalLocationConstraintException": (InvalidError, _REGION),
+    "RequestTimeTooSkewed": (InvalidError, "the server refuses the clock of this machine; set the clock"),
+    "ExpiredToken": (UnavailableError, _EXPIRED),
+    "ExpiredTokenException": (UnavailableError, _EXPIRED),
+    "TokenRefreshRequired": (UnavailableError, _EXPIRED),
+    "RequestExpired": (UnavailableError, _EXPIRED),
+    "InvalidAccessKeyId": (InvalidError, "the server does not know these credentials; " + _CREDENTIALS),
+    "InvalidToken": (InvalidError, "the server does not know these credentials; " + _CREDENTIALS),
+    "SignatureDoesNotMatch": (InvalidError, "the secret key is not that of the access key; " + _CREDENTIALS),
+    "AccessDenied": (InvalidError, _CREDENTIALS),
+    "AllAccessDisabled": (InvalidError, _CREDENTIALS),
+    "EntityTooLarge": (InvalidError, "save from more ranks, so that each one writes less"),
+    "KeyTooLongError": (InvalidError, "choose a shorter folder"),
+    "InvalidObjectState": (InvalidError, "the object is in an archive; bring it back first"),
+    "ObjectLocked": (InvalidError, "a lock of the bucket forbids it; choose a bucket without retention"),
+    "RequestTimeout": (TemporaryError, "the server waited for bytes; retry"),
+    "IncompleteBody": (TemporaryError, "bytes were lost on the way; retry"),
+    "BadDigest": (TemporaryError, "bytes were changed on the way; retry"),
+    "XAmzContentSHA256Mismatch": (TemporaryError, "bytes were changed on the way; retry"),
+    "QuotaExceeded": (UnavailableError, "raise the quota or free space, then retry"),
+}
+_BY_STATUS: dict[int, tuple[type[CheckpointError], str]] = {
+    301: (InvalidError, _REGION),
+    307: (InvalidError, _REGION),
+    400: (InvalidError, "look at bucket, region and endpoint"),
+    401: (InvalidError, _CREDENTIALS),
+    403: (InvalidError, _CREDENTIALS),
+    404: (MissingError, "it does not exist"),
+    408: (TemporaryError, "the server waited for bytes; retry"),
+    405: (InvalidError, "the endpoint does not take this request; look at the endpoint"),
+    409: (ConflictError, "another writer stored it; it was not touched"),
+    412: (ConflictError, "another writer stored it; it was not touched"),
+    413: (InvalidError, "save from more ranks, so that each one writes less"),
+    501: (InvalidError, "this store lacks what Holdfast needs; choose another one"),
+}
+
+
+def refusal(doing: str, where: str, error: BaseException) -> CheckpointError:
+    """Return the error of Holdfast for one of the client.
+
+    Args:
+        doing: The operation as a verb.
+        where: Store and key.
+        error: What the client raised.
+    """
+    text = str(error)
+    code, kind_and_act = code_of(text), None
+    if code is not None:
+        kind_and_act = _ACTS.get(code)
+    if kind_and_act is None:
+        kind_and_act = _by_class(error) or _by_status(text) or _by_text(text)
+    kind, act = kind_and_act
+    message = f"could not {doing} {where}: {_said(text, code)}; {act}"
+    if kind is TemporaryError:
+        return _temporary(message, text)
+    return kind(message)
+
+
+def _temporary(message: str, text: str) -> TemporaryError:
+    """Return a failure that another try may mend, with what is known of its effect."""
+    found = _STATUS.search(text)
+    if found is not None:
+        is_throttled = int(found[1]) in _THROTTLED
+        # What a server refuses with a status below 500 had no effect.
+        has_failed = int(found[1]) >= 500 and not is_throttled
+        return TemporaryError(message, is_throttled=is_throttled, may_take_effect=has_failed)
+    if "timed out" in text or "TimedOut" in text:
+        return TemporaryError(message, is_throttled=True, may_take_effect=True)
+    return TemporaryError(message, may_take_effect=not any(sign in text for sign in _NOT_CONNECTED))
+
+
+def code_of(text: str) -> str | None:
+    """Return the code in a server's error document; None if there is none."""
+    found = _CODE.search(text)
+    return found[1] if found else None
+
+
+def _by_class(error: BaseException) -> tuple[type[CheckpointError], str] | None:
+    if isinstance(error, FileNotFoundError):
+        return _BY_STATUS[404]
+    name = type(error).__name__
+    if name in ("AlreadyExistsError", "PreconditionError"):
+        return _BY_STATUS[412]
+    if name in ("PermissionDeniedError", "UnauthenticatedError"):
+        return _BY_STATUS[403]
+    return None
+
+
+def _by_status(text: str) -> tuple[type[CheckpointError], str] | None:
+    found = _STATUS.search(text)
+    if found is None:
+        return None
+    status = int(found[1])
+    return _BY_STATUS.get(status, (TemporaryError, "the store failed; retry later"))
+
+
+def _by_text(text: str) -> tuple[type[CheckpointError], str]:
+    if "redirect without LOCATION" in text:
+        return InvalidError, _REGION
+    if "169.254.169.254" in text or "metadata.google.internal" in text or ("Missing" in text and "redential" in text):
+        return InvalidError, "no credentials were found; set the vendor's variables or a profile (docs/stores.md)"
+    if "certificate" in text.lower():
+        return InvalidError, "trust the authority of the server: AWS_CA_BUNDLE, or ObjectSettings(ca_file=…)"
+    if "timed out" in text or "TimedOut" in text:
+        return TemporaryError, "no answer came in time, and the request may still take effect"
+    return TemporaryError, "look at endpoint and network"
+
+
+def _said(text: str, code: str | None) -> str:
+    """Return what to show of an error's text."""
+    if code is not None:
+        message = _MESSAGE.search(text)
+        return without_secrets(f"{code}{f' ({message[1]})' if message and message[1] else ''}")
+    return without_secrets(text.split("\n", 1)[0].partition("<?xml")[0].rstrip(" :"))
+
+
+def without_secrets(text: str) -> str:
+    """Return a text of unknown content that may be shown: printable, cut, and without credentials."""
+    for name, value in os.environ.items():
+        if len(value) >= _SECRET_CHARACTERS_MIN and _SECRET_VARIABLES.search(name):
+            text = text.replace(value, "…")
+    text = _USER.sub("://…@", _QUERY.sub("?…", text))
+    text = "".join(char if char.isprintable() else " " for char in text)
+    return printable(text if len(text) <= _SHOWN_CHARACTERS_MAX else text[:_SHOWN_CHARACTERS_MAX] + "…")

@@ -1,0 +1,219 @@
+"""A store in a bucket of an object store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+from holdfast.clock import Clock, SystemClock
+from holdfast.errors import ConflictError, InvalidError, MissingError
+from holdfast.ports.temporary import TemporaryError
+from holdfast.settings import MIB, Settings
+from holdfast.stores.keys import split_key, split_prefix
+from holdfast.stores.objects.address import address_of
+from holdfast.stores.objects.conditional_delete import ConditionalDelete
+from holdfast.stores.objects.memory import BytesInFlight, ObjectUpload
+from holdfast.stores.objects.probe import Probe
+from holdfast.stores.objects.reading import ObjectReading
+from holdfast.stores.parts import PartLedger
+
+_OBJECT_BYTES_MAX = {"s3": 5 << 30, "gs": 5 << 40, "az": 5000 << 20}
+"""By scheme, the largest object that one request stores."""
+
+_COPIED_HERE_BYTES_MAX = 64 * MIB
+"""`move` passes objects up to this size through this process, and leaves larger ones to the server."""
+
+_MOVES_MAX = 4
+"""How often `move` begins again, because other writers changed what is at one of the two keys."""
+
+_DELETED_TOGETHER = 1000
+
+
+class ObjectStore(ObjectReading):
+    """Keys to objects beneath a folder of a bucket.
+
+    An object is stored by one request, whole or not at all, durable on return, and a listing shows it at once. What no
+    other writer may have stored is stored on condition that the key does not exist. Before the first such request that
+    decides something, the server is asked whether it keeps that condition (`probe.py`).
+
+    A request whose reply is lost may still take effect, so a call that raised is not over.
+    """
+
+    def __init__(self, url: str, *, settings: Settings, clock: Clock | None = None) -> None:
+        """Remember where; does no I/O.
+
+        Args:
+            url: `s3://`, `gs://` or `az://`, bucket and folder.
+            settings: How the store is reached, and the memory for uploads.
+            clock: Source of random names.
+        Raises:
+            InvalidError: It is no such URL, or has credentials.
+        """
+        super().__init__(address_of(url), settings)
+        self.failed_calls_are_over = False
+        """A request whose reply was lost may take effect later."""
+        self.object_bytes_max = _OBJECT_BYTES_MAX[self.address.scheme]
+        self._in_flight = BytesInFlight(settings.object_bytes_in_flight_max)
+        self._clock = clock or SystemClock()
+        self._probe = Probe(self, self._clock, is_needed=not settings.object_store.single_writer)
+        self._conditional_delete = ConditionalDelete(self.address, settings.object_store, self.clients, self._clock)
+
+    def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
+        """Store a small object whole, replacing an older one; durable on return."""
+        try:
+            self._put("store", key, data, "overwrite")
+        except ConflictError as busy:
+            raise TemporaryError(f"could not store {self.where(key)}: another request for it is under way") from busy
+
+    def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
+        """Store a small object whole unless the key exists; atomic, durable on return.
+
+        An object of the same content counts as this one: the reply to an earlier try may have been lost.
+
+        Raises:
+            ConflictError: The key exists with other content; it was not touched.
+            UnavailableError: It failed, and may take effect later.
+        """
+        split_key(key)
+        if folders_durable:
+            # What is put without that has a name that no other writer uses, so it decides nothing.
+            self._probe.require_exclusive_creates()
+        self.create(key, memoryview(data))
+
+    def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> ObjectUpload:
+        """Begin an object that must not exist yet; it is invisible until complete, and uses memory of its size."""
+        where = self.where(key)
+        self.full_key(key)
+        ledger = PartLedger(where, bytes_max=bytes_max, part_bytes=part_bytes)
+        if bytes_max > self.object_bytes_max:
+            raise InvalidError(
+                f"{where}: an object of {bytes_max} bytes; {self.address.scheme}:// takes at most "
+                f"{self.object_bytes_max} in one request. Save from more ranks, so that each one writes less"
+            )
+        return ObjectUpload(ledger, self._in_flight, lambda memory: self.create(key, memory))
+
+    def create(self, key: str, data: memoryview) -> None:
+        """Store an object unless its key exists; an object of the same content counts as this one.
+
+        Raises:
+            ConflictError: The key exists with other content.
+            UnavailableError: It failed, and may take effect later.
+        """
+        try:
+            self._put("store", key, data, "create")
+        except ConflictError as conflict:
+            try:
+                if self.holds(key, data):
+                    return
+            except MissingError:
+                # The server was busy with another request for this key, and that one stored nothing.
+                raise TemporaryError(
+                    f"could not store {self.where(key)}: the server says that it exists, and has no such object",
+                    may_take_effect=True,
+                ) from conflict
+            raise ConflictError(f"{self.where(key)}: another writer stored it; it was not touched") from conflict
+
+    def sync(self, prefix: str) -> None:
+        """Do nothing: an object is durable, with its name, once it is stored."""
+        split_prefix(prefix)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Remove objects, a thousand by one request where the store can; absent keys are no error."""
+        full = [self.full_key(key) for key in keys]
+        for first in range(0, len(full), _DELETED_TOGETHER):
+            batch = full[first : first + _DELETED_TOGETHER]
+            try:
+                self._delete_together(batch)
+            except MissingError:
+                # Some stores say so of an absent key, and then leave the rest undone.
+                for name in batch:
+                    with suppress(MissingError):
+                        self._delete_together([name])
+
+    def _delete_together(self, names: list[str]) -> None:
+        shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+        where = f"{self.address.scheme}://{self.address.bucket}/{shown}"
+        self.clients.ask("delete", where, lambda api, client: api.delete(client, names))
+
+    def link(self, key: str, new_key: str) -> bool:
+        """Return False: an object has one key."""
+        split_key(new_key)
+        self.head(key)
+        return False
+
+    def identity(self, key: str) -> str:
+        """Return a text that no other key shares: an object has one key."""
+        meta = self.head(key)
+        return f"{self.full_key(key)} {meta['e_tag']} {meta['version']}"
+
+    def move(self, key: str, new_key: str) -> None:
+        """Give an object another key: copy it, then delete the original if it is still the same.
+
+        What is at the new key is replaced only if it is what was there before the original was read. So a process that
+        is stopped in between never replaces what came meanwhile, if whoever stores that first removes the original.
+        """
+        split_key(key)
+        split_key(new_key)
+        for _ in range(_MOVES_MAX):
+            before = self.head_or_none(new_key)
+            meta = self._copied(key, new_key, before)
+            if meta is None:
+                continue
+            if self._conditional_delete.delete(self.full_key(key), self.where(key), meta, self.head_full):
+                return
+            # Another object came to `key` meanwhile: that one is to be moved. What the copy replaced is gone, so a copy
+            # stays where something was: the next one takes its place.
+            if before is None:
+                self.delete([new_key])
+        raise TemporaryError(
+            f"could not move {self.where(key)}: it or {self.where(new_key)} changes again and again",
+            may_take_effect=True,
+        )
+
+    def _copied(self, key: str, new_key: str, before: Any) -> Any:
+        """Copy an object over what was at the new key; return its metadata, None if either changed meanwhile."""
+        meta = self.head(key)
+        if meta["size"] <= _COPIED_HERE_BYTES_MAX:
+            data, meta = self.got(key, _COPIED_HERE_BYTES_MAX)
+            try:
+                self._put_in_place_of(new_key, data, before)
+            except ConflictError:
+                return None
+            return meta
+        full, new_full = self.full_key(key), self.full_key(new_key)
+        self.clients.ask(
+            "copy", self.where(key), lambda api, client: api.copy(client, full, new_full), int(meta["size"])
+        )
+        return meta
+
+    def _put_in_place_of(self, key: str, data: bytes, before: Any) -> None:
+        """Store an object on condition that its key holds what it held before.
+
+        Raises:
+            ConflictError: It holds something else.
+        """
+        if before is None:
+            self.create(key, memoryview(data))
+            return
+        version = {name: before[name] for name in ("e_tag", "version") if before[name] is not None}
+        try:
+            self._put("replace", key, data, version)
+        except ConflictError:
+            now = self.head_or_none(key)
+            if now is None or now["e_tag"] != before["e_tag"] or not str(now["e_tag"]).startswith('"'):
+                if now is not None and self.holds(key, memoryview(data)):
+                    return
+                raise
+            # Some servers compare without the quotes that belong to the tag.
+            self._put("replace", key, data, version | {"e_tag": before["e_tag"].strip('"')})
+
+    def _put(self, doing: str, key: str, data: bytes | memoryview, mode: Any) -> None:
+        full = self.full_key(key)
+        count = memoryview(data).nbytes
+        self.clients.ask(
+            doing,
+            self.where(key),
+            lambda api, client: api.put(client, full, data, mode=mode, use_multipart=False),
+            count,
+        )
