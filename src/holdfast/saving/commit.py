@@ -21,7 +21,7 @@ from holdfast.format.digest import hex_digest_of
 from holdfast.format.index.index import Index
 from holdfast.format.index.index_file import encode_index
 from holdfast.format.index.overview import IndexParts, Overview, encode_overview, split
-from holdfast.format.manifest import MANIFEST_BYTES_MAX, encode_manifest
+from holdfast.format.manifest import MANIFEST_BYTES_MAX, encode_manifest, run_fields_of_manifest
 from holdfast.format.names import (
     OVERVIEW_FILE,
     PARTS_FOLDER,
@@ -242,9 +242,27 @@ def _put(location: CheckpointLocation, data: bytes, epoch: int) -> None:
     try:
         publish(location.store, location.manifest_key, data)
     except ConflictError:
-        if not epoch or not clear_fenced(location, epoch):
+        if not epoch:
+            raise
+        if not clear_fenced(location, epoch):
+            _require_not_own(location, epoch)
             raise
         publish(location.store, location.manifest_key, data)
+
+
+def _require_not_own(location: CheckpointLocation, epoch: int) -> None:
+    """Say so if this job itself published the step, since this save began.
+
+    Raises:
+        ConflictError: An earlier save of this job has saved the step.
+    """
+    where = f"{location.store.url}/{location.manifest_key}"
+    data = get_or_none(location.store, location.manifest_key, MANIFEST_BYTES_MAX)
+    if data is not None and run_fields_of_manifest(data, where).epoch == epoch:
+        raise ConflictError(
+            f"{location.url}: an earlier save of this job has saved step {location.step}; expected one save of a step. "
+            "Nothing of it was touched. Leave out the second save, or save the state as another step"
+        )
 
 
 def clear_fenced(location: CheckpointLocation, epoch: int) -> bool:

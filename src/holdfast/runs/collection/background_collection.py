@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from holdfast.clock import Clock
 from holdfast.errors import ConflictError, CorruptError, first_three
 from holdfast.runs.collection.garbage_collection import CheckpointGC, Marked
+from holdfast.telemetry.log_lines import shown_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -268,7 +269,8 @@ class Background:
             self._held_back = () if isinstance(error, CorruptError) else (*self._held_back, *due)
             return
         if report.steps or report.superseded or report.files:
-            logger.info("collected steps %s: %d bytes", [*report.steps, *report.superseded], report.bytes)
+            freed = shown_bytes(report.bytes)
+            logger.info("collected steps %s: %s freed", [*report.steps, *report.superseded], freed)
 
     def _warn_of_room(self) -> None:
         """Warn, after a save found no room, of the steps that go soon; once for the same steps."""
