@@ -49,7 +49,7 @@ def test_a_last_step_that_is_saved_twice_is_no_other_writer(tmp_path: Path) -> N
         manager.load(state)
         manager.maybe_save(10, state)
         second = manager.save(10, state)
-        with pytest.raises(ConflictError, match="an earlier save of this job|already there") as caught:
+        with pytest.raises(ConflictError, match=r"an earlier save of this job|already there") as caught:
             second.wait()
         assert "another writer" not in str(caught.value)
         assert manager.steps() == [10]

@@ -253,7 +253,9 @@ class _Collector:
             self.skipped.append(path)
             return Skipped(path)
         if isinstance(value, PerRank | RngState):
-            self.per_rank[path] = take_apart(_value_of_rank(path, value), path, partial(small_tensor, numel_max=16 << 20))
+            self.per_rank[path] = take_apart(
+                _value_of_rank(path, value), path, partial(small_tensor, numel_max=16 << 20)
+            )
             return PerRankRef(path)
         return take_apart(without(value, path, self._takes_part), path, self._reference)
 
