@@ -6,6 +6,7 @@ import functools
 import logging
 import platform
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
@@ -256,9 +257,11 @@ def _require_not_own(location: CheckpointLocation, epoch: int) -> None:
     Raises:
         ConflictError: An earlier save of this job has saved the step.
     """
-    where = f"{location.store.url}/{location.manifest_key}"
-    data = get_or_none(location.store, location.manifest_key, MANIFEST_BYTES_MAX)
-    if data is not None and run_fields_of_manifest(data, where).epoch == epoch:
+    is_own = False
+    with suppress(CheckpointError):  # The conflict is certain, whoever was first.
+        data = get_or_none(location.store, location.manifest_key, MANIFEST_BYTES_MAX)
+        is_own = data is not None and run_fields_of_manifest(data, location.url).epoch == epoch
+    if is_own:
         raise ConflictError(
             f"{location.url}: an earlier save of this job has saved step {location.step}; expected one save of a step. "
             "Nothing of it was touched. Leave out the second save, or save the state as another step"

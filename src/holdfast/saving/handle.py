@@ -180,7 +180,7 @@ def collect_error(error: BaseException, name: str) -> BaseException:
     """Return the error with which every rank refuses a state that this rank could not collect."""
     if isinstance(error, CheckpointError) or not isinstance(error, Exception):
         return error
-    what = ": ".join([*getattr(error, "__notes__", ()), f"{type(error).__name__}: {error}"])
+    what = ": ".join([*map(str, getattr(error, "__notes__", ())), f"{type(error).__name__}: {error}"])
     if isinstance(error, MemoryError | OSError) or type(error).__name__ == "OutOfMemoryError":
         # The state is valid and training need not end: the next save may find enough memory.
         refusal: CheckpointError = UnavailableError(f"{name}: the state could not be collected now: {what}")

@@ -348,7 +348,9 @@ def _state_dict_of(path: str, stateful: Stateful) -> object:
     try:
         return stateful.state_dict()
     except Exception as error:
-        error.add_note(f"{path}: {type(stateful).__name__}.state_dict() failed")
+        note = f"{path}: {type(stateful).__name__}.state_dict() failed"
+        if note not in getattr(error, "__notes__", ()):  # An object may raise one and the same error at each save.
+            error.add_note(note)
         raise
 
 
