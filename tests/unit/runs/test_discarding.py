@@ -239,6 +239,22 @@ def test_a_tag_within_the_grace_keeps_a_discarded_step(root: Path) -> None:
         assert manager.load(state_of(0)) == 2
 
 
+def test_a_mark_tells_discarded_steps_from_those_that_are_saved_again(root: Path) -> None:
+    with manager_at(root) as manager:
+        assert manager.load(state_of(0), 2, discard_newer=True) == 2
+        manager.save(3, state_of(3)).wait()
+        parts = manager._parts
+        choice = ChosenNames(is_all=True)
+        collector = CheckpointGC(parts.store, SystemClock(), None, parts.writer_lease, parts.pins, choice)
+        marked = collector.mark()
+        manager.save(4, state_of(4)).wait()
+    # Step 3 had moved already, step 4 stood.
+    assert marked.steps == (3, 4)
+    third, fourth = marked.names
+    assert (third[:2], fourth[:2]) == ("3@", "4@")
+    assert {third, fourth}.isdisjoint(record.name for record in list_steps(root).steps if not record.superseded)
+
+
 def test_the_steps_of_an_older_timeline_stay_superseded(root: Path) -> None:
     with manager_at(root) as manager:
         manager.load(state_of(0), 2)
