@@ -86,7 +86,7 @@ class Background:
         """When the grace of the last marked step has run."""
         self._next_mark = math.inf
         """When to look for more to mark."""
-        self._warned_steps: tuple[int, ...] | None = None
+        self._warned_steps: tuple[str, ...] | None = None
 
     def want(self) -> None:
         """Request a collection after a commit."""
@@ -174,8 +174,8 @@ class Background:
                 is_said = True
                 # A warning: a script that seems to hang at its end must say why, also without a configured log.
                 logger.warning(
-                    "%s: close waits up to %.0f s until steps [%s] are deleted: no retention policy keeps them, and "
-                    "their grace runs (Settings.collect_grace_seconds=%g). Ctrl-C or close(wait=False) leaves them to "
+                    "%s: close waits up to %.0f s until steps [%s] are deleted: nothing keeps them, and their "
+                    "grace runs (Settings.collect_grace_seconds=%g). Ctrl-C or close(wait=False) leaves them to "
                     "the next job",
                     self._collector.url,
                     math.ceil(due - now),
@@ -184,8 +184,9 @@ class Background:
                 )
         return _END_SECONDS
 
-    def _steps_due(self) -> tuple[int, ...]:
-        return tuple(sorted({step for each in (*self._pending, *self._held_back) for step in each.marked.steps}))
+    def _steps_due(self) -> tuple[str, ...]:
+        names = {name for each in (*self._pending, *self._held_back) for name in each.marked.names}
+        return tuple(sorted(names, key=lambda name: (int(name.partition("@")[0]), name)))
 
     def _run(self) -> None:
         try:
@@ -269,8 +270,8 @@ class Background:
             self._held_back = () if isinstance(error, CorruptError) else (*self._held_back, *due)
             return
         if report.steps or report.superseded or report.files:
-            freed = shown_bytes(report.bytes)
-            logger.info("collected steps %s: %s freed", [*report.steps, *report.superseded], freed)
+            names = ", ".join(map(str, (*report.steps, *report.superseded)))
+            logger.info("collected steps [%s]: %s freed", names, shown_bytes(report.bytes))
 
     def _warn_of_room(self) -> None:
         """Warn, after a save found no room, of the steps that go soon; once for the same steps."""

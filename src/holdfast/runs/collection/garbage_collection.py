@@ -105,6 +105,16 @@ class Marked:
         moved = {step for step, _ in self.to_delete.moved.values()}
         return tuple(sorted((self.to_delete.steps.keys() & self.inventory.standing.keys()) | moved))
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Their names for a message: with the digest if the number is saved again, or may be."""
+        moved, standing = {*self.to_delete.moved.values()}, self.inventory.standing
+        again = moved.union(*(record.discarded for record in self.inventory.records))
+        listed = moved | {(step, standing[step]) for step in self.to_delete.steps.keys() & standing.keys()}
+        return tuple(
+            f"{step}@{digest[:8]}" if (step, digest) in again else str(step) for step, digest in sorted(listed)
+        )
+
 
 class CheckpointGC:
     """Finds what a run does not need, and removes it if it has the writer lease."""
