@@ -173,6 +173,28 @@ def remove_tag(store: Store, name: str) -> None:
     store.delete([_key(name)])
 
 
+def remove_tag_of_step(store: Store, tag: Tag, aside: str) -> None:
+    """Remove a tag if it still names the step. A tag that moves to another step at this instant stays there.
+
+    Args:
+        store: The root of the run.
+        tag: The tag, and the step that it named.
+        aside: A key that no other call uses, and that the next collection removes.
+    """
+    if _read_or_none(store, tag.name) != tag:
+        return
+    # A deletion by key alone would remove whatever is there by now.
+    try:
+        store.move(_key(tag.name), aside)
+    except MissingError:
+        return
+    moved = store.get(aside, _TAG_BYTES_MAX)
+    if moved not in (_encode(tag), _encode(tag, FORMAT_MINOR_TIMELINES)):
+        with suppress(ConflictError):  # It was put anew since.
+            store.put_if_absent(_key(tag.name), moved)
+    store.delete([aside])
+
+
 def _require_committed(store: Store, step: int, digest: str | None) -> str:
     """Return the digest of a committed manifest of a step.
 
