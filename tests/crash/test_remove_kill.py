@@ -121,7 +121,8 @@ def require_nothing_left(root: Path, left: set[int]) -> None:
         files = [path for path in step_path(root, 10).rglob("*") if path.is_file()]
         assert files and {path.suffix for path in files} == {".safetensors"}
     folders = ("collecting/", "readers/", "superseded/", "timelines/")
-    assert not [path for path in paths_under(root) if path.startswith(folders)]
+    # What a dead process left half written goes with the next object that is removed there.
+    assert not [path for path in paths_under(root) if path.startswith(folders) and "/.tmp-" not in path]
 
 
 @pytest.fixture
