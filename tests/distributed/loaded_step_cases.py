@@ -88,30 +88,34 @@ CHANGES: dict[str, Callable[[Training], None]] = {
 }
 
 
-def save_what_was_loaded(world: World, root: str, layout: str, change: str, ranks: list[int]) -> dict[str, object]:
-    """Load a step, change something on some ranks, and save at the same step; then train on, and save the next."""
+def save_what_was_loaded(world: World, root: str, layout: str, changes: list[tuple[str, list[int]]]) -> list[object]:
+    """Load a step, change something on some ranks, and save at the same step, again and again; then train on.
+
+    Returns:
+        What came of each save: step and bytes, or the error.
+    """
     first = Training(1, layout)
     first.step()
     with holdfast.CheckpointManager(Path(root), settings=SETTINGS) as manager:
         manager.save(10, first.state).wait()
     training = Training(2, layout)
     training.step()
-    said: dict[str, object] = {}
+    said: list[object] = []
     with holdfast.CheckpointManager(Path(root), settings=SETTINGS) as manager:
-        assert manager.load(training.state) == 10
-        if world.rank in ranks:
-            CHANGES[change](training)
-        try:
-            report = manager.save(10, training.state, tags=["again"]).wait()
-            assert report is not None
-            said["saved"] = [report.step, report.bytes]
-        except holdfast.CheckpointError as error:
-            said["refused"] = [type(error).__name__, str(error)]
-        # Going on as a loop would: what was loaded is loaded again, or is as it was.
+        for number, (change, ranks) in enumerate(changes):
+            assert manager.load(training.state) == 10
+            if world.rank in ranks:
+                CHANGES[change](training)
+            try:
+                report = manager.save(10, training.state, tags=[f"change-{number}"]).wait()
+                assert report is not None
+                said.append([report.step, report.bytes])
+            except holdfast.CheckpointError as error:
+                said.append([type(error).__name__, str(error)])
         manager.load(training.state)
         training.step()
-        next_report = manager.save(11, training.state).wait()
-        assert next_report is not None and next_report.bytes > 0
-        said["steps"] = manager.steps()
+        report = manager.save(11, training.state).wait()
+        assert report is not None and report.bytes > 0
+        assert manager.steps() == [10, 11]
     dist.barrier()
     return said

@@ -10,21 +10,35 @@ from holdfast.api import list_steps
 from tests.distributed.launch import Case, Results, run_world
 
 MODULE = "tests.distributed.loaded_step_cases"
-LAYOUTS = ("ddp", "fsdp2")
-KEPT = [(layout, change, [0, 1]) for layout in LAYOUTS for change in ("nothing", "evaluate")]
-CHANGED = [
-    *((layout, change, [0, 1]) for layout in LAYOUTS for change in ("write_data", "step_fused")),
-    *(("fsdp2", change, [1]) for change in ("write_data", "write_average")),
-    *((layout, "write_own", [1]) for layout in LAYOUTS),
-]
+CHANGES = {
+    "ddp": [
+        ("nothing", [0, 1]),
+        ("evaluate", [0, 1]),
+        ("write_data", [0, 1]),
+        ("step_fused", [0, 1]),
+        ("write_own", [1]),
+        ("write_data", [1]),
+        ("step_fused", [0]),
+        ("nothing", [0, 1]),
+    ],
+    "fsdp2": [
+        ("nothing", [0, 1]),
+        ("evaluate", [0, 1]),
+        ("write_data", [0, 1]),
+        ("step_fused", [0, 1]),
+        ("write_own", [1]),
+        ("write_data", [1]),
+        ("write_average", [0]),
+        ("nothing", [0, 1]),
+    ],
+}
+"""By layout, what is changed between load and save, and on which ranks."""
+
+SAVED = {"nothing", "evaluate"}
 PARTED = [("ddp", "write_data", [1]), ("ddp", "step_fused", [0])]
 """Copies that must be equal are not any more: this is said first."""
 
 pytestmark = pytest.mark.timeout(300)
-
-
-def name_of(layout: str, change: str, ranks: list[int]) -> str:
-    return f"{layout}-{change}-{'-'.join(map(str, ranks))}"
 
 
 @pytest.fixture(scope="module")
@@ -34,35 +48,34 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def world(root: Path) -> Results:
-    cases = []
-    for layout, change, ranks in (*KEPT, *CHANGED, *PARTED):
-        name = name_of(layout, change, ranks)
-        arguments = {"root": str(root / name), "layout": layout, "change": change, "ranks": ranks}
-        cases.append(Case(f"{MODULE}:save_what_was_loaded", arguments, name))
+    cases = [
+        Case(f"{MODULE}:save_what_was_loaded", {"root": str(root / each), "layout": each, "changes": changes}, each)
+        for each, changes in CHANGES.items()
+    ]
     return run_world(2, cases, root / "world")
 
 
-@pytest.mark.parametrize(("layout", "change", "ranks"), KEPT)
-def test_what_no_rank_has_changed_is_saved_already(
-    world: Results, root: Path, layout: str, change: str, ranks: list[int]
+@pytest.mark.parametrize(
+    ("layout", "number"), [(layout, number) for layout, changes in CHANGES.items() for number in range(len(changes))]
+)
+def test_a_save_at_the_loaded_step_is_finished_or_refused_on_every_rank(
+    world: Results, layout: str, number: int
 ) -> None:
-    name = name_of(layout, change, ranks)
-    for said in world.values(name):
-        assert said == {"saved": [10, 0], "steps": [10, 11]}
-    assert [record.tags for record in list_steps(root / name).steps] == [("again",), ()]
-
-
-@pytest.mark.parametrize(("layout", "change", "ranks"), [*CHANGED, *PARTED])
-def test_what_one_rank_has_changed_is_refused_on_every_rank(
-    world: Results, root: Path, layout: str, change: str, ranks: list[int]
-) -> None:
-    name = name_of(layout, change, ranks)
-    for said in world.values(name):
-        assert isinstance(said, dict) and said["steps"] == [10, 11]
-        error, text = said["refused"]
-        if (layout, change, ranks) in PARTED:
-            assert error == "InvalidError" and "ranks [0] ≠ ranks [1]" in text and "Expected equal copies" in text
+    change, ranks = CHANGES[layout][number]
+    for said in world.values(layout):
+        assert isinstance(said, list)
+        outcome, text = said[number]
+        if change in SAVED:
+            assert (outcome, text) == (10, 0), "nothing was written"
+        elif (layout, change, ranks) in PARTED:
+            assert outcome == "InvalidError" and "ranks [0] ≠ ranks [1]" in text and "Expected equal copies" in text
         else:
-            assert error == "ConflictError" and "already there" in text
+            assert outcome == "ConflictError" and "already there" in text
             assert "Save the state as another step" in text and "discard_newer" in text
-    assert list_steps(root / name).tags == ()
+
+
+@pytest.mark.parametrize("layout", CHANGES)
+def test_only_a_finished_save_gives_its_tags(world: Results, root: Path, layout: str) -> None:
+    world.values(layout)
+    finished = {f"change-{number}" for number, (change, _) in enumerate(CHANGES[layout]) if change in SAVED}
+    assert [{*record.tags} for record in list_steps(root / layout).steps] == [finished, set()]

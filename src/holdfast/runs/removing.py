@@ -39,7 +39,7 @@ class RemovedSteps:
     """Their bytes."""
 
     gone: tuple[str, ...] = ()
-    """Steps that an earlier removal, which was interrupted, had removed already."""
+    """Steps that an earlier removal, which did not end, had removed already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class StepRemoval:
     def execute(self, store: Store, clock: Clock, grace_seconds: float, lease_seconds: float) -> RemovedSteps:
         """Remove the steps, with marks and grace as garbage collection does.
 
-        What is named is noted on storage until all of it is gone. So the same request again ends an interrupted one,
+        What is named is noted on storage until all of it is gone. So the same request again ends one that did not end,
         although some of its steps are gone.
 
         Raises:
@@ -132,7 +132,7 @@ class _Chosen:
     """By name."""
 
     gone: Mapping[str, frozenset[StepAndDigest]]
-    """Steps that an interrupted removal has removed, by name."""
+    """Steps that a removal that did not end has removed, by name."""
 
     stored: RunTimelines
     tags: Tags
@@ -213,7 +213,7 @@ def _name(manifest: StoredManifest, stored: RunTimelines) -> str:
 
 
 def _removed_before(store: Store, named: StepName, stored: RunTimelines, tags: Tags) -> frozenset[StepAndDigest]:
-    """Return what a removal that was interrupted has removed under a name; empty if none has.
+    """Return what a removal that did not end has removed under a name; empty if none has.
 
     Args:
         store: The root of the run.

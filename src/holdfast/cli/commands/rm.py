@@ -50,7 +50,7 @@ def _show(dry_run: bool, screen: Screen, report: api.RemovedSteps) -> None:
     steps = f"steps {', '.join(report.steps)}" if report.steps else "no step"
     screen.line(f"{verb}: {steps}; {report.files} files, {shown_bytes(report.bytes)}")
     if report.gone:
-        screen.line(f"steps {', '.join(report.gone)} were removed before, by a removal that was interrupted")
+        screen.line(f"steps {', '.join(report.gone)} were removed before, by a removal that did not end")
     for step, why in report.left.items():
         screen.line(f"step {step} stays: {printable(', '.join(why))}", style="yellow")
 

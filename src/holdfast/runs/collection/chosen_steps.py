@@ -36,7 +36,7 @@ class ChosenNames:
     """Whether nothing else goes: no remains of dead saves either."""
 
     begun: frozenset[int] = frozenset()
-    """Steps whose manifests an interrupted removal has removed. What is left in their folders goes too."""
+    """Steps whose manifests a removal that did not end has removed. What is left in their folders goes too."""
 
     request: str = ""
     """Key of the mark that holds what a person named. Whoever has put it removes it."""

@@ -51,4 +51,4 @@ def _stamps(tensors: Iterable[torch.Tensor], of_rank: bool) -> list[tuple[int, i
 
 def _digest(tensor: torch.Tensor) -> bytes:
     content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(content.numpy(), digest_size=16).digest()
+    return hashlib.blake2b(content.numpy().data, digest_size=16).digest()
