@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -29,6 +29,8 @@ class Training:
         if layout == "fsdp2":
             fully_shard(self.net.first)
             fully_shard(self.net)
+        if layout == "fsdp1":
+            self.net = FullyShardedDataParallel(self.net, use_orig_params=True, device_id=torch.device("cpu"))
         self.model: nn.Module = DistributedDataParallel(self.net) if layout == "ddp" else self.net
         self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.1, fused=True)
         self.own = holdfast.PerRank(torch.full((5,), float(dist.get_rank())))

@@ -31,6 +31,7 @@ CHANGES = {
         ("write_average", [0]),
         ("nothing", [0, 1]),
     ],
+    "fsdp1": [("nothing", [0, 1]), ("evaluate", [0, 1]), ("step_fused", [0, 1])],
 }
 """By layout, what is changed between load and save, and on which ranks."""
 

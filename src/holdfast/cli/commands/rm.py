@@ -33,8 +33,7 @@ def rm(
 
     Nothing is removed if one of the steps does not exist or has a tag, or if no step would stay that a resume could
     take. A step that somebody reads stays: run the command again (exit status 2). The command is refused while a job
-    writes to the run. An interruption leaves every step complete or gone; the same command ends
-    the removal.
+    writes to the run. An interruption leaves every step complete or gone; the same command ends the removal.
     """
     with ended_well():
         if not dry_run and not as_json:
