@@ -13,7 +13,7 @@
 #                   saving, going back, discarding, overwriting, removing, collecting, fencing and repairing (ext4; XFS
 #                   where xfsprogs is installed);
 #                   a training told to end ROUNDS times; lives of runs drawn at random; FAULTS=1000 faults drawn
-#                   for saves of trainings, FAULTS_SEED=n for the same ones again (about 75 minutes)
+#                   for saves of trainings, FAULTS_SEED=n for the same ones again (about 100 minutes)
 #   make test-torch   the core of the suite under another torch: TORCH=2.14.1 (minutes, and a download of some GiB)
 #   make dist    build sdist and wheel into dist/, and try the wheel in environments of its own (minutes)
 #   make clean   remove the environments, caches and runs

@@ -163,7 +163,8 @@ def of_changes(root: Path, anew: bool) -> list[int]:
     # Between two changes the power leaves the same.
     changes = [at for at, call in enumerate(recorded.seen, 1) if call.name in names]
     record = next(n for n, at in enumerate(changes) if "/timelines" in recorded.seen[at - 1].subject)
-    return sorted({*changes[::STRIDE], *changes[record + 1 : record + 9], recorded.counted + 50})
+    of_record = changes[record + 1 : record + 9 : 1 if anew else 3]
+    return sorted({*changes[::STRIDE], *of_record, recorded.counted + 50})
 
 
 @pytest.mark.parametrize("anew", [False, True], ids=["removed", "saved-anew"])

@@ -152,7 +152,7 @@ def changes_in(act: Act, template: Path, root: Path, stride: int) -> list[int]:
 )
 def test_killed_anywhere(in_memory: Path, template: Path, way: Act) -> None:
     root = in_memory / "root"
-    points = changes_in(way, template, root, max(STRIDE // 5, 1) if way is over_store else STRIDE)
+    points = changes_in(way, template, root, max(STRIDE // 3, 1) if way is over_store else STRIDE)
     act = partial(to_its_end, way)
     left, judged = fates_of_kills(template, root, act, lambda root, _: require_ends(root), points)
     assert left[0] == NAMED and left[-1] == () and set(left) <= {NAMED, NAMED[1:], ()}
