@@ -180,8 +180,9 @@ class StepRequest:
         # The handle of a save that fails in the background may be kept for long: it must not keep the state alive.
         self._passed = replace(passed, state={})
         framework, loaded = self._parts.job.framework, self._parts.position.loaded_state
-        is_still = loaded is not None and loaded.is_still(framework, self._step, passed.state, passed.selection)
         collected = framework.collect(passed.state, passed.selection)
+        # Only now: after an evaluation FSDP2 shows whole parameters, until the collection has it show its shards.
+        is_still = loaded is not None and loaded.is_still(framework, self._step, passed.state, passed.selection)
         self.is_loaded = loaded is not None and is_still and self._equals(loaded, collected)
         return collected
 
