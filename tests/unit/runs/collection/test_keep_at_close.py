@@ -118,7 +118,7 @@ def test_the_grace_counts_from_the_mark_and_close_says_that_it_waits(
     (said,) = [record.getMessage() for record in caplog.records if "close waits" in record.getMessage()]
     assert "steps [1] are deleted" in said and "close(wait=False)" in said and said.startswith(str(tmp_path))
     (collected,) = [text for text in caplog.messages if text.startswith("collected steps [1]: ")]
-    assert re.fullmatch(r"collected steps \[1\]: [0-9.]+ KiB", collected)
+    assert re.fullmatch(r"collected steps \[1\]: [0-9.]+ KiB freed", collected)
 
 
 def test_each_mark_waits_for_its_own_grace(tmp_path: Path) -> None:
