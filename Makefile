@@ -10,10 +10,10 @@
 #                   [ONLY=large,tiny] [QUICK=1]; two to three hours for all, and the same command continues after Ctrl-C
 #   make fuzz    coverage-guided fuzzing of every parser, FUZZ_SECONDS=600 in all
 #   make campaign   eight processes race for one root, ROUNDS=100 times; clocks set; killed and the power cut while
-#                   saving, going back, overwriting, collecting, fencing and repairing (ext4; XFS where xfsprogs is
-#                   installed);
+#                   saving, going back, discarding, overwriting, removing, collecting, fencing and repairing (ext4; XFS
+#                   where xfsprogs is installed);
 #                   a training told to end ROUNDS times; lives of runs drawn at random; FAULTS=1000 faults drawn
-#                   for saves of trainings, FAULTS_SEED=n for the same ones again (about 75 minutes)
+#                   for saves of trainings, FAULTS_SEED=n for the same ones again (about 100 minutes)
 #   make test-torch   the core of the suite under another torch: TORCH=2.14.1 (minutes, and a download of some GiB)
 #   make dist    build sdist and wheel into dist/, and try the wheel in environments of its own (minutes)
 #   make clean   remove the environments, caches and runs
@@ -109,7 +109,8 @@ campaign: $(READY)
 	@POWER_CUTS_ON=ext4,xfs JUDGE_EVERY=1 COLLECT_STRIDE=1 TAG_STRIDE=1 GO_BACK_STRIDE=1 EPOCH_RACE_ROUNDS=$(ROUNDS) PREEMPTION_ROUNDS=$(ROUNDS) $(PY) -m pytest -q -s tests/crash/test_epoch_races.py \
 	    tests/crash/test_epoch_clock.py tests/crash/test_epoch_kill.py tests/crash/test_collect_kill.py tests/crash/test_tag_move_kill.py \
 	    tests/crash/test_repair_kill.py tests/crash/test_kill_sweep.py tests/crash/test_power_cut.py \
-	    tests/crash/test_overwrite_kill.py tests/distributed/test_preemption.py
+	    tests/crash/test_overwrite_kill.py tests/distributed/test_preemption.py \
+	    tests/crash/test_discard_kill.py tests/crash/test_remove_kill.py tests/crash/test_remove_beside.py
 	@LIFE_EXAMPLES=$$((5 * $(ROUNDS))) $(PY) -m pytest -q --timeout 3600 -o faulthandler_timeout=3660 tests/property/test_life_of_a_run.py
 	@FAULTS=$(FAULTS) $(PY) -m pytest -q -s tests/distributed/test_failed_saves.py
 

@@ -10,7 +10,11 @@ import torch
 
 import holdfast
 from holdfast.api import list_steps, remove_steps
-from holdfast.repository.removal import is_link_key
+from holdfast.clock import SystemClock
+from holdfast.leases.process import this_process
+from holdfast.repository.reader_leases import put_lease
+from holdfast.repository.removal import is_link_key, mark_keys
+from holdfast.stores.local import LocalStore
 from tests.unit.cli.running import holdfast as command
 from tests.unit.cli.running import separately
 
@@ -125,6 +129,21 @@ def test_superseded_steps_are_named_by_number_and_digest(root: Path) -> None:
         assert manager.load({"head": torch.zeros(1000), "backbone": torch.zeros(100_000)}) == 200
         manager.save(360, {"head": torch.zeros(1000)}).wait()
         assert manager.steps() == [100, 200, 360]
+
+
+def test_the_same_command_ends_what_a_reader_held_up(root: Path) -> None:
+    store = LocalStore(root, settings=holdfast.Settings())
+    key = put_lease(store, this_process(SystemClock(), 60.0), 200, 1)
+    ended = command("rm", root, 100, 200, "--grace", 0)
+    assert ended.status == 2 and "removed: steps 100; " in ended.out and "step 200 stays: read by" in ended.out
+    planned = json.loads(command("rm", root, 100, 200, "--dry-run", "--json").out)
+    assert planned["removed"]["gone"] == ["100"] and list(planned["left"]) == ["200"]
+    store.delete([key])
+    ended = command("rm", root, 100, 200, "--grace", 0)
+    assert ended.status == 0 and "removed: steps 200; " in ended.out
+    assert "steps 100 were removed before, by a removal that did not end" in ended.out
+    assert content(root) == (400, 400.0) and not mark_keys(store)
+    assert command("rm", root, 100, 200, "--grace", 0).status == 2, "nothing tells of a removal that has ended"
 
 
 def test_a_run_in_use_is_left_alone(root: Path) -> None:

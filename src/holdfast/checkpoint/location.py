@@ -164,11 +164,12 @@ class CheckpointLocation:
         except InvalidError:
             return False  # Something else has the name of a link.
 
-    def require_empty(self, way_out: str | None = None) -> None:
+    def require_empty(self, way_out: str | None = None, *, why: str = "") -> None:
         """Refuse to save over a checkpoint.
 
         Args:
             way_out: What the caller can do about it; None for what every caller can.
+            why: A sentence that comes before the way out.
         Raises:
             ConflictError: A checkpoint is there; it was not touched.
             InvalidError: The path is the root of a run.
@@ -183,7 +184,8 @@ class CheckpointLocation:
                 f"manager.load(state, step=…, discard_newer=True), or remove it: holdfast rm ROOT {self.step}"
             )
             raise ConflictError(
-                f"{self.url}: a checkpoint is already there; expected none. Nothing was touched. {way_out or default}"
+                f"{self.url}: a checkpoint is already there; expected none. Nothing was touched. "
+                f"{why}{' ' if why else ''}{way_out or default}"
             )
         if self.step is None:
             require_no_run(self.store, "save one checkpoint here")

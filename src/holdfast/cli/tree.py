@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 
 from holdfast.errors import printable
-from holdfast.types.values import SUBCLASS, FrameworkValue, Group, Skipped, TensorRef
+from holdfast.types.values import SUBCLASS, FrameworkValue, Group, PerRankRef, Skipped, TensorRef
 
 TEXT_MAX = 100
 """Characters of one value that are shown."""
@@ -103,6 +103,8 @@ def _leaf(value: object) -> str:
         return _clipped(f"{value.dtype} {value}")
     if isinstance(value, TensorRef):
         return f"tensor {printable(value.fqn)}"
+    if isinstance(value, PerRankRef):
+        return "one value of each rank"
     if isinstance(value, Skipped):
         return "left out of the checkpoint"
     if isinstance(value, FrameworkValue):

@@ -122,7 +122,8 @@ class WriterLease:
         self._heartbeat = heartbeat
         # A manager that is garbage-collected without close() must not keep its root locked for the process's lifetime.
         weakref.finalize(self, heartbeat.drop).atexit = False
-        logger.info("%s: writing under epoch %d", self._store.url, number)
+        # "Epoch" alone would be one of the training, to who reads its log.
+        logger.info("%s: this job holds the writer lease, epoch %d of the lease", self._store.url, number)
 
     def _accept_steps(self, number: int, run_id: str) -> None:
         """Store which steps of former writers count. A manifest that they publish from now on does not."""
@@ -293,7 +294,7 @@ def _await_free(store: Store, clock: Clock, number: int, lease_seconds: float) -
             _require_dropped(store, number, holder)
             return
         if is_gone(holder):
-            logger.info("epoch %d is taken over at once, its process has exited: %s", number, holder)
+            logger.info("epoch %d of the lease is taken over at once, its process has exited: %s", number, holder)
             return
         lease_seconds = holder.lease_seconds
     logger.warning(

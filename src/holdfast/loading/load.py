@@ -474,7 +474,7 @@ def _finish(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLoad, stats:
     store = location.store if job.settings.reports and manifest.attempt else None
     trace.end(report, resolved.reader_id, store, location.folder, job.node_reports)
     if job.comm.rank == 0:
-        logger.info("%s", loaded_line(report, location.url))
+        logger.info("%s", loaded_line(report, location.url, job.comm.world_size))
     filled = {tensor.stored_fqn: tensor.boxes for tensor in agreed.planned.wanted}
     return Loaded(location, report, manifest, resolved.index, filled, resolved.newer)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -180,17 +180,31 @@ def put_mark(
 ) -> Mark:
     """Put a mark, announced or carried out. It names all steps, and the first of the files."""
     mark = Mark(mark_key(nonce), run_id, epoch, is_carried_out, to_delete.manifests)
+    _put(store, mark, to_delete.files)
+    return mark
+
+
+def put_request(store: Store, run_id: str, nonce: str, epoch: int, steps: frozenset[tuple[int, str]]) -> str:
+    """Put an announced mark of the steps that a person named; return its key.
+
+    It outlives the removal unless all of them are gone. So the same command knows its steps if it was interrupted.
+    """
+    mark = Mark(mark_key(nonce), run_id, epoch, False, steps)
+    _put(store, mark, {})
+    return mark.key
+
+
+def _put(store: Store, mark: Mark, files: Mapping[str, int]) -> None:
     document = {
         **header("collecting"),
-        "run_id": run_id,
-        "epoch": epoch,
-        "carried_out": is_carried_out,
+        "run_id": mark.run_id,
+        "epoch": mark.epoch,
+        "carried_out": mark.is_carried_out,
         "steps": [[step, digest] for step, digest in sorted(mark.steps)],
-        "files": heapq.nsmallest(_MARK_FILES_MAX, to_delete.files),
-        "file_count": len(to_delete.files),
+        "files": heapq.nsmallest(_MARK_FILES_MAX, files),
+        "file_count": len(files),
     }
     store.put(mark.key, sealed(document))
-    return mark
 
 
 def marks(store: Store) -> list[Mark]:

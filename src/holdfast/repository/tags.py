@@ -173,6 +173,30 @@ def remove_tag(store: Store, name: str) -> None:
     store.delete([_key(name)])
 
 
+def remove_tag_of_step(store: Store, tag: Tag, aside: str) -> None:
+    """Remove a tag if it still names the step. A tag that moves to another step at this instant stays there.
+
+    Args:
+        store: The root of the run.
+        tag: The tag, and the step that it named.
+        aside: A key that no other call uses, and that the next collection removes.
+    """
+    key = _key(tag.name)
+    data = get_or_none(store, key, _TAG_BYTES_MAX)
+    if data is None or _decoded(store, tag.name, data) != tag:
+        return
+    # A deletion by key alone would remove whatever is there by now.
+    try:
+        store.move(key, aside)
+    except MissingError:
+        return
+    moved = store.get(aside, _TAG_BYTES_MAX)
+    if moved != data:
+        with suppress(ConflictError):  # It was put anew since.
+            store.put_if_absent(key, moved)
+    store.delete([aside])
+
+
 def _require_committed(store: Store, step: int, digest: str | None) -> str:
     """Return the digest of a committed manifest of a step.
 
@@ -233,8 +257,12 @@ def _read_or_none(store: Store, name: str) -> Tag | None:
 
 
 def _read(store: Store, name: str) -> Tag:
+    return _decoded(store, name, store.get(_key(name), _TAG_BYTES_MAX))
+
+
+def _decoded(store: Store, name: str, data: bytes) -> Tag:
     where = f"{store.url}/{_key(name)}"
-    document, _ = decode_sealed(store.get(_key(name), _TAG_BYTES_MAX), "tag", _TagDocument, where)
+    document, _ = decode_sealed(data, "tag", _TagDocument, where)
     if document.name != name:
         raise CorruptError(f"{where}: is of tag {document.name[:80]!r}; expected {name!r}. It was copied or renamed")
     return Tag(name, document.step, document.manifest, document.created)

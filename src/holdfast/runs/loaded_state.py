@@ -4,6 +4,7 @@ First the names and the objects that hold tensors are compared, with address and
 finds nearly every loop that has trained. But not every write moves a counter: not that of a fused optimizer, of a load,
 of `.data`, or of an object that is no module. So every tensor is then compared with the digests of the step. Plain
 values are not compared, nor is the state of random generators: a loop that has not trained may have drawn from one.
+Tensors that a rank has for itself are stored as plain values, so their stamps have digests.
 """
 
 from __future__ import annotations

@@ -143,6 +143,11 @@ class RunPosition:
         """Whether the last load left newer steps behind."""
         return bool(self._newer)
 
+    @property
+    def origin_step(self) -> int | None:
+        """The step that was loaded last."""
+        return None if self._origin is None else self._origin.step
+
     def is_loaded(self, step: int) -> bool:
         """Return whether a restart would resume from this step, because it was just loaded and is the newest."""
         return step == self.loaded and not self._newer

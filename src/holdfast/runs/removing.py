@@ -7,14 +7,15 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from holdfast.clock import Clock
-from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, first_three
+from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError, first_three
 from holdfast.format.step_name import StepName, step_name
 from holdfast.leases.writer import hold_writer_lease
 from holdfast.loading.named_step import find_named
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import manifest_digest
 from holdfast.repository.quarantine import list_records, release
-from holdfast.repository.tags import Tags, read_tags, remove_tag
+from holdfast.repository.removal import mark_key, marks, put_request, remove_marks
+from holdfast.repository.tags import Tags, read_tags, remove_tag_of_step
 from holdfast.repository.timeline_records import TimelineRecord, put_record
 from holdfast.repository.timelines import RunTimelines, StoredManifest, run_timelines
 from holdfast.runs.collection.chosen_steps import ChosenNames, StepAndDigest
@@ -36,6 +37,9 @@ class RemovedSteps:
 
     bytes: int
     """Their bytes."""
+
+    gone: tuple[str, ...] = ()
+    """Steps that an earlier removal, which did not end, had removed already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,34 +64,52 @@ class StepRemoval:
     def execute(self, store: Store, clock: Clock, grace_seconds: float, lease_seconds: float) -> RemovedSteps:
         """Remove the steps, with marks and grace as garbage collection does.
 
+        What is named is noted on storage until all of it is gone. So the same request again ends one that did not end,
+        although some of its steps are gone.
+
         Raises:
             MissingError: There is no such step; nothing was removed.
             ConflictError: A job writes to the run, or a step has a tag; nothing was removed.
             InvalidError: No step that a resume could take would stay; nothing was removed.
             CorruptError: A manifest cannot be read, so nobody can say what its step needs.
         """
-        with hold_writer_lease(store, clock, lease_seconds, require_run(store)) as writer_lease:
+        run_id = require_run(store)
+        with hold_writer_lease(store, clock, lease_seconds, run_id) as writer_lease:
             # Only now: nobody else moves or removes a step from here on.
             chosen = self._chosen(store)
+            request = ""
+            # On a full disk the steps go all the same, but the same request again would not know them.
+            with suppress(UnavailableError):
+                request = put_request(store, run_id, _nonce(clock), writer_lease.epoch, chosen.names)
             chosen.keep_newest_timeline(store, writer_lease.epoch)
-            collector = CheckpointGC(store, clock, None, writer_lease, choice=chosen.choice)
+            choice = replace(chosen.choice, request=request)
+            collector = CheckpointGC(store, clock, None, writer_lease, choice=choice)
             collector.await_readers()
             report = collector.collect(grace_seconds, _sleeping(clock))
             assert report is not None, "nobody stops it"
             removed = chosen.report(report)
-            chosen.remove_what_names(store, removed.steps)
+            chosen.remove_what_names(store, clock, removed.steps)
+            if request and not removed.left:
+                remove_marks(store, [request])
             return removed
 
     def _chosen(self, store: Store) -> _Chosen:
         stored, tags = run_timelines(store), read_tags(store)
         for error in tags.damaged.values():
             raise error
-        manifests: dict[str, StoredManifest] = {}
+        manifests, gone = dict[str, StoredManifest](), dict[str, frozenset[StepAndDigest]]()
         for named in self.steps:
-            _, manifest = find_named(store, _named_by(named), stored)
-            manifests[_name(manifest, stored)] = _readable(store, manifest)
-        chosen = _Chosen(manifests, stored, tags)
-        tagged = {name: chosen.tags_of([name]) for name in manifests}
+            asked = _named_by(named)
+            try:
+                _, manifest = find_named(store, asked, stored)
+            except MissingError:
+                gone[str(named)] = _removed_before(store, asked, stored, tags)
+                if not gone[str(named)]:
+                    raise
+            else:
+                manifests[_name(manifest, stored)] = _readable(store, manifest)
+        chosen = _Chosen(manifests, gone, stored, tags)
+        tagged = {name: chosen.tags_of([name]) for name in (*manifests, *gone)}
         if not self.tagged and any(tagged.values()):
             named_tags = first_three(f"{name} ({', '.join(found)})" for name, found in tagged.items() if found)
             raise ConflictError(
@@ -109,6 +131,9 @@ class _Chosen:
     manifests: Mapping[str, StoredManifest]
     """By name."""
 
+    gone: Mapping[str, frozenset[StepAndDigest]]
+    """Steps that a removal that did not end has removed, by name."""
+
     stored: RunTimelines
     tags: Tags
 
@@ -116,16 +141,21 @@ class _Chosen:
     def choice(self) -> ChosenNames:
         """What the collector removes. Tags that come later keep a step."""
         overruled = {(tag, _name_of(each)) for name, each in self.manifests.items() for tag in self.tags_of([name])}
-        return ChosenNames(self.names, frozenset(overruled), is_all=True)
+        begun = frozenset(step for names in self.gone.values() for step, _ in names)
+        return ChosenNames(self.names, frozenset(overruled), is_all=True, begun=begun)
 
     @property
     def names(self) -> frozenset[StepAndDigest]:
-        """Step and digest of each."""
-        return frozenset(map(_name_of, self.manifests.values()))
+        """Step and digest of each, also of those that are gone."""
+        return frozenset(map(_name_of, self.manifests.values())).union(*self.gone.values())
 
-    def tags_of(self, names: Sequence[str] | Mapping[str, object]) -> list[str]:
+    def tags_of(self, names: Sequence[str]) -> list[str]:
         """Return the tags of some of the steps."""
-        return [tag for name in names for tag in self.tags.of(*_name_of(self.manifests[name]))]
+        return [tag for name in names for each in self._names_of(name) for tag in self.tags.of(*each)]
+
+    def _names_of(self, name: str) -> frozenset[StepAndDigest]:
+        manifest = self.manifests.get(name)
+        return self.gone[name] if manifest is None else frozenset({_name_of(manifest)})
 
     def leaves_a_step(self, store: Store) -> bool:
         """Return whether a resume could take another step, or could take none before."""
@@ -147,14 +177,18 @@ class _Chosen:
         if newest.number > 1 and not is_stated and newest not in self.stored.recorded:
             put_record(store, TimelineRecord(newest, epoch))
 
-    def remove_what_names(self, store: Store, names: Sequence[str]) -> None:
-        """Remove the tags and quarantine records of steps that are gone. A tag may name another step by now."""
+    def remove_what_names(self, store: Store, clock: Clock, names: Sequence[str]) -> None:
+        """Remove the tags and quarantine records of steps that are gone. A tag may name another step by now.
+
+        Args:
+            store: The root of the run.
+            clock: Randomness.
+            names: The steps that were removed.
+        """
         tags = read_tags(store)
-        for name in names:
-            step, digest = _name_of(self.manifests[name])
+        for step, digest in (each for name in (*names, *self.gone) for each in self._names_of(name)):
             for tag in tags.of(step, digest):
-                with suppress(MissingError):
-                    remove_tag(store, tag)
+                remove_tag_of_step(store, tags.whole[tag], mark_key(_nonce(clock)))
             others = {identity for number, identity in list_records(store) if number == step} - {digest[:16]}
             release(store, step, kept=others)
 
@@ -168,7 +202,7 @@ class _Chosen:
             if not is_gone or _name_of(manifest) in report.protected:
                 left[name] = report.protected.get(_name_of(manifest), ("it changed meanwhile",))
         steps = tuple(name for name in self.manifests if name not in left)
-        return RemovedSteps(steps, left, report.files, report.bytes)
+        return RemovedSteps(steps, left, report.files, report.bytes, tuple(self.gone))
 
 
 def _name(manifest: StoredManifest, stored: RunTimelines) -> str:
@@ -176,6 +210,26 @@ def _name(manifest: StoredManifest, stored: RunTimelines) -> str:
     newest = stored.at(manifest.step)
     is_in_chain = newest is not None and newest.key == manifest.key
     return str(manifest.step) if is_in_chain else f"{manifest.step}@{str(manifest.digest)[:8]}"
+
+
+def _removed_before(store: Store, named: StepName, stored: RunTimelines, tags: Tags) -> frozenset[StepAndDigest]:
+    """Return what a removal that did not end has removed under a name; empty if none has.
+
+    Args:
+        store: The root of the run.
+        named: The name, which no stored step has.
+        stored: What is stored.
+        tags: The tags.
+    """
+    tag = None if named.tag is None else tags.whole.get(named.tag)
+    step, digest = (named.step, named.digest) if tag is None else (tag.step, tag.digest)
+    there = {(manifest.step, manifest.digest) for manifest in (*stored.chain, *stored.superseded)}
+    return frozenset(
+        each
+        for mark in marks(store)
+        for each in mark.steps
+        if each[0] == step and each[1].startswith(digest) and each not in there
+    )
 
 
 def _named_by(step: object) -> StepName:
@@ -195,6 +249,10 @@ def _readable(store: Store, manifest: StoredManifest) -> StoredManifest:
         )
     # A run without epochs has one timeline, and its manifests were not read.
     return replace(manifest, digest=manifest.digest or manifest_digest(store, manifest.step, manifest.key))
+
+
+def _nonce(clock: Clock) -> str:
+    return clock.random_bytes(16).hex()
 
 
 def _sleeping(clock: Clock) -> Callable[[float], bool]:

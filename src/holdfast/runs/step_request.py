@@ -99,6 +99,12 @@ class RunParts:
             self.collecting.close(self.writer_lease.release, may_wait)
 
 
+_NOT_AS_LOADED = (
+    "This step was loaded, but on some rank the state is not as it was loaded: it has changed since, or the load or "
+    "the save was none of the whole step."
+)
+
+
 def _always() -> bool:
     return True
 
@@ -174,8 +180,9 @@ class StepRequest:
         # The handle of a save that fails in the background may be kept for long: it must not keep the state alive.
         self._passed = replace(passed, state={})
         framework, loaded = self._parts.job.framework, self._parts.position.loaded_state
-        is_still = loaded is not None and loaded.is_still(framework, self._step, passed.state, passed.selection)
         collected = framework.collect(passed.state, passed.selection)
+        # Only now: after an evaluation FSDP2 shows whole parameters, until the collection has it show its shards.
+        is_still = loaded is not None and loaded.is_still(framework, self._step, passed.state, passed.selection)
         self.is_loaded = loaded is not None and is_still and self._equals(loaded, collected)
         return collected
 
@@ -194,7 +201,8 @@ class StepRequest:
             parts.metrics.require_in(self._metrics)
         has_base = self._pin()
         timeline = partial(parts.position.timeline_for, self._step)
-        context = claim_step(self.location, parts.writer_lease, parts.job.clock, timeline)
+        why = _NOT_AS_LOADED if parts.position.origin_step == self._step else ""
+        context = claim_step(self.location, parts.writer_lease, parts.job.clock, timeline, why=why)
         return replace(
             context,
             base=self._base.identity if has_base and self._base is not None else None,
@@ -299,6 +307,8 @@ def claim_step(
     writer_lease: WriterLease,
     clock: Clock,
     timeline_of_save: Callable[[int], Timeline] | None = None,
+    *,
+    why: str = "",
 ) -> SaveContext:
     """Take the writer lease and make room for a step. A root without a run becomes the root of a new run.
 
@@ -307,6 +317,7 @@ def claim_step(
         writer_lease: The lease of the run.
         clock: The time, and randomness.
         timeline_of_save: Returns the timeline of the step, given the epoch; None for the newest one.
+        why: Why a step that is there is not finished as it is; empty if that is no question.
     Raises:
         ConflictError: A checkpoint is there, or another job writes to this root.
         InvalidError: The root holds steps, and the manager has loaded none of them.
@@ -323,7 +334,7 @@ def claim_step(
         )
     _require_not_moved(location, timeline)
     if not clear_fenced(location, epoch) and not _make_room(location, timeline, epoch):
-        location.require_empty()
+        location.require_empty(why=why)
     return SaveContext(run_id=run_id, created=utc_now_text(clock), epoch=epoch, timeline=timeline)
 
 

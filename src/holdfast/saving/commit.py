@@ -6,6 +6,7 @@ import functools
 import logging
 import platform
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
@@ -21,7 +22,7 @@ from holdfast.format.digest import hex_digest_of
 from holdfast.format.index.index import Index
 from holdfast.format.index.index_file import encode_index
 from holdfast.format.index.overview import IndexParts, Overview, encode_overview, split
-from holdfast.format.manifest import MANIFEST_BYTES_MAX, encode_manifest
+from holdfast.format.manifest import MANIFEST_BYTES_MAX, encode_manifest, run_fields_of_manifest
 from holdfast.format.names import (
     OVERVIEW_FILE,
     PARTS_FOLDER,
@@ -242,7 +243,10 @@ def _put(location: CheckpointLocation, data: bytes, epoch: int) -> None:
     try:
         publish(location.store, location.manifest_key, data)
     except ConflictError:
-        if not epoch or not clear_fenced(location, epoch):
+        if not epoch:
+            raise
+        if not clear_fenced(location, epoch):
+            _require_not_own(location, epoch)
             raise
         publish(location.store, location.manifest_key, data)
 
@@ -262,6 +266,23 @@ def lost_race_of(location: CheckpointLocation, error: Exception) -> ConflictErro
     )
     lost.__cause__ = error
     return lost
+
+
+def _require_not_own(location: CheckpointLocation, epoch: int) -> None:
+    """Say so if this job itself published the step, since this save began.
+
+    Raises:
+        ConflictError: An earlier save of this job has saved the step.
+    """
+    is_own = False
+    with suppress(CheckpointError):  # The conflict is certain, whoever was first.
+        data = get_or_none(location.store, location.manifest_key, MANIFEST_BYTES_MAX)
+        is_own = data is not None and run_fields_of_manifest(data, location.url).epoch == epoch
+    if is_own:
+        raise ConflictError(
+            f"{location.url}: an earlier save of this job has saved step {location.step}; expected one save of a step. "
+            "Nothing of it was touched. Leave out the second save, or save the state as another step"
+        )
 
 
 def clear_fenced(location: CheckpointLocation, epoch: int) -> bool:

@@ -180,13 +180,12 @@ def collect_error(error: BaseException, name: str) -> BaseException:
     """Return the error with which every rank refuses a state that this rank could not collect."""
     if isinstance(error, CheckpointError) or not isinstance(error, Exception):
         return error
+    what = ": ".join([*map(str, getattr(error, "__notes__", ())), f"{type(error).__name__}: {error}"])
     if isinstance(error, MemoryError | OSError) or type(error).__name__ == "OutOfMemoryError":
         # The state is valid and training need not end: the next save may find enough memory.
-        refusal: CheckpointError = UnavailableError(
-            f"{name}: the state could not be collected now: {type(error).__name__}: {error}"
-        )
+        refusal: CheckpointError = UnavailableError(f"{name}: the state could not be collected now: {what}")
     else:
-        refusal = InvalidError(f"{name}: the state could not be collected: {type(error).__name__}: {error}")
+        refusal = InvalidError(f"{name}: the state could not be collected: {what}")
     # The handle keeps only the refusal: its cause shows which `state_dict` failed.
     refusal.__cause__ = error
     return refusal

@@ -29,16 +29,18 @@ def saved_line(report: SaveReport, tensor_bytes: int, metrics: Mapping[str, floa
     return ", ".join(parts + [f"{name}={value:.4g}" for name, value in metrics.items()])
 
 
-def loaded_line(report: LoadReport, url: str) -> str:
-    """Return `step 300 loaded: 1.2 GiB in 0.41 s, 148 tensors, from /runs/7/step-000000000300`.
+def loaded_line(report: LoadReport, url: str, world_size: int) -> str:
+    """Return `step 300 loaded: 1.2 GiB on rank 0 of 8 in 0.41 s, 148 tensors, from /runs/7/step-000000000300`.
 
     Args:
         report: The report of rank 0; the bytes are those that it filled.
         url: Place of the checkpoint.
+        world_size: How many ranks load. One rank alone is not named.
     """
     what = "loaded" if report.step is None else f"step {report.step} loaded"
     count = f"{report.tensors:,} tensor{'' if report.tensors == 1 else 's'}"
-    return f"{what}: {shown_bytes(report.loaded_bytes)} in {shown_seconds(report.seconds)}, {count}, from {url}"
+    size = shown_bytes(report.loaded_bytes) + (f" on rank 0 of {world_size}" if world_size > 1 else "")
+    return f"{what}: {size} in {shown_seconds(report.seconds)}, {count}, from {url}"
 
 
 def blocked_seconds(staging: str, staged_seconds: float, fence_seconds: float, phases: Iterable[Phase]) -> float:

@@ -128,7 +128,7 @@ def test_a_save_at_the_loaded_step_is_finished_only_if_no_rank_has_changed(chang
         try:
             report = run.save(1, state, tags=["again"]).wait(timeout=20.0)
         except ConflictError as error:
-            assert "already there" in str(error)
+            assert "already there" in str(error) and "the state is not as it was loaded" in str(error)
             return "refused"
         assert report is not None and report.bytes == 0
         saved(run, 2, state)
@@ -153,7 +153,7 @@ def test_a_load_of_a_part_is_no_whole_one(tmp_path: Path, how: str) -> None:
             manager.load(state, cast=True)
         else:
             manager.load({"a": state["a"]} if how == "key" else state)
-        with pytest.raises(ConflictError, match="already there"):
+        with pytest.raises(ConflictError, match=r"already there.*none of the whole step"):
             manager.save(1, state, only="a" if how == "pattern" else None).wait()
 
 
@@ -237,6 +237,22 @@ def test_a_tag_within_the_grace_keeps_a_discarded_step(root: Path) -> None:
         manager.tag(name, "late")
         assert collect(manager) == ["3"] and names(root) == ["1", "2", "4"]
         assert manager.load(state_of(0)) == 2
+
+
+def test_a_mark_tells_discarded_steps_from_those_that_are_saved_again(root: Path) -> None:
+    with manager_at(root) as manager:
+        assert manager.load(state_of(0), 2, discard_newer=True) == 2
+        manager.save(3, state_of(3)).wait()
+        parts = manager._parts
+        choice = ChosenNames(is_all=True)
+        collector = CheckpointGC(parts.store, SystemClock(), None, parts.writer_lease, parts.pins, choice)
+        marked = collector.mark()
+        manager.save(4, state_of(4)).wait()
+    # Step 3 had moved already, step 4 stood.
+    assert marked.steps == (3, 4)
+    third, fourth = marked.names
+    assert (third[:2], fourth[:2]) == ("3@", "4@")
+    assert {third, fourth}.isdisjoint(record.name for record in list_steps(root).steps if not record.superseded)
 
 
 def test_the_steps_of_an_older_timeline_stay_superseded(root: Path) -> None:

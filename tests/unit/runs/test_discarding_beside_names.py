@@ -12,8 +12,9 @@ import torch
 import holdfast
 from holdfast.api import list_steps, open_checkpoint, remove_steps, tag
 from holdfast.clock import SystemClock
-from holdfast.errors import InvalidError
+from holdfast.errors import ConflictError, InvalidError, MissingError, UnavailableError
 from holdfast.format.names import SUPERSEDED_FOLDER
+from holdfast.ports.store import Store
 from holdfast.repository.catalog import manifest_digest, read_run_id
 from holdfast.repository.removal import mark_keys
 from holdfast.repository.tags import read_tags
@@ -21,8 +22,10 @@ from holdfast.repository.timeline_records import record_keys
 from holdfast.runs.collection.background_collection import Background
 from holdfast.runs.collection.chosen_steps import ChosenNames
 from holdfast.runs.collection.garbage_collection import CheckpointGC
+from holdfast.runs.removing import RemovedSteps, StepRemoval
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
+from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 
 GRACE_SECONDS = 0.3
 SETTINGS = Settings(chunk_bytes=4096, window_bytes=8192, collect_grace_seconds=GRACE_SECONDS)
@@ -211,3 +214,37 @@ def test_one_step_may_be_a_number_of_numpy(root: Path) -> None:
     assert remove_steps(root, np.int64(4), grace_seconds=0.0).steps == ("4",)  # type: ignore[arg-type]
     with pytest.raises(InvalidError, match=r"step='2\.0'"):
         remove_steps(root, 2.0)  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------- a removal by name that does not end
+
+
+def test_a_removal_that_fails_is_ended_by_the_names_that_it_had(root: Path) -> None:
+    with manager_at(root) as manager:
+        manager.load(state_of(0), 3)
+        manager.save(4, state_of(-4)).wait()
+    (superseded,) = (record.name for record in list_steps(root).steps if record.superseded)
+    store, named = LocalStore(root, settings=SETTINGS), ["best", 3, superseded]
+
+    def remove(store: Store, *names: int | str, tagged: bool = True) -> RemovedSteps:
+        return StepRemoval(names, tagged, all_steps=False).execute(store, SystemClock(), 0.0, 60.0)
+
+    def fail(operation: FaultPoint) -> None:
+        if ".safetensors" in operation.subject:
+            raise UnavailableError("the files of the removed steps")
+
+    faults = Faults(fail, names=("delete",), lasting=True)
+    with pytest.raises(UnavailableError, match="the files of the removed steps"):
+        remove(FaultyStore(store, faults), *named)
+    assert names(root) == ["1", "4"], "the manifests are gone"
+    assert (root / "step-000000000003").exists()
+    for wrong, error in (([*named, 9], MissingError), (["3@ffff"], MissingError), (["bst"], MissingError)):
+        with pytest.raises(error):
+            remove(store, *wrong)
+    with pytest.raises(ConflictError, match=r"steps have tags: best \(best\)"):
+        remove(store, *named, tagged=False)
+    ended = remove(store, *named)
+    assert (ended.steps, ended.left, ended.gone) == ((), {}, ("best", "3", superseded)) and ended.files > 0
+    assert not read_tags(store).whole and not mark_keys(store)
+    assert {path.name for path in root.glob("step-*")} == {"step-000000000001", "step-000000000004"}
+    assert all(not list(open_checkpoint(root, step=step).verify()) for step in (1, 4))

@@ -481,7 +481,7 @@ def test_a_save_that_comes_second_to_a_step_is_refused_by_name() -> None:
         run, first, again = step_3_twice(comm, store, held)
         first.wait(timeout=60.0)
         # Not "a part is missing": the clean-up of the first must leave the files of the second to it.
-        with pytest.raises(ConflictError, match="another writer published first"):
+        with pytest.raises(ConflictError, match="an earlier save of this job has saved step 3"):
             again.wait(timeout=60.0)
         run.close()
 

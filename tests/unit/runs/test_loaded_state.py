@@ -32,7 +32,13 @@ class Loop:
         self.model, self.average = torch.nn.Linear(30, 30), Average()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, fused=True)
         self.other = root / "other"
-        self.state: dict[str, object] = {"model": self.model, "optimizer": self.optimizer, "average": self.average}
+        self.own = holdfast.PerRank({"residual": torch.zeros(3000)})
+        self.state: dict[str, object] = {
+            "model": self.model,
+            "optimizer": self.optimizer,
+            "average": self.average,
+            "own": self.own,
+        }
 
 
 def step_fused(loop: Loop) -> None:
@@ -53,11 +59,16 @@ def average(loop: Loop) -> None:
     loop.average.shadow["weight"] += 1
 
 
+def write_own(loop: Loop) -> None:
+    assert isinstance(loop.own.value, dict)
+    loop.own.value["residual"].data.add_(1)
+
+
 def add_a_name(loop: Loop) -> None:
     loop.state["epoch"] = 3
 
 
-@pytest.mark.parametrize("change", [step_fused, write_data, load_another, average, add_a_name])
+@pytest.mark.parametrize("change", [step_fused, write_data, load_another, average, write_own, add_a_name])
 def test_a_change_that_moves_no_counter_is_found(tmp_path: Path, change: Callable[[Loop], None]) -> None:
     loop = Loop(tmp_path)
     with holdfast.CheckpointManager(tmp_path / "run", process_group=False, preemption=False) as manager:

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.telemetry.log_lines import shown_seconds
+from tests.unit.ranks import World, saved, sharded
 
 
 def lines_of(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
@@ -37,6 +39,19 @@ def test_one_line_a_save_and_one_a_load(tmp_path: Path, caplog: pytest.LogCaptur
     (loaded,) = lines_of(caplog, "loaded:")
     where = re.escape(f"{tmp_path}/run/step-000000000300")
     assert re.fullmatch(rf"step 300 loaded: 1\.0 MiB in \S+ m?s, 1 tensor, from {where}", loaded)
+
+
+def test_the_line_of_a_load_by_several_ranks_says_whose_bytes_it_counts(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+
+    def part(rank: int, run: CheckpointManager) -> None:
+        state = {"weights": sharded(2)}
+        saved(run, 1, state)
+        run.load(state)
+
+    World(2).play(part)
+    (loaded,) = lines_of(caplog, "loaded:")
+    assert re.match(r"step 1 loaded: \S+ \S+ on rank 0 of 2 in \S+ m?s, 1 tensor, from ", loaded), loaded
 
 
 @pytest.mark.parametrize("staging", ["lazy", "copy"])

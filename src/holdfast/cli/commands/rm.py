@@ -33,7 +33,7 @@ def rm(
 
     Nothing is removed if one of the steps does not exist or has a tag, or if no step would stay that a resume could
     take. A step that somebody reads stays: run the command again (exit status 2). The command is refused while a job
-    writes to the run. An interruption leaves every step complete or gone.
+    writes to the run. An interruption leaves every step complete or gone; the same command ends the removal.
     """
     with ended_well():
         if not dry_run and not as_json:
@@ -48,9 +48,12 @@ def _show(dry_run: bool, screen: Screen, report: api.RemovedSteps) -> None:
     verb = "would be removed" if dry_run else "removed"
     steps = f"steps {', '.join(report.steps)}" if report.steps else "no step"
     screen.line(f"{verb}: {steps}; {report.files} files, {shown_bytes(report.bytes)}")
+    if report.gone:
+        screen.line(f"steps {', '.join(report.gone)} were removed before, by a removal that did not end")
     for step, why in report.left.items():
         screen.line(f"step {step} stays: {printable(', '.join(why))}", style="yellow")
 
 
 def _document(dry_run: bool, report: api.RemovedSteps) -> dict[str, object]:
-    return {"dry_run": dry_run, "removed": attributes(report, "steps", "files", "bytes"), "left": dict(report.left)}
+    removed = attributes(report, "steps", "files", "bytes", "gone")
+    return {"dry_run": dry_run, "removed": removed, "left": dict(report.left)}

@@ -53,7 +53,10 @@ def way_out(value: object) -> str:
     if isinstance(value, Namespace | types.SimpleNamespace):
         return "Pass vars(value)"
     if getattr(kind, "__dictoffset__", 0):
-        return "Pass vars(value), or give the object state_dict() and load_state_dict()"
+        # A load replaces the dict in the state, not the attributes: so vars alone would resume an object that is new.
+        return (
+            "Give its class state_dict() and load_state_dict(), or pass vars(value) and set the attributes after a load"
+        )
     return _ANY
 
 

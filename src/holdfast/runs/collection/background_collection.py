@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from holdfast.clock import Clock
 from holdfast.errors import ConflictError, CorruptError, first_three
 from holdfast.runs.collection.garbage_collection import CheckpointGC, Marked
+from holdfast.telemetry.log_lines import shown_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,7 @@ class Background:
         """When the grace of the last marked step has run."""
         self._next_mark = math.inf
         """When to look for more to mark."""
-        self._warned_steps: tuple[int, ...] | None = None
+        self._warned_steps: tuple[str, ...] | None = None
 
     def want(self) -> None:
         """Request a collection after a commit."""
@@ -173,8 +174,8 @@ class Background:
                 is_said = True
                 # A warning: a script that seems to hang at its end must say why, also without a configured log.
                 logger.warning(
-                    "%s: close waits up to %.0f s until steps [%s] are deleted: no retention policy keeps them, and "
-                    "their grace runs (Settings.collect_grace_seconds=%g). Ctrl-C or close(wait=False) leaves them to "
+                    "%s: close waits up to %.0f s until steps [%s] are deleted: nothing keeps them, and their "
+                    "grace runs (Settings.collect_grace_seconds=%g). Ctrl-C or close(wait=False) leaves them to "
                     "the next job",
                     self._collector.url,
                     math.ceil(due - now),
@@ -183,8 +184,9 @@ class Background:
                 )
         return _END_SECONDS
 
-    def _steps_due(self) -> tuple[int, ...]:
-        return tuple(sorted({step for each in (*self._pending, *self._held_back) for step in each.marked.steps}))
+    def _steps_due(self) -> tuple[str, ...]:
+        names = {name for each in (*self._pending, *self._held_back) for name in each.marked.names}
+        return tuple(sorted(names, key=lambda name: (int(name.partition("@")[0]), name)))
 
     def _run(self) -> None:
         try:
@@ -268,7 +270,8 @@ class Background:
             self._held_back = () if isinstance(error, CorruptError) else (*self._held_back, *due)
             return
         if report.steps or report.superseded or report.files:
-            logger.info("collected steps %s: %d bytes", [*report.steps, *report.superseded], report.bytes)
+            names = ", ".join(map(str, (*report.steps, *report.superseded)))
+            logger.info("collected steps [%s]: %s freed", names, shown_bytes(report.bytes))
 
     def _warn_of_room(self) -> None:
         """Warn, after a save found no room, of the steps that go soon; once for the same steps."""

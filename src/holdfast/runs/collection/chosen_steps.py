@@ -35,6 +35,12 @@ class ChosenNames:
     is_all: bool = False
     """Whether nothing else goes: no remains of dead saves either."""
 
+    begun: frozenset[int] = frozenset()
+    """Steps whose manifests a removal that did not end has removed. What is left in their folders goes too."""
+
+    request: str = ""
+    """Key of the mark that holds what a person named. Whoever has put it removes it."""
+
     def keeps(self, record: QuarantineRecord) -> bool:
         """Return whether the files of a manifest under quarantine stay: nobody named its step for removal."""
         return all((step, digest[:16]) != (record.step, record.identity) for step, digest in self.names)

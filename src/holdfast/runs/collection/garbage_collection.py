@@ -105,6 +105,16 @@ class Marked:
         moved = {step for step, _ in self.to_delete.moved.values()}
         return tuple(sorted((self.to_delete.steps.keys() & self.inventory.standing.keys()) | moved))
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Their names for a message: with the digest if the number is saved again, or may be."""
+        moved, standing = {*self.to_delete.moved.values()}, self.inventory.standing
+        again = moved.union(*(record.discarded for record in self.inventory.records))
+        listed = moved | {(step, standing[step]) for step in self.to_delete.steps.keys() & standing.keys()}
+        return tuple(
+            f"{step}@{digest[:8]}" if (step, digest) in again else str(step) for step, digest in sorted(listed)
+        )
+
 
 class CheckpointGC:
     """Finds what a run does not need, and removes it if it has the writer lease."""
@@ -179,7 +189,7 @@ class CheckpointGC:
         first = self.survey()
         removal.remove_folders(self._store, first.bare)
         # These marks are of ended collections: only the holder of the writer lease runs a collection.
-        ours = {_mark_key(other) for other in others}
+        ours = {self._choice.request, *map(_mark_key, others)}
         ended = [key for key in removal.mark_keys(self._store) if key not in ours]
         removal.remove_marks(self._store, [*ended, *ended_in(first, Unreferenced())])
         if not others:
@@ -278,7 +288,8 @@ class CheckpointGC:
         self._warn_of_unread(unread)
         listed = self._known.with_files_to_delete(all_files, {*reasons, *under_way}, fence)
         found = Found(listed, moved, chosen, under_way, superseded_packs(store), packs_known=not unread)
-        to_delete = found.unreferenced(reasons, discarded_in(records) if self._choice.is_all else None)
+        begun = discarded_in(records) | self._choice.begun if self._choice.is_all else None
+        to_delete = found.unreferenced(reasons, begun)
         return Inventory(
             run_id,
             {files.step: files.digest for files in listed if files.digest is not None and files.counts},

@@ -151,6 +151,11 @@ def test_other_types_are_told_what_there_is(value: object) -> None:
         encode(value, "x")
 
 
+def test_an_object_is_told_that_a_load_does_not_set_its_attributes() -> None:
+    with pytest.raises(InvalidError, match=r"Give its class state_dict\(\) .* set the attributes after a load"):
+        encode(Custom(), "buffer")
+
+
 def test_no_code_of_the_value_runs() -> None:
     with pytest.raises(InvalidError, match=r"vars\(value\)"):
         encode(Trap(), "x")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -106,6 +107,7 @@ def test_nothing_due_nothing_waited_for(tmp_path: Path, caplog: pytest.LogCaptur
 def test_the_grace_counts_from_the_mark_and_close_says_that_it_waits(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.INFO)
     with manager_at(tmp_path, replace(SMALL, collect_grace_seconds=3.5), keep_last=1) as manager:
         save(manager, 1, 2)
         until(lambda: bool(marks_at(tmp_path)))
@@ -115,6 +117,8 @@ def test_the_grace_counts_from_the_mark_and_close_says_that_it_waits(
     assert steps_at(tmp_path) == [2]
     (said,) = [record.getMessage() for record in caplog.records if "close waits" in record.getMessage()]
     assert "steps [1] are deleted" in said and "close(wait=False)" in said and said.startswith(str(tmp_path))
+    (collected,) = [text for text in caplog.messages if text.startswith("collected steps [1]: ")]
+    assert re.fullmatch(r"collected steps \[1\]: [0-9.]+ KiB freed", collected)
 
 
 def test_each_mark_waits_for_its_own_grace(tmp_path: Path) -> None:

@@ -119,7 +119,7 @@ def _unnamed(parameter: torch.Tensor, position: str, path: str, state: StateName
             )
     return InvalidError(
         f"{path}: {position}, shape {tuple(parameter.shape)}, belongs to no module of the state, so it has no name. "
-        "Pass the module in the same call (only= can leave it out)"
+        "Pass the module in the same call, or the tensor itself if no module has it (only= can leave it out)"
     )
 
 

@@ -134,7 +134,7 @@ class _Collector:
                 if not self.selector.selects_whole(node.path):
                     self.skipped.append(node.path)
                     return Skipped(node.path)
-                return self._state_of_object(node.path, node.stateful, node.stateful.state_dict())
+                return self._state_of_object(node.path, node.stateful, _state_dict_of(node.path, node.stateful))
             case ValueNode():
                 return self._named_values(node.path, node.value)
 
@@ -253,7 +253,9 @@ class _Collector:
             self.skipped.append(path)
             return Skipped(path)
         if isinstance(value, PerRank | RngState):
-            self.per_rank[path] = take_apart(_value_of_rank(value), path, partial(small_tensor, numel_max=16 << 20))
+            self.per_rank[path] = take_apart(
+                _value_of_rank(path, value), path, partial(small_tensor, numel_max=16 << 20)
+            )
             return PerRankRef(path)
         return take_apart(without(value, path, self._takes_part), path, self._reference)
 
@@ -341,12 +343,23 @@ class _Collector:
         return True
 
 
-def _value_of_rank(value: PerRank | RngState) -> object:
+def _state_dict_of(path: str, stateful: Stateful) -> object:
+    """Return the state of an object. An error that it raises gets a note with the object's name."""
+    try:
+        return stateful.state_dict()
+    except Exception as error:
+        note = f"{path}: {type(stateful).__name__}.state_dict() failed"
+        if note not in getattr(error, "__notes__", ()):  # An object may raise one and the same error at each save.
+            error.add_note(note)
+        raise
+
+
+def _value_of_rank(path: str, value: PerRank | RngState) -> object:
     """Return the value that this rank saves for itself."""
     if isinstance(value, RngState):
         return rng.captured()
     inner = value.value
-    return inner.state_dict() if isinstance(inner, Stateful) and not isinstance(inner, type) else inner
+    return _state_dict_of(path, inner) if isinstance(inner, Stateful) and not isinstance(inner, type) else inner
 
 
 def _named_tensors(root: DictNode) -> Iterator[tuple[int, str]]:

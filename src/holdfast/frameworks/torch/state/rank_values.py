@@ -80,4 +80,6 @@ def load_into(stateful: Stateful, loaded: object, path: str) -> None:
     try:
         stateful.load_state_dict(loaded)
     except Exception as error:
-        raise InvalidError(f"{path}: {type(stateful).__name__}.load_state_dict refused it: {error}") from error
+        raise InvalidError(
+            f"{path}: {type(stateful).__name__}.load_state_dict refused it: {type(error).__name__}: {error}"
+        ) from error
