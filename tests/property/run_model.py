@@ -242,7 +242,16 @@ class Position:
         self._digest = "" if origin is None else str(origin.digest)
         self._held, self._chain = list(model.held), model.chain()
         self._known = {held.timeline.id: held.timeline.number for held in self._held if held.timeline is not None}
-        self._known |= {timeline.id: timeline.number for timeline in model.begun()}
+        begun = model.begun()
+        self._known |= {timeline.id: timeline.number for timeline in begun}
+        newest = max(begun, key=lambda timeline: timeline.number, default=None)
+        self._goes_on_elsewhere = newest is not None and self._is_newer_elsewhere(newest)
+        """Whether a load began the newest timeline at another step, which is gone: no save can go on from there."""
+
+    def _is_newer_elsewhere(self, timeline: Timeline) -> bool:
+        if self.origin is None or self._loaded is None or timeline.number <= self._loaded.number:
+            return False
+        return timeline.ancestors[:1] != (Fork(self._loaded.id, self.origin.step, self._digest),)
 
     def came_along(self, held: Held) -> bool:
         """Return whether training came from a step, or saved it: then its number is not free."""
@@ -273,6 +282,7 @@ class Position:
         is_left |= self.is_sure and saved.step < origin.step
         assert is_new or not is_left or origin.harmed, f"{saved} mixes with steps that were left: {chain} from {origin}"
         is_end = chain[:1] == [origin] and self.is_sure and not has_harmed and saved.step > origin.step
+        is_end &= not self._goes_on_elsewhere
         assert not (is_new and is_end), f"{saved} begins a timeline at the newest step {origin}"
         if is_new:
             assert timeline.number > max(self._known.values()), f"{saved} is not of the newest timeline"

@@ -341,3 +341,22 @@ def test_a_manifest_that_cannot_be_read_is_not_removed_by_name(root: Path) -> No
             remove_steps(root, wrong, grace_seconds=0.0)
     with pytest.raises(InvalidError, match="grace_seconds=-1"):
         remove_steps(root, [1], grace_seconds=-1)
+
+
+def test_a_save_goes_on_where_the_step_that_the_newest_timeline_began_at_was_removed(root: Path) -> None:
+    for step in ("2", "3"):
+        (name,) = [record.name for record in list_steps(root).steps if record.name.partition("@")[0] == step]
+        with manager_at(root) as manager:
+            manager.load(state_of(0), step=name, discard_newer=True)
+    for step in ("4", "3"):
+        (name,) = [record.name for record in list_steps(root).steps if record.name.partition("@")[0] == step]
+        remove_steps(root, [name], grace_seconds=0.0)
+    with manager_at(root) as manager:
+        assert manager.load(state_of(0)) == 2
+        manager.save(3, state_of(30)).wait()
+    with manager_at(root) as manager:
+        state = state_of(0)
+        assert manager.load(state) == 3 and state["step"] == 30
+    (manifest,) = [record.manifest for record in list_steps(root).steps if record.name == "3"]
+    assert manifest is not None and manifest.timeline is not None
+    assert manifest.timeline.number == 4 and manifest.timeline.ancestors[0].step == 2
