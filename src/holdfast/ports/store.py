@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
+from holdfast.errors import ConflictError, CorruptError, MissingError
+
 _Result = TypeVar("_Result")
 
 
@@ -255,6 +257,24 @@ def hand_out(held: Sequence[bytes | memoryview], buffers: Buffers, on_range: OnR
             buffer.cast("B")[:] = data
 
 
+def holds_one_of(store: Readable, key: str, data: bytes, seen: bytes | None) -> bool:
+    """Compare for `Store.replace`: return whether `data` is at a key already, False if `seen` is.
+
+    Raises:
+        ConflictError: Neither is there.
+    """
+    conflict = ConflictError(f"{store.url}/{key}: another writer replaced it meanwhile; it was not touched")
+    try:
+        found: bytes | None = store.get(key, max(len(data), len(seen or b"")))
+    except MissingError:
+        found = None
+    except CorruptError as larger:
+        raise conflict from larger
+    if found != data and found != seen:
+        raise conflict
+    return found == data
+
+
 class Store(Readable, Protocol):
     """Keys to bytes.
 
@@ -292,6 +312,22 @@ class Store(Readable, Protocol):
             data: Its content.
             durable: Whether the object is durable on return. If not, the call is faster, and a power cut may remove or
                 empty the object.
+        """
+        ...
+
+    def replace(self, key: str, data: bytes, seen: bytes | None, *, durable: bool = True) -> None:
+        """Store a small object whole in place of one that the caller has read.
+
+        An object store compares and replaces at once. A file system compares just before it replaces: so what decides
+        something is never replaced by this call alone.
+
+        Args:
+            key: The object.
+            data: Its content.
+            seen: What the caller has read there; None if it found nothing.
+            durable: As for `put`.
+        Raises:
+            ConflictError: Neither `seen` nor `data` is there; it was not touched.
         """
         ...
 
@@ -441,6 +477,10 @@ class ForwardingStore(ForwardingReadable):
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Store a small object whole, replacing an older one."""
         self._around("put", key, lambda: self._inner.put(key, data, durable=durable))
+
+    def replace(self, key: str, data: bytes, seen: bytes | None, *, durable: bool = True) -> None:
+        """Store a small object whole in place of one that the caller has read."""
+        self._around("replace", key, lambda: self._inner.replace(key, data, seen, durable=durable))
 
     def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         """Store a small object whole unless the key exists."""

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from holdfast.clock import Clock, SystemClock
 from holdfast.errors import ConflictError, InvalidError, MissingError, UnavailableError
-from holdfast.ports.store import Entry
+from holdfast.ports.store import Entry, holds_one_of
 from holdfast.settings import MIB, Settings
 from holdfast.stores.file_reading import FileReading
 from holdfast.stores.folders import TEMPORARY_PREFIX, Folders
@@ -86,6 +86,11 @@ class LocalStore(FileReading):
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Store a small object whole, replacing an older one; durable on return if `durable`."""
         self._store_whole(key, data, self._replace, durable=durable)
+
+    def replace(self, key: str, data: bytes, seen: bytes | None, *, durable: bool = True) -> None:
+        """Store a small object whole in place of one that the caller has read; another may come in between."""
+        if not holds_one_of(self, key, data, seen):
+            self.put(key, data, durable=durable)
 
     def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         """Store a small object whole unless the key exists; atomic, durable on return; its folders if wanted.

@@ -86,6 +86,20 @@ class SmallObjects(StoreFixture):
         assert store.get("folder/pack", 100) == b"whole"
         assert keys(store) == ["folder/pack", "folder/parts/key"]
 
+    def test_replace_takes_the_place_of_what_was_seen_alone(self, store: Store) -> None:
+        store.replace("a/key", b"first", None)
+        store.replace("a/key", b"first", None)
+        for seen in (None, b"other", b"firs", b"first and more"):
+            with pytest.raises(ConflictError, match="a/key"):
+                store.replace("a/key", b"third", seen)
+        store.replace("a/key", b"second, and longer", b"first", durable=False)
+        assert store.get("a/key", 100) == b"second, and longer"
+        with pytest.raises(ConflictError, match="a/key"):
+            store.replace("a/key", b"1", b"first")
+        with pytest.raises(ConflictError, match="none"):
+            store.replace("none", b"1", b"first")
+        assert keys(store) == ["a/key"]
+
     def test_put_if_absent_tells_who_won(self, store: Store) -> None:
         def race(number: int) -> bool:
             try:

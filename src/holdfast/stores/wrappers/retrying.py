@@ -4,6 +4,7 @@ What may be tried again, and what a try finds that comes after one of unknown ef
 
 - `get`, `size`, `folders`, `read_into`, `identity`: any number of times. `list` goes on after the last key that it has,
   and `read_into` after the last range that its caller took.
+- `replace`: the store below compares, and takes its own bytes for a success.
 - `put`, `sync`, `delete`, `link`, parts of an upload: any number of times, the last one counts.
 - `put_if_absent`: an object that exists is compared with the bytes that were sent. If they are equal, an earlier try
   stored it. If it was stored, and another process has removed it since, it is stored again: as a request that arrives
@@ -48,7 +49,7 @@ _BATCH_KEYS = 1000
 _GET_BYTES_MAX = 64 * MIB
 """Largest object for which a `get` has more time: `bytes_max` guards against damage, and is far above most objects."""
 
-_CHANGING = frozenset({"sync", "upload", "link", "move"})
+_CHANGING = frozenset({"sync", "upload", "link", "move", "replace"})
 """Methods that change what is stored, beside those with a request of their own below."""
 
 

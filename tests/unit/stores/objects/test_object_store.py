@@ -241,6 +241,32 @@ def test_move_replaces_only_what_was_there_before(
     assert store.get("manifest.json", 100) == b"of the new holder"
 
 
+@pytest.mark.parametrize("seen", (None, b"step-1"))
+def test_what_comes_between_look_and_replacement_stays(
+    store: ObjectStore, proxy: ObjectProxy, objects: ObjectServer, seen: bytes | None
+) -> None:
+    if seen is not None:
+        store.put("latest", seen)
+
+    def another_writer(asked: Asked) -> None:
+        if asked.method == "PUT" and "latest" in asked.path:
+            objects.client().put_object(Bucket=BUCKET, Key=f"{store.address.prefix}latest", Body=b"step-3")
+
+    proxy.rule = another_writer
+    with pytest.raises(ConflictError, match="latest"):
+        store.replace("latest", b"step-2", seen)
+    assert store.get("latest", 10) == b"step-3"
+
+
+def test_own_replacement_after_a_lost_reply_is_a_success(store: ObjectStore, proxy: ObjectProxy) -> None:
+    store.put("latest", b"step-1")
+    proxy.rule = first("PUT", LOST, "latest")
+    with pytest.raises(TemporaryError):
+        store.replace("latest", b"step-2", b"step-1")
+    store.replace("latest", b"step-2", b"step-1")
+    assert store.get("latest", 10) == b"step-2"
+
+
 def test_what_is_too_large_is_refused_before_it_is_read(store: ObjectStore, proxy: ObjectProxy) -> None:
     store.put("key", bytes(1 << 20))
     with pytest.raises(CorruptError, match="at most 10"):
