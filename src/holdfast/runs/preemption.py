@@ -48,7 +48,7 @@ _PROBE_PARTS_MAX = 4
 """Most parts that the probe writes: enough to exceed the write cache of a device."""
 
 _PROBE_SECONDS_MAX = 0.5
-"""Time limit of the probe: it runs within the grace period."""
+"""After this time the probe begins no further part: it runs within the grace period."""
 
 _HUNG_SECONDS = 5.0
 """After this time without a written byte a write counts as hung, once its save is abandoned: the process is to end."""

@@ -127,8 +127,8 @@ def plan_packs(attempt: SaveAttempt, collected: Collected, fingerprint: StateFin
         )
         return save_plan(tuple((pack, header_body(pack)) for pack in packs), settings._tuning.unchanged_bytes_min)
 
-    limits = repr((is_drifted, pack_bytes_max, object_bytes_max)).encode()
-    chosen, is_new = job.plan_cache.of(fingerprint.shards + limits, holders, plan)
+    key = fingerprint.shards + f"{is_drifted} {pack_bytes_max} {object_bytes_max}".encode()
+    chosen, is_new = job.plan_cache.of(key, holders, plan)
     if not is_small_transfer(chosen.bytes):
         attempt.gc_pause.end()
     return chosen, is_new
