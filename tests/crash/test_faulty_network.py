@@ -54,13 +54,13 @@ def test_a_fault_at_any_request_costs_no_save_and_no_load(proxy: FaultProxy, obj
     with holdfast.CheckpointManager(objects.new_url(), settings=through(proxy)) as manager:
         manager.save(0, state_of(0)).wait()
         for step, kind in zip(itertools.count(1), kinds, strict=False):
-            fault = proxy.inject(ProxyFault(kind, skip=5 * (step - 1)))
+            fault = proxy.inject(ProxyFault(kind, skip=7 * (step - 1)))
             manager.save(step, state_of(step)).wait()
             require_loaded(manager, step)
             if not fault.met:
                 break
             proxy.heal()
-        assert step >= 8, "a save and a load make some thirty requests"
+        assert step >= 5, "a save and a load make some thirty requests"
 
 
 def test_with_the_store_down_a_save_fails_and_the_next_one_works(proxy: FaultProxy, objects: ObjectServer) -> None:

@@ -151,7 +151,7 @@ class TestOtherMethods:
         store = RetryingStore(FaultyStore(memory, faults), settings, ClockBySleep())
         # The first try hangs until the end of the test.
         assert store.get(KEY, 1) == b"1"
-        assert store.retry_counts.retries == store.retry_counts.throttled == faults.met == 1
+        assert store.retry_counts.retries == store.retry_counts.throttled >= faults.met == 1
         released.set()
 
     def test_what_lasts_is_not_tried_again(self) -> None:
