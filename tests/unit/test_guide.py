@@ -49,8 +49,14 @@ def test_every_section_shows_code(guide: Path) -> None:
 # DCP says so for each checkpoint of one process.
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize(("guide", "title"), list(SECTIONS), ids=[title for _, title in SECTIONS])
-def test_section_runs(guide: Path, title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_section_runs(
+    guide: Path, title: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     monkeypatch.chdir(tmp_path)
+    if any("s3://my-bucket" in code for _, code in SECTIONS[guide, title]):
+        server = request.getfixturevalue("objects")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        server.client().create_bucket(Bucket="my-bucket")
     names: dict[str, object] = {"__name__": "guide"}
     with warnings.catch_warnings():
         if package := needed(guide).get(title):

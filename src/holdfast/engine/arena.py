@@ -61,9 +61,14 @@ class Arena:
                 for block in self._blocks:
                     self._pin_block(block)
 
-    def holds(self, count: int) -> bool:
-        """Return whether the budget has room for this many buffers, including those in use, and for one at least."""
-        return max(count, 1) * self.buffer_bytes <= self._budget()
+    def holds(self, count: int, bytes_max: int | None = None) -> bool:
+        """Return whether the budget has room for this many buffers, including those in use, and for one at least.
+
+        Args:
+            count: Buffers.
+            bytes_max: As for `take`.
+        """
+        return max(count, 1) * self.buffer_bytes <= self._limit(bytes_max)
 
     def take(self, given_up: Callable[[], bool], bytes_max: int | None = None) -> memoryview | None:
         """Return a buffer, waiting for one if needed; None once the caller has given up or no buffer can come back.
@@ -123,10 +128,12 @@ class Arena:
                 self._bytes_max = self._memory.free_bytes() // 2
             return self._bytes_max
 
-    def _grow(self, bytes_max: int | None) -> bool:
+    def _limit(self, bytes_max: int | None) -> int:
         budget = self._budget()
-        if bytes_max is not None:
-            budget = min(budget, max(bytes_max, self.buffer_bytes))
+        return budget if bytes_max is None else min(budget, max(bytes_max, self.buffer_bytes))
+
+    def _grow(self, bytes_max: int | None) -> bool:
+        budget = self._limit(bytes_max)
         at_once = min(_BLOCK_BUFFERS_MAX, max(_BLOCK_BYTES_MAX // self.buffer_bytes, 1))
         count = min(at_once, budget // self.buffer_bytes - self._count)
         if count <= 0:

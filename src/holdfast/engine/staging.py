@@ -91,6 +91,10 @@ class Staging:
         self._require_whole(window)
         return window.buffer
 
+    def may_be_kept(self, pack_bytes: int) -> bool:
+        """Return whether a store may keep the windows of a pack until it is complete: the arena holds all of them."""
+        return self._arena.holds(-(-pack_bytes // self._arena.buffer_bytes), self._bytes_max)
+
     def give(self, buffer: memoryview) -> None:
         """Return the buffer of a written window to the arena."""
         self._arena.give(buffer)

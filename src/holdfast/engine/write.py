@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from holdfast.engine.buffers import BufferPool
 from holdfast.engine.nonfinite import NonFinite
@@ -18,7 +19,7 @@ from holdfast.engine.staging import Staging
 from holdfast.engine.stream import Scratch, stream
 from holdfast.format.pack import pack_digest
 from holdfast.ports.framework import Source
-from holdfast.ports.store import Store, Upload
+from holdfast.ports.store import Release, Store, Upload
 from holdfast.settings import Settings
 from holdfast.types.manifest import FileRecord
 from holdfast.types.plan import PlannedPack
@@ -111,7 +112,7 @@ class PackWriter:
         # The committing rank makes the folders durable, once for all ranks.
         upload = self._store.upload(pack.key, pack.bytes, settings.window_bytes, folders_durable=False)
         try:
-            with _WrittenWindows(upload, buffers, settings, written) as windows:
+            with _WrittenWindows(upload, pack.bytes, buffers, settings, written) as windows:
                 digests = stream(pack.header, pack.plan, windows, settings.chunk_bytes, sources, nonfinite)
                 windows.close()
             upload.complete()
@@ -123,16 +124,25 @@ class PackWriter:
 
 
 class _WrittenWindows:
-    """The windows of one pack. Other threads write each one once it is full, and then return its buffer."""
+    """The windows of one pack. Other threads write each one once it is full, and then return its buffer.
+
+    A window that is still to be filled is memory of the store, if the store has some. A staged one is a buffer of the
+    arena, which the store may keep until the pack is complete if the arena holds as many.
+    """
 
     def __init__(
         self,
         upload: Upload,
+        pack_bytes: int,
         buffers: BufferPool | Staging,
         settings: Settings,
         written: Callable[[int], None] | None,
     ) -> None:
-        self._upload, self._buffers, self._written = upload, buffers, written
+        self._upload, self._pack_bytes, self._buffers, self._written = upload, pack_bytes, buffers, written
+        self._is_staged = isinstance(buffers, Staging)
+        self._may_be_kept = isinstance(buffers, Staging) and buffers.may_be_kept(pack_bytes)
+        self._is_room = False
+        """Whether the current window is memory of the store."""
         self._window_bytes = settings.window_bytes
         self._threads = WorkerThreads(settings.windows_in_flight, "holdfast-write")
         self._failures: list[BaseException] = []
@@ -146,15 +156,21 @@ class _WrittenWindows:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._given_up |= kind is not None
         self._threads.join()
-        if self._buffer is not None:
+        if self._buffer is not None and not self._is_room:
             self._buffers.give(self._buffer)
 
     def room(self) -> memoryview:
         if self._buffer is None:
             # One failed window fails the pack, so copying more would be wasted.
             self._raise_failure()
-            self._buffer, self._filled = self._buffers.take(), 0
+            self._buffer, self._filled = self._next_window(), 0
         return self._buffer[self._filled : self._window_bytes]
+
+    def _next_window(self) -> memoryview:
+        count = min(self._window_bytes, self._pack_bytes - self._offset)
+        room = self._upload.room(self._offset, count) if count and not self._is_staged else None
+        self._is_room = room is not None
+        return self._buffers.take() if room is None else room
 
     def advance(self, count: int) -> None:
         self._filled += count
@@ -171,22 +187,32 @@ class _WrittenWindows:
     def _begin_write(self) -> None:
         assert self._buffer is not None
         buffer, count, offset = self._buffer, self._filled, self._offset
+        give_back = _keep if self._is_room else partial(self._buffers.give, buffer)
         self._buffer, self._filled, self._offset = None, 0, offset + count
-        self._threads.begin(lambda: self._write(offset, buffer, count))
+        self._threads.begin(lambda: self._write(offset, buffer[:count], give_back))
 
-    def _write(self, offset: int, buffer: memoryview, count: int) -> None:
-        """Write the first bytes of a buffer, unless the pack has failed. Return the buffer in any case."""
+    def _write(self, offset: int, data: memoryview, give_back: Release) -> None:
+        """Write a window, unless the pack has failed. Return its buffer in any case."""
+        is_returned = False
         try:
-            if not self._given_up and not self._failures:
-                self._upload.write(offset, buffer[:count])
-                if self._written is not None:
-                    self._written(count)
+            if self._given_up or self._failures:
+                return
+            # The store returns what it may keep.
+            is_returned = self._may_be_kept
+            self._upload.write(offset, data, give_back if self._may_be_kept else None)
+            if self._written is not None:
+                self._written(len(data))
         except BaseException as error:  # noqa: BLE001 - `room` and `close` raise it on the thread that copies
             self._failures.append(error)
         finally:
-            self._buffers.give(buffer)
+            if not is_returned:
+                give_back()
 
     def _raise_failure(self) -> None:
         """Raise the error of the first window that failed."""
         if self._failures:
             raise self._failures[0]
+
+
+def _keep() -> None:
+    """Return nothing: the window is memory of the store."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from contextlib import ExitStack
 from itertools import accumulate
 
 from holdfast.errors import CorruptError
@@ -44,10 +43,11 @@ def read_ranges(files: Readable, key: str, ranges: ByteRanges) -> list[bytes]:
     if not ranges:
         return []
     alignment = files.read_alignment
-    capacities = [(-(-(stop - start + alignment - 1) // PAGE_BYTES)) * PAGE_BYTES for start, stop in ranges]
-    with mmap.mmap(-1, sum(capacities)) as memory, memoryview(memory) as whole, ExitStack() as views:
-        buffers = []
-        for first, (start, stop) in zip(accumulate(capacities, initial=0), ranges, strict=False):
-            buffers.append(views.enter_context(view_for_range(whole[first:], start, stop, alignment)))
-        files.read_into(key, ranges, buffers)
-        return [bytes(buffer) for buffer in buffers]
+    capacities = [-(-(stop - start + alignment - 1) // PAGE_BYTES) * PAGE_BYTES for start, stop in ranges]
+    memory = memoryview(mmap.mmap(-1, sum(capacities)))
+    buffers = [
+        view_for_range(memory[first:], start, stop, alignment)
+        for first, (start, stop) in zip(accumulate(capacities, initial=0), ranges, strict=False)
+    ]
+    files.read_into(key, ranges, buffers)
+    return [bytes(buffer) for buffer in buffers]

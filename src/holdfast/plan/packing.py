@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
+from holdfast.errors import InvalidError
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.tensor import Shard
@@ -26,6 +28,7 @@ def packs_of(
     header_bytes_max: int,
     *,
     pack_bytes_max: int | None = None,
+    object_bytes_max: int | None = None,
 ) -> list[PackPlan]:
     """Return the packs of everything a rank writes, their pieces in file order.
 
@@ -36,16 +39,20 @@ def packs_of(
 
     Args:
         rank, shards, owned: What the rank writes.
-        header_bytes_max: Longest header of a pack.
+        header_bytes_max: Longest header of a pack with more than one piece.
         pack_bytes_max: Most bytes of the pieces of a pack; a larger piece has a pack of its own. None: no limit.
+        object_bytes_max: Most bytes of a pack with its header. None: no limit.
+    Raises:
+        InvalidError: One piece alone exceeds `object_bytes_max`.
     """
     readable: list[Owned] = []
     opaque: list[Owned] = []
     for part in owned:
         (readable if _is_readable(shards[part.shard_number], part) else opaque).append(part)
+    limits = _Limits(header_bytes_max, pack_bytes_max, object_bytes_max)
     return [
-        *_packs(f"r{rank:05d}", shards, readable, header_bytes_max, pack_bytes_max),
-        *_packs(f"{OPAQUE_FOLDER}r{rank:05d}", shards, opaque, header_bytes_max, pack_bytes_max),
+        *_packs(f"r{rank:05d}", shards, readable, limits),
+        *_packs(f"{OPAQUE_FOLDER}r{rank:05d}", shards, opaque, limits),
     ]
 
 
@@ -64,9 +71,29 @@ def _is_readable(shard: Shard, owned: Owned) -> bool:
     return isinstance(owned.region, Box) and bool(DTYPES[shard.tensor.dtype].safetensors)
 
 
-def _packs(
-    stem: str, shards: Sequence[Shard], owned: Sequence[Owned], header_bytes_max: int, pack_bytes_max: int | None
-) -> list[PackPlan]:
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    """How large the packs may be. Arguments as `packs_of`."""
+
+    header_bytes_max: int
+    pack_bytes_max: int | None
+    object_bytes_max: int | None
+
+    def hold(self, header_bytes: int, data_bytes: int) -> bool:
+        """Return whether a pack may have more than one piece with this header and these bytes of pieces."""
+        return (
+            header_bytes <= self.header_bytes_max
+            and (self.pack_bytes_max is None or data_bytes <= self.pack_bytes_max)
+            and self.an_object_holds(header_bytes, data_bytes)
+        )
+
+    def an_object_holds(self, header_bytes: int, data_bytes: int) -> bool:
+        """Return whether the store takes such a pack."""
+        pack_bytes = -(-header_bytes // PAGE_BYTES) * PAGE_BYTES + data_bytes
+        return self.object_bytes_max is None or pack_bytes <= self.object_bytes_max
+
+
+def _packs(stem: str, shards: Sequence[Shard], owned: Sequence[Owned], limits: _Limits) -> list[PackPlan]:
     """Return packs named `stem`, `stem-1`, `stem-2` and so on."""
     packs: list[PackPlan] = []
     rest = list(owned)
@@ -80,15 +107,18 @@ def _packs(
             name_bytes = (3 if _written_as_is(tensor.fqn) else _CHARACTER_BYTES) * len(tensor.fqn)
             entry_bytes = _ENTRY_BYTES + name_bytes + 66 * len(tensor.global_shape)
             piece_bytes = part.region.numel * tensor.itemsize
-            is_full = header_bytes + entry_bytes > header_bytes_max or (
-                pack_bytes_max is not None and data_bytes + piece_bytes > pack_bytes_max
-            )
-            if tensor.fqn in fqns or (taken and is_full):
+            header_after, data_after = header_bytes + entry_bytes, data_bytes + piece_bytes
+            if tensor.fqn in fqns or (taken and not limits.hold(header_after, data_after)):
                 left.append(part)
                 continue
+            if not taken and not limits.an_object_holds(header_after, data_after):
+                raise InvalidError(
+                    f"{tensor.fqn}: one piece of {piece_bytes} bytes; expected at most {limits.object_bytes_max} bytes "
+                    "with the header of its pack, the largest object of this store. Shard the tensor over more ranks, "
+                    "or save to another store"
+                )
             fqns.add(tensor.fqn)
-            header_bytes += entry_bytes
-            data_bytes += piece_bytes
+            header_bytes, data_bytes = header_after, data_after
             taken.append(part)
         suffix = f"-{len(packs)}" if packs else ""
         packs.append(PackPlan(f"{stem}{suffix}.safetensors", _in_file_order(shards, taken)))

@@ -44,8 +44,9 @@ class Upload(Protocol):
     def room(self, offset: int, length_bytes: int) -> memoryview | None:
         """Return memory of the store for one part, so that nothing is copied twice; None: use memory of your own.
 
-        The caller fills it and passes all of it to `write`. Then, and after `abort`, the memory is the store's again.
-        The call may wait for memory that other uploads hold. Asked again before `write`, it returns the same memory.
+        The caller fills it and passes it to `write`: all of it, or its front as the last part of an object that is less
+        than its `bytes_max`. Then, and after `abort`, the memory is the store's again. The call may wait for memory of
+        other uploads. Asked again before `write`, it returns the same memory.
 
         Args:
             offset, length_bytes: The part, as for `write`.

@@ -34,7 +34,7 @@ from holdfast.ports.framework import LocalShard
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import confirmed_manifest
 from holdfast.saving.handle import SaveHandle
-from holdfast.settings import MIB
+from holdfast.settings import MIB, PAGE_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -292,30 +292,34 @@ def estimated_write_bytes(shards: Sequence[LocalShard], world_size: int) -> int:
 
 
 def write_bytes_per_second(store: Store, key: str, part_bytes: int, clock: Clock) -> float:
-    """Return the bytes per second of writing an object part by part; the object is aborted.
+    """Return the bytes per second of writing an object part by part; the object is deleted.
 
     Args:
         store, key: Where to write.
         part_bytes: Bytes of one write: as much as a save has in flight. With less, storage with a high latency would
-            seem slower than it is for a save.
+            seem slower than it is for a save. Less for a store whose objects are smaller than a few of these.
         clock: Measures the time, and gives the bytes.
     Raises:
         CheckpointError: Storage cannot be written.
     """
-    with mmap.mmap(-1, part_bytes) as part:
-        # Random bytes: a file system may not store zeros.
-        part.write(clock.random_bytes(part_bytes))
-        with memoryview(part) as data:
-            upload = store.upload(key, _PROBE_PARTS_MAX * part_bytes, part_bytes)
-            written = 0
-            start = clock.monotonic_seconds()
-            try:
-                while written < _PROBE_PARTS_MAX and (
-                    not written or clock.monotonic_seconds() - start < _PROBE_SECONDS_MAX
-                ):
-                    upload.write(written * part_bytes, data)
-                    written += 1
-                seconds = clock.monotonic_seconds() - start
-            finally:
-                upload.abort()
+    if store.object_bytes_max is not None:
+        pages = max(store.object_bytes_max // (_PROBE_PARTS_MAX * PAGE_BYTES), 1)
+        part_bytes = min(part_bytes, pages * PAGE_BYTES)
+    data = memoryview(mmap.mmap(-1, part_bytes))
+    # Random bytes: a file system may not store zeros.
+    data[:] = clock.random_bytes(part_bytes)
+    upload = store.upload(key, _PROBE_PARTS_MAX * part_bytes, part_bytes)
+    written = 0
+    start = clock.monotonic_seconds()
+    try:
+        while written < _PROBE_PARTS_MAX and (not written or clock.monotonic_seconds() - start < _PROBE_SECONDS_MAX):
+            upload.write(written * part_bytes, data)
+            written += 1
+        # Here an object store sends it, and a disk writes what it has cached.
+        upload.complete(written * part_bytes)
+        seconds = clock.monotonic_seconds() - start
+    except BaseException:
+        upload.abort()
+        raise
+    store.delete([key])
     return written * part_bytes / max(seconds, 1e-6)

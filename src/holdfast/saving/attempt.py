@@ -40,7 +40,7 @@ from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.format.digest import hex_digest_of, short_digest_of
 from holdfast.format.names import link_name, part_name
 from holdfast.format.part import RankPart, encode_part
-from holdfast.saving.commit import assemble, outcome_on_storage, publish_manifest, sweep
+from holdfast.saving.commit import assemble, lost_race_of, outcome_on_storage, publish_manifest, sweep
 from holdfast.saving.handle import SaveHandle, collect_error, text_of, typed
 from holdfast.saving.overwrite import lost_claim_of, replace_manifest
 from holdfast.saving.request import SaveRequest, claim_in_time
@@ -413,7 +413,8 @@ class SaveAttempt:
                 replaced = overwrite and replace_manifest(location, agreement.attempt, data, overwrite, self.job)
                 outcome = replaced or publish_manifest(location, data, epoch)
         except Exception as error:  # noqa: BLE001 - it is certain that nothing was published
-            outcome = aborted((overwrite and lost_claim_of(location, overwrite, error)) or typed(error, self.name))
+            lost = lost_claim_of(location, overwrite, error) if overwrite else lost_race_of(location, error)
+            outcome = aborted(lost or typed(error, self.name))
         else:
             if outcome.kind is OutcomeKind.COMMITTED:
                 outcome = committed(outcome.manifest_digest, findings_of(manifest.health), manifest.tensor_bytes)

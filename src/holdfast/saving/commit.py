@@ -247,6 +247,23 @@ def _put(location: CheckpointLocation, data: bytes, epoch: int) -> None:
         publish(location.store, location.manifest_key, data)
 
 
+def lost_race_of(location: CheckpointLocation, error: Exception) -> ConflictError | None:
+    """Return the loss of the race if that is behind an error of a commit: who has published removes others' files."""
+    if isinstance(error, ConflictError):
+        return error
+    try:
+        if not exists(location.store, location.manifest_key):
+            return None
+    except CheckpointError:
+        return None  # What failed first says more.
+    lost = ConflictError(
+        f"{location.store.url}/{location.manifest_key}: another writer published first, and removed the files of this "
+        "save; expected no file. Nothing of it was touched. Stop, or save elsewhere"
+    )
+    lost.__cause__ = error
+    return lost
+
+
 def clear_fenced(location: CheckpointLocation, epoch: int) -> bool:
     """Remove a fenced manifest from a step, so that the holder of the newest epoch can save the step.
 

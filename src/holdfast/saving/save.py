@@ -111,9 +111,9 @@ def plan_packs(attempt: SaveAttempt, collected: Collected, fingerprint: StateFin
 
     # Parameters and their moments must come from one rank if replicas differ.
     is_drifted = agreement.drift is not None
-    # A store that gets a pack in one request holds all of it in memory.
-    limit = attempt.location.store.object_bytes_max
-    pack_bytes_max = None if limit is None else min(limit, settings.object_bytes_in_flight_max)
+    object_bytes_max = attempt.location.store.object_bytes_max
+    # Such a store gets a pack in one request, and until then all of the pack is in memory.
+    pack_bytes_max = None if object_bytes_max is None else settings.object_bytes_in_flight_max
 
     def plan() -> SavePlan:
         owned = owned_by(rank, shards, holders, settings.chunk_bytes, lowest_only=is_drifted)
@@ -123,11 +123,12 @@ def plan_packs(attempt: SaveAttempt, collected: Collected, fingerprint: StateFin
             owned,
             settings._tuning.pack_header_bytes_max,
             pack_bytes_max=pack_bytes_max,
+            object_bytes_max=object_bytes_max,
         )
         return save_plan(tuple((pack, header_body(pack)) for pack in packs), settings._tuning.unchanged_bytes_min)
 
-    key = fingerprint.shards + f"{is_drifted} {pack_bytes_max}".encode()
-    chosen, is_new = job.plan_cache.of(key, holders, plan)
+    limits = repr((is_drifted, pack_bytes_max, object_bytes_max)).encode()
+    chosen, is_new = job.plan_cache.of(fingerprint.shards + limits, holders, plan)
     if not is_small_transfer(chosen.bytes):
         attempt.gc_pause.end()
     return chosen, is_new

@@ -342,9 +342,7 @@ class LocalStore(FileReading):
                 entries = sorted(self._entries(parts, after, up_to), key=_place_in_listing, reverse=True)
                 waiting += [((*parts, name), mode, size) for name, mode, size in entries]
 
-    def _entries(
-        self, parts: tuple[str, ...], after: str = "", up_to: str | None = None
-    ) -> Iterable[tuple[str, int, int]]:
+    def _entries(self, parts: tuple[str, ...], after: str = "", up_to: str | None = None) -> Iterable[_FolderEntry]:
         """Return name, mode and bytes of the entries of a folder whose names a key of this part can have."""
         entries: list[_FolderEntry] = []
         with (

@@ -16,7 +16,7 @@ from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingEr
 from holdfast.ports.store import Store, view_for_range
 from holdfast.settings import PAGE_BYTES
 from holdfast.testing.store_links import Links, StoreFixture
-from holdfast.testing.store_uploads import PART_BYTES, TOTALS, Uploads, aligned_buffer, fill, keys
+from holdfast.testing.store_uploads import PART_BYTES, TOTALS, Rooms, Sizes, Uploads, aligned_buffer, fill, keys
 
 BAD_KEYS = (
     "", "/", "/a", "a/", "a//b", ".", "..", "../x", "a/../b", ".hidden", "a/.tmp-1", "a\0", "a\n", "a b", "ä", "a\\b",
@@ -272,6 +272,41 @@ class Listings(StoreFixture):
         assert keys(store, "a/") == []
         assert keys(store, "none/at/all/") == []
 
+    def test_keys_come_in_their_order(self, store: Store) -> None:
+        names = ("b/c", "b-c", "b.c", "b/c-d", "b0", "b/c.d/e", "b/c0", "B/c", "b/d/e", "b/d-e", "b/d", "_", "9", "b_")
+        stored = [name + "/z" for name in names]
+        for key in stored:
+            store.put(key, b"", durable=False)
+        assert [entry.key for entry in store.list()] == sorted(stored)
+        assert [entry.key for entry in store.list("b/")] == sorted(key for key in stored if key.startswith("b/"))
+
+    def test_parts_of_a_listing_make_up_the_whole(self, store: Store) -> None:
+        seed = random.randrange(1 << 32)
+        chance = random.Random(seed)
+        names = {"/".join(chance.choices(("a", "b", "a-", "b0"), k=chance.randrange(1, 4))) + "/x" for _ in range(40)}
+        for key in names:
+            store.put(key, b"1", durable=False)
+        for prefix in ("", "a/"):
+            whole = sorted(key for key in names if key.startswith(prefix))
+            cuts = sorted(chance.sample([*names, "", "a", "a/a", "b0/", "zz"], 6))
+            parts = [
+                [entry.key for entry in store.list(prefix, after=after, up_to=up_to)]
+                for after, up_to in itertools.pairwise(["", *cuts, None])
+                if after is not None
+            ]
+            assert list(itertools.chain(*parts)) == whole, f"seed {seed}, cuts {cuts}"
+            for number, key in enumerate(whole):
+                assert [entry.key for entry in store.list(prefix, after=key)] == whole[number + 1 :]
+
+    def test_more_objects_than_a_page_or_a_request_holds(self, store: Store) -> None:
+        names = [f"many/{number:05d}" for number in range(1100)]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda key: store.put(key, b"1", durable=False), names))
+        assert [entry.key for entry in store.list("many/")] == names
+        assert [entry.key for entry in store.list(after=names[49], up_to=names[1060])] == names[50:1061]
+        store.delete([*names, "many/none", names[0]])
+        assert keys(store) == []
+
     def test_folders(self, store: Store) -> None:
         assert store.folders() == []
         for key in ("a", "z/c", "b/d/e", "b/f/g/h", "b/i"):
@@ -335,7 +370,7 @@ class Listings(StoreFixture):
         assert keys(store) == []
 
 
-class StoreSuite(SmallObjects, Uploads, Ranges, Listings, Links):
+class StoreSuite(SmallObjects, Uploads, Rooms, Sizes, Ranges, Listings, Links):
     """Every promise of `Store`.
 
     Subclass it in a test module and override the fixture `store`. If the store lists uploads before they are complete,

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import mmap
 import random
+import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
 from holdfast.errors import ConflictError, InvalidError, MissingError
-from holdfast.ports.store import Store
+from holdfast.ports.store import Store, Upload
 from holdfast.settings import PAGE_BYTES
 from holdfast.testing.store_links import StoreFixture
 
@@ -168,3 +171,153 @@ class Uploads(StoreFixture):
         with pytest.raises(InvalidError, match="part_bytes"):
             store.upload("key", total, part)
         assert keys(store) == []
+
+
+class Rooms(StoreFixture):
+    """Memory that a store and its caller lend to each other. A store without memory of its own returns None."""
+
+    @pytest.mark.parametrize("every", (1, 2))
+    @pytest.mark.parametrize("total", TOTALS)
+    def test_rooms_take_the_bytes_of_their_parts(self, store: Store, total: int, every: int) -> None:
+        data = random.Random(total).randbytes(total)
+        upload = store.upload("folder/key", total, PART_BYTES)
+        for offset in reversed(range(0, total, PART_BYTES)):
+            part = memoryview(data)[offset : offset + PART_BYTES]
+            room = upload.room(offset, len(part)) if offset // PART_BYTES % every == 0 else None
+            if room is not None:
+                assert room.nbytes == len(part)
+                room[:] = part
+                again = upload.room(offset, len(part))
+                assert again == part, "until it is written, a part has one room"
+            upload.write(offset, part if room is None else room)
+        upload.complete()
+        assert store.get("folder/key", total) == data
+
+    def test_what_is_no_part_has_no_room(self, store: Store) -> None:
+        upload = store.upload("key", PART_BYTES + 10, PART_BYTES)
+        for offset, length in ((1, PART_BYTES), (0, PART_BYTES + 1), (PART_BYTES, 11), (2 * PART_BYTES, 1), (0, 0)):
+            with suppress(InvalidError):
+                assert upload.room(offset, length) is None
+        upload.abort()
+        with suppress(InvalidError):
+            assert upload.room(0, PART_BYTES) is None
+
+    def test_an_abandoned_room_leaves_nothing(self, store: Store) -> None:
+        upload = store.upload("key", PART_BYTES, PART_BYTES)
+        room = upload.room(0, PART_BYTES)
+        if room is not None:
+            room[:] = b"1" * PART_BYTES
+        with pytest.raises(InvalidError, match="0 of 1"):
+            upload.complete()
+        upload.abort()
+        assert keys(store) == []
+
+    def test_released_memory_is_the_callers_again(self, store: Store) -> None:
+        seed = random.randrange(1 << 32)
+        data = random.Random(seed).randbytes(4 * PART_BYTES + 77)
+        upload = store.upload("key", len(data), PART_BYTES)
+        lent = _Lent(data)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda offset: lent.write(upload, offset), range(0, len(data), PART_BYTES)))
+        upload.complete()
+        lent.require_all_back()
+        assert store.get("key", len(data)) == data, f"seed {seed}"
+
+    def test_memory_comes_back_from_an_upload_that_ends_badly(self, store: Store) -> None:
+        data = bytes(3 * PART_BYTES)
+        upload = store.upload("key", len(data), PART_BYTES)
+        lent = _Lent(data)
+        lent.write(upload, PART_BYTES)
+        with pytest.raises(InvalidError, match="1 of 3"):
+            upload.complete()
+        upload.abort()
+        with pytest.raises(InvalidError):
+            lent.write(upload, 0)
+        lent.require_all_back()
+        upload = store.upload("key", len(data), PART_BYTES)
+        with pytest.raises(InvalidError, match="part"):
+            lent.write(upload, 2 * PART_BYTES + 1)
+        lent.require_all_back()
+        upload.abort()
+        assert keys(store) == []
+
+
+class _Lent:
+    """Parts in memory that is overwritten once it is released."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._count = 0
+        self._back = threading.Semaphore(0)
+
+    def write(self, upload: Upload, offset: int) -> None:
+        memory = memoryview(bytearray(self._data[offset : offset + PART_BYTES]))
+        self._count += 1
+
+        def release() -> None:
+            memory[:] = b"?" * len(memory)
+            self._back.release()
+
+        upload.write(offset, memory, release)
+
+    def require_all_back(self) -> None:
+        """Require that every part is released, and once. A request that was abandoned may still read for a while."""
+        for _ in range(self._count):
+            assert self._back.acquire(timeout=60), "the memory of a part was not released"
+        assert not self._back.acquire(blocking=False), "the memory of a part was released twice"
+        self._count = 0
+
+
+class Sizes(StoreFixture):
+    """Objects whose size is known at the end."""
+
+    @pytest.mark.parametrize("bytes_max", (5 * PART_BYTES + 4095, 6 * PART_BYTES, 40 * PART_BYTES))
+    @pytest.mark.parametrize("total", TOTALS)
+    def test_an_object_may_stay_below_what_was_announced(self, store: Store, total: int, bytes_max: int) -> None:
+        data = random.Random(total).randbytes(total)
+        upload = store.upload("folder/key", bytes_max, PART_BYTES)
+        for offset in reversed(range(0, total, PART_BYTES)):
+            upload.write(offset, memoryview(data)[offset : offset + PART_BYTES])
+        upload.complete(total)
+        assert store.size("folder/key") == total
+        assert store.get("folder/key", total) == data
+
+    def test_the_last_part_may_fill_the_front_of_its_room(self, store: Store) -> None:
+        data = random.Random(1).randbytes(PART_BYTES + 77)
+        upload = store.upload("key", 9 * PART_BYTES, PART_BYTES)
+        for offset in (0, PART_BYTES):
+            part = memoryview(data)[offset : offset + PART_BYTES]
+            room = upload.room(offset, PART_BYTES)
+            if room is not None:
+                room[: len(part)] = part
+                part = room[: len(part)]
+            upload.write(offset, part)
+        upload.complete(len(data))
+        assert store.get("key", len(data)) == data
+
+    @pytest.mark.parametrize(
+        ("lengths", "total", "text"),
+        (
+            ((PART_BYTES - 1,), None, "0 of 2"),
+            ((PART_BYTES - 1,), PART_BYTES, "0 of 1"),
+            ((PART_BYTES - 1, 10), PART_BYTES + 10, "1 of 2"),
+            ((PART_BYTES, 10), PART_BYTES, "1 of 1.*1 others"),
+            ((PART_BYTES, 10), PART_BYTES + 9, "1 of 2"),
+            ((PART_BYTES, 10), PART_BYTES + 11, "at most"),
+            ((PART_BYTES, 10), -1, "at most"),
+            ((PART_BYTES,), 0, "0 of 0.*1 others"),
+        ),
+    )
+    def test_parts_that_do_not_make_up_the_size_are_not_completed(
+        self, store: Store, lengths: Sequence[int], total: int | None, text: str
+    ) -> None:
+        upload = store.upload("key", PART_BYTES + 10, PART_BYTES)
+        for number, length in enumerate(lengths):
+            upload.write(number * PART_BYTES, memoryview(bytes(length)))
+        with pytest.raises(InvalidError, match=text):
+            upload.complete(total)
+        upload.abort()
+        assert keys(store) == []
+
+    def test_the_largest_object_is_announced(self, store: Store) -> None:
+        assert store.object_bytes_max is None or store.object_bytes_max > 0

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from holdfast.errors import InvalidError
 from holdfast.format.names import is_pack_name, rank_of_pack
 from holdfast.format.pack import entries_of, header_entry, header_of
 from holdfast.geometry.box import Box
@@ -16,7 +18,7 @@ from holdfast.geometry.tensor import Role, Shard, TensorSpec
 from holdfast.plan.ownership import Owned
 from holdfast.plan.packing import packs_of
 from holdfast.settings import PAGE_BYTES
-from holdfast.types.plan import OPAQUE_FOLDER
+from holdfast.types.plan import OPAQUE_FOLDER, PackPlan
 
 MIB = 1 << 20
 FQNS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30).filter(lambda text: text != "__metadata__")
@@ -87,6 +89,41 @@ def test_every_pack_is_in_order_aligned_and_short(shards: list[Shard], header_by
             )
             for i in pack.items
         }
+
+
+@settings(max_examples=60, deadline=None)
+@given(shard_lists(), st.sampled_from((2, 3, 5, 9, 40)), st.sampled_from((PAGE_BYTES, 2 * PAGE_BYTES, MIB)))
+def test_no_pack_is_larger_than_the_store_takes(shards: list[Shard], pages: int, header_bytes_max: int) -> None:
+    limit = pages * PAGE_BYTES
+    owned = [Owned(number, shard.pieces[0]) for number, shard in enumerate(shards)]
+
+    def packed(of: list[Owned]) -> list[PackPlan]:
+        return packs_of(3, shards, of, header_bytes_max, object_bytes_max=limit)
+
+    too_large = set()
+    for part in owned:
+        try:
+            packed([part])
+        except InvalidError as error:
+            tensor = shards[part.shard_number].tensor
+            assert tensor.fqn in str(error) and str(limit) in str(error)
+            too_large.add(tensor.fqn)
+            # Its header has room for metadata: at most a page more than is written.
+            (alone,) = packs_of(3, shards, [part], header_bytes_max)
+            header = header_of(alone, {"step": "1", "attempt": "0" * 16, "rank": "3"})
+            assert len(header) + PAGE_BYTES + alone.data_bytes > limit or not tensor.fqn.isascii()
+    if too_large:
+        with pytest.raises(InvalidError) as failure:
+            packed(owned)
+        assert any(fqn in str(failure.value) for fqn in too_large)
+    fitting = [part for part in owned if shards[part.shard_number].tensor.fqn not in too_large]
+    packs = packed(fitting)
+    assert sorted(item.shard_number for pack in packs for item in pack.items) == [part.shard_number for part in fitting]
+    for pack in packs:
+        header = header_of(pack, {"step": "9" * 12, "attempt": "0" * 16, "rank": "99999"})
+        assert len(header) + pack.data_bytes <= limit
+    without = packs_of(3, shards, owned, header_bytes_max)
+    assert packs_of(3, shards, owned, header_bytes_max, object_bytes_max=1 << 62) == without
 
 
 def test_several_pieces_of_one_name_lie_in_as_many_packs() -> None:

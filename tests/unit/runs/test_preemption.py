@@ -164,13 +164,15 @@ def test_ranks_leave_together_and_what_they_had_is_saved(seed: int, told: dict[i
     assert committed_steps(world.store) == sorted({*range(every, step, every), step})
 
 
-def slowed(seconds: float) -> Faults:
-    return Faults(lambda _: time.sleep(seconds), names=("upload.write",), lasting=True)
+def slowed(seconds: float, name: str = "upload.write") -> Faults:
+    return Faults(lambda _: time.sleep(seconds), names=(name,), lasting=True)
 
 
-def test_before_any_save_a_state_too_large_for_the_grace_is_not_begun() -> None:
+@pytest.mark.parametrize("name", ["upload.write", "upload.complete"])
+def test_before_any_save_a_state_too_large_for_the_grace_is_not_begun(name: str) -> None:
+    """A file system is slow to write a part, an object store to complete the object."""
     store = fresh_store()
-    faults = slowed(1.2)
+    faults = slowed(1.2, name)
     world = World(
         2, grace_seconds=4.0, store=store, stores={0: FaultyStore(store, faults), 1: FaultyStore(store, faults)}
     )

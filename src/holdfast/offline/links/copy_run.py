@@ -193,7 +193,12 @@ class RunCopy:
         try:
             for start in range(0, size, _WINDOW_BYTES):
                 stop = min(start + _WINDOW_BYTES, size)
-                upload.write(start, read_range(self._source, entry.key, start, stop, self._buffer))
+                data = upload.room(start, stop - start)
+                if data is None:
+                    data = read_range(self._source, entry.key, start, stop, self._buffer)
+                else:
+                    self._source.read_into(entry.key, [(start, stop)], [data])
+                upload.write(start, data)
             upload.complete()
         except BaseException:
             upload.abort()

@@ -18,12 +18,13 @@ from typing import Any
 
 from holdfast.clock import Clock
 from holdfast.errors import MissingError
+from holdfast.ports.temporary import TemporaryError
 from holdfast.settings import ObjectSettings
 from holdfast.stores.objects.address import Address
 from holdfast.stores.objects.client import Clients
+from holdfast.stores.objects.probe import probe_key
 
 _SIGNED_FOR = timedelta(minutes=5)
-_PROBE_BYTES = 12
 _OTHER_TAG = '"00000000000000000000000000000000"'
 
 _keeps_condition: dict[str, bool] = {}
@@ -54,11 +55,13 @@ class ConditionalDelete:
             status = self._send(key, str(seen["e_tag"]))
             if status is not None and (200 <= status < 300 or status == 404):
                 return True
-            if status in (409, 412):
-                return False
+            if status is not None and status not in (409, 412):
+                raise TemporaryError(f"could not delete {where}: the server answers {status}", may_take_effect=True)
         try:
             if look(key)["e_tag"] != seen["e_tag"]:
                 return False
+            if self._is_kept():
+                raise TemporaryError(f"could not delete {where}: no answer, or a busy server", may_take_effect=True)
             self._clients.ask("delete", where, lambda api, client: api.delete(client, key))
         except MissingError:
             pass  # Another process, or an earlier try of this call, has deleted it.
@@ -68,9 +71,10 @@ class ConditionalDelete:
         """Return whether the server keeps the condition; ask it at the first call."""
         bucket = f"{self._address.scheme}://{self._address.bucket} {self._clients.endpoint}"
         if bucket not in _keeps_condition:
-            key = f"{self._address.prefix}probe-{self._clock.random_bytes(_PROBE_BYTES).hex()}"
-            self._clients.ask("store", self._address.url, lambda api, client: api.put(client, key, b"probe"))
-            is_kept = self._send(key, _OTHER_TAG) == 412
+            key = f"{self._address.prefix}{probe_key(self._clock)}"
+            stored = self._clients.ask("store", self._address.url, lambda api, client: api.put(client, key, b"probe"))
+            # It must refuse another tag, and take the right one as it was written by the server.
+            is_kept = self._send(key, _OTHER_TAG) == 412 and self._send(key, str(stored["e_tag"])) in (200, 204)
             with suppress(MissingError):
                 self._clients.ask("delete", self._address.url, lambda api, client: api.delete(client, key))
             with _lock:

@@ -16,6 +16,11 @@ from holdfast.errors import CheckpointError, ConflictError, InvalidError
 _PROBE_BYTES = 12
 
 
+def probe_key(clock: Clock) -> str:
+    """Return a key that nobody uses, in a folder whose content decides nothing."""
+    return f"reports/probe-{clock.random_bytes(_PROBE_BYTES).hex()}"
+
+
 class Creates(Protocol):
     """What the probe needs of a store."""
 
@@ -58,7 +63,7 @@ class Probe:
         """
         if not self._is_needed or self._store.url in _asked:
             return
-        key = f"probe-{self._clock.random_bytes(_PROBE_BYTES).hex()}"
+        key = probe_key(self._clock)
         try:
             self._store.create(key, memoryview(b"first"))
             self._store.create(key, memoryview(b"second"))

@@ -10,7 +10,7 @@ from typing import Any
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange
 from holdfast.ports.temporary import TemporaryError
-from holdfast.settings import Settings
+from holdfast.settings import MIB, Settings
 from holdfast.stores.keys import is_listed, split_key, split_prefix
 from holdfast.stores.objects.address import KEY_BYTES_MAX, Address
 from holdfast.stores.objects.client import Clients
@@ -18,6 +18,8 @@ from holdfast.stores.objects.reads import Batch, batches_of, cut
 from holdfast.stores.parts import check_buffers, check_ranges
 
 _PAGE_ENTRIES = 1000
+_TIMED_BYTES_MAX = 64 * MIB
+"""Bytes that lengthen the time of a `get`: its limit guards against damage, and is far above what is there."""
 
 
 class ObjectReading:
@@ -139,7 +141,9 @@ class ObjectReading:
     def got(self, key: str, bytes_max: int) -> tuple[bytes, Any]:
         """Return an object whole, with its metadata; refuse one that is too large before its content is read."""
         where, full = self.where(key), self.full_key(key)
-        found = self.clients.ask("read", where, lambda api, client: api.get(client, full), bytes_max)
+        found = self.clients.ask(
+            "read", where, lambda api, client: api.get(client, full), min(bytes_max, _TIMED_BYTES_MAX)
+        )
         if found.meta["size"] > bytes_max:
             raise CorruptError(f"{where}: {found.meta['size']} bytes; expected at most {bytes_max}. Read another copy")
         data: bytes = self.clients.ask("read", where, lambda *_: found.bytes().to_bytes())

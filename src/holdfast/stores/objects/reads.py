@@ -19,7 +19,7 @@ _BATCH_BYTES_MAX = 64 * MIB
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RangePart:
     """A part of one range that one request brings."""
 
     number: int
@@ -39,7 +39,7 @@ class Piece:
 class Batch:
     """Requests that are made side by side."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RangePart, ...]
     """What they bring, in the order of the ranges; empty ranges included."""
 
     requests: tuple[tuple[int, int], ...]
@@ -48,7 +48,7 @@ class Batch:
 
 def batches_of(ranges: ByteRanges) -> Iterator[Batch]:
     """Yield the batches that read some ranges, in order."""
-    pieces: list[Piece] = []
+    pieces: list[RangePart] = []
     held_bytes = 0
     for piece in _pieces_of(ranges):
         piece_bytes = piece.stop - piece.start
@@ -61,15 +61,15 @@ def batches_of(ranges: ByteRanges) -> Iterator[Batch]:
         yield Batch(tuple(pieces), _requests_of(pieces))
 
 
-def _pieces_of(ranges: ByteRanges) -> Iterator[Piece]:
+def _pieces_of(ranges: ByteRanges) -> Iterator[RangePart]:
     for number, (start, stop) in enumerate(ranges):
         while stop - start > _REQUEST_BYTES_MAX:
-            yield Piece(number, start, start + _REQUEST_BYTES_MAX, is_last=False)
+            yield RangePart(number, start, start + _REQUEST_BYTES_MAX, is_last=False)
             start += _REQUEST_BYTES_MAX
-        yield Piece(number, start, stop, is_last=True)
+        yield RangePart(number, start, stop, is_last=True)
 
 
-def _requests_of(pieces: Sequence[Piece]) -> tuple[tuple[int, int], ...]:
+def _requests_of(pieces: Sequence[RangePart]) -> tuple[tuple[int, int], ...]:
     requests: list[tuple[int, int]] = []
     for start, stop in sorted((piece.start, piece.stop) for piece in pieces if piece.stop > piece.start):
         if requests:
@@ -83,7 +83,7 @@ def _requests_of(pieces: Sequence[Piece]) -> tuple[tuple[int, int], ...]:
     return tuple(requests)
 
 
-def cut(batch: Batch, held: Sequence[memoryview], piece: Piece) -> memoryview:
+def cut(batch: Batch, held: Sequence[memoryview], piece: RangePart) -> memoryview:
     """Return the bytes of one piece out of those that the requests brought."""
     if piece.start == piece.stop:
         return memoryview(b"")

@@ -51,6 +51,10 @@ _ACTS: dict[str, tuple[type[CheckpointError], str]] = {
     "KeyTooLongError": (InvalidError, "choose a shorter folder"),
     "InvalidObjectState": (InvalidError, "the object is in an archive; bring it back first"),
     "ObjectLocked": (InvalidError, "a lock of the bucket forbids it; choose a bucket without retention"),
+    "RequestTimeout": (TemporaryError, "the server waited for bytes; retry"),
+    "IncompleteBody": (TemporaryError, "bytes were lost on the way; retry"),
+    "BadDigest": (TemporaryError, "bytes were changed on the way; retry"),
+    "XAmzContentSHA256Mismatch": (TemporaryError, "bytes were changed on the way; retry"),
     "QuotaExceeded": (UnavailableError, "raise the quota or free space, then retry"),
 }
 _BY_STATUS: dict[int, tuple[type[CheckpointError], str]] = {
@@ -60,6 +64,7 @@ _BY_STATUS: dict[int, tuple[type[CheckpointError], str]] = {
     401: (InvalidError, _CREDENTIALS),
     403: (InvalidError, _CREDENTIALS),
     404: (MissingError, "it does not exist"),
+    408: (TemporaryError, "the server waited for bytes; retry"),
     405: (InvalidError, "the endpoint does not take this request; look at the endpoint"),
     409: (ConflictError, "another writer stored it; it was not touched"),
     412: (ConflictError, "another writer stored it; it was not touched"),
@@ -94,7 +99,9 @@ def _temporary(message: str, text: str) -> TemporaryError:
     found = _STATUS.search(text)
     if found is not None:
         is_throttled = int(found[1]) in _THROTTLED
-        return TemporaryError(message, is_throttled=is_throttled, may_take_effect=not is_throttled)
+        # What a server refuses with a status below 500 had no effect.
+        has_failed = int(found[1]) >= 500 and not is_throttled
+        return TemporaryError(message, is_throttled=is_throttled, may_take_effect=has_failed)
     if "timed out" in text or "TimedOut" in text:
         return TemporaryError(message, is_throttled=True, may_take_effect=True)
     return TemporaryError(message, may_take_effect=not any(sign in text for sign in _NOT_CONNECTED))

@@ -162,8 +162,10 @@ class ObjectStore(ObjectReading):
                 continue
             if self._conditional_delete.delete(self.full_key(key), self.where(key), meta, self.head_full):
                 return
-            # Another object came to `key` meanwhile: that one is to be moved.
-            self.delete([new_key])
+            # Another object came to `key` meanwhile: that one is to be moved. What the copy replaced is gone, so a copy
+            # stays where something was: the next one takes its place.
+            if before is None:
+                self.delete([new_key])
         raise TemporaryError(
             f"could not move {self.where(key)}: it or {self.where(new_key)} changes again and again",
             may_take_effect=True,

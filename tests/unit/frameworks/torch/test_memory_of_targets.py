@@ -72,3 +72,13 @@ def test_what_several_views_hold_is_copied_to_each() -> None:
     memory[:] = torch.ones(2, 4).numpy().tobytes()
     assert not upper.any()
     assert bool((lower[2:] == 1).all())
+
+
+@pytest.mark.parametrize("part", (WHOLE, Box((1, 1), (5, 3))))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float64))
+def test_read_only_memory_of_a_store_is_copied_out_of(dtype: torch.dtype, part: Box) -> None:
+    local, saved = torch.zeros(6, 4, dtype=dtype), torch.randn(6, 4)
+    target_of((WHOLE, local)).place(part, memoryview(saved.numpy().tobytes()), WHOLE)
+    rows, columns = (slice(start, stop) for start, stop in zip(part.start, part.stop, strict=True))
+    assert torch.equal(local[rows, columns], saved[rows, columns].to(dtype))
+    assert int(local.count_nonzero()) == part.numel

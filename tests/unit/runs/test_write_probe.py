@@ -1,0 +1,40 @@
+"""How fast storage takes a save, measured before the first one."""
+
+from __future__ import annotations
+
+import errno
+import uuid
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from holdfast.clock import SystemClock
+from holdfast.errors import UnavailableError
+from holdfast.runs.preemption import write_bytes_per_second
+from holdfast.settings import MIB, PAGE_BYTES, Settings
+from holdfast.stores.local import LocalStore
+from holdfast.stores.memory import MemoryStore
+from holdfast.stores.syscalls import Syscalls
+from holdfast.testing.faults import Faults, FaultyStore, FaultySyscalls, fail_with
+
+KEY = "step-000000000001/0123456789abcdef/r00000.safetensors"
+
+
+@pytest.mark.parametrize("limit", (4 * PAGE_BYTES, 5 * PAGE_BYTES, MIB, 10 * MIB, None))
+def test_the_probe_is_no_larger_than_the_largest_object(limit: int | None) -> None:
+    seen = Faults()
+    store = MemoryStore(uuid.uuid4().hex, object_bytes_max=limit)
+    assert write_bytes_per_second(FaultyStore(store, seen), KEY, MIB, SystemClock()) > 0
+    assert [each.name for each in seen.seen][-2:] == ["upload.complete", "delete"]
+    assert list(store.list()) == []
+
+
+@pytest.mark.parametrize("name", ("pwrite", "fsync", "fallocate"))
+def test_a_disk_that_fails_is_the_error(tmp_path: Path, name: str) -> None:
+    faults = Faults(fail_with(errno.EIO), names={name})
+    store = LocalStore(tmp_path, settings=Settings(), syscalls=cast(Syscalls, FaultySyscalls(Syscalls(), faults)))
+    with pytest.raises(UnavailableError, match="EIO"):
+        write_bytes_per_second(store, KEY, PAGE_BYTES, SystemClock())
+    assert faults.met == 1
+    assert list(store.list()) == []

@@ -1,0 +1,304 @@
+"""What a server may do to the store of objects, each on a real server behind a proxy."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Iterator
+
+import pytest
+
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, UnavailableError
+from holdfast.ports.temporary import TemporaryError
+from holdfast.settings import PAGE_BYTES, ObjectSettings, Settings
+from holdfast.stores.objects.store import ObjectStore
+from tests.object_proxy import CUT, LOST, Asked, ObjectProxy, object_proxy
+from tests.object_server import ACCESS_KEY, BUCKET, SECRET_KEY, ObjectServer
+
+
+@pytest.fixture
+def proxy(objects: ObjectServer) -> Iterator[ObjectProxy]:
+    with object_proxy(objects.endpoint) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def store(objects: ObjectServer, proxy: ObjectProxy) -> ObjectStore:
+    return ObjectStore(objects.new_url(), settings=Settings(object_store=ObjectSettings(endpoint=proxy.endpoint)))
+
+
+def first(method: str, answer: object, part: str = "") -> object:
+    """Return a rule for the first request of a method; later ones are passed on."""
+    left = [answer]
+
+    def rule(asked: Asked) -> object:
+        return left.pop() if left and asked.method == method and part in asked.path else None
+
+    return rule
+
+
+def upload(store: ObjectStore, key: str, data: bytes) -> None:
+    upload = store.upload(key, len(data), PAGE_BYTES)
+    for at in range(0, len(data), PAGE_BYTES):
+        upload.write(at, memoryview(data)[at : at + PAGE_BYTES])
+    try:
+        upload.complete()
+    finally:
+        upload.abort()
+
+
+def test_own_object_after_a_lost_reply_is_a_success(store: ObjectStore, proxy: ObjectProxy) -> None:
+    for put in (store.put_if_absent, lambda key, data: upload(store, key, data)):
+        key = f"key-{put is store.put_if_absent}"
+        proxy.rule = first("PUT", LOST, key)
+        with pytest.raises(TemporaryError) as lost:
+            put(key, b"mine" * 2000)
+        assert lost.value.may_take_effect
+        put(key, b"mine" * 2000)
+        with pytest.raises(ConflictError, match=key):
+            put(key, b"them" * 2000)
+        assert store.get(key, 8000) == b"mine" * 2000
+
+
+def test_an_object_without_a_checksum_for_tag_is_read_back(store: ObjectStore, proxy: ObjectProxy) -> None:
+    data = bytes(range(256)) * 64
+    # A multipart upload has a tag that is no checksum of the content.
+    client = ObjectServer(proxy.endpoint).client()
+    name = f"{store.address.prefix}many"
+    begun = client.create_multipart_upload(Bucket=BUCKET, Key=name)["UploadId"]
+    part = client.upload_part(Bucket=BUCKET, Key=name, UploadId=begun, PartNumber=1, Body=data)
+    client.complete_multipart_upload(
+        Bucket=BUCKET, Key=name, UploadId=begun, MultipartUpload={"Parts": [{"PartNumber": 1, "ETag": part["ETag"]}]}
+    )
+    upload(store, "many", data)
+    assert proxy.count("GET", "many") == 1
+    with pytest.raises(ConflictError):
+        upload(store, "many", data[:-1] + b"x")
+
+
+def test_busy_is_no_conflict(store: ObjectStore, proxy: ObjectProxy) -> None:
+    proxy.rule = first("PUT", (409, "ConditionalRequestConflict"), "key")
+    with pytest.raises(TemporaryError, match="no such object"):
+        store.put_if_absent("key", b"mine")
+    store.put_if_absent("key", b"mine")
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind", "what"),
+    (
+        (503, "SlowDown", TemporaryError, "SlowDown"),
+        (500, "InternalError", TemporaryError, "InternalError"),
+        (403, "RequestTimeTooSkewed", InvalidError, "clock"),
+        (403, "AccessDenied", InvalidError, "policy"),
+        (403, "InvalidAccessKeyId", InvalidError, "does not know these credentials"),
+        (403, "SignatureDoesNotMatch", InvalidError, "secret key"),
+        (400, "ExpiredToken", UnavailableError, "renew"),
+        (400, "AuthorizationHeaderMalformed", InvalidError, "AWS_REGION"),
+        (404, "NoSuchBucket", InvalidError, "create the bucket"),
+        (501, "NotImplemented", InvalidError, "choose another"),
+        (413, "EntityTooLarge", InvalidError, "more ranks"),
+    ),
+)
+def test_a_refusal_is_a_typed_error(
+    store: ObjectStore, proxy: ObjectProxy, status: int, code: str, kind: type[CheckpointError], what: str
+) -> None:
+    proxy.rule = lambda asked: (status, code) if "key" in asked.path else None
+    for call in (lambda: store.put("key", b"1"), lambda: store.get("key", 10), lambda: upload(store, "key", b"1")):
+        with pytest.raises(kind, match=what) as raised:
+            call()
+        assert f"{store.url}/key" in str(raised.value)
+        assert code in str(raised.value)
+        # Nothing of the client's own exception is left to be printed.
+        assert raised.value.__cause__ is None
+        assert raised.value.__context__ is None
+
+
+def test_what_a_server_says_is_cut_and_printable(store: ObjectStore, proxy: ObjectProxy) -> None:
+    said = f"\x1b[31mred \x07 {SECRET_KEY} {ACCESS_KEY} " + "x" * 5000
+    proxy.rule = lambda asked: (403, f"AccessDenied</Code><Message>{said}</Message><Code>")
+    with pytest.raises(InvalidError) as raised:
+        store.get("key", 10)
+    text = "".join(traceback.format_exception(raised.value))
+    assert "red" in text
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert SECRET_KEY not in text
+    assert ACCESS_KEY not in text
+    assert len(str(raised.value)) < 1000
+
+
+def test_no_request_is_made_twice_by_the_client(store: ObjectStore, proxy: ObjectProxy) -> None:
+    for answer in ((503, "SlowDown"), (500, "InternalError"), CUT):
+        before = proxy.count("GET", "key")
+        proxy.rule = lambda asked, answer=answer: answer if "key" in asked.path else None
+        with pytest.raises(TemporaryError):
+            store.get("key", 10)
+        assert proxy.count("GET", "key") == before + 1
+
+
+def test_no_server_is_temporary_and_has_no_effect(objects: ObjectServer) -> None:
+    with object_proxy(objects.endpoint) as gone:
+        endpoint = gone.endpoint
+    store = ObjectStore(objects.new_url(), settings=Settings(object_store=ObjectSettings(endpoint=endpoint)))
+    with pytest.raises(TemporaryError) as raised:
+        store.put("key", b"1")
+    assert not raised.value.may_take_effect
+
+
+def test_silence_is_ended(objects: ObjectServer, proxy: ObjectProxy) -> None:
+    settings = Settings(object_store=ObjectSettings(endpoint=proxy.endpoint), silence_timeout_seconds=0.5)
+    store = ObjectStore(objects.new_url(), settings=settings)
+    silent = threading.Event()
+    proxy.rule = lambda asked: silent.wait(60) and None
+    try:
+        with pytest.raises(TemporaryError, match="no answer came in time") as raised:
+            store.get("key", 10)
+    finally:
+        silent.set()
+    assert raised.value.may_take_effect
+    assert raised.value.is_throttled
+
+
+class Liars:
+    """Servers that ignore a condition."""
+
+    @staticmethod
+    def of_creates(asked: Asked) -> None:
+        asked.headers.pop("if-none-match", None)
+
+    @staticmethod
+    def of_deletions(asked: Asked) -> None:
+        if asked.method == "DELETE":
+            asked.headers.pop("if-match", None)
+
+
+def test_a_server_that_takes_both_creates_is_refused(objects: ObjectServer, proxy: ObjectProxy) -> None:
+    proxy.rule = Liars.of_creates
+    url = objects.new_url()
+    settings = Settings(object_store=ObjectSettings(endpoint=proxy.endpoint))
+    store = ObjectStore(url, settings=settings)
+    for _ in range(2):
+        with pytest.raises(InvalidError, match="single_writer=True"):
+            store.put_if_absent("manifest.json", b"1")
+    assert objects.keys(url) == []
+    alone = Settings(object_store=ObjectSettings(endpoint=proxy.endpoint, single_writer=True))
+    ObjectStore(url, settings=alone).put_if_absent("manifest.json", b"1")
+    assert objects.keys(url) == ["manifest.json"]
+
+
+def test_a_server_is_asked_once(store: ObjectStore, proxy: ObjectProxy) -> None:
+    store.put_if_absent("a", b"1")
+    probes = proxy.count("PUT", "reports/probe-")
+    store.put_if_absent("b", b"1")
+    assert probes == proxy.count("PUT", "reports/probe-") == 2
+    assert sorted(entry.key for entry in store.list()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("is_liar", (False, True))
+def test_move_takes_only_what_it_has_seen(objects: ObjectServer, proxy: ObjectProxy, is_liar: bool) -> None:
+    # The answer about a bucket is remembered, so each kind of server needs one of its own.
+    bucket = f"{BUCKET}-{'liar' if is_liar else 'honest'}"
+    objects.client().create_bucket(Bucket=bucket)
+    url = f"s3://{bucket}/run"
+    store = ObjectStore(url, settings=Settings(object_store=ObjectSettings(endpoint=proxy.endpoint)))
+    lie = Liars.of_deletions if is_liar else lambda _: None
+    proxy.rule = lie
+    store.put("warm", b"up")
+    store.move("warm", "moved")
+    store.put("key", b"old")
+    others = [b"new"]
+
+    def another_writer(asked: Asked) -> None:
+        lie(asked)
+        # Between the copy and the deletion: with the copy the last thing before it is a PUT of the new key.
+        if asked.method == "PUT" and "/run/aside" in asked.path and others:
+            objects.client().put_object(Bucket=bucket, Key="run/key", Body=others.pop())
+
+    proxy.rule = another_writer
+    store.move("key", "aside")
+    assert store.get("aside", 10) == b"new"
+    assert sorted(entry.key for entry in store.list()) == ["aside", "moved"]
+
+
+def test_move_replaces_only_what_was_there_before(
+    store: ObjectStore, proxy: ObjectProxy, objects: ObjectServer
+) -> None:
+    """As in an overwrite: whoever takes over removes what is prepared, and only then stores a manifest."""
+    store.put("manifest.json", b"seen")
+    store.put("next", b"prepared by a process that stops")
+    taken_over = []
+
+    def take_over(asked: Asked) -> None:
+        if asked.method == "PUT" and "manifest.json" in asked.path and not taken_over:
+            taken_over.append(True)
+            client = objects.client()
+            client.delete_object(Bucket=BUCKET, Key=f"{store.address.prefix}next")
+            client.put_object(Bucket=BUCKET, Key=f"{store.address.prefix}manifest.json", Body=b"of the new holder")
+
+    proxy.rule = take_over
+    with pytest.raises(CheckpointError):
+        store.move("next", "manifest.json")
+    assert store.get("manifest.json", 100) == b"of the new holder"
+
+
+def test_what_is_too_large_is_refused_before_it_is_read(store: ObjectStore, proxy: ObjectProxy) -> None:
+    store.put("key", bytes(1 << 20))
+    with pytest.raises(CorruptError, match="at most 10"):
+        store.get("key", 10)
+
+
+def test_a_bucket_that_is_not_there(objects: ObjectServer) -> None:
+    store = ObjectStore("s3://no-such-bucket-here/run", settings=objects.settings())
+    calls = (
+        lambda: store.size("key"),
+        lambda: store.get("key", 10),
+        lambda: list(store.list()),
+        lambda: store.folders(),
+        lambda: store.put("key", b"1"),
+        lambda: store.delete(["key"]),
+        lambda: store.put_if_absent("key", b"1"),
+    )
+    for call in calls:
+        with pytest.raises(InvalidError, match="create the bucket"):
+            call()
+
+
+def test_another_region(objects: ObjectServer) -> None:
+    settings = Settings(object_store=ObjectSettings(endpoint=objects.endpoint, region="eu-west-1"))
+    with pytest.raises(InvalidError, match="AWS_REGION"):
+        ObjectStore(objects.new_url(), settings=settings).get("key", 10)
+
+
+def test_a_key_too_long_with_its_folder(objects: ObjectServer) -> None:
+    store = ObjectStore(f"s3://{BUCKET}/{'x' * 500}", settings=objects.settings())
+    with pytest.raises(InvalidError, match="1024"):
+        store.put("/".join(["y" * 100] * 6), b"1")
+
+
+def test_an_object_larger_than_one_request_takes(objects: ObjectServer) -> None:
+    store = ObjectStore(objects.new_url(), settings=objects.settings())
+    with pytest.raises(InvalidError, match="more ranks"):
+        store.upload("key", (5 << 30) + 1, PAGE_BYTES)
+
+
+def test_objects_that_no_key_names_are_left_out(objects: ObjectServer) -> None:
+    url = objects.new_url()
+    prefix = url.removeprefix(f"s3://{BUCKET}/")
+    for name in ("a b", ".hidden", "folder/", "ok/x", "folder/ü"):
+        objects.client().put_object(Bucket=BUCKET, Key=f"{prefix}/{name}", Body=b"1")
+    store = ObjectStore(url, settings=objects.settings())
+    assert [entry.key for entry in store.list() if entry.key != "folder"] == ["ok/x"]
+    assert store.folders() == ["folder", "ok"]
+
+
+def test_a_listing_of_many_pages(objects: ObjectServer) -> None:
+    url = objects.new_url()
+    client, prefix = objects.client(), url.removeprefix(f"s3://{BUCKET}/")
+    for number in range(1003):
+        client.put_object(Bucket=BUCKET, Key=f"{prefix}/k{number:04d}", Body=b"")
+    store = ObjectStore(url, settings=objects.settings())
+    keys = [entry.key for entry in store.list()]
+    assert keys == [f"k{number:04d}" for number in range(1003)]
+    assert [entry.key for entry in store.list(after="k0998", up_to="k1001")] == ["k0999", "k1000", "k1001"]
+    store.delete(keys)
+    assert list(store.list()) == []
