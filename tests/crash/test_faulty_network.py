@@ -12,9 +12,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 import holdfast
 from holdfast.errors import UnavailableError
+from holdfast.observers import prometheus
 from holdfast.settings import ObjectSettings, Settings
 from holdfast.stores.wrappers import backoff
 from holdfast.testing.fault_proxy import FaultKind, FaultProxy, ProxiedRequest, ProxyFault
@@ -82,12 +84,18 @@ def test_with_the_store_down_a_save_fails_and_the_next_one_works(proxy: FaultPro
 
 
 def test_the_reply_to_the_commit_is_lost(proxy: FaultProxy, objects: ObjectServer) -> None:
-    with holdfast.CheckpointManager(objects.new_url(), settings=through(proxy)) as manager:
+    registry = CollectorRegistry()
+    observers = [prometheus(None, registry=registry)]
+    with holdfast.CheckpointManager(objects.new_url(), settings=through(proxy), observers=observers) as manager:
         fault = proxy.inject(ProxyFault(FaultKind.CUT_AFTER, is_request("PUT", "/manifest.json")))
         report = manager.save(1, state_of(1)).wait()
         assert fault.met == 1
         assert report is not None and report.retries == 1 and report.retry_seconds > 0 and not report.throttled
         require_loaded(manager, 1)
+    labels = {"verb": "save", "rank": "0"}
+    assert registry.get_sample_value("holdfast_retries_total", labels) == 1
+    assert registry.get_sample_value("holdfast_retry_seconds_total", labels) == pytest.approx(report.retry_seconds)
+    assert registry.get_sample_value("holdfast_throttled_total", labels) == 0
 
 
 def test_a_pack_that_hangs_does_not_hold_training(proxy: FaultProxy, objects: ObjectServer) -> None:
