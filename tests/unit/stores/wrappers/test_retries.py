@@ -132,7 +132,7 @@ class TestRetries:
 
     def test_a_wait_beyond_the_deadline_is_not_begun(self) -> None:
         rig = Rig([Try(0, busy(retry_after_seconds=600.0))])
-        with pytest.raises(UnavailableError, match="tried once .* and the server asks to wait 600 s"):
+        with pytest.raises(UnavailableError, match=r"tried once .* and the server asks to wait 600 s"):
             rig.retries.run(READ, rig.call)
         assert not rig.clock.slept
 
