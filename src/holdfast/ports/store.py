@@ -154,8 +154,8 @@ class Readable(Protocol):
         Returns:
             Bytes read, counted from `start`; buffer contents beyond them are undefined. 0 if the store caches nothing.
         Raises:
-            MissingError: No such key.
-            CorruptError: The object ends before the last buffer does.
+            MissingError: No such key. A store that caches nothing need not look: `read_into` does.
+            CorruptError: The object ends before the last buffer does. Likewise.
         """
         ...
 
