@@ -391,5 +391,5 @@ class StoreSuite(SmallObjects, Uploads, Rooms, Sizes, Ranges, Listings, Links):
     """Every promise of `Store`.
 
     Subclass it in a test module and override the fixture `store`. If the store lists uploads before they are complete,
-    set `uploads_hidden = False`. If it caches nothing, and says so without a request, set `is_asked_for_cached = False`.
+    set `uploads_hidden = False`. If it caches nothing, and says so without a look, set `is_asked_for_cached = False`.
     """
