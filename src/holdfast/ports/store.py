@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
-from holdfast.errors import ConflictError, CorruptError, MissingError
-
 _Result = TypeVar("_Result")
 
 
@@ -154,8 +152,8 @@ class Readable(Protocol):
         Returns:
             Bytes read, counted from `start`; buffer contents beyond them are undefined. 0 if the store caches nothing.
         Raises:
-            MissingError: No such key.
-            CorruptError: The object ends before the last buffer does.
+            MissingError: No such key. A store that caches nothing need not look: `read_into` does.
+            CorruptError: The object ends before the last buffer does. Likewise.
         """
         ...
 
@@ -255,24 +253,6 @@ def hand_out(held: Sequence[bytes | memoryview], buffers: Buffers, on_range: OnR
             on_range(number, memoryview(data))
         elif data:  # An empty buffer cannot be cast.
             buffer.cast("B")[:] = data
-
-
-def holds_one_of(store: Readable, key: str, data: bytes, seen: bytes | None) -> bool:
-    """Compare for `Store.replace`: return whether `data` is at a key already, False if `seen` is.
-
-    Raises:
-        ConflictError: Neither is there.
-    """
-    conflict = ConflictError(f"{store.url}/{key}: another writer replaced it meanwhile; it was not touched")
-    try:
-        found: bytes | None = store.get(key, max(len(data), len(seen or b"")))
-    except MissingError:
-        found = None
-    except CorruptError as larger:
-        raise conflict from larger
-    if found != data and found != seen:
-        raise conflict
-    return found == data
 
 
 class Store(Readable, Protocol):

@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from holdfast.clock import Clock, SystemClock
-from holdfast.errors import ConflictError, InvalidError, MissingError, UnavailableError
-from holdfast.ports.store import Entry, holds_one_of
+from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
+from holdfast.ports.store import Entry
 from holdfast.settings import MIB, Settings
 from holdfast.stores.file_reading import FileReading
 from holdfast.stores.folders import TEMPORARY_PREFIX, Folders
@@ -89,8 +89,18 @@ class LocalStore(FileReading):
 
     def replace(self, key: str, data: bytes, seen: bytes | None, *, durable: bool = True) -> None:
         """Store a small object whole in place of one that the caller has read; another may come in between."""
-        if not holds_one_of(self, key, data, seen):
-            self.put(key, data, durable=durable)
+        conflict = ConflictError(f"{self._where(key)}: another writer replaced it meanwhile; it was not touched")
+        found = None
+        try:
+            with suppress(MissingError):
+                found = self.get(key, max(len(data), len(seen or b"")))
+        except CorruptError as larger:
+            raise conflict from larger
+        if found == data:
+            return
+        if found != seen:
+            raise conflict
+        self.put(key, data, durable=durable)
 
     def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         """Store a small object whole unless the key exists; atomic, durable on return; its folders if wanted.
