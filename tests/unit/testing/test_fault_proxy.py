@@ -70,6 +70,12 @@ def test_without_a_fault_everything_passes_on_one_connection(proxy: FaultProxy, 
     assert len(proxy.requests) == 6
 
 
+def test_a_reply_is_whole_although_the_connection_ends_with_it(proxy: FaultProxy, top: str) -> None:
+    data = bytes(range(256)) * 10_000
+    assert ask(proxy, "PUT", f"{top}/a", data, Connection="close")[0] == 200
+    assert ask(proxy, "GET", f"{top}/a", Connection="close") == (200, data)
+
+
 @pytest.mark.parametrize(("kind", "is_stored"), ((FaultKind.CUT_BEFORE, False), (FaultKind.CUT_AFTER, True)))
 def test_a_cut_is_before_or_after_the_server(proxy: FaultProxy, top: str, kind: FaultKind, is_stored: bool) -> None:
     fault = proxy.inject(ProxyFault(kind, is_put, skip=1))

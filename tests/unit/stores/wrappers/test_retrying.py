@@ -267,7 +267,8 @@ def test_a_forked_child_reads_while_a_thread_of_the_parent_was_asking() -> None:
 
 FATES = st.sampled_from([PASS, PASS, REFUSED, LOST_BEFORE, LOST_AFTER])
 CALLS = st.lists(
-    st.tuples(st.sampled_from(["put", "put_if_absent", "delete", "move", "upload"]), st.integers(0, 2)), max_size=12
+    st.tuples(st.sampled_from(["put", "put_if_absent", "replace", "delete", "move", "upload"]), st.integers(0, 2)),
+    max_size=12,
 )
 
 
@@ -284,6 +285,9 @@ def test_any_order_of_faults_leaves_what_the_calls_say(fates: list[str], calls: 
         if method == "put":
             after = model | {key: data}
             rig.store.put(key, data)
+        elif method == "replace":
+            after = model | {key: data}
+            rig.store.replace(key, data, model.get(key))
         elif method == "put_if_absent":
             after = model | {key: data}
             rig.store.put_if_absent(key, data)
