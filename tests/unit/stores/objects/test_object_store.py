@@ -298,6 +298,26 @@ def test_content_is_signed_over_plain_http_alone(
         assert known.get("moved", 10) == b"content"
 
 
+def test_what_is_public_is_read_without_a_signature(
+    store: ObjectStore, proxy: ObjectProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put("key", b"1")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    settings = Settings(object_store=ObjectSettings(endpoint=proxy.endpoint, anonymous=True))
+    assert ObjectStore(store.url, settings=settings).get("key", 1) == b"1"
+    assert "authorization" in proxy.asked[0].headers
+    assert "authorization" not in proxy.asked[-1].headers
+
+
+def test_a_key_of_the_key_service_encrypts(store: ObjectStore, proxy: ObjectProxy) -> None:
+    settings = Settings(object_store=ObjectSettings(endpoint=proxy.endpoint, kms_key="alias/training"))
+    ObjectStore(store.url, settings=settings).put("key", b"1")
+    headers = proxy.asked[-1].headers
+    assert headers["x-amz-server-side-encryption"] == "aws:kms"
+    assert headers["x-amz-server-side-encryption-aws-kms-key-id"] == "alias/training"
+
+
 def test_what_is_too_large_is_refused_before_it_is_read(store: ObjectStore, proxy: ObjectProxy) -> None:
     store.put("key", bytes(1 << 20))
     with pytest.raises(CorruptError, match="at most 10"):
