@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import http.client
+import ssl
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 LOST = "lost"
 """The server gets the request, and its reply is lost."""
@@ -44,8 +46,8 @@ class ObjectProxy:
 
 
 @contextmanager
-def object_proxy(upstream: str) -> Iterator[ObjectProxy]:
-    """Run a proxy before a server for the length of a block."""
+def object_proxy(upstream: str, certificate: Path | None = None) -> Iterator[ObjectProxy]:
+    """Run a proxy before a server for the length of a block; over TLS if it has a certificate."""
     proxy = ObjectProxy()
     host = upstream.removeprefix("http://")
 
@@ -100,7 +102,12 @@ def object_proxy(upstream: str) -> Iterator[ObjectProxy]:
             """Say nothing: clients that were killed, or gave up, are what these tests are about."""
 
     with Server(("127.0.0.1", 0), Handler) as server:
-        proxy.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+        proxy.endpoint = f"http{'s' if certificate else ''}://127.0.0.1:{server.server_address[1]}"
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate)
+            # The handshake is the business of the thread of a connection, not of the one that accepts them.
+            server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
         thread.start()
         try:

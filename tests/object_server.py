@@ -90,7 +90,9 @@ def object_server(folder: Path) -> Iterator[ObjectServer]:
     """Run a server for the length of a block; what it writes goes to a folder."""
     for _ in range(5):
         port = _free_port()
+        # It knows the keys that it is started with, and checks them where a URL is signed.
         environment = os.environ | {
+            **VARIABLES,
             "GATEWAY_PORT": str(port),
             "BIND_HOST": "127.0.0.1",
             "MINISTACK_HOST": "127.0.0.1",

@@ -60,10 +60,12 @@ def export_pool(source: object, destination: object, to: str, options: ExportOpt
     """
     if isinstance(store_at(source, settings), MemoryStore):
         raise InvalidError(f"{source}: is in the memory of this process; expected workers=1")
-    source, destination = (
-        os.path.abspath(os.path.expanduser(str(path).removeprefix("file://"))) for path in (source, destination)
-    )
-    return worker_pool(WORKER_ENTRY, source, destination, to, options, settings)
+    # A worker may begin in another folder. A URL of another place than a folder is the same there.
+    places = [
+        path if "://" in path else os.path.abspath(os.path.expanduser(path))
+        for path in (str(each).removeprefix("file://") for each in (source, destination))
+    ]
+    return worker_pool(WORKER_ENTRY, places[0], places[1], to, options, settings)
 
 
 WORKER_ENTRY = "holdfast.export_wiring:export_worker"

@@ -158,7 +158,7 @@ def test_a_black_hole_is_left_and_the_window_may_be_rewritten(proxy: FaultProxy,
     window[:] = b"3" * MIB
     fault.release()
     assert plain.get("pack", MIB) == b"1" * MIB
-    assert store.retry_counts.throttled == 1
+    assert fault.met == 1 and store.retry_counts.throttled >= 1
 
 
 def test_a_flipped_bit_of_a_read_is_for_digests_to_see(proxy: FaultProxy, store: RetryingStore) -> None:

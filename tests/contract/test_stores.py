@@ -62,6 +62,8 @@ class TestMemory(StoreSuite):
 class TestObjects(StoreSuite):
     """On a server that speaks S3. Every test has a folder of its own in one bucket."""
 
+    is_asked_for_cached: ClassVar[bool] = False
+
     @pytest.fixture
     def store(self, objects: ObjectServer) -> Store:
         settings = objects.settings()

@@ -5,6 +5,7 @@ All are forked from one process, which has imported torch and made no request.
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -69,5 +70,15 @@ def killed(url: str, times: str, path: str) -> None:
 
 WORKS: dict[str, Callable[[str, str, str], None]] = {"race": race, "killed": killed}
 
+IMPORTED = (
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "holdfast.checkpoint_manager",
+    "holdfast.frameworks.torch.framework",
+)
+"""Once for all forks: what a save imports, but for the client of the object store."""
+
 if __name__ == "__main__":
+    for name in IMPORTED:
+        importlib.import_module(name)
     WORKS[sys.argv[1]](*sys.argv[2:])

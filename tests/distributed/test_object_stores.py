@@ -58,6 +58,9 @@ def test_two_ranks_train(objects: ObjectServer, tmp_path: Path, capfd: pytest.Ca
     offline_api.remove_steps(f"{url}/run", [2], grace_seconds=0, settings=settings)
     assert not any(key.startswith("step-000000000002/") for key in objects.keys(f"{url}/run"))
     assert list(holdfast.open_checkpoint(f"{url}/run", step=3, settings=settings).verify()) == []
+    offline_api.export(f"{url}/run", tmp_path / "model", to="safetensors", step=3, workers=2, settings=settings)
+    (exported,) = (tmp_path / "model").glob("*.safetensors")
+    assert exported.stat().st_size > 4 * 50_000
     _require_no_secret(objects, url, results.logs(), *capfd.readouterr())
 
 

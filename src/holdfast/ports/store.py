@@ -152,8 +152,8 @@ class Readable(Protocol):
         Returns:
             Bytes read, counted from `start`; buffer contents beyond them are undefined. 0 if the store caches nothing.
         Raises:
-            MissingError: No such key.
-            CorruptError: The object ends before the last buffer does.
+            MissingError: No such key. A store that caches nothing need not look: `read_into` does.
+            CorruptError: The object ends before the last buffer does. Likewise.
         """
         ...
 
@@ -292,6 +292,22 @@ class Store(Readable, Protocol):
             data: Its content.
             durable: Whether the object is durable on return. If not, the call is faster, and a power cut may remove or
                 empty the object.
+        """
+        ...
+
+    def replace(self, key: str, data: bytes, seen: bytes | None, *, durable: bool = True) -> None:
+        """Store a small object whole in place of one that the caller has read.
+
+        An object store compares and replaces at once. A file system compares just before it replaces: so what decides
+        something is never replaced by this call alone.
+
+        Args:
+            key: The object.
+            data: Its content.
+            seen: What the caller has read there; None if it found nothing.
+            durable: As for `put`.
+        Raises:
+            ConflictError: Neither `seen` nor `data` is there; it was not touched.
         """
         ...
 
@@ -441,6 +457,10 @@ class ForwardingStore(ForwardingReadable):
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Store a small object whole, replacing an older one."""
         self._around("put", key, lambda: self._inner.put(key, data, durable=durable))
+
+    def replace(self, key: str, data: bytes, seen: bytes | None, *, durable: bool = True) -> None:
+        """Store a small object whole in place of one that the caller has read."""
+        self._around("replace", key, lambda: self._inner.replace(key, data, seen, durable=durable))
 
     def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         """Store a small object whole unless the key exists."""

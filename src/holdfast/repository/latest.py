@@ -29,11 +29,17 @@ def name_latest(store: Store, step: int | None, is_first_occurrence: Callable[[s
         is_first_occurrence: Returns whether a text is new to the log.
     """
     try:
-        if step is None:
-            chain = run_timelines(store).chain
-            step = chain[-1].step if chain else None
-        _require_ours(store)
-        _put(store, step)
+        while True:
+            seen = _ours(store)
+            named = _newest(store) if step is None else step
+            try:
+                _put(store, named, seen)
+                return
+            except ConflictError:
+                # Another writer named a step meanwhile. It may be a newer one, so the newest of all is named.
+                if _ours(store) == seen:
+                    raise
+                step = None
     except CheckpointError as error:
         if is_first_occurrence(f"latest {type(error).__name__}"):
             logger.warning("%s/%s does not name the newest step: %s", store.url, LATEST_FILE, error)
@@ -47,7 +53,8 @@ def leave_latest(store: Store, going: Collection[tuple[int, str]]) -> None:
         going: Step and digest of the manifests that are to be removed.
     """
     try:
-        named, numbers = _named(store), {step for step, _ in going}
+        seen, numbers = _content(store), {step for step, _ in going}
+        named = None if seen is None else _step_in(seen)
         if named not in numbers:
             return
         # The digests of a run that never went back are not read: it has one manifest at each step.
@@ -58,37 +65,53 @@ def leave_latest(store: Store, going: Collection[tuple[int, str]]) -> None:
         ]
         # A newer timeline may have saved the step again: then the step is still there.
         if named not in left:
-            _put(store, left[-1] if left else None)
+            _put(store, left[-1] if left else None, seen)
     except CheckpointError as error:
         logger.warning("%s/%s may name a step that is removed: %s", store.url, LATEST_FILE, error)
 
 
-def _put(store: Store, step: int | None) -> None:
+def _newest(store: Store) -> int | None:
+    chain = run_timelines(store).chain
+    return chain[-1].step if chain else None
+
+
+def _put(store: Store, step: int | None, seen: bytes | None) -> None:
+    """Name a step in place of what was seen.
+
+    Raises:
+        ConflictError: Another writer has changed the file meanwhile.
+    """
     if step is None:
         store.delete([LATEST_FILE])
     else:
-        store.put(LATEST_FILE, step_folder(step).rstrip("/").encode(), durable=False)
+        store.replace(LATEST_FILE, step_folder(step).rstrip("/").encode(), seen, durable=False)
 
 
-def _named(store: Store) -> int | None:
-    """Return the step that the file names; None if there is none, or if the file is not ours."""
+def _content(store: Store) -> bytes | None:
+    """Return what the file holds; None if there is none, or if it is too large to be ours, or no regular file."""
     try:
-        data = get_or_none(store, LATEST_FILE, _BYTES_MAX) or b""
-    except (CorruptError, InvalidError):  # Too large to be ours, or no regular file.
+        return get_or_none(store, LATEST_FILE, _BYTES_MAX)
+    except (CorruptError, InvalidError):
         return None
+
+
+def _step_in(data: bytes) -> int | None:
+    """Return the step that the file names; None if the file is not ours."""
     return step_of_folder(data.decode(errors="replace").strip())
 
 
-def _require_ours(store: Store) -> None:
-    """Refuse to replace a file that another tool wrote.
+def _ours(store: Store) -> bytes | None:
+    """Return what the file holds; None if there is none.
 
     Raises:
-        ConflictError: It has other content than the folder of a step.
+        ConflictError: It has other content than the folder of a step: another tool wrote it, and it stays.
     """
     try:
+        data = get_or_none(store, LATEST_FILE, _BYTES_MAX)
         # A power cut may leave our own file empty, or with zeros in place of its bytes.
-        data = (get_or_none(store, LATEST_FILE, _BYTES_MAX) or b"").strip().strip(b"\0")
+        text = (data or b"").strip().strip(b"\0")
     except CorruptError:
-        data = b"of another tool"
-    if data and step_of_folder(data.decode(errors="replace")) is None:
+        text = b"of another tool"
+    if text and step_of_folder(text.decode(errors="replace")) is None:
         raise ConflictError("the file is of another tool, and stays as it is. Move it away, or use a root of its own")
+    return data

@@ -17,7 +17,7 @@ from holdfast.coordination.opening.records import Agreement
 from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, ask_storage, committed, unknown
 from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.parallel_map import ordered_parallel_map
-from holdfast.errors import CheckpointError, ConflictError, MissingError
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.index.index import Index
 from holdfast.format.index.index_file import encode_index
@@ -253,19 +253,16 @@ def _put(location: CheckpointLocation, data: bytes, epoch: int) -> None:
 
 def lost_race_of(location: CheckpointLocation, error: Exception) -> ConflictError | None:
     """Return the loss of the race if that is behind an error of a commit: who has published removes others' files."""
-    if isinstance(error, ConflictError):
-        return error
+    if not isinstance(error, CorruptError | MissingError):
+        return None
     try:
-        if not exists(location.store, location.manifest_key):
-            return None
+        location.require_empty("Another writer published first, and removed the files of this save. Save elsewhere")
+    except ConflictError as lost:
+        lost.__cause__ = error
+        return lost
     except CheckpointError:
-        return None  # What failed first says more.
-    lost = ConflictError(
-        f"{location.store.url}/{location.manifest_key}: another writer published first, and removed the files of this "
-        "save; expected no file. Nothing of it was touched. Stop, or save elsewhere"
-    )
-    lost.__cause__ = error
-    return lost
+        pass  # What failed first says more.
+    return None
 
 
 def _require_not_own(location: CheckpointLocation, epoch: int) -> None:

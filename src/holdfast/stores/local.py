@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from holdfast.clock import Clock, SystemClock
-from holdfast.errors import ConflictError, InvalidError, MissingError, UnavailableError
+from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.ports.store import Entry
 from holdfast.settings import MIB, Settings
 from holdfast.stores.file_reading import FileReading
@@ -86,6 +86,21 @@ class LocalStore(FileReading):
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Store a small object whole, replacing an older one; durable on return if `durable`."""
         self._store_whole(key, data, self._replace, durable=durable)
+
+    def replace(self, key: str, data: bytes, seen: bytes | None, *, durable: bool = True) -> None:
+        """Store a small object whole in place of one that the caller has read; another may come in between."""
+        conflict = ConflictError(f"{self._where(key)}: another writer replaced it meanwhile; it was not touched")
+        found = None
+        try:
+            with suppress(MissingError):
+                found = self.get(key, max(len(data), len(seen or b"")))
+        except CorruptError as larger:
+            raise conflict from larger
+        if found == data:
+            return
+        if found != seen:
+            raise conflict
+        self.put(key, data, durable=durable)
 
     def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         """Store a small object whole unless the key exists; atomic, durable on return; its folders if wanted.

@@ -46,6 +46,14 @@ class MemoryStore:
         with _lock:
             self._objects[key] = memoryview(bytes(data))
 
+    def replace(self, key: str, data: bytes, seen: bytes | None, *, durable: bool = True) -> None:
+        """Store a small object whole in place of one that the caller has read."""
+        split_key(key)
+        with _lock:
+            if self._objects.get(key) not in (seen, data):
+                raise self._conflict(key)
+            self._objects[key] = memoryview(bytes(data))
+
     def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         """Store an object whole unless the key exists."""
         self.keep(key, memoryview(bytes(data)))

@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Self
@@ -180,22 +181,30 @@ class FaultProxy:
 
     def _serve(self, client: socket.socket) -> None:
         """Pass on the requests of one connection, one after the other, until it ends or a fault ends it."""
-        self._open.add(client)
-        server: socket.socket | None = None
         try:
-            server = socket.create_connection(self._server)
-            self._open.add(server)
-            exchange = _Exchange(_Stream(client), _Stream(server), self._due)
-            while exchange.pass_one():
-                pass
+            with self._reset_at_end(client):
+                exchange = _Exchange(_Stream(client), self._connected, self._due)
+                while exchange.pass_one():
+                    pass
         except OSError:
             pass
+
+    @contextmanager
+    def _connected(self) -> Iterator[_Stream]:
+        """Connect to the server for one request: it may have closed a connection that was idle."""
+        server = socket.create_connection(self._server)
+        with self._reset_at_end(server):
+            yield _Stream(server)
+
+    @contextmanager
+    def _reset_at_end(self, connection: socket.socket) -> Iterator[None]:
+        """Reset a connection after the block, so that no byte which waits in a buffer is sent any more."""
+        self._open.add(connection)
+        try:
+            yield
         finally:
-            # A reset, not a close: no byte that waits in a buffer is sent any more.
-            for each in (client, server):
-                if each is not None:
-                    self._open.discard(each)
-                    _reset(each)
+            self._open.discard(connection)
+            _reset(connection)
 
 
 def _reset(connection: socket.socket) -> None:
@@ -219,6 +228,12 @@ class _Stream:
 
     def send(self, data: bytes) -> None:
         self._connection.sendall(data)
+
+    def end(self) -> None:
+        """End this side, and wait for the other one: a reset would discard what is still under way."""
+        self._connection.shutdown(socket.SHUT_WR)
+        while self._connection.recv(_PIECE_BYTES):
+            pass
 
     def receive(self) -> bytes:
         ahead, self._ahead = self._ahead, b""
@@ -271,8 +286,13 @@ def _header(head: bytes, name: bytes) -> bytes | None:
 class _Exchange:
     """The requests and replies of one connection."""
 
-    def __init__(self, client: _Stream, server: _Stream, due: Callable[[ProxiedRequest], ProxyFault | None]) -> None:
-        self._client, self._server, self._due = client, server, due
+    def __init__(
+        self,
+        client: _Stream,
+        connected: Callable[[], AbstractContextManager[_Stream]],
+        due: Callable[[ProxiedRequest], ProxyFault | None],
+    ) -> None:
+        self._client, self._connected, self._due = client, connected, due
 
     def pass_one(self) -> bool:
         """Pass one request and its reply on; return whether another may follow."""
@@ -289,24 +309,32 @@ class _Exchange:
             return False
         if fault is not None and kind is FaultKind.REFUSE:
             return self._refuse(head, fault)
-        self._server.send(head)
+        with self._connected() as server:
+            return self._pass(request, head, server, fault)
+
+    def _pass(self, request: ProxiedRequest, head: bytes, server: _Stream, fault: ProxyFault | None) -> bool:
+        """Pass a request to the server, and its reply back."""
+        server.send(head)
         if _header(head, b"expect") == b"100-continue":
-            interim = self._server.head()
+            interim = server.head()
             self._client.send(interim)
             if b" 100 " not in interim.split(b"\r\n", 1)[0]:
                 return False
         for piece in _flipped(self._body(self._client, head, otherwise=0), fault, FaultKind.FLIP_REQUEST):
-            self._server.send(piece)
-        reply = self._server.head()
-        if not reply or kind is FaultKind.CUT_AFTER:
+            server.send(piece)
+        reply = server.head()
+        if not reply or (fault is not None and fault.kind is FaultKind.CUT_AFTER):
             return False
         status = int(reply.split(b" ", 2)[1])
-        has_body = method != "HEAD" and status >= 200 and status not in (204, 304)
+        has_body = request.method != "HEAD" and status >= 200 and status not in (204, 304)
         self._client.send(reply)
         if has_body:
-            for piece in _flipped(self._body(self._server, reply, otherwise=math.inf), fault, FaultKind.FLIP_REPLY):
+            for piece in _flipped(self._body(server, reply, otherwise=math.inf), fault, FaultKind.FLIP_REPLY):
                 self._client.send(piece)
-        return b"close" not in ((_header(head, b"connection") or b"") + (_header(reply, b"connection") or b""))
+        if any(b"close" in (_header(each, b"connection") or b"") for each in (head, reply)):
+            self._client.end()
+            return False
+        return True
 
     def _refuse(self, head: bytes, fault: ProxyFault) -> bool:
         if _header(head, b"expect") != b"100-continue":

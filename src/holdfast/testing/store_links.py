@@ -19,6 +19,9 @@ class StoreFixture:
     uploads_hidden: ClassVar[bool] = True
     """False for a store that lists an upload before it is complete."""
 
+    is_asked_for_cached: ClassVar[bool] = True
+    """False for a store that caches nothing, and says so without a look at the object."""
+
     @pytest.fixture
     def store(self) -> Store:
         """Return an empty store; override."""

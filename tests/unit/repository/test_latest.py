@@ -13,9 +13,10 @@ from holdfast.errors import InvalidError, UnavailableError
 from holdfast.format.names import manifest_key
 from holdfast.leases.writer import hold_writer_lease
 from holdfast.policies import EveryNth
-from holdfast.ports.store import Store
+from holdfast.ports.store import ForwardingStore, Store
 from holdfast.repository import removal
 from holdfast.repository.catalog import exists, read_run_id
+from holdfast.repository.latest import name_latest
 from holdfast.runs.collection.garbage_collection import CheckpointGC
 from holdfast.runs.listing import run_record
 from holdfast.stores.local import LocalStore
@@ -65,6 +66,25 @@ def test_a_file_of_another_tool_stays(theirs: bytes, caplog: pytest.LogCaptureFi
     assert [record.levelno for record in said] == [logging.WARNING], "once"
 
 
+class _Overtaken(ForwardingStore):
+    """Another writer names a step between the look and the replacement."""
+
+    named = b"step-000000000003"
+
+    def replace(self, key: str, data: bytes, seen: bytes | None, *, durable: bool = True) -> None:
+        if self.named:
+            self._inner.put(key, self.named)
+            self.named = b""
+        super().replace(key, data, seen, durable=durable)
+
+
+def test_a_step_that_another_writer_named_meanwhile_is_not_taken_back() -> None:
+    world = saving(1, 2, 3)
+    world.store.put("latest", b"step-000000000001")
+    name_latest(_Overtaken(world.store), 2)
+    assert latest_of(world.store) == "step-000000000003"
+
+
 def test_a_failure_is_a_warning_and_the_next_commit_puts_it_right(caplog: pytest.LogCaptureFixture) -> None:
     world = World(1)
 
@@ -72,7 +92,7 @@ def test_a_failure_is_a_warning_and_the_next_commit_puts_it_right(caplog: pytest
         if point.subject == "latest":
             raise UnavailableError("the disk is full")
 
-    faults = Faults(refuse, names=("put", "get"), lasting=True)
+    faults = Faults(refuse, names=("put", "replace", "get"), lasting=True)
     broken = World(1, store=world.store, stores={0: FaultyStore(world.store, faults)})
     (reports,) = broken.play(lambda rank, run: [saved(run, step, {"a": plain(step)}) for step in (1, 2)])
     assert faults.met and not any(isinstance(report, Exception) for report in reports)  # type: ignore[attr-defined]

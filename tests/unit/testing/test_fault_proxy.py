@@ -5,31 +5,38 @@ from __future__ import annotations
 import math
 import socket
 import threading
+import uuid
 from collections.abc import Iterator
 from http.client import HTTPConnection, HTTPException
 
 import pytest
 
 from holdfast.testing.fault_proxy import FaultKind, FaultProxy, ProxiedRequest, ProxyFault
-from tests.unit.testing.object_server import ObjectServer, object_server
+from tests.object_server import BUCKET, ObjectServer
+
+
+def port_of(server: ObjectServer) -> int:
+    return int(server.endpoint.rpartition(":")[2])
 
 
 @pytest.fixture
-def server() -> Iterator[ObjectServer]:
-    with object_server() as server:
-        yield server
-
-
-@pytest.fixture
-def proxy(server: ObjectServer) -> Iterator[FaultProxy]:
-    with FaultProxy("127.0.0.1", server.port) as proxy:
+def proxy(objects: ObjectServer) -> Iterator[FaultProxy]:
+    with FaultProxy("127.0.0.1", port_of(objects)) as proxy:
         yield proxy
 
 
+@pytest.fixture
+def top() -> str:
+    """The path of a folder that nobody has used."""
+    return f"/{BUCKET}/{uuid.uuid4().hex}"
+
+
 def ask(
-    proxy: FaultProxy, method: str, path: str, body: bytes | None = None, *, timeout: float = 60, **headers: str
+    proxy: FaultProxy | int, method: str, path: str, body: bytes | None = None, *, timeout: float = 60, **headers: str
 ) -> tuple[int, bytes]:
-    connection = HTTPConnection("127.0.0.1", proxy.port, timeout=timeout)
+    """Ask through the proxy, or a port."""
+    port = proxy if isinstance(proxy, int) else proxy.port
+    connection = HTTPConnection("127.0.0.1", port, timeout=timeout)
     try:
         connection.request(method, path, body, headers)
         reply = connection.getresponse()
@@ -42,62 +49,79 @@ def is_put(request: ProxiedRequest) -> bool:
     return request.method == "PUT"
 
 
-def test_without_a_fault_everything_passes_on_one_connection(proxy: FaultProxy) -> None:
+def test_without_a_fault_everything_passes_on_one_connection(proxy: FaultProxy, top: str) -> None:
     connection = HTTPConnection("127.0.0.1", proxy.port, timeout=60)
     data = bytes(range(256)) * 1000
-    for method, path, body, expected in (
-        ("PUT", "/a", data, (200, b"")),
-        ("GET", "/a", None, (200, data)),
-        ("HEAD", "/a", None, (200, b"")),
-        ("GET", "/none", None, (404, b"")),
-        ("DELETE", "/a", None, (204, b"")),
-        ("GET", "/a", None, (404, b"")),
+    for method, name, body, status in (
+        ("PUT", "/a", data, 200),
+        ("GET", "/a", None, 200),
+        ("HEAD", "/a", None, 200),
+        ("GET", "/none", None, 404),
+        ("DELETE", "/a", None, 204),
+        ("GET", "/a", None, 404),
     ):
-        connection.request(method, path, body)
+        connection.request(method, top + name, body)
         reply = connection.getresponse()
-        assert (reply.status, reply.read()) == expected
+        content = reply.read()
+        assert reply.status == status
+        assert method != "GET" or status != 200 or content == data
     connection.close()
-    assert proxy.requests[0] == ProxiedRequest("PUT", "/a", 256_000)
+    assert proxy.requests[0] == ProxiedRequest("PUT", f"{top}/a", 256_000)
     assert len(proxy.requests) == 6
 
 
+def test_a_reply_is_whole_although_the_connection_ends_with_it(proxy: FaultProxy, top: str) -> None:
+    data = bytes(range(256)) * 10_000
+    assert ask(proxy, "PUT", f"{top}/a", data, Connection="close")[0] == 200
+    assert ask(proxy, "GET", f"{top}/a", Connection="close") == (200, data)
+
+
 @pytest.mark.parametrize(("kind", "is_stored"), ((FaultKind.CUT_BEFORE, False), (FaultKind.CUT_AFTER, True)))
-def test_a_cut_is_before_or_after_the_server(
-    proxy: FaultProxy, server: ObjectServer, kind: FaultKind, is_stored: bool
-) -> None:
+def test_a_cut_is_before_or_after_the_server(proxy: FaultProxy, top: str, kind: FaultKind, is_stored: bool) -> None:
     fault = proxy.inject(ProxyFault(kind, is_put, skip=1))
-    assert ask(proxy, "PUT", "/first", b"1") == (200, b"")
+    assert ask(proxy, "PUT", f"{top}/first", b"1")[0] == 200
     with pytest.raises((OSError, HTTPException)):
-        ask(proxy, "PUT", "/second", b"2" * 100_000)
+        ask(proxy, "PUT", f"{top}/second", b"2" * 100_000)
     assert fault.met == 1
-    assert ("/second" in server.objects) is is_stored
-    assert ask(proxy, "PUT", "/second", b"3", **{"If-None-Match": "*"})[0] == (412 if is_stored else 200)
+    assert ask(proxy, "PUT", f"{top}/second", b"3", **{"If-None-Match": "*"})[0] == (412 if is_stored else 200)
 
 
-def test_it_refuses_so_many_requests(proxy: FaultProxy, server: ObjectServer) -> None:
+def test_it_refuses_so_many_requests(proxy: FaultProxy, top: str) -> None:
     proxy.inject(ProxyFault(FaultKind.REFUSE, times=2, status=429, retry_after_seconds=3))
-    statuses = [ask(proxy, "PUT", "/a", b"1" * 200_000)[0] for _ in range(3)]
+    statuses = [ask(proxy, "PUT", f"{top}/a", b"1" * 200_000)[0] for _ in range(3)]
     assert statuses == [429, 429, 200]
     proxy.inject(ProxyFault(FaultKind.REFUSE, times=math.inf))
-    assert [ask(proxy, "HEAD", "/a")[0] for _ in range(3)] == [503] * 3
+    assert [ask(proxy, "HEAD", f"{top}/a")[0] for _ in range(3)] == [503] * 3
     proxy.heal()
-    assert ask(proxy, "GET", "/a")[0] == 200
+    assert ask(proxy, "GET", f"{top}/a")[0] == 200
 
 
-def test_a_black_hole_takes_no_byte_until_it_is_released(proxy: FaultProxy, server: ObjectServer) -> None:
+def test_a_black_hole_takes_no_byte_until_it_is_released(proxy: FaultProxy, top: str) -> None:
     fault = proxy.inject(ProxyFault(FaultKind.SILENCE, is_put))
-    with pytest.raises(TimeoutError):
-        ask(proxy, "PUT", "/a", b"1" * 100, timeout=0.05)
-    assert fault.reached.is_set() and "/a" not in server.objects
-    assert ask(proxy, "PUT", "/a", b"2")[0] == 200
+    ended: list[BaseException] = []
+
+    def put() -> None:
+        try:
+            ask(proxy, "PUT", f"{top}/a", b"1" * 100)
+        except (OSError, HTTPException) as error:
+            ended.append(error)
+
+    asking = threading.Thread(target=put)
+    asking.start()
+    assert fault.reached.wait(60)
+    assert ask(proxy, "GET", f"{top}/a")[0] == 404
+    assert ask(proxy, "PUT", f"{top}/a", b"2")[0] == 200
+    assert not ended
     fault.release()
-    assert ask(proxy, "GET", "/a") == (200, b"2")
+    asking.join(60)
+    assert ended
+    assert ask(proxy, "GET", f"{top}/a") == (200, b"2")
 
 
-def test_a_delay_ends_early_when_it_is_healed(proxy: FaultProxy) -> None:
+def test_a_delay_ends_early_when_it_is_healed(proxy: FaultProxy, top: str) -> None:
     fault = proxy.inject(ProxyFault(FaultKind.DELAY, seconds=600))
     replies: list[int] = []
-    asking = threading.Thread(target=lambda: replies.append(ask(proxy, "PUT", "/a", b"1")[0]))
+    asking = threading.Thread(target=lambda: replies.append(ask(proxy, "PUT", f"{top}/a", b"1")[0]))
     asking.start()
     assert fault.reached.wait(60) and not replies
     proxy.heal()
@@ -106,16 +130,16 @@ def test_a_delay_ends_early_when_it_is_healed(proxy: FaultProxy) -> None:
 
 
 @pytest.mark.parametrize("offset", (0, 70_000, 99_999))
-def test_one_bit_is_flipped(proxy: FaultProxy, server: ObjectServer, offset: int) -> None:
+def test_one_bit_is_flipped(proxy: FaultProxy, objects: ObjectServer, top: str, offset: int) -> None:
     data = bytes(100_000)
     changed = bytearray(data)
     changed[offset] = 1
     proxy.inject(ProxyFault(FaultKind.FLIP_REQUEST, is_put, offset=offset))
-    assert ask(proxy, "PUT", "/a", data)[0] == 200
-    assert server.objects["/a"] == changed
+    assert ask(proxy, "PUT", f"{top}/a", data)[0] == 200
+    assert ask(port_of(objects), "GET", f"{top}/a") == (200, bytes(changed))
     proxy.inject(ProxyFault(FaultKind.FLIP_REPLY, offset=offset))
-    assert ask(proxy, "GET", "/a") == (200, data)
-    assert ask(proxy, "GET", "/a") == (200, bytes(changed))
+    assert ask(proxy, "GET", f"{top}/a") == (200, data)
+    assert ask(proxy, "GET", f"{top}/a") == (200, bytes(changed))
 
 
 def test_chunked_bodies_and_an_asked_continue_pass() -> None:

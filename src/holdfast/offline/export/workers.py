@@ -17,7 +17,7 @@ from typing import Any
 from holdfast.coordination.job import error_from, error_text
 from holdfast.errors import UnavailableError
 from holdfast.offline.export.export import Export, ExportShare, OnWindow, WorkerPool
-from holdfast.settings import Settings
+from holdfast.settings import ObjectSettings, Settings
 from holdfast.types.export import ExportOptions
 
 _MAIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import {0}; sys.exit({0}.{1}())"
@@ -158,6 +158,7 @@ def worker_main(line: str, export_of: Callable[[str, str, str, ExportOptions, Se
         values: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()
         }
+        values["object_store"] = ObjectSettings(**values["object_store"])
         export = export_of(
             request["source"], request["destination"], request["to"], ExportOptions(**options), Settings(**values)
         )

@@ -31,6 +31,10 @@ class OverlayStore(ForwardingStore):
         if not holds(self._inner, key, data):
             self.pending[key] = data
 
+    def replace(self, key: str, data: bytes, seen: bytes | None, *, durable: bool = True) -> None:
+        """Replace an object: nobody else writes while a repair is planned."""
+        self.put(key, data, durable=durable)
+
     def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         """Replace an object as `put` does: a repair replaces what is damaged."""
         self.put(key, data)

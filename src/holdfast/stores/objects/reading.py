@@ -68,8 +68,10 @@ class ObjectReading:
                     on_range(piece.number, view)
 
     def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
-        """Return 0: nothing is cached."""
-        check_buffers(self.where(key), self.size(key), start, buffers)
+        """Return 0: nothing is cached. No request is made for that."""
+        split_key(key)
+        end = max(start, 0) + sum(buffer.nbytes for buffer in buffers)
+        check_buffers(self.where(key), end, start, buffers)
         return 0
 
     def folders(self, prefix: str = "") -> list[str]:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from holdfast.clock import Clock, SystemClock
-from holdfast.errors import ConflictError, InvalidError, MissingError
+from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.ports.temporary import TemporaryError
 from holdfast.settings import MIB, Settings
 from holdfast.stores.keys import split_key, split_prefix
@@ -66,6 +66,21 @@ class ObjectStore(ObjectReading):
         except ConflictError as busy:
             raise TemporaryError(f"could not store {self.where(key)}: another request for it is under way") from busy
 
+    def replace(self, key: str, data: bytes, seen: bytes | None, *, durable: bool = True) -> None:
+        """Store a small object whole in place of one that the caller has read, in one request that compares."""
+        found: bytes | None
+        try:
+            found, meta = self.got(key, max(len(data), len(seen or b"")))
+        except MissingError:
+            found, meta = None, None
+        except CorruptError as larger:
+            raise self._conflict(key) from larger
+        if found == data:
+            return
+        if found != seen:
+            raise self._conflict(key)
+        self._put_in_place_of(key, data, meta)
+
     def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         """Store a small object whole unless the key exists; atomic, durable on return.
 
@@ -112,7 +127,7 @@ class ObjectStore(ObjectReading):
                     f"could not store {self.where(key)}: the server says that it exists, and has no such object",
                     may_take_effect=True,
                 ) from conflict
-            raise ConflictError(f"{self.where(key)}: another writer stored it; it was not touched") from conflict
+            raise self._conflict(key) from conflict
 
     def sync(self, prefix: str) -> None:
         """Do nothing: an object is durable, with its name, once it is stored."""
@@ -207,6 +222,9 @@ class ObjectStore(ObjectReading):
                 raise
             # Some servers compare without the quotes that belong to the tag.
             self._put("replace", key, data, version | {"e_tag": before["e_tag"].strip('"')})
+
+    def _conflict(self, key: str) -> ConflictError:
+        return ConflictError(f"{self.where(key)}: another writer stored it; it was not touched")
 
     def _put(self, doing: str, key: str, data: bytes | memoryview, mode: Any) -> None:
         full = self.full_key(key)

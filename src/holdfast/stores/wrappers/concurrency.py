@@ -37,9 +37,15 @@ class AdaptiveWindow:
         self._begun += 1
         return self._begun
 
-    def note_answered(self) -> None:
-        """Widen the limit by one for as many answers as it allows requests: once a round trip."""
-        self._width = min(self._width + 1.0 / self._width, float(self._most))
+    def note_answered(self, in_flight: int) -> None:
+        """Widen the limit by one for as many answers as it allows requests: once a round trip.
+
+        Args:
+            in_flight: Requests that were in flight, the answered one among them. If they were fewer than half of what
+                the limit allows, the answer says nothing of what the server takes.
+        """
+        if 2 * in_flight >= self.limit:
+            self._width = min(self._width + 1.0 / self._width, float(self._most))
 
     def note_pressure(self, number: int) -> None:
         """Halve the limit, once for all requests that were in flight when it was halved.
@@ -109,11 +115,11 @@ class ConcurrencyLimit:
             yield slot
         finally:
             with changed:
-                in_flight[moves_much] -= 1
                 if slot.has_met_pressure:
                     window.note_pressure(slot.number)
                 elif slot.is_answered:
-                    window.note_answered()
+                    window.note_answered(in_flight[moves_much])
+                in_flight[moves_much] -= 1
                 changed.notify_all()
 
     @classmethod

@@ -167,6 +167,9 @@ class Retries:
             outcome = ". The outcome is unknown: one of the requests may have taken effect, or may still"
         elif request.changes:
             outcome = ". None of the requests took effect"
+        asked = error.retry_after_seconds
+        if asked is not None and asked >= settings.retry_seconds_per_call:
+            limit += f", and the server asks to wait {asked:g} s"
         times = "once" if tries.failed == 1 else f"{tries.failed:,} times"
         return UnavailableError(
             f"{request.where}: {request.name} was tried {times} in {seconds:,.0f} s ({limit}){outcome}. Look at the "

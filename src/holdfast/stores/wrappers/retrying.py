@@ -4,7 +4,9 @@ What may be tried again, and what a try finds that comes after one of unknown ef
 
 - `get`, `size`, `folders`, `read_into`, `identity`: any number of times. `list` goes on after the last key that it has,
   and `read_into` after the last range that its caller took.
-- `put`, `sync`, `delete`, `link`, parts of an upload: any number of times, the last one counts.
+- `replace`: the store below compares, and takes its own bytes for a success.
+- `put`, `sync`, `delete`, `link`, parts of an upload: any number of times, the last one counts. `replace` too: it takes
+  its own bytes, stored by an earlier try, as a success.
 - `put_if_absent`: an object that exists is compared with the bytes that were sent. If they are equal, an earlier try
   stored it. If it was stored, and another process has removed it since, it is stored again: as a request that arrives
   late would.
@@ -48,7 +50,7 @@ _BATCH_KEYS = 1000
 _GET_BYTES_MAX = 64 * MIB
 """Largest object for which a `get` has more time: `bytes_max` guards against damage, and is far above most objects."""
 
-_CHANGING = frozenset({"sync", "upload", "link", "move"})
+_CHANGING = frozenset({"sync", "upload", "link", "move", "replace"})
 """Methods that change what is stored, beside those with a request of their own below."""
 
 
@@ -202,6 +204,11 @@ class RetryingStore(ForwardingStore):
         """Store a small object whole, replacing an older one."""
         request = Request("put", self._where(key), sent_bytes=len(data), changes=True)
         self._retries.run(request, lambda _: self._inner.put(key, data, durable=durable))
+
+    def replace(self, key: str, data: bytes, seen: bytes | None, *, durable: bool = True) -> None:
+        """Store a small object whole in place of one that the caller has read."""
+        request = Request("replace", self._where(key), sent_bytes=len(data), changes=True)
+        self._retries.run(request, lambda _: self._inner.replace(key, data, seen, durable=durable))
 
     def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         """Store a small object whole unless the key exists."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +16,8 @@ from holdfast.settings import PAGE_BYTES, ObjectSettings, Settings
 from holdfast.stores.objects.store import ObjectStore
 from tests.object_proxy import CUT, LOST, Asked, ObjectProxy, object_proxy
 from tests.object_server import ACCESS_KEY, BUCKET, SECRET_KEY, ObjectServer
+
+TLS = Path(__file__).parents[3] / "fixtures" / "tls"
 
 
 @pytest.fixture
@@ -218,6 +222,8 @@ def test_move_takes_only_what_it_has_seen(objects: ObjectServer, proxy: ObjectPr
     store.move("key", "aside")
     assert store.get("aside", 10) == b"new"
     assert sorted(entry.key for entry in store.list()) == ["aside", "moved"]
+    on_condition = [asked for asked in proxy.asked if asked.method == "DELETE" and "/run/key" in asked.path]
+    assert len(on_condition) == (0 if is_liar else 2)
 
 
 def test_move_replaces_only_what_was_there_before(
@@ -239,6 +245,77 @@ def test_move_replaces_only_what_was_there_before(
     with pytest.raises(CheckpointError):
         store.move("next", "manifest.json")
     assert store.get("manifest.json", 100) == b"of the new holder"
+
+
+@pytest.mark.parametrize("seen", (None, b"step-1"))
+def test_what_comes_between_look_and_replacement_stays(
+    store: ObjectStore, proxy: ObjectProxy, objects: ObjectServer, seen: bytes | None
+) -> None:
+    if seen is not None:
+        store.put("latest", seen)
+
+    def another_writer(asked: Asked) -> None:
+        if asked.method == "PUT" and "latest" in asked.path:
+            objects.client().put_object(Bucket=BUCKET, Key=f"{store.address.prefix}latest", Body=b"step-3")
+
+    proxy.rule = another_writer
+    with pytest.raises(ConflictError, match="latest"):
+        store.replace("latest", b"step-2", seen)
+    assert store.get("latest", 10) == b"step-3"
+
+
+def test_own_replacement_after_a_lost_reply_is_a_success(store: ObjectStore, proxy: ObjectProxy) -> None:
+    store.put("latest", b"step-1")
+    proxy.rule = first("PUT", LOST, "latest")
+    with pytest.raises(TemporaryError):
+        store.replace("latest", b"step-2", b"step-1")
+    store.replace("latest", b"step-2", b"step-1")
+    assert store.get("latest", 10) == b"step-2"
+
+
+def test_content_is_signed_over_plain_http_alone(
+    objects: ObjectServer, proxy: ObjectProxy, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put("key", b"content")
+    (plain,) = [asked for asked in proxy.asked if asked.method == "PUT"]
+    assert plain.headers["x-amz-content-sha256"] == hashlib.sha256(b"content").hexdigest()
+    with object_proxy(objects.endpoint, TLS / "server.pem") as secure:
+        settings = Settings(object_store=ObjectSettings(endpoint=secure.endpoint, ca_file=str(TLS / "authority.pem")))
+        over_tls = ObjectStore(store.url, settings=settings)
+        over_tls.put("key", b"content")
+        assert over_tls.get("key", 10) == b"content"
+        # The deletion on condition goes another way, and trusts the same authority.
+        over_tls.move("key", "moved")
+        assert [each.headers["x-amz-content-sha256"] for each in secure.asked if each.method == "PUT"][:1] == [
+            "UNSIGNED-PAYLOAD"
+        ]
+        assert secure.count("DELETE", "/key") == 1
+        stranger = ObjectStore(store.url, settings=Settings(object_store=ObjectSettings(endpoint=secure.endpoint)))
+        with pytest.raises(CheckpointError):
+            stranger.get("moved", 10)
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(TLS / "authority.pem"))
+        known = ObjectStore(store.url, settings=Settings(object_store=ObjectSettings(endpoint=secure.endpoint)))
+        assert known.get("moved", 10) == b"content"
+
+
+def test_what_is_public_is_read_without_a_signature(
+    store: ObjectStore, proxy: ObjectProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put("key", b"1")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    settings = Settings(object_store=ObjectSettings(endpoint=proxy.endpoint, anonymous=True))
+    assert ObjectStore(store.url, settings=settings).get("key", 1) == b"1"
+    assert "authorization" in proxy.asked[0].headers
+    assert "authorization" not in proxy.asked[-1].headers
+
+
+def test_a_key_of_the_key_service_encrypts(store: ObjectStore, proxy: ObjectProxy) -> None:
+    settings = Settings(object_store=ObjectSettings(endpoint=proxy.endpoint, kms_key="alias/training"))
+    ObjectStore(store.url, settings=settings).put("key", b"1")
+    headers = proxy.asked[-1].headers
+    assert headers["x-amz-server-side-encryption"] == "aws:kms"
+    assert headers["x-amz-server-side-encryption-aws-kms-key-id"] == "alias/training"
 
 
 def test_what_is_too_large_is_refused_before_it_is_read(store: ObjectStore, proxy: ObjectProxy) -> None:

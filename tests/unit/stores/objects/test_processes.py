@@ -16,10 +16,9 @@ from tests.object_server import ObjectServer
 
 _FORKS = """
 import os, sys
-from holdfast.settings import Settings
-from holdfast.stores.objects.store import ObjectStore
+from holdfast import wiring
 
-store = ObjectStore(sys.argv[1], settings=Settings())
+store = wiring.store_at(sys.argv[1], wiring.DEFAULT_SETTINGS)
 store.put("key", b"from the parent")
 
 def grandchild():
@@ -67,10 +66,11 @@ def test_the_missing_extra_is_named() -> None:
     code = """
 import sys
 sys.modules["obstore"] = None
-import holdfast
+from holdfast import wiring
+from holdfast.errors import InvalidError
 try:
-    holdfast.load("s3://bucket/run", {})
-except holdfast.InvalidError as error:
+    wiring.store_at("s3://bucket/run", wiring.DEFAULT_SETTINGS).get("key", 10)
+except InvalidError as error:
     print(error)
 """
     done = python(code, AWS_ACCESS_KEY_ID="x", AWS_SECRET_ACCESS_KEY="y")

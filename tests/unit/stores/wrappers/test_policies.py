@@ -42,10 +42,11 @@ class TestAdaptiveWindow:
         in_flight: list[int] = []
         for is_answered, which in ends:
             in_flight += [window.begin() for _ in range(window.limit - len(in_flight))]
-            number = in_flight.pop(which % len(in_flight))
+            count = len(in_flight)
+            number = in_flight.pop(which % count)
             before = window.limit
             if is_answered:
-                window.note_answered()
+                window.note_answered(count)
                 assert before <= window.limit <= before + 1
             else:
                 window.note_pressure(number)
@@ -66,7 +67,10 @@ class TestAdaptiveWindow:
         for width in range(32, 40):
             assert window.limit == width
             for _ in range(width + 1):
-                window.note_answered()
+                window.note_answered(width)
+        for _ in range(1000):
+            window.note_answered(19)
+        assert window.limit == 40, "few requests in flight say nothing of many"
 
     @pytest.mark.parametrize("capacity", (1, 3, 10, 40))
     def test_it_finds_what_a_server_takes_at_once(self, capacity: int) -> None:
@@ -76,7 +80,7 @@ class TestAdaptiveWindow:
             numbers = [window.begin() for _ in range(window.limit)]
             for place, number in enumerate(numbers):
                 if place < capacity:
-                    window.note_answered()
+                    window.note_answered(len(numbers))
                 else:
                     window.note_pressure(number)
                 if turn >= 20:

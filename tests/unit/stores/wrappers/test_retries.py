@@ -130,6 +130,12 @@ class TestRetries:
         rig.retries.run(READ, rig.call)
         assert 7 <= rig.clock.slept[0] <= 7.2
 
+    def test_a_wait_beyond_the_deadline_is_not_begun(self) -> None:
+        rig = Rig([Try(0, busy(retry_after_seconds=600.0))])
+        with pytest.raises(UnavailableError, match=r"tried once .* and the server asks to wait 600 s"):
+            rig.retries.run(READ, rig.call)
+        assert not rig.clock.slept
+
     def test_pressure_narrows_what_is_in_flight(self) -> None:
         rig = Rig([Try(0, busy()), Try(0, TemporaryError("cut")), Try(0, busy()), Try()])
         rig.retries.run(READ, rig.call)
