@@ -45,11 +45,16 @@ class SaveContext:
     base: Base | None = None
     """The step whose pieces may be referred to. Garbage collection keeps it until the save ends."""
 
-    suspect_steps: frozenset[int] = frozenset()
-    """Steps whose packs may be damaged, so that no save may refer to them."""
+    suspect_steps: frozenset[int] | None = frozenset()
+    """Steps whose packs may be damaged, so that no save may refer to them. None: rank 0 has not looked, since a
+    reference was not likely. A rank that finds one looks itself."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Rank 0's metrics of the step."""
+
+    is_new: bool = False
+    """Whether the folder of the step was empty at the claim, and no other save of this job is at the step: then no
+    files of failed attempts can be there."""
 
     loaded: Base | None = None
     """The committed step that every rank holds as it was loaded: nothing is written."""

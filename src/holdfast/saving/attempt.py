@@ -408,6 +408,7 @@ class SaveAttempt:
             with self.trace.phase("index"):
                 data, manifest = assemble(self.request, agreement, votes, self.job.settings, self.file_keys)
             with self.trace.phase("publish"):
+                self.request.judge_again(manifest)
                 replaced = overwrite and replace_manifest(location, agreement.attempt, data, overwrite, self.job)
                 outcome = replaced or publish_manifest(location, data, epoch)
         except Exception as error:  # noqa: BLE001 - it is certain that nothing was published
@@ -427,6 +428,8 @@ class SaveAttempt:
         overwrite = context.overwrite
         if overwrite is not None and (overwrite.seen or overwrite.attempts):
             return  # Other attempts stay for readers of what was replaced. The next overwrite removes them.
+        if context.is_new:
+            return  # No other attempt was at the step, and one that began since is of this job, or not of the epoch.
         claim = None if overwrite is None else overwrite.claim
 
         def work() -> None:
