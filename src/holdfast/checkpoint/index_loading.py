@@ -50,9 +50,14 @@ def given_frames(location: CheckpointLocation) -> list[bytes]:
         CorruptError: A file differs from its record in the manifest.
     """
     data = manifest_bytes_at(location)
+    return [data, *index_frames(location, data)]
+
+
+def index_frames(location: CheckpointLocation, data: bytes) -> list[bytes]:
+    """Return the index, or the overview of a split index, given the manifest; raises as `given_frames`."""
     manifest = manifest_in(location.folder, data, f"{location.url}/manifest.json")
     records = manifest.indexes if manifest.overview is None else (manifest.overview,)
-    return [data, *(read_file(location.store, location.folder, manifest.attempt, record) for record in records)]
+    return [read_file(location.store, location.folder, manifest.attempt, record) for record in records]
 
 
 def resolved_frames(frames: Sequence[bytes], location: CheckpointLocation) -> tuple[Manifest, Index | SplitIndex]:

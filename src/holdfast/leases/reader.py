@@ -6,9 +6,9 @@ A lease is one object under `readers/`. The states of a `ReaderLease`, and who m
     stored    The object names the step. A thread rewrites it three times per lease time.
     ended     The object is deleted, or is left for a collector to delete.
 
-    idle -> stored     `begin()`; on a root without write access the lease stays idle, and the read relies on the grace
-                       of the collection alone
-    stored -> stored   `begin()` with another step, for a reader that falls back to an older one
+    idle -> stored     `announce()` or `begin()`; on a root without write access the lease stays idle, and the read
+                       relies on the grace of the collection alone
+    stored -> stored   the same with another step, for a reader that falls back to an older one
     stored -> ended    `close()`, or the exit of the process
 
 A collector sees each lease in one of two states (`ReaderLeases`):
@@ -18,13 +18,15 @@ A collector sees each lease in one of two states (`ReaderLeases`):
               the writer lease deletes it.
 
 Reader and collector cannot miss each other. The reader stores its lease, then looks for the mark of a collection. The
-collector stores its mark, then looks for leases. At least one of them sees the other.
+collector stores its mark, then looks for leases. At least one of them sees the other. A reader that announces itself
+reads the manifest last: if the collection is over by the look at the marks, the manifest is gone.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from holdfast.checkpoint.location import CheckpointLocation
@@ -35,7 +37,7 @@ from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, manifest_digest
 from holdfast.repository.epochs import RELEASED, newest_epoch, read_epoch, read_heartbeat
 from holdfast.repository.reader_leases import leases, put_lease
-from holdfast.repository.removal import marks
+from holdfast.repository.removal import Mark, marks
 from holdfast.repository.timelines import holds_manifest
 from holdfast.types.epoch import Holder
 from holdfast.types.manifest import Manifest
@@ -58,7 +60,12 @@ def is_being_deleted(store: Store, clock: Clock, step: int, digest: str) -> bool
         step: The step.
         digest: Digest of its manifest.
     """
-    epochs = {mark.epoch for mark in marks(store) if mark.is_carried_out and (step, digest) in mark.steps}
+    return _is_any_held(store, clock, marks(store), (step, digest))
+
+
+def _is_any_held(store: Store, clock: Clock, found: Iterable[Mark], manifest: tuple[int, str]) -> bool:
+    """Return whether one of some marks names a manifest, is carried out, and its collector may still run."""
+    epochs = {mark.epoch for mark in found if mark.is_carried_out and manifest in mark.steps}
     return any(_is_held(store, clock, epoch) for epoch in epochs)
 
 
@@ -96,10 +103,27 @@ class ReaderLease:
         self._holder: Holder | None = None
         self._subject: tuple[Store, int] | None = None
         self._key: str | None = None
+        self._announced: int | None = None
+        self._marks: Sequence[Mark] = ()
         self._count = 0
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+
+    def announce(self, location: CheckpointLocation) -> None:
+        """Store the lease on a step of a run whose manifest is read after this call, and look for marks.
+
+        A second call for the same step does nothing. A location that names no step of a run gets its lease in `begin`.
+        """
+        if location.root is None or location.step is None or location.step == self._announced:
+            return
+        with self._lock:
+            self._subject = location.root, location.step
+            is_stored = self._put()
+        # Only after the lease is stored: a collection that missed the lease has stored its mark by now.
+        self._marks = marks(location.root)
+        self._announced = location.step
+        self._keep_renewing(is_stored=is_stored)
 
     def begin(self, location: CheckpointLocation, manifest: Manifest) -> None:
         """Store the lease on a step, before any of its packs is read.
@@ -116,6 +140,10 @@ class ReaderLease:
         if location.root is None or manifest.step is None or not manifest.attempt:
             return
         removed = MissingError(f"{location.url}: is being deleted: no retention policy keeps it. Choose another step")
+        if self._announced is not None and self._announced == location.step == manifest.step:
+            if _is_any_held(location.root, self._clock, self._marks, (manifest.step, manifest.digest)):
+                raise removed
+            return
         key = location.moved_manifest
         try:
             is_in_run = manifest_digest(location.root, manifest.step, key) is not None or holds_manifest(
@@ -136,6 +164,9 @@ class ReaderLease:
         is_unchanged = holds_manifest(location.root, manifest.step, manifest.digest, key)
         if not is_unchanged or is_being_deleted(location.root, self._clock, manifest.step, manifest.digest):
             raise removed
+        self._keep_renewing(is_stored=is_stored)
+
+    def _keep_renewing(self, *, is_stored: bool) -> None:
         if is_stored and self._thread is None:
             self._thread = threading.Thread(target=self._renew, name="holdfast-reader", daemon=True)
             self._thread.start()

@@ -16,7 +16,16 @@ from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from holdfast.format.names import manifest_keys
 from holdfast.format.step_name import StepName, step_name
 from holdfast.loading.resolve import newest_sound
-from holdfast.loading.step_choice import ExactStep, NewestValid, StepDamage, StepSelector, find_step, location_of
+from holdfast.loading.step_choice import (
+    Announce,
+    ExactStep,
+    NewestValid,
+    StepDamage,
+    StepSelector,
+    find_step,
+    location_of,
+    unannounced,
+)
 from holdfast.policies import BestN, best_first
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import require_run
@@ -110,9 +119,9 @@ def number_of(store: Store, named: StepName) -> int:
 class NewestOfRun(NewestValid):
     """The newest valid step, for a load that expects a step: a root without one is an error."""
 
-    def next(self, damage: StepDamage | None) -> CheckpointLocation:
+    def next(self, damage: StepDamage | None, announce: Announce = unannounced) -> CheckpointLocation:
         """Return the next older step that is not quarantined; raise `MissingError` if the root has no step."""
-        location = super().next(damage)
+        location = super().next(damage, announce)
         if location is None:
             require_run(self._home.store)
             raise no_step(self._home.store)

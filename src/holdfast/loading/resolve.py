@@ -136,15 +136,16 @@ def _next_sound_step(
     Raises:
         CheckpointError: No checkpoint can be read.
     """
-    location = selector.next(damage)
+    location = selector.next(damage, lease.announce)
     while location is not None:
         try:
+            lease.announce(location)
             sound = _judge(location, clock, require_whole=selector.requires_whole)
             lease.begin(location, sound[1])
             return sound
         except (CorruptError, MissingError) as error:
             # Rank 0 alone found it. A selector of one exact checkpoint raises the error again.
-            location = selector.next(StepDamage(error, frozenset((0,)), is_absence(error)))
+            location = selector.next(StepDamage(error, frozenset((0,)), is_absence(error)), lease.announce)
     return None
 
 

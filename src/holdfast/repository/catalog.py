@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Annotated
 
@@ -40,7 +40,12 @@ _FOLDERS_LOOKED_AT = 100
 
 def step_folders(store: Store) -> list[int]:
     """Return the steps that have a folder, committed or not, ascending."""
-    steps = (step_of_folder(name) for name in store.folders(""))
+    return steps_among(store.folders(""))
+
+
+def steps_among(folders: Iterable[str]) -> list[int]:
+    """Return the steps that have a folder among the names of folders in a root, ascending."""
+    steps = (step_of_folder(name) for name in folders)
     return sorted(step for step in steps if step is not None)
 
 

@@ -80,6 +80,11 @@ def _identify(store: Store, key: str) -> tuple[str, Mapping[str, object]]:
     return _identified(data)
 
 
+def identity_of(data: bytes) -> str:
+    """Return what `identity_at` does, from the bytes of a manifest."""
+    return _identified(data)[0]
+
+
 def _identified(data: bytes) -> tuple[str, Mapping[str, object]]:
     """Return what `_identify` does, from the bytes of a manifest."""
     try:

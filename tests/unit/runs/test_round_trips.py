@@ -137,7 +137,7 @@ def test_a_load_in_a_fresh_process_with_four_steps_there_asks_this_often(store: 
         assert counted.run.load(state(0.0)) == 4
         counted.note("load")
 
-    assert played(store, load)["load"] == 21
+    assert played(store, load)["load"] == 10
 
 
 def test_a_call_that_saves_nothing_asks_nothing(store: RecordingStore) -> None:
