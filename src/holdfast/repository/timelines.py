@@ -138,24 +138,6 @@ def newest_timeline(
     return arranged((*known, *(manifest for manifest in read if manifest is not None)), elsewhere).newest
 
 
-def read_counted(store: Store, fence: Fence, step: int, key: str) -> tuple[StoredManifest, bytes | None] | None:
-    """Return a manifest if it counts, and its bytes; None in their place if it is too large for a manifest.
-
-    Raises:
-        MissingError: It is not there.
-    """
-    data: bytes | None = None
-    try:
-        data = store.get(key, MANIFEST_BYTES_MAX)
-    except CorruptError:
-        return StoredManifest(step, key, None, None), None
-    except InvalidError as error:
-        logger.warning("step %d is skipped: %s", step, error)
-        return None
-    manifest = _counted(fence, step, key, data, f"{store.url}/{key}")
-    return None if manifest is None else (manifest, data)
-
-
 def committed_steps(store: Store) -> list[int]:
     """Return the steps that a resume may take, ascending: without those that a newer timeline superseded."""
     return sorted(manifest.step for manifest in run_timelines(store).chain)
@@ -402,15 +384,28 @@ def _is_readable(store: Store, step: int, key: str) -> bool:
 def _read(store: Store, fence: Fence, step: int, key: str) -> StoredManifest | None:
     """Return a manifest if it counts."""
     try:
-        found = read_counted(store, fence, step, key)
+        data = store.get(key, MANIFEST_BYTES_MAX)
     except MissingError:
         # A new writer may have put it back into its folder since that was read.
         return _read(store, fence, step, manifest_key(step)) if is_aside(key) else None
-    return None if found is None else found[0]
+    except CorruptError:  # Too large for a manifest.
+        return StoredManifest(step, key, None, None)
+    except InvalidError as error:
+        logger.warning("step %d is skipped: %s", step, error)
+        return None
+    return counted(fence, step, key, data, f"{store.url}/{key}")
 
 
-def _counted(fence: Fence, step: int, key: str, data: bytes, where: str) -> StoredManifest | None:
-    """Return a manifest if it counts, given its bytes."""
+def counted(fence: Fence, step: int, key: str, data: bytes, where: str) -> StoredManifest | None:
+    """Return a manifest if it counts, given its bytes.
+
+    Args:
+        fence: Which manifests count.
+        step: Its step.
+        key: Where it is stored.
+        data: Its bytes.
+        where: The same place, for messages.
+    """
     try:
         fields = run_fields_of_manifest(data, where)
     except (CorruptError, InvalidError):

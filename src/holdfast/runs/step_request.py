@@ -218,9 +218,14 @@ class StepRequest:
             nonlocal suspect_steps
             suspect_steps = frozenset(parts.suspect_steps.steps())
 
+        def look_at_packs() -> None:
+            # What cannot be looked at now is looked at by the comparison, which then refers to nothing.
+            with suppress(CheckpointError):
+                self.deduplicator.look_at(older)
+
         older = self.deduplicator.older_packs if has_base else []
         # A save that is likely to refer to these again needs to know what is suspect now. Any other asks if it does.
-        looks = (look_at_suspects, partial(self.deduplicator.look_at, older)) if older else ()
+        looks = (look_at_suspects, look_at_packs) if older else ()
         side_by_side(*looks, look_at_step)
         if not is_new:
             return None
