@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection
 from contextlib import suppress
 
 from holdfast.checkpoint.location import CheckpointLocation
@@ -37,7 +37,7 @@ from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, manifest_digest
 from holdfast.repository.epochs import RELEASED, newest_epoch, read_epoch, read_heartbeat
 from holdfast.repository.reader_leases import leases, put_lease
-from holdfast.repository.removal import Mark, marks
+from holdfast.repository.removal import marks
 from holdfast.repository.timelines import holds_manifest
 from holdfast.types.epoch import Holder
 from holdfast.types.manifest import Manifest
@@ -60,13 +60,17 @@ def is_being_deleted(store: Store, clock: Clock, step: int, digest: str) -> bool
         step: The step.
         digest: Digest of its manifest.
     """
-    return _is_any_held(store, clock, marks(store), (step, digest))
+    return digest in _digests_being_deleted(store, clock, step)
 
 
-def _is_any_held(store: Store, clock: Clock, found: Iterable[Mark], manifest: tuple[int, str]) -> bool:
-    """Return whether one of some marks names a manifest, is carried out, and its collector may still run."""
-    epochs = {mark.epoch for mark in found if mark.is_carried_out and manifest in mark.steps}
-    return any(_is_held(store, clock, epoch) for epoch in epochs)
+def _digests_being_deleted(store: Store, clock: Clock, step: int) -> set[str]:
+    """Return the digests of the manifests of a step that collections which may still run are removing."""
+    digests = set[str]()
+    for mark in marks(store):
+        named = {digest for number, digest in mark.steps if number == step}
+        if mark.is_carried_out and not named <= digests and _is_held(store, clock, mark.epoch):
+            digests |= named
+    return digests
 
 
 def _is_held(store: Store, clock: Clock, epoch: int) -> bool:
@@ -104,7 +108,7 @@ class ReaderLease:
         self._subject: tuple[Store, int] | None = None
         self._key: str | None = None
         self._announced: int | None = None
-        self._marks: Sequence[Mark] = ()
+        self._being_deleted: Collection[str] = ()
         self._count = 0
         self._stopped = threading.Event()
         self._lock = threading.Lock()
@@ -120,8 +124,9 @@ class ReaderLease:
         with self._lock:
             self._subject = location.root, location.step
             is_stored = self._put()
-        # Only after the lease is stored: a collection that missed the lease has stored its mark by now.
-        self._marks = marks(location.root)
+        # Only after the lease is stored: a collection that missed the lease has stored its mark by now. Whether that
+        # still runs is asked now, too: if it is over, the manifest is gone before it is read.
+        self._being_deleted = _digests_being_deleted(location.root, self._clock, location.step)
         self._announced = location.step
         self._keep_renewing(is_stored=is_stored)
 
@@ -141,7 +146,7 @@ class ReaderLease:
             return
         removed = MissingError(f"{location.url}: is being deleted: no retention policy keeps it. Choose another step")
         if self._announced is not None and self._announced == location.step == manifest.step:
-            if _is_any_held(location.root, self._clock, self._marks, (manifest.step, manifest.digest)):
+            if manifest.digest in self._being_deleted:
                 raise removed
             return
         key = location.moved_manifest

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from holdfast.checkpoint.coverage import RequireStored, require_covered, stored_by
 from holdfast.checkpoint.index_loading import index_frames, listing_at, resolved_frames
@@ -142,9 +143,8 @@ def _next_sound_step(
     while location is not None:
         try:
             lease.announce(location)
-            sound = _judge(location, clock, require_whole=selector.requires_whole)
-            lease.begin(location, sound[1])
-            return sound
+            begin = partial(lease.begin, location)
+            return _judge(location, clock, begin, require_whole=selector.requires_whole)
         except (CorruptError, MissingError) as error:
             # Rank 0 alone found it. A selector of one exact checkpoint raises the error again.
             location = selector.next(StepDamage(error, frozenset((0,)), is_absence(error)), lease.announce)
@@ -166,7 +166,7 @@ def newest_sound(home: CheckpointLocation, clock: Clock) -> CheckpointLocation |
     location = selector.next(None)
     while location is not None:
         try:
-            _judge(location, clock, require_whole=True)
+            _judge(location, clock, lambda manifest: None, require_whole=True)
             return location
         except (CorruptError, MissingError) as error:
             location = selector.next(StepDamage(error, frozenset((0,)), is_absence(error)))
@@ -174,7 +174,7 @@ def newest_sound(home: CheckpointLocation, clock: Clock) -> CheckpointLocation |
 
 
 def _frames_and_short_packs(
-    location: CheckpointLocation,
+    location: CheckpointLocation, begin: Callable[[Manifest], None]
 ) -> tuple[list[bytes], Mapping[str, tuple[int, CheckpointError]]]:
     """Return what rank 0 reads for every rank, and the packs that are too short; the manifest first, the rest at once.
 
@@ -183,6 +183,8 @@ def _frames_and_short_packs(
     """
     data = manifest_bytes_at(location)
     manifest = manifest_in(location.folder, data, f"{location.url}/{MANIFEST_FILE}")
+    # Before other files are asked for: one that is missing because the step is being deleted is no damage.
+    begin(manifest)
     frames = [data]
     short: dict[str, tuple[int, CheckpointError]] = {}
     side_by_side(
@@ -192,12 +194,15 @@ def _frames_and_short_packs(
     return frames, short
 
 
-def _judge(location: CheckpointLocation, clock: Clock, *, require_whole: bool) -> _SoundStep:
+def _judge(
+    location: CheckpointLocation, clock: Clock, begin: Callable[[Manifest], None], *, require_whole: bool
+) -> _SoundStep:
     """Read and check the manifest and index of a checkpoint.
 
     Args:
         location: Where it is stored.
         clock: Source of randomness.
+        begin: Called once the manifest is read: the reader lease begins. It raises if the step is being deleted.
         require_whole: Whether any short pack is damage; otherwise only tensors in its missing part are refused.
     Raises:
         CheckpointError: It is damaged, or cannot be read.
@@ -205,7 +210,7 @@ def _judge(location: CheckpointLocation, clock: Clock, *, require_whole: bool) -
     listing = listing_at(location)
     short: Mapping[str, tuple[int, CheckpointError]] = {}
     if listing is None:
-        frames, short = _frames_and_short_packs(location)
+        frames, short = _frames_and_short_packs(location, begin)
         manifest, index = resolved_frames(frames, location)
         damaged = next((error for _, error in short.values() if isinstance(error, CorruptError)), None)
         if require_whole and damaged is not None:

@@ -17,7 +17,7 @@ import pytest
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
-from holdfast.errors import CheckpointError, ConflictError, CorruptError
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX
 from holdfast.format.names import manifest_key, step_folder, step_of_pack, superseded_key
 from holdfast.leases.process import this_process
@@ -65,11 +65,12 @@ def every_point(
     prepare: Callable[[CheckpointManager], object],
     interrupted: Callable[[CheckpointManager], object],
     act: Callable[[MemoryStore], object],
+    acting: type[Interruption] = Interruption,
 ) -> Iterator[tuple[object, Interruption]]:
     """Yield what the interrupted part returned or raised for each point at which another process acts."""
     for at in range(CALLS_MAX):
         inner = fresh_store()
-        interruption = Interruption(act, at, inner)
+        interruption = acting(act, at, inner)
 
         def work(comm: ThreadComm, inner: MemoryStore = inner, interruption: Interruption = interruption) -> object:
             store = RecordingStore(inner)
@@ -241,23 +242,80 @@ def test_a_load_takes_a_whole_step_wherever_a_collector_removes_all_but_a_new_on
     assert len(taken) == 2
 
 
-@pytest.mark.parametrize("step", [None, 3])
-def test_a_load_of_a_step_that_is_removed_never_fills_the_state_with_anything_else(step: int | None) -> None:
+def released(run: CheckpointManager) -> None:
+    """Save, and release the writer lease, as a job does that ends."""
+    save_four(run)
+    run._parts.writer_lease.release()
+
+
+def load_3(run: CheckpointManager) -> object:
+    target = state(0.0)
+    step = run.load(target, 3)
+    return step, float(target["p"].array.flat[0])
+
+
+def test_a_load_of_a_step_that_is_removed_says_so() -> None:
     def collect(store: MemoryStore) -> None:
         collected(store, CLOCK, LatestN(1), 0.0, LONG_LEASES.lease_seconds)
 
-    def load(run: CheckpointManager) -> object:
-        target = state(0.0)
-        found = run.load(target, step)
-        return found, float(target["p"].array.flat[0])
+    outcomes = [outcome for outcome, _ in every_point(released, load_3, collect)]
+    assert all(outcome == (3, 3.0) or isinstance(outcome, MissingError) for outcome in outcomes), outcomes
+    assert (3, 3.0) in outcomes and outcomes[-1] == (3, 3.0)
 
-    def prepare(run: CheckpointManager) -> None:
-        save_four(run)
-        run._parts.writer_lease.release()
 
-    for outcome, interruption in every_point(prepare, load, collect):
-        wanted = 4 if step is None else step
-        assert outcome == (wanted, float(wanted)) or (step is not None and isinstance(outcome, CheckpointError)), (
-            outcome,
-            interruption.seen,
-        )
+@dataclass
+class SlowCollector:
+    """A collector that has decided what goes, and pauses before it removes the first manifest."""
+
+    decided: threading.Event = field(default_factory=threading.Event)
+    may_remove: threading.Event = field(default_factory=threading.Event)
+    thread: threading.Thread | None = None
+
+    def decide(self, inner: MemoryStore) -> None:
+        """Carry out a mark, and look for readers; return once the collector is about to remove, or is done."""
+        store = RecordingStore(inner)
+
+        def pause(name: str, subject: str) -> None:
+            if name == "move":
+                self.decided.set()
+                assert self.may_remove.wait(20.0)
+
+        def collect() -> None:
+            with store.watched(pause):
+                collected(store, CLOCK, LatestN(1), 0.0, LONG_LEASES.lease_seconds)
+            self.decided.set()
+
+        self.thread = threading.Thread(target=collect, daemon=True)
+        self.thread.start()
+        assert self.decided.wait(20.0)
+
+    def remove(self) -> None:
+        """Go on to the end."""
+        self.may_remove.set()
+        if self.thread is not None:
+            self.thread.join(20.0)
+            assert not self.thread.is_alive()
+
+
+@pytest.mark.parametrize("later", [1, 3, 6])
+def test_a_load_of_a_step_is_whole_or_refused_wherever_a_slow_collector_decides_and_removes(later: int) -> None:
+    """The collector decides before one call of the load, and removes before a later one."""
+    collectors: list[SlowCollector] = []
+
+    class Acting(Interruption):
+        def watch(self, name: str, subject: str) -> None:
+            with self.lock:
+                if len(self.seen) == self.at + later:
+                    collectors[-1].remove()
+            super().watch(name, subject)
+
+    def decide(store: MemoryStore) -> None:
+        collectors.append(SlowCollector())
+        collectors[-1].decide(store)
+
+    kinds = set()
+    for outcome, _ in every_point(released, load_3, decide, Acting):
+        collectors[-1].remove()
+        assert outcome == (3, 3.0) or isinstance(outcome, MissingError), outcome
+        kinds.add(type(outcome))
+    assert kinds == {tuple, MissingError}
