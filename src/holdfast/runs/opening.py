@@ -1,8 +1,8 @@
 """The opening of a save on rank 0: who may write, whether the step is free.
 
 The first save after a start or a load asks storage for all of it: `claim_step`. Only the holder of the newest epoch
-changes what it learns. So the saves after it ask once, whether the step is unused. The rest was looked at behind the
-save before, and is looked at again before the manifest is published: docs/decisions/072-few-round-trips.md.
+changes what it learns. So the saves after it ask once, whether the step is unused. The committing rank looks before it
+publishes at what may have changed all the same: docs/decisions/072-few-round-trips.md has each look with its reason.
 
 States of an `Opening`, and who moves it on:
 

@@ -16,9 +16,9 @@ import pytest
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
-from holdfast.format.names import step_of_pack
+from holdfast.format.names import step_folder, step_of_pack
 from holdfast.policies import EveryNSteps, Policies
-from holdfast.testing.calls import RecordingStore, StoreCall, table
+from holdfast.testing.calls import RecordingStore, StoreCall, rounds, table
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from tests.unit.ranks import PATIENT, fresh_store, plain
@@ -122,12 +122,63 @@ def four_steps(counted: Counted) -> None:
 def test_a_save_asks_its_store_this_often(store: RecordingStore) -> None:
     counts = played(store, four_steps)
     assert counts["open"] == 1
-    assert counts["first, before it returns"] == 19
-    assert counts["first"] == 29
+    assert counts["first, before it returns"] == 17
+    assert counts["first"] == 27
     for act in ("second", "third", "fourth"):
         assert (counts[f"{act}, before it returns"], counts[act]) == (1, 11)
     assert counts["wait"] == 0
     assert counts["close"] == 2
+
+
+def test_a_save_that_refers_to_earlier_steps_looks_at_them_beside_the_step(store: RecordingStore) -> None:
+    together = threading.Barrier(3)
+    looks = set()
+
+    def meet(name: str, subject: str) -> None:
+        if threading.current_thread().name == "holdfast-call" and not may_pass.is_set():
+            looks.add((name, subject.partition("/")[0]))
+            together.wait(20.0)  # Breaks, and fails the save, unless three calls are under way at once.
+
+    may_pass = threading.Event()
+
+    def refer(counted: Counted) -> None:
+        for step, act in ((1, "first"), (2, "second")):
+            counted.save(step, act, state(float(step), frozen=True))
+        with store.watched(meet), background_held(store) as let_go:
+            handle = counted.run.save(3, state(3.0, frozen=True))
+            may_pass.set()
+            before = counted.note("third, before it returns")
+            let_go()
+            report = handle.wait(timeout=25.0)
+        assert report is not None and report.unchanged_bytes == 4 * COUNT
+        assert rounds([call for call in before if call.name != "link"]) == 1
+
+    counts = played(store, refer)
+    # A save that finds the first unchanged tensor asks whether the step before is suspect. The next saves expect one.
+    assert (counts["second, before it returns"], counts["third, before it returns"]) == (2, 2)
+    step_1, step_3 = step_folder(1).rstrip("/"), step_folder(3).rstrip("/")
+    assert looks == {("list", step_3), ("list", "quarantine"), ("size", step_1)}
+
+
+def test_a_second_save_of_several_ranks_asks_once_before_it_returns() -> None:
+    inner = fresh_store()
+    stores = [RecordingStore(inner) for _ in range(3)]
+
+    def work(comm: ThreadComm) -> list[StoreCall]:
+        store = stores[comm.rank]
+        run = CheckpointManager.over(store, Job(comm, SystemClock(), LONG_LEASES, NumpyFramework(comm.rank)))
+        run.save(1, state(1.0)).wait(timeout=25.0)
+        store.take()
+        with background_held(store) as let_go:
+            handle = run.save(2, state(2.0))
+            before = requests(store.take())
+            let_go()
+        handle.wait(timeout=25.0)
+        run.close()
+        return before
+
+    before = outcomes_of_ranks(3, work, group=ThreadGroup(3))
+    assert [[(call.name, call.subject) for call in calls] for calls in before] == [[("list", step_folder(2))], [], []]
 
 
 def test_a_load_in_a_fresh_process_with_four_steps_there_asks_this_often(store: RecordingStore) -> None:
