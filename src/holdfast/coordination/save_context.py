@@ -52,10 +52,6 @@ class SaveContext:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Rank 0's metrics of the step."""
 
-    is_new: bool = False
-    """Whether the folder of the step was empty at the claim, and no other save of this job is at the step: then no
-    files of failed attempts can be there."""
-
     loaded: Base | None = None
     """The committed step that every rank holds as it was loaded: nothing is written."""
 

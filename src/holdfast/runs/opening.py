@@ -89,7 +89,7 @@ class Opening:
 
 
 def is_unused(location: CheckpointLocation) -> bool:
-    """Return whether nothing is stored in the folder of a step: no manifest, and no attempt that a commit would sweep.
+    """Return whether nothing is stored in the folder of a step.
 
     One request. What is stored there after it is of this process, or of a writer whose epoch is over.
     """
@@ -121,10 +121,10 @@ def claim_step(
     timeline = run_timelines(store).newest if timeline_of_save is None else timeline_of_save(epoch)
     if timeline.number > 1:
         declare_timelines(store, epoch)
-    is_new = is_unused(location)
-    records = list_records(store) if suspects_in is not None or not is_new else []
+    is_free = is_unused(location)
+    records = list_records(store) if suspects_in is not None or not is_free else []
     require_not_moved(location, timeline)
-    if not is_new:
+    if not is_free:
         _make_room(location, timeline, epoch, records)
     return SaveContext(
         run_id=run_id,
@@ -132,7 +132,6 @@ def claim_step(
         epoch=epoch,
         timeline=timeline,
         suspect_steps=frozenset(suspects_in(records) if suspects_in is not None else ()),
-        is_new=is_new,
     )
 
 

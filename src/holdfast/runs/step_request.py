@@ -198,8 +198,7 @@ class StepRequest:
         context = None if known is None or known.loads != self._loads else self._claim_known(known)
         if context is None:
             context = self._claim_anew()
-        is_alone = not any(pin is not self.pin and pin.step == self._step for pin in parts.pins.saves())
-        return replace(context, is_new=context.is_new and is_alone, metrics=self._metrics)
+        return replace(context, metrics=self._metrics)
 
     def _claim_known(self, known: KnownRun) -> SaveContext | None:
         """Return the context of a step of which most is known, after one look; None if that does not suffice."""
@@ -208,11 +207,11 @@ class StepRequest:
             return None
         has_base = parts.pins.pin(self.pin, None if base is None else base.identity[0])
         suspect_steps: frozenset[int] | None = None
-        is_new = False
+        is_free = False
 
         def look_at_step() -> None:
-            nonlocal is_new
-            is_new = is_unused(self.location)
+            nonlocal is_free
+            is_free = is_unused(self.location)
 
         def look_at_suspects() -> None:
             nonlocal suspect_steps
@@ -227,7 +226,7 @@ class StepRequest:
         # A save that is likely to refer to these again needs to know what is suspect now. Any other asks if it does.
         looks = (look_at_suspects, look_at_packs) if older else ()
         side_by_side(*looks, look_at_step)
-        if not is_new:
+        if not is_free:
             return None
         return SaveContext(
             known.run_id,
@@ -236,7 +235,6 @@ class StepRequest:
             known.timeline,
             base=base.identity if has_base and base is not None else None,
             suspect_steps=suspect_steps,
-            is_new=True,
         )
 
     def _claim_anew(self) -> SaveContext:

@@ -428,8 +428,6 @@ class SaveAttempt:
         overwrite = context.overwrite
         if overwrite is not None and (overwrite.seen or overwrite.attempts):
             return  # Other attempts stay for readers of what was replaced. The next overwrite removes them.
-        if context.is_new:
-            return  # No other attempt was at the step, and one that began since is of this job, or not of the epoch.
         claim = None if overwrite is None else overwrite.claim
 
         def work() -> None:
