@@ -118,9 +118,8 @@ def touch_root(store: Store) -> None:
     into which it writes. A step that is missing from the listing of a new writer would never count.
     """
     if (data := get_or_none(store, RUN_FILE, _RUN_BYTES_MAX)) is not None:
-        with suppress(
-            ConflictError
-        ):  # It was read just now: the put finds it, and writes into the folder all the same.
+        # It was read just now. The put finds it, and has written into the folder all the same.
+        with suppress(ConflictError):
             store.put_if_absent(RUN_FILE, data)
 
 

@@ -67,8 +67,11 @@ class BaseStep:
 
     @property
     def older_packs(self) -> list[str]:
-        """The packs of steps before it that it refers to: a save after it is likely to refer to them too."""
-        return [name for name in self.packs if step_of_pack(name) != self.identity[0]]
+        """The packs of steps before it that this rank left unchanged: its next save is likely to refer to them too.
+
+        None for a loaded step, whose packs are those of all ranks.
+        """
+        return [name for name in self.packs if step_of_pack(name) != self.identity[0]] if self.is_own else []
 
 
 def base_from_loaded(manifest: Manifest, stored: Index | SplitIndex, filled: Mapping[str, Sequence[Box]]) -> BaseStep:
