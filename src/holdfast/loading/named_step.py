@@ -152,19 +152,30 @@ def no_step(store: Store) -> MissingError:
 
 def _named(store: Store, named: StepName, listed: RunTimelines | None = None) -> Found:
     require_no_checkpoint(store)
-    require_run(store)
-    if named.tag is None:
+    # Before the steps are listed: it may move to a step that is committed meanwhile.
+    tag = None if named.tag is None else _tag_of_run(store, named.tag)
+    stored = run_timelines(store) if listed is None else listed
+    if tag is None:
         assert named.step is not None, "the newest step is found otherwise"
-        return find_step(store, named.step, named.digest, listed)
-    tag = tag_named(store, named.tag)
+        if not (stored.chain or stored.superseded):
+            require_run(store)
+        return find_step(store, named.step, named.digest, stored)
     try:
-        return find_step(store, tag.step, tag.digest, listed)
+        return find_step(store, tag.step, tag.digest, stored)
     except MissingError as gone:
         _require_undamaged(store, tag)
         raise MissingError(
-            f"{store.url}: tag {named.tag!r} names step {tag.step}, which is gone or was saved again since; expected a "
-            f"step that is stored. Choose another step, or move the tag: holdfast tag ROOT STEP {named.tag} --move"
+            f"{store.url}: tag {tag.name!r} names step {tag.step}, which is gone or was saved again since; expected a "
+            f"step that is stored. Choose another step, or move the tag: holdfast tag ROOT STEP {tag.name} --move"
         ) from gone
+
+
+def _tag_of_run(store: Store, name: str) -> Tag:
+    try:
+        return tag_named(store, name)
+    except MissingError:
+        require_run(store)  # That there is no run says more.
+        raise
 
 
 def _require_undamaged(store: Store, tag: Tag) -> None:

@@ -370,13 +370,15 @@ def find_step(
         store: The root of the run.
         step: The step.
         digest: First digits of the digest of its manifest; empty for the step that a resume could take.
-        listed: The timelines, if they were read already.
+        listed: The timelines, if they were read already, from a path that is no single checkpoint.
     Raises:
         InvalidError: The path is one checkpoint, or several manifests have these digits.
         MissingError: No such step counts; the message names others.
     """
-    require_no_checkpoint(store)
-    stored = run_timelines(store) if listed is None else listed
+    if listed is None:
+        require_no_checkpoint(store)
+        listed = run_timelines(store)
+    stored = listed
     found = stored.at(step)
     matching = [] if found is None else [found]
     if digest:

@@ -188,7 +188,13 @@ def test_a_load_in_a_fresh_process_with_four_steps_there_asks_this_often(store: 
         assert counted.run.load(state(0.0)) == 4
         counted.note("load")
 
+    def load_by_number(counted: Counted) -> None:
+        assert counted.run.load(state(0.0), 3) == 3
+        counted.note("load")
+
     assert played(store, load)["load"] == 10
+    # It reads every manifest: which steps are newer decides whether the next save begins a timeline.
+    assert played(store, load_by_number)["load"] == 18
 
 
 def test_a_call_that_saves_nothing_asks_nothing(store: RecordingStore) -> None:
