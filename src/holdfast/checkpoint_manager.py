@@ -46,7 +46,7 @@ from holdfast.runs.collection.garbage_collection import CheckpointGC
 from holdfast.runs.collection.pins import Pins, StepPin
 from holdfast.runs.discarding import Discarding
 from holdfast.runs.loaded_state import loaded_state
-from holdfast.runs.opening import Opening
+from holdfast.runs.opening import OpeningFacts
 from holdfast.runs.preemption import PreemptionHandler, estimated_write_bytes
 from holdfast.runs.saves_in_flight import SavesInFlight
 from holdfast.runs.step_request import RunParts, StepRequest, StepState
@@ -408,7 +408,9 @@ class CheckpointManager:
             self._parts.pins.unpin(request.pin, is_committed=False)
             raise
         handle.committed.add_done_callback(
-            partial(_note_failed, self._parts.opening, self._parts.pins, self._parts.collecting, request.pin, handle)
+            partial(
+                _note_failed, self._parts.opening_facts, self._parts.pins, self._parts.collecting, request.pin, handle
+            )
         )
         self._position.lineage = request.lineage
         self._saves.add(handle)
@@ -476,7 +478,7 @@ def _passed(
 
 
 def _note_failed(
-    opening: Opening,
+    facts: OpeningFacts,
     pins: Pins,
     collecting: Background | None,
     pin: StepPin,
@@ -493,6 +495,6 @@ def _note_failed(
     elif error is not None:
         pins.unpin(pin, is_committed=False)
     if error is not None:
-        opening.forget()
+        facts.forget()
     if collecting is not None and error is not None and lacks_room(error):
         collecting.want_room()

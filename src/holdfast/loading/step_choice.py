@@ -25,11 +25,11 @@ from holdfast.errors import (
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.manifest import MANIFEST_BYTES_MAX
 from holdfast.format.names import manifest_key, step_folder
+from holdfast.loading.resume_order import ResumeOrder, StepsChanged
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import manifest_digest
 from holdfast.repository.epochs import current_fence, fenced_error, is_valid
 from holdfast.repository.quarantine import QuarantineRecord, identity_at, quarantine, quarantined
-from holdfast.repository.resume_order import ResumeOrder, StepsChanged
 from holdfast.repository.timelines import RunTimelines, StoredManifest, run_timelines
 from holdfast.types.reports import SkippedStep
 

@@ -30,7 +30,7 @@ from holdfast.runs.collection.chosen_steps import NOTHING_CHOSEN, ChosenNames
 from holdfast.runs.collection.garbage_collection import CheckpointGC
 from holdfast.runs.collection.pins import Pins, StepPin
 from holdfast.runs.loaded_state import LoadedState
-from holdfast.runs.opening import KnownRun, Opening, claim_step, is_unused, require_not_moved
+from holdfast.runs.opening import KnownRun, OpeningFacts, claim_step, is_unused, require_not_moved
 from holdfast.runs.position import Lineage, RunPosition
 from holdfast.runs.step_metrics import WantedMetrics, checked_metrics
 from holdfast.runs.suspect_steps import SuspectSteps
@@ -60,7 +60,7 @@ class RunParts:
         """Writes packs below the root."""
         self.writer_lease = WriterLease(store, job.clock, settings.lease_seconds)
         """The right to write to the root."""
-        self.opening = Opening()
+        self.opening_facts = OpeningFacts()
         """What the opening of the next save needs not ask for."""
         self.pins = Pins()
         """Steps that garbage collection must leave alone."""
@@ -76,7 +76,7 @@ class RunParts:
             # Without a policy nothing goes but what a load discarded.
             choice = NOTHING_CHOSEN if keep is not None else ChosenNames(is_all=True)
             collector = CheckpointGC(store, job.clock, keep, self.writer_lease, self.pins, choice)
-            may_collect = _always if keep is not None else partial(_has_discarded, store, self.opening)
+            may_collect = _always if keep is not None else partial(_has_discarded, store, self.opening_facts)
             self.collecting = Background(collector, settings.collect_grace_seconds, job.clock, may_collect)
 
     def collect_soon(self) -> None:
@@ -101,9 +101,9 @@ def _always() -> bool:
     return True
 
 
-def _has_discarded(store: Store, opening: Opening) -> bool:
+def _has_discarded(store: Store, facts: OpeningFacts) -> bool:
     """Return whether loads have discarded steps that a collection has to remove."""
-    if opening.has_one_timeline:
+    if facts.has_one_timeline:
         return False
     with suppress(CheckpointError):  # The next commit looks again.
         return bool(record_keys(store))
@@ -194,7 +194,7 @@ class StepRequest:
         parts = self._parts
         if not self._passed.is_last:
             parts.metrics.require_in(self._metrics)
-        known = parts.opening.known(parts.writer_lease, parts.position.loads)
+        known = parts.opening_facts.known(parts.writer_lease, parts.position.loads)
         context = None if known is None or known.loads != self._loads else self._claim_known(known)
         if context is None:
             context = self._claim_anew()
@@ -244,7 +244,7 @@ class StepRequest:
         timeline = partial(parts.position.timeline_for, self._step)
         suspects_in = parts.suspect_steps.named_by if base is not None else None
         context = claim_step(self.location, parts.writer_lease, parts.job.clock, timeline, suspects_in)
-        parts.opening.learn(KnownRun(context.run_id, context.epoch, context.timeline, self._loads, base))
+        parts.opening_facts.learn(KnownRun(context.run_id, context.epoch, context.timeline, self._loads, base))
         return replace(context, base=base)
 
     def judge_again(self, manifest: Manifest) -> None:
