@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -32,6 +32,7 @@ from holdfast.testing.calls import RecordingStore
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from holdfast.testing.framework import NumpyFramework
 from holdfast.types.epoch import Epoch
+from tests.unit.leases.test_writer import until
 from tests.unit.ranks import fresh_store, saved
 from tests.unit.runs.test_round_trips import LONG_LEASES, state
 
@@ -131,6 +132,24 @@ def test_a_save_counts_if_it_says_so_wherever_another_writer_takes_over() -> Non
             assert counts, interruption.seen
         assert committed_steps(interruption.store)[0] == 1
     assert len(kinds) > 1, kinds
+
+
+def test_a_writer_whose_heartbeat_has_found_a_newer_epoch_writes_no_more_packs() -> None:
+    inner = fresh_store()
+    settings = replace(LONG_LEASES, lease_seconds=0.3)
+
+    def work(comm: ThreadComm) -> None:
+        store = RecordingStore(inner)
+        run = CheckpointManager.over(store, Job(comm, CLOCK, settings, NumpyFramework(comm.rank)))
+        save_1(run)
+        take_over(inner)
+        until(lambda: run._parts.writer_lease.is_lost)
+        store.take()
+        assert isinstance(saved(run, 2, state(2.0)), ConflictError)
+        assert "upload" not in {call.name for call in store.take()}
+        run.close()
+
+    assert outcomes_of_ranks(1, work, group=ThreadGroup(1)) == [None]
 
 
 def test_a_manifest_that_another_process_puts_at_the_step_stays() -> None:
