@@ -122,8 +122,8 @@ def four_steps(counted: Counted) -> None:
 def test_a_save_asks_its_store_this_often(store: RecordingStore) -> None:
     counts = played(store, four_steps)
     assert counts["open"] == 1
-    assert counts["first, before it returns"] == 17
-    assert counts["first"] == 28
+    assert counts["first, before it returns"] == 16
+    assert counts["first"] == 27
     for act in ("second", "third", "fourth"):
         assert (counts[f"{act}, before it returns"], counts[act]) == (1, 12)
     assert counts["wait"] == 0
