@@ -26,8 +26,8 @@ from bench.load_on_paper import Given, bytes_into_rank
 from bench.opening_on_paper import STEP, Opened, opened, opened_with_a_difference, packs_on, paper_context
 from bench.silence_on_paper import calls_with_a_dead_rank
 from bench.synthetic import SyntheticJob, dense, mixture, targets
-from holdfast.checkpoint.index_loading import given_frames, index_for, resolved_frames
-from holdfast.checkpoint.location import CheckpointLocation
+from holdfast.checkpoint.index_loading import index_for, index_frames, resolved_frames
+from holdfast.checkpoint.location import CheckpointLocation, manifest_bytes_at
 from holdfast.clock import SystemClock
 from holdfast.coordination.commit_vote import Vote
 from holdfast.coordination.opening.records import Agreement
@@ -184,7 +184,7 @@ def load_planned(root: Path, job: SyntheticJob) -> Numbers:
     wanted = [WantedBoxes(each.tensor.fqn, boxes_of(each)) for each in job.shards_of(rank)]
     manifest = read_manifest(place.store, place.folder)
     # What rank 0 reads and gives to every rank, before this one plans.
-    frames = given_frames(place)
+    frames = [manifest_bytes_at(place), *index_frames(place, manifest)]
     start, processor = time.perf_counter(), time.process_time()
     with GcPause():
         _, stored = resolved_frames(frames, place)

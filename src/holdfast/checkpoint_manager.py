@@ -46,6 +46,7 @@ from holdfast.runs.collection.garbage_collection import CheckpointGC
 from holdfast.runs.collection.pins import Pins, StepPin
 from holdfast.runs.discarding import Discarding
 from holdfast.runs.loaded_state import loaded_state
+from holdfast.runs.opening import OpeningFacts
 from holdfast.runs.preemption import PreemptionHandler, estimated_write_bytes
 from holdfast.runs.saves_in_flight import SavesInFlight
 from holdfast.runs.step_request import RunParts, StepRequest, StepState
@@ -407,7 +408,9 @@ class CheckpointManager:
             self._parts.pins.unpin(request.pin, is_committed=False)
             raise
         handle.committed.add_done_callback(
-            partial(_note_failed, self._parts.pins, self._parts.collecting, request.pin, handle)
+            partial(
+                _note_failed, self._parts.opening_facts, self._parts.pins, self._parts.collecting, request.pin, handle
+            )
         )
         self._position.lineage = request.lineage
         self._saves.add(handle)
@@ -475,7 +478,12 @@ def _passed(
 
 
 def _note_failed(
-    pins: Pins, collecting: Background | None, pin: StepPin, handle: SaveHandle, committed: Future[SaveReport]
+    facts: OpeningFacts,
+    pins: Pins,
+    collecting: Background | None,
+    pin: StepPin,
+    handle: SaveHandle,
+    committed: Future[SaveReport],
 ) -> None:
     """Unpin what a save needed that has certainly failed, and look for room if it found none.
 
@@ -486,5 +494,7 @@ def _note_failed(
         pins.note_unknown(pin)
     elif error is not None:
         pins.unpin(pin, is_committed=False)
+    if error is not None:
+        facts.forget()
     if collecting is not None and error is not None and lacks_room(error):
         collecting.want_room()

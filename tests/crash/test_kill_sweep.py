@@ -43,6 +43,9 @@ pytestmark = [
 STRIDE = int(os.environ.get("GO_BACK_STRIDE", "7"))
 """Distance of the system calls at which a process that went back dies; `make campaign` tries every one."""
 
+BETWEEN = 15
+"""A step between the old one and the new one."""
+
 Saver = Callable[[Path, Faults], None]
 
 
@@ -79,6 +82,16 @@ def save_what_is_partly_frozen_over_store(root: Path, faults: Faults) -> None:
     """Every call to the store counts, from a load on; what did not change since is left where it was loaded from."""
     run = run_at(FaultyStore(local_store(root), faults))
     run.load(training_state(NEW), OLD)
+    report = run.save(NEW, training_state(NEW)).wait()
+    assert report is not None and report.unchanged_bytes == 12_000
+
+
+def save_again_over_store(root: Path, faults: Faults) -> None:
+    """Every call to the store counts in the second save of a process, which asks less than its first."""
+    switch = Switch()
+    run = run_at(FaultyStore(local_store(root), switch))
+    run.save(BETWEEN, training_state(BETWEEN)).wait()
+    switch.now = faults
     report = run.save(NEW, training_state(NEW)).wait()
     assert report is not None and report.unchanged_bytes == 12_000
 
@@ -155,6 +168,12 @@ def template(in_memory: Path) -> Path:
 def test_old_or_new_whole_wherever_the_process_dies(template: Path, in_memory: Path, save: Saver) -> None:
     fates = sweep(template, in_memory, save, {OLD})
     print(f"{save.__name__}: {len(fates)} points, {fates.count('old')} left the old step, {fates.count('new')} the new")
+    assert fates.count("old") >= 5, "most of a save comes before its commit"
+    assert fates == sorted(fates, reverse=True), "once committed, always committed"
+
+
+def test_a_second_save_of_a_process_dies_anywhere(template: Path, in_memory: Path) -> None:
+    fates = sweep(template, in_memory, save_again_over_store, {OLD, BETWEEN})
     assert fates.count("old") >= 5, "most of a save comes before its commit"
     assert fates == sorted(fates, reverse=True), "once committed, always committed"
 

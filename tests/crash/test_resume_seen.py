@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from holdfast.frameworks.torch import containers
 from holdfast.frameworks.torch.framework import TorchFramework
 from holdfast.frameworks.torch.held import Ranks
 from holdfast.loading import step_choice as resume
+from holdfast.loading.resume_order import ResumeOrder
 from holdfast.ports.store import Store
 from holdfast.repository.quarantine import identity_at, quarantine
 from holdfast.testing.comm import ThreadComm, ThreadGroup
@@ -141,18 +141,17 @@ def test_a_step_that_went_lets_the_steps_be_listed_again(
 ) -> None:
     root = in_memory / "root"
     training = committed_at(root, OLD)
-    listed: Callable[[Store], object] = resume.quarantined
+    list_steps = ResumeOrder.list
 
-    def between(store: Store) -> object:
-        monkeypatch.setattr(resume, "quarantined", listed)
-        known = listed(store)
+    def between(order: ResumeOrder) -> None:
+        monkeypatch.setattr(ResumeOrder, "list", list_steps)
+        list_steps(order)
         committed_at(root, NEW, NEXT)
         if is_damaged:
             damage_a_chunk(step_path(root, NEXT))
         shutil.rmtree(step_path(root, OLD))
-        return known
 
-    monkeypatch.setattr(resume, "quarantined", between)
+    monkeypatch.setattr(ResumeOrder, "list", between)
     whole = NEW if is_damaged else NEXT
     assert resumed_by(local_store(root)) == [(whole, expected_fingerprint(whole))]
     del training

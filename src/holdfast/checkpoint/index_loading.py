@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 
 from holdfast.checkpoint.coverage import require_wanted_covered
-from holdfast.checkpoint.location import CheckpointLocation, manifest_bytes_at
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import Clock
 from holdfast.engine.parallel_map import ordered_parallel_map
 from holdfast.errors import InvalidError
@@ -15,7 +15,7 @@ from holdfast.format.index.index_checks import index_from, overview_from
 from holdfast.format.index.split_index import SplitIndex
 from holdfast.format.manifest import decode_manifest
 from holdfast.geometry.box import Box
-from holdfast.repository.catalog import exists, manifest_in, read_file
+from holdfast.repository.catalog import exists, read_file
 from holdfast.types.listing import ForeignListing
 from holdfast.types.manifest import FileRecord, Manifest
 
@@ -42,17 +42,14 @@ def listing_at(location: CheckpointLocation) -> ForeignListing | None:
     return listing
 
 
-def given_frames(location: CheckpointLocation) -> list[bytes]:
-    """Return what rank 0 reads for every rank: the manifest, and the index or the overview of a split index.
+def index_frames(location: CheckpointLocation, manifest: Manifest) -> list[bytes]:
+    """Return the index, or the overview of a split index, as stored.
 
     Raises:
-        MissingError: There is no checkpoint.
         CorruptError: A file differs from its record in the manifest.
     """
-    data = manifest_bytes_at(location)
-    manifest = manifest_in(location.folder, data, f"{location.url}/manifest.json")
     records = manifest.indexes if manifest.overview is None else (manifest.overview,)
-    return [data, *(read_file(location.store, location.folder, manifest.attempt, record) for record in records)]
+    return [read_file(location.store, location.folder, manifest.attempt, record) for record in records]
 
 
 def resolved_frames(frames: Sequence[bytes], location: CheckpointLocation) -> tuple[Manifest, Index | SplitIndex]:

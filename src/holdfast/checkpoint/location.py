@@ -97,6 +97,9 @@ class CheckpointLocation:
     digest: str | None = None
     """Digest of the manifest, if it was read when the step was chosen. Another manifest is another checkpoint."""
 
+    chosen: bytes | None = None
+    """The manifest, if it was read when the step was chosen, and counts: nobody needs to read it again."""
+
     @property
     def url(self) -> str:
         """The location, for messages."""
@@ -227,6 +230,8 @@ def manifest_bytes_at(location: CheckpointLocation) -> bytes:
         MissingError: There is no checkpoint, or the run has fenced its writer.
         InvalidError: The path is the root of a run.
     """
+    if location.chosen is not None:
+        return location.chosen
     try:
         data = _chosen_manifest(location)
     except MissingError:

@@ -45,8 +45,9 @@ class SaveContext:
     base: Base | None = None
     """The step whose pieces may be referred to. Garbage collection keeps it until the save ends."""
 
-    suspect_steps: frozenset[int] = frozenset()
-    """Steps whose packs may be damaged, so that no save may refer to them."""
+    suspect_steps: frozenset[int] | None = frozenset()
+    """Steps whose packs may be damaged, so that no save may refer to them. None: rank 0 has not looked, since a
+    reference was not likely. A rank that finds one looks itself."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Rank 0's metrics of the step."""

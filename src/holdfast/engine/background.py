@@ -271,6 +271,29 @@ def wait_in_slices(future: Future[T], seconds: float, clock: Clock, note_slice: 
     return future.result()
 
 
+def side_by_side(*calls: Callable[[], T]) -> list[T]:
+    """Make several calls at once, the last on this thread; return their results in order, once all have ended.
+
+    Raises:
+        BaseException: What the first of them that failed raised.
+    """
+    futures = [_begun(call) for call in calls[:-1]]
+    for call in calls[-1:]:
+        futures.append(Future())
+        _carry_out(futures[-1], call)
+    wait(futures)
+    return [future.result() for future in futures]
+
+
+def _begun(call: Callable[[], T]) -> Future[T]:
+    try:
+        return CALLS.submit(call)
+    except UnavailableError:  # No thread could be started: this one makes the call.
+        future: Future[T] = Future()
+        _carry_out(future, call)
+        return future
+
+
 _SOON_SECONDS = 5.0
 """Longest wait for what follows a success: its caller waits."""
 

@@ -6,9 +6,9 @@ A lease is one object under `readers/`. The states of a `ReaderLease`, and who m
     stored    The object names the step. A thread rewrites it three times per lease time.
     ended     The object is deleted, or is left for a collector to delete.
 
-    idle -> stored     `begin()`; on a root without write access the lease stays idle, and the read relies on the grace
-                       of the collection alone
-    stored -> stored   `begin()` with another step, for a reader that falls back to an older one
+    idle -> stored     `announce()` or `begin()`; on a root without write access the lease stays idle, and the read
+                       relies on the grace of the collection alone
+    stored -> stored   the same with another step, for a reader that falls back to an older one
     stored -> ended    `close()`, or the exit of the process
 
 A collector sees each lease in one of two states (`ReaderLeases`):
@@ -18,13 +18,15 @@ A collector sees each lease in one of two states (`ReaderLeases`):
               the writer lease deletes it.
 
 Reader and collector cannot miss each other. The reader stores its lease, then looks for the mark of a collection. The
-collector stores its mark, then looks for leases. At least one of them sees the other.
+collector stores its mark, then looks for leases. At least one of them sees the other. A reader that announces itself
+reads the manifest last: if the collection is over by the look at the marks, the manifest is gone.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Collection
 from contextlib import suppress
 
 from holdfast.checkpoint.location import CheckpointLocation
@@ -58,8 +60,17 @@ def is_being_deleted(store: Store, clock: Clock, step: int, digest: str) -> bool
         step: The step.
         digest: Digest of its manifest.
     """
-    epochs = {mark.epoch for mark in marks(store) if mark.is_carried_out and (step, digest) in mark.steps}
-    return any(_is_held(store, clock, epoch) for epoch in epochs)
+    return digest in _digests_being_deleted(store, clock, step)
+
+
+def _digests_being_deleted(store: Store, clock: Clock, step: int) -> set[str]:
+    """Return the digests of the manifests of a step that collections which may still run are removing."""
+    digests = set[str]()
+    for mark in marks(store):
+        named = {digest for number, digest in mark.steps if number == step}
+        if mark.is_carried_out and not named <= digests and _is_held(store, clock, mark.epoch):
+            digests |= named
+    return digests
 
 
 def _is_held(store: Store, clock: Clock, epoch: int) -> bool:
@@ -96,10 +107,28 @@ class ReaderLease:
         self._holder: Holder | None = None
         self._subject: tuple[Store, int] | None = None
         self._key: str | None = None
+        self._announced: int | None = None
+        self._being_deleted: Collection[str] = ()
         self._count = 0
         self._stopped = threading.Event()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+
+    def announce(self, location: CheckpointLocation) -> None:
+        """Store the lease on a step of a run whose manifest is read after this call, and look for marks.
+
+        A second call for the same step does nothing. A location that names no step of a run gets its lease in `begin`.
+        """
+        if location.root is None or location.step is None or location.step == self._announced:
+            return
+        with self._lock:
+            self._subject = location.root, location.step
+            is_stored = self._put()
+        # Only after the lease is stored: a collection that missed the lease has stored its mark by now. Whether that
+        # still runs is asked now, too: if it is over, the manifest is gone before it is read.
+        self._being_deleted = _digests_being_deleted(location.root, self._clock, location.step)
+        self._announced = location.step
+        self._keep_renewing(is_stored=is_stored)
 
     def begin(self, location: CheckpointLocation, manifest: Manifest) -> None:
         """Store the lease on a step, before any of its packs is read.
@@ -116,6 +145,10 @@ class ReaderLease:
         if location.root is None or manifest.step is None or not manifest.attempt:
             return
         removed = MissingError(f"{location.url}: is being deleted: no retention policy keeps it. Choose another step")
+        if self._announced is not None and self._announced == location.step == manifest.step:
+            if manifest.digest in self._being_deleted:
+                raise removed
+            return
         key = location.moved_manifest
         try:
             is_in_run = manifest_digest(location.root, manifest.step, key) is not None or holds_manifest(
@@ -136,6 +169,9 @@ class ReaderLease:
         is_unchanged = holds_manifest(location.root, manifest.step, manifest.digest, key)
         if not is_unchanged or is_being_deleted(location.root, self._clock, manifest.step, manifest.digest):
             raise removed
+        self._keep_renewing(is_stored=is_stored)
+
+    def _keep_renewing(self, *, is_stored: bool) -> None:
         if is_stored and self._thread is None:
             self._thread = threading.Thread(target=self._renew, name="holdfast-reader", daemon=True)
             self._thread.start()

@@ -65,6 +65,11 @@ class WriterLease:
         """The epoch of this lease; 0 if it holds none."""
         return 0 if self._heartbeat is None else self._heartbeat.epoch
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether this process has noticed that another one took over."""
+        return self._heartbeat is not None and self._heartbeat.is_lost
+
     def hold(self, run_id: str) -> int:
         """Return the epoch of this lease; the first call takes one.
 
@@ -159,6 +164,8 @@ class _Heartbeat:
         self.stopped = threading.Event()
         """Set it to have the thread release the epoch at once."""
         self.is_dropped = False
+        self.is_lost = False
+        """Whether a newer epoch exists. Set by the thread."""
         _living[holder.nonce] = self
 
     def start(self) -> None:
@@ -216,6 +223,7 @@ class _Heartbeat:
             except ConflictError as lost:
                 # Nothing to release: the epoch is over, and its newer holder never reads this heartbeat again.
                 logger.warning("%s", lost)
+                self.is_lost = True
                 _living.pop(self._holder.nonce, None)
                 return
             except Exception as error:  # noqa: BLE001 - it may pass; without a heartbeat another writer takes over

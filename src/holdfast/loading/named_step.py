@@ -16,7 +16,16 @@ from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from holdfast.format.names import manifest_keys
 from holdfast.format.step_name import StepName, step_name
 from holdfast.loading.resolve import newest_sound
-from holdfast.loading.step_choice import ExactStep, NewestValid, StepDamage, StepSelector, find_step, location_of
+from holdfast.loading.step_choice import (
+    Announce,
+    ExactStep,
+    NewestValid,
+    StepDamage,
+    StepSelector,
+    find_step,
+    location_of,
+    unannounced,
+)
 from holdfast.policies import BestN, best_first
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import require_run
@@ -110,9 +119,9 @@ def number_of(store: Store, named: StepName) -> int:
 class NewestOfRun(NewestValid):
     """The newest valid step, for a load that expects a step: a root without one is an error."""
 
-    def next(self, damage: StepDamage | None) -> CheckpointLocation:
+    def next(self, damage: StepDamage | None, announce: Announce = unannounced) -> CheckpointLocation:
         """Return the next older step that is not quarantined; raise `MissingError` if the root has no step."""
-        location = super().next(damage)
+        location = super().next(damage, announce)
         if location is None:
             require_run(self._home.store)
             raise no_step(self._home.store)
@@ -143,19 +152,30 @@ def no_step(store: Store) -> MissingError:
 
 def _named(store: Store, named: StepName, listed: RunTimelines | None = None) -> Found:
     require_no_checkpoint(store)
-    require_run(store)
-    if named.tag is None:
+    # Before the steps are listed: it may move to a step that is committed meanwhile.
+    tag = None if named.tag is None else _tag_of_run(store, named.tag)
+    stored = run_timelines(store) if listed is None else listed
+    if tag is None:
         assert named.step is not None, "the newest step is found otherwise"
-        return find_step(store, named.step, named.digest, listed)
-    tag = tag_named(store, named.tag)
+        if not (stored.chain or stored.superseded):
+            require_run(store)
+        return find_step(store, named.step, named.digest, stored)
     try:
-        return find_step(store, tag.step, tag.digest, listed)
+        return find_step(store, tag.step, tag.digest, stored)
     except MissingError as gone:
         _require_undamaged(store, tag)
         raise MissingError(
-            f"{store.url}: tag {named.tag!r} names step {tag.step}, which is gone or was saved again since; expected a "
-            f"step that is stored. Choose another step, or move the tag: holdfast tag ROOT STEP {named.tag} --move"
+            f"{store.url}: tag {tag.name!r} names step {tag.step}, which is gone or was saved again since; expected a "
+            f"step that is stored. Choose another step, or move the tag: holdfast tag ROOT STEP {tag.name} --move"
         ) from gone
+
+
+def _tag_of_run(store: Store, name: str) -> Tag:
+    try:
+        return tag_named(store, name)
+    except MissingError:
+        require_run(store)  # That there is no run says more.
+        raise
 
 
 def _require_undamaged(store: Store, tag: Tag) -> None:

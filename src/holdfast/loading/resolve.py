@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from holdfast.checkpoint.coverage import RequireStored, require_covered, stored_by
-from holdfast.checkpoint.index_loading import given_frames, listing_at, resolved_frames
-from holdfast.checkpoint.location import CheckpointLocation
+from holdfast.checkpoint.index_loading import index_frames, listing_at, resolved_frames
+from holdfast.checkpoint.location import CheckpointLocation, manifest_bytes_at
 from holdfast.clock import Clock
 from holdfast.coordination.job import Job, error_from, error_text, is_absence
+from holdfast.engine.background import side_by_side
 from holdfast.errors import CheckpointError, CorruptError, MissingError
 from holdfast.format.digest import short_digest_of
 from holdfast.format.index.foreign_index import decode_foreign, encode_foreign, index_foreign
 from holdfast.format.index.index import Index
 from holdfast.format.index.split_index import SplitIndex
+from holdfast.format.names import MANIFEST_FILE
 from holdfast.leases.reader import ReaderLease
 from holdfast.loading.messages import ChosenStep
 from holdfast.loading.run_visibility import require_no_run_elsewhere
 from holdfast.loading.step_choice import NewestValid, StepDamage, StepSelector
-from holdfast.repository.catalog import short_packs
+from holdfast.repository.catalog import manifest_in, short_packs
 from holdfast.types.manifest import Manifest
 from holdfast.types.reports import SkippedStep
 
@@ -136,15 +139,15 @@ def _next_sound_step(
     Raises:
         CheckpointError: No checkpoint can be read.
     """
-    location = selector.next(damage)
+    location = selector.next(damage, lease.announce)
     while location is not None:
         try:
-            sound = _judge(location, clock, require_whole=selector.requires_whole)
-            lease.begin(location, sound[1])
-            return sound
+            lease.announce(location)
+            begin = partial(lease.begin, location)
+            return _judge(location, clock, begin, require_whole=selector.requires_whole)
         except (CorruptError, MissingError) as error:
             # Rank 0 alone found it. A selector of one exact checkpoint raises the error again.
-            location = selector.next(StepDamage(error, frozenset((0,)), is_absence(error)))
+            location = selector.next(StepDamage(error, frozenset((0,)), is_absence(error)), lease.announce)
     return None
 
 
@@ -163,19 +166,43 @@ def newest_sound(home: CheckpointLocation, clock: Clock) -> CheckpointLocation |
     location = selector.next(None)
     while location is not None:
         try:
-            _judge(location, clock, require_whole=True)
+            _judge(location, clock, lambda manifest: None, require_whole=True)
             return location
         except (CorruptError, MissingError) as error:
             location = selector.next(StepDamage(error, frozenset((0,)), is_absence(error)))
     return None
 
 
-def _judge(location: CheckpointLocation, clock: Clock, *, require_whole: bool) -> _SoundStep:
+def _frames_and_short_packs(
+    location: CheckpointLocation, begin: Callable[[Manifest], None]
+) -> tuple[list[bytes], Mapping[str, tuple[int, CheckpointError]]]:
+    """Return what rank 0 reads for every rank, and the packs that are too short; the manifest first, the rest at once.
+
+    Raises:
+        CheckpointError: The manifest or the index is damaged, or cannot be read.
+    """
+    data = manifest_bytes_at(location)
+    manifest = manifest_in(location.folder, data, f"{location.url}/{MANIFEST_FILE}")
+    # Before other files are asked for: one that is missing because the step is being deleted is no damage.
+    begin(manifest)
+    frames = [data]
+    short: dict[str, tuple[int, CheckpointError]] = {}
+    side_by_side(
+        lambda: frames.extend(index_frames(location, manifest)),
+        lambda: short.update(short_packs(location.store, location.folder, manifest, location.packs_of(manifest))),
+    )
+    return frames, short
+
+
+def _judge(
+    location: CheckpointLocation, clock: Clock, begin: Callable[[Manifest], None], *, require_whole: bool
+) -> _SoundStep:
     """Read and check the manifest and index of a checkpoint.
 
     Args:
         location: Where it is stored.
         clock: Source of randomness.
+        begin: Called once the manifest is read: the reader lease begins. It raises if the step is being deleted.
         require_whole: Whether any short pack is damage; otherwise only tensors in its missing part are refused.
     Raises:
         CheckpointError: It is damaged, or cannot be read.
@@ -183,9 +210,8 @@ def _judge(location: CheckpointLocation, clock: Clock, *, require_whole: bool) -
     listing = listing_at(location)
     short: Mapping[str, tuple[int, CheckpointError]] = {}
     if listing is None:
-        frames = given_frames(location)
+        frames, short = _frames_and_short_packs(location, begin)
         manifest, index = resolved_frames(frames, location)
-        short = short_packs(location.store, location.folder, manifest, location.packs_of(manifest))
         damaged = next((error for _, error in short.values() if isinstance(error, CorruptError)), None)
         if require_whole and damaged is not None:
             raise damaged

@@ -25,6 +25,7 @@ from holdfast.errors import (
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.manifest import MANIFEST_BYTES_MAX
 from holdfast.format.names import manifest_key, step_folder
+from holdfast.loading.resume_order import ResumeOrder, StepsChanged
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import manifest_digest
 from holdfast.repository.epochs import current_fence, fenced_error, is_valid
@@ -63,6 +64,14 @@ class StepDamaged(Exception):
         self.damage = damage
 
 
+Announce = Callable[[CheckpointLocation], None]
+"""Stores a lease on a step of a run."""
+
+
+def unannounced(location: CheckpointLocation) -> None:
+    """Store no lease: for a process that looks without one."""
+
+
 class StepSelector(Protocol):
     """Chooses the checkpoint of a load. Only rank 0 calls `next`."""
 
@@ -91,11 +100,12 @@ class StepSelector(Protocol):
         """Newer steps that were not asked for, ascending."""
         ...
 
-    def next(self, damage: StepDamage | None) -> CheckpointLocation | None:
+    def next(self, damage: StepDamage | None, announce: Announce = unannounced) -> CheckpointLocation | None:
         """Return the checkpoint to load; None: there is nothing.
 
         Args:
             damage: The damage of the checkpoint that this returned before; None on the first call.
+            announce: Called with a step before its manifest is read, if nobody reads that again: it stores the lease.
         Raises:
             CorruptError: Every other checkpoint is damaged too.
             UnavailableError: A rank cannot see files that are there.
@@ -132,7 +142,7 @@ class ExactStep:
         self._choose, self._list_newer = choose, newer
         self.newer: Sequence[int] = ()
 
-    def next(self, damage: StepDamage | None) -> CheckpointLocation | None:
+    def next(self, damage: StepDamage | None, announce: Announce = unannounced) -> CheckpointLocation | None:
         """Return its location; raise its damage."""
         if damage is not None:
             raise damage.error
@@ -163,7 +173,7 @@ class PathSelector:
         self._tries = 0
         self._seen: str | None = None
 
-    def next(self, damage: StepDamage | None) -> CheckpointLocation:
+    def next(self, damage: StepDamage | None, announce: Announce = unannounced) -> CheckpointLocation:
         """Return its location, again if another checkpoint is there by now; otherwise raise the damage."""
         seen, before = self._digest(), self._seen
         # The manifest is read after that: if it was replaced in between, damage in the new one is looked at once more.
@@ -199,7 +209,8 @@ class _DamagedStep:
 class NewestValid:
     """The steps of the newest timeline and its ancestors, from the newest down.
 
-    Damaged steps are logged, quarantined and skipped.
+    Damaged steps are logged, quarantined and skipped. In a run with one timeline a step is read when it is tried: the
+    older ones are not read at all.
     """
 
     falls_back = True
@@ -207,47 +218,58 @@ class NewestValid:
     requires_whole = True
     newer: Sequence[int] = ()
 
-    def __init__(self, home: CheckpointLocation, clock: Clock, is_first_occurrence: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        home: CheckpointLocation,
+        clock: Clock,
+        is_first_occurrence: Callable[[str], bool],
+        *,
+        is_root: bool = False,
+    ) -> None:
         """Look at no storage yet.
 
         Args:
             home: The root of the run.
             clock: For the time in quarantine records.
             is_first_occurrence: Returns whether a text is new to this job's log.
+            is_root: Whether the caller knows that the path is no single checkpoint.
         """
         self._home, self._clock, self._is_first_occurrence = home, clock, is_first_occurrence
-        self._untried: list[StoredManifest] = []
+        self._is_root = is_root
+        self._order = ResumeOrder(home.store)
         self._listings = 0
-        self._had_steps = False
         self._records: Mapping[int, Mapping[str, QuarantineRecord]] = {}
         self._current: tuple[StoredManifest, str] | None = None
         self._judged: set[tuple[int, str]] = set()
         self._to_quarantine: list[_DamagedStep] = []
         self.passed_over: list[SkippedStep] = []
 
-    def next(self, damage: StepDamage | None) -> CheckpointLocation | None:
+    def next(self, damage: StepDamage | None, announce: Announce = unannounced) -> CheckpointLocation | None:
         """Return the next older step that is not quarantined."""
         store = self._home.store
         if not self._listings:
-            require_no_checkpoint(store)
+            if not self._is_root:
+                require_no_checkpoint(store)
             self._list()
         if damage is not None:
             self._judge(damage)
-        while self._untried:
-            manifest = self._untried.pop()
+        while True:
             try:
-                # The identity is read before the step is judged: a record must not name a manifest that a save put
-                # there afterwards.
-                identity = identity_at(store, manifest.key)
-            except MissingError:
+                tried = self._order.next(lambda listed: announce(location_of(self._home, listed)))
+            except StepsChanged:
                 self._list()
                 continue
+            if tried is None:
+                break
+            # The identity is of the bytes that are judged: a record must not name a manifest that a save put there
+            # afterwards.
+            manifest, identity = tried.manifest, tried.identity
             if (manifest.step, identity) not in self._judged and not self._is_quarantined(manifest.step, identity):
                 self._current = manifest, identity
-                return location_of(self._home, manifest)
+                return replace(location_of(self._home, manifest), chosen=tried.data)
         if self.passed_over:
             self._raise_all_damaged()
-        if self._had_steps:
+        if self._order.had_steps:
             raise MissingError(
                 f"{store.url}: every step was deleted while the load looked at it; expected one that stays. Load again"
             )
@@ -274,9 +296,8 @@ class NewestValid:
                 "expected one that stays. Load again"
             )
         self._listings += 1
-        self._untried = list(run_timelines(self._home.store).chain)
-        self._records = quarantined(self._home.store)
-        self._had_steps = self._had_steps or bool(self._untried)
+        self._order.list()
+        self._records = quarantined(self._home.store) if self._order.may_have_records else {}
 
     def _is_quarantined(self, step: int, identity: str) -> bool:
         record = self._records.get(step, {}).get(identity)
@@ -349,13 +370,15 @@ def find_step(
         store: The root of the run.
         step: The step.
         digest: First digits of the digest of its manifest; empty for the step that a resume could take.
-        listed: The timelines, if they were read already.
+        listed: The timelines, if they were read already, from a path that is no single checkpoint.
     Raises:
         InvalidError: The path is one checkpoint, or several manifests have these digits.
         MissingError: No such step counts; the message names others.
     """
-    require_no_checkpoint(store)
-    stored = run_timelines(store) if listed is None else listed
+    if listed is None:
+        require_no_checkpoint(store)
+        listed = run_timelines(store)
+    stored = listed
     found = stored.at(step)
     matching = [] if found is None else [found]
     if digest:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Annotated
 
@@ -40,7 +40,12 @@ _FOLDERS_LOOKED_AT = 100
 
 def step_folders(store: Store) -> list[int]:
     """Return the steps that have a folder, committed or not, ascending."""
-    steps = (step_of_folder(name) for name in store.folders(""))
+    return steps_among(store.folders(""))
+
+
+def steps_among(folders: Iterable[str]) -> list[int]:
+    """Return the steps that have a folder among the names of folders in a root, ascending."""
+    steps = (step_of_folder(name) for name in folders)
     return sorted(step for step in steps if step is not None)
 
 
@@ -113,7 +118,9 @@ def touch_root(store: Store) -> None:
     into which it writes. A step that is missing from the listing of a new writer would never count.
     """
     if (data := get_or_none(store, RUN_FILE, _RUN_BYTES_MAX)) is not None:
-        publish(store, RUN_FILE, data)
+        # It was read just now. The put finds it, and has written into the folder all the same.
+        with suppress(ConflictError):
+            store.put_if_absent(RUN_FILE, data)
 
 
 def read_manifest_bytes(store: Store, folder: str, key: str | None = None) -> bytes:

@@ -335,6 +335,8 @@ def format_holder(store: Store, number: int) -> str:
 
 def remove_before(store: Store, number: int) -> None:
     """Remove the lists and heartbeats of older epochs. The records stay: they say that an epoch is over."""
+    if number <= 1:
+        return  # The first epoch has the number 1.
     keys = (entry.key for entry in store.list(EPOCHS_FOLDER))
     old = [key for key in keys if (epoch_of_key(key) or number) < number and key != epoch_key(epoch_of_key(key) or 0)]
     if old:

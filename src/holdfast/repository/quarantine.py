@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
@@ -80,6 +80,11 @@ def _identify(store: Store, key: str) -> tuple[str, Mapping[str, object]]:
     return _identified(data)
 
 
+def identity_of(data: bytes) -> str:
+    """Return what `identity_at` does, from the bytes of a manifest."""
+    return _identified(data)[0]
+
+
 def _identified(data: bytes) -> tuple[str, Mapping[str, object]]:
     """Return what `_identify` does, from the bytes of a manifest."""
     try:
@@ -107,15 +112,19 @@ def list_records(store: Store) -> list[tuple[int, str]]:
     return [(step, identity) for step, identity in named if step is not None]
 
 
-def is_quarantined(store: Store, step: int, key: str | None = None) -> bool:
+def is_quarantined(
+    store: Store, step: int, key: str | None = None, records: Iterable[tuple[int, str]] | None = None
+) -> bool:
     """Return whether a manifest of a step is under quarantine.
 
     Args:
         store: The root of the run.
         step: The step.
         key: Key of the manifest; None if it is in the folder of the step.
+        records: What `list_records` returned; None to list them.
     """
-    identities = {identity for number, identity in list_records(store) if number == step}
+    listed = list_records(store) if records is None else records
+    identities = {identity for number, identity in listed if number == step}
     return bool(identities) and identity_at(store, key or manifest_key(step)) in identities
 
 
@@ -166,7 +175,9 @@ def release(store: Store, step: int, kept: Container[str] = ()) -> None:
     store.delete([_key(step, identity) for identity in records])
 
 
-def supersede(store: Store, step: int, epoch: int, key: str | None = None) -> bool:
+def supersede(
+    store: Store, step: int, epoch: int, key: str | None = None, records: Iterable[tuple[int, str]] | None = None
+) -> bool:
     """Make room for a save at a step whose manifest is under quarantine; return whether there was one.
 
     The manifest is kept beside its record, and `quarantined_attempts` protects the files that it names.
@@ -176,12 +187,13 @@ def supersede(store: Store, step: int, epoch: int, key: str | None = None) -> bo
         step: The step.
         epoch: Epoch of the caller.
         key: Key of the manifest; None if it is in the folder of the step.
+        records: What `list_records` returned; None to list them.
     Raises:
         ConflictError: Another process took over; the manifest stays.
     """
     key = key or manifest_key(step)
     try:
-        if not is_quarantined(store, step, key):
+        if not is_quarantined(store, step, key, records):
             return False
     except MissingError:
         return False

@@ -99,10 +99,14 @@ def run_timelines(store: Store) -> RunTimelines:
     A step whose manifest is a link or a pipe is skipped with a warning: no save publishes these, and one such step
     must not make the others unusable.
     """
-    fence = current_fence(store)
+    return timelines_under(store, current_fence(store))
+
+
+def timelines_under(store: Store, fence: Fence) -> RunTimelines:
+    """Return the manifests of a run by timeline, as `run_timelines`, given which manifests count."""
     # Before the manifests: a record goes once a manifest states as new a timeline, so one of the two is seen.
     recorded = frozenset(record.timeline for record in timeline_records(store, fence))
-    manifests = list(_stored_manifests(store, fence))
+    manifests = list(_stored_manifests(store, fence, step_folders(store)))
     elsewhere = (*recorded, *stated_timelines(store)) if fence.has_timelines else ()
     return replace(arranged(manifests, elsewhere), recorded=recorded)
 
@@ -253,8 +257,8 @@ def moved_manifests(store: Store) -> MovedManifests:
     return MovedManifests(tuple(manifests), tuple(damaged))
 
 
-def _stored_manifests(store: Store, fence: Fence) -> Iterator[StoredManifest]:
-    places = [(step, manifest_key(step)) for step in step_folders(store)]
+def _stored_manifests(store: Store, fence: Fence, steps: Iterable[int]) -> Iterator[StoredManifest]:
+    places = [(step, manifest_key(step)) for step in steps]
     if not fence.epoch and not fence.has_timelines:
         # A run without epochs has one timeline, and every manifest counts: none needs to be read.
         yield from (StoredManifest(step, key) for step, key in places if _is_readable(store, step, key))
@@ -389,8 +393,21 @@ def _read(store: Store, fence: Fence, step: int, key: str) -> StoredManifest | N
     except InvalidError as error:
         logger.warning("step %d is skipped: %s", step, error)
         return None
+    return counted(fence, step, key, data, f"{store.url}/{key}")
+
+
+def counted(fence: Fence, step: int, key: str, data: bytes, where: str) -> StoredManifest | None:
+    """Return a manifest if it counts, given its bytes.
+
+    Args:
+        fence: Which manifests count.
+        step: Its step.
+        key: Where it is stored.
+        data: Its bytes.
+        where: The same place, for messages.
+    """
     try:
-        fields = run_fields_of_manifest(data, f"{store.url}/{key}")
+        fields = run_fields_of_manifest(data, where)
     except (CorruptError, InvalidError):
         return StoredManifest(step, key, None, None, timeline_in_damaged(data))
     if fields.step is not None and not fence.admits(fields.step, fields.epoch, fields.digest):

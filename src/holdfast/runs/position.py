@@ -120,7 +120,7 @@ class RunPosition:
         # The load may fail because the base step is damaged: then the next save must not refer to it.
         self.base = None
         if find is None:
-            return NewestValid(self.home, self._job.clock, self._job.is_first_occurrence)
+            return NewestValid(self.home, self._job.clock, self._job.is_first_occurrence, is_root=True)
         choice = _Choice(self.home, self._pins, prepare)
         return ExactStep(partial(choice.choose, find), choice.newer, discards=prepare is not None)
 

@@ -9,38 +9,34 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.clock import Clock, utc_now_text
+from holdfast.clock import utc_now_text
 from holdfast.coordination.job import Job
 from holdfast.coordination.save_context import SaveContext
-from holdfast.engine.background import is_done_soon
+from holdfast.engine.background import is_done_soon, side_by_side
 from holdfast.engine.write import PackWriter
-from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, first_three
-from holdfast.format.manifest import MANIFEST_BYTES_MAX, run_fields_of_manifest
-from holdfast.format.names import manifest_keys
+from holdfast.errors import CheckpointError, CorruptError, InvalidError, first_three
+from holdfast.format.names import manifest_keys, step_of_pack
 from holdfast.leases.writer import WriterLease
 from holdfast.policies import KeepPolicy
 from holdfast.ports.framework import Collected, Selection
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import ensure_run, manifest_digest, read_run_id
-from holdfast.repository.epochs import declare_timelines
+from holdfast.repository.catalog import manifest_digest, read_run_id
 from holdfast.repository.latest import name_latest
-from holdfast.repository.quarantine import supersede
 from holdfast.repository.removal import marks
 from holdfast.repository.timeline_records import record_keys
-from holdfast.repository.timelines import displace, moved_at, run_timelines
+from holdfast.repository.timelines import run_timelines
 from holdfast.runs.collection.background_collection import Background
 from holdfast.runs.collection.chosen_steps import NOTHING_CHOSEN, ChosenNames
 from holdfast.runs.collection.garbage_collection import CheckpointGC
 from holdfast.runs.collection.pins import Pins, StepPin
 from holdfast.runs.loaded_state import LoadedState
+from holdfast.runs.opening import KnownRun, OpeningFacts, claim_step, is_unused, require_not_moved
 from holdfast.runs.position import Lineage, RunPosition
 from holdfast.runs.step_metrics import WantedMetrics, checked_metrics
 from holdfast.runs.suspect_steps import SuspectSteps
 from holdfast.runs.tags import checked_tags, tag_saved
-from holdfast.saving.commit import clear_fenced
 from holdfast.saving.deduplication import Deduplicator
-from holdfast.types.manifest import Parent
-from holdfast.types.timeline import Timeline
+from holdfast.types.manifest import Manifest, Parent
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +60,8 @@ class RunParts:
         """Writes packs below the root."""
         self.writer_lease = WriterLease(store, job.clock, settings.lease_seconds)
         """The right to write to the root."""
+        self.opening_facts = OpeningFacts()
+        """What the opening of the next save needs not ask for."""
         self.pins = Pins()
         """Steps that garbage collection must leave alone."""
         self.position = RunPosition(job, home, self.pins)
@@ -78,7 +76,7 @@ class RunParts:
             # Without a policy nothing goes but what a load discarded.
             choice = NOTHING_CHOSEN if keep is not None else ChosenNames(is_all=True)
             collector = CheckpointGC(store, job.clock, keep, self.writer_lease, self.pins, choice)
-            may_collect = _always if keep is not None else partial(_has_discarded, store)
+            may_collect = _always if keep is not None else partial(_has_discarded, store, self.opening_facts)
             self.collecting = Background(collector, settings.collect_grace_seconds, job.clock, may_collect)
 
     def collect_soon(self) -> None:
@@ -109,8 +107,10 @@ def _always() -> bool:
     return True
 
 
-def _has_discarded(store: Store) -> bool:
+def _has_discarded(store: Store, facts: OpeningFacts) -> bool:
     """Return whether loads have discarded steps that a collection has to remove."""
+    if facts.has_one_timeline:
+        return False
     with suppress(CheckpointError):  # The next commit looks again.
         return bool(record_keys(store))
     return False
@@ -161,7 +161,9 @@ class StepRequest:
         self.location, self._step, self._base = location, location.step, parts.position.base
         self._loads = parts.position.loads
         self.writer = parts.writer
-        self.deduplicator = Deduplicator(location, self._base, parts.writer, parts.job.settings)
+        self.deduplicator = Deduplicator(
+            location, self._base, parts.writer, parts.job.settings, parts.suspect_steps.steps
+        )
         self.lineage = Lineage(None, parts.position.lineage)
         """The lineage that the next save continues: this save."""
         self.pin = StepPin(self._step)
@@ -199,16 +201,77 @@ class StepRequest:
         parts = self._parts
         if not self._passed.is_last:
             parts.metrics.require_in(self._metrics)
-        has_base = self._pin()
-        timeline = partial(parts.position.timeline_for, self._step)
-        why = _NOT_AS_LOADED if parts.position.origin_step == self._step else ""
-        context = claim_step(self.location, parts.writer_lease, parts.job.clock, timeline, why=why)
-        return replace(
-            context,
-            base=self._base.identity if has_base and self._base is not None else None,
-            suspect_steps=frozenset(parts.suspect_steps.steps()) if has_base else frozenset(),
-            metrics=self._metrics,
+        known = parts.opening_facts.known(parts.writer_lease, parts.position.loads)
+        context = None if known is None or known.loads != self._loads else self._claim_known(known)
+        if context is None:
+            context = self._claim_anew()
+        return replace(context, metrics=self._metrics)
+
+    def _claim_known(self, known: KnownRun) -> SaveContext | None:
+        """Return the context of a step of which most is known, after one look; None if that does not suffice."""
+        parts, base = self._parts, self._base
+        if base is not None and not base.is_own and base.identity != known.base:
+            return None
+        has_base = parts.pins.pin(self.pin, None if base is None else base.identity[0])
+        suspect_steps: frozenset[int] | None = None
+        is_free = False
+
+        def look_at_step() -> None:
+            nonlocal is_free
+            is_free = is_unused(self.location)
+
+        def look_at_suspects() -> None:
+            nonlocal suspect_steps
+            suspect_steps = frozenset(parts.suspect_steps.steps())
+
+        def look_at_packs() -> None:
+            # What cannot be looked at now is looked at by the comparison, which then refers to nothing.
+            with suppress(CheckpointError):
+                self.deduplicator.look_at(older)
+
+        older = self.deduplicator.older_packs if has_base else []
+        # A save that is likely to refer to these again needs to know what is suspect now. Any other asks if it does.
+        looks = (look_at_suspects, look_at_packs) if older else ()
+        side_by_side(*looks, look_at_step)
+        if not is_free:
+            return None
+        return SaveContext(
+            known.run_id,
+            utc_now_text(parts.job.clock),
+            known.epoch,
+            known.timeline,
+            base=base.identity if has_base and base is not None else None,
+            suspect_steps=suspect_steps,
         )
+
+    def _claim_anew(self) -> SaveContext:
+        """Return the context of a step after a look at everything, and remember what stays true."""
+        parts = self._parts
+        base = self._base.identity if self._pin() and self._base is not None else None
+        timeline = partial(parts.position.timeline_for, self._step)
+        suspects_in = parts.suspect_steps.named_by if base is not None else None
+        why = _NOT_AS_LOADED if parts.position.origin_step == self._step else ""
+        context = claim_step(self.location, parts.writer_lease, parts.job.clock, timeline, suspects_in, why=why)
+        parts.opening_facts.learn(KnownRun(context.run_id, context.epoch, context.timeline, self._loads, base))
+        return replace(context, base=base)
+
+    def judge_again(self, manifest: Manifest) -> None:
+        """Refuse to publish a second manifest of the step on its timeline, or references to what is suspect by now."""
+        referred = {step for pack in manifest.packs if (step := step_of_pack(pack.name)) is not None}
+        suspects: list[int] = []
+
+        def look_at_suspects() -> None:
+            suspects.extend(self._parts.suspect_steps.steps())
+
+        looks = (look_at_suspects,) if referred else ()
+        side_by_side(*looks, partial(require_not_moved, self.location, manifest.timeline))
+        found = sorted(referred & set(suspects))
+        if found:
+            raise CorruptError(
+                f"step {self._step} refers to packs of steps [{first_three(found)}], which are suspect since the save "
+                "began: a load found damage. Expected packs that nothing is known against. Nothing was published. Save "
+                "again: the next save writes these tensors anew"
+            )
 
     def confirm(self) -> SaveContext | None:
         """Return the context of a save that writes nothing; None if the step has gone since it was loaded."""
@@ -300,68 +363,3 @@ class StepRequest:
         if all(manifest_digest(store, step, key) != digest for key in manifest_keys(step, digest)):
             return False
         return not any(base in mark.steps for mark in marks(store) if mark.is_carried_out)
-
-
-def claim_step(
-    location: CheckpointLocation,
-    writer_lease: WriterLease,
-    clock: Clock,
-    timeline_of_save: Callable[[int], Timeline] | None = None,
-    *,
-    why: str = "",
-) -> SaveContext:
-    """Take the writer lease and make room for a step. A root without a run becomes the root of a new run.
-
-    Args:
-        location: The step.
-        writer_lease: The lease of the run.
-        clock: The time, and randomness.
-        timeline_of_save: Returns the timeline of the step, given the epoch; None for the newest one.
-        why: Why a step that is there is not finished as it is; empty if that is no question.
-    Raises:
-        ConflictError: A checkpoint is there, or another job writes to this root.
-        InvalidError: The root holds steps, and the manager has loaded none of them.
-    """
-    store = location.store
-    run_id = ensure_run(store, clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}")
-    epoch = writer_lease.hold(run_id)
-    timeline = run_timelines(store).newest if timeline_of_save is None else timeline_of_save(epoch)
-    if timeline.number > 1:
-        declare_timelines(store, epoch)
-    if location.step is not None and supersede(store, location.step, epoch):
-        logger.warning(
-            "step %d: its damaged manifest is moved to quarantine, and the step is saved anew", location.step
-        )
-    _require_not_moved(location, timeline)
-    if not clear_fenced(location, epoch) and not _make_room(location, timeline, epoch):
-        location.require_empty(why=why)
-    return SaveContext(run_id=run_id, created=utc_now_text(clock), epoch=epoch, timeline=timeline)
-
-
-def _require_not_moved(location: CheckpointLocation, timeline: Timeline) -> None:
-    """Refuse to save a step whose manifest is under `superseded/` and in the chain: the chain would hold it twice."""
-    assert location.step is not None, "a run saves steps"
-    for manifest in moved_at(location.store, location.step):
-        if manifest.timeline is not None and timeline.holds(manifest.timeline.id, location.step):
-            raise ConflictError(
-                f"{location.url}: a checkpoint of this timeline is already there; expected none. Its manifest is "
-                f"{manifest.key}. Nothing was touched. Save another step, or save to another root"
-            )
-
-
-def _make_room(location: CheckpointLocation, timeline: Timeline, epoch: int) -> bool:
-    """Move a manifest of another timeline away from a step that is saved again; return whether the step is free."""
-    assert location.step is not None, "a run saves steps"
-    try:
-        data = location.store.get(location.manifest_key, MANIFEST_BYTES_MAX)
-        fields = run_fields_of_manifest(data, location.url)
-    except MissingError:
-        return True
-    except (CorruptError, InvalidError):
-        return False
-    if timeline.holds(fields.timeline.id, location.step):
-        return False
-    logger.info("step %d: a newer timeline saves it again; its manifest is moved to superseded/", location.step)
-    # The list of the epoch is one with timelines by now: after a crash, readers look for the moved manifest.
-    displace(location.store, location.step, fields.digest, epoch)
-    return True

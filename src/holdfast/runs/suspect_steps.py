@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 from holdfast.errors import CheckpointError
 from holdfast.format.names import step_folder, step_of_pack
@@ -27,8 +28,12 @@ class SuspectSteps:
 
     def steps(self) -> list[int]:
         """Return the suspect steps, ascending. Costs one listing; each quarantined manifest is read once."""
+        return self.named_by(list_records(self._store))
+
+    def named_by(self, records: Iterable[tuple[int, str]]) -> list[int]:
+        """Return the suspect steps, ascending, given what `list_records` returned."""
         found = set[int]()
-        for step, identity in list_records(self._store):
+        for step, identity in records:
             found.add(step)
             try:
                 if (step, identity) not in self._named:

@@ -410,6 +410,7 @@ class SaveAttempt:
             with self.trace.phase("index"):
                 data, manifest = assemble(self.request, agreement, votes, self.job.settings, self.file_keys)
             with self.trace.phase("publish"):
+                self.request.judge_again(manifest)
                 replaced = overwrite and replace_manifest(location, agreement.attempt, data, overwrite, self.job)
                 outcome = replaced or publish_manifest(location, data, epoch)
         except Exception as error:  # noqa: BLE001 - it is certain that nothing was published

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.save_context import Base, SaveContext
+from holdfast.engine.background import side_by_side
 from holdfast.engine.nonfinite import NonFinite
+from holdfast.engine.parallel_map import ordered_parallel_map
 from holdfast.engine.stream import Scratch, chunk_digests
 from holdfast.engine.write import PackWriter, WrittenPack
 from holdfast.errors import CheckpointError, MissingError
@@ -58,6 +61,17 @@ class BaseStep:
 
     first_page_digests: Mapping[Key, bytes]
     """Digest of the first page of each piece, where known."""
+
+    is_own: bool = False
+    """Whether this process has committed it: only this process removes it then."""
+
+    @property
+    def older_packs(self) -> list[str]:
+        """The packs of steps before it that this rank left unchanged: its next save is likely to refer to them too.
+
+        None for a loaded step, whose packs are those of all ranks.
+        """
+        return [name for name in self.packs if step_of_pack(name) != self.identity[0]] if self.is_own else []
 
 
 def base_from_loaded(manifest: Manifest, stored: Index | SplitIndex, filled: Mapping[str, Sequence[Box]]) -> BaseStep:
@@ -106,7 +120,12 @@ class Deduplicator:
     """Finds the pieces of one save that the base step holds, and records the save as the base of later ones."""
 
     def __init__(
-        self, location: CheckpointLocation, previous: BaseStep | None, writer: PackWriter, settings: Settings
+        self,
+        location: CheckpointLocation,
+        previous: BaseStep | None,
+        writer: PackWriter,
+        settings: Settings,
+        suspect_steps: Callable[[], Iterable[int]] = tuple,
     ) -> None:
         """Compare nothing yet.
 
@@ -115,15 +134,19 @@ class Deduplicator:
             previous: The last committed step that this rank knows.
             writer: Lends buffers for copies.
             settings: Chunk size, and whether to deduplicate and count.
+            suspect_steps: Asked for the suspect steps if rank 0 has not looked.
         """
         self._location, self._is_enabled = location, settings.deduplicate and location.root is not None
         self._previous, self._writer, self._settings = previous, writer, settings
+        self._list_suspects = suspect_steps
         self._first_page_digests: dict[Key, bytes] = {}
         self._written: dict[Key, Piece] = {}
         self._new_packs: dict[str, FileRecord] = {}
         self.unchanged_pieces: Sequence[Piece] = ()
         """Pieces that are not written, with their place in earlier steps."""
         self._counted: dict[Key, Mapping[str, int]] = {}
+        self._sizes: dict[str, int] = {}
+        """Bytes of the packs that were looked at."""
 
     @property
     def packs(self) -> Sequence[FileRecord]:
@@ -222,7 +245,18 @@ class Deduplicator:
             pairs = ((item, pieces.get(_key(item))) for item in items)
             return {_key(item): piece for item, piece in pairs if piece is not None and piece.tensor == item.tensor}
 
-        return BaseStep((self._location.step, digest), find, packs, self._first_page_digests)
+        return BaseStep((self._location.step, digest), find, packs, self._first_page_digests, is_own=True)
+
+    @property
+    def older_packs(self) -> list[str]:
+        """The packs that the base step refers to; none if this save refers to nothing."""
+        return self._previous.older_packs if self._previous is not None and self._is_enabled else []
+
+    def look_at(self, packs: Sequence[str]) -> None:
+        """Look at the sizes of packs, ahead of the comparison, which then does not ask again."""
+        root = self._location.root
+        assert root is not None, "a run has a root"
+        self._sizes |= zip(packs, ordered_parallel_map(partial(stored_bytes, root), packs), strict=True)
 
     def _candidates(self, items: Sequence[PackItem], context: SaveContext) -> dict[Key, Piece]:
         """Return the stored pieces whose first page has not changed and whose packs may be referred to."""
@@ -233,10 +267,12 @@ class Deduplicator:
         unchanged_so_far = [item for item in items if before.get(key := _key(item), now[key]) == now[key]]
         try:
             stored = previous.find(unchanged_so_far)
+            named = {piece.pack for piece in stored.values() if step_of_pack(piece.pack) != self._location.step}
+            suspects = self._looked_at(named, context)
             usable = {
                 name
-                for name in {piece.pack for piece in stored.values()}
-                if step_of_pack(name) not in context.suspect_steps and self._is_present(previous.packs[name])
+                for name in named
+                if step_of_pack(name) not in suspects and self._sizes[name] == previous.packs[name].bytes
             }
         except CheckpointError as error:
             logger.warning("%s is written in full: the base step cannot be read: %s", self._location.url, error)
@@ -246,11 +282,16 @@ class Deduplicator:
             key: piece for key, piece in stored.items() if piece.pack in usable and piece.chunk_bytes == chunk_bytes
         }
 
-    def _is_present(self, pack: FileRecord) -> bool:
-        """Return whether a pack can be referred to: it is in another step and still has its size."""
-        location = self._location
-        is_other = step_of_pack(pack.name) != location.step
-        return is_other and location.root is not None and stored_bytes(location.root, pack.name) == pack.bytes
+    def _looked_at(self, packs: Collection[str], context: SaveContext) -> Collection[int]:
+        """Look at packs that were not looked at yet, beside the suspect steps if rank 0 has not; return those."""
+        suspects = set(context.suspect_steps or ())
+
+        def look_at_suspects() -> None:
+            suspects.update(self._list_suspects())
+
+        looks = (look_at_suspects,) if packs and context.suspect_steps is None else ()
+        side_by_side(*looks, partial(self.look_at, [name for name in packs if name not in self._sizes]))
+        return suspects
 
 
 def first_page_digests(items: Sequence[PackItem], sources: Sequence[Source], buffer: memoryview) -> list[bytes]:

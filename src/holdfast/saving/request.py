@@ -15,7 +15,7 @@ from holdfast.errors import UnavailableError
 from holdfast.ports.framework import Collected, Selection
 from holdfast.saving.deduplication import Deduplicator
 from holdfast.saving.overwrite import Overwriting
-from holdfast.types.manifest import Parent
+from holdfast.types.manifest import Manifest, Parent
 
 T = TypeVar("T")
 
@@ -88,6 +88,14 @@ class SaveRequest(Protocol):
         """Return the checkpoint that this one continues. On the committing rank, once every rank has written."""
         ...
 
+    def judge_again(self, manifest: Manifest) -> None:
+        """Look again at what the claim has looked at. On the committing rank, just before it publishes.
+
+        Raises:
+            CheckpointError: It must not be published.
+        """
+        ...
+
     def committed(self, context: SaveContext, manifest_digest: str) -> tuple[str, ...]:
         """Take note of the commit. On every rank, on the commit thread, before the handle reports it.
 
@@ -98,9 +106,12 @@ class SaveRequest(Protocol):
 
 
 class NeverLoaded:
-    """What a request lacks that saves a state which no load filled."""
+    """What a request lacks that saves outside the loop of a run: no load filled the state, and it refers to no step."""
 
     is_loaded = False
+
+    def judge_again(self, manifest: Manifest) -> None:
+        """Do nothing: the put decides whether the path or step is free, and nothing is referred to."""
 
     def confirm(self) -> SaveContext | None:
         """Never called."""

@@ -12,12 +12,13 @@ import pytest
 
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.coverage import stored_by
-from holdfast.checkpoint.index_loading import given_frames, resolved_frames
-from holdfast.checkpoint.location import CheckpointLocation
+from holdfast.checkpoint.index_loading import index_frames, resolved_frames
+from holdfast.checkpoint.location import CheckpointLocation, manifest_bytes_at
 from holdfast.errors import CheckpointError, CorruptError
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.index.columns import decode_column, encode_column
 from holdfast.format.index.split_index import SplitIndex
+from holdfast.format.manifest import decode_manifest
 from holdfast.format.names import OVERVIEW_FILE, is_index_name, step_folder
 from holdfast.format.sealed_json import sealed, unsealed
 from holdfast.geometry.region import FlatRange
@@ -261,7 +262,9 @@ def test_a_file_of_the_index_that_is_gone_is_corrupt() -> None:
 
 def split_index_of(store: MemoryStore) -> SplitIndex:
     location = CheckpointLocation(store, FOLDER, 1)
-    found = resolved_frames(given_frames(location), location)[1]
+    data = manifest_bytes_at(location)
+    manifest = decode_manifest(data, location.url)
+    found = resolved_frames([data, *index_frames(location, manifest)], location)[1]
     assert isinstance(found, SplitIndex)
     return found
 

@@ -23,7 +23,7 @@ from holdfast.ports.framework import Collected, LocalShard
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import check_pack, read_manifest
-from holdfast.runs.step_request import claim_step
+from holdfast.runs.opening import claim_step
 from holdfast.saving.deduplication import Deduplicator
 from holdfast.saving.request import NeverLoaded, claim_path
 from holdfast.saving.save import save_and_wait

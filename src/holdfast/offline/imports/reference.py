@@ -20,7 +20,7 @@ from holdfast.leases.writer import WriterLease
 from holdfast.offline.imports.hash_chunks import digested
 from holdfast.ports.observer import Observer
 from holdfast.repository.catalog import check_size
-from holdfast.runs.step_request import claim_step
+from holdfast.runs.opening import claim_step
 from holdfast.saving.commit import installed_versions, publish_manifest, sweep, write_index
 from holdfast.types.manifest import FileRecord, Manifest
 
