@@ -27,6 +27,9 @@ from holdfast.geometry.tensor import Layout, Placement
 
 RankOfGlobal = Callable[[int], int | None]
 
+DENSE = (torch.Tensor, torch.nn.Parameter)
+"""Tensor types that own plain memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:

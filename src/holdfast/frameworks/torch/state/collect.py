@@ -11,7 +11,7 @@ import torch
 from holdfast.errors import InvalidError, first_three
 from holdfast.frameworks.torch.containers import small_tensor, take_apart
 from holdfast.frameworks.torch.fence import close_fence, steps_in_backward
-from holdfast.frameworks.torch.held import Ranks, local_of, memory_of
+from holdfast.frameworks.torch.held import DENSE, Ranks, local_of, memory_of
 from holdfast.frameworks.torch.optimizers.kinds import class_name_of
 from holdfast.frameworks.torch.optimizers.outside import outside_state, require_whole_state
 from holdfast.frameworks.torch.optimizers.state import OptimizerView, collect_optimizer
@@ -118,14 +118,14 @@ class _Collector:
         if not self.selector.takes_all:
             self.selector.know(node.path)
         match node:
-            case DictNode():
-                return self.dict_group(node)
-            case TensorNode():
+            case TensorNode():  # First, since most are.
                 stepped = id(node.tensor) in self._stepped
                 self._tensor(node.path, node.tensor, _loose_role(node.tensor), node.declared, fenced=stepped)
                 for local in memory_of(node.tensor, node.declared, node.path) if self._selection.grads else ():
                     self._gradient(node.path, local, node.declared)
-                return self.records.get(node.path)
+                return self.records.get(node.path) if self.records else None
+            case DictNode():
+                return self.dict_group(node)
             case ModuleNode():
                 return self._module(node)
             case OptimizerView():
@@ -289,7 +289,7 @@ class _Collector:
         """
         if not (self.selector.takes_all or self._takes_part(fqn)):
             return False
-        if is_subclass(tensor):
+        if type(tensor) not in DENSE and is_subclass(tensor):
             return self._subclass(fqn, tensor, role, declared, fenced=fenced)
         require_fqn(fqn)
         if fqn in self._numbers:
