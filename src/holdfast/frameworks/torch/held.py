@@ -88,7 +88,7 @@ def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, ranks: Ran
         return _of_dtensor(tensor, fqn, ranks)
     shards = local_shards_of(tensor)
     if shards is None:
-        return _whole(tensor)
+        return held_whole(tensor)
     shape = tuple(tensor.shape)
     if not shards:
         return Held(shape, None, (ranks.rank,), ())
@@ -96,18 +96,10 @@ def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, ranks: Ran
     return _declared(Sharded([local for local, _ in shards], shape, starts), fqn, ranks)
 
 
-def held_if_plain(tensor: torch.Tensor) -> Held | None:
-    """Return all of an ordinary tensor without a layout; None for any other tensor.
-
-    The fast path for tensors without a declaration: a state may have 100,000, nearly all of them ordinary.
-    """
-    return None if type(tensor) is DTensor or not is_ordinary(tensor) else _whole(tensor)
-
-
-def _whole(tensor: torch.Tensor) -> Held:
+def held_whole(tensor: torch.Tensor) -> Held:
     """Return all of a tensor that this rank holds whole."""
-    shape = tuple(tensor.shape)
-    return Held(shape, None, None, (HeldPart(Box.whole(shape), local_of(tensor)),))
+    shape, local = tuple(tensor.shape), tensor.detach() if tensor.requires_grad else tensor
+    return Held(shape, None, None, (HeldPart(Box.whole(shape), local),))
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:

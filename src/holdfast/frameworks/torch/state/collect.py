@@ -109,7 +109,7 @@ class _Collector:
         items: dict[str, Value] = {}
         for key, child in node.children.items():
             value = self._node(child)
-            if not isinstance(value, Skipped) and (value is not None or isinstance(child, ValueNode)):
+            if (value is not None or isinstance(child, ValueNode)) and not isinstance(value, Skipped):
                 items[key] = value
         return Group("dict", items)
 
@@ -307,9 +307,10 @@ class _Collector:
                 self.shards[tied] = replace(self.shards[tied], fenced=False)
         elif held.holders != ():
             spec = TensorSpec(fqn, storable_dtype(tensor, fqn), held.global_shape)
-            regions = tuple([part.region for part in held.parts])
+            parts = held.parts
+            regions = (parts[0].region,) if len(parts) == 1 else tuple([part.region for part in parts])
             shard = Shard(spec, held.layout, held.holders, role, regions)
-            source = TorchSource(held.parts, memory)
+            source = TorchSource(parts, memory)
             if source.side is not None:
                 self.sides[source.side] = None
             number = len(self.shards)
