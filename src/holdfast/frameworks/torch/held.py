@@ -130,9 +130,18 @@ class OnMesh:
     boxes: tuple[tuple[Box, Box], ...]
     """Held boxes, each with its box in the local tensor."""
 
+    global_shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+
+    is_one_box: bool
+    """Whether one held box is all of the local tensor."""
+
 
 def _of_dtensor(tensor: DTensor, fqn: str, ranks: Ranks) -> Held:
-    shape, local, known = tuple(tensor.shape), local_of(tensor), on_mesh(tensor, fqn, ranks)
+    known, local = on_mesh(tensor, fqn, ranks), local_of(tensor)
+    shape = known.global_shape
+    if known.is_one_box:
+        return Held(shape, known.layout, known.holders, (HeldPart(known.boxes[0][0], local),))
     parts = [
         HeldPart(box, local if inner.shape == local.shape else local[inner.relative_to((0,) * len(shape))])
         for box, inner in known.boxes
@@ -153,12 +162,13 @@ def on_mesh(tensor: DTensor, fqn: str, ranks: Ranks) -> OnMesh:
     if known is None:
         layout = layout_of(tensor, fqn, ranks.rank_of_global)
         coordinate = tensor.device_mesh.get_coordinate()
-        if coordinate is None:
-            known = OnMesh(layout, (), ())
-        else:
+        holders: tuple[int, ...] = ()
+        boxes: tuple[tuple[Box, Box], ...] = ()
+        if coordinate is not None:
             position = tuple(coordinate)
-            known = OnMesh(layout, replica_ranks(layout, position), _boxes_of(local, layout, shape, position, fqn))
-        ranks.known[key] = known
+            holders, boxes = replica_ranks(layout, position), _boxes_of(local, layout, shape, position, fqn)
+        is_one_box = len(boxes) == 1 and boxes[0][1].shape == local.shape
+        known = ranks.known[key] = OnMesh(layout, holders, boxes, shape, is_one_box)
     return known
 
 
