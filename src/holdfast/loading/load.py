@@ -474,7 +474,7 @@ def _finish(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLoad, stats:
     trace.end(report, resolved.reader_id, store, location.folder, job.node_reports)
     if job.comm.rank == 0:
         logger.info("%s", loaded_line(report, location.url))
-    filled = {tensor.stored_fqn: tensor.boxes for tensor in agreed.planned.wanted if location.root is not None}
+    filled = {tensor.stored_fqn: tensor.boxes for tensor in agreed.planned.wanted} if location.root is not None else {}
     return Loaded(location, report, manifest, resolved.index, filled, resolved.newer)
 
 

@@ -174,7 +174,7 @@ def _fill(node: DictNode, known: _NamedNodes, above: set[int]) -> None:
                 f"{node.path or 'state'}: key {key!r} is {type(key).__name__}; expected str for dicts that "
                 "hold modules, optimizers or tensors. Rename it"
             )
-        path = prefix + key
+        path = f"{prefix}{key}" if prefix else key
         if isinstance(value, torch.Tensor):  # First, since most are.
             if type(value) is torch.nn.Parameter:
                 require_whole({key: value}, node.path)
