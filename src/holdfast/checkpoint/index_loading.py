@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from holdfast.checkpoint.coverage import require_wanted_covered
 from holdfast.checkpoint.location import CheckpointLocation
@@ -86,13 +86,13 @@ def split_index_at(location: CheckpointLocation, manifest: Manifest, overview: b
 
 
 def index_for(
-    stored: Index | SplitIndex, wanted: Sequence[tuple[str, Box]], clock: Clock, location: CheckpointLocation
+    stored: Index | SplitIndex, wanted: Iterable[tuple[str, Box]], clock: Clock, location: CheckpointLocation
 ) -> Index:
     """Return an index that lists all pieces of the wanted boxes, proven to cover them exactly once.
 
     Args:
         stored: The index; rank 0 has proven a whole one already.
-        wanted: Boxes of stored tensors.
+        wanted: Boxes of stored tensors; a whole index does not ask for them.
         clock: Source of randomness.
         location: The checkpoint, for messages.
     Raises:
@@ -100,6 +100,7 @@ def index_for(
     """
     if isinstance(stored, Index):
         return stored
-    index = stored.read_for(wanted)
-    require_wanted_covered(index, wanted, clock, location.url)
+    boxes = list(wanted)
+    index = stored.read_for(boxes)
+    require_wanted_covered(index, boxes, clock, location.url)
     return index

@@ -104,7 +104,8 @@ class Loaded:
     """Its index."""
 
     filled: Mapping[str, tuple[Box, ...]]
-    """What this rank read and checked against digests: boxes by stored FQN."""
+    """What this rank read and checked against digests: boxes by stored FQN. Only of a step: no save refers to another
+    checkpoint."""
 
     newer: tuple[int, ...]
     """Newer steps that exist and were not asked for."""
@@ -229,6 +230,7 @@ def load(attempt: LoadAttempt) -> Loaded | None:
     """
     selector, trace = attempt.selector, attempt.trace
     while True:
+        filling: Restoration | None = None
         try:
             attempt.gc_pause.begin()  # Again after a fallback: the step before may have ended it.
             with trace.phase("resolve"):
@@ -242,6 +244,7 @@ def load(attempt: LoadAttempt) -> Loaded | None:
             planned = _request_and_plan(attempt, resolved)
             agreed = _agree(attempt, resolved, planned)
             attempt.watch.end()
+            filling = agreed.planned.restoration
             moved = _read_or_exchange(attempt, resolved, agreed)
             stats = _restore(attempt, agreed, moved)
             loaded = _finish(attempt, resolved, agreed, stats)
@@ -249,6 +252,8 @@ def load(attempt: LoadAttempt) -> Loaded | None:
             return loaded
         except StepDamaged as damaged:
             attempt.damage = damaged.damage
+            if filling is not None:
+                attempt.begun |= filled_regions(filling)
             trace.begin_again(damaged.damage.error)
         except BaseException as error:
             _fail(attempt, error)
@@ -297,7 +302,7 @@ def _request_and_plan(attempt: LoadAttempt, resolved: Resolved) -> PlannedLoad |
             wanted = renamed.as_stored(restoration.wanted) if request.rename.rules else restoration.wanted
             for tensor in wanted:
                 resolved.require_stored(tensor.stored_fqn)
-            boxes = [(tensor.stored_fqn, box) for tensor in wanted for box in tensor.boxes]
+            boxes = ((tensor.stored_fqn, box) for tensor in wanted for box in tensor.boxes)
             index = index_for(resolved.index, boxes, job.clock, location)
             unfit = unfit_names(restoration, wanted, index.tensors, strict=request.strict, cast=request.cast)
             plan = load_plan(wanted, index.pieces_near, job.settings.read_window_bytes)
@@ -403,7 +408,6 @@ def _read_or_exchange(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLo
     """Fill this rank's tensors; return what moved, or the error, for `_restore` to share. From here values change."""
     trace, plan = attempt.trace, agreed.planned.plan
     wanted = agreed.planned.restoration.wanted
-    attempt.begun |= filled_regions(agreed.planned.restoration)
     try:
         if not is_small_transfer(plan.bytes):
             attempt.gc_pause.end()
@@ -475,7 +479,7 @@ def _finish(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLoad, stats:
     trace.end(report, resolved.reader_id, store, location.folder, job.node_reports)
     if job.comm.rank == 0:
         logger.info("%s", loaded_line(report, location.url, job.comm.world_size))
-    filled = {tensor.stored_fqn: tensor.boxes for tensor in agreed.planned.wanted}
+    filled = {tensor.stored_fqn: tensor.boxes for tensor in agreed.planned.wanted} if location.root is not None else {}
     return Loaded(location, report, manifest, resolved.index, filled, resolved.newer)
 
 

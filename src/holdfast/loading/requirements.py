@@ -113,9 +113,10 @@ def filled_bytes(restoration: Restoration, plan: LoadPlan) -> int:
     itemsizes = [DTYPES[wanted.dtype].itemsize for wanted in restoration.wanted]
     parts = (part for run in plan.runs for chunk in run.chunks for part in chunk.parts)
     filled = sum(part.box.numel * itemsizes[part.wanted_number] for part in parts)
-    missing, partly = set(restoration.missing), {tensor.fqn for tensor in restoration.partly}
-    held = sum(count for fqn, count in restoration.held.items() if fqn not in missing and fqn not in partly)
-    for wanted, itemsize in zip(restoration.wanted, itemsizes, strict=True):
+    partly = {tensor.fqn for tensor in restoration.partly}
+    held = sum(restoration.held.values())
+    held -= sum(restoration.held.get(fqn, 0) for fqn in {*restoration.missing, *partly})
+    for wanted, itemsize in zip(restoration.wanted, itemsizes, strict=True) if partly else ():
         held += sum(box.numel for box in wanted.boxes) * itemsize if wanted.fqn in partly else 0
     if held != filled:
         raise InvalidError(

@@ -10,7 +10,7 @@ Tensors that a rank has for itself are stored as plain values, so their stamps h
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.engine.stream import Scratch, chunk_digests
@@ -23,6 +23,7 @@ from holdfast.loading.load import Loaded
 from holdfast.loading.load_request import LoadRequest
 from holdfast.loading.statuses import names_of
 from holdfast.ports.framework import Collected, Framework, LocalShard, Selection
+from holdfast.types.manifest import Manifest
 from holdfast.types.plan import PackItem
 
 
@@ -33,8 +34,8 @@ class LoadedState:
     step: int
     """The step that was loaded."""
 
-    digest: str
-    """Digest of its manifest."""
+    manifest: Manifest
+    """Its commit record."""
 
     _selection: Selection
     _keys: frozenset[str]
@@ -53,6 +54,10 @@ class LoadedState:
             state, selection: What is saved.
         """
         if step != self.step or selection != self._selection or frozenset(state) != self._keys:
+            return False
+        # Only now: nearly every load is followed by a save of another step.
+        names = names_of(self._stored.tensors, self.manifest.aliases, self.manifest.tree)
+        if not all(_is_of(name, self._keys) for name in names):
             return False
         try:
             now = framework.watched(state)
@@ -113,10 +118,6 @@ def loaded_state(framework: Framework, request: LoadRequest, loaded: Loaded) -> 
     step, state, report = loaded.location.step, request.state, loaded.report
     if step is None or not request.is_whole or report.missing or report.unexpected or report.skipped:
         return None
-    manifest = loaded.manifest
-    names = names_of(loaded.index.tensors, manifest.aliases, manifest.tree)
-    if not all(name.partition(".")[0] in state or _is_below(name, state) for name in names):
-        return None
     try:
         # An object without weak references cannot be told from a later one at its address: it raises here.
         watched = {path: (weakref.ref(each), stamps) for path, (each, stamps) in framework.watched(state).items()}
@@ -125,8 +126,9 @@ def loaded_state(framework: Framework, request: LoadRequest, loaded: Loaded) -> 
     # Where no object shows whether the loop has trained, nobody can say that nothing has changed.
     if not watched:
         return None
-    return LoadedState(step, manifest.digest, request.selection, frozenset(state), loaded.index, watched)
+    return LoadedState(step, loaded.manifest, request.selection, frozenset(state), loaded.index, watched)
 
 
-def _is_below(name: str, state: Mapping[str, object]) -> bool:
-    return any(name == key or name.startswith(f"{key}.") for key in state)
+def _is_of(name: str, keys: Collection[str]) -> bool:
+    """Return whether a name is one of some keys, or below one. A flat state has as many keys as there are names."""
+    return name in keys or any(name[:at] in keys for at, letter in enumerate(name) if letter == ".")

@@ -278,9 +278,9 @@ class StepRequest:
         loaded, store = self._parts.position.loaded_state, self._parts.store
         assert loaded is not None, "every rank states that it holds the step"
         manifest, run_id = run_timelines(store).at(self._step), read_run_id(store)
-        if run_id is None or manifest is None or manifest.digest != loaded.digest:
+        if run_id is None or manifest is None or manifest.digest != loaded.manifest.digest:
             return None
-        return SaveContext(run_id, utc_now_text(self._parts.job.clock), loaded=(self._step, loaded.digest))
+        return SaveContext(run_id, utc_now_text(self._parts.job.clock), loaded=(self._step, loaded.manifest.digest))
 
     def confirmed(self, context: SaveContext) -> tuple[str, ...]:
         """Tag the step, on rank 0. Its metrics cannot be added: they are in its manifest.

@@ -66,10 +66,11 @@ class Index:
 
     def pieces_near(self, fqn: str, box: Box) -> Sequence[Piece]:
         """Return every piece of a tensor that overlaps a box, each once; others may be among them."""
+        known = self._pieces_of.get(fqn)
+        if known is not None and len(known) <= _FEW:
+            return known
         if fqn not in self.table.specs:
             return ()
-        if fqn in self._pieces_of and len(self._pieces_of[fqn]) <= _FEW:
-            return self._pieces_of[fqn]
         first, stop = self._run_of(fqn)
         if stop - first <= _FEW:
             return self.pieces_of(fqn)

@@ -27,6 +27,9 @@ from holdfast.geometry.tensor import Layout, Placement
 
 RankOfGlobal = Callable[[int], int | None]
 
+DENSE = (torch.Tensor, torch.nn.Parameter)
+"""Tensor types that own plain memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
@@ -85,7 +88,7 @@ def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, ranks: Ran
         return _of_dtensor(tensor, fqn, ranks)
     shards = local_shards_of(tensor)
     if shards is None:
-        return _whole(tensor)
+        return held_whole(tensor)
     shape = tuple(tensor.shape)
     if not shards:
         return Held(shape, None, (ranks.rank,), ())
@@ -93,18 +96,10 @@ def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, ranks: Ran
     return _declared(Sharded([local for local, _ in shards], shape, starts), fqn, ranks)
 
 
-def held_if_plain(tensor: torch.Tensor) -> Held | None:
-    """Return all of an ordinary tensor without a layout; None for any other tensor.
-
-    The fast path for tensors without a declaration: a state may have 100,000, nearly all of them ordinary.
-    """
-    return None if type(tensor) is DTensor or not is_ordinary(tensor) else _whole(tensor)
-
-
-def _whole(tensor: torch.Tensor) -> Held:
+def held_whole(tensor: torch.Tensor) -> Held:
     """Return all of a tensor that this rank holds whole."""
-    shape = tuple(tensor.shape)
-    return Held(shape, None, None, (HeldPart(Box.whole(shape), local_of(tensor)),))
+    shape, local = tuple(tensor.shape), tensor.detach() if tensor.requires_grad else tensor
+    return Held(shape, None, None, (HeldPart(Box.whole(shape), local),))
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
@@ -135,9 +130,18 @@ class OnMesh:
     boxes: tuple[tuple[Box, Box], ...]
     """Held boxes, each with its box in the local tensor."""
 
+    global_shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+
+    is_one_box: bool
+    """Whether one held box is all of the local tensor."""
+
 
 def _of_dtensor(tensor: DTensor, fqn: str, ranks: Ranks) -> Held:
-    shape, local, known = tuple(tensor.shape), local_of(tensor), on_mesh(tensor, fqn, ranks)
+    known, local = on_mesh(tensor, fqn, ranks), local_of(tensor)
+    shape = known.global_shape
+    if known.is_one_box:
+        return Held(shape, known.layout, known.holders, (HeldPart(known.boxes[0][0], local),))
     parts = [
         HeldPart(box, local if inner.shape == local.shape else local[inner.relative_to((0,) * len(shape))])
         for box, inner in known.boxes
@@ -158,12 +162,13 @@ def on_mesh(tensor: DTensor, fqn: str, ranks: Ranks) -> OnMesh:
     if known is None:
         layout = layout_of(tensor, fqn, ranks.rank_of_global)
         coordinate = tensor.device_mesh.get_coordinate()
-        if coordinate is None:
-            known = OnMesh(layout, (), ())
-        else:
+        holders: tuple[int, ...] = ()
+        boxes: tuple[tuple[Box, Box], ...] = ()
+        if coordinate is not None:
             position = tuple(coordinate)
-            known = OnMesh(layout, replica_ranks(layout, position), _boxes_of(local, layout, shape, position, fqn))
-        ranks.known[key] = known
+            holders, boxes = replica_ranks(layout, position), _boxes_of(local, layout, shape, position, fqn)
+        is_one_box = len(boxes) == 1 and boxes[0][1].shape == local.shape
+        known = ranks.known[key] = OnMesh(layout, holders, boxes, shape, is_one_box)
     return known
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -79,12 +80,12 @@ def split_factor_of(placement: StridedShard) -> int:
     return int(placement.split_factor)
 
 
-def local_tensor(tensor: DTensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor. `DTensor._local_tensor`, since 2.6.
+local_tensor: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
+"""Returns this rank's part of a DTensor. `DTensor._local_tensor`, since 2.6.
 
-    Not `to_local`, which returns a view with a gradient history where gradients are on.
-    """
-    return tensor._local_tensor
+Not `to_local`, which returns a view with a gradient history where gradients are on. Asked several times for each tensor
+of each save and load; this takes half the time of a function.
+"""
 
 
 def local_shards_of(tensor: torch.Tensor) -> list[tuple[torch.Tensor, tuple[int, ...]]] | None:

@@ -8,13 +8,9 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import InvalidError
-from holdfast.frameworks.torch.held import Held
+from holdfast.frameworks.torch.held import DENSE, Held
 from holdfast.frameworks.torch.private_layout import local_shards_of, local_tensor, storage_identity
 from holdfast.geometry.sharded import Sharded
-
-_DENSE = (torch.Tensor, torch.nn.Parameter)
-"""Tensor types that own plain memory."""
-
 
 _Named = tuple[str, Held, Sequence[torch.Tensor]]
 """A name, the part that this rank holds under it, and the tensors of the state with that memory."""
@@ -65,7 +61,7 @@ class Ties:
 
     def _first_in_memory(self, tensor: torch.Tensor, named: _Named) -> _Named:
         local = tensor
-        if type(tensor) not in _DENSE:
+        if type(tensor) not in DENSE:
             if local_shards_of(tensor) is not None:
                 return self._first.setdefault(storage_key(tensor), named)
             local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor

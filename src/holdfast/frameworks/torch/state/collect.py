@@ -11,7 +11,7 @@ import torch
 from holdfast.errors import InvalidError, first_three
 from holdfast.frameworks.torch.containers import small_tensor, take_apart
 from holdfast.frameworks.torch.fence import close_fence, steps_in_backward
-from holdfast.frameworks.torch.held import Ranks, local_of, memory_of
+from holdfast.frameworks.torch.held import DENSE, Ranks, local_of, memory_of
 from holdfast.frameworks.torch.optimizers.kinds import class_name_of
 from holdfast.frameworks.torch.optimizers.outside import outside_state, require_whole_state
 from holdfast.frameworks.torch.optimizers.state import OptimizerView, collect_optimizer
@@ -109,7 +109,7 @@ class _Collector:
         items: dict[str, Value] = {}
         for key, child in node.children.items():
             value = self._node(child)
-            if not isinstance(value, Skipped) and (value is not None or isinstance(child, ValueNode)):
+            if (value is not None or isinstance(child, ValueNode)) and not isinstance(value, Skipped):
                 items[key] = value
         return Group("dict", items)
 
@@ -118,14 +118,14 @@ class _Collector:
         if not self.selector.takes_all:
             self.selector.know(node.path)
         match node:
-            case DictNode():
-                return self.dict_group(node)
-            case TensorNode():
+            case TensorNode():  # First, since most are.
                 stepped = id(node.tensor) in self._stepped
                 self._tensor(node.path, node.tensor, _loose_role(node.tensor), node.declared, fenced=stepped)
                 for local in memory_of(node.tensor, node.declared, node.path) if self._selection.grads else ():
                     self._gradient(node.path, local, node.declared)
-                return self.records.get(node.path)
+                return self.records.get(node.path) if self.records else None
+            case DictNode():
+                return self.dict_group(node)
             case ModuleNode():
                 return self._module(node)
             case OptimizerView():
@@ -291,7 +291,7 @@ class _Collector:
         """
         if not (self.selector.takes_all or self._takes_part(fqn)):
             return False
-        if is_subclass(tensor):
+        if type(tensor) not in DENSE and is_subclass(tensor):
             return self._subclass(fqn, tensor, role, declared, fenced=fenced)
         require_fqn(fqn)
         if fqn in self._numbers:
@@ -309,9 +309,10 @@ class _Collector:
                 self.shards[tied] = replace(self.shards[tied], fenced=False)
         elif held.holders != ():
             spec = TensorSpec(fqn, storable_dtype(tensor, fqn), held.global_shape)
-            regions = tuple([part.region for part in held.parts])
+            parts = held.parts
+            regions = (parts[0].region,) if len(parts) == 1 else tuple([part.region for part in parts])
             shard = Shard(spec, held.layout, held.holders, role, regions)
-            source = TorchSource(held.parts, memory)
+            source = TorchSource(parts, memory)
             if source.side is not None:
                 self.sides[source.side] = None
             number = len(self.shards)

@@ -11,7 +11,7 @@ import torch
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.containers import put_together, tensors_in
-from holdfast.frameworks.torch.held import Ranks, is_meta, memory_bytes
+from holdfast.frameworks.torch.held import DENSE, Ranks, is_meta, memory_bytes
 from holdfast.frameworks.torch.optimizers.numbered import by_name, numbered
 from holdfast.frameworks.torch.optimizers.outside import has_own_state_dict, is_sharded, may_step, outside_state
 from holdfast.frameworks.torch.optimizers.restore import OptimizerRestoration
@@ -132,7 +132,7 @@ class TorchRestoration:
         """
         if not (self._selector.takes_all or self.takes_part(fqn)):
             return True
-        if is_subclass(tensor):
+        if type(tensor) not in DENSE and is_subclass(tensor):
             return self._subclasses.want(fqn, tensor, declared)
         stored = self._catalog.stored_fqn(fqn)
         spec = self._catalog.tensors.get(stored)
@@ -151,7 +151,6 @@ class TorchRestoration:
         if fqn in self._stored_names:
             raise InvalidError(f"{fqn}: two leaves of the state have this name; expected different names. Rename a key")
         self._stored_names[fqn] = stored
-        self._used.add(stored)
         for part in held.parts:
             if not part.local.is_contiguous():
                 require_not_expanded(part.local, fqn, "the target is")
@@ -197,7 +196,6 @@ class TorchRestoration:
             )
             self.misfits.append(Misfit(text, is_certain=True, fqn=reference.fqn, is_shape=True))
             self._stored_names[reference.fqn] = stored
-            self._used.add(stored)
             return template
         if isinstance(template, torch.Tensor) and fits and not is_meta(template):
             tensor = template
@@ -247,15 +245,15 @@ class TorchRestoration:
         if not self._selector.takes_all:
             self._selector.know(node.path)
         match node:
-            case DictNode():
-                self._dict(node, saved)
-                if node.sequence is not None:
-                    self._give_items(parent, key, node, node.sequence)
-            case TensorNode():
+            case TensorNode():  # First, since most are.
                 if not self.want(node.path, node.tensor, node.declared):
                     self._miss(node.path, misfit_of_tensor(node.path, saved))
                 if self._selection.grads:
                     self._gradient(node.path, node.tensor, node.declared)
+            case DictNode():
+                self._dict(node, saved)
+                if node.sequence is not None:
+                    self._give_items(parent, key, node, node.sequence)
             case ModuleNode():
                 self._module(node, saved)
             case OptimizerView():
@@ -477,9 +475,9 @@ class TorchRestoration:
                 self.held.pop(fqn, None)
 
     def _find_unexpected_tensors(self, state: Mapping[str, object]) -> None:
-        masters = set(self._catalog.masters.values())
+        known = self._used.union(self._stored_names.values(), self._catalog.masters.values())
         for fqn in self._catalog.tensors:
-            if fqn in self._used or fqn in masters:
+            if fqn in known:
                 continue
             # A flat state has a key for each tensor, and a checkpoint of many stages or experts has many others.
             if any(name in state for name in with_names_above(fqn)) and self._selector.selects(fqn):

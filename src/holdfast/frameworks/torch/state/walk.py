@@ -167,13 +167,14 @@ def _fill(node: DictNode, known: _NamedNodes, above: set[int]) -> None:
         known: Gets what optimizers need to know.
         above: Identities of the containers around the children, the dict's own included.
     """
+    prefix = f"{node.path}." if node.path else ""
     for key, value in node.mapping.items():
         if not isinstance(key, str):
             raise InvalidError(
                 f"{node.path or 'state'}: key {key!r} is {type(key).__name__}; expected str for dicts that "
                 "hold modules, optimizers or tensors. Rename it"
             )
-        path = _joined(node.path, key)
+        path = f"{prefix}{key}" if prefix else key
         if isinstance(value, torch.Tensor):  # First, since most are.
             if type(value) is torch.nn.Parameter:
                 require_whole({key: value}, node.path)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from holdfast.frameworks.torch.held import locals_of
+from holdfast.frameworks.torch.held import DENSE, locals_of
 from holdfast.frameworks.torch.private_layout import version_counter
 from holdfast.types.per_rank import PerRank
 
@@ -23,7 +23,9 @@ def watched_in(value: object, path: str, *, of_rank: bool = False) -> Iterator[t
         path: Where it is.
         of_rank: Whether this rank has the value for itself.
     """
-    if isinstance(value, Mapping):
+    if isinstance(value, torch.Tensor):  # First, since most are.
+        yield path, (value, _stamps((value,), of_rank))
+    elif isinstance(value, Mapping):
         for key, item in value.items():
             yield from watched_in(item, f"{path}.{key}", of_rank=of_rank)
     elif isinstance(value, list | tuple):
@@ -37,16 +39,20 @@ def watched_in(value: object, path: str, *, of_rank: bool = False) -> Iterator[t
         states = (each.values() for each in value.state.values() if isinstance(each, Mapping))
         tensors = (tensor for each in states for tensor in each if isinstance(tensor, torch.Tensor))
         yield path, (value, _stamps(tensors, of_rank))
-    elif isinstance(value, torch.Tensor):
-        yield path, (value, _stamps((value,), of_rank))
 
 
 def _stamps(tensors: Iterable[torch.Tensor], of_rank: bool) -> list[tuple[int, int, int, bytes]]:
-    return [
-        (local.data_ptr(), version_counter(tensor), version_counter(local), _digest(local) if of_rank else b"")
-        for tensor in tensors
-        for local in locals_of(tensor)
-    ]
+    stamps = []
+    for tensor in tensors:
+        version = version_counter(tensor)
+        if type(tensor) in DENSE and not of_rank:
+            stamps.append((tensor.data_ptr(), version, version, b""))
+        else:
+            stamps += [
+                (local.data_ptr(), version, version_counter(local), _digest(local) if of_rank else b"")
+                for local in locals_of(tensor)
+            ]
+    return stamps
 
 
 def _digest(tensor: torch.Tensor) -> bytes:

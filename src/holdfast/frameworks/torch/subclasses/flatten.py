@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import InvalidError
-from holdfast.frameworks.torch.held import Ranks
+from holdfast.frameworks.torch.held import DENSE, Ranks
 from holdfast.frameworks.torch.private_layout import local_tensor
 from holdfast.frameworks.torch.subclasses.context import described, qualified
 from holdfast.frameworks.torch.subclasses.known import known_class
@@ -23,7 +23,6 @@ from holdfast.frameworks.torch.tensors import dtype_name
 from holdfast.geometry.sharded import Sharded
 from holdfast.types.values import SUBCLASS, FrameworkValue, TensorRef, Value, is_subclass_record
 
-_DENSE = (torch.Tensor, torch.nn.Parameter)
 _DEPTH_MAX = 8
 
 
@@ -58,14 +57,13 @@ def is_subclass(tensor: torch.Tensor) -> bool:
     torch's own such classes are not meant: they are refused as before (nested and sparse tensors), or last for a moment
     only (results of collectives under way).
     """
-    if type(tensor) in _DENSE:
-        return False
-    return _is_flattened(local_tensor(tensor) if isinstance(tensor, DTensor) else tensor)
+    local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return type(local) not in DENSE and _is_flattened(local)
 
 
 def _is_flattened(tensor: torch.Tensor) -> bool:
     kind = type(tensor)
-    if kind in _DENSE or kind.__module__.partition(".")[0] == "torch":
+    if kind in DENSE or kind.__module__.partition(".")[0] == "torch":
         return False
     return all(callable(getattr(kind, name, None)) for name in ("__tensor_flatten__", "__tensor_unflatten__"))
 
@@ -168,7 +166,7 @@ def _record(
 def _is_kept(local: torch.Tensor, name: str, tensor: torch.Tensor) -> bool:
     """Return whether an inner tensor is one that the subclass keeps, or a view of it."""
     again = getattr(local, name)
-    return again is tensor or type(again) not in _DENSE or again.data_ptr() == tensor.data_ptr()
+    return again is tensor or type(again) not in DENSE or again.data_ptr() == tensor.data_ptr()
 
 
 def _tensor_of(part: Sharded) -> torch.Tensor:
