@@ -156,7 +156,7 @@ def require_not_moved(location: CheckpointLocation, timeline: Timeline) -> None:
 def _has_made_room(
     location: CheckpointLocation, timeline: Timeline, epoch: int, records: Sequence[tuple[int, str]]
 ) -> bool:
-    """Move a manifest away that does not count, is quarantined, or is of another timeline; return whether it was one."""
+    """Move a manifest away that does not count, is quarantined or of another timeline; return whether it was one."""
     assert location.step is not None, "a run saves steps"
     if supersede(location.store, location.step, epoch, records=records):
         logger.warning(

@@ -29,7 +29,7 @@ LONG_LEASES = replace(PATIENT, lease_seconds=3600.0)
 COUNT = 20_000
 """Elements of a tensor: large enough to be compared with the step before."""
 
-FREE = {"upload", "sync", "link", "get_ranges", "get_cached"}
+FREE = {"upload", "sync", "link", "read_into", "get_cached"}
 
 
 def requests(calls: Sequence[StoreCall]) -> list[StoreCall]:
