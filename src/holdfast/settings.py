@@ -42,6 +42,9 @@ class Tuning:
     """Bytes from which on a pack in a store of objects takes no further piece: it is sent whole, from memory. Smaller
     ones cost more requests; of larger ones fewer are in flight."""
 
+    capped_pack_share: int = 4
+    """By how much packs and cells are smaller under `max_bytes_per_second`: 8 MiB instead of 32 MiB."""
+
     index_chunks_max: int = 1 << 17
     """Most chunks of an index in one file, which every rank gets whole. A larger index is split into files of about an
     eighth of that, and a rank reads only those it needs."""

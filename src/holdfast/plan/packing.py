@@ -37,10 +37,13 @@ class PackSizes:
     bytes_max: int
     """Bytes of a pack at most, header included."""
 
+    cell_elements: int
+    """Elements at which tensors are cut (`grid.py`)."""
 
-def cell_elements_max(sizes: PackSizes) -> int:
-    """Return the elements of a piece of any dtype that fits the largest pack, with a header of the same size."""
-    return max(sizes.bytes_max // (2 * _ELEMENT_BYTES_MAX), 1)
+
+def cell_elements_max(pack_bytes_max: int) -> int:
+    """Return the elements of a piece of any dtype that fits a pack, with a header of the same size."""
+    return max(pack_bytes_max // (2 * _ELEMENT_BYTES_MAX), 1)
 
 
 def packs_of(

@@ -22,6 +22,7 @@ from holdfast.saving.handle import SaveHandle
 from holdfast.saving.rank_part import PartBuilder
 from holdfast.saving.request import SaveRequest
 from holdfast.saving.transfer import Transfer
+from holdfast.settings import Settings
 from holdfast.telemetry.dispatcher import EventDispatcher
 from holdfast.types.plan import PlannedPack
 from holdfast.types.reports import SaveReport
@@ -111,26 +112,36 @@ def plan_packs(attempt: SaveAttempt, collected: Collected, fingerprint: StateFin
 
     # Parameters and their moments must come from one rank if replicas differ.
     is_drifted = agreement.drift is not None
-    tuning = settings._tuning
-    object_bytes_max = attempt.location.store.object_bytes_max
-    sizes = None
-    if object_bytes_max is not None:
-        # Such a store gets a pack in one request, and until then all of the pack is in memory.
-        in_flight_max = settings.object_bytes_in_flight_max
-        sizes = PackSizes(min(tuning.full_pack_bytes, in_flight_max // 8), min(object_bytes_max, in_flight_max))
+    sizes = _sizes_of_packs(attempt.location.store.object_bytes_max, settings)
 
     def plan() -> SavePlan:
         owned = owned_by(rank, shards, holders, settings.chunk_bytes, lowest_only=is_drifted)
         if sizes is not None:
-            owned = cut_at_grid(shards, owned, min(tuning.cell_elements, cell_elements_max(sizes)))
-        packs = packs_of(rank, shards, owned, tuning.pack_header_bytes_max, sizes)
-        return save_plan(tuple((pack, header_body(pack)) for pack in packs), tuning.unchanged_bytes_min)
+            owned = cut_at_grid(shards, owned, sizes.cell_elements)
+        packs = packs_of(rank, shards, owned, settings._tuning.pack_header_bytes_max, sizes)
+        return save_plan(tuple((pack, header_body(pack)) for pack in packs), settings._tuning.unchanged_bytes_min)
 
     key = fingerprint.shards + f"{is_drifted} {sizes}".encode()
     chosen, is_new = job.plan_cache.of(key, holders, plan)
     if not is_small_transfer(chosen.bytes):
         attempt.gc_pause.end()
     return chosen, is_new
+
+
+def _sizes_of_packs(object_bytes_max: int | None, settings: Settings) -> PackSizes | None:
+    """Return the sizes of packs in a store with a largest object; None in a store of files."""
+    if object_bytes_max is None:
+        return None
+    tuning, in_flight_max = settings._tuning, settings.object_bytes_in_flight_max
+    # A cap holds within a tenth over ten objects, so they must be small.
+    share = 1 if settings.max_bytes_per_second is None else tuning.capped_pack_share
+    # Such a store gets a pack in one request, and until then all of the pack is in memory.
+    bytes_max = min(object_bytes_max, in_flight_max)
+    return PackSizes(
+        full_bytes=min(tuning.full_pack_bytes // share, in_flight_max // 8),
+        bytes_max=bytes_max,
+        cell_elements=min(tuning.cell_elements // share, cell_elements_max(bytes_max)),
+    )
 
 
 def name_packs(attempt: SaveAttempt, plan: SavePlan) -> list[PlannedPack]:

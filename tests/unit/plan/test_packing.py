@@ -98,7 +98,7 @@ def test_no_pack_is_larger_than_the_store_takes(shards: list[Shard], pages: int,
     owned = [Owned(number, shard.pieces[0]) for number, shard in enumerate(shards)]
 
     def packed(of: list[Owned]) -> list[PackPlan]:
-        return packs_of(3, shards, of, header_bytes_max, PackSizes(1 << 62, limit))
+        return packs_of(3, shards, of, header_bytes_max, PackSizes(1 << 62, limit, 1))
 
     too_large = set()
     for part in owned:
@@ -122,7 +122,7 @@ def test_no_pack_is_larger_than_the_store_takes(shards: list[Shard], pages: int,
     for pack in packs:
         header = header_of(pack, {"step": "9" * 12, "attempt": "0" * 16, "rank": "99999"})
         assert len(header) + pack.data_bytes <= limit
-    assert packs_of(3, shards, owned, header_bytes_max, PackSizes(1 << 62, 1 << 62)) == packs_of(
+    assert packs_of(3, shards, owned, header_bytes_max, PackSizes(1 << 62, 1 << 62, 1)) == packs_of(
         3, shards, owned, header_bytes_max
     )
 
@@ -146,7 +146,7 @@ def test_nothing_owned_is_no_pack() -> None:
 @given(shard_lists(), st.sampled_from((1, PAGE_BYTES, MIB)))
 def test_packs_of_a_size_take_no_piece_once_they_have_it(shards: list[Shard], pack_bytes: int) -> None:
     owned = [Owned(number, shard.pieces[0]) for number, shard in enumerate(shards)]
-    packs = packs_of(0, shards, owned, MIB, PackSizes(pack_bytes, 1 << 62))
+    packs = packs_of(0, shards, owned, MIB, PackSizes(pack_bytes, 1 << 62, 1))
     assert sorted(item.shard_number for pack in packs for item in pack.items) == list(range(len(shards)))
     for pack in packs:
         assert pack.data_bytes <= 2 * pack_bytes or len([item for item in pack.items if item.bytes]) == 1
@@ -159,7 +159,7 @@ def test_many_pieces_of_one_name_fill_packs_with_those_of_other_names() -> None:
         Shard(TensorSpec(name, "float32", (200 * 1024,)), None, (0,), Role.PARAMETER, tuple(boxes)) for name in "abcd"
     ]
     owned = [Owned(number, box) for number in range(4) for box in boxes]
-    packs = packs_of(0, shards, owned, MIB, PackSizes(16 * PAGE_BYTES, 1 << 62))
+    packs = packs_of(0, shards, owned, MIB, PackSizes(16 * PAGE_BYTES, 1 << 62, 1))
     assert sorted(
         piece for pack in packs for piece in ((i.shard_number, i.region.start) for i in pack.items)
     ) == sorted((part.shard_number, part.region.start) for part in owned)

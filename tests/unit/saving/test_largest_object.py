@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 
 import numpy as np
 
@@ -11,7 +12,8 @@ from holdfast.errors import InvalidError
 from holdfast.settings import PAGE_BYTES
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.framework import GlobalTensor
-from tests.unit.ranks import World, plain, saved
+from tests.tuned import tuned
+from tests.unit.ranks import PATIENT, World, plain, saved
 
 LIMIT = 8 * PAGE_BYTES
 
@@ -60,6 +62,20 @@ def test_a_tensor_larger_than_the_largest_object_is_cut() -> None:
 
     assert world.play(part) == ["done", "done"]
     assert len(packs_in(world.store)) >= 4 and max(packs_in(world.store)) <= LIMIT
+
+
+def test_packs_are_smaller_under_a_cap() -> None:
+    chosen = tuned(PATIENT, full_pack_bytes=32 * PAGE_BYTES, cell_elements=8 * PAGE_BYTES)
+    largest = []
+    for cap in (None, 1 << 40):
+        world = World(
+            1, replace(chosen, max_bytes_per_second=cap), MemoryStore(uuid.uuid4().hex, object_bytes_max=1 << 30)
+        )
+        state = {f"w{number}": plain(number, count=100 * PAGE_BYTES) for number in range(3)}
+        world.play(lambda _, run, state=state: saved(run, 1, state))  # type: ignore[misc]
+        assert world.committed() == [1]
+        largest.append(max(packs_in(world.store)) // PAGE_BYTES)
+    assert largest == [33, 9], "a page of header before 32 pages, or 8"
 
 
 def test_a_header_larger_than_the_largest_object_is_refused_by_name_and_the_next_save_works() -> None:
