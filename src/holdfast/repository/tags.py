@@ -190,8 +190,9 @@ def remove_tag_of_step(store: Store, tag: Tag, aside: str) -> None:
         store.move(key, aside)
     except MissingError:
         return
-    moved = store.get(aside, _TAG_BYTES_MAX)
-    if moved != data:
+    # A collector that was stopped for long, and does not know yet that its lease is over, removes it as an ended mark.
+    moved = get_or_none(store, aside, _TAG_BYTES_MAX)
+    if moved is not None and moved != data:
         with suppress(ConflictError):  # It was put anew since.
             store.put_if_absent(key, moved)
     store.delete([aside])

@@ -44,6 +44,8 @@ class LoadedState:
     """The index of the step."""
     _watched: Mapping[str, tuple[weakref.ref[object], object]]
     """By path, an object that holds tensors, and their stamps."""
+    _filled: frozenset[str]
+    """The tensors that the load filled on this rank, without those of which there are stamps."""
 
     def is_still(self, framework: Framework, step: int, state: Mapping[str, object], selection: Selection) -> bool:
         """Return whether a save of a step may write what was loaded: nothing shows that the loop has trained.
@@ -68,7 +70,7 @@ class LoadedState:
         )
 
     def equals(self, collected: Collected, buffer: memoryview) -> bool:
-        """Return whether every tensor of a state is stored in the step; False if the step has other pieces.
+        """Return whether a state has the tensors of the step, as stored; False if the step has other pieces.
 
         Args:
             collected: The state, taken apart.
@@ -76,6 +78,9 @@ class LoadedState:
         Raises:
             CheckpointError: A tensor or the index cannot be read.
         """
+        # An object may hold fewer tensors than it was given: those that are left would equal the step.
+        if not self._filled <= {each.shard.tensor.fqn for each in collected.shards}:
+            return False
         shards = [local for local in collected.shards if local.shard.pieces]
         if any(self._stored.tensors.get(each.shard.tensor.fqn) != each.shard.tensor for each in shards):
             return False
@@ -126,7 +131,17 @@ def loaded_state(framework: Framework, request: LoadRequest, loaded: Loaded) -> 
     # Where no object shows whether the loop has trained, nobody can say that nothing has changed.
     if not watched:
         return None
-    return LoadedState(step, loaded.manifest, request.selection, frozenset(state), loaded.index, watched)
+    # A module or optimizer may be given more than a save takes: FSDP1 has scalars of parameters elsewhere.
+    filled = frozenset(fqn for fqn in loaded.filled if watched.keys().isdisjoint(_paths_to(f".{fqn}")))
+    return LoadedState(step, loaded.manifest, request.selection, frozenset(state), loaded.index, watched, filled)
+
+
+def _paths_to(path: str) -> Iterator[str]:
+    """Return the path of a tensor, and every path above it."""
+    yield path
+    while "." in path:
+        path = path.rpartition(".")[0]
+        yield path
 
 
 def _is_of(name: str, keys: Collection[str]) -> bool:

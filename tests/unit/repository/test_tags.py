@@ -7,7 +7,8 @@ import pytest
 from holdfast.clock import SystemClock
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.sealed_json import sealed, unsealed
-from holdfast.repository.tags import put_tag, read_tags, remove_tag, require_tag_name
+from holdfast.repository.removal import mark_key, mark_keys, remove_marks
+from holdfast.repository.tags import put_tag, read_tags, remove_tag, remove_tag_of_step, require_tag_name
 from holdfast.repository.timelines import displace
 from holdfast.runs.tags import tag_step
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
@@ -125,3 +126,16 @@ def test_what_is_no_tag_in_the_folder_is_passed_over(world: World) -> None:
     for key in ("tags/note.txt", "tags/deeper/paper.json", "tags/-x.json"):
         world.store.put(key, b"not ours")
     assert read_tags(world.store) == type(read_tags(world.store))()
+
+
+def test_a_late_collector_may_clear_a_tag_that_is_being_removed(world: World) -> None:
+    tag_step(world.store, SystemClock(), 1, "old")
+
+    def collect(operation: FaultPoint) -> None:
+        if operation.name == "get" and operation.subject.startswith("collecting/"):
+            remove_marks(world.store, mark_keys(world.store))
+
+    faults = Faults(collect, lasting=True)
+    remove_tag_of_step(FaultyStore(world.store, faults), read_tags(world.store).whole["old"], mark_key("0" * 32))
+    assert any(call.subject.startswith("collecting/") for call in faults.seen)
+    assert not read_tags(world.store).whole

@@ -16,7 +16,7 @@ class Average:
     """A moving average, as user code has it: no module, and its tensors are in a dict."""
 
     def __init__(self) -> None:
-        self.shadow = {"weight": torch.zeros(3000)}
+        self.shadow = {"weight": torch.zeros(3000), "bias": torch.ones(3)}
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         return dict(self.shadow)
@@ -70,6 +70,10 @@ def average(loop: Loop) -> None:
     loop.average.shadow["weight"] += 1
 
 
+def drop_an_average(loop: Loop) -> None:
+    del loop.average.shadow["bias"]
+
+
 def write_own(loop: Loop) -> None:
     assert isinstance(loop.own.value, dict)
     loop.own.value["residual"].data.add_(1)
@@ -79,7 +83,10 @@ def add_a_name(loop: Loop) -> None:
     loop.state["epoch"] = 3
 
 
-@pytest.mark.parametrize("change", [step_fused, write_data, load_another, average, write_own, add_a_name])
+CHANGES = [step_fused, write_data, load_another, average, drop_an_average, write_own, add_a_name]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_change_that_moves_no_counter_is_found(tmp_path: Path, change: Callable[[Loop], None]) -> None:
     loop = Loop(tmp_path)
     with holdfast.CheckpointManager(tmp_path / "run", process_group=False, preemption=False) as manager:
