@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +23,23 @@ _CREDENTIALS_ASKED_AGAIN = timedelta(minutes=5)
 before they expire."""
 
 
+@dataclass(slots=True)
+class _OfProcess:
+    """What works in one process only."""
+
+    process: int
+    """Its number."""
+
+    library: Library
+    """The library that it has loaded."""
+
+    by_timeout: dict[float, Any] = field(default_factory=dict)
+    """Clients by the seconds that a request may take."""
+
+    credentials: Any = None
+    """Who is asked for credentials; None: the library finds them."""
+
+
 class Clients:
     """Makes requests to one bucket. Safe in any thread, and in a process that was forked."""
 
@@ -32,10 +50,7 @@ class Clients:
             settings.silence_timeout_seconds,
             settings.bytes_per_second_min,
         )
-        self._process = 0
-        self._library: Library | None = None
-        self._by_timeout: dict[float, Any] = {}
-        self._credentials: Any = None
+        self._own: _OfProcess | None = None
 
     def ask(self, doing: str, where: str, call: Callable[[Any, Any], Any], bytes_moved: int = 0) -> Any:
         """Make one request, and return what the client returns.
@@ -58,23 +73,22 @@ class Clients:
         raise failure
 
     def _client(self, bytes_moved: int) -> tuple[Any, Any]:
-        if self._process != os.getpid():
-            for inherited in (*self._by_timeout.values(), self._credentials):
-                keep_for_ever(inherited)
-            self._library, self._by_timeout, self._credentials = None, {}, None
-            self._process = os.getpid()
-        if self._library is None:
-            self._library = library(self._address.scheme)
+        own = self._own
+        if own is None or own.process != os.getpid():
+            # Several threads may come here at once. Each of them goes on with clients that work, and the last ones stay.
+            if own is not None:
+                keep_for_ever(own)
+            own = self._own = _OfProcess(os.getpid(), library(self._address.scheme))
         seconds = self.silence_seconds
         if bytes_moved > _SMALL_BYTES_MAX:
             # A timeout belongs to a client, and a client has connections of its own: few kinds, so powers of two.
             seconds += (1 << (bytes_moved - 1).bit_length()) / self._bytes_per_second_min
-        client = self._by_timeout.get(seconds)
+        client = own.by_timeout.get(seconds)
         if client is None:
-            client = self._by_timeout.setdefault(seconds, self._made(self._library, seconds))
-        return self._library.api, client
+            client = own.by_timeout.setdefault(seconds, self._made(own, seconds))
+        return own.library.api, client
 
-    def _made(self, loaded: Library, timeout_seconds: float) -> Any:
+    def _made(self, own: _OfProcess, timeout_seconds: float) -> Any:
         """Return a new client; no request is made but those that credentials need."""
         address = self._address
         endpoint = self.endpoint
@@ -87,12 +101,13 @@ class Clients:
             options["proxy_url"] = self._settings.proxy
         if self.ca_file is not None:
             options["root_certificate"] = self._certificates()
-        kind: Any = {"s3": loaded.stores.S3Store, "gs": loaded.stores.GCSStore, "az": loaded.stores.AzureStore}
+        stores = own.library.stores
+        kind: Any = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}
         configuration = _s3(self._settings, endpoint) if address.scheme == "s3" else _other(address, self._settings)
         if address.scheme == "s3" and not self._settings.anonymous:
-            self._credentials = self._credentials or _s3_credentials(address, self._settings)
-            if self._credentials is not None:
-                configuration["credential_provider"] = self._credentials
+            own.credentials = own.credentials or _s3_credentials(address, self._settings)
+            if own.credentials is not None:
+                configuration["credential_provider"] = own.credentials
         failure: CheckpointError
         try:
             # The library's own retries are off: it would find its own object and report it as another writer's.
