@@ -75,7 +75,7 @@ class Clients:
     def _client(self, bytes_moved: int) -> tuple[Any, Any]:
         own = self._own
         if own is None or own.process != os.getpid():
-            # Several threads may come here at once. Each of them goes on with clients that work, and the last ones stay.
+            # Several threads may come here at once. Each goes on with clients that work; the last ones stay.
             if own is not None:
                 keep_for_ever(own)
             own = self._own = _OfProcess(os.getpid(), library(self._address.scheme))
