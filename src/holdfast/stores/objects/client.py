@@ -24,20 +24,15 @@ before they expire."""
 
 
 @dataclass(slots=True)
-class _OfProcess:
-    """What works in one process only."""
+class _Made:
+    """What one process has made. A forked child makes its own."""
 
     process: int
-    """Its number."""
-
     library: Library
-    """The library that it has loaded."""
-
     by_timeout: dict[float, Any] = field(default_factory=dict)
-    """Clients by the seconds that a request may take."""
-
+    """Clients by the timeout of their requests."""
     credentials: Any = None
-    """Who is asked for credentials; None: the library finds them."""
+    """Asked for credentials; None: the library finds them in the variables."""
 
 
 class Clients:
@@ -50,7 +45,7 @@ class Clients:
             settings.silence_timeout_seconds,
             settings.bytes_per_second_min,
         )
-        self._own: _OfProcess | None = None
+        self._made_here: _Made | None = None
 
     def ask(self, doing: str, where: str, call: Callable[[Any, Any], Any], bytes_moved: int = 0) -> Any:
         """Make one request, and return what the client returns.
@@ -73,22 +68,21 @@ class Clients:
         raise failure
 
     def _client(self, bytes_moved: int) -> tuple[Any, Any]:
-        own = self._own
-        if own is None or own.process != os.getpid():
-            # Several threads may come here at once. Each goes on with clients that work; the last ones stay.
-            if own is not None:
-                keep_for_ever(own)
-            own = self._own = _OfProcess(os.getpid(), library(self._address.scheme))
+        # Threads that come first together may each make their own: the last one stays, and none is wrong.
+        made = self._made_here
+        if made is None or made.process != os.getpid():
+            keep_for_ever(made)
+            made = self._made_here = _Made(os.getpid(), library(self._address.scheme))
         seconds = self.silence_seconds
         if bytes_moved > _SMALL_BYTES_MAX:
             # A timeout belongs to a client, and a client has connections of its own: few kinds, so powers of two.
             seconds += (1 << (bytes_moved - 1).bit_length()) / self._bytes_per_second_min
-        client = own.by_timeout.get(seconds)
+        client = made.by_timeout.get(seconds)
         if client is None:
-            client = own.by_timeout.setdefault(seconds, self._made(own, seconds))
-        return own.library.api, client
+            client = made.by_timeout.setdefault(seconds, self._new_client(made, seconds))
+        return made.library.api, client
 
-    def _made(self, own: _OfProcess, timeout_seconds: float) -> Any:
+    def _new_client(self, made: _Made, timeout_seconds: float) -> Any:
         """Return a new client; no request is made but those that credentials need."""
         address = self._address
         endpoint = self.endpoint
@@ -101,19 +95,17 @@ class Clients:
             options["proxy_url"] = self._settings.proxy
         if self.ca_file is not None:
             options["root_certificate"] = self._certificates()
-        stores = own.library.stores
-        kind: Any = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}
         configuration = _s3(self._settings, endpoint) if address.scheme == "s3" else _other(address, self._settings)
         if address.scheme == "s3" and not self._settings.anonymous:
-            own.credentials = own.credentials or _s3_credentials(address, self._settings)
-            if own.credentials is not None:
-                configuration["credential_provider"] = own.credentials
+            made.credentials = made.credentials or _s3_credentials(address, self._settings)
+            if made.credentials is not None:
+                configuration["credential_provider"] = made.credentials
+        stores = made.library.stores
+        kind: Any = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[address.scheme]
         failure: CheckpointError
         try:
             # The library's own retries are off: it would find its own object and report it as another writer's.
-            return kind[address.scheme](
-                address.bucket, client_options=options, retry_config={"max_retries": 0}, **configuration
-            )
+            return kind(address.bucket, client_options=options, retry_config={"max_retries": 0}, **configuration)
         except Exception as error:  # noqa: BLE001 - as above
             failure = InvalidError(str(refusal("open", address.url, error)))
         raise failure
