@@ -93,6 +93,22 @@ def test_a_forked_process_begins_with_several_threads(objects: ObjectServer) -> 
     assert done.returncode == 0, done.stderr
 
 
+def test_a_forked_process_does_not_wait_for_uploads_of_its_parent() -> None:
+    code = """
+import os
+from holdfast.stores.objects.memory import BytesInFlight
+bound = BytesInFlight(100)
+bound.take(100)
+with bound._changed:
+    pid = os.fork()
+if not pid:
+    bound.take(100)
+    os._exit(0)
+print(os.waitpid(pid, 0)[1])
+"""
+    assert python(code).stdout == "0\n"
+
+
 def test_the_missing_extra_is_named() -> None:
     code = """
 import sys
