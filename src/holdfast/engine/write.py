@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Self
@@ -87,7 +87,9 @@ class Completions:
             self._completed()
         except BaseException as error:  # noqa: BLE001 - `begin` and the end of the block raise it
             self._failures.append(error)
-            upload.abort()
+            # The first error says more. A thread that ended here would leave the uploads that wait for it.
+            with suppress(Exception):
+                upload.abort()
 
     def _raise_failure(self) -> None:
         if self._failures:

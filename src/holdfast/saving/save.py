@@ -83,7 +83,8 @@ def save(attempt: SaveAttempt) -> SaveHandle:
         with trace.phase("replicas") if job.settings.compare_replicas else nullcontext():
             part_builder = PartBuilder(job, collected, fingerprint, agreement)
 
-        transfer = Transfer(job, attempt.handle, request.writer, packs, trace, attempt.commit_vote.note_written)
+        writer = request.writer.through(attempt.location.store)
+        transfer = Transfer(job, attempt.handle, writer, packs, trace, attempt.commit_vote.note_written)
         attempt.attach_transfer(transfer)
         transfer.begin(collected, awaited=attempt.awaited)
         skipped = tuple(collected.skipped)
@@ -155,6 +156,7 @@ def name_packs(attempt: SaveAttempt, plan: SavePlan) -> list[PlannedPack]:
 
 def _unwritten_report(attempt: SaveAttempt) -> SaveReport:
     """Return the report of a save that finds its step saved already."""
+    counts = attempt.trace.retry_counts
     return SaveReport(
         step=attempt.location.step,
         url=attempt.location.url,
@@ -171,6 +173,9 @@ def _unwritten_report(attempt: SaveAttempt) -> SaveReport:
         divergent=(),
         skipped=(),
         phases=attempt.trace.phases,
+        retries=counts.retries,
+        retry_seconds=counts.seconds,
+        throttled=counts.throttled,
     )
 
 
@@ -182,6 +187,7 @@ def _report(
     transfer: Transfer,
     skipped: tuple[str, ...],
 ) -> SaveReport:
+    counts = attempt.trace.retry_counts
     return SaveReport(
         step=attempt.location.step,
         url=attempt.location.url,
@@ -198,4 +204,7 @@ def _report(
         divergent=attempt.agreement.differing,
         skipped=skipped,
         phases=attempt.trace.phases,
+        retries=counts.retries,
+        retry_seconds=counts.seconds,
+        throttled=counts.throttled,
     )

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from holdfast.checkpoint_manager import CheckpointManager
+from holdfast.engine.parallel_map import CALLS_AT_ONCE
+from holdfast.engine.write import Completions
 from holdfast.errors import UnavailableError
 from holdfast.ports.store import Upload
 from holdfast.settings import PAGE_BYTES
@@ -92,3 +94,30 @@ def test_one_that_fails_fails_the_save_and_leaves_nothing() -> None:
     assert isinstance(failure, UnavailableError) and "upload 1 is cut off" in str(failure)
     assert world.committed() == [2]
     assert store.aborted >= 1
+
+
+class Gone(Passing):
+    """An upload that cannot be completed, nor aborted without an error."""
+
+    def __init__(self, begin: threading.Event) -> None:
+        self._begin = begin
+        self.is_ended = False
+
+    def complete(self, total_bytes: int | None = None) -> None:
+        self._begin.wait(timeout=60)
+        raise UnavailableError("the network is down")
+
+    def abort(self) -> None:
+        self.is_ended = True
+        raise UnavailableError("no thread can be started")
+
+
+def test_every_upload_is_ended_although_aborting_one_fails() -> None:
+    begin = threading.Event()
+    # More than there are threads.
+    uploads = [Gone(begin) for _ in range(3 * CALLS_AT_ONCE)]
+    with pytest.raises(UnavailableError, match="the network is down"), Completions() as completions:
+        for upload in uploads:
+            completions.begin(upload)
+        begin.set()
+    assert all(upload.is_ended for upload in uploads)

@@ -27,6 +27,9 @@ from holdfast.stores.objects.probe import probe_key
 _SIGNED_FOR = timedelta(minutes=5)
 _OTHER_TAG = '"00000000000000000000000000000000"'
 
+_BUSY = frozenset({408, 429, 500, 502, 503, 504})
+"""Status of a server that says nothing about what it was asked."""
+
 _keeps_condition: dict[str, bool] = {}
 """By bucket, whether its server keeps the condition of a deletion."""
 
@@ -51,7 +54,8 @@ class ConditionalDelete:
         Raises:
             CheckpointError: The store failed.
         """
-        if self._is_kept():
+        is_kept = self._is_kept()
+        if is_kept:
             status = self._send(key, str(seen["e_tag"]))
             if status is not None and (200 <= status < 300 or status == 404):
                 return True
@@ -60,7 +64,7 @@ class ConditionalDelete:
         try:
             if look(key)["e_tag"] != seen["e_tag"]:
                 return False
-            if self._is_kept():
+            if is_kept:
                 raise TemporaryError(f"could not delete {where}: no answer, or a busy server", may_take_effect=True)
             self._clients.ask("delete", where, lambda api, client: api.delete(client, key))
         except MissingError:
@@ -68,15 +72,29 @@ class ConditionalDelete:
         return True
 
     def _is_kept(self) -> bool:
-        """Return whether the server keeps the condition; ask it at the first call."""
+        """Return whether the server keeps the condition; ask it until it has said so, or has said no.
+
+        Raises:
+            TemporaryError: It is busy, so it is not known.
+        """
         bucket = f"{self._address.scheme}://{self._address.bucket} {self._clients.endpoint}"
         if bucket not in _keeps_condition:
             key = f"{self._address.prefix}{probe_key(self._clock)}"
             stored = self._clients.ask("store", self._address.url, lambda api, client: api.put(client, key, b"probe"))
             # It must refuse another tag, and take the right one as it was written by the server.
-            is_kept = self._send(key, _OTHER_TAG) == 412 and self._send(key, str(stored["e_tag"])) in (200, 204)
+            answers = [self._send(key, _OTHER_TAG), self._send(key, str(stored["e_tag"]))]
             with suppress(MissingError):
                 self._clients.ask("delete", self._address.url, lambda api, client: api.delete(client, key))
+            busy = [answer for answer in answers if answer in _BUSY]
+            if busy:
+                raise TemporaryError(
+                    f"could not ask {self._address.url} whether it keeps a condition of a deletion: the server answers "
+                    f"{busy[0]}",
+                    is_throttled=busy[0] in (429, 503),
+                )
+            is_kept = answers[0] == 412 and answers[1] in (200, 204)
+            if None in answers:
+                return is_kept  # Without an answer it is asked again at the next call.
             with _lock:
                 _keeps_condition[bucket] = is_kept
         return _keeps_condition[bucket]

@@ -12,6 +12,7 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+import threading
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -39,6 +40,8 @@ class Library:
 class _Loaded:
     """What this process has loaded. A fork changes it, so it is in one place."""
 
+    lock = threading.Lock()
+    """Held while the library is loaded: two threads that load a copy would each take modules of the other's."""
     library: Library | None = None
     needs_copy = False
     inherited: list[object] = []  # noqa: RUF012 - one for the process
@@ -53,15 +56,16 @@ def library(scheme: str) -> Library:
     Raises:
         InvalidError: It is not installed; the message names the command that installs it.
     """
-    if _Loaded.library is None:
-        try:
-            _Loaded.library = _copied() if _Loaded.needs_copy else _imported()
-        except ImportError as error:
-            raise InvalidError(
-                f"{scheme}:// needs the package {error.name or _NAME}, which is not installed: "
-                f"pip install 'holdfast[{SCHEMES[scheme]}]'"
-            ) from error
-    return _Loaded.library
+    with _Loaded.lock:
+        if _Loaded.library is None:
+            try:
+                _Loaded.library = _copied() if _Loaded.needs_copy else _imported()
+            except ImportError as error:
+                raise InvalidError(
+                    f"{scheme}:// needs the package {error.name or _NAME}, which is not installed: "
+                    f"pip install 'holdfast[{SCHEMES[scheme]}]'"
+                ) from error
+        return _Loaded.library
 
 
 def keep_for_ever(inherited: object) -> None:
@@ -114,7 +118,7 @@ class _CopyFinder:
 def _after_fork() -> None:
     if _Loaded.library is not None:
         _Loaded.inherited.append(_Loaded.library)
-    _Loaded.library = None
+    _Loaded.library, _Loaded.lock = None, threading.Lock()
     _Loaded.needs_copy = _Loaded.needs_copy or _NAME in sys.modules
 
 

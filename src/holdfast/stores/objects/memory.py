@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
+import weakref
 from collections.abc import Callable
 
 from holdfast.errors import InvalidError
@@ -17,6 +19,11 @@ class BytesInFlight:
     def __init__(self, bytes_max: int) -> None:
         """Begin with nothing in flight."""
         self._bytes_max = bytes_max
+        self._reset()
+        _BOUNDS.add(self)
+
+    def _reset(self) -> None:
+        """Begin anew: a forked child has none of the threads that would give memory back, or that hold the lock."""
         self._taken = 0
         self._changed = threading.Condition()
 
@@ -31,6 +38,17 @@ class BytesInFlight:
         with self._changed:
             self._taken -= count
             self._changed.notify_all()
+
+
+_BOUNDS: weakref.WeakSet[BytesInFlight] = weakref.WeakSet()
+
+
+def _forget_threads() -> None:
+    for bound in list(_BOUNDS):
+        bound._reset()
+
+
+os.register_at_fork(after_in_child=_forget_threads)
 
 
 class ObjectUpload:

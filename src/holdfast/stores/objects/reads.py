@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 from holdfast.ports.store import ByteRanges
 from holdfast.settings import MIB
@@ -51,14 +53,21 @@ def batches_of(ranges: ByteRanges) -> Iterator[Batch]:
     pieces: list[RangePart] = []
     held_bytes = 0
     for piece in _pieces_of(ranges):
+        # With what is read along: a gap, or at most as much where pieces are far apart, which bounds the requests too.
+        gap_bytes = _gap_bytes_max(pieces[-1], piece) if pieces else 0
         piece_bytes = piece.stop - piece.start
-        if pieces and held_bytes + piece_bytes > _BATCH_BYTES_MAX:
+        if pieces and held_bytes + gap_bytes + piece_bytes > _BATCH_BYTES_MAX:
             yield Batch(tuple(pieces), _requests_of(pieces))
-            pieces, held_bytes = [], 0
+            pieces, held_bytes, gap_bytes = [], 0, 0
         pieces.append(piece)
-        held_bytes += piece_bytes
+        held_bytes += gap_bytes + piece_bytes
     if pieces:
         yield Batch(tuple(pieces), _requests_of(pieces))
+
+
+def _gap_bytes_max(before: RangePart, piece: RangePart) -> int:
+    gap = piece.start - before.stop
+    return min(gap, _GAP_BYTES_MAX) if gap >= 0 else _GAP_BYTES_MAX
 
 
 def _pieces_of(ranges: ByteRanges) -> Iterator[RangePart]:
@@ -87,7 +96,8 @@ def cut(batch: Batch, held: Sequence[memoryview], piece: RangePart) -> memoryvie
     """Return the bytes of one piece out of those that the requests brought."""
     if piece.start == piece.stop:
         return memoryview(b"")
-    for (start, stop), view in zip(batch.requests, held, strict=True):
-        if start <= piece.start and piece.stop <= stop:
-            return view[piece.start - start : piece.stop - start]
-    raise AssertionError("every piece is in a request")
+    # Requests are sorted: the last one that does not begin behind the piece holds all of it.
+    number = bisect_right(batch.requests, piece.start, key=itemgetter(0)) - 1
+    start, stop = batch.requests[number]
+    assert piece.stop <= stop, "every piece is in a request"
+    return held[number][piece.start - start : piece.stop - start]

@@ -297,6 +297,10 @@ class _RetryingUpload:
         self._retries.run(request, lambda _: self._inner.complete(total_bytes))
 
     def abort(self) -> None:
+        if self._is_sent_whole:
+            # Nothing is asked of the server, and the memory of the object must come back in any case.
+            self._inner.abort()
+            return
         request = Request("upload.abort", self._where, changes=True)
         self._retries.run(request, lambda _: self._inner.abort())
 

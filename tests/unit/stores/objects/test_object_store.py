@@ -6,6 +6,7 @@ import hashlib
 import threading
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, UnavailableError
 from holdfast.ports.temporary import TemporaryError
 from holdfast.settings import PAGE_BYTES, ObjectSettings, Settings
+from holdfast.stores.objects.conditional_delete import _OTHER_TAG
 from holdfast.stores.objects.store import ObjectStore
 from tests.object_proxy import CUT, LOST, Asked, ObjectProxy, object_proxy
 from tests.object_server import ACCESS_KEY, BUCKET, SECRET_KEY, ObjectServer
@@ -224,6 +226,38 @@ def test_move_takes_only_what_it_has_seen(objects: ObjectServer, proxy: ObjectPr
     assert sorted(entry.key for entry in store.list()) == ["aside", "moved"]
     on_condition = [asked for asked in proxy.asked if asked.method == "DELETE" and "/run/key" in asked.path]
     assert len(on_condition) == (0 if is_liar else 2)
+
+
+@pytest.mark.parametrize("answer", ((503, "SlowDown"), LOST))
+def test_one_busy_moment_does_not_tell_how_a_server_deletes(
+    objects: ObjectServer, proxy: ObjectProxy, answer: tuple[int, str] | str
+) -> None:
+    bucket = f"{BUCKET}-{'lost' if answer == LOST else 'busy'}"
+    objects.client().create_bucket(Bucket=bucket)
+    store = ObjectStore(f"s3://{bucket}/run", settings=Settings(object_store=ObjectSettings(endpoint=proxy.endpoint)))
+    store.put("key", b"1")
+    left = [answer]
+
+    def keeps_conditions(asked: Asked) -> tuple[int, str] | str | None:
+        # The server of the tests takes no signed URL, so this one carries its deletions out.
+        if asked.method != "DELETE":
+            return None
+        if left:
+            return left.pop()
+        if asked.headers["if-match"] == _OTHER_TAG:
+            return 412, "PreconditionFailed"
+        objects.client().delete_object(Bucket=bucket, Key=asked.path.partition("?")[0].removeprefix(f"/{bucket}/"))
+        return 200, "Deleted"
+
+    proxy.rule = keeps_conditions
+    with suppress(TemporaryError):
+        store.move("key", "aside")
+    store.put("next", b"2")
+    proxy.asked.clear()
+    store.move("next", "aside")
+    assert not left
+    deletions = [asked for asked in proxy.asked if asked.method == "DELETE" and "/run/next" in asked.path]
+    assert [asked.headers.get("if-match") is not None for asked in deletions] == [True]
 
 
 def test_move_replaces_only_what_was_there_before(

@@ -62,6 +62,52 @@ def test_a_forked_process_goes_on(objects: ObjectServer) -> None:
     assert done.returncode == 0, done.stderr
 
 
+_FORKS_AND_READS_ON_THREADS = """
+import os, sys, threading
+from holdfast.settings import Settings
+from holdfast.stores.objects.store import ObjectStore
+
+store = ObjectStore(sys.argv[1], settings=Settings())
+store.put("key", b"from the parent")
+pid = os.fork()
+if not pid:
+    begin, got = threading.Barrier(8), []
+
+    def read():
+        begin.wait()
+        got.append(store.get("key", 100))
+
+    threads = [threading.Thread(target=read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    os._exit(0 if got == 8 * [b"from the parent"] else 1)
+assert os.waitpid(pid, 0)[1] == 0
+"""
+
+
+def test_a_forked_process_begins_with_several_threads(objects: ObjectServer) -> None:
+    done = python(_FORKS_AND_READS_ON_THREADS, objects.new_url(), **objects.environment)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_forked_process_does_not_wait_for_uploads_of_its_parent() -> None:
+    code = """
+import os
+from holdfast.stores.objects.memory import BytesInFlight
+bound = BytesInFlight(100)
+bound.take(100)
+with bound._changed:
+    pid = os.fork()
+if not pid:
+    bound.take(100)
+    os._exit(0)
+print(os.waitpid(pid, 0)[1])
+"""
+    assert python(code).stdout == "0\n"
+
+
 def test_the_missing_extra_is_named() -> None:
     code = """
 import sys
