@@ -88,7 +88,8 @@ def require_step(path: Path, step: int) -> None:
 def require_resumes(root: Path, step: int) -> None:
     """Require that training resumes from a step, and that its next save and a collection lose nothing."""
     state = state_at(0)
-    with holdfast.CheckpointManager(root, process_group=False, keep_last=2) as manager:
+    soon = Settings(collect_grace_seconds=0.1)
+    with holdfast.CheckpointManager(root, process_group=False, keep_last=2, settings=soon) as manager:
         assert manager.load(state) == step
         assert torch.equal(state["backbone"], state_at(0)["backbone"])  # type: ignore[arg-type]
         manager.save(step + 1, state_at(step + 1)).wait()

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.settings import Settings
 
 LOSSES = {100: 3.0, 200: 1.5, 300: 2.0}
 
@@ -22,7 +23,8 @@ def weights(step: int) -> dict[str, torch.Tensor]:
 def trained(root: Path) -> None:
     """Train as many do: the newest two steps, and the best one under its name."""
     best = float("inf")
-    with holdfast.CheckpointManager(root, process_group=False, keep_last=2) as manager:
+    soon = Settings(collect_grace_seconds=0.1)
+    with holdfast.CheckpointManager(root, process_group=False, keep_last=2, settings=soon) as manager:
         for step, loss in LOSSES.items():
             is_best, best = loss < best, min(best, loss)
             report = manager.save(

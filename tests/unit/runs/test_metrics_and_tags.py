@@ -128,12 +128,12 @@ def test_a_metric_that_no_step_has_refuses_the_save_and_an_old_one_serves() -> N
     assert first.steps() == []
     first.save(1, STATE, metrics={"loss": 0.5}).wait()
     first.save(2, STATE).wait()
-    first.close()
+    first.close(wait=False)
     # After a restart the steps that are there tell that the metric exists.
     again = run_at(store, policy)
     again.load(dict(STATE))
     again.save(3, STATE).wait()
-    again.close()
+    again.close(wait=False)
     assert World(1, store=store).manifest(1).metrics == {"loss": 0.5}
     assert World(1, store=store).manifest(3).metrics == {}
 
@@ -160,7 +160,7 @@ def test_a_wall_clock_that_is_set_changes_nothing() -> None:
     assert list(run.kept()) == [4, 10, 12]
     times = [World(1, store=store).manifest(step).created for step in saved]
     assert times != sorted(times), "or the clock did not wander"
-    run.close()
+    run.close(wait=False)
 
 
 def test_what_is_kept_follows_metrics_tags_and_damage() -> None:
@@ -181,4 +181,4 @@ def test_what_is_kept_follows_metrics_tags_and_damage() -> None:
     store.put("tags/x.json", b"damaged")
     with pytest.raises(CorruptError, match=r"x\.json"):
         run.kept()
-    run.close()
+    run.close(wait=False)

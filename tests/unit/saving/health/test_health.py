@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -133,7 +134,8 @@ def test_a_mark_outlives_steps_that_were_not_counted(tmp_path: Path, uncounted: 
 def test_the_last_healthy_step_is_kept_and_a_copy_of_a_marked_one_stays_marked(tmp_path: Path) -> None:
     model = model_of()
     root, copy = tmp_path / "run", tmp_path / "copy"
-    with holdfast.CheckpointManager(root, keep=LatestN(1), process_group=False, settings=COUNTING) as manager:
+    soon = replace(COUNTING, collect_grace_seconds=0.1)
+    with holdfast.CheckpointManager(root, keep=LatestN(1), process_group=False, settings=soon) as manager:
         for step in range(1, 6):
             if step == 3:
                 put(model, NAN)
