@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
-from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, Release, hand_out
+from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, hand_out
 from holdfast.stores.keys import is_listed, split_key, split_prefix
-from holdfast.stores.parts import PartLedger, address_of, check_buffers, check_ranges
+from holdfast.stores.parts import PartLedger, RoomUpload, check_buffers, check_ranges
 
 _contents: dict[str, dict[str, memoryview]] = {}
 """By name, the complete objects of the stores of that name: bytes by key."""
@@ -163,31 +163,16 @@ class MemoryStore:
         return ConflictError(f"{self.url}/{key}: another writer stored it; it was not touched")
 
 
-class _MemoryUpload:
+class _MemoryUpload(RoomUpload):
     """Collects parts in the memory that becomes the object in `complete`."""
 
     def __init__(self, store: MemoryStore, key: str, ledger: PartLedger) -> None:
+        super().__init__(ledger)
         self._store = store
         self._key = key
-        self._ledger = ledger
         self._lock = threading.Lock()
         # Pages that no part touches take no memory.
         self._memory: memoryview | None = np.empty(ledger.bytes_max, dtype=np.uint8).data
-
-    def room(self, offset: int, length_bytes: int) -> memoryview:
-        self._ledger.check(offset, length_bytes)
-        return self._open_memory()[offset : offset + length_bytes]
-
-    def write(self, offset: int, data: memoryview, release: Release | None = None) -> None:
-        try:
-            self._ledger.check(offset, data.nbytes)
-            room = self._open_memory()[offset : offset + data.nbytes]
-            if address_of(data) != address_of(room):
-                room[:] = data.cast("B")
-            self._ledger.note_written(offset, data.nbytes)
-        finally:
-            if release is not None:
-                release()
 
     def complete(self, total_bytes: int | None = None) -> None:
         with self._lock:

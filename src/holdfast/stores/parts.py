@@ -1,11 +1,11 @@
-"""Checks of upload parts and read ranges that every store shares."""
+"""What stores share of uploads and reads: checks of parts and ranges, and an upload that collects its parts."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.ports.store import Buffers, ByteRanges
+from holdfast.ports.store import Buffers, ByteRanges, Release
 from holdfast.settings import PAGE_BYTES
 
 
@@ -69,6 +69,38 @@ class PartLedger:
                 f"{len(self._written) - whole} others; write every part in its full length, then complete"
             )
         return total
+
+
+class RoomUpload:
+    """The parts of an upload that collects its object in one piece of memory: a base of `Upload`."""
+
+    def __init__(self, ledger: PartLedger) -> None:
+        """Begin with no part written."""
+        self._ledger = ledger
+
+    def _open_memory(self) -> memoryview:
+        """Return the memory of the object, `ledger.bytes_max` bytes or more.
+
+        Raises:
+            InvalidError: The upload has ended.
+        """
+        raise NotImplementedError
+
+    def room(self, offset: int, length_bytes: int) -> memoryview:
+        """Return the memory of one part."""
+        self._ledger.check(offset, length_bytes)
+        return self._open_memory()[offset : offset + length_bytes]
+
+    def write(self, offset: int, data: memoryview, release: Release | None = None) -> None:
+        """Copy one part, unless it is in its room already."""
+        try:
+            room = self.room(offset, data.nbytes)
+            if address_of(data) != address_of(room):
+                room[:] = data.cast("B")
+            self._ledger.note_written(offset, data.nbytes)
+        finally:
+            if release is not None:
+                release()
 
 
 def address_of(data: memoryview) -> int:

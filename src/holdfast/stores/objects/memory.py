@@ -9,8 +9,7 @@ import weakref
 from collections.abc import Callable
 
 from holdfast.errors import InvalidError
-from holdfast.ports.store import Release
-from holdfast.stores.parts import PartLedger, address_of
+from holdfast.stores.parts import PartLedger, RoomUpload
 
 
 class BytesInFlight:
@@ -51,7 +50,7 @@ def _forget_threads() -> None:
 os.register_at_fork(after_in_child=_forget_threads)
 
 
-class ObjectUpload:
+class ObjectUpload(RoomUpload):
     """Collects an object in memory of its own, and stores it by one request in `complete`.
 
     A process that ends before that leaves nothing behind. The memory is never used for another object: the request of
@@ -60,27 +59,11 @@ class ObjectUpload:
 
     def __init__(self, ledger: PartLedger, in_flight: BytesInFlight, create: Callable[[memoryview], None]) -> None:
         """Begin an object. Its memory is taken with the first part, which may wait for other uploads."""
-        self._ledger, self._in_flight, self._create = ledger, in_flight, create
+        super().__init__(ledger)
+        self._in_flight, self._create = in_flight, create
         self._lock = threading.Lock()
         self._memory: memoryview | None = None
         self._is_closed = False
-
-    def room(self, offset: int, length_bytes: int) -> memoryview:
-        """Return the memory of one part."""
-        self._ledger.check(offset, length_bytes)
-        return self._open_memory()[offset : offset + length_bytes]
-
-    def write(self, offset: int, data: memoryview, release: Release | None = None) -> None:
-        """Copy one part, unless it is in its room already."""
-        try:
-            self._ledger.check(offset, data.nbytes)
-            room = self._open_memory()[offset : offset + data.nbytes]
-            if address_of(data) != address_of(room):
-                room[:] = data.cast("B")
-            self._ledger.note_written(offset, data.nbytes)
-        finally:
-            if release is not None:
-                release()
 
     def complete(self, total_bytes: int | None = None) -> None:
         """Store the object unless its key exists."""
