@@ -262,6 +262,13 @@ def memory_bytes(tensor: torch.Tensor, declared: Sharded | None, fqn: str) -> in
     return sum(local.numel() * local.element_size() for local in locals_on_rank)
 
 
+def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
+    """Return a DTensor of a local tensor, in the shape and layout of another DTensor."""
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 def declared_like(declared: Sharded, tensor: torch.Tensor) -> Sharded | None:
     """Return the declaration for optimizer state of a declared parameter, or None.
 

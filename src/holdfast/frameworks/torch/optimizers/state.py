@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.containers import small_tensor, take_apart
-from holdfast.frameworks.torch.held import declared_like
+from holdfast.frameworks.torch.held import declared_like, dtensor_like
 from holdfast.frameworks.torch.optimizers.members import OptimizerMembers
 from holdfast.frameworks.torch.optimizers.parts import ParameterPart
 from holdfast.frameworks.torch.private_layout import local_tensor
@@ -246,13 +246,4 @@ def _plain_like(parameter: torch.Tensor) -> torch.Tensor:
     """Return a plain tensor in the layout of a tensor subclass: what is stored for it is plain."""
     local = local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
     plain = torch.empty(local.shape, dtype=local.dtype, device=local.device)
-    if not isinstance(parameter, DTensor):
-        return plain
-    return DTensor.from_local(
-        plain,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return dtensor_like(plain, parameter) if isinstance(parameter, DTensor) else plain

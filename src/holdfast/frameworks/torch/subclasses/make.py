@@ -15,6 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import CorruptError, InvalidError
+from holdfast.frameworks.torch.held import dtensor_like
 from holdfast.frameworks.torch.private_layout import local_tensor
 from holdfast.frameworks.torch.subclasses.context import built, described, is_built_from_values, qualified
 from holdfast.frameworks.torch.subclasses.fill import other_grid, text_of
@@ -117,16 +118,7 @@ def new_subclass(
         shape = _local_shape(kind, name, spec, tuple(local.shape), fields)
         inner[name] = torch.empty(shape, dtype=torch_dtype(spec.dtype), device=local.device)
     made = _unflattened(fqn, kind, inner, fields, local)
-    if isinstance(parameter, DTensor):
-        return DTensor.from_local(
-            made,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    return made
+    return dtensor_like(made, parameter) if isinstance(parameter, DTensor) else made
 
 
 def _require_same_grid(
