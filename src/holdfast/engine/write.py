@@ -176,19 +176,21 @@ class PackWriter:
     ) -> WrittenPack:
         settings = self._settings
         nonfinite = NonFinite() if settings.count_nonfinite else None
+        # A file was written window by window: to complete it later would gain nothing.
+        later = None if self._store.object_bytes_max is None else completions
         # The committing rank makes the folders durable, once for all ranks.
         upload = self._store.upload(pack.key, pack.bytes, settings.window_bytes, folders_durable=False)
         try:
             with _WrittenWindows(upload, pack.bytes, buffers, settings, written) as windows:
                 digests = stream(pack.header, pack.plan, windows, settings.chunk_bytes, sources, nonfinite)
                 windows.close()
-            if completions is None or self._store.object_bytes_max is None:
+            if later is None:
                 upload.complete()
         except BaseException:
             upload.abort()
             raise
-        if completions is not None and self._store.object_bytes_max is not None:
-            completions.begin(upload)
+        if later is not None:
+            later.begin(upload)
         record = FileRecord(pack.plan.name, pack.bytes, pack_digest(pack.header, b"".join(digests)))
         return WrittenPack(record, digests, {} if nonfinite is None else nonfinite.counts)
 
