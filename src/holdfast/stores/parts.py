@@ -27,7 +27,8 @@ class PartLedger:
         """Store and key, for messages."""
         self.bytes_max = bytes_max
         """Bytes that the object will not exceed."""
-        self._part_bytes = part_bytes
+        self.part_bytes = part_bytes
+        """Size of every part but the last."""
         self._written: dict[int, int] = {}
         """Bytes of the parts that were written, by offset."""
 
@@ -37,11 +38,11 @@ class PartLedger:
         Raises:
             InvalidError: The offset is not the start of a part, or the part is empty or too long.
         """
-        longest = min(self._part_bytes, self.bytes_max - offset)
-        if offset < 0 or offset % self._part_bytes or not 0 < length_bytes <= longest:
+        longest = min(self.part_bytes, self.bytes_max - offset)
+        if offset < 0 or offset % self.part_bytes or not 0 < length_bytes <= longest:
             raise InvalidError(
                 f"upload of {self.where}: a part of {length_bytes} bytes at {offset}; expected parts of "
-                f"{self._part_bytes} bytes at its multiples, the last one ending at {self.bytes_max} or before"
+                f"{self.part_bytes} bytes at its multiples, the last one ending at {self.bytes_max} or before"
             )
 
     def note_written(self, offset: int, length_bytes: int) -> None:
@@ -61,7 +62,7 @@ class PartLedger:
             raise InvalidError(
                 f"upload of {self.where}: total_bytes={total}; expected at most the {self.bytes_max} bytes announced"
             )
-        expected = {at: min(self._part_bytes, total - at) for at in range(0, total, self._part_bytes)}
+        expected = {at: min(self.part_bytes, total - at) for at in range(0, total, self.part_bytes)}
         if self._written != expected:
             whole = len(self._written.items() & expected.items())
             raise InvalidError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import ssl
+import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -33,6 +35,25 @@ class _Made:
     """Clients by the timeout of their requests."""
     credentials: Any = None
     """Asked for credentials; None: the library finds them in the variables."""
+    signing: Any = None
+    """Asked for credentials of requests that are signed here; None: nobody has asked yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """Credentials for one request. Their repr shows none of them."""
+
+    access: str = field(repr=False)
+    """Which key signs."""
+
+    secret: str = field(repr=False)
+    """What it signs with."""
+
+    token: str | None = field(repr=False)
+    """Of a session; None for keys that last."""
+
+    region: str | None
+    """What the variables, or else the profile, say of the region; None if nothing."""
 
 
 class Clients:
@@ -73,14 +94,49 @@ class Clients:
         if made is None or made.process != os.getpid():
             keep_for_ever(made)
             made = self._made_here = _Made(os.getpid(), library(self._address.scheme))
-        seconds = self.silence_seconds
-        if bytes_moved > _SMALL_BYTES_MAX:
-            # A timeout belongs to a client, and a client has connections of its own: few kinds, so powers of two.
-            seconds += (1 << (bytes_moved - 1).bit_length()) / self._bytes_per_second_min
+        seconds = self.seconds_for(bytes_moved)
         client = made.by_timeout.get(seconds)
         if client is None:
             client = made.by_timeout.setdefault(seconds, self._new_client(made, seconds))
         return made.library.api, client
+
+    def seconds_for(self, bytes_moved: int) -> float:
+        """Return how long a request may take that moves this many bytes."""
+        if bytes_moved <= _SMALL_BYTES_MAX:
+            return self.silence_seconds
+        # A timeout belongs to a client, and a client has connections of its own: few kinds, so powers of two.
+        return self.silence_seconds + (1 << (bytes_moved - 1).bit_length()) / self._bytes_per_second_min
+
+    def keys(self) -> Keys:
+        """Return credentials of S3 for a request that is signed here, from where the client finds its own.
+
+        Raises:
+            InvalidError: There are none.
+        """
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or None
+        profile = self._settings.profile or os.environ.get("AWS_PROFILE") or None
+        access, secret = os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")
+        if profile is None and access and secret:
+            return Keys(access, secret, os.environ.get("AWS_SESSION_TOKEN") or None, region)
+        self._client(0)
+        made = self._made_here
+        assert made is not None, "the client was made just now"
+        # Where the library asks a service by itself, boto3 asks the same one.
+        made.signing = made.signing or made.credentials or _asked_by_boto3(self._address, self._settings, profile)
+        found = made.signing()
+        of_profile = made.signing.config.get("region")
+        return Keys(found["access_key_id"], found["secret_access_key"], found["token"], region or of_profile)
+
+    def opener(self) -> urllib.request.OpenerDirector:
+        """Return what opens URLs: with the certificates and the proxy of the settings."""
+        handlers: list[urllib.request.BaseHandler] = []
+        if self.ca_file is not None:
+            context = ssl.create_default_context()
+            context.load_verify_locations(cadata=self._certificates().decode("ascii", "ignore"))
+            handlers.append(urllib.request.HTTPSHandler(context=context))
+        if self._settings.proxy is not None:
+            handlers.append(urllib.request.ProxyHandler({"http": self._settings.proxy, "https": self._settings.proxy}))
+        return urllib.request.build_opener(*handlers)
 
     def _new_client(self, made: _Made, timeout_seconds: float) -> Any:
         """Return a new client; no request is made but those that credentials need."""
@@ -182,6 +238,15 @@ def _s3_credentials(address: Address, settings: ObjectSettings) -> Any:
     profile = settings.profile or os.environ.get("AWS_PROFILE") or None
     if profile is None and any(all(os.environ.get(name) for name in names) for names in _NATIVE):
         return None
+    return _asked_by_boto3(address, settings, profile)
+
+
+def _asked_by_boto3(address: Address, settings: ObjectSettings, profile: str | None) -> Any:
+    """Return what asks for credentials as boto3 does.
+
+    Raises:
+        InvalidError: As `_s3_credentials`.
+    """
     try:
         session: Any = importlib.import_module("boto3.session")
         exceptions: Any = importlib.import_module("botocore.exceptions")

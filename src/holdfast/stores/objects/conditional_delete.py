@@ -7,7 +7,6 @@ the object is looked at just before it is deleted instead. Between that look and
 
 from __future__ import annotations
 
-import ssl
 import threading
 import urllib.error
 import urllib.request
@@ -19,7 +18,6 @@ from typing import Any
 from holdfast.clock import Clock
 from holdfast.errors import MissingError
 from holdfast.ports.temporary import TemporaryError
-from holdfast.settings import ObjectSettings
 from holdfast.stores.objects.address import Address
 from holdfast.stores.objects.client import Clients
 from holdfast.stores.objects.probe import probe_key
@@ -39,9 +37,9 @@ _lock = threading.Lock()
 class ConditionalDelete:
     """Deletes objects of one bucket."""
 
-    def __init__(self, address: Address, settings: ObjectSettings, clients: Clients, clock: Clock) -> None:
+    def __init__(self, address: Address, clients: Clients, clock: Clock) -> None:
         """Remember where; does no I/O."""
-        self._address, self._settings, self._clients, self._clock = address, settings, clients, clock
+        self._address, self._clients, self._clock = address, clients, clock
 
     def delete(self, key: str, where: str, seen: Any, look: Callable[[str], Any]) -> bool:
         """Delete an object if it is still the one that was seen; return whether it is gone.
@@ -109,20 +107,10 @@ class ConditionalDelete:
                 "sign", self._address.url, lambda api, client: api.sign(client, "DELETE", key, expires_in=_SIGNED_FOR)
             )
             request = urllib.request.Request(url, method="DELETE", headers={"If-Match": tag})
-            with self._opener().open(request, timeout=self._clients.silence_seconds) as reply:
+            with self._clients.opener().open(request, timeout=self._clients.silence_seconds) as reply:
                 return int(reply.status)
         except urllib.error.HTTPError as error:
             error.close()
             return int(error.code)
         except Exception:  # noqa: BLE001 - without an answer the caller looks at the object, and deletes it in the plain way
             return None
-
-    def _opener(self) -> urllib.request.OpenerDirector:
-        handlers: list[urllib.request.BaseHandler] = []
-        if self._clients.ca_file is not None:
-            handlers.append(
-                urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=self._clients.ca_file))
-            )
-        if self._settings.proxy is not None:
-            handlers.append(urllib.request.ProxyHandler({"http": self._settings.proxy, "https": self._settings.proxy}))
-        return urllib.request.build_opener(*handlers)

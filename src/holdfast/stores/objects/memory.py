@@ -39,6 +39,11 @@ class BytesInFlight:
             self._changed.notify_all()
 
 
+def new_memory(count: int) -> memoryview:
+    """Return memory of its own for an object or a part. Pages that nobody touches take none."""
+    return memoryview(mmap.mmap(-1, max(count, 1)))
+
+
 _BOUNDS: weakref.WeakSet[BytesInFlight] = weakref.WeakSet()
 
 
@@ -83,8 +88,7 @@ class ObjectUpload(RoomUpload):
             if self._memory is None:
                 self._in_flight.take(self._ledger.bytes_max)
                 try:
-                    # Pages that no part touches take no memory.
-                    self._memory = memoryview(mmap.mmap(-1, max(self._ledger.bytes_max, 1)))
+                    self._memory = new_memory(self._ledger.bytes_max)
                 except BaseException:
                     self._in_flight.give(self._ledger.bytes_max)
                     raise

@@ -172,6 +172,12 @@ class ObjectReading:
                 return False
         return True
 
+    def read_back(self, key: str, start: int, stop: int) -> memoryview:
+        """Return bytes of an object that was stored just now."""
+        memory = memoryview(bytearray(stop - start))
+        self.read_into(key, [(start, stop)], [memory])
+        return memory
+
     def _batch_bytes(self, key: str, full: str, batch: Batch) -> Sequence[memoryview] | None:
         """Return the bytes of the requests of a batch; None if the object ends before one does."""
         if not batch.requests:

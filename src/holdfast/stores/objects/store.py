@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
 from holdfast.clock import Clock, SystemClock
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.ports.store import Upload
 from holdfast.ports.temporary import TemporaryError
 from holdfast.settings import MIB, Settings
 from holdfast.stores.keys import split_key, split_prefix
 from holdfast.stores.objects.address import address_of
 from holdfast.stores.objects.conditional_delete import ConditionalDelete
 from holdfast.stores.objects.memory import BytesInFlight, ObjectUpload
+from holdfast.stores.objects.multipart import MultipartUpload, PartsOfBucket, abort_uploads
 from holdfast.stores.objects.probe import Probe
 from holdfast.stores.objects.reading import ObjectReading
+from holdfast.stores.objects.signed import SignedRequests
 from holdfast.stores.parts import PartLedger
 
 _OBJECT_BYTES_MAX = {"s3": 5 << 30, "gs": 5 << 40, "az": 5000 << 20}
 """By scheme, the largest object that one request stores."""
+
+_IN_PARTS_BYTES_MIN = 256 * MIB
+"""Smallest object that is sent in parts because memory for the whole of it is not allowed. No save makes one."""
 
 _COPIED_HERE_BYTES_MAX = 64 * MIB
 """`move` passes objects up to this size through this process, and leaves larger ones to the server."""
@@ -54,10 +60,17 @@ class ObjectStore(ObjectReading):
         self.failed_calls_are_over = False
         """A request whose reply was lost may take effect later."""
         self.object_bytes_max = _OBJECT_BYTES_MAX[self.address.scheme]
+        self._parts: PartsOfBucket | None = None
+        if self.address.scheme == "s3":
+            # A request sends an object from memory, and memory is bounded.
+            in_memory = max(settings.object_bytes_in_flight_max, _IN_PARTS_BYTES_MIN)
+            self.object_bytes_max = min(self.object_bytes_max, in_memory)
+            requests = SignedRequests(self.address, settings.object_store, self.clients)
+            self._parts = PartsOfBucket(requests, _encryption(settings.object_store.kms_key))
         self._in_flight = BytesInFlight(settings.object_bytes_in_flight_max)
         self._clock = clock or SystemClock()
         self._probe = Probe(self, self._clock, is_needed=not settings.object_store.single_writer)
-        self._conditional_delete = ConditionalDelete(self.address, settings.object_store, self.clients, self._clock)
+        self._conditional_delete = ConditionalDelete(self.address, self.clients, self._clock)
 
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Store a small object whole, replacing an older one; durable on return."""
@@ -96,17 +109,30 @@ class ObjectStore(ObjectReading):
             self._probe.require_exclusive_creates()
         self.create(key, memoryview(data))
 
-    def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> ObjectUpload:
-        """Begin an object that must not exist yet; it is invisible until complete, and uses memory of its size."""
-        where = self.where(key)
-        self.full_key(key)
+    def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
+        """Begin an object that must not exist yet; it is invisible until complete.
+
+        An object of up to `object_bytes_max` is collected in memory, and sent by one request. A larger one is sent in
+        parts (S3).
+        """
+        where, full = self.where(key), self.full_key(key)
         ledger = PartLedger(where, bytes_max=bytes_max, part_bytes=part_bytes)
-        if bytes_max > self.object_bytes_max:
+        if bytes_max <= self.object_bytes_max:
+            return ObjectUpload(ledger, self._in_flight, lambda memory: self.create(key, memory))
+        if self._parts is None:
             raise InvalidError(
                 f"{where}: an object of {bytes_max} bytes; {self.address.scheme}:// takes at most "
                 f"{self.object_bytes_max} in one request. Save from more ranks, so that each one writes less"
             )
-        return ObjectUpload(ledger, self._in_flight, lambda memory: self.create(key, memory))
+        return MultipartUpload(ledger, self._in_flight, self._parts, self, key, full)
+
+    def abort_uploads(self, prefix: str, is_ours: Callable[[str], bool], *, dry_run: bool = False) -> int:
+        """Remove uploads in parts that nobody has ended; see `KeepsUploads`."""
+        split_prefix(prefix)
+        if self._parts is None:
+            return 0
+        full, where = self.address.prefix + prefix, self.where(prefix)
+        return abort_uploads(self._parts, full, where, is_ours, dry_run=dry_run)
 
     def create(self, key: str, data: memoryview) -> None:
         """Store an object unless its key exists; an object of the same content counts as this one.
@@ -235,3 +261,10 @@ class ObjectStore(ObjectReading):
             lambda api, client: api.put(client, full, data, mode=mode, use_multipart=False),
             count,
         )
+
+
+def _encryption(kms_key: str | None) -> dict[str, str]:
+    """Return the headers that begin an object which a key of the key service encrypts."""
+    if kms_key is None:
+        return {}
+    return {"x-amz-server-side-encryption": "aws:kms", "x-amz-server-side-encryption-aws-kms-key-id": kms_key}

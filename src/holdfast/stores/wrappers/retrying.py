@@ -28,6 +28,7 @@ from holdfast.ports.store import (
     ByteRanges,
     Entry,
     ForwardingStore,
+    KeepsUploads,
     OnBytes,
     OnRange,
     Release,
@@ -235,6 +236,14 @@ class RetryingStore(ForwardingStore):
         inner = super().upload(key, bytes_max, part_bytes, folders_durable=folders_durable)
         is_whole = self.object_bytes_max is not None and bytes_max <= self.object_bytes_max
         return _RetryingUpload(inner, self._where(key), bytes_max, self._retries, is_sent_whole=is_whole)
+
+    def abort_uploads(self, prefix: str, is_ours: Callable[[str], bool], *, dry_run: bool = False) -> int:
+        """Remove uploads that nobody has ended; none if the store keeps none."""
+        inner = self._inner
+        if not isinstance(inner, KeepsUploads):
+            return 0
+        request = Request("abort_uploads", self._where(prefix), changes=not dry_run)
+        return self._retries.run(request, lambda _: inner.abort_uploads(prefix, is_ours, dry_run=dry_run))
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; absent keys are no error."""

@@ -1,0 +1,132 @@
+"""Objects larger than one request, sent in parts: the object is whole or absent, and no part is left."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from holdfast.errors import ConflictError, InvalidError, UnavailableError
+from holdfast.settings import MIB, ObjectSettings, Settings
+from holdfast.stores.objects.multipart import PART_BYTES_MIN
+from holdfast.stores.objects.store import ObjectStore
+from holdfast.stores.wrappers.retrying import RetryingStore
+from tests.object_proxy import CUT, LOST, Asked, ObjectProxy, object_proxy
+from tests.object_server import BUCKET, ObjectServer
+
+PART = 5 * MIB
+DATA = random.Random(3).randbytes(2 * PART + 70_000)
+
+
+@pytest.fixture
+def proxy(objects: ObjectServer) -> Iterator[ObjectProxy]:
+    with object_proxy(objects.endpoint) as proxy:
+        yield proxy
+
+
+def store_at(url: str, endpoint: str) -> RetryingStore:
+    settings = Settings(object_store=ObjectSettings(endpoint=endpoint), retry_seconds_per_call=20)
+    store = ObjectStore(url, settings=settings)
+    store.object_bytes_max = PART
+    return RetryingStore(store, settings)
+
+
+def uploaded(store: RetryingStore, key: str, data: bytes = DATA) -> None:
+    upload = store.upload(key, len(data), PART)
+    try:
+        for start in range(0, len(data), PART):
+            part = memoryview(data)[start : start + PART]
+            room = upload.room(start, len(part))
+            assert room is not None
+            room[:] = part
+            upload.write(start, room)
+        upload.complete()
+    except BaseException:
+        upload.abort()
+        raise
+
+
+def uploads(objects: ObjectServer, url: str) -> list[str]:
+    """Return the keys of uploads that nobody has ended, by boto3."""
+    prefix = url.removeprefix(f"s3://{BUCKET}/") + "/"
+    found = objects.client().list_multipart_uploads(Bucket=BUCKET, Prefix=prefix).get("Uploads", [])
+    return [each["Key"].removeprefix(prefix) for each in found]
+
+
+def test_an_object_in_parts_is_whole(objects: ObjectServer) -> None:
+    url = objects.new_url()
+    store = store_at(url, objects.endpoint)
+    uploaded(store, "a/large")
+    assert store.get("a/large", len(DATA)) == DATA
+    assert uploads(objects, url) == []
+    with pytest.raises(ConflictError, match="another writer stored it"):
+        uploaded(store, "a/large", DATA[::-1])
+    assert store.get("a/large", len(DATA)) == DATA and uploads(objects, url) == []
+    uploaded(store, "a/large")  # The same bytes count as ours: an earlier reply may have been lost.
+    assert uploads(objects, url) == []
+
+
+@pytest.mark.parametrize("fault", [LOST, CUT])
+@pytest.mark.parametrize("method, part", [("POST", "?uploads="), ("PUT", "partNumber=2"), ("POST", "?uploadId=")])
+def test_a_fault_is_mended(
+    objects: ObjectServer, proxy: ObjectProxy, fault: str, method: str, part: str
+) -> None:
+    url, left = objects.new_url(), [fault]
+
+    def once(asked: Asked) -> str | None:
+        return left.pop() if left and asked.method == method and part in asked.path else None
+
+    proxy.rule = once
+    store = store_at(url, proxy.endpoint)
+    uploaded(store, "large")
+    assert not left and store.get("large", len(DATA)) == DATA
+    # The id of a lost beginning is known to nobody: what aborts the uploads of a folder finds it.
+    lost = fault == LOST and "uploads" in part
+    assert store.abort_uploads("", lambda key: key == "large", dry_run=True) == len(uploads(objects, url)) == lost
+    assert store.abort_uploads("", lambda key: key == "other") == 0
+    assert store.abort_uploads("", lambda key: key == "large") == lost
+    assert uploads(objects, url) == []
+
+
+def test_what_fails_for_good_leaves_no_part(objects: ObjectServer, proxy: ObjectProxy) -> None:
+    url = objects.new_url()
+
+    def refuse(asked: Asked) -> tuple[int, str] | None:
+        return (403, "AccessDenied") if "partNumber=2" in asked.path else None
+
+    proxy.rule = refuse
+    with pytest.raises(InvalidError, match=r"large \(part 2\): AccessDenied"):
+        uploaded(store_at(url, proxy.endpoint), "large")
+    assert objects.keys(url) == [] and uploads(objects, url) == []
+
+
+def test_an_upload_that_was_aborted_meanwhile_fails(objects: ObjectServer) -> None:
+    url = objects.new_url()
+    store = store_at(url, objects.endpoint)
+    upload = store.upload("large", PART + 1, PART)
+    upload.write(0, memoryview(DATA)[:PART])
+    upload.write(PART, memoryview(DATA)[:1])
+    assert store.abort_uploads("", lambda key: True) == 1
+    with pytest.raises(UnavailableError, match="has aborted it; begin again"):
+        upload.complete()
+    upload.abort()
+    assert objects.keys(url) == []
+
+
+def test_parts_that_a_server_would_refuse(objects: ObjectServer) -> None:
+    store = store_at(objects.new_url(), objects.endpoint)
+    for size, part in ((PART * 2, PART_BYTES_MIN - 4096), (PART * 10_001, PART)):
+        with pytest.raises(InvalidError, match="expected at least 5242880, and at most 10000 parts"):
+            store.upload("large", size, part)
+
+
+def test_a_server_without_the_condition_still_joins(objects: ObjectServer, proxy: ObjectProxy) -> None:
+    def refuse(asked: Asked) -> tuple[int, str] | None:
+        return (501, "NotImplemented") if asked.headers.get("if-none-match") and asked.method == "POST" else None
+
+    proxy.rule = refuse
+    url = objects.new_url()
+    store = store_at(url, proxy.endpoint)
+    uploaded(store, "large")
+    assert store.get("large", len(DATA)) == DATA and uploads(objects, url) == []
