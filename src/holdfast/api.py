@@ -27,15 +27,16 @@ from holdfast.types.reports import LoadReport, SaveReport
 if TYPE_CHECKING:
     from holdfast.checkpoint.verify import Damage
     from holdfast.checkpoint_manager import CheckpointManager
+    from holdfast.offline.copying.copy_run import CopyReport
     from holdfast.offline.diff.values import value_document
     from holdfast.offline.export.export import ExportReport
     from holdfast.offline.imports.import_step import ImportReport
-    from holdfast.offline.links.copy_run import CopyReport
     from holdfast.offline.links.relink import RelinkReport
     from holdfast.offline.repair.repair import RepairReport, StepRepair
     from holdfast.offline_api import (
         EXPORT_DTYPES,
         collect,
+        copy_checkpoint,
         copy_run,
         diff,
         export,
@@ -90,6 +91,7 @@ __all__ = [
     "Verdict",
     "async_save",
     "collect",
+    "copy_checkpoint",
     "copy_run",
     "remove_steps",
     "export",
@@ -115,12 +117,13 @@ _HOMES = {
     "holdfast.offline.diff.values": {"value_document"},
     "holdfast.offline.export.export": {"ExportReport"},
     "holdfast.offline.imports.import_step": {"ImportReport"},
-    "holdfast.offline.links.copy_run": {"CopyReport"},
+    "holdfast.offline.copying.copy_run": {"CopyReport"},
     "holdfast.offline.links.relink": {"RelinkReport"},
     "holdfast.offline.repair.repair": {"RepairReport", "StepRepair"},
     "holdfast.offline_api": {
         "EXPORT_DTYPES",
         "collect",
+        "copy_checkpoint",
         "copy_run",
         "diff",
         "export",

@@ -18,11 +18,12 @@ from holdfast.errors import InvalidError
 from holdfast.format.names import MANIFEST_FILE, step_folder
 from holdfast.format.step_name import step_name
 from holdfast.loading.named_step import find_named, number_of
+from holdfast.offline.copying.copy_checkpoint import CheckpointCopy
+from holdfast.offline.copying.copy_run import CopyReport, RunCopy
 from holdfast.offline.diff.compare import differences
 from holdfast.offline.export.export import ExportReport, ExportRequest
 from holdfast.offline.imports.copy import exported
 from holdfast.offline.imports.import_step import ImportReport, import_step
-from holdfast.offline.links.copy_run import CopyReport, RunCopy
 from holdfast.offline.links.relink import Relinking, RelinkReport
 from holdfast.offline.repair.repair import Repair, RepairReport
 from holdfast.offline.repair.single import SingleRepair
@@ -46,6 +47,7 @@ from holdfast.types.export import SHARD_BYTES, ExportOptions
 __all__ = [
     "EXPORT_DTYPES",
     "collect",
+    "copy_checkpoint",
     "copy_run",
     "diff",
     "export",
@@ -313,28 +315,64 @@ def copy_run(
     root: wiring.Path,
     destination: wiring.Path,
     *,
+    skip_damaged: bool = False,
     observer: Observer | None = None,
     settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> CopyReport:
-    """Copy a whole run, and store what its steps share once there too. Needs no torch.
+    """Copy a whole run to another place, on any store, and store what its steps share once there too. Needs no torch.
 
-    A job may write to the run meanwhile: steps that it removes or saves during the copy are left out and reported. If
-    the process is killed, the same call continues.
+    Every file that a manifest names is copied once, and proven by its digest on the way. A job may write to the run
+    meanwhile: steps that it removes or saves again during the copy are left out and reported. If the process is
+    interrupted or killed, the same call continues.
 
     Args:
         root: The root of the run.
         destination: A new folder.
+        skip_damaged: Whether to leave out steps that are damaged, rather than to refuse to complete the copy.
         observer: Receives progress.
-        settings: Permission bits of the files.
+        settings: How to reach storage, memory for objects on their way, permission bits of files.
     Raises:
         MissingError: The path holds no run.
         ConflictError: The destination holds something else than an unfinished copy of this run.
+        CorruptError: Steps are damaged; the message names the places. All others are there.
         InvalidError: The path is one checkpoint, or one path is inside the other.
         UnavailableError: Storage failed; the same call continues.
     """
     source, target = wiring.store_at(root, settings), wiring.store_at(destination, settings)
     wiring.require_apart(source, target)
-    return RunCopy(source, target, SystemClock(), observer).run()
+    return RunCopy(source, target, SystemClock(), observer, skip_damaged=bool(skip_damaged)).run()
+
+
+def copy_checkpoint(
+    src: wiring.Path,
+    destination: wiring.Path,
+    *,
+    step: int | str | None = None,
+    observer: Observer | None = None,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> CopyReport:
+    """Copy one checkpoint of Holdfast, or one step of a run, to a folder of its own, on any store. Needs no torch.
+
+    The copy has all packs that the checkpoint needs, also those of other steps. It is proven by its digests on the way.
+    If the process is interrupted or killed, the same call continues.
+
+    Args:
+        src: The checkpoint; with `step` the root of a run.
+        destination: A new folder.
+        step: A step of the run: its number, a tag, `"300@1f2e"`, or `"latest"`, the newest valid one.
+        observer: Receives progress.
+        settings: As for `copy_run`.
+    Raises:
+        MissingError: There is no checkpoint.
+        ConflictError: The destination holds something else than an unfinished copy of this checkpoint.
+        CorruptError: It is damaged; the message names the places.
+        InvalidError: It is of another system, or one path is inside the other.
+        UnavailableError: Storage failed; the same call continues.
+    """
+    location = wiring.location_at(src, settings) if step is None else wiring.step_at(src, step, settings)
+    target = wiring.store_at(destination, settings)
+    wiring.require_apart(location.store, target)
+    return CheckpointCopy(location, target, SystemClock(), observer).run()
 
 
 def collect(

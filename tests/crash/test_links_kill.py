@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.checkpoint.location import none_allowed
 from holdfast.clock import SystemClock
-from holdfast.offline.links.copy_run import RunCopy
+from holdfast.offline.copying.copy_run import RunCopy
 from holdfast.offline.links.relink import Relinking
 from holdfast.offline.repair.repair import Repair
 from holdfast.testing.faults import Faults, FaultyStore, kill_process

@@ -12,7 +12,7 @@ from holdfast import api
 from holdfast.clock import SystemClock
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.format.names import RUN_FILE, step_of_folder
-from holdfast.offline.links.copy_run import RunCopy
+from holdfast.offline.copying.copy_run import RunCopy
 from holdfast.ports.store import Entry, ForwardingStore
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore

@@ -12,7 +12,7 @@ from holdfast.cli.screen import stderr
 from holdfast.errors import CheckpointError, printable
 from holdfast.format.step_name import NEWEST_NAME
 from holdfast.loading.named_step import is_run
-from holdfast.settings import Settings
+from holdfast.settings import ObjectSettings, Settings
 
 Root = Annotated[str, typer.Argument(metavar="ROOT", help="The folder of a run, which holds step-* folders.")]
 Step = Annotated[
@@ -34,6 +34,13 @@ AllowRoot = Annotated[
         "--allow-root",
         metavar="PATH",
         help="Folder of files that the checkpoint may reference (imported without --copy). Repeatable.",
+    ),
+]
+SingleWriter = Annotated[
+    bool,
+    typer.Option(
+        "--single-writer",
+        help="Accept a store where two writers could create one object; nothing else may write there meanwhile.",
     ),
 ]
 
@@ -91,6 +98,11 @@ def _say(path: str, named: str | None, step: int | None) -> None:
         stderr().line(printable(f"{path}: step {step}, {how}"), style="dim")
 
 
-def settings_with(allow_root: list[str] | None) -> Settings:
-    """Return settings that allow referenced files under some folders."""
-    return Settings(allowed_roots=tuple(allow_root or ()))
+def settings_with(allow_root: list[str] | None = None, *, single_writer: bool = False) -> Settings:
+    """Return the settings of a command. How stores are reached is in the vendors' variables (docs/stores.md).
+
+    Args:
+        allow_root: Folders under which checkpoints may reference files.
+        single_writer: Whether a store is accepted that lets two writers create one object.
+    """
+    return Settings(allowed_roots=tuple(allow_root or ()), object_store=ObjectSettings(single_writer=single_writer))

@@ -1,4 +1,4 @@
-"""`holdfast cp`: copies a run and keeps its hard links."""
+"""`holdfast cp`: copies a run or a checkpoint from any store to any other, and keeps hard links."""
 
 from __future__ import annotations
 
@@ -8,22 +8,41 @@ import typer
 
 from holdfast import api
 from holdfast.cli.ending import ended_well
-from holdfast.cli.opening import AsJson, Root
+from holdfast.cli.opening import AsJson, SingleWriter, is_root, settings_with
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, counted, print_result
-from holdfast.errors import first_three
+from holdfast.errors import InvalidError, first_three, printable
 from holdfast.telemetry.log_lines import shown_bytes
 
 
 def cp(
-    root: Root,
+    src: Annotated[str, typer.Argument(metavar="SRC", help="A run, or a checkpoint.")],
     destination: Annotated[str, typer.Argument(metavar="DEST", help="A new folder, or one of an unfinished copy.")],
+    step: Annotated[
+        str | None,
+        typer.Option(
+            "--step", metavar="STEP", help="Copy this step of a run alone: a number, tag, 300@1f2e or latest."
+        ),
+    ] = None,
+    skip_damaged: Annotated[
+        bool, typer.Option("--skip-damaged", help="Leave damaged steps of a run out, and complete the copy.")
+    ] = False,
+    single_writer: SingleWriter = False,
     as_json: AsJson = False,
 ) -> None:
-    """Copy a whole run, and store packs that its steps share once there too. After an interruption, run it again."""
+    """Copy a whole run, or one checkpoint, from any store to any other. After an interruption, run it again.
+
+    Every file is proven by its digest on the way. Packs that steps share are stored once there too.
+    """
     with ended_well():
+        settings = settings_with(single_writer=single_writer)
         with shown_progress("copying") as bar:
-            report = api.copy_run(root, destination, observer=bar)
+            if step is None and is_root(src):
+                report = api.copy_run(src, destination, skip_damaged=skip_damaged, observer=bar, settings=settings)
+            elif skip_damaged:
+                raise InvalidError("--skip-damaged leaves steps of a run out; expected a run without --step")
+            else:
+                report = api.copy_checkpoint(src, destination, step=step, observer=bar, settings=settings)
         print_result(report, _show, _document, as_json=as_json)
 
 
@@ -36,9 +55,12 @@ def _show(screen: Screen, report: api.CopyReport) -> None:
     if report.duplicated:
         refused = counted(report.duplicated, "link")
         screen.line(f"the destination refused {refused}: shared packs are stored several times there", style="yellow")
+    for damage in report.damages:
+        place = "" if damage.start is None else f" bytes [{damage.start}, {damage.stop})"
+        screen.line(printable(f"damaged: {damage.file}{place}: {damage.message}"), style="red")
     if report.left_out:
-        steps = first_three(report.left_out)
-        screen.line(f"left out, since they changed meanwhile: steps {steps}", style="yellow")
+        why = "damaged, or changed meanwhile" if report.damages else "since they changed meanwhile"
+        screen.line(f"left out, {why}: steps {first_three(report.left_out)}", style="yellow")
 
 
 def _document(report: api.CopyReport) -> dict[str, object]:
@@ -46,4 +68,8 @@ def _document(report: api.CopyReport) -> dict[str, object]:
         "root": report.url,
         **attributes(report, "steps", "files", "bytes", "linked", "duplicated"),
         "left_out": list(report.left_out),
+        "damages": [
+            {"file": damage.file, **attributes(damage, "start", "stop", "message"), "tensor": damage.fqn}
+            for damage in report.damages
+        ],
     }

@@ -9,7 +9,7 @@ import typer
 
 from holdfast import api
 from holdfast.cli.ending import complain, ended_well
-from holdfast.cli.opening import AllowRoot, AsJson, Step, path_of, settings_with
+from holdfast.cli.opening import AllowRoot, AsJson, SingleWriter, Step, path_of, settings_with
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, counted, print_result
 from holdfast.errors import InvalidError, printable
@@ -43,6 +43,7 @@ def export(
     memory: Annotated[str, typer.Option(help="Memory for data in flight, of all workers together.")] = "1GiB",
     workers: Annotated[int, typer.Option(help="Number of parallel processes.")] = 1,
     allow_root: AllowRoot = None,
+    single_writer: SingleWriter = False,
     as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint as files of another system; they appear all at once.
@@ -63,7 +64,7 @@ def export(
                     memory_bytes=bytes_of(memory, "--memory"),
                     workers=workers,
                     observer=bar,
-                    settings=settings_with(allow_root),
+                    settings=settings_with(allow_root, single_writer=single_writer),
                 )
         except KeyboardInterrupt:
             outcome = "it starts again" if to == "holdfast" else "it resumes"

@@ -9,7 +9,7 @@ import typer
 
 from holdfast import api, policies
 from holdfast.cli.ending import ended_well
-from holdfast.cli.opening import AsJson, Grace, Root, say_grace
+from holdfast.cli.opening import AsJson, Grace, Root, SingleWriter, say_grace, settings_with
 from holdfast.cli.screen import Screen, attributes, print_result
 from holdfast.errors import InvalidError, printable
 from holdfast.telemetry.log_lines import shown_bytes
@@ -32,6 +32,7 @@ def gc(
     ] = None,
     grace: Grace = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
+    single_writer: SingleWriter = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove the steps of a run that no rule keeps, and files of dead saves. Without a rule every step stays.
@@ -44,7 +45,8 @@ def gc(
         policy = _policy(keep_last, keep_every, keep_best or [], keep_per)
         if not dry_run and not as_json:
             say_grace(grace)
-        report = api.collect(root, keep=policy, dry_run=dry_run, grace_seconds=grace)
+        settings = settings_with(single_writer=single_writer)
+        report = api.collect(root, keep=policy, dry_run=dry_run, grace_seconds=grace, settings=settings)
         print_result(report, partial(_show, dry_run), partial(_document, dry_run), as_json=as_json)
 
 

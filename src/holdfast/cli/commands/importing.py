@@ -9,7 +9,7 @@ import typer
 
 from holdfast import api
 from holdfast.cli.ending import ended_well
-from holdfast.cli.opening import AllowRoot, AsJson, path_of, settings_with
+from holdfast.cli.opening import AllowRoot, AsJson, SingleWriter, path_of, settings_with
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, print_result
 from holdfast.errors import printable
@@ -36,6 +36,7 @@ def import_(
         ),
     ] = None,
     allow_root: AllowRoot = None,
+    single_writer: SingleWriter = False,
     as_json: AsJson = False,
 ) -> None:
     """Make a checkpoint a step of a run. Without --copy the run refers to the files of SRC, which must not change.
@@ -43,7 +44,7 @@ def import_(
     Every byte is read once, to compute digests.
     """
     with ended_well():
-        settings = settings_with(allow_root)
+        settings = settings_with(allow_root, single_writer=single_writer)
         src = path_of(src, from_step)
         with shown_progress("importing") as bar:
             report = api.import_checkpoint(src, root, step=step, copy=copied, settings=settings, observer=bar)

@@ -9,7 +9,7 @@ import typer
 
 from holdfast import api
 from holdfast.cli.ending import DAMAGED, ended_well
-from holdfast.cli.opening import AllowRoot, AsJson, settings_with
+from holdfast.cli.opening import AllowRoot, AsJson, SingleWriter, settings_with
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, print_result
 from holdfast.errors import printable
@@ -32,6 +32,7 @@ def repair(
         bool, typer.Option("--unfinished", help="With --step: accept a fenced step, if all of it is intact.")
     ] = False,
     allow_root: AllowRoot = None,
+    single_writer: SingleWriter = False,
     as_json: AsJson = False,
 ) -> None:
     """Rebuild damaged manifests and indexes whose content digests prove, and print what is lost.
@@ -39,7 +40,7 @@ def repair(
     The exit status is 0 if nothing is damaged any more, else 1.
     """
     with ended_well():
-        settings = settings_with(allow_root)
+        settings = settings_with(allow_root, single_writer=single_writer)
         with shown_progress("reading back") as bar:
             report = api.repair(path, step, dry_run=dry_run, unfinished=unfinished, observer=bar, settings=settings)
         print_result(report, partial(_show, dry_run), partial(_document, dry_run), as_json=as_json)

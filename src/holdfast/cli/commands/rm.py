@@ -9,7 +9,7 @@ import typer
 
 from holdfast import api
 from holdfast.cli.ending import NOT_DONE, ended_well
-from holdfast.cli.opening import AsJson, Grace, Root, say_grace
+from holdfast.cli.opening import AsJson, Grace, Root, SingleWriter, say_grace, settings_with
 from holdfast.cli.screen import Screen, attributes, print_result
 from holdfast.errors import printable
 from holdfast.telemetry.log_lines import shown_bytes
@@ -27,6 +27,7 @@ def rm(
     ] = False,
     grace: Grace = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
+    single_writer: SingleWriter = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove steps of a run. Packs that other steps refer to stay.
@@ -38,7 +39,15 @@ def rm(
     with ended_well():
         if not dry_run and not as_json:
             say_grace(grace)
-        report = api.remove_steps(root, steps, tagged=tagged, all_steps=all_steps, dry_run=dry_run, grace_seconds=grace)
+        report = api.remove_steps(
+            root,
+            steps,
+            tagged=tagged,
+            all_steps=all_steps,
+            dry_run=dry_run,
+            grace_seconds=grace,
+            settings=settings_with(single_writer=single_writer),
+        )
         print_result(report, partial(_show, dry_run), partial(_document, dry_run), as_json=as_json)
         if report.left and not dry_run:
             raise typer.Exit(NOT_DONE)

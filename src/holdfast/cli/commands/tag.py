@@ -9,7 +9,7 @@ import typer
 from holdfast import api
 from holdfast.cli.commands.ls import shown_time
 from holdfast.cli.ending import ended_well
-from holdfast.cli.opening import Root
+from holdfast.cli.opening import Root, SingleWriter, settings_with
 from holdfast.cli.screen import Screen, print_result
 from holdfast.errors import InvalidError, printable
 
@@ -31,18 +31,20 @@ def tag(
         str | None, typer.Option("--remove", metavar="NAME", help="Remove this name; the step stays.")
     ] = None,
     move: Annotated[bool, typer.Option("--move", help="Move the name if another step has it.")] = False,
+    single_writer: SingleWriter = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the tags as JSON.")] = False,
 ) -> None:
     """Name a step of a run, remove a name, or list all names."""
     with ended_well():
+        settings = settings_with(single_writer=single_writer)
         if remove is not None:
             if step is not None or move:
                 raise InvalidError("--remove takes the name alone; expected: holdfast tag ROOT --remove NAME")
-            api.untag(root, remove)
+            api.untag(root, remove, settings=settings)
         elif step is not None:
             if name is None:
                 raise InvalidError(f"step {step}: no name; expected: holdfast tag ROOT STEP NAME")
-            api.tag(root, step, name, move=move)
+            api.tag(root, step, name, move=move, settings=settings)
         if as_json or (step is None and remove is None):
             print_result(api.list_steps(root), _show, _document, as_json=as_json)
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from holdfast.checkpoint.location import require_no_checkpoint
 from holdfast.clock import Clock
-from holdfast.errors import MissingError
+from holdfast.errors import InvalidError, MissingError
 from holdfast.leases.writer import WriterLease
 from holdfast.offline.links.shared_packs import (
     Names,
@@ -77,6 +77,7 @@ class Relinking:
         Raises:
             MissingError: There is no run.
             ConflictError: A job writes to the run.
+            InvalidError: It is in a store of objects, which have no links.
             UnavailableError: Storage failed; the same call continues.
         """
         store = self._store
@@ -84,6 +85,11 @@ class Relinking:
         run_id = read_run_id(store)
         if run_id is None:
             raise MissingError(f"{store.url}: no root of a run; expected a folder that holds holdfast.json")
+        if store.object_bytes_max is not None:
+            raise InvalidError(
+                f"{store.url}: objects have no links, and a run has each pack once there; expected a run on a file "
+                "system. There is nothing to link: `holdfast cp` makes links where it copies to a disk"
+            )
         try:
             if not self._dry_run:
                 self._writer_lease.hold(run_id)

@@ -1,9 +1,9 @@
 """Objects larger than one request: sent in parts, which the server joins (S3).
 
-    begun       The server has given an id. A process that is killed leaves the parts: nobody sees them, and they are
-                paid for. `abort` of another process finds the id in a listing of uploads, and removes them.
-    completed   The object is there, whole. Its parts are gone.
-    aborted     Nothing is there.
+begun       The server has given an id. A process that is killed leaves the parts: nobody sees them, and they are
+paid for. `abort` of another process finds the id in a listing of uploads, and removes them.
+completed   The object is there, whole. Its parts are gone.
+aborted     Nothing is there.
 """
 
 from __future__ import annotations
@@ -249,7 +249,9 @@ class MultipartUpload:
     def _lost(self, error: CheckpointError) -> UnavailableError:
         where = self._ledger.where
         if isinstance(error, MissingError):
-            return UnavailableError(f"could not complete {where}: another process, or a rule, has aborted it; begin again")
+            return UnavailableError(
+                f"could not complete {where}: another process, or a rule, has aborted it; begin again"
+            )
         return TemporaryError(f"could not complete {where}: another request for it is under way", may_take_effect=True)
 
     def _is_there(self, total: int) -> bool:

@@ -69,9 +69,7 @@ def test_an_object_in_parts_is_whole(objects: ObjectServer) -> None:
 
 @pytest.mark.parametrize("fault", [LOST, CUT])
 @pytest.mark.parametrize("method, part", [("POST", "?uploads="), ("PUT", "partNumber=2"), ("POST", "?uploadId=")])
-def test_a_fault_is_mended(
-    objects: ObjectServer, proxy: ObjectProxy, fault: str, method: str, part: str
-) -> None:
+def test_a_fault_is_mended(objects: ObjectServer, proxy: ObjectProxy, fault: str, method: str, part: str) -> None:
     url, left = objects.new_url(), [fault]
 
     def once(asked: Asked) -> str | None:

@@ -1,0 +1,88 @@
+"""Copies one checkpoint, or one step of a run, to a folder of its own: it needs no run around it there."""
+
+from __future__ import annotations
+
+from holdfast.checkpoint.location import CheckpointLocation, manifest_bytes_at
+from holdfast.clock import Clock
+from holdfast.errors import CorruptError
+from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
+from holdfast.format.names import MANIFEST_FILE, is_file_url
+from holdfast.offline.copying.copied_files import CopiedFile, key_alone
+from holdfast.offline.copying.copy_run import CopyReport, shown_damages
+from holdfast.offline.copying.destination import CopyDestination
+from holdfast.offline.copying.file_copies import FileCopies
+from holdfast.ports.observer import Observer
+from holdfast.ports.store import Store, Stored
+from holdfast.repository.publish import get_or_none, publish
+from holdfast.repository.reports import REPORTS_FOLDER
+from holdfast.types.manifest import FileRecord, Manifest
+
+
+class CheckpointCopy:
+    """Copies one checkpoint."""
+
+    def __init__(
+        self, location: CheckpointLocation, destination: Store, clock: Clock, observer: Observer | None = None
+    ) -> None:
+        """Read nothing yet.
+
+        Args:
+            location: The checkpoint, of Holdfast.
+            destination: A new folder, or one of an unfinished copy of this checkpoint.
+            clock: Gives random names.
+            observer: Receives progress.
+        """
+        self._location, self._observer = location, observer
+        self._destination = CopyDestination(destination, clock)
+        self._files = FileCopies(location.store, destination, clock, lambda _: location.folder)
+
+    def run(self) -> CopyReport:
+        """Copy the checkpoint.
+
+        Raises:
+            MissingError: There is none.
+            ConflictError: The destination holds something else, or a complete copy.
+            CorruptError: It is damaged. The same call continues once it is repaired.
+            UnavailableError: Storage failed; the same call continues.
+        """
+        location, destination = self._location, self._destination.store
+        data = manifest_bytes_at(location)
+        manifest = decode_manifest(data, f"{location.store.url}/{location.manifest_key}")
+        there = get_or_none(destination, MANIFEST_FILE, MANIFEST_BYTES_MAX)
+        what = f"checkpoint {manifest.digest}"
+        self._destination.claim(what, None if there is None else what if there == data else "another checkpoint")
+        report = CopyReport(destination.url, steps=1)
+        if there is None:
+            files = self._needed(manifest)
+            # Each pack is stored in the folder of its own step, or as a file under the name of a link.
+            copied = self._files.run(files, self._destination.there, False, self._observer)
+            report.take(copied)
+            damages = [damage for found in copied.damages.values() for damage in found]
+            if damages:
+                raise CorruptError(
+                    f"{location.url}: {shown_damages(damages)}. Nothing of it counts as copied: {destination.url} has "
+                    f"no manifest. Repair it (holdfast repair {location.url}) and copy again, which continues"
+                )
+            for entry in list(location.store.list(location.folder + REPORTS_FOLDER)):
+                content = get_or_none(location.store, entry.key, MANIFEST_BYTES_MAX)
+                if content is not None:
+                    self._destination.put(entry.key.removeprefix(location.folder), content)
+            publish(destination, MANIFEST_FILE, data)
+        self._destination.end()
+        return report
+
+    def _needed(self, manifest: Manifest) -> list[CopiedFile]:
+        """Return the files that the manifest names. Files of another system stay where they are."""
+        location = self._location
+        packs = location.packs_of(manifest)
+
+        def copied(record: FileRecord, stored: Stored, *, is_pack: bool) -> CopiedFile:
+            key = key_alone(manifest, record.name)
+            return CopiedFile(key, record, [(manifest, record)], is_pack, [stored])
+
+        attempt_folder = f"{location.folder}{manifest.attempt}/"
+        others = (*manifest.parts, *manifest.index_files)
+        return [
+            *(copied(pack, packs(pack.name), is_pack=True) for pack in manifest.packs if not is_file_url(pack.name)),
+            *(copied(file, Stored(location.store, attempt_folder + file.name), is_pack=False) for file in others),
+        ]

@@ -1,0 +1,98 @@
+"""The place that a copy fills: claimed for one source, so that an interrupted copy goes on and none is mixed in.
+
+empty      Nothing is there.
+claimed    `copying/run.json` says what is being copied. Nothing else may be there but what a copy stored.
+filled     Files are there, then records, then manifests.
+complete   What makes it a run or a checkpoint is there, and `copying/` is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from holdfast.clock import Clock
+from holdfast.errors import ConflictError, InvalidError, printable
+from holdfast.format.manifest import MANIFEST_BYTES_MAX
+from holdfast.offline.copying.file_copies import COPYING
+from holdfast.ports.store import KeepsUploads, Store
+from holdfast.repository.publish import get_or_none, publish
+
+logger = logging.getLogger(__name__)
+
+_CLAIM = f"{COPYING}run.json"
+_NAME_BYTES = 16
+
+
+class CopyDestination:
+    """Where one run or checkpoint is copied to."""
+
+    def __init__(self, store: Store, clock: Clock) -> None:
+        """Do no I/O.
+
+        Args:
+            store: The place.
+            clock: Gives random names.
+        """
+        self.store, self._clock = store, clock
+        self.there: dict[str, int] = {}
+        """Sizes of the objects that were there at the claim."""
+        self.makes_links = False
+        """Whether an object can have several keys there."""
+
+    def claim(self, what: str, found: str | None) -> None:
+        """Say what is copied here, in an empty place, or find that an earlier copy of it said so.
+
+        What an earlier copy was sending when it was killed is removed.
+
+        Args:
+            what: What is copied: the id of a run, or `checkpoint` with the digest of its manifest.
+            found: What is there already, complete; None if nothing.
+        Raises:
+            ConflictError: Something else is there; it was not touched.
+        """
+        store = self.store
+        claim = get_or_none(store, _CLAIM, MANIFEST_BYTES_MAX)
+        if claim is None:
+            first = next(iter(store.list("")), None)
+            if first is not None:
+                raise ConflictError(
+                    f"{store.url}: is not empty (it holds {first.key}), and no unfinished copy of this is there; "
+                    "expected a new folder. Nothing was touched. Choose another place"
+                )
+            publish(store, _CLAIM, what.encode())
+        elif claim != what.encode() or found not in (None, what):
+            begun = _shown(claim.decode(errors="replace"))
+            raise ConflictError(
+                f"{store.url}: holds an unfinished copy of {begun}, or a job has begun to save there; expected a copy "
+                f"of {_shown(what)}. Nothing was touched. Choose another place"
+            )
+        self._abort_uploads()
+        self.there = {entry.key: entry.bytes for entry in store.list("")}
+        store.delete([key for key in self.there if key.startswith(COPYING) and key != _CLAIM])
+        self.makes_links = store.link(_CLAIM, f"{COPYING}{self._clock.random_bytes(_NAME_BYTES).hex()}")
+
+    def _abort_uploads(self) -> None:
+        """Remove uploads that a killed copy left: everything under a claimed place is of this copy."""
+        if isinstance(self.store, KeepsUploads):
+            try:
+                self.store.abort_uploads("", lambda key: True)
+            except InvalidError as error:
+                logger.warning("uploads that a killed copy may have left were not looked for: %s", error)
+
+    def put(self, key: str, data: bytes) -> None:
+        """Store a record or manifest, in place of what an earlier call of the same copy stored."""
+        if key in self.there:
+            seen = get_or_none(self.store, key, MANIFEST_BYTES_MAX)
+            self.store.replace(key, data, seen)
+        else:
+            publish(self.store, key, data)
+
+    def end(self) -> None:
+        """Remove the claim: the copy is complete."""
+        store = self.store
+        rest = [entry.key for entry in store.list(COPYING) if entry.key != _CLAIM]
+        store.delete([*rest, _CLAIM])
+
+
+def _shown(what: str) -> str:
+    return printable(what[:100] if what.startswith("checkpoint ") else f"run {what[:100]}")

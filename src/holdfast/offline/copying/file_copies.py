@@ -1,0 +1,301 @@
+"""Copies files side by side: each is proven before it is complete, and what is complete already is not copied again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+
+from holdfast.checkpoint.verify import Damage
+from holdfast.clock import Clock
+from holdfast.engine.buffers import allocate_aligned
+from holdfast.engine.parallel_map import WorkerThreads
+from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError, UnavailableError
+from holdfast.format.index.index_file import decode_index
+from holdfast.format.names import step_folder
+from holdfast.offline.copying.copied_files import CopiedFile
+from holdfast.offline.copying.proof import ContentProof, NoProof, PackProof, Proof, damages_of_pack
+from holdfast.ports.observer import ByteProgress, Observer
+from holdfast.ports.store import Store, Stored, read_range
+from holdfast.repository.catalog import read_file, read_index
+from holdfast.settings import MIB, PAGE_BYTES
+from holdfast.types.manifest import Manifest
+
+COPYING = "copying/"
+"""Folder under the destination for what is not complete."""
+
+_FILES_AT_ONCE = 8
+_WINDOW_BYTES = 8 * MIB
+_PARTS_MAX = 8_000
+"""Parts of one file: fewer than any store takes."""
+
+_NAME_BYTES = 16
+_READS_MAX = 2
+"""How often a file is read whose bytes are refuted: a bit may flip on the way too."""
+
+
+@dataclass(slots=True)
+class Copied:
+    """What has been copied."""
+
+    keys: set[str] = field(default_factory=set)
+    """Keys of files that are at the destination, complete."""
+
+    files: int = 0
+    """Files that this call copied."""
+
+    bytes: int = 0
+    """Their bytes."""
+
+    linked: int = 0
+    """Further keys that were linked."""
+
+    duplicated: int = 0
+    """Further keys that the destination refused to link; each has a copy of its own."""
+
+    damages: dict[str, list[Damage]] = field(default_factory=dict)
+    """Damage of files that were not copied, by key."""
+
+
+class FileCopies:
+    """Copies the files of one run or checkpoint."""
+
+    def __init__(self, source: Store, destination: Store, clock: Clock, folder_of: Callable[[Manifest], str]) -> None:
+        """Do no I/O.
+
+        Args:
+            source, destination: From where and to where.
+            clock: Gives random names.
+            folder_of: Returns the folder of a manifest's checkpoint in the source.
+        """
+        self._source, self._destination, self._clock, self._folder_of = source, destination, clock, folder_of
+        self._lock = threading.Lock()
+        self._index_lock = threading.Lock()
+        self._chunk_bytes: dict[str, int] = {}
+        self._failure: BaseException | None = None
+        self._is_over = False
+        self._progress = ByteProgress(0, None)
+        self.copied = Copied()
+
+    def run(self, files: Iterable[CopiedFile], there: dict[str, int], links: bool, observer: Observer | None) -> Copied:
+        """Copy files; return what is there afterwards.
+
+        Ctrl-C waits for the requests under way, so that nothing of an unfinished upload stays.
+
+        Args:
+            files: The files.
+            there: Sizes of the objects that are at the destination, by key.
+            links: Whether the destination makes links.
+            observer: Receives progress.
+        Raises:
+            UnavailableError: Storage failed; the same call continues.
+        """
+        waiting = list(files)
+        self._progress = ByteProgress(sum(file.record.bytes for file in waiting), observer)
+        threads = WorkerThreads(_FILES_AT_ONCE, "holdfast-copy")
+        try:
+            for file in waiting:
+                threads.begin(partial(self._copy_or_stop, file, there, links))
+            threads.join()
+        finally:
+            self._is_over = True
+            threads.join()
+        if self._failure is not None:
+            raise self._failure
+        return self.copied
+
+    def _copy_or_stop(self, file: CopiedFile, there: dict[str, int], links: bool) -> None:
+        if self._is_over:
+            return
+        try:
+            keys = self._keys_of(file, links)
+            first, *others = keys
+            if self._is_there(file, first, there) or self._copy_from_any(file, first):
+                with self._lock:
+                    self.copied.keys.add(first)
+                for key in others:
+                    self._link(file, first, key, there)
+            self._add(file.record.bytes if first in there else 0)
+        except BaseException as error:  # noqa: BLE001 - raised by `run`, on the thread of the caller
+            with self._lock:
+                self._failure = self._failure or error
+            self._is_over = True
+
+    def _keys_of(self, file: CopiedFile, links: bool) -> list[str]:
+        """Return the keys that a file gets. Where there are no links it has one, in the folder of its own step."""
+        if not links or not file.links:
+            return [file.key]
+        try:
+            self._source.size(file.key)
+        except (MissingError, InvalidError):
+            # Its own step is gone. With links no other step needs that folder.
+            return list(file.links)
+        return [file.key, *file.links]
+
+    def _is_there(self, file: CopiedFile, key: str, there: dict[str, int]) -> bool:
+        """Return whether a file is complete at the destination. One of another size was never complete."""
+        if key not in there:
+            return False
+        if there[key] == file.record.bytes:
+            return True
+        self._destination.delete([key])
+        del there[key]
+        return False
+
+    def _link(self, file: CopiedFile, first: str, key: str, there: dict[str, int]) -> None:
+        if self._is_there(file, key, there):
+            with self._lock:
+                self.copied.keys.add(key)
+        elif self._destination.link(first, key):
+            with self._lock:
+                self.copied.linked += 1
+                self.copied.keys.add(key)
+        elif self._copy_from_any(file, key):
+            with self._lock:
+                self.copied.duplicated += 1
+                self.copied.keys.add(key)
+
+    def _copy_from_any(self, file: CopiedFile, key: str) -> bool:
+        """Copy a file from the first of its places that has what was saved; return whether there is one."""
+        damages: list[Damage] = []
+        for stored in file.sources:
+            where = f"{stored.files.url}/{stored.key}"
+            try:
+                size = stored.files.size(stored.key)
+            except (MissingError, InvalidError) as error:
+                if stored is file.sources[0]:
+                    damages.append(Damage(where, None, None, None, str(error)))
+                continue
+            if size != file.record.bytes:
+                damages.append(Damage(where, None, None, None, f"{size} bytes; expected {file.record.bytes}"))
+            elif any(self._is_copied(file, stored, key) for _ in range(_READS_MAX)):
+                return True
+            else:
+                damages += self._named_damages(file, stored)
+        with self._lock:
+            self.copied.damages[file.key] = damages
+        return False
+
+    def _is_copied(self, file: CopiedFile, stored: Stored, key: str) -> bool:
+        """Copy a file from one place; return False if it has vanished, or if its bytes are not what was saved."""
+        record = file.record
+        try:
+            proof = self._proof_of(file, stored)
+        except CorruptError:
+            return False
+        # A store of objects shows none before it is whole. A file has its final name only once it is complete.
+        is_whole_at_once = self._destination.object_bytes_max is not None
+        name = key if is_whole_at_once else f"{COPYING}{self._clock.random_bytes(_NAME_BYTES).hex()}"
+        try:
+            if not self._uploaded(stored, name, record.bytes, record.digest, proof):
+                return False
+            if not is_whole_at_once:
+                self._destination.move(name, key)
+        except MissingError:
+            if _exists(stored):
+                raise  # Something removed what was stored in the destination.
+            return False
+        with self._lock:
+            self.copied.files += 1
+            self.copied.bytes += record.bytes
+        return True
+
+    def _uploaded(self, stored: Stored, name: str, size: int, digest: str, proof: Proof) -> bool:
+        """Upload a file from one place, and prove it on the way; return False if its bytes are refuted."""
+        pages = -(-size // (_PARTS_MAX * PAGE_BYTES))
+        part_bytes = max(_WINDOW_BYTES, pages * PAGE_BYTES)
+        buffer: memoryview | None = None
+        upload = self._destination.upload(name, size, part_bytes)
+        sent = 0
+        try:
+            for start in range(0, size, part_bytes):
+                if self._is_over:
+                    raise UnavailableError(
+                        f"{self._destination.url}/{name}: another file failed, or the copy was ended"
+                    )
+                stop = min(start + part_bytes, size)
+                data = upload.room(start, stop - start)
+                if data is None:
+                    buffer = buffer if buffer is not None else allocate_aligned(part_bytes + PAGE_BYTES)
+                    data = read_range(stored.files, stored.key, start, stop, buffer)
+                else:
+                    stored.files.read_into(stored.key, [(start, stop)], [data])
+                proof.take(data)
+                upload.write(start, data)
+                sent += stop - start
+                self._add(stop - start)
+            if not proof.holds(digest):
+                upload.abort()
+                self._add(-sent)
+                return False
+            upload.complete()
+        except CorruptError:
+            upload.abort()
+            self._add(-sent)
+            return False
+        except BaseException:
+            upload.abort()
+            raise
+        return True
+
+    def _proof_of(self, file: CopiedFile, stored: Stored) -> Proof:
+        """Return what proves a file.
+
+        Raises:
+            CorruptError: A pack, and the index of no manifest that names it can be read.
+        """
+        if not file.is_pack:
+            return ContentProof() if file.record.digest else NoProof()
+        failure: CheckpointError | None = None
+        for manifest, record in file.named_by:
+            try:
+                return PackProof(record.name, self._chunk_bytes_of(manifest), f"{stored.files.url}/{stored.key}")
+            except (CorruptError, MissingError) as error:
+                failure = failure or error
+        raise CorruptError(f"{stored.files.url}/{stored.key}: cannot be proven: {failure}") from failure
+
+    def _chunk_bytes_of(self, manifest: Manifest) -> int:
+        """Return the bytes of a chunk in the packs of a manifest, read once."""
+        with self._index_lock:
+            if manifest.digest not in self._chunk_bytes:
+                if not manifest.indexes:
+                    raise CorruptError(f"{self._source.url}: the manifest of step {manifest.step} names no index")
+                folder, first = self._folder_of(manifest), manifest.indexes[0]
+                data = read_file(self._source, folder, manifest.attempt, first)
+                where = f"{self._source.url}/{folder}{manifest.attempt}/{first.name}"
+                self._chunk_bytes[manifest.digest] = decode_index(data, where).chunk_bytes
+            return self._chunk_bytes[manifest.digest]
+
+    def _named_damages(self, file: CopiedFile, stored: Stored) -> list[Damage]:
+        """Return what is wrong with a file, as closely as can be said."""
+        where = f"{stored.files.url}/{stored.key}"
+        message = f"the content does not hash to {file.record.digest}, as the manifest says"
+        for manifest, record in file.named_by if file.is_pack else ():
+            try:
+                index = read_index(self._source, self._folder_of(manifest), manifest)
+                found = damages_of_pack(stored, record, index)
+            except CheckpointError as error:
+                message = str(error)
+                continue
+            if found:
+                return found
+        return [Damage(where, None, None, None, message)]
+
+    def _add(self, count: int) -> None:
+        with self._lock:
+            self._progress.add(count)
+
+
+def folder_in_run(manifest: Manifest) -> str:
+    """Return the folder of a step."""
+    assert manifest.step is not None, "a manifest of a run has a step"
+    return step_folder(manifest.step)
+
+
+def _exists(stored: Stored) -> bool:
+    try:
+        stored.files.size(stored.key)
+    except MissingError:
+        return False
+    return True
