@@ -57,6 +57,11 @@ def step_path(root: Path, step: int) -> Path:
     return root / step_folder(step).rstrip("/")
 
 
+def step_at(root: Path | str, step: int) -> str:
+    """Return the path or URL of a step."""
+    return f"{root}/{step_folder(step).rstrip('/')}"
+
+
 def ran(*command: object) -> str:
     """Run a command as a shell does; return what it prints."""
     ended = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
@@ -69,7 +74,7 @@ def used_bytes(folder: Path) -> int:
     return int(ran("du", "-s", "--block-size=1", folder).split()[0])
 
 
-def require_step(path: Path, step: int) -> None:
+def require_step(path: Path | str, step: int) -> None:
     """Require that a path loads as a step of the run, bit for bit, and that every byte of it verifies."""
     loaded: dict[str, object] = {
         key: torch.full_like(value, 9) if isinstance(value, torch.Tensor) else {"step": 0}
@@ -85,7 +90,7 @@ def require_step(path: Path, step: int) -> None:
     assert list(holdfast.open_checkpoint(path).verify()) == []
 
 
-def require_resumes(root: Path, step: int) -> None:
+def require_resumes(root: Path | str, step: int) -> None:
     """Require that training resumes from a step, and that its next save and a collection lose nothing."""
     state = state_at(0)
     soon = Settings(collect_grace_seconds=0.1)
@@ -95,4 +100,4 @@ def require_resumes(root: Path, step: int) -> None:
         manager.save(step + 1, state_at(step + 1)).wait()
     api.collect(root, keep=LatestN(1), grace_seconds=0.0)
     assert [record.step for record in api.list_steps(root).steps if record.committed] == [step + 1]
-    require_step(step_path(root, step + 1), step + 1)
+    require_step(step_at(root, step + 1), step + 1)

@@ -10,7 +10,7 @@ import typer
 from holdfast import api, policies
 from holdfast.cli.ending import ended_well
 from holdfast.cli.opening import AsJson, Grace, Root, SingleWriter, say_grace, settings_with
-from holdfast.cli.screen import Screen, attributes, print_result
+from holdfast.cli.screen import Screen, attributes, counted, print_result
 from holdfast.errors import InvalidError, printable
 from holdfast.telemetry.log_lines import shown_bytes
 
@@ -77,12 +77,13 @@ def _show(dry_run: bool, screen: Screen, report: api.CollectReport) -> None:
         screen.table(_COLUMNS, [[str(step), printable(", ".join(why))] for step, why in report.reasons.items()])
     verb = "would be removed" if dry_run else "removed"
     steps = f"steps {', '.join(map(str, report.steps))}" if report.steps else "no step"
-    screen.line(f"{verb}: {steps}; {report.files} files, {shown_bytes(report.bytes)}")
+    uploads = f"; {counted(report.uploads, 'unfinished upload')}" if report.uploads else ""
+    screen.line(f"{verb}: {steps}; {report.files} files, {shown_bytes(report.bytes)}{uploads}")
 
 
 def _document(dry_run: bool, report: api.CollectReport) -> dict[str, object]:
     return {
         "dry_run": dry_run,
         "kept": {str(step): why for step, why in report.reasons.items()},
-        "removed": attributes(report, "steps", "files", "bytes"),
+        "removed": attributes(report, "steps", "files", "bytes", "uploads"),
     }

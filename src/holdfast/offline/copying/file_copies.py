@@ -71,6 +71,9 @@ class FileCopies:
         """
         self._source, self._destination, self._clock, self._folder_of = source, destination, clock, folder_of
         self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._ended = 0
+        """Files that a thread is done with."""
         self._index_lock = threading.Lock()
         self._chunk_bytes: dict[str, int] = {}
         self._failure: BaseException | None = None
@@ -94,21 +97,29 @@ class FileCopies:
         waiting = list(files)
         self._progress = ByteProgress(sum(file.record.bytes for file in waiting), observer)
         threads = WorkerThreads(_FILES_AT_ONCE, "holdfast-copy")
+        begun = 0
         try:
             for file in waiting:
                 threads.begin(partial(self._copy_or_stop, file, there, links))
-            threads.join()
+                begun += 1
+            self._wait_for(begun)
         finally:
             self._is_over = True
-            threads.join()
+            # Not `Thread.join`: once Ctrl-C has interrupted it, it takes a thread that goes on for one that has ended.
+            self._wait_for(begun)
+            threads.end()
         if self._failure is not None:
             raise self._failure
         return self.copied
 
+    def _wait_for(self, begun: int) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended >= begun)
+
     def _copy_or_stop(self, file: CopiedFile, there: dict[str, int], links: bool) -> None:
-        if self._is_over:
-            return
         try:
+            if self._is_over:
+                return
             keys = self._keys_of(file, links)
             first, *others = keys
             if self._is_there(file, first, there) or self._copy_from_any(file, first):
@@ -121,6 +132,10 @@ class FileCopies:
             with self._lock:
                 self._failure = self._failure or error
             self._is_over = True
+        finally:
+            with self._changed:
+                self._ended += 1
+                self._changed.notify_all()
 
     def _keys_of(self, file: CopiedFile, links: bool) -> list[str]:
         """Return the keys that a file gets. Where there are no links it has one, in the folder of its own step."""

@@ -51,6 +51,7 @@ from holdfast.runs.collection.chosen_steps import (
 from holdfast.runs.collection.inventory import Found, Inventory, ended_in
 from holdfast.runs.collection.pins import Pins
 from holdfast.runs.collection.retention import KeptFacts, kept
+from holdfast.runs.collection.uploads import uploads_removed
 from holdfast.runs.known_steps import KnownSteps
 from holdfast.runs.torn_steps import torn_steps
 from holdfast.types.epoch import Fence
@@ -84,6 +85,9 @@ class CollectReport:
 
     protected: Mapping[StepAndDigest, tuple[str, ...]] = field(default_factory=dict)
     """Chosen steps, by number and digest, that stay for now, each with the reasons."""
+
+    uploads: int = 0
+    """Uploads in parts that were never ended, and are gone or would be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,7 +458,7 @@ def planned(store: Store, clock: Clock, keep: KeepPolicy | None, choice: ChosenN
         CheckpointError: As `CheckpointGC.survey`.
     """
     survey = CheckpointGC(store, clock, keep, None, choice=choice).survey()
-    return _report(survey, survey.unreferenced)
+    return replace(_report(survey, survey.unreferenced), uploads=uploads_removed(store, dry_run=True))
 
 
 def collected(
@@ -476,7 +480,7 @@ def collected(
         collector.await_readers()
         report = collector.collect(grace_seconds, wait)
         assert report is not None, "nobody gives it up"
-        return report
+        return replace(report, uploads=uploads_removed(store))
 
 
 def require_run(store: Store) -> str:

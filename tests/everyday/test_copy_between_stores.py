@@ -1,0 +1,304 @@
+"""Someone copies runs and checkpoints between disks and object stores, is interrupted, and works with the copies."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast import api
+from holdfast.clock import SystemClock
+from holdfast.errors import ConflictError, CorruptError
+from holdfast.format.names import step_folder
+from holdfast.offline.copying.copy_run import RunCopy
+from holdfast.settings import MIB, ObjectSettings, Settings
+from holdfast.stores.local import LocalStore
+from holdfast.stores.objects.store import ObjectStore
+from holdfast.stores.wrappers.retrying import RetryingStore
+from tests.everyday.frozen_run import (
+    FROZEN_BYTES,
+    STEPS,
+    require_resumes,
+    require_step,
+    state_at,
+    step_at,
+    step_path,
+    used_bytes,
+)
+from tests.object_proxy import CUT, Asked, object_proxy
+from tests.object_server import BUCKET, ObjectServer
+from tests.unit.cli.running import command as separate_command
+from tests.unit.cli.running import holdfast as command
+
+HELD: dict[str, torch.Tensor] = {"weights": torch.arange(3.0 * MIB), "bias": torch.ones(5)}
+"""A state of 12 MiB: one pack of a disk, in several parts."""
+
+
+@pytest.fixture
+def server(objects: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> ObjectServer:
+    """Return the server, which is found by the variables alone."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", objects.endpoint)
+    return objects
+
+
+def uploads(server: ObjectServer, url: str) -> list[str]:
+    """Return the keys of uploads that nobody has ended, by boto3."""
+    prefix = url.removeprefix(f"s3://{BUCKET}/") + "/"
+    found = server.client().list_multipart_uploads(Bucket=BUCKET, Prefix=prefix).get("Uploads", [])
+    return [each["Key"].removeprefix(prefix) for each in found]
+
+
+def test_a_run_goes_to_an_object_store_to_another_and_back(run: Path, server: ObjectServer, tmp_path: Path) -> None:
+    api.tag(run, 2, "best")
+    first, second, back = server.new_url(), server.new_url(), tmp_path / "back"
+    for source, destination in ((run, first), (first, second), (second, back)):
+        ended = command("cp", source, destination)
+        assert (ended.status, ended.err) == (0, "") and ended.out.startswith("3 steps: copied ")
+        assert api.list_steps(destination).run_id == api.list_steps(run).run_id
+        assert [record.tags for record in api.list_steps(destination).steps] == [(), ("best",), ()]
+        for step in STEPS:
+            compared = command("diff", step_at(run, step), step_at(destination, step))
+            assert compared.status == 0, compared.out
+    keys = server.keys(second)
+    assert keys == server.keys(first) and not [key for key in keys if key.endswith(".link") or "copying" in key]
+    # Each pack once on an object store, and under its links on a disk.
+    assert sum(key.endswith(".safetensors") for key in keys) == len(list(run.rglob("*.safetensors")))
+    assert abs(used_bytes(back) - used_bytes(run)) < FROZEN_BYTES / 4
+    assert [record.stands_alone for record in api.list_steps(back).steps] == [True] * 3
+    require_resumes(second, 3)
+    require_resumes(back, 3)
+
+
+def test_one_checkpoint_goes_with_all_that_it_needs(run: Path, server: ObjectServer, tmp_path: Path) -> None:
+    url, again = server.new_url(), server.new_url()
+    document = command("cp", run, url, "--step", "3", "--json").json()
+    assert (document["root"], document["steps"], document["damages"]) == (url, 1, [])
+    require_step(url, 3)
+    holdfast.save(f"{again}/saved", state_at(7), process_group=False)
+    api.copy_checkpoint(f"{again}/saved", tmp_path / "saved")
+    require_step(tmp_path / "saved", 7)
+    api.copy_checkpoint(url, f"{again}/copy")
+    assert [key for key in server.keys(f"{again}/copy") if "report" not in key] == [
+        key for key in server.keys(url) if "report" not in key
+    ]
+    with pytest.raises(ConflictError, match="is not empty"):
+        api.copy_checkpoint(url, tmp_path / "saved")
+
+
+@pytest.mark.parametrize("is_remote", [False, True], ids=["disk", "s3"])
+def test_damage_is_named_and_not_copied(run: Path, server: ObjectServer, tmp_path: Path, is_remote: bool) -> None:
+    source: Path | str = run
+    (pack,) = step_path(run, 3).glob("*/r00000.safetensors")
+    key = pack.relative_to(run).as_posix()
+    if is_remote:
+        source = server.new_url()
+        api.copy_run(run, source)
+    data = bytearray(pack.read_bytes())
+    data[-1] ^= 1
+    if is_remote:
+        server.client().put_object(Bucket=BUCKET, Key=f"{source}/{key}".removeprefix(f"s3://{BUCKET}/"), Body=data)
+    else:
+        pack.write_bytes(data)
+    destination = server.new_url()
+    ended = command("cp", source, destination)
+    assert ended.status == 1
+    assert re.search(rf"damaged steps \[3\]: .*{key} bytes \[\d+, {len(data)}\) of head: chunk hashes to", ended.err)
+    assert not [each for each in server.keys(destination) if each.startswith(key) or "003/manifest" in each]
+    assert "holdfast.json" not in server.keys(destination)
+    document = command("cp", source, destination, "--skip-damaged", "--json").json()
+    assert (document["steps"], document["files"], document["left_out"]) == (2, 0, [3])
+    assert [(each["tensor"], each["stop"]) for each in document["damages"]] == [("head", len(data))]
+    for step in (1, 2):
+        require_step(step_at(destination, step), step)
+
+
+def test_a_bit_that_flips_on_the_way_once_is_no_damage(run: Path, server: ObjectServer, tmp_path: Path) -> None:
+    class Flipping(LocalStore):
+        flips = 1
+
+        def read_into(self, key, ranges, buffers, on_range=None):  # type: ignore[no-untyped-def]
+            super().read_into(key, ranges, buffers, on_range)
+            if key.endswith(".safetensors") and self.flips:
+                self.flips -= 1
+                buffers[0][-1] ^= 1
+
+    destination = ObjectStore(server.new_url(), settings=server.settings())
+    source = Flipping(run, settings=Settings())
+    assert RunCopy(source, destination, SystemClock()).run().steps == 3
+    assert source.flips == 0
+    for step in STEPS:
+        require_step(step_at(destination.url, step), step)
+
+
+def test_a_copy_that_is_killed_or_interrupted_goes_on(run: Path, server: ObjectServer) -> None:
+    url = server.new_url()
+    begun: dict[str, int] = {}
+    sent: list[str] = []
+
+    def end(asked: Asked) -> str | None:
+        if asked.method == "PUT":
+            sent.append(asked.path.partition(url.rpartition("/")[2])[2].lstrip("/"))
+            begun["left"] = begun.get("left", 0) - 1
+            if begun["left"] == 0:
+                os.kill(begun["pid"], begun["signal"])
+                return CUT
+        return None
+
+    def copied(endpoint: str, left: int, how: signal.Signals) -> int:
+        begun.update(left=0, signal=how)
+        process = subprocess.Popen(
+            separate_command("cp", run, url), env=os.environ | {"AWS_ENDPOINT_URL": endpoint}, stderr=subprocess.PIPE
+        )
+        begun.update(left=left, pid=process.pid)
+        process.communicate(timeout=120)
+        return process.returncode
+
+    with object_proxy(server.endpoint) as proxy:
+        proxy.rule = end
+        # The claim, and a few files of nine.
+        assert copied(proxy.endpoint, 6, signal.SIGKILL) == -signal.SIGKILL
+        there = set(server.keys(url))
+        sent.clear()
+        assert copied(proxy.endpoint, 1, signal.SIGINT) == 130
+        assert copied(proxy.endpoint, -1, signal.SIGINT) == 0
+    files = {key for key in sent if key.endswith((".safetensors", ".msgpack"))}
+    assert files and not files & there, "what was there is not sent again"
+    for step in STEPS:
+        require_step(step_at(url, step), step)
+    assert uploads(server, url) == []
+
+
+_LARGE = """
+import sys
+from holdfast.clock import SystemClock
+from holdfast.offline.copying.copy_run import RunCopy
+from holdfast.settings import MIB, Settings
+from holdfast.stores.local import LocalStore
+from holdfast.stores.objects.store import ObjectStore
+from holdfast.stores.wrappers.retrying import RetryingStore
+store = ObjectStore(sys.argv[2], settings=Settings())
+store.object_bytes_max = 5 * MIB
+RunCopy(LocalStore(sys.argv[1], settings=Settings()), RetryingStore(store, Settings()), SystemClock()).run()
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_a_large_object_leaves_no_parts_behind(server: ObjectServer, tmp_path: Path, how: signal.Signals) -> None:
+    with holdfast.CheckpointManager(tmp_path / "run", process_group=False) as manager:
+        manager.save(1, dict(HELD)).wait()
+    url = server.new_url()
+    ending = {"pid": 0}
+
+    def end(asked: Asked) -> str | None:
+        if "partNumber=2" in asked.path and ending["pid"]:
+            os.kill(ending.pop("pid"), how)
+            ending["pid"] = 0
+        return None
+
+    def copied(endpoint: str, begun: Callable[[int], None] = lambda pid: None) -> int:
+        process = subprocess.Popen(
+            [*separate_command()[:1], "-c", _LARGE, str(tmp_path / "run"), url],
+            env=os.environ | {"AWS_ENDPOINT_URL": endpoint},
+            stderr=subprocess.DEVNULL,
+        )
+        begun(process.pid)
+        return process.wait(timeout=120)
+
+    with object_proxy(server.endpoint) as proxy:
+        proxy.rule = end
+        assert copied(proxy.endpoint, lambda pid: ending.update(pid=pid)) != 0
+        begun = uploads(server, url)
+        assert (len(begun) == 1 and begun[0].endswith(".safetensors")) == (how == signal.SIGKILL)
+        assert copied(server.endpoint) == 0
+    assert uploads(server, url) == []
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in HELD.items()}
+    holdfast.load(step_at(url, 1), loaded, process_group=False)
+    assert all(torch.equal(loaded[name], HELD[name]) for name in HELD)
+
+
+def test_gc_removes_uploads_that_nobody_ended(run: Path, server: ObjectServer) -> None:
+    url = server.new_url()
+    api.copy_run(run, url)
+    prefix = url.removeprefix(f"s3://{BUCKET}/")
+    attempt = next(key for key in server.keys(url) if key.endswith(".safetensors")).rpartition("/")[0]
+    for key in (f"{attempt}/r00009.safetensors", "notes/of-mine"):
+        server.client().create_multipart_upload(Bucket=BUCKET, Key=f"{prefix}/{key}")
+    assert command("gc", url, "--dry-run", "--json").json()["removed"]["uploads"] == 1
+    assert command("gc", url, "--grace", "0").out.endswith("; 1 unfinished upload\n")
+    assert uploads(server, url) == ["notes/of-mine"]
+
+
+def test_the_other_verbs_on_an_object_store(run: Path, server: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = server.new_url()
+    api.copy_run(run, url)
+    client, prefix = server.client(), url.removeprefix(f"s3://{BUCKET}/")
+    ended = command("relink", url)
+    assert ended.status == 2 and "objects have no links" in ended.err
+    assert command("tag", url, "3", "best").status == 0 and command("tag", url, "2", "best", "--move").status == 0
+    assert command("diff", step_at(url, 1), step_at(url, 3)).status == 1
+    # A bit of a manifest and a whole index are lost, and rebuilt from what the ranks wrote.
+    key = f"{prefix}/{step_folder(3)}manifest.json"
+    data = bytearray(client.get_object(Bucket=BUCKET, Key=key)["Body"].read())
+    data[len(data) // 2] ^= 4
+    client.put_object(Bucket=BUCKET, Key=key, Body=data)
+    index = next(each for each in server.keys(url) if each.startswith(step_folder(2)) and "index-" in each)
+    client.delete_object(Bucket=BUCKET, Key=f"{prefix}/{index}")
+    assert command("repair", url, "--dry-run").status == 0
+    report = command("repair", url, "--json").json()
+    assert [(step["step"], step["outcome"]) for step in report["steps"]] == [(2, "repaired"), (3, "repaired")]
+    assert any(each.startswith("quarantine/") for each in server.keys(url))
+    for step in STEPS:
+        require_step(step_at(url, step), step)
+    assert command("rm", url, "1", "--grace", "0").status == 0
+    for step in (2, 3):
+        require_step(step_at(url, step), step)
+    assert [record.step for record in api.list_steps(url).steps if record.committed] == [2, 3]
+
+
+def test_one_writer_is_promised_on_the_command_line(
+    run: Path, objects: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lies(asked: Asked) -> None:
+        asked.headers.pop("if-none-match", None)
+
+    with object_proxy(objects.endpoint) as proxy:
+        proxy.rule = lies
+        monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
+        url = objects.new_url()
+        refused = command("cp", run, url)
+        assert refused.status == 2 and "let two writers create one object" in refused.err
+        assert objects.keys(url) == []
+        assert command("cp", run, url, "--single-writer").status == 0
+        for arguments in (("tag", url, "3", "best"), ("gc", url, "--keep-last", "2", "--grace", "0"), ("repair", url)):
+            assert command(*arguments, "--single-writer").status == 0
+    settings = Settings(object_store=ObjectSettings(endpoint=objects.endpoint))
+    assert list(holdfast.open_checkpoint(url, step="best", settings=settings).verify()) == []
+
+
+def test_memory_for_objects_on_their_way_is_bounded(run: Path, server: ObjectServer) -> None:
+    """With memory for one object at a time the copy still ends."""
+    settings = Settings(object_bytes_in_flight_max=MIB)
+    store = RetryingStore(ObjectStore(server.new_url(), settings=settings), settings)
+    assert RunCopy(LocalStore(run, settings=settings), store, SystemClock()).run().steps == 3
+
+
+def test_a_file_that_is_missing_is_named(run: Path, tmp_path: Path) -> None:
+    (index,) = step_path(run, 2).glob("*/index-00000.msgpack")
+    index.unlink()
+    with pytest.raises(CorruptError, match=r"damaged steps \[2\]: .*index-00000.msgpack"):
+        api.copy_run(run, tmp_path / "copy")
+    assert api.copy_run(run, tmp_path / "copy", skip_damaged=True).left_out == (2,)
+    for step in (1, 3):
+        require_step(step_at(tmp_path / "copy", step), step)
+    # What is repaired in the source is copied.
+    with pytest.raises(CorruptError):
+        api.copy_run(run, tmp_path / "whole")
+    api.repair(run)
+    assert api.copy_run(run, tmp_path / "whole").steps == 3
