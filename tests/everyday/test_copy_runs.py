@@ -205,3 +205,19 @@ def test_links_are_no_files_of_their_own_to_a_reader_of_safetensors(run: Path) -
     document = json.loads((step_path(run, 3) / "manifest.json").read_bytes())
     assert not [name for name, *_ in document["packs"] if name.endswith(".link")], "the manifest is as on any storage"
     assert LocalStore(run, settings=Settings()).identity(links[0].relative_to(run).as_posix())
+
+
+def test_packs_that_no_other_reader_opens_are_copied_and_linked_too(tmp_path: Path) -> None:
+    """Complex numbers are in packs of their own, which safetensors cannot name."""
+    state = {"wave": torch.arange(50_000.0).to(torch.complex128), "head": torch.zeros(3)}
+    with holdfast.CheckpointManager(tmp_path / "run", process_group=False) as manager:
+        for step in (1, 2):
+            manager.save(step, {**state, "head": state["head"] + step}).wait()
+    (link,) = (tmp_path / "run").rglob("*.enc.*.link")
+    ran("cp", "-r", tmp_path / "run", tmp_path / "copy")
+    report = api.relink(tmp_path / "copy")
+    assert (report.linked, report.differing) == (1, [])
+    api.copy_run(tmp_path / "run", tmp_path / "copied")
+    assert (tmp_path / "copied" / link.relative_to(tmp_path / "run")).stat().st_nlink == 2
+    for step in (1, 2):
+        assert list(holdfast.open_checkpoint(step_path(tmp_path / "copied", step)).verify()) == []

@@ -189,12 +189,12 @@ def stated_pieces(header: bytes, pack: str, where: str) -> Sequence[StatedPiece]
 
     Args:
         header: All bytes before the data, including the length.
-        pack: Name of the pack.
+        pack: Name of the pack, or its path from the root of a run.
         where: The pack, for messages.
     Raises:
         CorruptError: The bytes are not the header of a pack, or the header has an impossible value.
     """
-    is_opaque = pack.startswith(OPAQUE_FOLDER)
+    is_opaque = f"/{OPAQUE_FOLDER}" in f"/{pack}"
     try:
         document: Any = loads(header[8:])
         metadata = document["__metadata__"]

@@ -14,7 +14,8 @@ from holdfast.clock import Clock
 from holdfast.errors import ConflictError, InvalidError, printable
 from holdfast.format.manifest import MANIFEST_BYTES_MAX
 from holdfast.offline.copying.file_copies import COPYING
-from holdfast.ports.store import KeepsUploads, Store
+from holdfast.ports.store import Store
+from holdfast.ports.unended_uploads import KeepsUploads
 from holdfast.repository.publish import get_or_none, publish
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,8 @@ import logging
 
 from holdfast.errors import InvalidError
 from holdfast.format.names import is_attempt_file, is_attempt_folder, step_of_folder
-from holdfast.ports.store import KeepsUploads, Store
+from holdfast.ports.store import Store
+from holdfast.ports.unended_uploads import KeepsUploads
 
 logger = logging.getLogger(__name__)
 

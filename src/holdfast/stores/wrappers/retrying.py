@@ -28,7 +28,6 @@ from holdfast.ports.store import (
     ByteRanges,
     Entry,
     ForwardingStore,
-    KeepsUploads,
     OnBytes,
     OnRange,
     Release,
@@ -36,6 +35,7 @@ from holdfast.ports.store import (
     Upload,
 )
 from holdfast.ports.temporary import RetryCounts, TemporaryError
+from holdfast.ports.unended_uploads import KeepsUploads
 from holdfast.settings import MIB, Settings
 from holdfast.stores.wrappers.budget import RetryBudget, RetryCounter
 from holdfast.stores.wrappers.concurrency import ConcurrencyLimit
