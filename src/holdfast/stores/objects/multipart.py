@@ -1,4 +1,4 @@
-"""Objects larger than one request: sent in parts, which the server joins (S3).
+"""Objects larger than one request: sent in parts, which the server joins.
 
 begun       The server has given an id. A process that is killed leaves the parts: nobody sees them, and they are
 paid for. `abort` of another process finds the id in a listing of uploads, and removes them.
@@ -8,10 +8,7 @@ aborted     Nothing is there.
 
 from __future__ import annotations
 
-import html
-import re
 import threading
-import urllib.parse
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -21,19 +18,7 @@ from holdfast.errors import CheckpointError, ConflictError, InvalidError, Missin
 from holdfast.ports.store import Release
 from holdfast.ports.temporary import TemporaryError
 from holdfast.stores.objects.memory import BytesInFlight, new_memory
-from holdfast.stores.objects.signed import SignedRequests
 from holdfast.stores.parts import PartLedger, address_of
-
-PART_BYTES_MIN = 5 << 20
-"""Smallest part that S3 takes, but for the last one."""
-
-PARTS_MAX = 10_000
-"""Most parts of an object that S3 takes."""
-
-_UPLOAD_ID = re.compile(r"<UploadId>([^<]{1,2000})</UploadId>")
-_UPLOAD = re.compile(r"<Upload>(.*?)</Upload>", re.DOTALL)
-_KEY = re.compile(r"<Key>([^<]{1,4000})</Key>")
-_NEXT = re.compile(r"<(NextKeyMarker|NextUploadIdMarker)>([^<]{1,4000})</")
 
 
 class StoredParts(Protocol):
@@ -52,73 +37,40 @@ class StoredParts(Protocol):
         ...
 
 
-class PartsOfBucket:
+class Parts(Protocol):
     """The uploads of one bucket: begins, lists and aborts them."""
 
-    def __init__(self, requests: SignedRequests, creation: dict[str, str]) -> None:
-        """Remember; does no I/O.
+    part_bytes_min: int
+    """Smallest part, but for the last one."""
 
-        Args:
-            requests: Sends.
-            creation: Headers of a request that begins an object, as for encryption.
-        """
-        self._requests, self._creation = requests, creation
+    parts_max: int
+    """Most parts of an object."""
 
     def begin(self, full: str, where: str) -> str:
         """Begin an upload; return its id."""
-        reply = self._requests.send("begin", where, "POST", full, {"uploads": ""}, headers=self._creation)
-        found = _UPLOAD_ID.search(reply.text)
-        if found is None:
-            raise TemporaryError(f"could not begin {where}: the server gave no id", may_take_effect=True)
-        return html.unescape(found[1])
+        ...
 
     def put(self, full: str, where: str, upload_id: str, number: int, data: memoryview) -> str:
-        """Store a part; return its tag."""
-        query = {"partNumber": str(number), "uploadId": upload_id}
-        reply = self._requests.send("store", f"{where} (part {number})", "PUT", full, query, data)
-        tag = reply.headers.get("etag")
-        if not tag:
-            raise TemporaryError(f"could not store {where} (part {number}): the server gave no tag of it")
-        return tag
+        """Store a part, counted from 1; return its tag."""
+        ...
 
     def join(self, full: str, where: str, upload_id: str, tags: list[str], *, on_condition: bool) -> None:
-        """Join the parts of an upload into an object, if the server keeps the condition only where its key is free."""
-        parts = "".join(
-            f"<Part><PartNumber>{number}</PartNumber><ETag>{html.escape(tag)}</ETag></Part>"
-            for number, tag in enumerate(tags, 1)
-        )
-        document = f"<CompleteMultipartUpload>{parts}</CompleteMultipartUpload>".encode()
-        headers = {"if-none-match": "*"} if on_condition else {}
-        headers["content-type"] = "application/xml"
-        self._requests.send("complete", where, "POST", full, {"uploadId": upload_id}, document, headers)
+        """Join the parts of an upload into an object; if the server keeps the condition, only where its key is free.
+
+        Raises:
+            ConflictError: The key exists.
+            MissingError: There is no such upload.
+            InvalidError: The server refuses, for example since it has no such condition.
+        """
+        ...
 
     def abort(self, full: str, where: str, upload_id: str) -> None:
         """Remove an upload and its parts; one that is gone is no error."""
-        try:
-            self._requests.send("abort", where, "DELETE", full, {"uploadId": upload_id})
-        except MissingError:
-            return
+        ...
 
     def listed(self, prefix: str, where: str) -> Iterator[tuple[str, str]]:
         """Yield the full key and the id of every upload under a prefix that is neither completed nor aborted."""
-        markers: dict[str, str] = {}
-        while True:
-            query = {"uploads": "", "prefix": prefix, "encoding-type": "url"} | markers
-            text = self._requests.send("list the uploads of", where, "GET", "", query).text
-            is_quoted = "<EncodingType>url</EncodingType>" in text
-            for upload in _UPLOAD.findall(text):
-                key, upload_id = _KEY.search(upload), _UPLOAD_ID.search(upload)
-                if key is not None and upload_id is not None:
-                    name = html.unescape(key[1])
-                    yield urllib.parse.unquote_plus(name) if is_quoted else name, html.unescape(upload_id[1])
-            found = {name: html.unescape(value) for name, value in _NEXT.findall(text)}
-            after = {
-                "key-marker": found.get("NextKeyMarker", ""),
-                "upload-id-marker": found.get("NextUploadIdMarker", ""),
-            }
-            if "<IsTruncated>true</IsTruncated>" not in text or not after["key-marker"] or after == markers:
-                return
-            markers = after
+        ...
 
 
 class MultipartUpload:
@@ -128,7 +80,7 @@ class MultipartUpload:
         self,
         ledger: PartLedger,
         in_flight: BytesInFlight,
-        parts: PartsOfBucket,
+        parts: Parts,
         store: StoredParts,
         key: str,
         full: str,
@@ -153,10 +105,10 @@ class MultipartUpload:
         """Size and digest of each part, by offset."""
         self._id = ""
         self._may_have_begun = self._is_closed = False
-        if ledger.part_bytes < PART_BYTES_MIN or ledger.bytes_max > ledger.part_bytes * PARTS_MAX:
+        if ledger.part_bytes < parts.part_bytes_min or ledger.bytes_max > ledger.part_bytes * parts.parts_max:
             raise InvalidError(
                 f"upload of {ledger.where}: parts of {ledger.part_bytes} bytes of an object of {ledger.bytes_max}; "
-                f"expected at least {PART_BYTES_MIN}, and at most {PARTS_MAX} parts"
+                f"expected at least {parts.part_bytes_min}, and at most {parts.parts_max} parts"
             )
 
     def room(self, offset: int, length_bytes: int) -> memoryview:
@@ -291,9 +243,7 @@ class MultipartUpload:
             self._in_flight.give(room.nbytes)
 
 
-def abort_uploads(
-    parts: PartsOfBucket, prefix: str, where: str, is_ours: Callable[[str], bool], *, dry_run: bool
-) -> int:
+def abort_uploads(parts: Parts, prefix: str, where: str, is_ours: Callable[[str], bool], *, dry_run: bool) -> int:
     """Remove the uploads under a prefix that nobody has ended; return how many there were.
 
     Args:

@@ -69,26 +69,7 @@ class SignedRequests:
             CheckpointError: The request failed. No exception of the connection is chained to it: it may repeat headers.
         """
         url, signed = self._signed(method, key, dict(query or {}), data, dict(headers or {}))
-        request = urllib.request.Request(url, data=data if method in ("PUT", "POST") else None, method=method)
-        for name, value in signed.items():
-            request.add_unredirected_header(name, value)
-        seconds = self._clients.seconds_for(memoryview(data).nbytes)
-        failure: CheckpointError
-        try:
-            with self._clients.opener().open(request, timeout=seconds) as reply:
-                text = reply.read(_REPLY_BYTES_MAX).decode("utf-8", "replace")
-                found = {name.lower(): value for name, value in reply.headers.items()}
-            if "<Error>" not in text[:400]:
-                return Reply(found, text)
-            # The end of a long request may fail after its status was sent.
-            failure = refusal(doing, where, OSError(f"status code: 500 {text}"))
-        except urllib.error.HTTPError as error:
-            with error:
-                text = error.read(_REPLY_BYTES_MAX).decode("utf-8", "replace")
-            failure = refusal(doing, where, OSError(f"status code: {error.code} {text}"))
-        except Exception as error:  # noqa: BLE001 - a connection fails in many ways; all are translated
-            failure = refusal(doing, where, OSError(str(error)))
-        raise failure
+        return sent(self._clients, doing, where, method, url, data, signed)
 
     def _signed(
         self, method: str, key: str, query: dict[str, str], data: bytes | memoryview, headers: dict[str, str]
@@ -119,7 +100,6 @@ class SignedRequests:
             f"AWS4-HMAC-SHA256 Credential={keys.access}/{scope}, SignedHeaders={names}, Signature={signature}"
         )
         headers.setdefault("content-type", "application/octet-stream")
-        headers["content-length"] = str(memoryview(data).nbytes)
         return f"{origin}{path}{'?' if asked else ''}{asked}", headers
 
     def _place(self, key: str, keys: Keys) -> tuple[str, str]:
@@ -135,6 +115,43 @@ class SignedRequests:
             raise InvalidError(f"{self._address.url}: the endpoint has no host; expected a URL such as https://host")
         before = split.path.rstrip("/")
         return f"{split.scheme}://{split.netloc}", f"{before}/{quoted}" if is_hosted else f"{before}/{bucket}/{quoted}"
+
+
+def sent(
+    clients: Clients,
+    doing: str,
+    where: str,
+    method: str,
+    url: str,
+    data: bytes | memoryview,
+    headers: Mapping[str, str],
+) -> Reply:
+    """Send a request that is signed, and return the reply to it; arguments and errors as `SignedRequests.send`.
+
+    The URL may be signed itself: no message repeats it.
+    """
+    has_content = method in ("PUT", "POST")
+    request = urllib.request.Request(url, data=data if has_content else None, method=method)
+    for name, value in headers.items():
+        request.add_unredirected_header(name, value)
+    if has_content:
+        request.add_unredirected_header("content-length", str(memoryview(data).nbytes))
+    failure: CheckpointError
+    try:
+        with clients.opener().open(request, timeout=clients.seconds_for(memoryview(data).nbytes)) as reply:
+            text = reply.read(_REPLY_BYTES_MAX).decode("utf-8", "replace")
+            found = {name.lower(): value for name, value in reply.headers.items()}
+        if "<Error>" not in text[:400]:
+            return Reply(found, text)
+        # The end of a long request may fail after its status was sent.
+        failure = refusal(doing, where, OSError(f"status code: 500 {text}"))
+    except urllib.error.HTTPError as error:
+        with error:
+            text = error.read(_REPLY_BYTES_MAX).decode("utf-8", "replace")
+        failure = refusal(doing, where, OSError(f"status code: {error.code} {text}"))
+    except Exception as error:  # noqa: BLE001 - a connection fails in many ways; all are translated
+        failure = refusal(doing, where, OSError(str(error)))
+    raise failure
 
 
 def _quoted(text: str) -> str:

@@ -15,7 +15,9 @@ from holdfast.stores.keys import split_key, split_prefix
 from holdfast.stores.objects.address import address_of
 from holdfast.stores.objects.conditional_delete import ConditionalDelete
 from holdfast.stores.objects.memory import BytesInFlight, ObjectUpload
-from holdfast.stores.objects.multipart import MultipartUpload, PartsOfBucket, abort_uploads
+from holdfast.stores.objects.multipart import MultipartUpload, Parts, abort_uploads
+from holdfast.stores.objects.parts_of_azure import BlocksOfContainer
+from holdfast.stores.objects.parts_of_s3 import PartsOfBucket
 from holdfast.stores.objects.probe import Probe
 from holdfast.stores.objects.reading import ObjectReading
 from holdfast.stores.objects.signed import SignedRequests
@@ -60,17 +62,22 @@ class ObjectStore(ObjectReading):
         self.failed_calls_are_over = False
         """A request whose reply was lost may take effect later."""
         self.object_bytes_max = _OBJECT_BYTES_MAX[self.address.scheme]
-        self._parts: PartsOfBucket | None = None
-        if self.address.scheme == "s3":
+        self._in_flight = BytesInFlight(settings.object_bytes_in_flight_max)
+        self._clock = clock or SystemClock()
+        self._parts = self._parts_of(settings)
+        if self._parts is not None:
             # A request sends an object from memory, and memory is bounded.
             in_memory = max(settings.object_bytes_in_flight_max, _IN_PARTS_BYTES_MIN)
             self.object_bytes_max = min(self.object_bytes_max, in_memory)
-            requests = SignedRequests(self.address, settings.object_store, self.clients)
-            self._parts = PartsOfBucket(requests, _encryption(settings.object_store.kms_key))
-        self._in_flight = BytesInFlight(settings.object_bytes_in_flight_max)
-        self._clock = clock or SystemClock()
         self._probe = Probe(self, self._clock, is_needed=not settings.object_store.single_writer)
         self._conditional_delete = ConditionalDelete(self.address, self.clients, self._clock)
+
+    def _parts_of(self, settings: Settings) -> Parts | None:
+        """Return what sends large objects in parts; None where one request takes any object (Google)."""
+        if self.address.scheme == "s3":
+            requests = SignedRequests(self.address, settings.object_store, self.clients)
+            return PartsOfBucket(requests, _encryption(settings.object_store.kms_key))
+        return BlocksOfContainer(self.clients, self._clock, self.url) if self.address.scheme == "az" else None
 
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Store a small object whole, replacing an older one; durable on return."""
@@ -113,7 +120,7 @@ class ObjectStore(ObjectReading):
         """Begin an object that must not exist yet; it is invisible until complete.
 
         An object of up to `object_bytes_max` is collected in memory, and sent by one request. A larger one is sent in
-        parts (S3).
+        parts, except by Google, which takes any by one request.
         """
         where, full = self.where(key), self.full_key(key)
         ledger = PartLedger(where, bytes_max=bytes_max, part_bytes=part_bytes)

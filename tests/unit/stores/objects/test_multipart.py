@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.errors import ConflictError, InvalidError, UnavailableError
 from holdfast.settings import MIB, ObjectSettings, Settings
-from holdfast.stores.objects.multipart import PART_BYTES_MIN
+from holdfast.stores.objects.parts_of_s3 import PartsOfBucket
 from holdfast.stores.objects.store import ObjectStore
 from holdfast.stores.wrappers.retrying import RetryingStore
 from tests.object_proxy import CUT, LOST, Asked, ObjectProxy, object_proxy
@@ -114,7 +114,7 @@ def test_an_upload_that_was_aborted_meanwhile_fails(objects: ObjectServer) -> No
 
 def test_parts_that_a_server_would_refuse(objects: ObjectServer) -> None:
     store = store_at(objects.new_url(), objects.endpoint)
-    for size, part in ((PART * 2, PART_BYTES_MIN - 4096), (PART * 10_001, PART)):
+    for size, part in ((PART * 2, PartsOfBucket.part_bytes_min - 4096), (PART * 10_001, PART)):
         with pytest.raises(InvalidError, match="expected at least 5242880, and at most 10000 parts"):
             store.upload("large", size, part)
 
