@@ -322,7 +322,7 @@ def copy_run(
     """Copy a whole run to another place, on any store, and store what its steps share once there too. Needs no torch.
 
     Every file that a manifest names is copied once, and proven by its digest on the way. A job may write to the run
-    meanwhile: steps that it removes or saves again during the copy are left out and reported. If the process is
+    meanwhile: steps that it removes or saves again before they were copied are left out and reported. If the process is
     interrupted or killed, the same call continues.
 
     Args:

@@ -37,8 +37,8 @@ from tests.object_server import BUCKET, ObjectServer
 from tests.unit.cli.running import command as separate_command
 from tests.unit.cli.running import holdfast as command
 
-HELD: dict[str, torch.Tensor] = {"weights": torch.arange(3.0 * MIB), "bias": torch.ones(5)}
-"""A state of 12 MiB: one pack of a disk, in several parts."""
+HELD: dict[str, torch.Tensor] = {"weights": torch.arange(9.0 * MIB), "bias": torch.ones(5)}
+"""A state of 36 MiB: one pack of a disk, in two parts."""
 
 
 @pytest.fixture

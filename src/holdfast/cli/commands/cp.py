@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from holdfast import api
-from holdfast.cli.ending import ended_well
+from holdfast.cli.ending import complain, ended_well
 from holdfast.cli.opening import AsJson, SingleWriter, is_root, settings_with
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, counted, print_result
@@ -36,13 +36,17 @@ def cp(
     """
     with ended_well():
         settings = settings_with(single_writer=single_writer)
-        with shown_progress("copying") as bar:
-            if step is None and is_root(src):
-                report = api.copy_run(src, destination, skip_damaged=skip_damaged, observer=bar, settings=settings)
-            elif skip_damaged:
-                raise InvalidError("--skip-damaged leaves steps of a run out; expected a run without --step")
-            else:
-                report = api.copy_checkpoint(src, destination, step=step, observer=bar, settings=settings)
+        if skip_damaged and (step is not None or not is_root(src)):
+            raise InvalidError("--skip-damaged leaves steps of a run out; expected a run without --step")
+        try:
+            with shown_progress("copying") as bar:
+                if step is None and is_root(src):
+                    report = api.copy_run(src, destination, skip_damaged=skip_damaged, observer=bar, settings=settings)
+                else:
+                    report = api.copy_checkpoint(src, destination, step=step, observer=bar, settings=settings)
+        except KeyboardInterrupt:
+            complain(f"interrupted; the copy at {destination} is not complete. Run the same command again: it goes on")
+            raise
         print_result(report, _show, _document, as_json=as_json)
 
 

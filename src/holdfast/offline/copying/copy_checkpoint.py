@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.checkpoint.location import CheckpointLocation, manifest_bytes_at
+from holdfast.checkpoint.location import CheckpointLocation, manifest_bytes_at, manifest_in_place_of
 from holdfast.clock import Clock
-from holdfast.errors import CorruptError
+from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from holdfast.format.names import MANIFEST_FILE, is_file_url
 from holdfast.offline.copying.copied_files import CopiedFile, key_alone
@@ -46,7 +46,7 @@ class CheckpointCopy:
             UnavailableError: Storage failed; the same call continues.
         """
         location, destination = self._location, self._destination.store
-        data = manifest_bytes_at(location)
+        data = _manifest_of(location)
         manifest = decode_manifest(data, f"{location.store.url}/{location.manifest_key}")
         there = get_or_none(destination, MANIFEST_FILE, MANIFEST_BYTES_MAX)
         what = f"checkpoint {manifest.digest}"
@@ -59,6 +59,11 @@ class CheckpointCopy:
             report.take(copied)
             damages = [damage for found in copied.damages.values() for damage in found]
             if damages:
+                if manifest_in_place_of(manifest, location) is not None:
+                    raise ConflictError(
+                        f"{location.url}: was overwritten while it was copied; expected the same one to the end. Empty "
+                        f"{destination.url}, and copy again"
+                    )
                 raise CorruptError(
                     f"{location.url}: {shown_damages(damages)}. Nothing of it counts as copied: {destination.url} has "
                     f"no manifest. Repair it (holdfast repair {location.url}) and copy again, which continues"
@@ -86,3 +91,20 @@ class CheckpointCopy:
             *(copied(pack, packs(pack.name), is_pack=True) for pack in manifest.packs if not is_file_url(pack.name)),
             *(copied(file, Stored(location.store, attempt_folder + file.name), is_pack=False) for file in others),
         ]
+
+
+def _manifest_of(location: CheckpointLocation) -> bytes:
+    """Return the stored manifest.
+
+    Raises:
+        InvalidError: Another system wrote the checkpoint.
+    """
+    try:
+        return manifest_bytes_at(location)
+    except MissingError as missing:
+        if location.foreign is not None and location.foreign.listing() is not None:
+            raise InvalidError(
+                f"{location.url}: another system wrote it; expected a checkpoint of Holdfast. Copy its files, or make "
+                "it one: holdfast export --to holdfast"
+            ) from missing
+        raise

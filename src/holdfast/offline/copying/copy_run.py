@@ -16,7 +16,6 @@ from holdfast.errors import CheckpointError, CorruptError, MissingError, first_t
 from holdfast.format.manifest import MANIFEST_BYTES_MAX
 from holdfast.format.names import (
     EPOCHS_FOLDER,
-    LATEST_FILE,
     MANIFEST_FILE,
     RUN_FILE,
     beat_key,
@@ -173,17 +172,19 @@ class RunCopy:
 
     def _records(self, manifests: list[CopiedManifest]) -> dict[str, int]:
         """Return key and size of what no manifest names: tags, epochs, timelines, quarantine, reports."""
-        there, source = self._destination.there, self._source
-        records = {entry.key: entry.bytes for folder in _RECORDS for entry in source.list(folder)}
-        for copied in manifests:
-            if copied.manifest is not None and copied.manifest.step is not None:
-                folder = f"{step_folder(copied.manifest.step)}{REPORTS_FOLDER}"
-                # A report never changes.
-                records |= {
-                    entry.key: entry.bytes for entry in source.list(folder) if there.get(entry.key) != entry.bytes
-                }
-        # A heartbeat is of this root alone.
-        return {key: size for key, size in records.items() if not key.endswith(_BEAT)}
+        steps = {copied.manifest.step for copied in manifests if copied.manifest is not None}
+        folders = [
+            f"{step_folder(step)}{REPORTS_FOLDER}" for step in sorted(step for step in steps if step is not None)
+        ]
+        listed = ordered_parallel_map(lambda folder: list(self._source.list(folder)), (*_RECORDS, *folders))
+        records = {entry.key: entry.bytes for entries in listed for entry in entries}
+        # A heartbeat is of this root alone, and a report never changes.
+        there = self._destination.there
+        return {
+            key: size
+            for key, size in records.items()
+            if not key.endswith(_BEAT) and (REPORTS_FOLDER not in key or there.get(key) != size)
+        }
 
     def _copy_records(self, keys: list[str]) -> None:
         def copy(key: str) -> None:
@@ -191,7 +192,7 @@ class RunCopy:
             if data is not None:
                 self._destination.put(key, data)
 
-        for _ in ordered_parallel_map(copy, (*keys, LATEST_FILE, README_FILE)):
+        for _ in ordered_parallel_map(copy, (*keys, README_FILE)):
             pass
         epochs = [number for number in map(epoch_of_key, keys) if number is not None]
         if epochs:
@@ -213,8 +214,8 @@ class RunCopy:
                 self._damaged_steps.add(step)
                 self._damages += [damage for damages in lacking.values() for damage in damages]
         self._report.left_out = tuple(sorted(left_out))
-        if left_out:
-            name_latest(self._destination.store, None)  # The one that was copied may name a step that was not.
+        # That of the source may name a step that was committed meanwhile.
+        name_latest(self._destination.store, None)
 
     def _lacking(self, copied_manifest: CopiedManifest, copied: Copied) -> Mapping[str, list[Damage]]:
         """Return the files of a manifest that were not copied, with their damage; itself if it is damaged."""

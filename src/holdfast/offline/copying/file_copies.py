@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -27,6 +28,7 @@ COPYING = "copying/"
 
 _FILES_AT_ONCE = 8
 _WINDOW_BYTES = 8 * MIB
+_PART_BYTES = 32 * MIB
 _PARTS_MAX = 8_000
 """Parts of one file: fewer than any store takes."""
 
@@ -218,8 +220,7 @@ class FileCopies:
 
     def _uploaded(self, stored: Stored, name: str, size: int, digest: str, proof: Proof) -> bool:
         """Upload a file from one place, and prove it on the way; return False if its bytes are refuted."""
-        pages = -(-size // (_PARTS_MAX * PAGE_BYTES))
-        part_bytes = max(_WINDOW_BYTES, pages * PAGE_BYTES)
+        part_bytes = self._part_bytes(size)
         buffer: memoryview | None = None
         upload = self._destination.upload(name, size, part_bytes)
         sent = 0
@@ -250,9 +251,16 @@ class FileCopies:
             self._add(-sent)
             return False
         except BaseException:
-            upload.abort()
+            with suppress(CheckpointError):  # The next call finds what stays of it.
+                upload.abort()
             raise
         return True
+
+    def _part_bytes(self, size: int) -> int:
+        largest = self._destination.object_bytes_max
+        # Each part has a connection of its own, and all of them memory of the store.
+        usual = _WINDOW_BYTES if largest is None or size <= largest else _PART_BYTES
+        return max(usual, -(-size // (_PARTS_MAX * PAGE_BYTES)) * PAGE_BYTES)
 
     def _proof_of(self, file: CopiedFile, stored: Stored) -> Proof:
         """Return what proves a file.
