@@ -18,8 +18,8 @@ from tests.object_server import ObjectServer
 from tests.property.life import SETTINGS
 from tests.property.test_life_of_a_run import LifeOfARun
 
-EXAMPLES = int(os.environ.get("LIFE_EXAMPLES", "2"))
-STEPS = int(os.environ.get("LIFE_STEPS", "25"))
+EXAMPLES = int(os.environ.get("LIFE_EXAMPLES", "1"))
+STEPS = int(os.environ.get("LIFE_STEPS", "30"))
 
 
 class OnObjects(LifeOfARun):
