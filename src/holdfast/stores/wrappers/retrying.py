@@ -70,19 +70,29 @@ class _ListingCut(TemporaryError):
 class RetryingStore(ForwardingStore):
     """Tries the calls of a store again; see `Retries`, and the list above."""
 
-    def __init__(self, inner: Store, settings: Settings, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        inner: Store,
+        settings: Settings,
+        clock: Clock | None = None,
+        *,
+        requests_in_flight_max: int | None = None,
+    ) -> None:
         """Wrap a store that makes one request a call, and says in its errors what another try may mend.
 
         Args:
             inner: The store.
             settings: Deadlines, time limits, and the cap.
             clock: Time and chance; None: those of the machine.
+            requests_in_flight_max: Most requests to its server at a time; None: as many as to an object store.
         """
         super().__init__(inner)
         self.failed_calls_are_over = False
         """A call that was abandoned, or cut off from its reply, may still take effect."""
         self._settings, self._clock = settings, clock or SystemClock()
-        self._limit = ConcurrencyLimit.shared(_server_of(inner.url), settings._tuning.requests_in_flight_max)
+        self._limit = ConcurrencyLimit.shared(
+            _server_of(inner.url), requests_in_flight_max or settings._tuning.requests_in_flight_max
+        )
         self._total = RetryCounter(self._clock)
         self._rates: dict[int, RateLimit] = {}
         """By number of ranks, the share of one rank in the cap."""
