@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,9 @@ QUIET = "quiet"
 
 CARELESS = "careless"
 """Takes the second create of a name as it takes the first."""
+
+KILLING = "killing"
+"""Ends its process by SIGKILL before or after a change of step 2: of the n-th process, at its n-th change."""
 
 READABLE = "readable"
 """Can only be read."""
@@ -57,6 +63,41 @@ class CarelessFileSystem(LocalFileSystem):
     link = None
 
 
+class KillingFileSystem(LocalFileSystem):
+    """A local file system under whose hands a process dies."""
+
+    protocol = KILLING
+    changes = 0
+
+    def _change(self, path: str, act: Callable[[], Any]) -> Any:
+        found = re.fullmatch(r"(.*)/(\d+)/step-000000000002/.*", path)
+        if found is None or int(found[2]) != os.getpid():
+            return act()
+        type(self).changes += 1
+        process = len(os.listdir(found[1]))
+        is_turn = self.changes == (process + 1) // 2
+        if is_turn and process % 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = act()
+        if is_turn:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **more: Any) -> Any:
+        if mode == "rb":
+            return super()._open(path, mode, block_size, **more)
+        return self._change(path, lambda: super(KillingFileSystem, self)._open(path, mode, block_size, **more))
+
+    def link(self, src: str, dst: str, **more: Any) -> None:
+        self._change(dst, lambda: super(KillingFileSystem, self).link(src, dst, **more))
+
+    def mv(self, path1: str, path2: str, *more: Any, **others: Any) -> None:
+        self._change(path2, lambda: super(KillingFileSystem, self).mv(path1, path2, *more, **others))
+
+    def rm_file(self, path: str) -> None:
+        self._change(path, lambda: super(KillingFileSystem, self).rm_file(path))
+
+
 class ReadableFileSystem(LocalFileSystem):
     """A local file system without any way to change it."""
 
@@ -75,5 +116,5 @@ class ReadableFileSystem(LocalFileSystem):
         raise NotImplementedError
 
 
-for _each in (HeapFileSystem, QuietFileSystem, CarelessFileSystem, ReadableFileSystem):
+for _each in (HeapFileSystem, QuietFileSystem, CarelessFileSystem, KillingFileSystem, ReadableFileSystem):
     fsspec.register_implementation(_each.protocol, _each, clobber=True)

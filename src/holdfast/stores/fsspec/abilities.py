@@ -42,8 +42,8 @@ class Abilities:
     way: Way
     """How it stores a file unless its name is taken."""
 
-    rename_replaces: bool
-    """Whether its rename replaces a file at once."""
+    replaces_at_once: bool
+    """Whether a move replaces a file at once."""
 
     spares_full_folders: bool
     """Whether it removes empty folders only, if asked to remove a folder."""
@@ -91,7 +91,7 @@ class _Trial:
             way = next((way for way in self._ask(ways_of) if self._is_exclusive(way)), Way.LOOK)
             if way is Way.QUIET_RENAME and self._ask(self._refuses_aloud):
                 way = Way.RENAME
-            replaces = self._ask(self._rename_replaces)
+            replaces = self._ask(self._replaces_at_once)
             spares = self._ask(self._spares_full_folders)
             return Abilities(way, replaces, spares)
         finally:
@@ -142,8 +142,10 @@ class _Trial:
     def _refuses_aloud(self, system: FileSystem) -> bool:
         return refuses_aloud(system, self._path("plain"), self._path("hidden"))
 
-    def _rename_replaces(self, system: FileSystem) -> bool:
-        if not renames(system) or type(system).__module__ in _TWO_STEPS:
+    def _replaces_at_once(self, system: FileSystem) -> bool:
+        if not renames(system):
+            return stores_whole(system)
+        if type(system).__module__ in _TWO_STEPS:
             return False
         old, new = self._path("old"), self._path("new")
         write_file(system, old, memoryview(b"old"))

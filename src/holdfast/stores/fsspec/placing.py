@@ -208,7 +208,7 @@ def move(system: FileSystem, path: str, new_path: str, *, replaces: bool) -> Non
     Args:
         system: The file system.
         path, new_path: Old and new name.
-        replaces: Whether a rename replaces what is there, at once.
+        replaces: Whether a move replaces what is there at once.
     Raises:
         FileNotFoundError: There is no such file.
         InvalidError: Something is at the new name, and a rename does not replace it at once.
@@ -236,8 +236,7 @@ def move(system: FileSystem, path: str, new_path: str, *, replaces: bool) -> Non
 def _rename_over(system: FileSystem, path: str, new_path: str, *, replaces: bool) -> None:
     if not replaces and look(system, new_path) is not None:
         raise InvalidError(
-            f"{new_path} exists, and this file system cannot rename over a file at once: a crash would leave neither. "
-            "Choose another path to save to, or remove the checkpoint first (holdfast rm)"
+            f"{path} cannot be moved: {new_path} exists, and this file system cannot rename over a file at once"
         )
     folder = new_path.rpartition("/")[0]
     for turn in range(files.TRIES):

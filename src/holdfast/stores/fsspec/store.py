@@ -188,10 +188,23 @@ class FileSystemStore(FileSystemReading):
         split_key(key)
         split_key(new_key)
         path, new_path = self.systems.path(key), self.systems.path(new_key)
-        replaces = self._abilities().rename_replaces
+        replaces = self._abilities().replaces_at_once
         self.systems.use(
             "move", self.where(key), lambda system: placing.move(system, path, new_path, replaces=replaces)
         )
+
+    def require_replacing_moves(self) -> None:
+        """Require that `move` replaces at once what is at the new key.
+
+        Raises:
+            InvalidError: A rename here is refused, or begins with a removal, if something is at the new name.
+        """
+        if not self._abilities().replaces_at_once:
+            raise InvalidError(
+                f"{self.url}: this file system cannot replace a file at once, so a crash could leave neither the old "
+                "nor the new checkpoint; expected overwrite=False. Save to another path, or delete the old checkpoint "
+                "first"
+            )
 
     def _paths(self, key: str) -> tuple[str, str]:
         """Return the path of an object, and a hidden one beside it that nobody else uses."""

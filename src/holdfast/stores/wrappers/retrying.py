@@ -31,6 +31,7 @@ from holdfast.ports.store import (
     OnBytes,
     OnRange,
     Release,
+    Replacing,
     Store,
     Upload,
 )
@@ -262,6 +263,12 @@ class RetryingStore(ForwardingStore):
                 self._inner.move(key, new_key)
 
         self._retries.run(Request("move", self._where(key), changes=True), once)
+
+    def require_replacing_moves(self) -> None:
+        """Require that `move` replaces at once what is at the new key."""
+        inner = self._inner
+        if isinstance(inner, Replacing):
+            self._around("move", "", inner.require_replacing_moves)
 
     def _has_moved(self, key: str, new_key: str) -> bool:
         """Return whether an earlier try moved an object: its copy is there, and nothing or another object is at `key`.
