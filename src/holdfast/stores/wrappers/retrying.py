@@ -10,7 +10,7 @@ What may be tried again, and what a try finds that comes after one of unknown ef
 - `put_if_absent`: an object that exists is compared with the bytes that were sent. If they are equal, an earlier try
   stored it. If it was stored, and another process has removed it since, it is stored again: as a request that arrives
   late would.
-- `move`: if an object is at the new key, and not the same bytes at the old one, an earlier try moved it.
+- `move`: if an object is at the new key, and not the same object at the old one, an earlier try moved it.
 - `Upload.complete`: the store below knows its bytes, and compares.
 """
 
@@ -257,9 +257,18 @@ class RetryingStore(ForwardingStore):
 
     def move(self, key: str, new_key: str) -> None:
         """Give an object another key."""
+        before: str | None = None
+        latest = 0
 
         def once(tries: Tries) -> None:
-            if not tries.may_have_taken_effect or not self._has_moved(key, new_key):
+            nonlocal before, latest
+            latest = tries.failed
+            if before is None:
+                found = self._inner.identity(key)
+                if latest != tries.failed:
+                    return  # This try was given up while it waited, and a later one goes on.
+                before = found
+            if not tries.may_have_taken_effect or not self._has_moved(key, new_key, before):
                 self._inner.move(key, new_key)
 
         self._retries.run(Request("move", self._where(key), changes=True), once)
@@ -270,16 +279,21 @@ class RetryingStore(ForwardingStore):
         if isinstance(inner, Replacing):
             self._around("move", "", inner.require_replacing_moves)
 
-    def _has_moved(self, key: str, new_key: str) -> bool:
-        """Return whether an earlier try moved an object: its copy is there, and nothing or another object is at `key`.
+    def _has_moved(self, key: str, new_key: str, before: str) -> bool:
+        """Return whether an earlier try moved an object: nothing or another one is at `key`, and one at the new key.
 
-        A store that copies and then deletes may have been cut between the two: then the same bytes are at both keys.
+        A store that copies and then deletes may have been cut between the two: then it is at both keys.
         """
         try:
-            moved = self._inner.get(new_key, self._inner.size(new_key))
+            if self._inner.identity(key) == before:
+                return False
+        except MissingError:
+            pass  # It was there, so it was moved, or somebody has removed it.
+        try:
+            self._inner.size(new_key)
         except MissingError:
             return False
-        return not self._holds(key, moved)
+        return True
 
 
 class _RetryingUpload:
