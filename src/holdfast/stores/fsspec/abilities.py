@@ -163,6 +163,9 @@ class _Trial:
     def _clean_up(self, system: FileSystem, spares: bool) -> None:
         for path in sorted(self._made):
             remove_file(system, path)
-        if spares:
+        folder = self._folder
+        while spares and folder:
+            # The folder above may be there for the trial alone, too.
             with suppress(Exception):
-                system.rmdir(self._systems.path(self._folder))
+                system.rmdir(self._systems.path(folder))
+            folder = folder.rpartition("/")[0]
