@@ -99,7 +99,7 @@ class _Trial:
                 self._ask(lambda system: self._clean_up(system, spares))
 
     def _ask(self, call: Callable[[FileSystem], _Result]) -> _Result:
-        return self._systems.use("write to", f"{self.url}/{self._folder}", call)
+        return self._systems.use("write to", f"{self.url}/{self._folder}", call, writes=True)
 
     def _path(self, name: str) -> str:
         path = self._systems.path(f"{self._folder}/{name}")

@@ -48,13 +48,14 @@ class FileSystems:
         _inherited.append((self._idle, self._shared))
         self._begin()
 
-    def use(self, doing: str, where: str, call: Callable[[Any], _Result]) -> _Result:
+    def use(self, doing: str, where: str, call: Callable[[Any], _Result], *, writes: bool = False) -> _Result:
         """Return what a call of a file system returns.
 
         Args:
             doing: The operation as a verb, for messages.
             where: Store and key, for messages.
             call: Gets the file system, which no other call has meanwhile.
+            writes: Whether it stores an object: what is absent then is a folder that another process removed.
         Raises:
             CheckpointError: It failed. No exception of the file system is chained to it.
         """
@@ -68,7 +69,7 @@ class FileSystems:
         except (AssertionError, NameError):
             raise  # A mistake in a program, which no other try mends.
         except Exception as error:  # noqa: BLE001 - file systems raise dozens of kinds; all are translated
-            failure = refusal(doing, where, error)
+            failure = refusal(doing, where, error, writes=writes)
         else:
             self._give_back(system)
             return result

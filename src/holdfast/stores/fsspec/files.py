@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.errors import InvalidError
-from holdfast.settings import MIB
+from holdfast.settings import KIB, MIB
 from holdfast.stores.fsspec.refusals import is_absent
 
 FileSystem = Any
@@ -17,6 +17,7 @@ TRIES = 16
 """How often a file is written whose folder, or which itself, another process removes meanwhile."""
 
 _BLOCK_BYTES = 4 * MIB
+_PART_BYTES = 256 * KIB
 _MARKS = ("ino", "created", "mtime", "modified", "last_modified", "LastModified", "ETag", "etag", "generation", "md5")
 """What file systems say of a file that changes with its content, and not with a look at it."""
 
@@ -112,8 +113,11 @@ def read_ranges(system: FileSystem, path: str, ranges: Sequence[tuple[int, int]]
 def _read_from(file: Any, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
     together = getattr(file, "readv", None)
     if callable(together):
-        # The files of paramiko ask for 32 KiB at a time, and wait for each answer unless they know what follows.
-        yield from (bytes(data) for data in together([(start, stop - start) for start, stop in ranges]))
+        # The files of paramiko ask for 32 KiB at a time, and wait for each answer unless they know what follows. They
+        # put a long part together by copying it again and again, so none is long.
+        asked = [_parts_of(start, stop) for start, stop in ranges]
+        came = iter(together([part for parts in asked for part in parts]))
+        yield from (b"".join(next(came) for _ in parts) for parts in asked)
         return
     for start, stop in ranges:
         file.seek(start)
@@ -124,13 +128,17 @@ def _read_from(file: Any, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
         yield parts[0] if len(parts) == 1 else b"".join(parts)
 
 
+def _parts_of(start: int, stop: int) -> list[tuple[int, int]]:
+    """Return the parts of a range, each as start and length."""
+    return [(at, min(_PART_BYTES, stop - at)) for at in range(start, stop, _PART_BYTES)]
+
+
 def write_file(system: FileSystem, path: str, data: memoryview) -> None:
     """Write a file, in place of one that is there; make its folder if that is missing."""
     for turn in range(TRIES):
         try:
             with system.open(path, "wb") as file:
-                for start in range(0, len(data), _BLOCK_BYTES):
-                    file.write(bytes(data[start : start + _BLOCK_BYTES]))
+                _write_to(file, data)
             return
         except (NotImplementedError, PermissionError):
             raise
@@ -144,14 +152,38 @@ def write_file(system: FileSystem, path: str, data: memoryview) -> None:
             make_folder(system, folder)
 
 
+def _write_to(file: Any, data: memoryview) -> None:
+    first_bytes = 0
+    pipeline = getattr(file, "set_pipelined", None)
+    if callable(pipeline):
+        # The files of paramiko wait for an answer to each 32 KiB. All but the last byte are sent without waiting, and
+        # the last one waits for all answers: `close` would drop what they say.
+        first_bytes = max(len(data) - 1, 0)
+        pipeline(True)
+        _write_blocks(file, data[:first_bytes])
+        pipeline(False)
+    _write_blocks(file, data[first_bytes:])
+
+
+def _write_blocks(file: Any, data: memoryview) -> None:
+    for start in range(0, len(data), _BLOCK_BYTES):
+        file.write(bytes(data[start : start + _BLOCK_BYTES]))
+
+
 def make_folder(system: FileSystem, path: str) -> None:
-    """Make a folder, and those above it; another process may make them meanwhile."""
-    try:
-        system.makedirs(path, exist_ok=True)
-    except Exception:
-        found = look(system, path)
-        if found is None or not found.is_folder:
+    """Make a folder, and those above it; other processes may make them, or remove empty ones, meanwhile."""
+    for turn in range(TRIES):
+        try:
+            system.makedirs(path, exist_ok=True)
+            return
+        except (NotImplementedError, PermissionError):
             raise
+        except Exception:
+            found = look(system, path)
+            if found is not None and found.is_folder:
+                return
+            if turn == TRIES - 1:
+                raise
 
 
 def remove_file(system: FileSystem, path: str) -> None:

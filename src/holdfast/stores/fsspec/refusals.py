@@ -50,15 +50,18 @@ def is_absent(error: BaseException) -> bool:
     return (isinstance(error, OSError) and error.errno in _ABSENT) or _status_of(error) in (404, 410)
 
 
-def refusal(doing: str, where: str, error: BaseException) -> CheckpointError:
+def refusal(doing: str, where: str, error: BaseException, *, writes: bool = False) -> CheckpointError:
     """Return the error of Holdfast for one of a file system.
 
     Args:
         doing: The operation as a verb.
         where: Store and key.
         error: What the file system raised.
+        writes: Whether the operation stores an object: it makes folders that are absent.
     """
     kind, act = _kind_of(error)
+    if writes and kind is MissingError:
+        kind, act = TemporaryError, "its folder was removed meanwhile; retry"
     said = without_secrets(str(error).split("\n", 1)[0], configured_secrets())
     text = f"could not {doing} {where}: {type(error).__name__}{f' ({said})' if said else ''}; {act}"
     if kind is not TemporaryError:

@@ -64,7 +64,10 @@ class FileSystemStore(FileSystemReading):
         """Store a small object whole, replacing an older one."""
         path, hidden = self._paths(key)
         self.systems.use(
-            "store", self.where(key), lambda system: placing.replace(system, path, memoryview(data), hidden)
+            "store",
+            self.where(key),
+            lambda system: placing.replace(system, path, memoryview(data), hidden),
+            writes=True,
         )
 
     def replace(self, key: str, data: bytes, seen: bytes | None, *, durable: bool = True) -> None:
@@ -120,7 +123,7 @@ class FileSystemStore(FileSystemReading):
         path, hidden = self._paths(key)
         way = self._abilities().way
         is_stored = self.systems.use(
-            "store", self.where(key), lambda system: placing.create(system, way, path, data, hidden)
+            "store", self.where(key), lambda system: placing.create(system, way, path, data, hidden), writes=True
         )
         if is_stored:
             return
