@@ -106,6 +106,11 @@ def test_what_may_pass_is_tried_again(error: Exception, is_throttled: bool, may_
     assert "could not store sftp://host/key" in str(found)
 
 
+def test_a_writer_makes_its_folders() -> None:
+    assert type(refusal("store", "sftp://host/key", of(errno.ENOENT), writes=True)) is TemporaryError
+    assert type(refusal("store", "http://host/key", ClientResponseError(404), writes=True)) is InvalidError
+
+
 def test_no_credential_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(fsspec.config.conf, "sftp", {"password": "open sesame", "nested": {"api_key": "k-12345"}})
     monkeypatch.setenv("SOME_TOKEN", "tok-12345678")
