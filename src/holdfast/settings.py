@@ -96,8 +96,8 @@ class ObjectSettings:
     """Key of the vendor's key service that encrypts new objects (`s3://`). None: as the bucket says."""
 
     single_writer: bool = False
-    """Whether a store is accepted that lets two writers create one object. Then the caller makes sure that only one job
-    writes to a path: nothing else prevents a checkpoint of mixed parts."""
+    """Whether a store is accepted that lets two writers create one object: an object store, or a file system of fsspec.
+    Then the caller makes sure that only one job writes to a path: nothing else prevents a checkpoint of mixed parts."""
 
     def __post_init__(self) -> None:
         for name in ("endpoint", "proxy"):

@@ -12,7 +12,7 @@ from holdfast.checkpoint.location import CheckpointLocation, ForeignPath
 from holdfast.clock import SystemClock
 from holdfast.coordination.absent_ranks import CallWatch
 from holdfast.coordination.job import Job
-from holdfast.errors import InvalidError, printable
+from holdfast.errors import InvalidError
 from holdfast.format.names import RUN_FILE, is_superseded_name, step_and_digest, step_of_folder
 from holdfast.frameworks.alone import AloneComm
 from holdfast.loading.named_step import finder_of, location_named
@@ -63,9 +63,14 @@ def store_at(path: object, settings: Settings) -> Store:
         from holdfast.stores.wrappers.retrying import RetryingStore
 
         return RetryingStore(ObjectStore(text, settings=settings), settings)
-    raise InvalidError(
-        f"path: scheme {printable(scheme)[:40]}:// is not supported; expected a folder, file://, memory://, "
-        f"{', '.join(f'{each}://' for each in SCHEMES)}"
+    if scheme == "memory":
+        raise InvalidError("path: memory:// has no name; expected memory://NAME")
+    # Any other name is one of fsspec, or a mistake that this says.
+    from holdfast.stores.fsspec.store import REQUESTS_IN_FLIGHT_MAX, FileSystemStore
+    from holdfast.stores.wrappers.retrying import RetryingStore
+
+    return RetryingStore(
+        FileSystemStore(text, settings=settings), settings, requests_in_flight_max=REQUESTS_IN_FLIGHT_MAX
     )
 
 
@@ -76,7 +81,7 @@ def parent_of(store: Store, settings: Settings) -> tuple[Store, str] | None:
         return LocalStore(parent, settings=settings), name
     scheme, _, rest = store.url.partition("://")
     above, slash, name = rest.rpartition("/")
-    if scheme not in SCHEMES or not slash:
+    if isinstance(store, MemoryStore) or not slash or not above:
         return None
     return store_at(f"{scheme}://{above}", settings), name
 

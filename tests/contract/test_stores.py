@@ -17,11 +17,13 @@ import pytest
 from holdfast.errors import MissingError
 from holdfast.ports.store import Store
 from holdfast.settings import Settings
+from holdfast.stores.fsspec.store import FileSystemStore
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.objects.store import ObjectStore
 from holdfast.stores.wrappers.retrying import RetryingStore
 from holdfast.testing.store import StoreSuite
+from tests.file_systems import IN_MEMORY, QUIET
 from tests.object_server import ObjectServer
 from tests.unit.stores.wrappers.by_hand import ClockBySleep
 from tests.unit.stores.wrappers.network import NetworkStore, drawn
@@ -70,20 +72,36 @@ class TestObjects(StoreSuite):
         return RetryingStore(ObjectStore(objects.new_url(), settings=settings), settings)
 
 
-class TestRetriedOverFaults(StoreSuite):
-    """Two of five requests or replies are lost, and no promise is."""
+class TestFileSystemLocal(StoreSuite):
+    """On the local file system of fsspec, which links."""
+
+    is_asked_for_cached: ClassVar[bool] = False
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return _over_fsspec(f"local://{tmp_path}/made/at first write")
+
+
+class TestFileSystemInMemory(StoreSuite):
+    """On the file system of fsspec in memory, which stores a file at once, and copies rather than renames."""
+
+    is_asked_for_cached: ClassVar[bool] = False
 
     @pytest.fixture
     def store(self) -> Store:
-        seed = random.randrange(1 << 32)
-        print(f"seed {seed}")
-        network = NetworkStore(MemoryStore(uuid.uuid4().hex), drawn(seed))
-        # Each thread moves the clock of all: no call may come to its deadline.
-        settings = Settings(retry_seconds_per_call=1e9)
-        return RetryingStore(network, settings, ClockBySleep(seed))
+        return _over_fsspec(f"{IN_MEMORY}://{uuid.uuid4().hex}/folder")
+
+
+def _over_fsspec(url: str) -> Store:
+    settings = Settings()
+    return RetryingStore(FileSystemStore(url, settings=settings), settings, requests_in_flight_max=8)
+
+
+class _StoredOnceMore:
+    """A store whose put may be made again although the first one took effect."""
 
     def test_writers_beside_movers_lose_nothing(self, store: Store) -> None:
-        """An object that was stored and moved away may be stored once more, if the reply to the first put was lost."""
+        """An object that was stored and moved away may be stored once more, if nothing said that it was stored."""
 
         def write(number: int) -> set[bytes]:
             written = set()
@@ -99,3 +117,26 @@ class TestRetriedOverFaults(StoreSuite):
             written = set[bytes]().union(*pool.map(write, range(4)))
         assert {store.get(entry.key, 10) for entry in store.list()} == written
         assert len(written) == 20
+
+
+class TestFileSystemThatRefusesRenames(_StoredOnceMore, StoreSuite):
+    """On a file system whose rename refuses to replace, and does not say so, as WebHDFS."""
+
+    is_asked_for_cached: ClassVar[bool] = False
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Store:
+        return _over_fsspec(f"{QUIET}://{tmp_path}/folder")
+
+
+class TestRetriedOverFaults(_StoredOnceMore, StoreSuite):
+    """Two of five requests or replies are lost, and no promise is."""
+
+    @pytest.fixture
+    def store(self) -> Store:
+        seed = random.randrange(1 << 32)
+        print(f"seed {seed}")
+        network = NetworkStore(MemoryStore(uuid.uuid4().hex), drawn(seed))
+        # Each thread moves the clock of all: no call may come to its deadline.
+        settings = Settings(retry_seconds_per_call=1e9)
+        return RetryingStore(network, settings, ClockBySleep(seed))

@@ -32,7 +32,7 @@ from holdfast.format.names import MANIFEST_FILE, step_of_folder
 from holdfast.format.sealed_json import stated_digest
 from holdfast.leases.path_claim import PathClaim, release_path_claim, take_path_claim
 from holdfast.leases.process import can_be_seen, this_process
-from holdfast.ports.store import Store
+from holdfast.ports.store import Store, require_replacing_moves
 from holdfast.repository.overwriting import (
     ReplacedMark,
     SeenManifest,
@@ -87,7 +87,8 @@ class Overwriting:
         """
         job = self._job
         assert job is not None, "a save is claimed before it ends"
-        self._require_replaceable()
+        if self._require_replaceable() is not None:
+            require_replacing_moves(self._store)
         claim, is_new = take_path_claim(self._store, self._clock, self._settings.lease_seconds, job.commits)
         try:
             if is_new:

@@ -36,7 +36,8 @@ _NEXT_ACTS: dict[type[CheckpointError], dict[int, str]] = {
     ConflictError: {errno.EEXIST: "another writer stored it; it was not touched"},
     MissingError: {errno.ENOENT: "it does not exist"},
 }
-_KINDS = {code: (kind, act) for kind, acts in _NEXT_ACTS.items() for code, act in acts.items()}
+KINDS = {code: (kind, act) for kind, acts in _NEXT_ACTS.items() for code, act in acts.items()}
+"""By the number of an error: its kind here, and what to do."""
 
 
 @contextmanager
@@ -55,7 +56,7 @@ def translated(doing: str, where: str, *, writing: bool = False) -> Iterator[Non
         yield
     except OSError as error:
         code = error.errno or 0
-        kind, act = _KINDS.get(code, (UnavailableError, "retry, or check the machine"))
+        kind, act = KINDS.get(code, (UnavailableError, "retry, or check the machine"))
         if writing and code == errno.ENOENT:
             kind, act = UnavailableError, "its folder was removed meanwhile; retry"
         name = errno.errorcode.get(code, type(error).__name__)

@@ -20,7 +20,7 @@ from holdfast.errors import MissingError
 from holdfast.ports.temporary import TemporaryError
 from holdfast.stores.objects.address import Address
 from holdfast.stores.objects.client import Clients
-from holdfast.stores.objects.probe import probe_key
+from holdfast.stores.remote.probe import probe_key
 
 _SIGNED_FOR = timedelta(minutes=5)
 _OTHER_TAG = '"00000000000000000000000000000000"'

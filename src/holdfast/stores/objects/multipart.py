@@ -17,8 +17,8 @@ import xxhash
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, MissingError, UnavailableError
 from holdfast.ports.store import Release
 from holdfast.ports.temporary import TemporaryError
-from holdfast.stores.objects.memory import BytesInFlight, new_memory
 from holdfast.stores.parts import PartLedger, address_of
+from holdfast.stores.remote.memory import BytesInFlight, new_memory
 
 
 class StoredParts(Protocol):

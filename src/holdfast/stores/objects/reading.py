@@ -14,8 +14,8 @@ from holdfast.settings import MIB, Settings
 from holdfast.stores.keys import is_listed, split_key, split_prefix
 from holdfast.stores.objects.address import KEY_BYTES_MAX, Address
 from holdfast.stores.objects.client import Clients
-from holdfast.stores.objects.reads import Batch, batches_of, cut
 from holdfast.stores.parts import check_buffers, check_ranges
+from holdfast.stores.remote.reads import Batch, batches_of, cut
 
 _PAGE_ENTRIES = 1000
 _TIMED_BYTES_MAX = 64 * MIB

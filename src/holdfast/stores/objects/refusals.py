@@ -7,22 +7,17 @@ URLs and headers.
 
 from __future__ import annotations
 
-import os
 import re
 
-from holdfast.errors import CheckpointError, ConflictError, InvalidError, MissingError, UnavailableError, printable
+from holdfast.errors import CheckpointError, ConflictError, InvalidError, MissingError, UnavailableError
 from holdfast.ports.temporary import TemporaryError
+from holdfast.stores.remote.shown import without_secrets
 
-_SHOWN_CHARACTERS_MAX = 300
 _THROTTLED = (429, 503)
 _NOT_CONNECTED = ("ConnectError", "dns error", "Connection refused")
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]{1,100})</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]{0,2000})</Message>")
-_QUERY = re.compile(r"\?[^\s)\"']*")
-_USER = re.compile(r"://[^\s/@]*@")
-_SECRET_VARIABLES = re.compile(r"(?i)(secret|token|key|password|credential|sas)")
-_SECRET_CHARACTERS_MIN = 8
 
 _REGION = "name the region of the bucket: AWS_REGION, or Settings(object_store=ObjectSettings(region=…))"
 _CREDENTIALS = (
@@ -150,13 +145,3 @@ def _said(text: str, code: str | None) -> str:
         message = _MESSAGE.search(text)
         return without_secrets(f"{code}{f' ({message[1]})' if message and message[1] else ''}")
     return without_secrets(text.split("\n", 1)[0].partition("<?xml")[0].rstrip(" :"))
-
-
-def without_secrets(text: str) -> str:
-    """Return a text of unknown content that may be shown: printable, cut, and without credentials."""
-    for name, value in os.environ.items():
-        if len(value) >= _SECRET_CHARACTERS_MIN and _SECRET_VARIABLES.search(name):
-            text = text.replace(value, "…")
-    text = _USER.sub("://…@", _QUERY.sub("?…", text))
-    text = "".join(char if char.isprintable() else " " for char in text)
-    return printable(text if len(text) <= _SHOWN_CHARACTERS_MAX else text[:_SHOWN_CHARACTERS_MAX] + "…")

@@ -14,14 +14,14 @@ from holdfast.settings import MIB, Settings
 from holdfast.stores.keys import split_key, split_prefix
 from holdfast.stores.objects.address import address_of
 from holdfast.stores.objects.conditional_delete import ConditionalDelete
-from holdfast.stores.objects.memory import BytesInFlight, ObjectUpload
 from holdfast.stores.objects.multipart import MultipartUpload, Parts, abort_uploads
 from holdfast.stores.objects.parts_of_azure import BlocksOfContainer
 from holdfast.stores.objects.parts_of_s3 import PartsOfBucket
-from holdfast.stores.objects.probe import Probe
 from holdfast.stores.objects.reading import ObjectReading
 from holdfast.stores.objects.signed import SignedRequests
 from holdfast.stores.parts import PartLedger
+from holdfast.stores.remote.memory import BytesInFlight, ObjectUpload
+from holdfast.stores.remote.probe import Probe
 
 _OBJECT_BYTES_MAX = {"s3": 5 << 30, "gs": 5 << 40, "az": 5000 << 20}
 """By scheme, the largest object that one request stores."""

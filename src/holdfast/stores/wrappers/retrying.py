@@ -10,7 +10,7 @@ What may be tried again, and what a try finds that comes after one of unknown ef
 - `put_if_absent`: an object that exists is compared with the bytes that were sent. If they are equal, an earlier try
   stored it. If it was stored, and another process has removed it since, it is stored again: as a request that arrives
   late would.
-- `move`: if an object is at the new key, and not the same bytes at the old one, an earlier try moved it.
+- `move`: if an object is at the new key, and not the same object at the old one, an earlier try moved it.
 - `Upload.complete`: the store below knows its bytes, and compares.
 """
 
@@ -31,6 +31,7 @@ from holdfast.ports.store import (
     OnBytes,
     OnRange,
     Release,
+    Replacing,
     Store,
     Upload,
 )
@@ -71,19 +72,29 @@ class _ListingCut(TemporaryError):
 class RetryingStore(ForwardingStore):
     """Tries the calls of a store again; see `Retries`, and the list above."""
 
-    def __init__(self, inner: Store, settings: Settings, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        inner: Store,
+        settings: Settings,
+        clock: Clock | None = None,
+        *,
+        requests_in_flight_max: int | None = None,
+    ) -> None:
         """Wrap a store that makes one request a call, and says in its errors what another try may mend.
 
         Args:
             inner: The store.
             settings: Deadlines, time limits, and the cap.
             clock: Time and chance; None: those of the machine.
+            requests_in_flight_max: Most requests to its server at a time; None: as many as to an object store.
         """
         super().__init__(inner)
         self.failed_calls_are_over = False
         """A call that was abandoned, or cut off from its reply, may still take effect."""
         self._settings, self._clock = settings, clock or SystemClock()
-        self._limit = ConcurrencyLimit.shared(_server_of(inner.url), settings._tuning.requests_in_flight_max)
+        self._limit = ConcurrencyLimit.shared(
+            _server_of(inner.url), requests_in_flight_max or settings._tuning.requests_in_flight_max
+        )
         self._total = RetryCounter(self._clock)
         self._rates: dict[int, RateLimit] = {}
         """By number of ranks, the share of one rank in the cap."""
@@ -255,23 +266,43 @@ class RetryingStore(ForwardingStore):
 
     def move(self, key: str, new_key: str) -> None:
         """Give an object another key."""
+        before: str | None = None
+        latest = 0
 
         def once(tries: Tries) -> None:
-            if not tries.may_have_taken_effect or not self._has_moved(key, new_key):
+            nonlocal before, latest
+            latest = tries.failed
+            if before is None:
+                found = self._inner.identity(key)
+                if latest != tries.failed:
+                    return  # This try was given up while it waited, and a later one goes on.
+                before = found
+            if not tries.may_have_taken_effect or not self._has_moved(key, new_key, before):
                 self._inner.move(key, new_key)
 
         self._retries.run(Request("move", self._where(key), changes=True), once)
 
-    def _has_moved(self, key: str, new_key: str) -> bool:
-        """Return whether an earlier try moved an object: its copy is there, and nothing or another object is at `key`.
+    def require_replacing_moves(self) -> None:
+        """Require that `move` replaces at once what is at the new key."""
+        inner = self._inner
+        if isinstance(inner, Replacing):
+            self._around("move", "", inner.require_replacing_moves)
 
-        A store that copies and then deletes may have been cut between the two: then the same bytes are at both keys.
+    def _has_moved(self, key: str, new_key: str, before: str) -> bool:
+        """Return whether an earlier try moved an object: nothing or another one is at `key`, and one at the new key.
+
+        A store that copies and then deletes may have been cut between the two: then it is at both keys.
         """
         try:
-            moved = self._inner.get(new_key, self._inner.size(new_key))
+            if self._inner.identity(key) == before:
+                return False
+        except MissingError:
+            pass  # It was there, so it was moved, or somebody has removed it.
+        try:
+            self._inner.size(new_key)
         except MissingError:
             return False
-        return not self._holds(key, moved)
+        return True
 
 
 class _RetryingUpload:

@@ -95,7 +95,7 @@ def test_a_forked_process_begins_with_several_threads(objects: ObjectServer) -> 
 def test_a_forked_process_does_not_wait_for_uploads_of_its_parent() -> None:
     code = """
 import os
-from holdfast.stores.objects.memory import BytesInFlight
+from holdfast.stores.remote.memory import BytesInFlight
 bound = BytesInFlight(100)
 bound.take(100)
 with bound._changed:

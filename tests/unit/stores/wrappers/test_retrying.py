@@ -81,11 +81,25 @@ class TestPutIfAbsent:
 
 
 class TestOtherMethods:
-    def test_a_move_that_was_made_is_a_success(self) -> None:
-        rig = Rig(LOST_AFTER)
+    @pytest.mark.parametrize(
+        "fates", ((LOST_BEFORE,), (LOST_AFTER,), (PASS, LOST_AFTER), (PASS, LOST_BEFORE), (PASS, LOST_AFTER) * 3)
+    )
+    @pytest.mark.parametrize("there", (None, b"", b"1", b"other"))
+    def test_a_move_that_was_made_is_a_success(self, fates: tuple[str, ...], there: bytes | None) -> None:
+        """Whether it was made or not: what is at the new key is replaced once, and the move is not taken for made."""
+        rig = Rig(*fates)
         rig.memory.put(KEY, b"1")
+        if there is not None:
+            rig.memory.put(NEW_KEY, there)
         rig.store.move(KEY, NEW_KEY)
         assert (rig.stored(), rig.stored(NEW_KEY)) == (None, b"1")
+
+    def test_what_came_to_the_old_key_after_a_move_stays(self) -> None:
+        rig = Rig(PASS, LOST_AFTER)
+        rig.memory.put(KEY, b"1")
+        rig.clock.sleep = lambda seconds: rig.memory.put(KEY, b"2")  # type: ignore[method-assign]
+        rig.store.move(KEY, NEW_KEY)
+        assert (rig.stored(), rig.stored(NEW_KEY)) == (b"2", b"1")
 
     def test_a_move_of_nothing_is_missing(self) -> None:
         for fates in ((), (REFUSED,), (LOST_BEFORE,), (LOST_AFTER,)):

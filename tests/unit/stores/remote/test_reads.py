@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.stores.objects import reads
-from holdfast.stores.objects.reads import batches_of, cut
+from holdfast.stores.remote import reads
+from holdfast.stores.remote.reads import batches_of, cut
 
 _MIB = 1 << 20
 _POINTS = st.integers(0, 40 * _MIB) | st.integers(0, 100).map(lambda n: n * 4096)

@@ -1,6 +1,6 @@
-"""Asks a server once whether it refuses the second of two creates of one key.
+"""Asks a store once whether it refuses the second of two creates of one key.
 
-A server that takes both would let two jobs publish one step, and each would believe that its own was kept.
+A store that takes both would let two jobs publish one step, and each would believe that its own was kept.
 """
 
 from __future__ import annotations
@@ -35,6 +35,34 @@ class Creates(Protocol):
         ...
 
 
+def refuses_a_second_create(store: Creates, key: str) -> bool:
+    """Create one object twice; return whether the second create was refused. The first object stays.
+
+    Raises:
+        CheckpointError: The first one was refused too, or a request failed.
+    """
+    store.create(key, memoryview(b"first"))
+    try:
+        store.create(key, memoryview(b"second"))
+    except ConflictError:
+        return True
+    return False
+
+
+def takes_both(url: str, kept: str) -> InvalidError:
+    """Return the error of a store that lets two writers create one object.
+
+    Args:
+        url: The store.
+        kept: What a store must do to be taken.
+    """
+    return InvalidError(
+        f"{url}: this store let two writers create one object, so two jobs could overwrite each other's checkpoints "
+        f"unnoticed. Choose a store that {kept}, or make sure that one job alone writes there: "
+        "Settings(object_store=ObjectSettings(single_writer=True))"
+    )
+
+
 _asked: set[str] = set()
 """Places that this process has asked, by URL."""
 
@@ -65,17 +93,11 @@ class Probe:
             return
         key = probe_key(self._clock)
         try:
-            self._store.create(key, memoryview(b"first"))
-            self._store.create(key, memoryview(b"second"))
-        except ConflictError:
-            with _lock:
-                _asked.add(self._store.url)
-            return
+            is_exclusive = refuses_a_second_create(self._store, key)
         finally:
             with suppress(CheckpointError):
                 self._store.delete([key])
-        raise InvalidError(
-            f"{self._store.url}: this server let two writers create one object, so two jobs could overwrite each "
-            "other's checkpoints unnoticed. Choose a store that keeps the condition If-None-Match, or make sure that "
-            "one job alone writes there: Settings(object_store=ObjectSettings(single_writer=True))"
-        )
+        if not is_exclusive:
+            raise takes_both(self._store.url, "keeps the condition If-None-Match")
+        with _lock:
+            _asked.add(self._store.url)

@@ -1,0 +1,144 @@
+"""Reading files of a file system of fsspec: the half of the store that changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from holdfast.errors import CorruptError
+from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange
+from holdfast.ports.temporary import TemporaryError
+from holdfast.settings import Settings
+from holdfast.stores.fsspec.address import FileSystemAddress
+from holdfast.stores.fsspec.file_systems import FileSystems
+from holdfast.stores.fsspec.files import FileSystem, children, look, read_ranges, read_whole
+from holdfast.stores.fsspec.folders import listed, size_of
+from holdfast.stores.fsspec.refusals import is_absent
+from holdfast.stores.keys import is_part, split_key, split_prefix
+from holdfast.stores.parts import check_buffers, check_ranges
+from holdfast.stores.remote.reads import Batch, batches_of, cut
+
+
+class FileSystemReading:
+    """Reads files beneath a folder."""
+
+    def __init__(self, address: FileSystemAddress, settings: Settings) -> None:
+        """Remember where; does no I/O."""
+        self.address = address
+        self.url = address.url
+        self.read_alignment = 1
+        self.systems = FileSystems(address, settings)
+
+    def size(self, key: str) -> int:
+        """Return the bytes of an object."""
+        split_key(key)
+        return size_of(self.systems, self.where, key)
+
+    def get(self, key: str, bytes_max: int) -> bytes:
+        """Return a small object whole. One that is too large is refused before its content is read."""
+        split_key(key)
+        where, path = self.where(key), self.systems.path(key)
+
+        def read(system: FileSystem) -> bytes:
+            found = look(system, path)
+            if found is None:
+                raise FileNotFoundError
+            if found.is_folder:
+                raise IsADirectoryError
+            # Read whole, and not up to this size: another writer may put a longer one there in between.
+            if found.bytes is None or found.bytes <= bytes_max:
+                data = read_whole(system, path)
+                if len(data) <= bytes_max:
+                    return data
+            raise CorruptError(f"{where}: {found.bytes} bytes; expected at most {bytes_max}. Read another copy")
+
+        return self.systems.use("read", where, read)
+
+    def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
+        """Read byte ranges of one object: neighbours together, through memory of the file system."""
+        split_key(key)
+        where = self.where(key)
+        # Buffers and bounds are checked here, the end of the object by what comes: no request just for its size.
+        end = max((stop for _, stop in ranges), default=0)
+        check_ranges(where, end, ranges, buffers)
+        if not any(start < stop for start, stop in ranges) or end > max(stop for start, stop in ranges if start < stop):
+            check_ranges(where, self.size(key), ranges, buffers)
+        for batch in batches_of(ranges):
+            held = self._batch_bytes(key, batch)
+            if held is None:
+                check_ranges(where, self.size(key), ranges, buffers)
+                raise TemporaryError(f"could not read {where}: the server sent less than was asked for")
+            for piece in batch.pieces:
+                start, stop = ranges[piece.number]
+                view, data = buffers[piece.number], cut(batch, held, piece)
+                if on_range is not None and piece.stop - piece.start == stop - start:
+                    on_range(piece.number, data)
+                    continue
+                if data.nbytes:  # An empty buffer cannot be cast.
+                    view = view.cast("B")
+                    view[piece.start - start : piece.stop - start] = data
+                if piece.is_last and on_range is not None:
+                    on_range(piece.number, view)
+
+    def _batch_bytes(self, key: str, batch: Batch) -> Sequence[memoryview] | None:
+        """Return the bytes of the requests of a batch; None if the object ends before one does."""
+        if not batch.requests:
+            return []
+        requests = batch.requests
+        where = f"{self.where(key)} bytes [{requests[0][0]}, {requests[-1][1]})"
+
+        def read(system: FileSystem) -> list[bytes]:
+            path = self.systems.path(key)
+            try:
+                return read_ranges(system, path, requests)
+            except Exception as error:
+                if is_absent(error):
+                    raise
+                # Some servers open a folder like a file.
+                found = look(system, path)
+                if found is None or found.is_folder:
+                    raise FileNotFoundError from error
+                raise
+
+        total = sum(stop - start for start, stop in requests)
+        held = self.systems.use_in_time("read", where, total, read)
+        views = [memoryview(each) for each in held]
+        if any(view.nbytes != stop - start for view, (start, stop) in zip(views, requests, strict=True)):
+            return None
+        return views
+
+    def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
+        """Return 0: nothing is cached. No request is made for that."""
+        split_key(key)
+        end = max(start, 0) + sum(buffer.nbytes for buffer in buffers)
+        check_buffers(self.where(key), end, start, buffers)
+        return 0
+
+    def folders(self, prefix: str = "") -> list[str]:
+        """Return the names of the folders directly under a prefix, sorted."""
+        path = self.systems.path("/".join(split_prefix(prefix)))
+        found = self.systems.use("list", self.where(prefix), lambda system: list(children(system, path)))
+        return sorted(each.name for each in found if each.is_folder and is_part(each.name))
+
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
+        """Yield every object under a prefix whose name a key can have, in order, folder by folder."""
+        return listed(self.systems, self.where, split_prefix(prefix), after, up_to)
+
+    def holds(self, key: str, data: memoryview) -> bool:
+        """Return whether exactly these bytes are stored.
+
+        Raises:
+            MissingError: Nothing is stored there.
+        """
+        if self.size(key) != data.nbytes:
+            return False
+        for batch in batches_of([(0, data.nbytes)]):
+            held = self._batch_bytes(key, batch)
+            if held is None:
+                return False
+            if any(cut(batch, held, piece) != data[piece.start : piece.stop] for piece in batch.pieces):
+                return False
+        return True
+
+    def where(self, key: str) -> str:
+        """Return store and key, for messages."""
+        return f"{self.url}/{key}"
