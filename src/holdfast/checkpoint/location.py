@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from holdfast.checkpoint.linked_packs import pack_with_link
+from holdfast.checkpoint.pack_sizes import short_packs
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import decode_manifest
 from holdfast.format.names import (
@@ -27,7 +28,6 @@ from holdfast.repository.catalog import (
     exists,
     manifest_in,
     read_manifest_bytes,
-    short_packs,
     step_folders,
     stored_bytes,
 )

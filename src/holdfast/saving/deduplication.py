@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from holdfast.checkpoint.location import CheckpointLocation
+from holdfast.checkpoint.pack_sizes import listed_sizes
 from holdfast.coordination.save_context import Base, SaveContext
 from holdfast.engine.background import side_by_side
 from holdfast.engine.nonfinite import NonFinite
@@ -30,6 +31,7 @@ from holdfast.geometry.chunking import DIGEST_BYTES
 from holdfast.geometry.region import FlatRange, Region, region_boxes
 from holdfast.plan.plan_cache import SavePlan
 from holdfast.ports.framework import Source
+from holdfast.ports.store import Stored
 from holdfast.repository.catalog import stored_bytes
 from holdfast.repository.publish import pack_paths
 from holdfast.settings import PAGE_BYTES, Settings
@@ -256,7 +258,9 @@ class Deduplicator:
         """Look at the sizes of packs, ahead of the comparison, which then does not ask again."""
         root = self._location.root
         assert root is not None, "a run has a root"
-        self._sizes |= zip(packs, ordered_parallel_map(partial(stored_bytes, root), packs), strict=True)
+        self._sizes |= listed_sizes(packs, lambda name: Stored(root, name))
+        others = [name for name in packs if name not in self._sizes]
+        self._sizes |= zip(others, ordered_parallel_map(partial(stored_bytes, root), others), strict=True)
 
     def _candidates(self, items: Sequence[PackItem], context: SaveContext) -> dict[Key, Piece]:
         """Return the stored pieces whose first page has not changed and whose packs may be referred to."""

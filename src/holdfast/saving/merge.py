@@ -8,6 +8,7 @@ from itertools import islice
 
 from holdfast.checkpoint.coverage import uncovered_names
 from holdfast.checkpoint.location import CheckpointLocation
+from holdfast.checkpoint.pack_sizes import require_packs
 from holdfast.coordination.commit_vote import Vote
 from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.parallel_map import ordered_parallel_map
@@ -17,7 +18,7 @@ from holdfast.format.index.tensor_table import TensorTables
 from holdfast.format.names import part_name
 from holdfast.format.part import RankPart, decode_part, require_part_of
 from holdfast.format.values import values
-from holdfast.repository.catalog import check_pack, read_file
+from holdfast.repository.catalog import read_file
 from holdfast.saving.health.health_findings import Findings
 from holdfast.types.manifest import FileRecord, OptimizerRecord
 from holdfast.types.values import Group, Value
@@ -96,9 +97,7 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
         index = merging.merged()
         require_exact_cover(index, int(attempt, 16) >> 8, location.url)
     packs = _without_repeats(packs, location.url)
-    pack_at = location.packs_in(attempt)
-    for _ in ordered_parallel_map(lambda pack: check_pack(pack_at(pack.name), pack, location.step), packs):
-        pass  # A pack that is absent or has another size raises.
+    require_packs(packs, location.packs_in(attempt), location.step)
     provenance = tuple(
         {"mesh": list(mesh), "placements": list(placements), "tensors": count}
         for (mesh, placements), count in sorted(layouts.items())

@@ -30,6 +30,8 @@ class ObjectReading:
         self.address = address
         self.url = address.url
         self.read_alignment = 1
+        # The client reads a listing on Azure from its beginning, and leaves out what is before `after`.
+        self.page_entries = None if address.scheme == "az" else _PAGE_ENTRIES
         self.clients = Clients(address, settings)
         self._has_bucket = False
 
@@ -107,6 +109,8 @@ class ObjectReading:
                     return
                 if is_listed(key, after, up_to):
                     yield Entry(key, int(found["size"]))
+                if key == up_to:
+                    return  # Without a request for the page behind it.
 
     def head(self, key: str) -> Any:
         """Return size, tag and version of an object.
