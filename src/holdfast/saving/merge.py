@@ -11,7 +11,7 @@ from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.checkpoint.pack_sizes import require_packs
 from holdfast.coordination.commit_vote import Vote
 from holdfast.engine.gc_pause import GcPause
-from holdfast.engine.parallel_map import ordered_parallel_map
+from holdfast.engine.parallel_map import CALLS_AT_ONCE, ordered_parallel_map
 from holdfast.errors import CorruptError, InvalidError, first_three
 from holdfast.format.index.index import Index, IndexMerger
 from holdfast.format.index.tensor_table import TensorTables
@@ -25,6 +25,9 @@ from holdfast.types.values import Group, Value
 
 _PARTS_PER_BATCH = 64
 """Parts decoded in one garbage-collector pause."""
+
+_OBJECTS_AT_ONCE = 64
+"""Parts that are read at once from a store of objects: each takes a round trip, and every rank has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,11 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
     findings = Findings()
     optimizers: dict[str, OptimizerRecord] = {}
     records = [FileRecord(part_name(rank), vote.part_bytes, vote.part_digest) for rank, vote in enumerate(votes)]
-    files = ordered_parallel_map(lambda record: read_file(location.store, location.folder, attempt, record), records)
+    files = ordered_parallel_map(
+        lambda record: read_file(location.store, location.folder, attempt, record),
+        records,
+        CALLS_AT_ONCE if location.store.object_bytes_max is None else _OBJECTS_AT_ONCE,
+    )
     for rank, part in enumerate(_decoded(records, files)):
         require_part_of(part, rank, attempt, location.url)
         merging.add(part.index, f"{location.url}: rank {rank}")
