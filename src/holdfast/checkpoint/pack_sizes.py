@@ -1,7 +1,7 @@
-"""Compares the sizes of packs with their records: thousands by listings of some ranges of keys, side by side.
+"""Compares the sizes of packs with their records: of thousands by listing ranges of keys, side by side.
 
-A store that answers in pages is asked for as many packs as a page holds with one request. Nothing is concluded from a
-listing but that a pack has its size. A pack that no listing shows like that is looked at by itself, and named.
+A store that answers in pages is asked for as many packs as a page holds with one request. A listing proves only that a
+pack has its size. A pack that no listing shows with its size is looked at by itself.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from holdfast.ports.store import Packs, Readable, Store, Stored
 from holdfast.repository.catalog import check_size, stored_bytes
 from holdfast.types.manifest import FileRecord, Manifest
 
-_ENTRIES_PER_NAME = 2
-"""A listing ends after so many entries for each pack that is looked for: the others may be far apart."""
+_PAGES_PER_RANGE = 2
+"""Pages of one range at most. Other objects may lie between its packs: then the rest are looked at one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,17 @@ class _Range:
     names: Sequence[str]
     """Names of the packs, ascending."""
 
+    entries_max: int
+    """Entries of the listing at most."""
+
     def sizes(self) -> dict[str, int]:
         """Return the bytes of the packs that a listing shows, by name; none if it is refused."""
         first, last = (self.prefix + name for name in (self.names[0], self.names[-1]))
         start, wanted, found = len(self.prefix), frozenset(self.names), {}
-        # The key before the first one: one character shorter, and no key of a pack lies between.
-        listing = self.files.list(first.rpartition("/")[0] + "/", after=first[:-1], up_to=last)
         try:
-            for entry in islice(listing, _ENTRIES_PER_NAME * len(self.names)):
+            # From the key before the first one: one character shorter, and no pack has a name between.
+            listing = self.files.list(first.rpartition("/")[0] + "/", after=first[:-1], up_to=last)
+            for entry in islice(listing, self.entries_max):
                 if (name := entry.key[start:]) in wanted:
                     found[name] = entry.bytes
         except InvalidError:
@@ -83,15 +86,15 @@ def _ranges(folders: Iterable[list[str]], packs: Packs) -> Iterator[_Range]:
             continue  # A link has another name than its pack.
         prefix = stored.key.removesuffix(inside[0])
         for first in range(0, len(inside), page):
-            yield _Range(stored.files, prefix, inside[first : first + page])
+            yield _Range(stored.files, prefix, inside[first : first + page], _PAGES_PER_RANGE * page)
 
 
-def require_packs(records: Sequence[FileRecord], packs: Packs, step: int | None) -> None:
-    """Refuse packs of which one is missing or has another size than its record says.
+def require_sizes(records: Sequence[FileRecord], packs: Packs, step: int | None) -> None:
+    """Refuse files of a checkpoint of which one is missing or has another size than its record says.
 
     Args:
-        records: The packs, each once.
-        packs: Locates a pack by its name.
+        records: The files, packs most often, each once.
+        packs: Locates one by its name.
         step: The step that names them.
     Raises:
         CorruptError: As `check_pack`.

@@ -8,7 +8,7 @@ from itertools import islice
 
 from holdfast.checkpoint.coverage import uncovered_names
 from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.checkpoint.pack_sizes import require_packs
+from holdfast.checkpoint.pack_sizes import require_sizes
 from holdfast.coordination.commit_vote import Vote
 from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.parallel_map import CALLS_AT_ONCE, ordered_parallel_map
@@ -104,7 +104,7 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
         index = merging.merged()
         require_exact_cover(index, int(attempt, 16) >> 8, location.url)
     packs = _without_repeats(packs, location.url)
-    require_packs(packs, location.packs_in(attempt), location.step)
+    require_sizes(packs, location.packs_in(attempt), location.step)
     provenance = tuple(
         {"mesh": list(mesh), "placements": list(placements), "tensors": count}
         for (mesh, placements), count in sorted(layouts.items())

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.checkpoint.pack_sizes import require_packs, short_packs
+from holdfast.checkpoint.pack_sizes import require_sizes, short_packs
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.engine.parallel_map import CALLS_AT_ONCE
 from holdfast.errors import CorruptError
@@ -105,10 +105,10 @@ def require_same_findings(chance: random.Random) -> None:
         wrong = [keys[record.name] for record in records if stored.get(keys[record.name]) != record.bytes]
         if wrong:
             with pytest.raises(CorruptError) as error:
-                require_packs(records, packs, 2)
+                require_sizes(records, packs, 2)
             assert any(key in str(error.value) for key in wrong), "the error names a pack that is wrong"
         else:
-            require_packs(records, packs, 2)
+            require_sizes(records, packs, 2)
     assert found[0] == found[1]
 
 

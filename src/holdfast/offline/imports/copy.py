@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import CheckpointLocation, require_no_checkpoint
-from holdfast.checkpoint.pack_sizes import require_packs
+from holdfast.checkpoint.pack_sizes import require_sizes
 from holdfast.coordination.job import Job
 from holdfast.coordination.save_context import SaveContext
 from holdfast.engine.write import PackWriter
@@ -95,7 +95,7 @@ class CopyRequest(NeverLoaded):
                 f"{first_three(per_rank)}; expected none, since one process copies it. Copy its folder, or load it on "
                 "as many ranks and save it there"
             )
-        require_packs(manifest.packs, source.packs, manifest.step)
+        require_sizes(manifest.packs, source.packs, manifest.step)
         tensors = source.index.tensors.values()
         reader = PieceReader(source.packs, sum(spec.global_bytes for spec in tensors), self._observer)
         shards = []
