@@ -9,16 +9,17 @@ from holdfast.ports.store import Readable
 
 @runtime_checkable
 class Paged(Protocol):
-    """A store that begins a listing at any key with one request.
+    """A store that is asked for many sizes by listings, since a request for each would take a round trip.
 
-    A part of a listing then costs its own pages only. Elsewhere it costs those before it too, as on Azure, or the whole
-    folder, as on a disk. A wrapper is as paged as what it wraps.
+    A wrapper is as paged as what it wraps.
     """
 
     page_entries: int | None
-    """Entries that one request brings; None if a listing cannot begin at any key."""
+    """Entries that are best listed together: as many as one request brings, where it may begin at any key. More than
+    any folder has, where each listing is read from its beginning. None, as for files: sizes are asked for one by one.
+    """
 
 
 def entries_per_page(files: Readable) -> int | None:
-    """Return the entries that one request of a listing brings; None if a listing cannot begin at any key."""
+    """Return the entries that are best listed together; None if sizes are asked for one by one."""
     return files.page_entries if isinstance(files, Paged) else None

@@ -18,6 +18,9 @@ from holdfast.stores.objects.reads import Batch, batches_of, cut
 from holdfast.stores.parts import check_buffers, check_ranges
 
 _PAGE_ENTRIES = 1000
+_WHOLE_LISTING = 1 << 40
+"""More entries than there are in any folder."""
+
 _TIMED_BYTES_MAX = 64 * MIB
 """Bytes that lengthen the time of a `get`: its limit guards against damage, and is far above what is there."""
 
@@ -30,8 +33,9 @@ class ObjectReading:
         self.address = address
         self.url = address.url
         self.read_alignment = 1
-        # The client reads a listing on Azure from its beginning, and leaves out what is before `after`.
-        self.page_entries = None if address.scheme == "az" else _PAGE_ENTRIES
+        # The client reads a listing on Azure from its beginning, and leaves out what is before `after`: parts of it
+        # would cost more than the whole.
+        self.page_entries = _WHOLE_LISTING if address.scheme == "az" else _PAGE_ENTRIES
         self.clients = Clients(address, settings)
         self._has_bucket = False
 
