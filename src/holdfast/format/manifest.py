@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import starmap
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -209,7 +210,7 @@ def _records(entries: Sequence[_Record], is_name: Callable[[str], bool], where: 
             raise CorruptError(f"{where}: file {name[:80]!r}; expected a name of this format. Read another copy")
     if len({name for name, _, _ in entries}) != len(entries):
         raise CorruptError(f"{where}: a file is listed twice; expected each once. Read another copy")
-    return tuple(map(FileRecord._make, entries))
+    return tuple(starmap(FileRecord, entries))
 
 
 def _require_other_steps(packs: Sequence[FileRecord], step: int | None, where: str) -> None:
