@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,12 +15,11 @@ from typing import TypeVar
 from holdfast.checkpoint.coverage import require_covered
 from holdfast.checkpoint.index_loading import index_for, listing_at, split_index_at
 from holdfast.checkpoint.location import CheckpointLocation, manifest_bytes_at, manifest_in_place_of
-from holdfast.checkpoint.pack_sizes import check_pack, listed_sizes
+from holdfast.checkpoint.pack_sizes import check_pack, sizes_of
 from holdfast.checkpoint.tensor_reader import TensorReader
 from holdfast.checkpoint.verify import Damage, Verification
 from holdfast.checkpoint.verify_foreign import ListedVerification
 from holdfast.clock import SystemClock
-from holdfast.engine.parallel_map import ordered_parallel_map
 from holdfast.engine.read import execute
 from holdfast.engine.target import HostTarget
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, first_three
@@ -36,7 +35,7 @@ from holdfast.plan.forecast import Forecast, forecast
 from holdfast.plan.reads import load_plan
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs
-from holdfast.repository.catalog import read_file, read_index, read_per_rank, stored_bytes
+from holdfast.repository.catalog import read_file, read_index, read_per_rank
 from holdfast.settings import Settings
 from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.plan import LoadPlan, Piece, WantedBoxes
@@ -300,22 +299,11 @@ class Checkpoint:
         """
         if self._listing is not None:
             return  # The listing was checked against the sizes of the files.
-        self._look_at({run.pack for run in plan.runs} - self._pack_bytes.keys())
+        self._pack_bytes |= sizes_of({run.pack for run in plan.runs} - self._pack_bytes.keys(), self.packs)
         for run in plan.runs:
             known, record = self._pack_bytes[run.pack], self._pack_records[run.pack]
             if run.stop > known or (not is_pack_name(run.pack) and known != record.bytes):
                 check_pack(self.packs(run.pack), record, self.step)
-
-    def _look_at(self, packs: Collection[str]) -> None:
-        """Look at the sizes of packs, by name; those that do not exist have none."""
-
-        def size_of(name: str) -> int:
-            stored = self.packs(name)
-            return stored_bytes(stored.files, stored.key)
-
-        self._pack_bytes |= listed_sizes(packs, self.packs)
-        others = [name for name in packs if name not in self._pack_bytes]
-        self._pack_bytes |= zip(others, ordered_parallel_map(size_of, others), strict=True)
 
     @cached_property
     def _pack_records(self) -> Mapping[str, FileRecord]:

@@ -6,7 +6,7 @@ pack has its size. A pack that no listing shows with its size is looked at by it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -50,6 +50,23 @@ class _Range:
         except InvalidError:
             return {}
         return found
+
+
+def sizes_of(names: Collection[str], packs: Packs) -> dict[str, int]:
+    """Return the bytes of packs by name; 0 for one that does not exist.
+
+    Args:
+        names: The packs, each once.
+        packs: Locates a pack by its name.
+    """
+
+    def size_of(name: str) -> int:
+        stored = packs(name)
+        return stored_bytes(stored.files, stored.key)
+
+    sizes = listed_sizes(names, packs)
+    others = [name for name in names if name not in sizes]
+    return sizes | dict(zip(others, ordered_parallel_map(size_of, others), strict=True))
 
 
 def listed_sizes(names: Iterable[str], packs: Packs) -> dict[str, int]:

@@ -12,11 +12,13 @@ import pytest
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.checkpoint.pack_sizes import require_sizes, short_packs
 from holdfast.checkpoint_manager import CheckpointManager
+from holdfast.clock import SystemClock
 from holdfast.engine.parallel_map import CALLS_AT_ONCE
 from holdfast.errors import CorruptError
 from holdfast.format.names import step_folder
 from holdfast.ports.paged import entries_per_page
 from holdfast.ports.store import Entry, Store
+from holdfast.runs.collection.garbage_collection import CheckpointGC
 from holdfast.settings import PAGE_BYTES
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.calls import RecordingStore, StoreCall
@@ -31,7 +33,7 @@ PAGE = 20
 
 
 class PagedStore(RecordingStore):
-    """A store that answers a listing in pages, from any key on; each page is a call."""
+    """A store that answers a listing in pages, from any key on; each page is a call. It has no links, as of objects."""
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
@@ -44,6 +46,10 @@ class PagedStore(RecordingStore):
             if len(page) < PAGE or page[-1].key == up_to:
                 return
             after = page[-1].key
+
+    def link(self, key: str, new_key: str) -> bool:
+        self.size(key)
+        return False
 
 
 def names_of(calls: list[StoreCall]) -> list[str]:
@@ -190,3 +196,30 @@ def test_unchanged_packs_are_looked_at_by_pages() -> None:
     assert world.play(part) == ["done", "done"]
     assert {record.name.partition("/")[0] for record in world.manifest(3).packs} == {"step-000000000001"}
     assert max(counts[1:]) < PAGE, "sizes of 50 packs come from listings"
+
+
+@pytest.mark.parametrize("is_torn", [False, True], ids=("whole", "torn"))
+def test_a_collection_looks_at_unchanged_packs_by_pages(is_torn: bool) -> None:
+    world, store = cut_world()
+    collector = CheckpointGC(store, SystemClock(), None, None)
+    reasons: list[tuple[str, ...]] = []
+
+    def part(rank: int, run: CheckpointManager) -> object:
+        state = state_of(0)
+        for step in (1, 2, 3):
+            assert not isinstance(saved(run, step, state), Exception)
+            if rank == 0 and step == 1:
+                collector.survey()  # It remembers step 1 from here on, and lists its folder no more.
+        return "done"
+
+    assert world.play(part) == ["done", "done"]
+    packs = [record.name for record in world.manifest(3).packs]
+    assert len(packs) > 2 * PAGE
+    if is_torn:
+        world.store.delete([packs[7]])
+    store.take()
+    reasons.append(collector.survey().reasons[3])
+    looks = [call for call in store.take() if call.name == "size" and call.subject.endswith(".safetensors")]
+    assert (packs[7] in " ".join(reasons[0])) == is_torn
+    # The one that is missing is looked at by itself, for step 3 and for step 2.
+    assert len(looks) == 0 if not is_torn else {call.subject for call in looks} == {packs[7]}
