@@ -65,7 +65,7 @@ def sizes_of(names: Collection[str], packs: Packs) -> dict[str, int]:
         return stored_bytes(stored.files, stored.key)
 
     sizes = listed_sizes(names, packs)
-    others = [name for name in names if name not in sizes]
+    others = sorted(name for name in names if name not in sizes)
     return sizes | dict(zip(others, ordered_parallel_map(size_of, others), strict=True))
 
 
