@@ -95,6 +95,23 @@ GOALS = (
     ),
     _less("index_bytes_read_per_rank_16384", "share of the whole index that one rank reads", 0.01, 0.1),
     _less("commit_peak_mib_16384", "memory of the committing rank of 16,384, MiB", 1024, 1300),
+    _less("cut_plan_seconds_16384", "packs cut for objects: first plan of one rank of 16,384, seconds", 0.2, 1.0),
+    _less("cut_commit_seconds_16384", "packs cut for objects: commit of 16,384 parts, seconds", 10, 20),
+    _less("cut_commit_peak_mib_16384", "packs cut for objects: memory of the committing rank, MiB", 1024, 1300),
+    _less("cut_index_bytes_per_chunk_16384", "packs cut for objects: bytes of index per chunk", 40, 64),
+    _less("cut_load_plan_seconds_16384", "packs cut for objects: load plan of one rank of 16,384, seconds", 0.5, 2),
+    _less(
+        "cut_load_bytes_in_per_rank_16384",
+        "packs cut for objects: bytes that other ranks send to one rank of 16,384 in a load",
+        4 << 20,
+        64 << 20,
+    ),
+    _less(
+        "cut_index_bytes_read_per_rank_16384",
+        "packs cut for objects: share of the index that one rank reads",
+        0.01,
+        0.1,
+    ),
     _more(
         "index_vs_ds_to_universal",
         "DeepSpeed ZeRO-1, 124 M parameters: ds_to_universal and load ÷ our load in place",

@@ -18,8 +18,9 @@ from holdfast.coordination.opening.sibling_meshes import encode_tensors
 from holdfast.coordination.save_context import SaveContext
 from holdfast.format.digest import short_digest_of
 from holdfast.format.pack import header_of
+from holdfast.plan.grid import cut_at_grid
 from holdfast.plan.ownership import owned_by
-from holdfast.plan.packing import packs_of
+from holdfast.plan.packing import PackSizes, packs_of
 from holdfast.ports.framework import Collected
 from holdfast.ports.in_process import InProcessKeyValueStore
 from holdfast.saving.fingerprint import StateFingerprint
@@ -82,17 +83,21 @@ def paper_context() -> SaveContext:
     return SaveContext(run_id="paper", created="2026-01-01T00:00:00+00:00")
 
 
-def packs_on(rank: int, collected: Collected, agreement: Agreement, settings: Settings) -> list[tuple[PackPlan, bytes]]:
-    """Return a rank's packs and their headers."""
+def packs_on(
+    rank: int, collected: Collected, agreement: Agreement, settings: Settings, sizes: PackSizes | None = None
+) -> list[tuple[PackPlan, bytes]]:
+    """Return a rank's packs and their headers; cut for a store of objects if packs have sizes."""
     shards = [each.shard for each in collected.shards]
     holders = agreement.holders_of_each([each.tensor.fqn for each in shards if each.holders is None])
     owned = owned_by(rank, shards, holders, settings.chunk_bytes)
+    if sizes is not None:
+        owned = cut_at_grid(shards, owned, sizes.cell_elements)
     provenance = {"step": str(STEP), "attempt": agreement.attempt, "rank": str(rank)}
-    packs = packs_of(rank, shards, owned, settings._tuning.pack_header_bytes_max)
+    packs = packs_of(rank, shards, owned, settings._tuning.pack_header_bytes_max, sizes)
     return [(plan, header_of(plan, provenance)) for plan in packs]
 
 
-def opened(job: SyntheticJob, place: CheckpointLocation, settings: Settings) -> Opened:
+def opened(job: SyntheticJob, place: CheckpointLocation, settings: Settings, sizes: PackSizes | None = None) -> Opened:
     """Let every rank of a job publish its record; rank 0 decides and plans."""
     # Nothing is copied here, so no rank needs to find out who shares its memory.
     settings = replace(settings, arena_bytes_max=0)
@@ -121,7 +126,7 @@ def opened(job: SyntheticJob, place: CheckpointLocation, settings: Settings) -> 
     collected = job.collected_on(0)
     own = StateFingerprint(collected, first_job, place)
     agreement = SaveAgreement(first_job, STEP, digest).take_number().agree(own.statement(STEP), own, paper_context)
-    packs_on(0, collected, agreement, settings)
+    packs_on(0, collected, agreement, settings, sizes)
     seconds = time.perf_counter() - start
     for thread in threads:
         thread.join()

@@ -4,7 +4,8 @@ Limit: no rank waits for another here, and all files are on the disk of one mach
 work; bytes, calls and memory are those of the real code.
 
 `python -m bench.scale` runs the dense 405B job at 1,024, 4,096 and 16,384 ranks and a mixture of experts at 2,048,
-prints what one rank and the committing rank do, and merges its keys into `bench/results/scale.json`.
+prints what one rank and the committing rank do, and merges its keys into `bench/results/scale.json`. Keys that begin
+with `cut_` are of the dense job in a store of objects, where packs are cut.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from bench.load_on_paper import Given, bytes_into_rank
+from bench.objects_on_paper import OBJECT_BYTES_MAX, PACKS_FILE, PaperObjects, write_packs
 from bench.opening_on_paper import STEP, Opened, opened, opened_with_a_difference, packs_on, paper_context
 from bench.silence_on_paper import calls_with_a_dead_rank
 from bench.synthetic import SyntheticJob, dense, mixture, targets
 from holdfast.checkpoint.index_loading import index_for, index_frames, resolved_frames
 from holdfast.checkpoint.location import CheckpointLocation, manifest_bytes_at
+from holdfast.checkpoint.pack_sizes import short_packs
 from holdfast.clock import SystemClock
 from holdfast.coordination.commit_vote import Vote
 from holdfast.coordination.opening.records import Agreement
@@ -41,11 +44,16 @@ from holdfast.format.part import RankPart, encode_part
 from holdfast.geometry.box import Box
 from holdfast.geometry.chunking import DIGEST_BYTES, chunk_count
 from holdfast.geometry.tensor import Shard
+from holdfast.plan.packing import PackSizes
 from holdfast.plan.reads import load_plan
-from holdfast.repository.catalog import read_manifest
+from holdfast.ports.store import Store
+from holdfast.repository.catalog import ensure_run, read_manifest
 from holdfast.repository.publish import publish
+from holdfast.runs.collection.garbage_collection import planned
+from holdfast.runs.listing import run_record
 from holdfast.saving.commit import assemble
 from holdfast.saving.rank_part import layouts_of
+from holdfast.saving.save import sizes_of_packs
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
 from holdfast.types.manifest import FileRecord
@@ -53,6 +61,8 @@ from holdfast.types.plan import WantedBoxes
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent / "runs" / "scale"
+REPLY_SECONDS = 0.02
+"""How late the replies of a store of objects come in the measurements called `late`."""
 RESULTS = HERE / "results" / "scale.json"
 RANKS, MIXTURE_RANKS = (1024, 4096, 16384), 2048
 SETTINGS = Settings()
@@ -82,19 +92,24 @@ class Written:
     """The worst of all classes: most bytes of a rank over the mean of its class."""
 
     part_bytes: int
+    packs: int
 
 
-def location_at(root: Path) -> CheckpointLocation:
-    """Return the location of the checkpoint of a simulated job."""
-    return CheckpointLocation(LocalStore(root, settings=SETTINGS), step_folder(STEP), STEP)
+def location_at(root: Path, reply_seconds: float = 0.0) -> CheckpointLocation:
+    """Return the location of the checkpoint of a simulated job, in a store of objects if its packs are on paper."""
+    store: Store = LocalStore(root, settings=SETTINGS)
+    if (root / PACKS_FILE).exists():
+        store = PaperObjects(store, root, reply_seconds)
+    return CheckpointLocation(store, step_folder(STEP), STEP, root=store)
 
 
-def write_parts(root: Path, job: SyntheticJob, done: Opened) -> Written:
+def write_parts(root: Path, job: SyntheticJob, done: Opened, sizes: PackSizes | None) -> Written:
     """Plan every rank of a job, write its part file, and create an empty file of the right size for each of its packs.
 
-    The digests are invented; everything else is what the rank would write.
+    The digests are invented; everything else is what the rank would write. Packs that are cut are noted, not created.
     """
     chance = random.Random(7)
+    noted: list[tuple[str, int]] = []
     attempt = root / step_folder(STEP) / done.agreement.attempt
     (attempt / "parts").mkdir(parents=True)
     votes, loads = [], []
@@ -106,7 +121,7 @@ def write_parts(root: Path, job: SyntheticJob, done: Opened) -> Written:
         tensors = [each.shard.tensor for each in collected.shards] if agreement.is_leader else []
         listing = IndexBuilder(SETTINGS.chunk_bytes, tensors)
         records = []
-        for pack, header in packs_on(rank, collected, agreement, SETTINGS):
+        for pack, header in packs_on(rank, collected, agreement, SETTINGS, sizes):
             digests = [
                 chance.randbytes(DIGEST_BYTES * chunk_count(item.bytes, SETTINGS.chunk_bytes)) for item in pack.items
             ]
@@ -115,8 +130,10 @@ def write_parts(root: Path, job: SyntheticJob, done: Opened) -> Written:
             chunks += sum(map(len, digests)) // DIGEST_BYTES
             pack_bytes = len(header) + pack.data_bytes
             records.append(FileRecord(pack.name, pack_bytes, pack_digest(header, b"".join(digests))))
-            (attempt / pack.name).touch()
-            os.truncate(attempt / pack.name, pack_bytes)
+            noted.append((f"{step_folder(STEP)}{attempt.name}/{pack.name}", pack_bytes))
+            if sizes is None:
+                (attempt / pack.name).touch()
+                os.truncate(attempt / pack.name, pack_bytes)
         digests_of = done.digests[job.stage_of(rank)]
         part = RankPart(
             rank=rank,
@@ -132,11 +149,14 @@ def write_parts(root: Path, job: SyntheticJob, done: Opened) -> Written:
         (attempt / part_name(rank)).write_bytes(data)
         votes.append(Vote(len(data), hex_digest_of(data)))
         loads.append(sum(record.bytes for record in records))
+    if sizes is not None:
+        write_packs(root, noted)
     worst = max(
         max(loads[each] for each in members) / (sum(loads[each] for each in members) / len(members))
         for members in done.classes
     )
-    return Written(attempt.name, votes, pieces, chunks, worst, sum(vote.part_bytes for vote in votes))
+    part_bytes = sum(vote.part_bytes for vote in votes)
+    return Written(attempt.name, votes, pieces, chunks, worst, part_bytes, len(noted))
 
 
 def forget_pages(root: Path) -> None:
@@ -149,10 +169,10 @@ def forget_pages(root: Path) -> None:
         os.close(fd)
 
 
-def committed(root: Path) -> Numbers:
+def committed(root: Path, reply_seconds: float) -> Numbers:
     """Do what the committing rank does, from the votes to the published manifest."""
     told = json.loads((root / "votes.json").read_text())
-    place = location_at(root)
+    place = location_at(root, reply_seconds)
     votes = [Vote(*each) for each in told["votes"]]
     agreement = Agreement(0, told["attempt"], (0,), {}, True, (), None, paper_context())
     # Rank 0's own objects would need a state; the committing rank uses the location and the parent only.
@@ -161,11 +181,14 @@ def committed(root: Path) -> Numbers:
     data, _ = assemble(request, agreement, votes, SETTINGS, [])
     publish(place.store, place.manifest_key, data)
     seconds, processor_seconds = time.perf_counter() - start, time.process_time() - processor
+    peak = peak_mib()
+    requests = place.store.requests if isinstance(place.store, PaperObjects) else {}
+    found = {f"commit_requests_{name}": count for name, count in sorted(requests.items())}
     indexes = read_manifest(place.store, place.folder).indexes
-    return {
+    return found | {
         "commit_seconds": seconds,
         "commit_processor_seconds": processor_seconds,
-        "commit_peak_mib": peak_mib(),
+        "commit_peak_mib": peak,
         "manifest_bytes": len(data),
         "index_files": len(indexes),
         "index_bytes": sum(each.bytes for each in indexes),
@@ -209,6 +232,32 @@ def load_planned(root: Path, job: SyntheticJob) -> Numbers:
     }
 
 
+def looked(root: Path, reply_seconds: float) -> Numbers:
+    """Do what rank 0 of a load does to the packs, and what a listing and a collection of the run do to the step."""
+    place = location_at(root, reply_seconds)
+    assert isinstance(place.store, PaperObjects)
+    manifest = read_manifest(place.store, place.folder)
+    place.store.requests.clear()
+    start = time.perf_counter()
+    assert not short_packs(place.store, place.folder, manifest, place.packs_of(manifest))
+    found: Numbers = {
+        "load_look_late_seconds": time.perf_counter() - start,
+        "load_look_requests": place.store.requests.total(),
+        "load_look_peak_mib": peak_mib(),
+    }
+    del manifest
+    ensure_run(place.store, "paper", paper_context().created)
+    place = location_at(root)
+    for name, verb in (
+        ("ls", lambda: run_record(place.store)),
+        ("collect", lambda: planned(place.store, SystemClock(), None)),
+    ):
+        start = time.perf_counter()
+        verb()
+        found |= {f"{name}_seconds": time.perf_counter() - start, f"{name}_peak_mib": peak_mib()}
+    return found
+
+
 def peak_mib() -> float:
     """Return the peak memory of this process in MiB."""
     status = Path("/proc/self/status").read_text()
@@ -224,31 +273,55 @@ def apart(root: str, *arguments: str) -> Numbers:
     return found
 
 
-def measured(job: SyntheticJob, root: Path, *, loads: bool) -> Numbers:
-    """Take one job from the agreement to the load plans of other jobs, in a folder that is removed."""
+def committed_apart(root: Path, *, cut: bool) -> Numbers:
+    """Return the measurements of a commit; of one in a store of objects, also those with late replies."""
+    found: Numbers = {}
+    forget_pages(root)
+    if cut:
+        late = apart(str(root), "--commit", "--reply-seconds", str(REPLY_SECONDS))
+        found["commit_late_seconds"] = late["commit_seconds"]
+        for pattern in ("manifest.json", "*/index-*", "*/overview*"):
+            for path in (root / step_folder(STEP)).glob(pattern):
+                path.unlink()
+        forget_pages(root)
+    return found | apart(str(root), "--commit")
+
+
+def measured(job: SyntheticJob, root: Path, *, loads: bool, cut: bool = False) -> Numbers:
+    """Take one job from the agreement to the load plans of other jobs, in a folder that is removed.
+
+    Args:
+        job: The job.
+        root: The folder.
+        loads: Whether other jobs load it.
+        cut: Whether it saves to a store of objects.
+    """
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
-    done = opened(job, location_at(root), SETTINGS)
+    sizes = sizes_of_packs(OBJECT_BYTES_MAX, SETTINGS) if cut else None
+    done = opened(job, location_at(root), SETTINGS, sizes)
     start = time.perf_counter()
-    written = write_parts(root, job, done)
+    written = write_parts(root, job, done, sizes)
     print(f"  {job.name}: parts of all ranks written in {time.perf_counter() - start:.0f} s", file=sys.stderr)
-    into_rank0, seconds = opened_with_a_difference(job, location_at(root), SETTINGS)
     votes = [[vote.part_bytes, vote.part_digest] for vote in written.votes]
     (root / "votes.json").write_text(json.dumps({"attempt": written.attempt, "votes": votes}))
-    forget_pages(root)
-    found: Numbers = {
-        "plan_seconds": done.plan_seconds,
-        "save_bytes_into_rank0": into_rank0,
-        "difference_seconds": seconds,
-        **calls_with_a_dead_rank(job, location_at(root), SETTINGS),
+    found: Numbers = {"plan_seconds": done.plan_seconds}
+    if not cut:  # What packs there are changes nothing of these.
+        into_rank0, seconds = opened_with_a_difference(job, location_at(root), SETTINGS)
+        found |= {"save_bytes_into_rank0": into_rank0, "difference_seconds": seconds}
+        found |= calls_with_a_dead_rank(job, location_at(root), SETTINGS)
+    found |= {
+        "packs": written.packs,
         "pieces": written.pieces,
         "chunks": written.chunks,
         "part_bytes": written.part_bytes,
         "imbalance": written.imbalance,
-        **apart(str(root), "--commit"),
+        **committed_apart(root, cut=cut),
     }
     found["index_bytes_per_chunk"] = found["index_bytes"] / written.chunks
     print(f"  {job.name}: opened and committed; load plans follow", file=sys.stderr)
+    if cut:
+        found |= apart(str(root), "--look", "--reply-seconds", str(REPLY_SECONDS))
     for number, name in enumerate(("", "fsdp_") if loads else ()):
         forget_pages(root)
         more = apart(str(root), "--plan", str(number), "--ranks", str(job.world_size))
@@ -260,16 +333,16 @@ def measured(job: SyntheticJob, root: Path, *, loads: bool) -> Numbers:
     return found
 
 
-def show(jobs: list[SyntheticJob], found: list[Numbers]) -> None:
-    """Print one column per job, and the growth of each cost beside the growth of the job."""
-    print(f"{'':30}" + "".join(f"{job.name:>26}" for job in jobs))
+def show(names: list[str], found: list[Numbers], growing: int) -> None:
+    """Print one column per job, and the growth of each cost over the first columns beside the growth of the job."""
+    print(f"{'':30}" + "".join(f"{name:>26}" for name in names))
     for key in dict.fromkeys(key for each in found for key in each):
         cells = (
             f"{each[key]:,.4g}" if key in each and each[key] < 1e4 else f"{each.get(key, 0):,.0f}" for each in found
         )
         print(f"{key:30}" + "".join(f"{cell if cell != '0' else '-':>26}" for cell in cells))
     print("growth over the column before it, ranks growing 4 times (16 would be quadratic in ranks):")
-    found = found[: len(RANKS)]  # The mixture is another job.
+    found = found[:growing]
     for key in GROWING:
         pairs = [(few, many) for few, many in pairwise(found) if key in few and key in many]
         print(f"  {key:28}" + "".join(f"{many[key] / few[key]:10.2f}" for few, many in pairs))
@@ -281,11 +354,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, help="only the dense job, at so many ranks (a multiple of 128)")
     parser.add_argument("--json", action="store_true", help="print the keys as JSON instead of a table")
     parser.add_argument("--root", type=Path, default=ROOT, help="where the files of the job lie meanwhile")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the file that takes the keys")
     parser.add_argument("--commit", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--look", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--reply-seconds", type=float, default=0.0, help=argparse.SUPPRESS)
     parser.add_argument("--plan", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.commit:
-        print(json.dumps(committed(arguments.root)))
+    if arguments.commit or arguments.look:
+        print(json.dumps((committed if arguments.commit else looked)(arguments.root, arguments.reply_seconds)))
         return
     if arguments.plan is not None:
         print(json.dumps(load_planned(arguments.root, targets(arguments.ranks)[arguments.plan])))
@@ -296,6 +372,9 @@ def main() -> None:
         f"{key}_{job.world_size}": value for job, each in zip(jobs, found, strict=True) for key, value in each.items()
     }
     keys["index_bytes_per_chunk"] = found[-1]["index_bytes_per_chunk"]
+    dense_jobs, largest = len(jobs), jobs[-1]
+    cut = measured(largest, arguments.root, loads=True, cut=True)
+    keys |= {f"cut_{key}_{largest.world_size}": value for key, value in cut.items()}
     if not arguments.ranks:
         moe = mixture(MIXTURE_RANKS)
         jobs.append(moe)
@@ -306,13 +385,14 @@ def main() -> None:
         from bench.connections import announced_step_calls, connections_per_rank
 
         keys |= connections_per_rank() | announced_step_calls()
-    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text(json.dumps({**known, **{key: round(value, 4) for key, value in keys.items()}}, indent=1) + "\n")
+    results: Path = arguments.results
+    known = json.loads(results.read_text()) if results.exists() else {}
+    results.parent.mkdir(exist_ok=True)
+    results.write_text(json.dumps({**known, **{key: round(value, 4) for key, value in keys.items()}}, indent=1) + "\n")
     if arguments.json:
         print(json.dumps(keys, indent=1))
     else:
-        show(jobs, found)
+        show([*(job.name for job in jobs), f"packs cut, {largest.world_size}"], [*found, cut], dense_jobs)
         for key in keys:
             if key.startswith(("connections", "announced")):
                 print(f"{key:58}{keys[key]:,.0f}")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from bench import scale
-from bench.synthetic import SyntheticJob, dense, mixture, targets
+from bench.objects_on_paper import PAGE_ENTRIES
+from bench.synthetic import SyntheticJob, dense, llama_405b, mixture, targets
 
 
 @pytest.mark.parametrize(("job", "loads"), [(dense(128), True), (mixture(1024), False)], ids=("dense", "mixture"))
@@ -24,6 +26,17 @@ def test_a_job_on_paper_is_committed_and_loaded_on_other_layouts(
     if loads:
         statuses = found["load_bytes_in_per_rank"] - found["given_bytes"]
         assert statuses <= 64 * job.world_size + names + (512 << 10), "offers of reads may take 512 KiB"
+
+
+def test_a_job_whose_packs_are_cut_is_committed_by_pages(tmp_path: Path) -> None:
+    job = replace(dense(128), layers=llama_405b()[:18])
+    found = scale.measured(job, tmp_path / "job", loads=False, cut=True)
+    assert found["packs"] > 50 * job.world_size
+    pages = -(-found["packs"] // PAGE_ENTRIES)
+    assert found["commit_requests_list"] == found["load_look_requests"] == pages
+    assert "commit_requests_size" not in found, "no pack is asked for by itself"
+    assert found["commit_requests_get"] == job.world_size
+    assert found["index_bytes_per_chunk"] < 64
 
 
 def test_ranks_of_a_target_hold_every_tensor_once() -> None:

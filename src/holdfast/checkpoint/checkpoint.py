@@ -15,6 +15,7 @@ from typing import TypeVar
 from holdfast.checkpoint.coverage import require_covered
 from holdfast.checkpoint.index_loading import index_for, listing_at, split_index_at
 from holdfast.checkpoint.location import CheckpointLocation, manifest_bytes_at, manifest_in_place_of
+from holdfast.checkpoint.pack_sizes import check_pack, sizes_of
 from holdfast.checkpoint.tensor_reader import TensorReader
 from holdfast.checkpoint.verify import Damage, Verification
 from holdfast.checkpoint.verify_foreign import ListedVerification
@@ -34,7 +35,7 @@ from holdfast.plan.forecast import Forecast, forecast
 from holdfast.plan.reads import load_plan
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs
-from holdfast.repository.catalog import check_pack, read_file, read_index, read_per_rank, stored_bytes
+from holdfast.repository.catalog import read_file, read_index, read_per_rank
 from holdfast.settings import Settings
 from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.plan import LoadPlan, Piece, WantedBoxes
@@ -111,12 +112,12 @@ class Checkpoint:
     @property
     def packs_of_other_steps(self) -> Mapping[int, tuple[FileRecord, ...]]:
         """Packs of other steps of its run that hold its unchanged tensors: by step, ascending."""
-        packs: dict[int, tuple[FileRecord, ...]] = {}
+        packs: dict[int, list[FileRecord]] = {}
         for pack in self.manifest.packs:
             step = step_of_pack(pack.name)
             if step is not None:
-                packs[step] = (*packs.get(step, ()), pack)
-        return dict(sorted(packs.items()))
+                packs.setdefault(step, []).append(pack)
+        return {step: tuple(packs[step]) for step in sorted(packs)}
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -255,7 +256,7 @@ class Checkpoint:
                         "was read so far is of the old one. Open it again, and read all of it anew"
                     ) from error
                 self.manifest, self._split, self._pack_bytes = current, None, {}
-                for cached in ("index", "packs"):
+                for cached in ("index", "packs", "_pack_records"):
                     self.__dict__.pop(cached, None)
             else:
                 self._was_read = True
@@ -298,13 +299,15 @@ class Checkpoint:
         """
         if self._listing is not None:
             return  # The listing was checked against the sizes of the files.
-        records = {pack.name: pack for pack in self.manifest.packs}
+        self._pack_bytes |= sizes_of({run.pack for run in plan.runs} - self._pack_bytes.keys(), self.packs)
         for run in plan.runs:
-            stored, known = self.packs(run.pack), self._pack_bytes.get(run.pack)
-            if known is None:
-                known = self._pack_bytes[run.pack] = stored_bytes(stored.files, stored.key)
-            if run.stop > known or (not is_pack_name(run.pack) and known != records[run.pack].bytes):
-                check_pack(stored, records[run.pack], self.step)
+            known, record = self._pack_bytes[run.pack], self._pack_records[run.pack]
+            if run.stop > known or (not is_pack_name(run.pack) and known != record.bytes):
+                check_pack(self.packs(run.pack), record, self.step)
+
+    @cached_property
+    def _pack_records(self) -> Mapping[str, FileRecord]:
+        return {pack.name: pack for pack in self.manifest.packs}
 
     @cached_property
     def identity(self) -> str:

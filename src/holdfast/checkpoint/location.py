@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from holdfast.checkpoint.linked_packs import pack_with_link
+from holdfast.checkpoint.pack_sizes import require_sizes, short_packs
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import decode_manifest
 from holdfast.format.names import (
@@ -23,11 +24,9 @@ from holdfast.format.sealed_json import stated_digest
 from holdfast.ports.store import Packs, Readable, Store, Stored, packs_under
 from holdfast.ports.temporary import store_for_operation
 from holdfast.repository.catalog import (
-    check_size,
     exists,
     manifest_in,
     read_manifest_bytes,
-    short_packs,
     step_folders,
     stored_bytes,
 )
@@ -291,9 +290,8 @@ def is_all_there(location: CheckpointLocation) -> bool:
     """Return whether every file that the manifest names exists now in its full size."""
     try:
         manifest = manifest_in(location.folder, manifest_bytes_at(location), f"{location.url}/{MANIFEST_FILE}")
-        attempt_folder = f"{location.folder}{manifest.attempt}/"
-        for record in (*manifest.parts, *manifest.index_files):
-            check_size(location.store, attempt_folder + record.name, record)
+        attempt_files = packs_under(location.store, f"{location.folder}{manifest.attempt}/")
+        require_sizes((*manifest.parts, *manifest.index_files), attempt_files, manifest.step)
     except (CorruptError, MissingError):
         return False
     return not short_packs(location.store, location.folder, manifest, location.packs_of(manifest))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from holdfast.checkpoint.coverage import require_covered
 from holdfast.checkpoint.location import CheckpointLocation, manifest_in_place_of
+from holdfast.checkpoint.pack_sizes import check_pack
 from holdfast.clock import Clock
 from holdfast.engine.buffers import allocate_aligned
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
@@ -18,7 +19,7 @@ from holdfast.format.part import decode_part, require_part_of
 from holdfast.geometry.chunking import DIGEST_BYTES
 from holdfast.ports.observer import ByteProgress, Observer
 from holdfast.ports.store import Stored, read_range
-from holdfast.repository.catalog import check_pack, check_size, exists, read_file
+from holdfast.repository.catalog import check_size, exists, read_file
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.plan import OPAQUE_FOLDER, Piece

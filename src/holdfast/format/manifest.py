@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import starmap
 from typing import Annotated, NamedTuple
 
 import msgspec
@@ -209,12 +210,13 @@ def _records(entries: Sequence[_Record], is_name: Callable[[str], bool], where: 
             raise CorruptError(f"{where}: file {name[:80]!r}; expected a name of this format. Read another copy")
     if len({name for name, _, _ in entries}) != len(entries):
         raise CorruptError(f"{where}: a file is listed twice; expected each once. Read another copy")
-    return tuple(FileRecord(*entry) for entry in entries)
+    return tuple(starmap(FileRecord, entries))
 
 
 def _require_other_steps(packs: Sequence[FileRecord], step: int | None, where: str) -> None:
     for pack in packs:
-        pack_step = step_of_pack(pack.name)
+        # A manifest names up to hundreds of thousands of packs, most often none of another step.
+        pack_step = step_of_pack(pack.name) if pack.name.startswith("step-") else None
         if pack_step is not None and (step is None or pack_step == step):
             problem = "has no step, so it cannot share packs" if step is None else f"is of step {step} itself"
             raise CorruptError(

@@ -31,7 +31,7 @@ from holdfast.ports.store import Store
 from holdfast.repository.catalog import require_run
 from holdfast.repository.quarantine import identity_at, quarantined
 from holdfast.repository.tags import Tag, tag_named
-from holdfast.repository.timelines import RunTimelines, StoredManifest, run_timelines
+from holdfast.repository.timelines import RunTimelines, StoredManifest, run_timelines, timelines_from
 
 logger = logging.getLogger(__name__)
 
@@ -154,20 +154,30 @@ def _named(store: Store, named: StepName, listed: RunTimelines | None = None) ->
     require_no_checkpoint(store)
     # Before the steps are listed: it may move to a step that is committed meanwhile.
     tag = None if named.tag is None else _tag_of_run(store, named.tag)
-    stored = run_timelines(store) if listed is None else listed
+    step, digest = (named.step, named.digest) if tag is None else (tag.step, tag.digest)
+    assert step is not None, "the newest step is found otherwise"
+    stored = _timelines_with(store, step, digest) if listed is None else listed
     if tag is None:
-        assert named.step is not None, "the newest step is found otherwise"
         if not (stored.chain or stored.superseded):
             require_run(store)
-        return find_step(store, named.step, named.digest, stored)
+        return find_step(store, step, digest, stored)
     try:
-        return find_step(store, tag.step, tag.digest, stored)
+        return find_step(store, step, digest, stored)
     except MissingError as gone:
         _require_undamaged(store, tag)
         raise MissingError(
             f"{store.url}: tag {tag.name!r} names step {tag.step}, which is gone or was saved again since; expected a "
             f"step that is stored. Choose another step, or move the tag: holdfast tag ROOT STEP {tag.name} --move"
         ) from gone
+
+
+def _timelines_with(store: Store, step: int, digest: str) -> RunTimelines:
+    """Return the timelines of a run; without what is older than a step if the step is there."""
+    stored = timelines_from(store, step)
+    found = stored.at(step)
+    if found is not None and (not digest or (found.digest or "").startswith(digest)):
+        return stored
+    return run_timelines(store)  # It is superseded, or the error names others.
 
 
 def _tag_of_run(store: Store, name: str) -> Tag:

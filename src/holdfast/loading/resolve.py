@@ -10,6 +10,7 @@ from functools import partial
 from holdfast.checkpoint.coverage import RequireStored, require_covered, stored_by
 from holdfast.checkpoint.index_loading import index_frames, listing_at, resolved_frames
 from holdfast.checkpoint.location import CheckpointLocation, manifest_bytes_at
+from holdfast.checkpoint.pack_sizes import short_packs
 from holdfast.clock import Clock
 from holdfast.coordination.job import Job, error_from, error_text, is_absence
 from holdfast.engine.background import side_by_side
@@ -23,7 +24,7 @@ from holdfast.leases.reader import ReaderLease
 from holdfast.loading.messages import ChosenStep
 from holdfast.loading.run_visibility import require_no_run_elsewhere
 from holdfast.loading.step_choice import NewestValid, StepDamage, StepSelector
-from holdfast.repository.catalog import manifest_in, short_packs
+from holdfast.repository.catalog import manifest_in
 from holdfast.types.manifest import Manifest
 from holdfast.types.reports import SkippedStep
 

@@ -436,6 +436,7 @@ class ForwardingReadable:
         self._inner = inner
         self.url = inner.url
         self.read_alignment = inner.read_alignment
+        self.page_entries: int | None = getattr(inner, "page_entries", None)
 
     def _around(self, name: str, subject: str, call: Callable[[], _Result]) -> _Result:
         """Make one call of a method about a key or prefix; override this to change every call alike."""

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import msgspec
 
-from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, first_three
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError, first_three
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.index.index import Index
 from holdfast.format.index.index_checks import index_from
@@ -17,17 +17,14 @@ from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from holdfast.format.names import (
     MANIFEST_FILE,
     RUN_FILE,
-    is_file_url,
-    is_pack_name,
     manifest_key,
     part_name,
     step_of_folder,
-    step_of_pack,
 )
 from holdfast.format.part import decode_part, require_part_of
 from holdfast.format.sealed_json import decode_sealed, header, sealed, stated_digest
 from holdfast.format.values import values
-from holdfast.ports.store import Packs, Readable, Store, Stored
+from holdfast.ports.store import Readable, Store
 from holdfast.repository.publish import get_or_none, publish
 from holdfast.repository.run_readme import put_readme
 from holdfast.types.manifest import FileRecord, Manifest
@@ -274,64 +271,6 @@ def _missing(store: Readable, key: str, record: FileRecord) -> CorruptError:
 def _require_size(store: Readable, key: str, record: FileRecord, size: int) -> None:
     if size != record.bytes:
         raise CorruptError(f"{store.url}/{key}: {size} bytes; expected {record.bytes}. Read another copy")
-
-
-def check_pack(stored: Stored, pack: FileRecord, step: int | None) -> None:
-    """Refuse a pack that is missing or has another size than the manifest says.
-
-    Args:
-        stored: Its store and key.
-        pack: Its record in the manifest.
-        step: The step of the manifest.
-    Raises:
-        CorruptError: It is missing or of another size. For a pack of another step, the message names both steps.
-    """
-    try:
-        check_size(stored.files, stored.key, pack)
-    except CorruptError as error:
-        pack_step = step_of_pack(pack.name)
-        if pack_step is None:
-            raise
-        raise CorruptError(
-            f"{error}. It belongs to step {pack_step}, and step {step} refers to it for unchanged tensors. Put it "
-            "back, or choose another step"
-        ) from error
-
-
-def short_packs(store: Store, folder: str, manifest: Manifest, packs: Packs) -> dict[str, tuple[int, CheckpointError]]:
-    """Return packs that are missing or of another size, by name: the readable bytes, and the error.
-
-    The first bytes of a truncated pack are readable. A longer pack of another step, or a referenced file of another
-    size, is a different file: none of its bytes count.
-    """
-    attempt_folder = f"{folder}{manifest.attempt}/"
-    sizes: dict[str, dict[str, int]] = {}
-    short: dict[str, tuple[int, CheckpointError]] = {}
-    for pack in manifest.packs:
-        readable = 0
-        try:
-            stored = packs(pack.name)
-            if not is_file_url(pack.name):
-                prefix = attempt_folder if is_pack_name(pack.name) else "/".join(pack.name.split("/")[:2]) + "/"
-                # List each attempt folder once: thousands of single size requests would be slow.
-                if prefix not in sizes:
-                    sizes[prefix] = _listed_sizes(stored.files, prefix)
-                readable = sizes[prefix].get(stored.key, 0)
-                if readable == pack.bytes or (readable > pack.bytes and prefix == attempt_folder):
-                    continue
-                readable = 0 if readable > pack.bytes else readable
-            check_pack(stored, pack, manifest.step)
-        except (CorruptError, InvalidError) as error:
-            short[pack.name] = readable, error
-    return short
-
-
-def _listed_sizes(files: Readable, prefix: str) -> dict[str, int]:
-    """Return the sizes of the objects in a folder; none if it cannot be listed: then each is looked at by itself."""
-    try:
-        return {entry.key: entry.bytes for entry in files.list(prefix)}
-    except InvalidError:
-        return {}
 
 
 def read_index(store: Store, folder: str, manifest: Manifest) -> Index:

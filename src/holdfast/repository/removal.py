@@ -104,6 +104,9 @@ def inspect_step(
             reports[entry.key] = entry.bytes
         elif entry.key != manifest_key(step):
             unknown.append(entry.key)
+    named = packs_named_by([] if manifest is None else [manifest])
+    # The texts of the listing: two of each would stay until the step is judged.
+    own = frozenset(key for sizes in attempts.values() for key in sizes if key in named)
     files = StepFiles(
         step=step,
         digest=digest,
@@ -111,7 +114,7 @@ def inspect_step(
         counts=counts,
         attempts=attempts,
         reports=reports,
-        packs=packs_named_by([] if manifest is None else [manifest]),
+        packs=own | named,
         pinned=frozenset(pinned),
     )
     return files, manifest, unknown

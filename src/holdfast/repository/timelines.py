@@ -102,6 +102,22 @@ def run_timelines(store: Store) -> RunTimelines:
     return timelines_under(store, current_fence(store))
 
 
+def timelines_from(store: Store, step: int) -> RunTimelines:
+    """Return the manifests of a run by timeline, as `run_timelines`; those below a step only if they may matter.
+
+    In a run with one timeline they do not: which steps are newer follows from the numbers. A run has many steps, and a
+    manifest of a large job has megabytes.
+    """
+    fence = current_fence(store)
+    if not fence.has_timelines:
+        folders = step_folders(store)
+        manifests = list(_stored_manifests(store, fence, [each for each in folders if each >= step]))
+        # The list of the epoch, which would say that there are several, may have been lost.
+        if all({manifest.timeline, manifest.stated} <= {None, FIRST_TIMELINE} for manifest in manifests):
+            return arranged(manifests)
+    return timelines_under(store, fence)
+
+
 def timelines_under(store: Store, fence: Fence) -> RunTimelines:
     """Return the manifests of a run by timeline, as `run_timelines`, given which manifests count."""
     # Before the manifests: a record goes once a manifest states as new a timeline, so one of the two is seen.

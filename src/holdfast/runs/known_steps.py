@@ -59,6 +59,8 @@ class KnownSteps:
     ) -> tuple[StepFiles, Manifest | None, list[str]]:
         """Return what `removal.inspect_step` does; without names and sizes of files for a step that is known.
 
+        The manifest of a step that is known from now on names only packs of other steps: they may be missing.
+
         Raises:
             UnavailableError: Storage failed.
         """
@@ -68,8 +70,10 @@ class KnownSteps:
             return replace(known.files, counts=counts), known.manifest, []
         self._known.pop(step, None)
         files, manifest, strangers = removal.inspect_step(self._store, step, fence, pinned)
-        if manifest is not None and not (pinned or strangers):
-            self._remember(files, manifest)
+        if manifest is not None and not (pinned or strangers) and self._remember(files, manifest):
+            elsewhere = tuple(pack for pack in manifest.packs if step_of_pack(pack.name) is not None)
+            # A run has many steps, each perhaps with hundreds of thousands of packs.
+            manifest = replace(self._known[step].manifest, packs=elsewhere)
         return files, manifest, strangers
 
     def with_files_to_delete(
@@ -104,8 +108,8 @@ class KnownSteps:
             return False  # The inspection that follows raises what must be raised.
         return stated_digest(bytes(seal)) == known.manifest.digest
 
-    def _remember(self, files: StepFiles, manifest: Manifest) -> None:
-        """Remember a step that holds exactly the files that its manifest names."""
+    def _remember(self, files: StepFiles, manifest: Manifest) -> bool:
+        """Remember a step if it holds exactly the files that its manifest names; return whether it does."""
         named = removal.named_files(manifest)
         own = {key: size for key, size in named.items() if key.startswith(step_folder(files.step))}
         # Links to packs of other steps stay with their attempt, and no manifest names them.
@@ -114,7 +118,7 @@ class KnownSteps:
             for attempt, sizes in files.attempts.items()
         }
         if found != {manifest.attempt: own}:
-            return
+            return False
         slim = replace(
             manifest,
             layouts=(),
@@ -130,6 +134,7 @@ class KnownSteps:
         without = replace(files, attempts={}, reports={}, packs=packs)
         manifest_bytes = self._store.size(manifest_key(files.step))
         self._known[files.step] = _Known(manifest_bytes, without, slim)
+        return True
 
     def _shared(self, packs: frozenset[str]) -> frozenset[str]:
         """Return the same set for steps that refer to the same packs: each may refer to a pack of every rank."""

@@ -30,7 +30,7 @@ from holdfast.ports.store import Store
 from holdfast.repository.epochs import current_fence
 from holdfast.repository.quarantine import identity_at, list_records, supersede
 from holdfast.repository.timeline_records import take_back
-from holdfast.repository.timelines import RunTimelines, StoredManifest, run_timelines
+from holdfast.repository.timelines import RunTimelines, StoredManifest, run_timelines, timelines_from
 from holdfast.runs.collection.pins import Pins, StepPin
 from holdfast.runs.loaded_state import LoadedState
 from holdfast.saving.deduplication import BaseStep, base_from_loaded
@@ -162,7 +162,9 @@ class RunPosition:
             InvalidError: The root holds steps, and this manager has loaded none of them.
         """
         if self._timeline is None:
-            self._timeline = self._decide(step, run_timelines(self._store), epoch)
+            origin = None if self.starts_over else self._origin
+            stored = run_timelines(self._store) if origin is None else timelines_from(self._store, origin.step)
+            self._timeline = self._decide(step, stored, epoch)
             self.starts_over = False
             self._last_number = max(self._last_number, self._timeline.number)
         return self._timeline

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from holdfast.ports.store import Store
+from holdfast.checkpoint.pack_sizes import sizes_of
+from holdfast.ports.store import Store, packs_under
 from holdfast.repository import removal
-from holdfast.repository.catalog import stored_bytes
 from holdfast.types.manifest import Manifest
 from holdfast.types.removal import StepFiles
 from holdfast.types.timeline import Timeline
@@ -27,23 +27,18 @@ def torn_steps(
         newest: The newest timeline.
     """
     stored = {key: size for files in all_files for sizes in files.attempts.values() for key, size in sizes.items()}
-
-    def is_complete(key: str, size: int) -> bool:
-        # A pack of another step, the folder of which is not listed again, is looked at by itself.
-        return (stored[key] if key in stored else stored_bytes(store, key)) == size
-
     torn: dict[int, tuple[str, ...]] = {}
     complete = set[int]()
     for group in _groups(manifests, newest):
         for step in group:
             if step in complete:
                 break
-            links = removal.link_keys(manifests[step])
-            short = [
-                key
-                for key, size in removal.named_files(manifests[step]).items()
-                if not is_complete(key, size) and not (key in links and is_complete(links[key], size))
-            ]
+            named, links = removal.named_files(manifests[step]), removal.link_keys(manifests[step])
+            # Packs of other steps, the folders of which are not listed again.
+            stored |= sizes_of(named.keys() - stored.keys(), packs_under(store, ""))
+            short = [key for key, size in named.items() if stored[key] != size]
+            stored |= sizes_of({links[key] for key in short if key in links} - stored.keys(), packs_under(store, ""))
+            short = [key for key in short if key not in links or stored[links[key]] != named[key]]
             if not short:
                 complete.add(step)
                 break

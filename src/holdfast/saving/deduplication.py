@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from holdfast.checkpoint.location import CheckpointLocation
+from holdfast.checkpoint.pack_sizes import sizes_of
 from holdfast.coordination.save_context import Base, SaveContext
 from holdfast.engine.background import side_by_side
 from holdfast.engine.nonfinite import NonFinite
-from holdfast.engine.parallel_map import ordered_parallel_map
 from holdfast.engine.stream import Scratch, chunk_digests
 from holdfast.engine.write import PackWriter, WrittenPack
 from holdfast.errors import CheckpointError, MissingError
@@ -30,7 +30,8 @@ from holdfast.geometry.chunking import DIGEST_BYTES
 from holdfast.geometry.region import FlatRange, Region, region_boxes
 from holdfast.plan.plan_cache import SavePlan
 from holdfast.ports.framework import Source
-from holdfast.repository.catalog import stored_bytes
+from holdfast.ports.paged import entries_per_page
+from holdfast.ports.store import packs_under
 from holdfast.repository.publish import pack_paths
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.types.manifest import FileRecord, Manifest
@@ -191,7 +192,8 @@ class Deduplicator:
                 for pack, item in plan.large
                 if _key(item) in candidates and self._is_stored(item, sources, candidates[_key(item)], buffer)
             }
-        if self._settings.link_unchanged:
+        # A store of objects has no links, and would be asked for each pack, one after the other.
+        if self._settings.link_unchanged and entries_per_page(self._location.store) is None:
             gone = {pack for pack in {piece.pack for piece in unchanged.values()} if not self._is_linkable(pack, link)}
             unchanged = {key: piece for key, piece in unchanged.items() if piece.pack not in gone}
         self.unchanged_pieces = list(unchanged.values())
@@ -256,7 +258,7 @@ class Deduplicator:
         """Look at the sizes of packs, ahead of the comparison, which then does not ask again."""
         root = self._location.root
         assert root is not None, "a run has a root"
-        self._sizes |= zip(packs, ordered_parallel_map(partial(stored_bytes, root), packs), strict=True)
+        self._sizes |= sizes_of(packs, packs_under(root, ""))
 
     def _candidates(self, items: Sequence[PackItem], context: SaveContext) -> dict[Key, Piece]:
         """Return the stored pieces whose first page has not changed and whose packs may be referred to."""

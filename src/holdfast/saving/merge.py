@@ -8,22 +8,26 @@ from itertools import islice
 
 from holdfast.checkpoint.coverage import uncovered_names
 from holdfast.checkpoint.location import CheckpointLocation
+from holdfast.checkpoint.pack_sizes import require_sizes
 from holdfast.coordination.commit_vote import Vote
 from holdfast.engine.gc_pause import GcPause
-from holdfast.engine.parallel_map import ordered_parallel_map
+from holdfast.engine.parallel_map import CALLS_AT_ONCE, ordered_parallel_map
 from holdfast.errors import CorruptError, InvalidError, first_three
 from holdfast.format.index.index import Index, IndexMerger
 from holdfast.format.index.tensor_table import TensorTables
 from holdfast.format.names import part_name
 from holdfast.format.part import RankPart, decode_part, require_part_of
 from holdfast.format.values import values
-from holdfast.repository.catalog import check_pack, read_file
+from holdfast.repository.catalog import read_file
 from holdfast.saving.health.health_findings import Findings
 from holdfast.types.manifest import FileRecord, OptimizerRecord
 from holdfast.types.values import Group, Value
 
 _PARTS_PER_BATCH = 64
 """Parts decoded in one garbage-collector pause."""
+
+_OBJECTS_AT_ONCE = 64
+"""Parts that are read at once from a store of objects: each takes a round trip, and every rank has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,11 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
     findings = Findings()
     optimizers: dict[str, OptimizerRecord] = {}
     records = [FileRecord(part_name(rank), vote.part_bytes, vote.part_digest) for rank, vote in enumerate(votes)]
-    files = ordered_parallel_map(lambda record: read_file(location.store, location.folder, attempt, record), records)
+    files = ordered_parallel_map(
+        lambda record: read_file(location.store, location.folder, attempt, record),
+        records,
+        CALLS_AT_ONCE if location.store.object_bytes_max is None else _OBJECTS_AT_ONCE,
+    )
     for rank, part in enumerate(_decoded(records, files)):
         require_part_of(part, rank, attempt, location.url)
         merging.add(part.index, f"{location.url}: rank {rank}")
@@ -96,9 +104,7 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
         index = merging.merged()
         require_exact_cover(index, int(attempt, 16) >> 8, location.url)
     packs = _without_repeats(packs, location.url)
-    pack_at = location.packs_in(attempt)
-    for _ in ordered_parallel_map(lambda pack: check_pack(pack_at(pack.name), pack, location.step), packs):
-        pass  # A pack that is absent or has another size raises.
+    require_sizes(packs, location.packs_in(attempt), location.step)
     provenance = tuple(
         {"mesh": list(mesh), "placements": list(placements), "tensors": count}
         for (mesh, placements), count in sorted(layouts.items())

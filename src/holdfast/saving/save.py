@@ -113,7 +113,7 @@ def plan_packs(attempt: SaveAttempt, collected: Collected, fingerprint: StateFin
 
     # Parameters and their moments must come from one rank if replicas differ.
     is_drifted = agreement.drift is not None
-    sizes = _sizes_of_packs(attempt.location.store.object_bytes_max, settings)
+    sizes = sizes_of_packs(attempt.location.store.object_bytes_max, settings)
 
     def plan() -> SavePlan:
         owned = owned_by(rank, shards, holders, settings.chunk_bytes, lowest_only=is_drifted)
@@ -129,7 +129,7 @@ def plan_packs(attempt: SaveAttempt, collected: Collected, fingerprint: StateFin
     return chosen, is_new
 
 
-def _sizes_of_packs(object_bytes_max: int | None, settings: Settings) -> PackSizes | None:
+def sizes_of_packs(object_bytes_max: int | None, settings: Settings) -> PackSizes | None:
     """Return the sizes of packs in a store with a largest object; None in a store of files."""
     if object_bytes_max is None:
         return None

@@ -193,8 +193,23 @@ def test_a_load_in_a_fresh_process_with_four_steps_there_asks_this_often(store: 
         counted.note("load")
 
     assert played(store, load)["load"] == 10
-    # It reads every manifest: which steps are newer decides whether the next save begins a timeline.
-    assert played(store, load_by_number)["load"] == 18
+    # It reads the newer manifests too: which steps are newer decides whether the next save begins a timeline.
+    assert played(store, load_by_number)["load"] == 16
+
+
+def test_a_first_save_after_a_load_reads_older_manifests_once(store: RecordingStore) -> None:
+    played(store, four_steps)
+    gets: list[str] = []
+
+    def go_on(counted: Counted) -> None:
+        counted.run.load(state(0.0))
+        store.take()
+        before = counted.save(5, "fifth", state(5.0))
+        gets.extend(call.subject for call in before if call.name == "get" and call.subject.endswith("/manifest.json"))
+
+    assert played(store, go_on)["fifth, before it returns"] == 24
+    # The list of steps that the new epoch accepts has their digests.
+    assert sorted(gets) == [step_folder(step) + "manifest.json" for step in (1, 2, 3, 4, 4, 4)]
 
 
 def test_a_call_that_saves_nothing_asks_nothing(store: RecordingStore) -> None:

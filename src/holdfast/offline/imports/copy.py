@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import CheckpointLocation, require_no_checkpoint
+from holdfast.checkpoint.pack_sizes import require_sizes
 from holdfast.coordination.job import Job
 from holdfast.coordination.save_context import SaveContext
 from holdfast.engine.write import PackWriter
@@ -22,7 +23,7 @@ from holdfast.offline.imports.stored_source import PieceReader, StoredSource
 from holdfast.ports.framework import Collected, LocalShard
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import check_pack, read_manifest
+from holdfast.repository.catalog import read_manifest
 from holdfast.runs.opening import claim_step
 from holdfast.saving.deduplication import Deduplicator
 from holdfast.saving.request import NeverLoaded, claim_path
@@ -94,8 +95,7 @@ class CopyRequest(NeverLoaded):
                 f"{first_three(per_rank)}; expected none, since one process copies it. Copy its folder, or load it on "
                 "as many ranks and save it there"
             )
-        for pack in manifest.packs:
-            check_pack(source.packs(pack.name), pack, manifest.step)
+        require_sizes(manifest.packs, source.packs, manifest.step)
         tensors = source.index.tensors.values()
         reader = PieceReader(source.packs, sum(spec.global_bytes for spec in tensors), self._observer)
         shards = []

@@ -74,8 +74,12 @@ def rebuilt_index(location: CheckpointLocation, manifest: Manifest) -> tuple[Ind
     from_packs = tuple(rank for rank in range(manifest.world_size) if rank not in parts)
     known = {index.chunk_bytes for index in parts.values()}
     listings = []
+    packs_of_rank: dict[int, list[FileRecord]] = {}
+    for pack in manifest.packs:
+        if is_pack_name(pack.name):
+            packs_of_rank.setdefault(rank_of_pack(pack.name), []).append(pack)
     for rank in from_packs:
-        packs = [pack for pack in manifest.packs if is_pack_name(pack.name) and rank_of_pack(pack.name) == rank]
+        packs = packs_of_rank.get(rank)
         if packs:
             listings.append(_index_of_packs(location, manifest, packs, known))
             known = {listings[-1].chunk_bytes}

@@ -14,6 +14,7 @@ from typing import Literal
 
 from holdfast.checkpoint.coverage import require_covered
 from holdfast.checkpoint.location import CheckpointLocation, require_no_checkpoint
+from holdfast.checkpoint.pack_sizes import short_packs
 from holdfast.checkpoint.verify import Damage, Verification
 from holdfast.clock import Clock, utc_now_text
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, first_three
@@ -44,7 +45,6 @@ from holdfast.repository.catalog import (
     read_index,
     read_manifest_bytes,
     read_run_id,
-    short_packs,
     step_folders,
 )
 from holdfast.repository.epochs import current_fence, is_valid_manifest

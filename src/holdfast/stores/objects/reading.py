@@ -18,6 +18,9 @@ from holdfast.stores.parts import check_buffers, check_ranges
 from holdfast.stores.remote.reads import Batch, batches_of, cut
 
 _PAGE_ENTRIES = 1000
+_WHOLE_LISTING = 1 << 40
+"""More entries than there are in any folder."""
+
 _TIMED_BYTES_MAX = 64 * MIB
 """Bytes that lengthen the time of a `get`: its limit guards against damage, and is far above what is there."""
 
@@ -30,6 +33,9 @@ class ObjectReading:
         self.address = address
         self.url = address.url
         self.read_alignment = 1
+        # The client reads a listing on Azure from its beginning, and leaves out what is before `after`: parts of it
+        # would cost more than the whole.
+        self.page_entries = _WHOLE_LISTING if address.scheme == "az" else _PAGE_ENTRIES
         self.clients = Clients(address, settings)
         self._has_bucket = False
 
@@ -107,6 +113,8 @@ class ObjectReading:
                     return
                 if is_listed(key, after, up_to):
                     yield Entry(key, int(found["size"]))
+                if key == up_to:
+                    return  # Without a request for the page behind it.
 
     def head(self, key: str) -> Any:
         """Return size, tag and version of an object.

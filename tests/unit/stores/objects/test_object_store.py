@@ -402,14 +402,19 @@ def test_objects_that_no_key_names_are_left_out(objects: ObjectServer) -> None:
     assert store.folders() == ["folder", "ok"]
 
 
-def test_a_listing_of_many_pages(objects: ObjectServer) -> None:
+def test_a_listing_of_many_pages(objects: ObjectServer, proxy: ObjectProxy) -> None:
     url = objects.new_url()
     client, prefix = objects.client(), url.removeprefix(f"s3://{BUCKET}/")
     for number in range(1003):
         client.put_object(Bucket=BUCKET, Key=f"{prefix}/k{number:04d}", Body=b"")
-    store = ObjectStore(url, settings=objects.settings())
+    store = ObjectStore(url, settings=Settings(object_store=ObjectSettings(endpoint=proxy.endpoint)))
     keys = [entry.key for entry in store.list()]
     assert keys == [f"k{number:04d}" for number in range(1003)]
     assert [entry.key for entry in store.list(after="k0998", up_to="k1001")] == ["k0999", "k1000", "k1001"]
+    assert store.page_entries == 1000
+    proxy.asked.clear()
+    assert [entry.key for entry in store.list(after="k000", up_to="k0999")] == keys[:1000]
+    assert [entry.key for entry in store.list(after="k0001", up_to="k1001")] == keys[2:1002]
+    assert proxy.count("GET", "list-type=2") == 2, "a page each: none behind the last key that is wanted"
     store.delete(keys)
     assert list(store.list()) == []
