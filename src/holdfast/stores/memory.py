@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterable, Iterator
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, hand_out
-from holdfast.stores.keys import is_listed, split_key, split_prefix
+from holdfast.stores.keys import Split, is_key, is_listed, split_key, split_name, split_prefix
 from holdfast.stores.parts import PartLedger, RoomUpload, check_buffers, check_ranges
 
 _contents: dict[str, dict[str, memoryview]] = {}
@@ -37,18 +38,25 @@ class MemoryStore:
         """No call has an effect after it returned."""
         self.read_alignment = 1
         self.object_bytes_max = object_bytes_max
+        self._split: Split = split_key
         with _lock:
             self._objects = _contents.setdefault(name, {})
 
+    def with_any_names(self) -> MemoryStore:
+        """Return the same content for keys of any printable characters."""
+        view = copy.copy(self)
+        view._split = split_name
+        return view
+
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Store an object whole, replacing what was there."""
-        split_key(key)
+        self._split(key)
         with _lock:
             self._objects[key] = memoryview(bytes(data))
 
     def replace(self, key: str, data: bytes, seen: bytes | None, *, durable: bool = True) -> None:
         """Store a small object whole in place of one that the caller has read."""
-        split_key(key)
+        self._split(key)
         with _lock:
             if self._objects.get(key) not in (seen, data):
                 raise self._conflict(key)
@@ -60,7 +68,7 @@ class MemoryStore:
 
     def keep(self, key: str, data: memoryview) -> None:
         """Store memory as an object, without a copy, unless the key exists."""
-        split_key(key)
+        self._split(key)
         with _lock:
             if key in self._objects:
                 raise self._conflict(key)
@@ -68,7 +76,7 @@ class MemoryStore:
 
     def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> _MemoryUpload:
         """Begin an object that must not exist yet; it is invisible until complete."""
-        split_key(key)
+        self._split(key)
         ledger = PartLedger(f"{self.url}/{key}", bytes_max=bytes_max, part_bytes=part_bytes)
         if self.object_bytes_max is not None and bytes_max > self.object_bytes_max:
             raise InvalidError(
@@ -103,33 +111,35 @@ class MemoryStore:
 
     def folders(self, prefix: str = "") -> list[str]:
         """Return the names of the folders directly under a prefix, sorted."""
-        split_prefix(prefix)
+        split_prefix(prefix, self._split)
         with _lock:
             suffixes = [key[len(prefix) :] for key in self._objects if key.startswith(prefix)]
-        return sorted({suffix.split("/", 1)[0] for suffix in suffixes if "/" in suffix})
+        names = {suffix.split("/", 1)[0] for suffix in suffixes if "/" in suffix}
+        return sorted(name for name in names if is_key(name, self._split))
 
     def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
         """Yield every complete object under a prefix, in the order of the keys."""
-        split_prefix(prefix)
+        split_prefix(prefix, self._split)
         with _lock:
             sizes = {key: len(data) for key, data in self._objects.items() if key.startswith(prefix)}
+        sizes = {key: size for key, size in sizes.items() if is_key(key, self._split)}
         return (Entry(key, sizes[key]) for key in sorted(sizes) if is_listed(key, after, up_to))
 
     def sync(self, prefix: str) -> None:
         """Do nothing: memory has no folders."""
-        split_prefix(prefix)
+        split_prefix(prefix, self._split)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; absent keys are no error."""
         for key in keys:
-            split_key(key)
+            self._split(key)
             with _lock:
                 self._objects.pop(key, None)
 
     def link(self, key: str, new_key: str) -> bool:
         """Give an object one more key."""
         data = self._object(key)
-        split_key(new_key)
+        self._split(new_key)
         with _lock:
             if self._objects.setdefault(new_key, data) is not data:
                 raise self._conflict(new_key)
@@ -141,15 +151,15 @@ class MemoryStore:
 
     def move(self, key: str, new_key: str) -> None:
         """Give an object another key."""
-        split_key(key)
-        split_key(new_key)
+        self._split(key)
+        self._split(new_key)
         with _lock:
             if key not in self._objects:
                 raise self._missing(key)
             self._objects[new_key] = self._objects.pop(key)
 
     def _object(self, key: str) -> memoryview:
-        split_key(key)
+        self._split(key)
         with _lock:
             data = self._objects.get(key)
         if data is None:

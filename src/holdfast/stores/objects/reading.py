@@ -11,7 +11,7 @@ from holdfast.errors import CheckpointError, CorruptError, InvalidError, Missing
 from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange
 from holdfast.ports.temporary import TemporaryError
 from holdfast.settings import MIB, Settings
-from holdfast.stores.keys import is_listed, split_key, split_prefix
+from holdfast.stores.keys import Split, is_key, is_listed, split_key, split_prefix
 from holdfast.stores.objects.address import KEY_BYTES_MAX, Address
 from holdfast.stores.objects.client import Clients
 from holdfast.stores.objects.reads import Batch, batches_of, cut
@@ -32,6 +32,7 @@ class ObjectReading:
         self.read_alignment = 1
         self.clients = Clients(address, settings)
         self._has_bucket = False
+        self._split: Split = split_key
 
     def size(self, key: str) -> int:
         """Return the bytes of an object."""
@@ -69,24 +70,24 @@ class ObjectReading:
 
     def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
         """Return 0: nothing is cached. No request is made for that."""
-        split_key(key)
+        self._split(key)
         end = max(start, 0) + sum(buffer.nbytes for buffer in buffers)
         check_buffers(self.where(key), end, start, buffers)
         return 0
 
     def folders(self, prefix: str = "") -> list[str]:
         """Return the names of the folders directly under a prefix, sorted."""
-        split_prefix(prefix)
+        split_prefix(prefix, self._split)
         full = self.address.prefix + prefix
         found = self.clients.ask(
             "list", self.where(prefix), lambda api, client: api.list_with_delimiter(client, full or None)
         )
         names = (path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"])
-        return sorted(name for name in names if _is_key(name))
+        return sorted(name for name in names if is_key(name, self._split))
 
     def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
         """Yield every object under a prefix whose name a key can have, in order, page by page."""
-        split_prefix(prefix)
+        split_prefix(prefix, self._split)
         return self._listed(prefix, after, up_to)
 
     def _listed(self, prefix: str, after: str, up_to: str | None) -> Iterator[Entry]:
@@ -101,12 +102,12 @@ class ObjectReading:
         while page := self.clients.ask("list", where, lambda *_: next(pages, None)):
             for found in page:
                 key = found["path"][len(root) :]
-                if not found["path"].startswith(full) or not _is_key(key):
+                if not found["path"].startswith(full) or not is_key(key, self._split):
                     continue
                 if up_to is not None and key > up_to:
                     return
                 if is_listed(key, after, up_to):
-                    yield Entry(key, int(found["size"]))
+                    yield Entry(key, int(found["size"]), _tag_of(found))
 
     def head(self, key: str) -> Any:
         """Return size, tag and version of an object.
@@ -202,7 +203,7 @@ class ObjectReading:
         Raises:
             InvalidError: The key is none, or too long with its folder.
         """
-        split_key(key)
+        self._split(key)
         full = self.address.prefix + key
         if len(full) > KEY_BYTES_MAX:
             raise InvalidError(
@@ -216,12 +217,10 @@ class ObjectReading:
         return f"{self.url}/{key}"
 
 
-def _is_key(text: str) -> bool:
-    try:
-        split_key(text)
-    except InvalidError:
-        return False
-    return True
+def _tag_of(found: Any) -> str:
+    """Return what changes with the content of an object, out of its metadata; empty if the server states nothing."""
+    stated = (found.get("e_tag"), found.get("version"))
+    return " ".join(str(each) for each in stated if each)
 
 
 def _ends_empty(ranges: ByteRanges, end: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -10,7 +11,7 @@ from holdfast.clock import Clock, SystemClock
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.ports.temporary import TemporaryError
 from holdfast.settings import MIB, Settings
-from holdfast.stores.keys import split_key, split_prefix
+from holdfast.stores.keys import split_name, split_prefix
 from holdfast.stores.objects.address import address_of
 from holdfast.stores.objects.conditional_delete import ConditionalDelete
 from holdfast.stores.objects.memory import BytesInFlight, ObjectUpload
@@ -59,6 +60,12 @@ class ObjectStore(ObjectReading):
         self._probe = Probe(self, self._clock, is_needed=not settings.object_store.single_writer)
         self._conditional_delete = ConditionalDelete(self.address, settings.object_store, self.clients, self._clock)
 
+    def with_any_names(self) -> ObjectStore:
+        """Return the same store, with the same connections and memory, for keys of any printable characters."""
+        view = copy.copy(self)
+        view._split = split_name
+        return view
+
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Store a small object whole, replacing an older one; durable on return."""
         try:
@@ -90,7 +97,7 @@ class ObjectStore(ObjectReading):
             ConflictError: The key exists with other content; it was not touched.
             UnavailableError: It failed, and may take effect later.
         """
-        split_key(key)
+        self._split(key)
         if folders_durable:
             # What is put without that has a name that no other writer uses, so it decides nothing.
             self._probe.require_exclusive_creates()
@@ -131,7 +138,7 @@ class ObjectStore(ObjectReading):
 
     def sync(self, prefix: str) -> None:
         """Do nothing: an object is durable, with its name, once it is stored."""
-        split_prefix(prefix)
+        split_prefix(prefix, self._split)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects, a thousand by one request where the store can; absent keys are no error."""
@@ -153,7 +160,7 @@ class ObjectStore(ObjectReading):
 
     def link(self, key: str, new_key: str) -> bool:
         """Return False: an object has one key."""
-        split_key(new_key)
+        self._split(new_key)
         self.head(key)
         return False
 
@@ -168,8 +175,8 @@ class ObjectStore(ObjectReading):
         What is at the new key is replaced only if it is what was there before the original was read. So a process that
         is stopped in between never replaces what came meanwhile, if whoever stores that first removes the original.
         """
-        split_key(key)
-        split_key(new_key)
+        self._split(key)
+        self._split(new_key)
         for _ in range(_MOVES_MAX):
             before = self.head_or_none(new_key)
             meta = self._copied(key, new_key, before)

@@ -23,6 +23,7 @@ from typing import TypeVar
 
 from holdfast.clock import Clock, SystemClock
 from holdfast.errors import ConflictError, CorruptError, MissingError
+from holdfast.ports.foreign import AnyNames
 from holdfast.ports.store import (
     Buffers,
     ByteRanges,
@@ -94,6 +95,13 @@ class RetryingStore(ForwardingStore):
         seconds_max = self._settings.retry_seconds_per_save
         budget = RetryBudget(name, self._clock, seconds_max, total=self._total, is_leader=rank == 0)
         view._retries = self._retries_within(budget, world_size)
+        return view
+
+    def with_any_names(self) -> RetryingStore:
+        """Return a view of the store for other systems' names; its calls share deadlines and limits with this one."""
+        assert isinstance(self._inner, AnyNames), "every store over a network has such a view"
+        view = copy.copy(self)
+        view._inner = self._inner.with_any_names()
         return view
 
     @property
