@@ -162,6 +162,20 @@ def _listed_object(files: Readable, name: str) -> ForeignListing | None:
     return listed(files, name)
 
 
+def require_files(source: str, store: Store) -> None:
+    """Require a checkpoint and a run on file systems: a step refers to files there only.
+
+    Raises:
+        InvalidError: One of them is not.
+    """
+    for url in (source, store.url):
+        if not os.path.isabs(url) and not url.startswith("memory://"):
+            raise InvalidError(
+                f"{url}: a step cannot refer to files from one place to another; expected two paths of file systems. "
+                "Copy the bytes: --copy, copy=True"
+            )
+
+
 def location_at(path: object, settings: Settings) -> CheckpointLocation:
     """Return the location of one checkpoint to read: of Holdfast, or of another system.
 

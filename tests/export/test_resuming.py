@@ -19,7 +19,7 @@ import holdfast
 from holdfast import api, export_wiring, wiring
 from holdfast.errors import ConflictError, CorruptError, InvalidError, UnavailableError
 from holdfast.offline.export import workers
-from holdfast.offline.export.export import ExportRequest
+from holdfast.offline.export.planned import ExportRequest
 from holdfast.settings import MIB, PAGE_BYTES
 from holdfast.types.events import Progress
 from holdfast.types.export import ExportOptions
@@ -32,7 +32,8 @@ ROOT = Path(__file__).resolve().parents[2]
 WORK = """
 import sys, threading
 from holdfast import wiring
-from holdfast.offline.export.export import Export, ExportRequest
+from holdfast.offline.export.export import Export
+from holdfast.offline.export.planned import ExportRequest
 from holdfast.clock import SystemClock
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.types.export import ExportOptions

@@ -17,7 +17,7 @@ from holdfast.geometry.box import Box
 from holdfast.geometry.region import Region, flat_run
 from holdfast.geometry.tensor import Role, Shard, TensorSpec
 from holdfast.leases.writer import WriterLease
-from holdfast.offline.export.export import ExportReport
+from holdfast.offline.export.planned import ExportReport
 from holdfast.offline.imports.stored_source import PieceReader, StoredSource
 from holdfast.ports.framework import Collected, LocalShard
 from holdfast.ports.observer import Observer

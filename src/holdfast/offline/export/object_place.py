@@ -1,0 +1,106 @@
+"""Where an export stores its objects, and the note that claims the place until the last one is there."""
+
+from __future__ import annotations
+
+import json
+
+from holdfast.clock import Clock
+from holdfast.errors import CheckpointError, ConflictError, MissingError
+from holdfast.ports.store import Store
+
+_WORK = ".holdfast-export"
+_NOTE_BYTES_MAX = 1 << 16
+
+_PROBES = "reports/probe-"
+"""What a store is asked about its creates with. A process that was killed just then leaves one."""
+
+
+class ObjectPlace:
+    """A folder in a store, or one object in it, that must not exist yet.
+
+    A store has no rename, so the objects of an export appear one by one. The note beside them comes first and goes
+    last. As long as it is there, everything under the names of the export belongs to the export that it states.
+    """
+
+    def __init__(self, store: Store, name: str = "") -> None:
+        """Remember where; does no I/O.
+
+        Args:
+            store: The folder, or the folder around the object; it takes any names.
+            name: Key of the one object; empty for a folder.
+        """
+        self.store, self._name = store, name
+        self._note_key = f"{name}{_WORK}/plan.json"
+        self.url = f"{store.url}/{name}" if name else store.url
+        """The place, for messages."""
+
+    def key_of(self, file: str) -> str:
+        """Return the key of a file of the export."""
+        return self._name or file
+
+    def claim(self, fingerprint: str, clock: Clock) -> None:
+        """Claim the place for an export, or find the note of an earlier call of it.
+
+        Raises:
+            ConflictError: Something is there already, or another export was begun there; nothing was touched.
+        """
+        found = self._noted()
+        if found is None:
+            self._require_free()
+            # No two notes are alike: an equal one would count as this one.
+            note = {"fingerprint": fingerprint, "nonce": clock.random_bytes(8).hex()}
+            try:
+                self.store.put_if_absent(self._note_key, json.dumps(note).encode())
+            except ConflictError:
+                found = self._noted()
+            else:
+                # Another export may have come and gone since the look.
+                self._require_free(withdrawing=True)
+                return
+        if found != fingerprint:
+            raise ConflictError(
+                f"{self.url}: another export was begun there and has not ended ({self.store.url}/{self._note_key}); it "
+                "was not touched. Run its command again to end it, or remove everything below that URL, or export "
+                "elsewhere"
+            )
+
+    def sizes(self) -> dict[str, int]:
+        """Return the bytes of every object there, by its name in the export."""
+        if not self._name:
+            return {
+                entry.key: entry.bytes
+                for entry in self.store.list()
+                if entry.key != self._note_key and not entry.key.startswith(_PROBES)
+            }
+        try:
+            return {"": self.store.size(self._name)}
+        except MissingError:
+            return {entry.key: entry.bytes for entry in self.store.list(f"{self._name}/")}
+
+    def release(self) -> None:
+        """Remove the note: the export is complete."""
+        self.store.delete([self._note_key])
+
+    def _require_free(self, *, withdrawing: bool = False) -> None:
+        """Require that nothing is there.
+
+        Args:
+            withdrawing: Whether to remove the note if something is.
+        """
+        found = next(iter(self.sizes()), None)
+        if found is None:
+            return
+        if withdrawing:
+            self.release()
+        there = f"{self.url}/{found}".rstrip("/")
+        raise ConflictError(f"{there}: exists already; it was not touched. Export elsewhere")
+
+    def _noted(self) -> str | None:
+        """Return the fingerprint in the note; None if there is none, and empty if it is damaged."""
+        try:
+            note = json.loads(self.store.get(self._note_key, _NOTE_BYTES_MAX))
+            return str(note["fingerprint"])
+        except MissingError:
+            return None
+        except (CheckpointError, ValueError, KeyError, TypeError):
+            return ""
