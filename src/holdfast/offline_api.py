@@ -93,9 +93,10 @@ def import_checkpoint(
         UnavailableError: Storage failed, or the outcome is unknown.
     """
     with closing(wiring.lone_job(settings)) as job:
-        store, source = wiring.store_at(root, settings), wiring.checkpoint_at(src, settings, from_step)
+        store = wiring.store_at(root, settings)
         if not copy:
-            wiring.require_files(source.url, store)
+            wiring.require_files(wiring.store_at(src, settings), store)
+        source = wiring.checkpoint_at(src, settings, from_step)
         return import_step(source, store, job, step, copied=copy, observer=observer)
 
 

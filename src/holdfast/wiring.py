@@ -131,7 +131,7 @@ def foreign_at(path: str) -> ForeignPath:
     """Return the files at a path of a file system, for the format that recognises them."""
     name = os.path.basename(path) if os.path.isfile(path) else ""
     files = ForeignFiles(os.path.dirname(os.path.abspath(path)) if name else path)
-    return ForeignPath(files, name, listed)
+    return ForeignPath(files, name, listed, is_file=bool(name))
 
 
 _SINGLE_OBJECTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
@@ -162,17 +162,17 @@ def _listed_object(files: Readable, name: str) -> ForeignListing | None:
     return listed(files, name)
 
 
-def require_files(source: str, store: Store) -> None:
+def require_files(source: Store, run: Store) -> None:
     """Require a checkpoint and a run on file systems: a step refers to files there only.
 
     Raises:
         InvalidError: One of them is not.
     """
-    for url in (source, store.url):
-        if not os.path.isabs(url) and not url.startswith("memory://"):
+    for store in (source, run):
+        if not isinstance(store, LocalStore | MemoryStore):
             raise InvalidError(
-                f"{url}: a step cannot refer to files from one place to another; expected two paths of file systems. "
-                "Copy the bytes: --copy, copy=True"
+                f"{store.url}: a step refers to files between two paths of file systems only. Copy the bytes: --copy, "
+                "copy=True"
             )
 
 

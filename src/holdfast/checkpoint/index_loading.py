@@ -33,7 +33,7 @@ def manifest_or_listing(location: CheckpointLocation) -> bytes | ForeignListing:
     foreign = location.foreign
     if foreign is None:
         return manifest_bytes_at(location)
-    data = manifest_if_any(location)
+    data = None if foreign.is_file else manifest_if_any(location)
     if data is not None:
         return data
     listing = foreign.listing()

@@ -62,6 +62,9 @@ class ForeignPath:
     listed: Callable[[Readable, str], ForeignListing | None]
     """Returns what a format lists for files and a name; None if no format knows them."""
 
+    is_file: bool = False
+    """Whether the path is known to be a file, so that it has no manifest below it. Of a URL nobody knows before."""
+
     def listing(self) -> ForeignListing | None:
         """Return what the checkpoint holds; None if no format knows it.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
@@ -27,6 +28,8 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 HEADER_BYTES_MAX = 100_000_000
 """Limit of the reference implementation."""
+
+_HEADERS_AT_ONCE = 8
 
 NAMES_KEPT = "holdfast.names_kept"
 """Metadata key: the names of the file are those of a whole training state, not of a model."""
@@ -59,9 +62,7 @@ class SafetensorsFormat:
         aliases: dict[str, str] = {}
         sizes: dict[str, int] = {}
         metadata: dict[str, str] = {}
-        for key in [*keys, *(key for key in beside if key not in keys)]:
-            size = files.size(key)
-            stated, file_metadata = read_header(files, key, 0, size)
+        for key, size, stated, file_metadata in _headers(files, [*keys, *(key for key in beside if key not in keys)]):
             whole = NAMES_KEPT in file_metadata
             # A file beside an indexed model counts only if Holdfast exported it as the rest of a state.
             if key not in keys and not whole:
@@ -89,6 +90,26 @@ class SafetensorsFormat:
             tree=Group("dict", {"model": Group("module"), **({"metadata": metadata} if metadata else {})}),
             remarks=remarks,
         )
+
+
+def _headers(
+    files: Readable, keys: Sequence[str]
+) -> Iterator[tuple[str, int, Sequence[SafetensorsEntry], Mapping[str, str]]]:
+    """Yield key, size, tensors and metadata of each file, in order.
+
+    Several are read side by side: a store over a network takes its time for each.
+    """
+
+    def read(key: str) -> tuple[str, int, Sequence[SafetensorsEntry], Mapping[str, str]]:
+        size = files.size(key)
+        return (key, size, *read_header(files, key, 0, size))
+
+    if len(keys) == 1:
+        yield read(keys[0])
+        return
+    with ThreadPoolExecutor(_HEADERS_AT_ONCE, thread_name_prefix="holdfast-headers") as threads:
+        for first in range(0, len(keys), _HEADERS_AT_ONCE):
+            yield from threads.map(read, keys[first : first + _HEADERS_AT_ONCE])
 
 
 @dataclass(frozen=True, slots=True)

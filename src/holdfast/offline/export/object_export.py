@@ -177,7 +177,7 @@ class ObjectExport(PlannedExport):
             with lock:  # `on_window` accepts one call at a time.
                 on_window(window_bytes, read_bytes)
 
-        uploads: list[Future[None]] = []
+        uploads: dict[Future[None], Upload] = {}
         with (
             ReadPool(source.settings.windows_in_flight, source.read_bytes_max) as reads,
             ThreadPoolExecutor(_UPLOADS, thread_name_prefix="holdfast-export") as threads,
@@ -187,14 +187,17 @@ class ObjectExport(PlannedExport):
                     _raise_failures(uploads)
                     upload, is_lent = self._filled(plan, source, reads)
                     if is_lent:
-                        uploads.append(threads.submit(finish, upload, plan.window.bytes, plan.reads.bytes))
+                        begun = threads.submit(finish, upload, plan.window.bytes, plan.reads.bytes)
+                        uploads[begun] = upload
                     else:
                         finish(upload, plan.window.bytes, plan.reads.bytes)
                 for each in uploads:
                     each.result()
             except BaseException:
-                # None is cancelled: each gives its memory back, and the next call need not repeat what it stores.
-                threads.shutdown(wait=True)
+                threads.shutdown(wait=True, cancel_futures=True)
+                for future, upload in uploads.items():
+                    if future.cancelled():
+                        upload.abort()
                 raise
 
     def _filled(self, plan: WindowPlan, source: ExportSource, reads: ReadPool) -> tuple[Upload, bool]:
@@ -218,11 +221,11 @@ class ObjectExport(PlannedExport):
         return upload, lent is not None
 
 
-def _raise_failures(uploads: list[Future[None]]) -> None:
-    """Raise the error of an upload that failed: now, not after all files. Those that ended are taken off the list."""
-    for upload in [upload for upload in uploads if upload.done()]:
-        upload.result()
-        uploads.remove(upload)
+def _raise_failures(uploads: dict[Future[None], Upload]) -> None:
+    """Raise the error of an upload that failed: now, not after all files. Those that ended are taken out."""
+    for future in [future for future in uploads if future.done()]:
+        future.result()
+        del uploads[future]
 
 
 def _put_checksums(memory: memoryview, file: ExportFile, done: DoneWindow) -> None:

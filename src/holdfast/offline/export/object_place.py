@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 
 from holdfast.clock import Clock
-from holdfast.errors import CheckpointError, ConflictError, MissingError
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError
 from holdfast.ports.store import Store
+
+logger = logging.getLogger(__name__)
 
 _WORK = ".holdfast-export"
 _NOTE_BYTES_MAX = 1 << 16
@@ -78,8 +81,11 @@ class ObjectPlace:
             return {entry.key: entry.bytes for entry in self.store.list(f"{self._name}/")}
 
     def release(self) -> None:
-        """Remove the note: the export is complete."""
-        self.store.delete([self._note_key])
+        """Remove the note: the export is complete. It stays so if the note does."""
+        try:
+            self.store.delete([self._note_key])
+        except CheckpointError as error:
+            logger.warning("%s: is complete, but its note could not be removed: %s", self.url, error)
 
     def _require_free(self, *, withdrawing: bool = False) -> None:
         """Require that nothing is there.
@@ -91,7 +97,7 @@ class ObjectPlace:
         if found is None:
             return
         if withdrawing:
-            self.release()
+            self.store.delete([self._note_key])
         there = f"{self.url}/{found}".rstrip("/")
         raise ConflictError(f"{there}: exists already; it was not touched. Export elsewhere")
 
@@ -102,5 +108,5 @@ class ObjectPlace:
             return str(note["fingerprint"])
         except MissingError:
             return None
-        except (CheckpointError, ValueError, KeyError, TypeError):
+        except (CorruptError, ValueError, KeyError, TypeError):
             return ""

@@ -97,7 +97,8 @@ class CopyRequest(NeverLoaded):
         for pack in manifest.packs:
             check_pack(source.packs(pack.name), pack, manifest.step)
         tensors = source.index.tensors.values()
-        reader = PieceReader(source.packs, sum(spec.global_bytes for spec in tensors), self._observer)
+        pack_bytes = {pack.name: pack.bytes for pack in manifest.packs}
+        reader = PieceReader(source.packs, pack_bytes, sum(spec.global_bytes for spec in tensors), self._observer)
         shards = []
         for spec in tensors:
             regions = _regions(spec, [piece for piece in source.index.pieces_of(spec.fqn) if piece.bytes])
