@@ -38,7 +38,7 @@ HOLDFAST = "holdfast"
 """Name of our own format in `export(to=…)`."""
 
 
-_SHARDS_IN_FLIGHT = 6
+_SHARDS_IN_FLIGHT = 5
 """Files of the default size that are filled or sent together, where files are sent whole."""
 
 
@@ -56,7 +56,7 @@ def resources_of(
     """
     if isinstance(store_at(destination, settings), LocalStore):
         return settings, SHARD_BYTES if shard_bytes is None else shard_bytes
-    room = max(int(memory_bytes // workers * OBJECT_SHARE), MIB)
+    room = min(max(int(memory_bytes // workers * OBJECT_SHARE), MIB), 1 << 40)
     settings = replace(settings, object_bytes_in_flight_max=room)
     return settings, max(min(room // _SHARDS_IN_FLIGHT, SHARD_BYTES), 1) if shard_bytes is None else shard_bytes
 

@@ -120,9 +120,8 @@ def export(
 ) -> ExportReport:
     """Write a checkpoint, of Holdfast or of a format that it reads, as files of another system. Needs no torch.
 
-    The files appear at `dst` all at once, when they are complete and durable. Until then they are in a hidden folder
-    beside it. At a URL every file appears whole, one by one, the one by which readers find the others last. After any
-    interruption, the same call resumes there.
+    The files appear at `dst` all at once, when they are complete and durable. At a URL every file appears whole, one
+    by one, and last the one by which readers find the others. After any interruption, the same call resumes.
 
     Args:
         src: The checkpoint; with `step` the root of a run.
@@ -130,8 +129,8 @@ def export(
         to: The format: `safetensors`, `torch` or `dcp` (docs/formats.md). `holdfast` copies everything into a
             checkpoint of our own, by one process and not resumed; the options up to `memory_bytes` do not apply to it.
         step: A step of the run: its number, a tag, `"300@1f2e"`, or `"latest"`, the newest valid one.
-        shard_bytes: Most bytes of tensors in one file, for formats with several files. None: 5 GB; at a URL an eighth
-            of the memory of a worker, since a file is sent whole from memory.
+        shard_bytes: Most bytes of tensors in a file, for formats with several. None: 5 GB; at a URL, where a file is
+            sent whole from memory, an eighth of a worker's memory.
         dtype: Dtype for the floating tensors of the model: float32, float16 or bfloat16; None: as they are.
         model_only: Whether to leave out everything but the model.
         memory_bytes: Memory for data in flight, of all workers together.
@@ -144,8 +143,7 @@ def export(
         UnavailableError: The file system is full, or storage failed.
         CorruptError: Stored bytes are not what was saved.
     """
-    counts = {"memory_bytes": memory_bytes, "workers": workers}
-    _require_export_options(dtype, **counts, **({} if shard_bytes is None else {"shard_bytes": shard_bytes}))
+    _require_export_options(dtype, shard_bytes, memory_bytes=memory_bytes, workers=workers)
     if step is not None:
         src = wiring.step_path(wiring.step_at(src, step, settings))
     if to == export_wiring.HOLDFAST:
@@ -168,8 +166,10 @@ def export(
     return planned.run(request, pool, observer)
 
 
-def _require_export_options(dtype: str | None, **counts: object) -> None:
-    """Refuse a dtype that no export casts to, and a count that is not positive."""
+def _require_export_options(dtype: str | None, shard_bytes: int | None, **counts: object) -> None:
+    """Refuse a dtype that no export casts to, and a count that is not positive; no `shard_bytes` is the default."""
+    if shard_bytes is not None:
+        counts = {"shard_bytes": shard_bytes, **counts}
     if dtype is not None and dtype not in EXPORT_DTYPES:
         raise InvalidError(f"dtype={dtype!r}; expected one of {', '.join(EXPORT_DTYPES)}, or None")
     for name, value in counts.items():

@@ -107,6 +107,8 @@ def test_a_state_is_filled_from_a_folder_of_dcp(
     assert all(bits(state["model"][name]) == bits(tensor) for name, tensor in TENSORS.items())
     data_bytes = sum(tensor.nbytes for tensor in TENSORS.values())
     assert data_bytes <= sum(ranges_of(proxy, ".distcp")) < 1.1 * data_bytes
+    state = holdfast.read(url, settings=settings)
+    assert state["step"] == 7 and bits(state["model"]["layer2.weight"]) == bits(TENSORS["layer2.weight"])
     found = command("diff", url, folder, "--json")
     assert (found.status, command("verify", url).status) == (0, 0), found.err
     assert command("inspect", url, "--json").json()["step"] == 7

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import threading
 from collections.abc import Collection, Iterator
@@ -40,9 +39,7 @@ class ForeignObjects(ForwardingReadable):
 
     def for_operation(self, name: str, rank: int, world_size: int) -> ForeignObjects:
         """Return the files as one load sees them: the calls through it share one deadline."""
-        view = copy.copy(self)
-        view._inner = view._store = store_for_operation(self._store, name, rank, world_size)
-        return view
+        return ForeignObjects(store_for_operation(self._store, name, rank, world_size), only=self._only)
 
     def size(self, key: str) -> int:
         """Return the bytes of an object."""

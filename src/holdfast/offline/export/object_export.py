@@ -33,8 +33,9 @@ from holdfast.ports.store import Upload
 from holdfast.settings import PAGE_BYTES
 from holdfast.types.export import ExportFile, ExportOptions, WindowPlan
 
-OBJECT_SHARE = 0.75
-"""Share of the memory that objects on their way may take; the rest is for reads."""
+OBJECT_SHARE = 0.625
+"""Share of the memory that objects on their way may take; the rest is for reads, which a store answers with memory of
+its own."""
 
 _UPLOADS = 8
 """Uploads that are completed side by side."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterator
 
 from holdfast.clock import Clock
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError
@@ -69,16 +70,19 @@ class ObjectPlace:
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of every object there, by its name in the export."""
+        return dict(self._found())
+
+    def _found(self) -> Iterator[tuple[str, int]]:
         if not self._name:
-            return {
-                entry.key: entry.bytes
-                for entry in self.store.list()
-                if entry.key != self._note_key and not entry.key.startswith(_PROBES)
-            }
+            for entry in self.store.list():
+                if entry.key != self._note_key and not entry.key.startswith(_PROBES):
+                    yield entry.key, entry.bytes
+            return
         try:
-            return {"": self.store.size(self._name)}
+            yield "", self.store.size(self._name)
         except MissingError:
-            return {entry.key: entry.bytes for entry in self.store.list(f"{self._name}/")}
+            for entry in self.store.list(f"{self._name}/"):
+                yield entry.key.removeprefix(f"{self._name}/"), entry.bytes
 
     def release(self) -> None:
         """Remove the note: the export is complete. It stays so if the note does."""
@@ -93,12 +97,12 @@ class ObjectPlace:
         Args:
             withdrawing: Whether to remove the note if something is.
         """
-        found = next(iter(self.sizes()), None)
+        found = next(self._found(), None)
         if found is None:
             return
         if withdrawing:
             self.store.delete([self._note_key])
-        there = f"{self.url}/{found}".rstrip("/")
+        there = f"{self.url}/{found[0]}".rstrip("/")
         raise ConflictError(f"{there}: exists already; it was not touched. Export elsewhere")
 
     def _noted(self) -> str | None:

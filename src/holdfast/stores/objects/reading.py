@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Self
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange
 from holdfast.ports.temporary import TemporaryError
 from holdfast.settings import MIB, Settings
-from holdfast.stores.keys import Split, is_key, is_listed, split_key, split_prefix
+from holdfast.stores.keys import Split, is_key, is_listed, split_key, split_name, split_prefix
 from holdfast.stores.objects.address import KEY_BYTES_MAX, Address
 from holdfast.stores.objects.client import Clients
 from holdfast.stores.objects.reads import Batch, batches_of, cut
@@ -33,6 +34,12 @@ class ObjectReading:
         self.clients = Clients(address, settings)
         self._has_bucket = False
         self._split: Split = split_key
+
+    def with_any_names(self) -> Self:
+        """Return the same store, with the same connections and memory, for keys of any printable characters."""
+        view = copy.copy(self)
+        view._split = split_name
+        return view
 
     def size(self, key: str) -> int:
         """Return the bytes of an object."""
@@ -205,9 +212,10 @@ class ObjectReading:
         """
         self._split(key)
         full = self.address.prefix + key
-        if len(full) > KEY_BYTES_MAX:
+        full_bytes = len(full.encode())
+        if full_bytes > KEY_BYTES_MAX:
             raise InvalidError(
-                f"{self.url}: key {key[:60]!r}… has {len(full)} bytes with its folder; the store takes at most "
+                f"{self.url}: key {key[:60]!r}… has {full_bytes} bytes with its folder; the store takes at most "
                 f"{KEY_BYTES_MAX}. Choose a shorter folder"
             )
         return full

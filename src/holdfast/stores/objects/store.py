@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
@@ -11,7 +10,7 @@ from holdfast.clock import Clock, SystemClock
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.ports.temporary import TemporaryError
 from holdfast.settings import MIB, Settings
-from holdfast.stores.keys import split_name, split_prefix
+from holdfast.stores.keys import split_prefix
 from holdfast.stores.objects.address import address_of
 from holdfast.stores.objects.conditional_delete import ConditionalDelete
 from holdfast.stores.objects.memory import BytesInFlight, ObjectUpload
@@ -59,12 +58,6 @@ class ObjectStore(ObjectReading):
         self._clock = clock or SystemClock()
         self._probe = Probe(self, self._clock, is_needed=not settings.object_store.single_writer)
         self._conditional_delete = ConditionalDelete(self.address, settings.object_store, self.clients, self._clock)
-
-    def with_any_names(self) -> ObjectStore:
-        """Return the same store, with the same connections and memory, for keys of any printable characters."""
-        view = copy.copy(self)
-        view._split = split_name
-        return view
 
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Store a small object whole, replacing an older one; durable on return."""
