@@ -179,7 +179,7 @@ def test_of_two_exports_that_begin_together_one_goes_on(url: str) -> None:
         ObjectPlace(Beaten(name, began("theirs")).with_any_names()).claim("ours", SystemClock())
     store_of(url).delete([NOTE])
     # The same export from two processes: both go on, and store the same bytes.
-    ObjectPlace(Beaten(name, began("ours")).with_any_names()).claim("ours", SystemClock())
+    assert ObjectPlace(Beaten(name, began("ours")).with_any_names()).claim("ours", SystemClock())
 
 
 @pytest.mark.parametrize("after", [False, True])

@@ -80,8 +80,7 @@ class ObjectExport(PlannedExport):
         self._require_room(request)
         read_bytes = 0
         with self._checkpoint.blaming_overwrite():
-            place.claim(self.fingerprint, self._clock)
-            done = self._stored()
+            done = self._stored() if place.claim(self.fingerprint, self._clock) else []
             resumed_bytes = sum(stop for _, _, stop in done)
             progress = ByteProgress(self._bytes, observer)
             progress.add(resumed_bytes)

@@ -42,8 +42,8 @@ class ObjectPlace:
         """Return the key of a file of the export."""
         return self._name or file
 
-    def claim(self, fingerprint: str, clock: Clock) -> None:
-        """Claim the place for an export, or find the note of an earlier call of it.
+    def claim(self, fingerprint: str, clock: Clock) -> bool:
+        """Claim the place for an export; return whether an earlier call of it did, and may have stored files.
 
         Raises:
             ConflictError: Something is there already, or another export was begun there; nothing was touched.
@@ -60,13 +60,14 @@ class ObjectPlace:
             else:
                 # Another export may have come and gone since the look.
                 self._require_free(withdrawing=True)
-                return
+                return False
         if found != fingerprint:
             raise ConflictError(
                 f"{self.url}: another export was begun there and has not ended ({self.store.url}/{self._note_key}); it "
                 "was not touched. Run its command again to end it, or remove everything below that URL, or export "
                 "elsewhere"
             )
+        return True
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of every object there, by its name in the export."""
