@@ -14,7 +14,7 @@ from holdfast.offline.export.object_export import OBJECT_SHARE, ObjectExport
 from holdfast.offline.export.object_place import ObjectPlace
 from holdfast.offline.export.planned import WorkerPool
 from holdfast.offline.export.workers import worker_main, worker_pool
-from holdfast.ports.foreign import AnyNames, Writer
+from holdfast.ports.foreign import Writer, any_names_of
 from holdfast.ports.store import Store
 from holdfast.settings import MIB, Settings
 from holdfast.stores.destination import LocalDestination
@@ -85,15 +85,16 @@ def export_of(
 def _object_export(
     source: object, store: Store, writer: Writer, options: ExportOptions, settings: Settings
 ) -> ObjectExport:
-    if not isinstance(store, AnyNames):
+    folder = any_names_of(store)
+    if folder is None:
         raise InvalidError(f"{store.url}: cannot hold the files of other systems; expected a folder or another URL")
     checkpoint = checkpoint_at(source, settings)
     if f"{store.url}/".startswith(f"{checkpoint.url}/"):
         raise InvalidError(f"{store.url}: is inside {checkpoint.url}, which is exported; expected a place outside it")
-    above, single = parent_of(store, settings), None
-    if above is not None and isinstance(above[0], AnyNames):
-        single = ObjectPlace(above[0].with_any_names(), above[1])
-    return ObjectExport(checkpoint, ObjectPlace(store.with_any_names()), single, writer, options, SystemClock())
+    above = parent_of(store, settings)
+    around = None if above is None else any_names_of(above[0])
+    single = None if above is None or around is None else ObjectPlace(around, above[1])
+    return ObjectExport(checkpoint, ObjectPlace(folder), single, writer, options, SystemClock())
 
 
 def export_pool(source: object, destination: object, to: str, options: ExportOptions, settings: Settings) -> WorkerPool:

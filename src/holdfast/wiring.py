@@ -18,7 +18,7 @@ from holdfast.frameworks.alone import AloneComm
 from holdfast.loading.named_step import finder_of, location_named
 from holdfast.loading.step_choice import find_step, location_of
 from holdfast.ports.comm import Comm
-from holdfast.ports.foreign import AnyNames, Format
+from holdfast.ports.foreign import Format, any_names_of
 from holdfast.ports.framework import Framework
 from holdfast.ports.store import Readable, Store
 from holdfast.repository.catalog import exists
@@ -148,10 +148,11 @@ def foreign_in(store: Store, path: str, settings: Settings) -> ForeignPath | Non
     """
     above = parent_of(store, settings) if path.endswith((*_SINGLE_OBJECTS, *_INDEX_OBJECTS)) else None
     folder, name = above if above is not None else (store, "")
-    if not isinstance(folder, AnyNames):
+    named = any_names_of(folder)
+    if named is None:
         return None
     only = name if name.endswith(_SINGLE_OBJECTS) else ""
-    return ForeignPath(ForeignObjects(folder.with_any_names(), only=only), name, _listed_object if name else listed)
+    return ForeignPath(ForeignObjects(named, only=only), name, _listed_object if name else listed)
 
 
 def _listed_object(files: Readable, name: str) -> ForeignListing | None:

@@ -42,9 +42,17 @@ class WatchedFiles(Readable, Protocol):
 class AnyNames(Protocol):
     """A store that can hold objects under the names that other systems give them."""
 
-    def with_any_names(self) -> Store:
-        """Return the same store for keys of any printable characters, without empty parts, `.` or `..`."""
+    def with_any_names(self) -> Store | None:
+        """Return the same store for keys of any printable characters, without empty parts, `.` or `..`.
+
+        None: a wrapper whose store has no such names.
+        """
         ...
+
+
+def any_names_of(store: Store) -> Store | None:
+    """Return the view of a store for other systems' names; None if it has none."""
+    return store.with_any_names() if isinstance(store, AnyNames) else None
 
 
 class Format(Protocol):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 
@@ -13,8 +15,21 @@ from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, h
 from holdfast.stores.keys import Split, is_key, is_listed, split_key, split_name, split_prefix
 from holdfast.stores.parts import PartLedger, RoomUpload, check_buffers, check_ranges
 
-_contents: dict[str, dict[str, memoryview]] = {}
-"""By name, the complete objects of the stores of that name: bytes by key."""
+_numbers = count()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kept:
+    """A complete object."""
+
+    data: memoryview
+    """Its bytes."""
+    number: int = field(default_factory=_numbers.__next__)
+    """No other object has it, before or after."""
+
+
+_contents: dict[str, dict[str, _Kept]] = {}
+"""By name, the complete objects of the stores of that name, by key."""
 
 _lock = threading.Lock()
 """Held for every read and change of `_contents` and of the objects."""
@@ -52,15 +67,16 @@ class MemoryStore:
         """Store an object whole, replacing what was there."""
         self._split(key)
         with _lock:
-            self._objects[key] = memoryview(bytes(data))
+            self._objects[key] = _Kept(memoryview(bytes(data)))
 
     def replace(self, key: str, data: bytes, seen: bytes | None, *, durable: bool = True) -> None:
         """Store a small object whole in place of one that the caller has read."""
         self._split(key)
         with _lock:
-            if self._objects.get(key) not in (seen, data):
+            held = self._objects.get(key)
+            if (None if held is None else held.data) not in (seen, data):
                 raise self._conflict(key)
-            self._objects[key] = memoryview(bytes(data))
+            self._objects[key] = _Kept(memoryview(bytes(data)))
 
     def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         """Store an object whole unless the key exists."""
@@ -72,7 +88,7 @@ class MemoryStore:
         with _lock:
             if key in self._objects:
                 raise self._conflict(key)
-            self._objects[key] = data
+            self._objects[key] = _Kept(data)
 
     def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> _MemoryUpload:
         """Begin an object that must not exist yet; it is invisible until complete."""
@@ -121,7 +137,7 @@ class MemoryStore:
         """Yield every complete object under a prefix, in the order of the keys."""
         split_prefix(prefix, self._split)
         with _lock:
-            sizes = {key: len(data) for key, data in self._objects.items() if key.startswith(prefix)}
+            sizes = {key: len(kept.data) for key, kept in self._objects.items() if key.startswith(prefix)}
         sizes = {key: size for key, size in sizes.items() if is_key(key, self._split)}
         return (Entry(key, sizes[key]) for key in sorted(sizes) if is_listed(key, after, up_to))
 
@@ -138,16 +154,16 @@ class MemoryStore:
 
     def link(self, key: str, new_key: str) -> bool:
         """Give an object one more key."""
-        data = self._object(key)
+        kept = self._kept(key)
         self._split(new_key)
         with _lock:
-            if self._objects.setdefault(new_key, data) is not data:
+            if self._objects.setdefault(new_key, kept) is not kept:
                 raise self._conflict(new_key)
         return True
 
     def identity(self, key: str) -> str:
         """Return a text that the keys of one object share."""
-        return str(id(self._object(key)))
+        return str(self._kept(key).number)
 
     def move(self, key: str, new_key: str) -> None:
         """Give an object another key."""
@@ -159,12 +175,15 @@ class MemoryStore:
             self._objects[new_key] = self._objects.pop(key)
 
     def _object(self, key: str) -> memoryview:
+        return self._kept(key).data
+
+    def _kept(self, key: str) -> _Kept:
         self._split(key)
         with _lock:
-            data = self._objects.get(key)
-        if data is None:
+            kept = self._objects.get(key)
+        if kept is None:
             raise self._missing(key)
-        return data
+        return kept
 
     def _missing(self, key: str) -> MissingError:
         return MissingError(f"{self.url}/{key}: no such object")

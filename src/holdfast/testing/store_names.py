@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.errors import ConflictError, InvalidError, MissingError
-from holdfast.ports.foreign import AnyNames
+from holdfast.ports.foreign import any_names_of
 from holdfast.ports.store import Store
 from holdfast.settings import PAGE_BYTES
 from holdfast.testing.store_links import StoreFixture
@@ -20,8 +20,9 @@ class AnyNamesSuite(StoreFixture):
 
     @pytest.fixture
     def named(self, store: Store) -> Store:
-        assert isinstance(store, AnyNames)
-        return store.with_any_names()
+        view = any_names_of(store)
+        assert view is not None
+        return view
 
     def test_names_of_other_systems_are_stored_and_read(self, named: Store) -> None:
         named.put(".metadata", b"1")

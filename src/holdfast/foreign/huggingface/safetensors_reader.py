@@ -27,7 +27,9 @@ from holdfast.types.listing import ForeignListing, ListedPiece
 from holdfast.types.values import Group
 
 SUFFIX = ".safetensors"
-_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.safetensors", re.ASCII)
+_PART = re.compile(r"(?!shard-)(.+)-\d{5}-of-(\d{5})\.safetensors", re.ASCII)
+"""A part of a model. DCP's writer puts `shard-<rank>-` before it, and then each rank has some of the numbers."""
+
 INDEX_SUFFIX = ".safetensors.index.json"
 HEADER_BYTES_MAX = 100_000_000
 """Limit of the reference implementation."""

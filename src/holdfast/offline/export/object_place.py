@@ -63,9 +63,9 @@ class ObjectPlace:
                 return False
         if found != fingerprint:
             raise ConflictError(
-                f"{self.url}: another export was begun there and has not ended ({self.store.url}/{self._note_key}); it "
-                "was not touched. Run its command again to end it, or remove everything below that URL, or export "
-                "elsewhere"
+                f"{self.url}: another export, or one with other options, was begun there and has not ended; it was not "
+                f"touched. Run its command again to end it, or remove {self.store.url}/{self._note_key} and what it "
+                "has stored, or export elsewhere"
             )
         return True
 

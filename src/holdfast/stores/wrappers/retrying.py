@@ -23,7 +23,7 @@ from typing import TypeVar
 
 from holdfast.clock import Clock, SystemClock
 from holdfast.errors import ConflictError, CorruptError, MissingError
-from holdfast.ports.foreign import AnyNames
+from holdfast.ports.foreign import any_names_of
 from holdfast.ports.store import (
     Buffers,
     ByteRanges,
@@ -97,11 +97,13 @@ class RetryingStore(ForwardingStore):
         view._retries = self._retries_within(budget, world_size)
         return view
 
-    def with_any_names(self) -> RetryingStore:
+    def with_any_names(self) -> RetryingStore | None:
         """Return a view of the store for other systems' names; its calls share deadlines and limits with this one."""
-        assert isinstance(self._inner, AnyNames), "every store over a network has such a view"
+        inner = any_names_of(self._inner)
+        if inner is None:
+            return None
         view = copy.copy(self)
-        view._inner = self._inner.with_any_names()
+        view._inner = inner
         return view
 
     @property
