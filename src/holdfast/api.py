@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from holdfast.checkpoint_manager import CheckpointManager
     from holdfast.offline.copying.copy_run import CopyReport
     from holdfast.offline.diff.values import value_document
-    from holdfast.offline.export.export import ExportReport
+    from holdfast.offline.export.planned import ExportReport
     from holdfast.offline.imports.import_step import ImportReport
     from holdfast.offline.links.relink import RelinkReport
     from holdfast.offline.repair.repair import RepairReport, StepRepair

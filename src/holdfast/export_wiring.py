@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from functools import cache
 
 from holdfast.clock import SystemClock
 from holdfast.errors import InvalidError
-from holdfast.offline.export.export import Export, WorkerPool
+from holdfast.offline.export.export import Export
+from holdfast.offline.export.object_export import OBJECT_SHARE, ObjectExport
+from holdfast.offline.export.object_place import ObjectPlace
+from holdfast.offline.export.planned import WorkerPool
 from holdfast.offline.export.workers import worker_main, worker_pool
-from holdfast.ports.foreign import Writer
-from holdfast.settings import Settings
+from holdfast.ports.foreign import Writer, any_names_of
+from holdfast.ports.store import Store
+from holdfast.settings import MIB, Settings
 from holdfast.stores.destination import LocalDestination
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
-from holdfast.types.export import ExportOptions
-from holdfast.wiring import checkpoint_at, store_at
+from holdfast.types.export import SHARD_BYTES, ExportOptions
+from holdfast.wiring import checkpoint_at, parent_of, store_at
 
 
 @cache
@@ -33,7 +38,32 @@ HOLDFAST = "holdfast"
 """Name of our own format in `export(to=…)`."""
 
 
-def export_of(source: object, destination: object, to: object, options: ExportOptions, settings: Settings) -> Export:
+_SHARDS_IN_FLIGHT = 5
+"""Files of the default size that are filled or sent together, where files are sent whole."""
+
+
+def resources_of(
+    destination: object, settings: Settings, memory_bytes: int, workers: int, shard_bytes: int | None
+) -> tuple[Settings, int]:
+    """Return how an export uses storage, and the most bytes of tensors in one file.
+
+    Args:
+        destination: The path or URL.
+        settings: Of the caller. In a store of objects the memory of an export bounds those on their way.
+        memory_bytes, workers: Of the whole export.
+        shard_bytes: As the caller chose it; None for the default: that of Hugging Face, and less where files are sent
+            whole from memory.
+    """
+    if isinstance(store_at(destination, settings), LocalStore):
+        return settings, SHARD_BYTES if shard_bytes is None else shard_bytes
+    room = min(max(int(memory_bytes // workers * OBJECT_SHARE), MIB), 1 << 40)
+    settings = replace(settings, object_bytes_in_flight_max=room)
+    return settings, max(min(room // _SHARDS_IN_FLIGHT, SHARD_BYTES), 1) if shard_bytes is None else shard_bytes
+
+
+def export_of(
+    source: object, destination: object, to: object, options: ExportOptions, settings: Settings
+) -> Export | ObjectExport:
     """Return a planned export.
 
     Raises:
@@ -45,11 +75,26 @@ def export_of(source: object, destination: object, to: object, options: ExportOp
         raise InvalidError(f"to={to!r}; expected one of {', '.join(by_name)}, {HOLDFAST}")
     store = store_at(destination, settings)
     if not isinstance(store, LocalStore):
-        raise InvalidError(f"{store.url}: export writes files; expected a path of a file system")
+        return _object_export(source, store, by_name[to], options, settings)
     files = LocalDestination(store.url, file_mode=settings.file_mode)
     checkpoint = checkpoint_at(source, settings)
     files.require_outside(checkpoint.url)
     return Export(checkpoint, files, by_name[to], options, SystemClock())
+
+
+def _object_export(
+    source: object, store: Store, writer: Writer, options: ExportOptions, settings: Settings
+) -> ObjectExport:
+    folder = any_names_of(store)
+    if folder is None:
+        raise InvalidError(f"{store.url}: cannot hold the files of other systems; expected a folder or another URL")
+    checkpoint = checkpoint_at(source, settings)
+    if f"{store.url}/".startswith(f"{checkpoint.url}/"):
+        raise InvalidError(f"{store.url}: is inside {checkpoint.url}, which is exported; expected a place outside it")
+    above = parent_of(store, settings)
+    around = None if above is None else any_names_of(above[0])
+    single = None if above is None or around is None else ObjectPlace(around, above[1])
+    return ObjectExport(checkpoint, ObjectPlace(folder), single, writer, options, SystemClock())
 
 
 def export_pool(source: object, destination: object, to: str, options: ExportOptions, settings: Settings) -> WorkerPool:
@@ -58,8 +103,9 @@ def export_pool(source: object, destination: object, to: str, options: ExportOpt
     Raises:
         InvalidError: The source is in the memory of this process, which no other process can read.
     """
-    if isinstance(store_at(source, settings), MemoryStore):
-        raise InvalidError(f"{source}: is in the memory of this process; expected workers=1")
+    inner = next((path for path in (source, destination) if isinstance(store_at(path, settings), MemoryStore)), None)
+    if inner is not None:
+        raise InvalidError(f"{inner}: is in the memory of this process; expected workers=1")
     # A worker may begin in another folder. A URL of another place than a folder is the same there.
     places = [
         path if "://" in path else os.path.abspath(os.path.expanduser(path))

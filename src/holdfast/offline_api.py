@@ -21,7 +21,7 @@ from holdfast.loading.named_step import find_named, number_of
 from holdfast.offline.copying.copy_checkpoint import CheckpointCopy
 from holdfast.offline.copying.copy_run import CopyReport, RunCopy
 from holdfast.offline.diff.compare import differences
-from holdfast.offline.export.export import ExportReport, ExportRequest
+from holdfast.offline.export.planned import ExportReport, ExportRequest
 from holdfast.offline.imports.copy import exported
 from holdfast.offline.imports.import_step import ImportReport, import_step
 from holdfast.offline.links.relink import Relinking, RelinkReport
@@ -42,7 +42,7 @@ from holdfast.stores.foreign import References
 from holdfast.stores.local import LocalStore
 from holdfast.telemetry.trace import Trace, trace_of
 from holdfast.types.diff import Diff
-from holdfast.types.export import SHARD_BYTES, ExportOptions
+from holdfast.types.export import ExportOptions
 
 __all__ = [
     "EXPORT_DTYPES",
@@ -84,7 +84,7 @@ def import_checkpoint(
         root: The folder of the run; created if it does not exist.
         step: The step that it becomes; None for its own step number.
         from_step: The step of `src`, if that is the root of a run: a number, a tag, or `latest`.
-        copy: Whether to copy its bytes.
+        copy: Whether to copy its bytes. To or from a URL they are always copied: a step refers to files of disks only.
         settings: Bytes of a chunk, and reads in flight.
         observer: Receives progress.
     Raises:
@@ -95,7 +95,10 @@ def import_checkpoint(
         UnavailableError: Storage failed, or the outcome is unknown.
     """
     with closing(wiring.lone_job(settings)) as job:
-        store, source = wiring.store_at(root, settings), wiring.checkpoint_at(src, settings, from_step)
+        store = wiring.store_at(root, settings)
+        if not copy:
+            wiring.require_files(wiring.store_at(src, settings), store)
+        source = wiring.checkpoint_at(src, settings, from_step)
         return import_step(source, store, job, step, copied=copy, observer=observer)
 
 
@@ -109,7 +112,7 @@ def export(
     *,
     to: str,
     step: int | str | None = None,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int | None = None,
     dtype: str | None = None,
     model_only: bool = True,
     memory_bytes: int = 1 << 30,
@@ -119,8 +122,8 @@ def export(
 ) -> ExportReport:
     """Write a checkpoint, of Holdfast or of a format that it reads, as files of another system. Needs no torch.
 
-    The files appear at `dst` all at once, when they are complete and durable. Until then they are in a hidden folder
-    beside it. After any interruption, the same call resumes there.
+    The files appear at `dst` all at once, when they are complete and durable. At a URL every file appears whole, one
+    by one, and last the one by which readers find the others. After any interruption, the same call resumes.
 
     Args:
         src: The checkpoint; with `step` the root of a run.
@@ -128,7 +131,8 @@ def export(
         to: The format: `safetensors`, `torch` or `dcp` (docs/formats.md). `holdfast` copies everything into a
             checkpoint of our own, by one process and not resumed; the options up to `memory_bytes` do not apply to it.
         step: A step of the run: its number, a tag, `"300@1f2e"`, or `"latest"`, the newest valid one.
-        shard_bytes: Most bytes of tensors in one file, for formats with several files.
+        shard_bytes: Most bytes of tensors in a file, for formats with several. None: 5 GB; at a URL, where a file is
+            sent whole from memory, an eighth of a worker's memory.
         dtype: Dtype for the floating tensors of the model: float32, float16 or bfloat16; None: as they are.
         model_only: Whether to leave out everything but the model.
         memory_bytes: Memory for data in flight, of all workers together.
@@ -141,7 +145,7 @@ def export(
         UnavailableError: The file system is full, or storage failed.
         CorruptError: Stored bytes are not what was saved.
     """
-    _require_export_options(dtype, shard_bytes=shard_bytes, memory_bytes=memory_bytes, workers=workers)
+    _require_export_options(dtype, shard_bytes, memory_bytes=memory_bytes, workers=workers)
     if step is not None:
         src = wiring.step_path(wiring.step_at(src, step, settings))
     if to == export_wiring.HOLDFAST:
@@ -156,6 +160,7 @@ def export(
         # No reports: the files of an export are those that its own report lists, and no others.
         with closing(wiring.lone_job(replace(settings, reports=False))) as job:
             return exported(checkpoint, store, job, observer)
+    settings, shard_bytes = export_wiring.resources_of(dst, settings, memory_bytes, workers, shard_bytes)
     options = ExportOptions(shard_bytes=shard_bytes, dtype=dtype, model_only=bool(model_only))
     request = ExportRequest(memory_bytes=memory_bytes, workers=workers)
     planned = export_wiring.export_of(src, dst, to, options, settings)
@@ -163,8 +168,10 @@ def export(
     return planned.run(request, pool, observer)
 
 
-def _require_export_options(dtype: str | None, **counts: object) -> None:
-    """Refuse a dtype that no export casts to, and a count that is not positive."""
+def _require_export_options(dtype: str | None, shard_bytes: int | None, **counts: object) -> None:
+    """Refuse a dtype that no export casts to, and a count that is not positive; no `shard_bytes` is the default."""
+    if shard_bytes is not None:
+        counts = {"shard_bytes": shard_bytes, **counts}
     if dtype is not None and dtype not in EXPORT_DTYPES:
         raise InvalidError(f"dtype={dtype!r}; expected one of {', '.join(EXPORT_DTYPES)}, or None")
     for name, value in counts.items():

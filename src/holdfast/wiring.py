@@ -12,18 +12,19 @@ from holdfast.checkpoint.location import CheckpointLocation, ForeignPath
 from holdfast.clock import SystemClock
 from holdfast.coordination.absent_ranks import CallWatch
 from holdfast.coordination.job import Job
-from holdfast.errors import InvalidError
+from holdfast.errors import InvalidError, MissingError
 from holdfast.format.names import RUN_FILE, is_superseded_name, step_and_digest, step_of_folder
 from holdfast.frameworks.alone import AloneComm
 from holdfast.loading.named_step import finder_of, location_named
 from holdfast.loading.step_choice import find_step, location_of
 from holdfast.ports.comm import Comm
-from holdfast.ports.foreign import Format
+from holdfast.ports.foreign import Format, any_names_of
 from holdfast.ports.framework import Framework
-from holdfast.ports.store import Store
+from holdfast.ports.store import Readable, Store
 from holdfast.repository.catalog import exists
 from holdfast.settings import Settings
 from holdfast.stores.foreign import ForeignFiles, References
+from holdfast.stores.foreign_objects import ForeignObjects
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.objects.address import SCHEMES
@@ -120,21 +121,65 @@ def formats() -> tuple[Format, ...]:
     )
 
 
+def listed(files: Readable, name: str) -> ForeignListing | None:
+    """Return what the format lists that recognises some files; None if none does."""
+    known = next((each for each in formats() if each.recognises(files, name)), None)
+    if known is not None:
+        return known.listing(files, name)
+    from holdfast.foreign.incomplete import require_complete
+
+    require_complete(files, name)
+    return None
+
+
 def foreign_at(path: str) -> ForeignPath:
     """Return the files at a path of a file system, for the format that recognises them."""
     name = os.path.basename(path) if os.path.isfile(path) else ""
     files = ForeignFiles(os.path.dirname(os.path.abspath(path)) if name else path)
+    return ForeignPath(files, name, listed, is_file=bool(name))
 
-    def listing() -> ForeignListing | None:
-        known = next((each for each in formats() if each.recognises(files, name)), None)
-        if known is not None:
-            return known.listing(files, name)
-        from holdfast.foreign.incomplete import require_complete
 
-        require_complete(files, name)
+_SINGLE_OBJECTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+"""How the URL of one file ends. Nothing is asked to find out: every rank of a job must take it for the same."""
+
+_INDEX_OBJECTS = (".safetensors.index.json", ".bin.index.json", "/.metadata")
+"""How the URL of a file ends that names others beside it."""
+
+
+def foreign_in(store: Store, path: str, settings: Settings) -> ForeignPath | None:
+    """Return the objects at a URL, for the format that recognises them; None if the store has no foreign names.
+
+    A URL with the ending of a file names one object, unless a slash follows.
+    """
+    above = parent_of(store, settings) if path.endswith((*_SINGLE_OBJECTS, *_INDEX_OBJECTS)) else None
+    folder, name = above if above is not None else (store, "")
+    named = any_names_of(folder)
+    if named is None:
         return None
+    only = name if name.endswith(_SINGLE_OBJECTS) else ""
+    return ForeignPath(ForeignObjects(named, only=only), name, _listed_object if name else listed)
 
-    return ForeignPath(files, name, listing, files.stamps, files.require_unchanged)
+
+def _listed_object(files: Readable, name: str) -> ForeignListing | None:
+    try:
+        files.size(name)
+    except MissingError as missing:
+        raise MissingError(f"{files.url}/{name}: no such object; the URL of a folder ends in '/'") from missing
+    return listed(files, name)
+
+
+def require_files(source: Store, run: Store) -> None:
+    """Require a checkpoint and a run on file systems: a step refers to files there only.
+
+    Raises:
+        InvalidError: One of them is not.
+    """
+    for store in (source, run):
+        if not isinstance(store, LocalStore | MemoryStore):
+            raise InvalidError(
+                f"{store.url}: a step refers to files between two paths of file systems only. Copy the bytes: --copy, "
+                "copy=True"
+            )
 
 
 def location_at(path: object, settings: Settings) -> CheckpointLocation:
@@ -147,10 +192,8 @@ def location_at(path: object, settings: Settings) -> CheckpointLocation:
         InvalidError: It is not a path, or its scheme is not supported.
     """
     store = store_at(path, settings)
-    foreign, url = None, store.url
-    is_local = isinstance(store, LocalStore)
-    if is_local:
-        foreign = foreign_at(url)
+    url, is_local = store.url, isinstance(store, LocalStore)
+    foreign = foreign_at(url) if is_local else foreign_in(store, str(path), settings)
     if is_superseded_name(os.path.basename(url)) and not (is_local and os.path.lexists(url)):
         return _superseded_at(*os.path.split(url), settings)
     return CheckpointLocation(store, "", None, foreign, References(settings.allowed_roots), run_around(store, settings))

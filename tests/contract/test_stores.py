@@ -23,6 +23,7 @@ from holdfast.stores.memory import MemoryStore
 from holdfast.stores.objects.store import ObjectStore
 from holdfast.stores.wrappers.retrying import RetryingStore
 from holdfast.testing.store import StoreSuite
+from holdfast.testing.store_names import AnyNamesSuite
 from tests.file_systems import IN_MEMORY, QUIET
 from tests.object_server import ObjectServer
 from tests.unit.stores.wrappers.by_hand import ClockBySleep
@@ -49,7 +50,7 @@ class TestLocalOnTmpfs(StoreSuite):
             yield LocalStore(folder, settings=Settings())
 
 
-class TestMemory(StoreSuite):
+class TestMemory(StoreSuite, AnyNamesSuite):
     @pytest.fixture
     def store(self) -> Store:
         return MemoryStore(uuid.uuid4().hex)
@@ -61,7 +62,7 @@ class TestMemory(StoreSuite):
         assert list(MemoryStore(name + "x").list()) == []
 
 
-class TestObjects(StoreSuite):
+class TestObjects(StoreSuite, AnyNamesSuite):
     """On a server that speaks S3. Every test has a folder of its own in one bucket."""
 
     is_asked_for_cached: ClassVar[bool] = False

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast
+from holdfast import offline_api
 from tests.distributed.launch import World
 
 
@@ -26,7 +27,7 @@ def state_of(seed: int) -> dict[str, object]:
 
 
 def trains(world: World, url: str, variables: Mapping[str, str]) -> dict[str, object]:
-    """Save steps, load the newest and an older one, overwrite a path; return what came."""
+    """Save steps, load the newest and an older one, overwrite a path, load other systems' files; return what came."""
     os.environ.update(variables)
     found: dict[str, object] = {}
     with holdfast.CheckpointManager(f"{url}/run", preemption=False) as manager:
@@ -40,6 +41,15 @@ def trains(world: World, url: str, variables: Mapping[str, str]) -> dict[str, ob
     holdfast.save(f"{url}/best", state_of(8), overwrite=True)
     holdfast.load(f"{url}/best", state)
     found["best"] = [state["step"], bool(torch.equal(_whole(state), sharded(8).full_tensor()))]
+    if world.rank == 0:
+        for to in ("dcp", "safetensors"):
+            offline_api.export(f"{url}/run", f"{url}/{to}", to=to, step=3, model_only=False)
+    dist.barrier()
+    for name, path in (("dcp", "dcp"), ("file", "safetensors/model.safetensors")):
+        state = {name: value for name, value in state_of(0).items() if name != "step"}
+        # A file of Hugging Face holds a model.
+        holdfast.load(f"{url}/{path}", {"model": state} if name == "file" else state, strict=False)
+        found[name] = bool(torch.equal(_whole(state), sharded(3).full_tensor()))
     return found
 
 

@@ -45,7 +45,7 @@ def test_two_ranks_train(objects: ObjectServer, tmp_path: Path, capfd: pytest.Ca
     arguments = {"url": url, "variables": objects.environment}
     results = run_world(2, [Case("tests.distributed.object_cases:trains", arguments)], tmp_path)
     for value in results.values("trains"):
-        assert value == {"newest": [3, True], "chosen": [2, True], "best": [8, True]}
+        assert value == {"newest": [3, True], "chosen": [2, True], "best": [8, True], "dcp": True, "file": True}
     keys = objects.keys(f"{url}/run")
     assert objects.client().get_object(Bucket=BUCKET, Key=_name(url, "run/latest"))["Body"].read() == (
         b"step-000000000003"

@@ -15,7 +15,8 @@ from holdfast.coordination.job import Job
 from holdfast.frameworks.torch.framework import TorchFramework
 from holdfast.frameworks.torch.held import Ranks
 from holdfast.geometry.sharded import Sharded
-from holdfast.offline.export.export import Export, ExportReport, ExportRequest
+from holdfast.offline.export.export import Export
+from holdfast.offline.export.planned import ExportReport, ExportRequest
 from holdfast.ports.foreign import Writer
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.stores.destination import LocalDestination

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save, save_file
 import holdfast
 from holdfast import export_wiring, wiring
 from holdfast.errors import ConflictError, InvalidError, UnavailableError
-from holdfast.offline.export.export import ExportReport, ExportRequest, ExportShare
+from holdfast.offline.export.planned import ExportReport, ExportRequest, ExportShare
 from holdfast.settings import MIB, PAGE_BYTES
 from holdfast.stores.destination import LocalDestination
 from holdfast.types.export import ExportOptions

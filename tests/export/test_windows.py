@@ -9,7 +9,7 @@ import torch
 
 import holdfast
 from holdfast import wiring
-from holdfast.offline.export.export import ExportRequest
+from holdfast.offline.export.planned import ExportRequest
 from holdfast.settings import MIB, PAGE_BYTES
 from holdfast.types.export import ExportContent, ExportOptions
 from tests.export.odd import OddWriter, content_of

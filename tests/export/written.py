@@ -73,3 +73,11 @@ def dcp_loaded(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
         warnings.filterwarnings("ignore", message=".*single process.*")
         dcp.load(state, checkpoint_id=folder, no_dist=True)
     return state
+
+
+def dcp_saved(folder: Path, state: dict[str, Any]) -> Path:
+    """Save a state with `torch.distributed.checkpoint`; return the folder."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*single process.*")
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder

@@ -47,6 +47,7 @@ class Listed:
     files: ForeignFiles
     known: ForeignListing
     name: str = ""
+    is_file: bool = False
 
     def listing(self) -> ForeignListing:
         return self.known

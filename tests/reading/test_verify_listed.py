@@ -37,6 +37,7 @@ class Foreign:
     """What somebody's format found."""
 
     name = ""
+    is_file = False
 
     def __init__(self, folder: Path, listing: ForeignListing) -> None:
         self.files, self._listing = ForeignFiles(folder), listing

@@ -13,8 +13,8 @@ from types import EllipsisType
 from typing import TypeVar
 
 from holdfast.checkpoint.coverage import require_covered
-from holdfast.checkpoint.index_loading import index_for, listing_at, split_index_at
-from holdfast.checkpoint.location import CheckpointLocation, manifest_bytes_at, manifest_in_place_of
+from holdfast.checkpoint.index_loading import index_for, manifest_or_listing, split_index_at
+from holdfast.checkpoint.location import CheckpointLocation, manifest_in_place_of
 from holdfast.checkpoint.pack_sizes import check_pack, sizes_of
 from holdfast.checkpoint.tensor_reader import TensorReader
 from holdfast.checkpoint.verify import Damage, Verification
@@ -70,12 +70,13 @@ class Checkpoint:
         self._split: SplitIndex | None = None
         self._split_read_bytes = 0
         self._was_read = False
-        self._listing = listing_at(location)
-        if self._listing is None:
-            self.manifest: Manifest = decode_manifest(manifest_bytes_at(location), f"{location.url}/manifest.json")
+        content = manifest_or_listing(location)
+        self._listing = None if isinstance(content, bytes) else content
+        if isinstance(content, bytes):
+            self.manifest: Manifest = decode_manifest(content, f"{location.url}/manifest.json")
             """The commit record; for another system's checkpoint, one made from the listing."""
         else:
-            self.manifest, index = index_foreign(self._listing, location.url)
+            self.manifest, index = index_foreign(content, location.url)
             require_covered(index, self._clock, location.url)
             self.__dict__["index"] = index
 

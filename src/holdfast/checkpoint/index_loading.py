@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 
 from holdfast.checkpoint.coverage import require_wanted_covered
-from holdfast.checkpoint.location import CheckpointLocation
+from holdfast.checkpoint.location import CheckpointLocation, manifest_bytes_at, manifest_if_any
 from holdfast.clock import Clock
 from holdfast.engine.parallel_map import ordered_parallel_map
 from holdfast.errors import InvalidError
@@ -15,29 +15,35 @@ from holdfast.format.index.index_checks import index_from, overview_from
 from holdfast.format.index.split_index import SplitIndex
 from holdfast.format.manifest import decode_manifest
 from holdfast.geometry.box import Box
-from holdfast.repository.catalog import exists, read_file
+from holdfast.repository.catalog import read_file
 from holdfast.types.listing import ForeignListing
 from holdfast.types.manifest import FileRecord, Manifest
 
 logger = logging.getLogger(__name__)
 
 
-def listing_at(location: CheckpointLocation) -> ForeignListing | None:
-    """Return the listing of another system's checkpoint; None for Holdfast's, or if no format recognizes the files.
+def manifest_or_listing(location: CheckpointLocation) -> bytes | ForeignListing:
+    """Return the manifest of a checkpoint of Holdfast, or the listing of another system's.
 
     Raises:
-        InvalidError: The path is a file that no format recognizes.
+        MissingError: Neither is there.
+        InvalidError: The path is a file that no format recognizes, or the root of a run.
         CheckpointError: A format recognizes the files but cannot read them.
     """
     foreign = location.foreign
-    if foreign is None or (not foreign.name and exists(location.store, location.manifest_key)):
-        return None
+    if foreign is None:
+        return manifest_bytes_at(location)
+    data = None if foreign.is_file else manifest_if_any(location)
+    if data is not None:
+        return data
     listing = foreign.listing()
     if listing is None and foreign.name:
         raise InvalidError(
             f"{location.url}: not a checkpoint of any format that Holdfast reads; docs/formats.md lists the formats"
         )
-    for remark in listing.remarks if listing is not None else ():
+    if listing is None:
+        return manifest_bytes_at(location)  # Raises, and says what is there instead.
+    for remark in listing.remarks:
         logger.warning("%s: %s", location.url, remark)
     return listing
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 from holdfast.checkpoint.linked_packs import pack_with_link
 from holdfast.checkpoint.pack_sizes import require_sizes, short_packs
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
-from holdfast.format.manifest import decode_manifest
+from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from holdfast.format.names import (
     MANIFEST_FILE,
     RUN_FILE,
@@ -21,6 +21,7 @@ from holdfast.format.names import (
     step_of_pack,
 )
 from holdfast.format.sealed_json import stated_digest
+from holdfast.ports.foreign import WatchedFiles
 from holdfast.ports.store import Packs, Readable, Store, Stored, packs_under
 from holdfast.ports.temporary import store_for_operation
 from holdfast.repository.catalog import (
@@ -31,6 +32,7 @@ from holdfast.repository.catalog import (
     stored_bytes,
 )
 from holdfast.repository.epochs import current_fence, fenced_error, is_valid, is_valid_manifest
+from holdfast.repository.publish import get_or_none
 from holdfast.types.listing import ForeignListing
 from holdfast.types.manifest import Manifest
 
@@ -50,22 +52,37 @@ def none_allowed(url: str) -> NoReturn:
 class ForeignPath:
     """Files at the path of a checkpoint that another system may have written."""
 
-    files: Readable
+    files: WatchedFiles
     """The folder that was named, or the folder of the file that was named."""
 
     name: str
-    """Key of the file that was named, which is never Holdfast's; empty for a folder."""
+    """Key of the file that was named; empty for a folder."""
 
-    listing: Callable[[], ForeignListing | None]
-    """Returns what the checkpoint holds; None if no format knows it. Raises `CheckpointError` if it is unreadable."""
+    listed: Callable[[Readable, str], ForeignListing | None]
+    """Returns what a format lists for files and a name; None if no format knows them."""
 
-    stamps: Callable[[Collection[str]], Mapping[str, str]]
-    """Returns a text for each of these files, and for files read in the same folders, that changes if it is rewritten.
-    """
+    is_file: bool = False
+    """Whether the path is known to be a file, so that it has no manifest below it. Of a URL nobody knows before."""
 
-    require_unchanged: Callable[[Collection[str]], None]
-    """Raises `ConflictError` or `MissingError` if one of these files, or a file read in the same folders, was rewritten
-    or removed since it was first read."""
+    def listing(self) -> ForeignListing | None:
+        """Return what the checkpoint holds; None if no format knows it.
+
+        Raises:
+            CheckpointError: It is unreadable.
+        """
+        return self.listed(self.files, self.name)
+
+    def stamps(self, keys: Collection[str]) -> Mapping[str, str]:
+        """As `WatchedFiles.stamps`."""
+        return self.files.stamps(keys)
+
+    def require_unchanged(self, keys: Collection[str]) -> None:
+        """As `WatchedFiles.require_unchanged`."""
+        self.files.require_unchanged(keys)
+
+    def for_operation(self, name: str, rank: int, world_size: int) -> ForeignPath:
+        """Return the files as one load sees them, as `WatchedFiles.for_operation`."""
+        return replace(self, files=self.files.for_operation(name, rank, world_size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +140,8 @@ class CheckpointLocation:
         root = store if self.root is self.store else None
         if self.root is not None and root is None:
             root = store_for_operation(self.root, name, rank, world_size)
-        return replace(self, store=store, root=root)
+        foreign = None if self.foreign is None else self.foreign.for_operation(name, rank, world_size)
+        return replace(self, store=store, root=root, foreign=foreign)
 
     def packs_of(self, manifest: Manifest) -> Packs:
         """Return a function that locates the packs of the checkpoint by name."""
@@ -222,6 +240,18 @@ def require_no_checkpoint(store: Store) -> None:
         )
 
 
+def manifest_if_any(location: CheckpointLocation) -> bytes | None:
+    """Return the manifest of a checkpoint that another system may have written; None if it has none.
+
+    Raises:
+        MissingError: The run has fenced its writer.
+    """
+    data = get_or_none(location.store, location.manifest_key, MANIFEST_BYTES_MAX)
+    if data is not None:
+        _require_counted(location, data)
+    return data
+
+
 def manifest_bytes_at(location: CheckpointLocation) -> bytes:
     """Return the stored manifest.
 
@@ -237,9 +267,13 @@ def manifest_bytes_at(location: CheckpointLocation) -> bytes:
         if location.step is None:
             require_no_run(location.store, "read one checkpoint here")
         raise
+    _require_counted(location, data)
+    return data
+
+
+def _require_counted(location: CheckpointLocation, data: bytes) -> None:
     if location.root is not None and not _is_valid_in(location.root, location, data):
         raise fenced_error(f"{location.store.url}/{location.manifest_key}")
-    return data
 
 
 def manifest_in_place_of(manifest: Manifest, location: CheckpointLocation) -> Manifest | None:

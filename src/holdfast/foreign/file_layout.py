@@ -75,14 +75,15 @@ class FileLayout:
         """Store the CRC-32 of bytes `[start, stop)` at places that are zero so far."""
         self._checksums.append(Checksum(start, stop, at))
 
-    def file(self, name: str) -> ExportFile:
-        """Return the finished layout."""
+    def file(self, name: str, *, completes: bool = False) -> ExportFile:
+        """Return the finished layout; arguments as in `ExportFile`."""
         return ExportFile(
             name=name,
             bytes=self.at,
             literals=tuple((at, bytes(data)) for at, data in self._literals),
             tensors=tuple(self._tensors),
             checksums=tuple(sorted(self._checksums, key=lambda checksum: checksum.start)),
+            completes=completes,
         )
 
 

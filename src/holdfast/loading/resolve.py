@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from holdfast.checkpoint.coverage import RequireStored, require_covered, stored_by
-from holdfast.checkpoint.index_loading import index_frames, listing_at, resolved_frames
-from holdfast.checkpoint.location import CheckpointLocation, manifest_bytes_at
+from holdfast.checkpoint.index_loading import index_frames, manifest_or_listing, resolved_frames
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.checkpoint.pack_sizes import short_packs
 from holdfast.clock import Clock
 from holdfast.coordination.job import Job, error_from, error_text, is_absence
@@ -175,14 +175,17 @@ def newest_sound(home: CheckpointLocation, clock: Clock) -> CheckpointLocation |
 
 
 def _frames_and_short_packs(
-    location: CheckpointLocation, begin: Callable[[Manifest], None]
+    location: CheckpointLocation, data: bytes, begin: Callable[[Manifest], None]
 ) -> tuple[list[bytes], Mapping[str, tuple[int, CheckpointError]]]:
-    """Return what rank 0 reads for every rank, and the packs that are too short; the manifest first, the rest at once.
+    """Return what rank 0 reads for every rank, and the packs that are too short; all of it at once.
 
+    Args:
+        location: The checkpoint.
+        data: Its manifest.
+        begin: Called with it, before anything else is read.
     Raises:
         CheckpointError: The manifest or the index is damaged, or cannot be read.
     """
-    data = manifest_bytes_at(location)
     manifest = manifest_in(location.folder, data, f"{location.url}/{MANIFEST_FILE}")
     # Before other files are asked for: one that is missing because the step is being deleted is no damage.
     begin(manifest)
@@ -208,20 +211,20 @@ def _judge(
     Raises:
         CheckpointError: It is damaged, or cannot be read.
     """
-    listing = listing_at(location)
+    content = manifest_or_listing(location)
     short: Mapping[str, tuple[int, CheckpointError]] = {}
-    if listing is None:
-        frames, short = _frames_and_short_packs(location, begin)
+    if isinstance(content, bytes):
+        frames, short = _frames_and_short_packs(location, content, begin)
         manifest, index = resolved_frames(frames, location)
         damaged = next((error for _, error in short.values() if isinstance(error, CorruptError)), None)
         if require_whole and damaged is not None:
             raise damaged
     else:
-        manifest, index = index_foreign(listing, location.url)
+        manifest, index = index_foreign(content, location.url)
         frames = encode_foreign(manifest, index)
     if isinstance(index, Index):
         require_covered(index, clock, location.url)
-    is_foreign = listing is not None
+    is_foreign = not isinstance(content, bytes)
     chosen = ChosenStep(
         folder=location.folder, step=location.step, is_foreign=is_foreign, short_packs=short, frames=frames
     )

@@ -2,12 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol, runtime_checkable
 
-from holdfast.ports.store import Readable
+from holdfast.ports.store import Readable, Store
 from holdfast.types.export import ExportContent, ExportFile, ExportOptions
 from holdfast.types.listing import ForeignListing
+
+
+class WatchedFiles(Readable, Protocol):
+    """The files of another system, under their own names, which must not change while they are read.
+
+    A key is a path of any characters, without empty parts, `.` or `..`.
+    """
+
+    def stamps(self, keys: Collection[str]) -> Mapping[str, str]:
+        """Return by key a text of each file that changes if the file is rewritten, as it was first seen here.
+
+        Files that were opened in the same folders are included: they describe the content of the others. Files
+        elsewhere are not, such as the `latest` file of a run that is still training.
+        """
+        ...
+
+    def require_unchanged(self, keys: Collection[str]) -> None:
+        """Require that the files of `stamps` are the same as when they were first seen here.
+
+        Raises:
+            ConflictError: A file was rewritten; the message names it.
+            MissingError: A file was removed.
+        """
+        ...
+
+    def for_operation(self, name: str, rank: int, world_size: int) -> WatchedFiles:
+        """Return the files as one load sees them: the calls through it share one deadline, if they are retried."""
+        ...
+
+
+@runtime_checkable
+class AnyNames(Protocol):
+    """A store that can hold objects under the names that other systems give them."""
+
+    def with_any_names(self) -> Store | None:
+        """Return the same store for keys of any printable characters, without empty parts, `.` or `..`.
+
+        None: a wrapper whose store has no such names.
+        """
+        ...
+
+
+def any_names_of(store: Store) -> Store | None:
+    """Return the view of a store for other systems' names; None if it has none."""
+    return store.with_any_names() if isinstance(store, AnyNames) else None
 
 
 class Format(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, runtime_checkable
 
 _Result = TypeVar("_Result")
@@ -19,6 +19,9 @@ class Entry:
 
     bytes: int
     """Its size."""
+
+    tag: str = field(default="", compare=False)
+    """Changes with its content; empty if the listing does not say so."""
 
 
 ByteRanges = Sequence[tuple[int, int]]

@@ -24,7 +24,7 @@ _BLOBS = "blobs"
 
 
 class ForeignFiles(FileReading):
-    """Keys to files beneath a folder; implements `Readable`.
+    """Keys to files beneath a folder; implements `WatchedFiles`.
 
     A key is a path relative to the folder, of any characters, without empty parts, `.` or `..`. A link may lead to a
     file in the folder or, in a Hugging Face cache, to a blob of the same repository. Any other link is refused.
@@ -76,6 +76,10 @@ class ForeignFiles(FileReading):
                         f"{where}: was written again while it was read, so the data may be a mix of both versions. Run "
                         "the command again once no process writes to the file"
                     )
+
+    def for_operation(self, name: str, rank: int, world_size: int) -> ForeignFiles:
+        """Return the files: no call is tried again."""
+        return self
 
     def folders(self, prefix: str = "") -> list[str]:
         """Return the names of the folders directly under a prefix, sorted."""

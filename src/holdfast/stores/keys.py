@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 
 from holdfast.errors import InvalidError
 
@@ -35,6 +36,34 @@ def split_key(key: str) -> tuple[str, ...]:
     return parts
 
 
+def split_name(name: str) -> tuple[str, ...]:
+    """Return the parts of the name of another system's file.
+
+    Raises:
+        InvalidError: A part is empty, `.` or `..`, so it may lead elsewhere, or a character is not printable.
+    """
+    parts = tuple(name.split("/"))
+    if len(name) > _KEY_CHARACTERS_MAX or any(part in ("", ".", "..") for part in parts) or not name.isprintable():
+        raise InvalidError(
+            f"file {name[:300]!r}: expected a path of at most {_KEY_CHARACTERS_MAX} printable characters, that stays "
+            "in its folder"
+        )
+    return parts
+
+
+Split = Callable[[str], tuple[str, ...]]
+"""Returns the parts of a key, and refuses what is none: `split_key`, or `split_name`."""
+
+
+def is_key(text: str, split: Split) -> bool:
+    """Return whether a text is a key."""
+    try:
+        split(text)
+    except InvalidError:
+        return False
+    return True
+
+
 def path_beneath(folder: str, name: str, where: str) -> str:
     """Return the path of another system's file in a folder; the folder itself for an empty name.
 
@@ -51,9 +80,12 @@ def path_beneath(folder: str, name: str, where: str) -> str:
     return os.path.join(folder, *parts)
 
 
-def split_prefix(prefix: str) -> tuple[str, ...]:
+def split_prefix(prefix: str, split: Split = split_key) -> tuple[str, ...]:
     """Return the parts of a prefix, which is empty or a key followed by one slash.
 
+    Args:
+        prefix: The prefix.
+        split: Which keys there are.
     Raises:
         InvalidError: It is neither.
     """
@@ -61,7 +93,7 @@ def split_prefix(prefix: str) -> tuple[str, ...]:
         return ()
     if not prefix.endswith("/"):
         raise InvalidError(f"prefix {prefix[:300]!r}: expected an empty one, or one that ends in '/'")
-    return split_key(prefix[:-1])
+    return split(prefix[:-1])
 
 
 def is_listed(key: str, after: str, up_to: str | None) -> bool:

@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
 
 import numpy as np
 
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, hand_out
-from holdfast.stores.keys import is_listed, split_key, split_prefix
+from holdfast.stores.keys import Split, is_key, is_listed, split_key, split_name, split_prefix
 from holdfast.stores.parts import PartLedger, RoomUpload, check_buffers, check_ranges
 
-_contents: dict[str, dict[str, memoryview]] = {}
-"""By name, the complete objects of the stores of that name: bytes by key."""
+_numbers = count()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Kept:
+    """A complete object."""
+
+    data: memoryview
+    """Its bytes."""
+    number: int = field(default_factory=_numbers.__next__)
+    """No other object has it, before or after."""
+
+
+_contents: dict[str, dict[str, _Kept]] = {}
+"""By name, the complete objects of the stores of that name, by key."""
 
 _lock = threading.Lock()
 """Held for every read and change of `_contents` and of the objects."""
@@ -37,22 +53,30 @@ class MemoryStore:
         """No call has an effect after it returned."""
         self.read_alignment = 1
         self.object_bytes_max = object_bytes_max
+        self._split: Split = split_key
         with _lock:
             self._objects = _contents.setdefault(name, {})
 
+    def with_any_names(self) -> MemoryStore:
+        """Return the same content for keys of any printable characters."""
+        view = copy.copy(self)
+        view._split = split_name
+        return view
+
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Store an object whole, replacing what was there."""
-        split_key(key)
+        self._split(key)
         with _lock:
-            self._objects[key] = memoryview(bytes(data))
+            self._objects[key] = _Kept(memoryview(bytes(data)))
 
     def replace(self, key: str, data: bytes, seen: bytes | None, *, durable: bool = True) -> None:
         """Store a small object whole in place of one that the caller has read."""
-        split_key(key)
+        self._split(key)
         with _lock:
-            if self._objects.get(key) not in (seen, data):
+            held = self._objects.get(key)
+            if (None if held is None else held.data) not in (seen, data):
                 raise self._conflict(key)
-            self._objects[key] = memoryview(bytes(data))
+            self._objects[key] = _Kept(memoryview(bytes(data)))
 
     def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         """Store an object whole unless the key exists."""
@@ -60,15 +84,15 @@ class MemoryStore:
 
     def keep(self, key: str, data: memoryview) -> None:
         """Store memory as an object, without a copy, unless the key exists."""
-        split_key(key)
+        self._split(key)
         with _lock:
             if key in self._objects:
                 raise self._conflict(key)
-            self._objects[key] = data
+            self._objects[key] = _Kept(data)
 
     def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> _MemoryUpload:
         """Begin an object that must not exist yet; it is invisible until complete."""
-        split_key(key)
+        self._split(key)
         ledger = PartLedger(f"{self.url}/{key}", bytes_max=bytes_max, part_bytes=part_bytes)
         if self.object_bytes_max is not None and bytes_max > self.object_bytes_max:
             raise InvalidError(
@@ -103,58 +127,63 @@ class MemoryStore:
 
     def folders(self, prefix: str = "") -> list[str]:
         """Return the names of the folders directly under a prefix, sorted."""
-        split_prefix(prefix)
+        split_prefix(prefix, self._split)
         with _lock:
             suffixes = [key[len(prefix) :] for key in self._objects if key.startswith(prefix)]
-        return sorted({suffix.split("/", 1)[0] for suffix in suffixes if "/" in suffix})
+        names = {suffix.split("/", 1)[0] for suffix in suffixes if "/" in suffix}
+        return sorted(name for name in names if is_key(name, self._split))
 
     def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
         """Yield every complete object under a prefix, in the order of the keys."""
-        split_prefix(prefix)
+        split_prefix(prefix, self._split)
         with _lock:
-            sizes = {key: len(data) for key, data in self._objects.items() if key.startswith(prefix)}
+            sizes = {key: len(kept.data) for key, kept in self._objects.items() if key.startswith(prefix)}
+        sizes = {key: size for key, size in sizes.items() if is_key(key, self._split)}
         return (Entry(key, sizes[key]) for key in sorted(sizes) if is_listed(key, after, up_to))
 
     def sync(self, prefix: str) -> None:
         """Do nothing: memory has no folders."""
-        split_prefix(prefix)
+        split_prefix(prefix, self._split)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; absent keys are no error."""
         for key in keys:
-            split_key(key)
+            self._split(key)
             with _lock:
                 self._objects.pop(key, None)
 
     def link(self, key: str, new_key: str) -> bool:
         """Give an object one more key."""
-        data = self._object(key)
-        split_key(new_key)
+        kept = self._kept(key)
+        self._split(new_key)
         with _lock:
-            if self._objects.setdefault(new_key, data) is not data:
+            if self._objects.setdefault(new_key, kept) is not kept:
                 raise self._conflict(new_key)
         return True
 
     def identity(self, key: str) -> str:
         """Return a text that the keys of one object share."""
-        return str(id(self._object(key)))
+        return str(self._kept(key).number)
 
     def move(self, key: str, new_key: str) -> None:
         """Give an object another key."""
-        split_key(key)
-        split_key(new_key)
+        self._split(key)
+        self._split(new_key)
         with _lock:
             if key not in self._objects:
                 raise self._missing(key)
             self._objects[new_key] = self._objects.pop(key)
 
     def _object(self, key: str) -> memoryview:
-        split_key(key)
+        return self._kept(key).data
+
+    def _kept(self, key: str) -> _Kept:
+        self._split(key)
         with _lock:
-            data = self._objects.get(key)
-        if data is None:
+            kept = self._objects.get(key)
+        if kept is None:
             raise self._missing(key)
-        return data
+        return kept
 
     def _missing(self, key: str) -> MissingError:
         return MissingError(f"{self.url}/{key}: no such object")

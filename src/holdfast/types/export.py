@@ -71,6 +71,9 @@ class ExportFile:
     bytes: int
     """Its exact size."""
 
+    completes: bool = False
+    """Whether a reader looks for this file to find the others: it is written last, where files appear one by one."""
+
 
 @dataclass(frozen=True, slots=True)
 class ExportContent:

@@ -26,14 +26,18 @@ def export(
     src: Annotated[
         str, typer.Argument(metavar="SRC", help="A checkpoint of any format that Holdfast reads, or a run.")
     ],
-    dst: Annotated[str, typer.Argument(metavar="DST", help="The file or folder to create; it must not exist.")],
+    dst: Annotated[str, typer.Argument(metavar="DST", help="The file, folder or URL to create; it must not exist.")],
     to: Annotated[
         str, typer.Option("--to", metavar="FORMAT", help="Format to write: safetensors, torch, dcp or holdfast.")
     ],
     step: Step = None,
     shard_size: Annotated[
-        str, typer.Option(help="Most bytes of tensors in one file, for formats with several files.")
-    ] = "5GB",
+        str | None,
+        typer.Option(
+            help="Most bytes of tensors in one file, for formats with several files. Default: 5GB; at a URL 1/8 of "
+            "--memory."
+        ),
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Cast the model's floating tensors: float32, float16 or bfloat16.")
     ] = None,
@@ -46,7 +50,7 @@ def export(
     single_writer: SingleWriter = False,
     as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint as files of another system; they appear all at once.
+    """Write a checkpoint as files of another system; they appear all at once, at a URL one by one.
 
     After an interruption, the same command resumes (to holdfast: it starts again).
     """
@@ -58,7 +62,7 @@ def export(
                     src,
                     dst,
                     to=to,
-                    shard_bytes=bytes_of(shard_size, "--shard-size"),
+                    shard_bytes=None if shard_size is None else bytes_of(shard_size, "--shard-size"),
                     dtype=dtype,
                     model_only=not with_optimizer,
                     memory_bytes=bytes_of(memory, "--memory"),
@@ -68,7 +72,7 @@ def export(
                 )
         except KeyboardInterrupt:
             outcome = "it starts again" if to == "holdfast" else "it resumes"
-            complain(f"interrupted; no checkpoint is at {dst} yet. Run the same command again: {outcome}")
+            complain(f"interrupted; no whole checkpoint is at {dst} yet. Run the same command again: {outcome}")
             raise
         print_result(report, _show, _document, as_json=as_json)
 

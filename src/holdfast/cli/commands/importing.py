@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from holdfast import api
-from holdfast.cli.ending import ended_well
+from holdfast.cli.ending import complain, ended_well
 from holdfast.cli.opening import AllowRoot, AsJson, SingleWriter, path_of, settings_with
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, print_result
@@ -41,13 +41,19 @@ def import_(
 ) -> None:
     """Make a checkpoint a step of a run. Without --copy the run refers to the files of SRC, which must not change.
 
+    To or from a URL, --copy is needed.
+
     Every byte is read once, to compute digests.
     """
     with ended_well():
         settings = settings_with(allow_root, single_writer=single_writer)
         src = path_of(src, from_step)
-        with shown_progress("importing") as bar:
-            report = api.import_checkpoint(src, root, step=step, copy=copied, settings=settings, observer=bar)
+        try:
+            with shown_progress("importing") as bar:
+                report = api.import_checkpoint(src, root, step=step, copy=copied, settings=settings, observer=bar)
+        except KeyboardInterrupt:
+            complain("interrupted; no step was committed. Run the same command again: it starts again")
+            raise
         print_result(report, _show, _document, as_json=as_json)
 
 

@@ -149,7 +149,7 @@ def _metadata(items: Mapping[str, object], paths: Mapping[str, Path], stored: Ma
         "version": _VERSION,
     }
     data = pickled(_object(f"{_METADATA}.Metadata", content))
-    return ExportFile(name=".metadata", bytes=len(data), literals=((0, data),))
+    return ExportFile(name=".metadata", bytes=len(data), literals=((0, data),), completes=True)
 
 
 def _entry(key: str, value: object, item: Item) -> tuple[Made, Made]:

@@ -6,12 +6,15 @@ The format: https://github.com/huggingface/safetensors#format. Holdfast puts `mo
 from __future__ import annotations
 
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import msgspec
 
-from holdfast.errors import CorruptError, InvalidError
+from holdfast.errors import CorruptError, InvalidError, MissingError
 from holdfast.foreign.huggingface.weight_map import json_object, names_in, one_index, require_all_there, weight_map
 from holdfast.foreign.read import read_bytes
 from holdfast.foreign.typed_values import Count, Shape, typed
@@ -24,9 +27,14 @@ from holdfast.types.listing import ForeignListing, ListedPiece
 from holdfast.types.values import Group
 
 SUFFIX = ".safetensors"
+_PART = re.compile(r"(?!shard-)(.+)-\d{5}-of-(\d{5})\.safetensors", re.ASCII)
+"""A part of a model. DCP's writer puts `shard-<rank>-` before it, and then each rank has some of the numbers."""
+
 INDEX_SUFFIX = ".safetensors.index.json"
 HEADER_BYTES_MAX = 100_000_000
 """Limit of the reference implementation."""
+
+_HEADERS_AT_ONCE = 8
 
 NAMES_KEPT = "holdfast.names_kept"
 """Metadata key: the names of the file are those of a whole training state, not of a model."""
@@ -53,15 +61,13 @@ class SafetensorsFormat:
         remarks: list[str] = []
         index = name if name.endswith(INDEX_SUFFIX) else "" if name else one_index(files, INDEX_SUFFIX)
         weights = weight_map(files, index, SUFFIX) if index else None
-        keys = sorted(set(weights.values())) if weights is not None else [name] if name else names_in(files, SUFFIX)
+        keys = sorted(set(weights.values())) if weights is not None else [name] if name else _all_parts(files)
         beside = [] if name or weights is None else [key for key in names_in(files, SUFFIX) if key.startswith(_REST)]
         entries: dict[str, list[tuple[str, SafetensorsEntry]]] = {}
         aliases: dict[str, str] = {}
         sizes: dict[str, int] = {}
         metadata: dict[str, str] = {}
-        for key in [*keys, *(key for key in beside if key not in keys)]:
-            size = files.size(key)
-            stated, file_metadata = read_header(files, key, 0, size)
+        for key, size, stated, file_metadata in _headers(files, [*keys, *(key for key in beside if key not in keys)]):
             whole = NAMES_KEPT in file_metadata
             # A file beside an indexed model counts only if Holdfast exported it as the rest of a state.
             if key not in keys and not whole:
@@ -89,6 +95,43 @@ class SafetensorsFormat:
             tree=Group("dict", {"model": Group("module"), **({"metadata": metadata} if metadata else {})}),
             remarks=remarks,
         )
+
+
+def _all_parts(files: Readable) -> list[str]:
+    """Return the files of a folder without an index.
+
+    Raises:
+        MissingError: Some are parts of a model, and others of its parts are missing.
+    """
+    names = names_in(files, SUFFIX)
+    parts = Counter((match[1], match[2]) for match in map(_PART.fullmatch, names) if match)
+    for (stem, count), found in parts.items():
+        if found < int(count):
+            raise MissingError(
+                f"{files.url}: {found} files of {stem}-*-of-{count}{SUFFIX} and no index, which is written last; "
+                f"expected all {int(count)}. Was it copied or exported in part? Do it again, or name one file"
+            )
+    return names
+
+
+def _headers(
+    files: Readable, keys: Sequence[str]
+) -> Iterator[tuple[str, int, Sequence[SafetensorsEntry], Mapping[str, str]]]:
+    """Yield key, size, tensors and metadata of each file, in order.
+
+    Several are read side by side: a store over a network takes its time for each.
+    """
+
+    def read(key: str) -> tuple[str, int, Sequence[SafetensorsEntry], Mapping[str, str]]:
+        size = files.size(key)
+        return (key, size, *read_header(files, key, 0, size))
+
+    if len(keys) == 1:
+        yield read(keys[0])
+        return
+    with ThreadPoolExecutor(_HEADERS_AT_ONCE, thread_name_prefix="holdfast-headers") as threads:
+        for first in range(0, len(keys), _HEADERS_AT_ONCE):
+            yield from threads.map(read, keys[first : first + _HEADERS_AT_ONCE])
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,8 @@ class SafetensorsWriter:
         model = model_names(content, required=options.model_only)
         shards, ties = _laid_out("model", content, model, options.shard_bytes, options.dtype)
         metadata = {"format": "pt"}
-        files = [_file(name, tensors, metadata, ties) for name, tensors in shards.items()]
+        alone = len(shards) == 1
+        files = [_file(name, tensors, metadata, ties, completes=alone) for name, tensors in shards.items()]
         if len(shards) > 1:
             files.append(_index(shards))
         if not options.model_only:
@@ -74,7 +75,9 @@ def _shards(stem: str, tensors: Tensors, shard_bytes: int) -> Mapping[str, Tenso
     return {f"{stem}-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, 1)}
 
 
-def _file(name: str, tensors: Tensors, metadata: Mapping[str, str], aliases: Mapping[str, str]) -> ExportFile:
+def _file(
+    name: str, tensors: Tensors, metadata: Mapping[str, str], aliases: Mapping[str, str], *, completes: bool = False
+) -> ExportFile:
     """Return one file: header and tensors, widest elements first so that every tensor is aligned to its elements."""
     header: dict[str, object] = {}
     at = 0
@@ -102,7 +105,7 @@ def _file(name: str, tensors: Tensors, metadata: Mapping[str, str], aliases: Map
     layout.put(len(text).to_bytes(8, "little") + text)
     for _, leaf in ordered:
         layout.put_tensor(leaf)
-    return layout.file(name)
+    return layout.file(name, completes=completes)
 
 
 def _index(shards: Mapping[str, Tensors]) -> ExportFile:
@@ -111,4 +114,4 @@ def _index(shards: Mapping[str, Tensors]) -> ExportFile:
     total = sum(leaf.bytes for tensors in shards.values() for leaf in tensors.values())
     document = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
     text = (json.dumps(document, indent=2) + "\n").encode()
-    return ExportFile(name="model.safetensors.index.json", bytes=len(text), literals=((0, text),))
+    return ExportFile(name="model.safetensors.index.json", bytes=len(text), literals=((0, text),), completes=True)

@@ -24,4 +24,4 @@ class TorchWriter:
             state = nested_state(content, options, flat_optimizers=False)
         layout = FileLayout()
         put_archive(layout, state)
-        return (layout.file(""),)
+        return (layout.file("", completes=True),)

@@ -7,121 +7,42 @@ after an interruption.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.clock import Clock
-from holdfast.errors import ConflictError, CorruptError, InvalidError
+from holdfast.errors import ConflictError, CorruptError
 from holdfast.offline.export.crc32 import joined_crc32
 from holdfast.offline.export.destination import Destination, OutputFile
-from holdfast.offline.export.window_writer import WINDOWS, DoneWindow, ExportSource, WindowWriter
-from holdfast.offline.export.windows import FilePlan, share_of, windows_of
+from holdfast.offline.export.planned import (
+    CAST_BYTES,
+    ExportReport,
+    ExportRequest,
+    ExportShare,
+    OnWindow,
+    PlannedExport,
+    WorkerPool,
+)
+from holdfast.offline.export.window_writer import WINDOWS, DoneWindow, WindowWriter
+from holdfast.offline.export.windows import share_of, windows_of
 from holdfast.ports.foreign import Writer
 from holdfast.ports.observer import ByteProgress, Observer
-from holdfast.settings import MIB, PAGE_BYTES, Settings
-from holdfast.types.export import ExportContent, ExportFile, ExportOptions, ExportWindow, WindowPlan
-from holdfast.types.plan import WantedBoxes
+from holdfast.settings import MIB, PAGE_BYTES
+from holdfast.types.export import ExportOptions, ExportWindow
 
 logger = logging.getLogger(__name__)
 
-OnWindow = Callable[[int, int], None]
-"""Called for each window with the bytes written, and the bytes read for them."""
-
-MEMORY_BYTES_MIN = 64 * MIB
-"""Memory of one worker, at least: enough for its reads and writes in flight."""
-
 _WINDOW_BYTES_MIN = 1 * MIB
-_READ_BYTES_MAX = 8 * MIB
-_CAST_BYTES = 8 * MIB
-"""Memory for casts, of all reads in flight together."""
-
 
 _JOURNAL = "journal-"
 """Prefix of a journal's name; its number follows."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportRequest:
-    """Resources of an export."""
-
-    memory_bytes: int
-    """Memory for bytes in flight, of all workers together."""
-
-    workers: int
-    """Processes."""
-
-    window_bytes_max: int = 128 * MIB
-    """Bytes of one window, at most, a whole number of pages. Larger ones take too long to fill and to write."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportReport:
-    """What an export did."""
-
-    url: str
-    """Its destination."""
-
-    format: str
-    """Name of the format."""
-
-    files: Mapping[str, int]
-    """Bytes of every file, by its name in the destination; the name is empty if the destination is one file."""
-
-    resumed_bytes: int
-    """Bytes that an earlier call had written."""
-
-    read_bytes: int
-    """Bytes that this call read from the checkpoint."""
-
-    seconds: float
-    """Duration of the call."""
-
-    begun_anew: bool
-    """Whether unfinished work was discarded: its source or options were different, or its files were gone."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(self.files.values())
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportShare:
-    """One worker's part of an export; plain values, for another process."""
-
-    number: int
-    """Number of the worker."""
-
-    count: int
-    """Count of workers."""
-
-    window_bytes: int
-    """Bytes of a window, at most; the same for all workers."""
-
-    memory_bytes: int
-    """This worker's part of the memory budget."""
-
-    done: tuple[tuple[int, int, int], ...]
-    """Ranges that were durable before any worker started: file number, start, stop."""
-
-    journal: str
-    """Name of the journal in which it records durable windows."""
-
-    fingerprint: str
-    """Fingerprint of the export."""
-
-
-WorkerPool = Callable[[Sequence[ExportShare], OnWindow], None]
-"""Executes every share, each in a process of its own."""
-
-
-class Export:
-    """The export of one checkpoint to one destination."""
+class Export(PlannedExport):
+    """The export of one checkpoint to one path of a file system."""
 
     def __init__(
         self, checkpoint: Checkpoint, destination: Destination, writer: Writer, options: ExportOptions, clock: Clock
@@ -131,27 +52,9 @@ class Export:
         Raises:
             InvalidError: The format cannot hold the checkpoint's content.
         """
-        self._checkpoint, self._clock, self._format = checkpoint, clock, writer.name
+        super().__init__(checkpoint, writer, options, clock)
         self.destination = destination
         """Where the files go."""
-        manifest = checkpoint.manifest
-        content = ExportContent(checkpoint.index.tensors, manifest.aliases, manifest.tree)
-        self.files: Sequence[ExportFile] = writer.files(content, options)
-        """The files to write."""
-        self._bytes = sum(file.bytes for file in self.files)
-        self._plans = [FilePlan(file) for file in self.files]
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A string that changes with the checkpoint's content and with the layout of the files."""
-        digest = hashlib.sha256(self._checkpoint.identity.encode())
-        for file in self.files:
-            # Item by item: a million tensors, or DCP's metadata for them, would make one text too large.
-            for item in ((file.name, file.bytes), *file.tensors, *file.checksums):
-                digest.update(repr(item).encode("utf-8", "surrogatepass"))
-            for at, data in file.literals:
-                digest.update(b"%d %d " % (at, len(data)) + hashlib.sha256(data).digest())
-        return digest.hexdigest()
 
     def run(
         self, request: ExportRequest, pool: WorkerPool | None = None, observer: Observer | None = None
@@ -178,7 +81,7 @@ class Export:
                     # An earlier process was interrupted between the move and the removal of notes.
                     destination.publish()
                 if published == note:
-                    return self._report(started, self._bytes, 0)
+                    return self._report(destination.url, started, self._bytes, 0)
                 raise ConflictError(f"{destination.url}: exists already; it was not touched. Export elsewhere")
             begun_anew = self._begin(note)
             done, free_number = self._read_journals()
@@ -191,7 +94,8 @@ class Export:
                 read_bytes += read
                 progress.add(written)
 
-            shares = self._shares(request, window_bytes, done, free_number)
+            journals = [f"{_JOURNAL}{free_number + number}" for number in range(request.workers)]
+            shares = self._shares(request, window_bytes, _ranges(done), journals)
             for share in shares:
                 # Create every journal before a worker starts. A later call numbers its journals above these, so it
                 # shares none with a worker that outlived this process.
@@ -204,23 +108,7 @@ class Export:
             self._write_checksums(self._read_journals()[0])
             self._checkpoint.require_unchanged()
             destination.publish()
-        return self._report(started, resumed_bytes, read_bytes, begun_anew=begun_anew)
-
-    def _shares(
-        self, request: ExportRequest, window_bytes: int, done: Sequence[DoneWindow], free_number: int
-    ) -> list[ExportShare]:
-        return [
-            ExportShare(
-                number=number,
-                count=request.workers,
-                window_bytes=window_bytes,
-                memory_bytes=request.memory_bytes // request.workers,
-                done=_ranges(done),
-                journal=f"{_JOURNAL}{free_number + number}",
-                fingerprint=self.fingerprint,
-            )
-            for number in range(request.workers)
-        ]
+        return self._report(destination.url, started, resumed_bytes, read_bytes, begun_anew=begun_anew)
 
     def execute(self, share: ExportShare, on_window: OnWindow) -> None:
         """Write a share's windows; return once all are durable and in the journal.
@@ -228,12 +116,10 @@ class Export:
         Raises:
             CheckpointError: A read or write failed; the journal stays valid.
         """
-        if share.fingerprint != self.fingerprint:
-            raise ConflictError(f"{self._checkpoint.url}: changed while it was exported; run the same command again")
+        self._require_same(share)
         settings = self._reading(share.memory_bytes)
         windows = share_of(windows_of(self.files, share.window_bytes, share.done), share.number, share.count)
-        dtypes = {fqn: spec.dtype for fqn, spec in self._checkpoint.index.tensors.items()}
-        source = ExportSource(dtypes, self._checkpoint.packs, settings, self._read_bytes_max(settings))
+        source = self._source(settings)
         if not windows:
             return
         journal = self.destination.journal(share.journal)
@@ -273,35 +159,15 @@ class Export:
 
         A chunk on a window's edge is read twice, so large windows read less. Small windows overlap reads and writes.
         """
-        worker_bytes = request.memory_bytes // request.workers
-        if worker_bytes < MEMORY_BYTES_MIN:
-            raise InvalidError(
-                f"memory: {request.memory_bytes} bytes for {request.workers} workers; expected at least "
-                f"{MEMORY_BYTES_MIN} for each"
-            )
+        worker_bytes = self._worker_bytes(request)
         settings = self._reading(worker_bytes)
         reads = settings.windows_in_flight * (self._read_bytes_max(settings) + PAGE_BYTES)
-        room = (worker_bytes - reads - _CAST_BYTES) // WINDOWS
+        room = (worker_bytes - reads - CAST_BYTES) // WINDOWS
         wanted = max(self._bytes // (8 * request.workers), 16 * MIB)
         return min(max(min(room, wanted), _WINDOW_BYTES_MIN), request.window_bytes_max) // PAGE_BYTES * PAGE_BYTES
 
-    def _reading(self, memory_bytes: int) -> Settings:
-        read_bytes = min(max(memory_bytes // 32, MIB), _READ_BYTES_MAX) // PAGE_BYTES * PAGE_BYTES
-        return replace(self._checkpoint.settings, read_window_bytes=read_bytes, windows_in_flight=4)
-
-    def _read_bytes_max(self, settings: Settings) -> int:
-        return max(settings.read_window_bytes, self._checkpoint.index.chunk_bytes)
-
     def _open(self, number: int) -> OutputFile:
         return self.destination.open(self.files[number].name)
-
-    def _window_plans(self, windows: Sequence[ExportWindow], settings: Settings) -> Iterator[WindowPlan]:
-        for window in windows:
-            plan, start, stop = self._plans[window.file], window.start, window.stop
-            fills = tuple(plan.fills(start, stop))
-            wanted = [WantedBoxes(fill.tensor.fqn, (fill.box,)) for fill in fills]
-            reads = self._checkpoint.reads_for(wanted, settings.read_window_bytes)
-            yield WindowPlan(window, tuple(plan.literals(start, stop)), fills, reads, tuple(plan.sums(start, stop)))
 
     def _begin(self, note: bytes) -> bool:
         """Create the files, unless work with this note can be continued; return whether other work was discarded."""
@@ -333,17 +199,6 @@ class Export:
                     "again: it starts from nothing"
                 ) from error
         return done, number
-
-    def _report(self, started: float, resumed_bytes: int, read_bytes: int, *, begun_anew: bool = False) -> ExportReport:
-        return ExportReport(
-            url=self.destination.url,
-            format=self._format,
-            files={file.name: file.bytes for file in self.files},
-            resumed_bytes=resumed_bytes,
-            read_bytes=read_bytes,
-            seconds=self._clock.monotonic_seconds() - started,
-            begun_anew=begun_anew,
-        )
 
 
 def _ranges(done: Sequence[DoneWindow]) -> tuple[tuple[int, int, int], ...]:

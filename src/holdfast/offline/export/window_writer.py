@@ -113,7 +113,7 @@ class WindowWriter:
                         writes.remove(write)
                     buffer = self._buffers.take()
                     try:
-                        done = _fill(plan, buffer, source, reads)
+                        done = fill(plan, buffer, source, reads)
                     except BaseException:
                         self._buffers.give(buffer)
                         raise
@@ -165,8 +165,12 @@ class WindowWriter:
                 self._synced_at = self._clock.monotonic_seconds()
 
 
-def _fill(plan: WindowPlan, buffer: memoryview, source: ExportSource, reads: ReadPool) -> DoneWindow:
-    """Fill a buffer with a window's bytes."""
+def fill(plan: WindowPlan, buffer: memoryview, source: ExportSource, reads: ReadPool) -> DoneWindow:
+    """Fill a buffer with a window's bytes, and return the window with its part of every checksum.
+
+    Raises:
+        CheckpointError: A read failed.
+    """
     window = plan.window
     memory = buffer[: window.bytes]
     for start, stop in _gaps(plan):

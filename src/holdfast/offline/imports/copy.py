@@ -18,7 +18,7 @@ from holdfast.geometry.box import Box
 from holdfast.geometry.region import Region, flat_run
 from holdfast.geometry.tensor import Role, Shard, TensorSpec
 from holdfast.leases.writer import WriterLease
-from holdfast.offline.export.export import ExportReport
+from holdfast.offline.export.planned import ExportReport
 from holdfast.offline.imports.stored_source import PieceReader, StoredSource
 from holdfast.ports.framework import Collected, LocalShard
 from holdfast.ports.observer import Observer
@@ -97,7 +97,8 @@ class CopyRequest(NeverLoaded):
             )
         require_sizes(manifest.packs, source.packs, manifest.step)
         tensors = source.index.tensors.values()
-        reader = PieceReader(source.packs, sum(spec.global_bytes for spec in tensors), self._observer)
+        pack_bytes = {pack.name: pack.bytes for pack in manifest.packs}
+        reader = PieceReader(source.packs, pack_bytes, sum(spec.global_bytes for spec in tensors), self._observer)
         shards = []
         for spec in tensors:
             regions = _regions(spec, [piece for piece in source.index.pieces_of(spec.fqn) if piece.bytes])

@@ -12,26 +12,37 @@ from holdfast.errors import CorruptError, MissingError
 from holdfast.format.digest import new_digest
 from holdfast.geometry.region import Region
 from holdfast.ports.observer import ByteProgress, Observer
-from holdfast.ports.store import Packs, read_range
+from holdfast.ports.store import Packs, Stored, read_range
 from holdfast.settings import MIB, PAGE_BYTES
 from holdfast.types.plan import Piece
 
 _READ_BYTES = 4 * MIB
 
+_AHEAD_BYTES_MAX = 32 * MIB
+"""Most bytes of a piece that are asked for together where nothing is cached: the store reads them side by side."""
+
+_AHEAD_BYTES_MIN = MIB
+"""Bytes that are asked for at least there: small pieces are neighbours, and each request takes its time."""
+
 
 class PieceReader:
     """Reads pieces of one checkpoint front to back, in parts, and checks them against their digests if any."""
 
-    def __init__(self, packs: Packs, total_bytes: int, observer: Observer | None) -> None:
+    def __init__(
+        self, packs: Packs, pack_bytes: Mapping[str, int], total_bytes: int, observer: Observer | None
+    ) -> None:
         """Read nothing yet.
 
         Args:
             packs: Locates packs by name.
+            pack_bytes: Size of each pack, by name.
             total_bytes: Bytes of all pieces, for the observer.
             observer: Receives progress.
         """
-        self._packs, self._progress = packs, ByteProgress(total_bytes, observer)
+        self._packs, self._pack_bytes, self._progress = packs, pack_bytes, ByteProgress(total_bytes, observer)
         self._buffer = allocate_aligned(_READ_BYTES + PAGE_BYTES)
+        self._ahead: tuple[str, int, memoryview] | None = None
+        """Name of a pack, and bytes of it from a place on, where a store caches nothing."""
         self._digest = new_digest()
         self._checked: tuple[Piece | None, int] = None, 0
 
@@ -47,7 +58,7 @@ class PieceReader:
             at = stored.files.get_cached(stored.key, offset, [target])
             while at < len(target):
                 stop = min(at + _READ_BYTES, len(target))
-                target[at:stop] = read_range(stored.files, stored.key, offset + at, offset + stop, self._buffer)
+                target[at:stop] = self._part(stored, piece, offset + at, offset + stop)
                 at = stop
         except MissingError as missing:
             raise CorruptError(
@@ -56,6 +67,21 @@ class PieceReader:
         if piece.digests:
             self._check(piece, start, target, stored.url)
         self._progress.add(len(target))
+
+    def _part(self, stored: Stored, piece: Piece, start: int, stop: int) -> memoryview:
+        """Return bytes `[start, stop)` of a pack, at most `_READ_BYTES`."""
+        if stored.files.read_alignment > 1:  # A file: the system reads ahead.
+            return read_range(stored.files, stored.key, start, stop, self._buffer)
+        if self._ahead is not None:
+            pack, first, held = self._ahead
+            if pack == piece.pack and first <= start and stop <= first + len(held):
+                return held[start - first : stop - first]
+        end = min(max(piece.offset + piece.bytes, start + _AHEAD_BYTES_MIN), start + _AHEAD_BYTES_MAX)
+        self._ahead = None  # Its memory is not needed beside that of the next.
+        end = max(min(end, self._pack_bytes[piece.pack]), stop)
+        memory = allocate_aligned(end - start)
+        self._ahead = piece.pack, start, read_range(stored.files, stored.key, start, end, memory)
+        return self._ahead[2][: stop - start]
 
     def _check(self, piece: Piece, start: int, data: memoryview, where: str) -> None:
         """Check bytes against the digests of their chunks; a chunk is checked once its last byte has been read."""

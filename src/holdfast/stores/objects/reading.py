@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Self
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange
 from holdfast.ports.temporary import TemporaryError
 from holdfast.settings import MIB, Settings
-from holdfast.stores.keys import is_listed, split_key, split_prefix
+from holdfast.stores.keys import Split, is_key, is_listed, split_key, split_name, split_prefix
 from holdfast.stores.objects.address import KEY_BYTES_MAX, Address
 from holdfast.stores.objects.client import Clients
 from holdfast.stores.parts import check_buffers, check_ranges
@@ -38,6 +39,13 @@ class ObjectReading:
         self.page_entries = _WHOLE_LISTING if address.scheme == "az" else _PAGE_ENTRIES
         self.clients = Clients(address, settings)
         self._has_bucket = False
+        self._split: Split = split_key
+
+    def with_any_names(self) -> Self:
+        """Return the same store, with the same connections and memory, for keys of any printable characters."""
+        view = copy.copy(self)
+        view._split = split_name
+        return view
 
     def size(self, key: str) -> int:
         """Return the bytes of an object."""
@@ -75,24 +83,24 @@ class ObjectReading:
 
     def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
         """Return 0: nothing is cached. No request is made for that."""
-        split_key(key)
+        self._split(key)
         end = max(start, 0) + sum(buffer.nbytes for buffer in buffers)
         check_buffers(self.where(key), end, start, buffers)
         return 0
 
     def folders(self, prefix: str = "") -> list[str]:
         """Return the names of the folders directly under a prefix, sorted."""
-        split_prefix(prefix)
+        split_prefix(prefix, self._split)
         full = self.address.prefix + prefix
         found = self.clients.ask(
             "list", self.where(prefix), lambda api, client: api.list_with_delimiter(client, full or None)
         )
         names = (path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"])
-        return sorted(name for name in names if _is_key(name))
+        return sorted(name for name in names if is_key(name, self._split))
 
     def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
         """Yield every object under a prefix whose name a key can have, in order, page by page."""
-        split_prefix(prefix)
+        split_prefix(prefix, self._split)
         return self._listed(prefix, after, up_to)
 
     def _listed(self, prefix: str, after: str, up_to: str | None) -> Iterator[Entry]:
@@ -107,12 +115,12 @@ class ObjectReading:
         while page := self.clients.ask("list", where, lambda *_: next(pages, None)):
             for found in page:
                 key = found["path"][len(root) :]
-                if not found["path"].startswith(full) or not _is_key(key):
+                if not found["path"].startswith(full) or not is_key(key, self._split):
                     continue
                 if up_to is not None and key > up_to:
                     return
                 if is_listed(key, after, up_to):
-                    yield Entry(key, int(found["size"]))
+                    yield Entry(key, int(found["size"]), _tag_of(found))
                 if key == up_to:
                     return  # Without a request for the page behind it.
 
@@ -216,11 +224,12 @@ class ObjectReading:
         Raises:
             InvalidError: The key is none, or too long with its folder.
         """
-        split_key(key)
+        self._split(key)
         full = self.address.prefix + key
-        if len(full) > KEY_BYTES_MAX:
+        full_bytes = len(full.encode())
+        if full_bytes > KEY_BYTES_MAX:
             raise InvalidError(
-                f"{self.url}: key {key[:60]!r}… has {len(full)} bytes with its folder; the store takes at most "
+                f"{self.url}: key {key[:60]!r}… has {full_bytes} bytes with its folder; the store takes at most "
                 f"{KEY_BYTES_MAX}. Choose a shorter folder"
             )
         return full
@@ -230,12 +239,10 @@ class ObjectReading:
         return f"{self.url}/{key}"
 
 
-def _is_key(text: str) -> bool:
-    try:
-        split_key(text)
-    except InvalidError:
-        return False
-    return True
+def _tag_of(found: Any) -> str:
+    """Return what changes with the content of an object, out of its metadata; empty if the server states nothing."""
+    stated = (found.get("e_tag"), found.get("version"))
+    return " ".join(str(each) for each in stated if each)
 
 
 def _ends_empty(ranges: ByteRanges, end: int) -> bool:

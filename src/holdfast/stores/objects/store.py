@@ -11,7 +11,7 @@ from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingEr
 from holdfast.ports.store import Upload
 from holdfast.ports.temporary import TemporaryError
 from holdfast.settings import MIB, Settings
-from holdfast.stores.keys import split_key, split_prefix
+from holdfast.stores.keys import split_prefix
 from holdfast.stores.objects.address import address_of
 from holdfast.stores.objects.conditional_delete import ConditionalDelete
 from holdfast.stores.objects.multipart import MultipartUpload, Parts, abort_uploads
@@ -110,7 +110,7 @@ class ObjectStore(ObjectReading):
             ConflictError: The key exists with other content; it was not touched.
             UnavailableError: It failed, and may take effect later.
         """
-        split_key(key)
+        self._split(key)
         if folders_durable:
             # What is put without that has a name that no other writer uses, so it decides nothing.
             self._probe.require_exclusive_creates()
@@ -164,7 +164,7 @@ class ObjectStore(ObjectReading):
 
     def sync(self, prefix: str) -> None:
         """Do nothing: an object is durable, with its name, once it is stored."""
-        split_prefix(prefix)
+        split_prefix(prefix, self._split)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects, a thousand by one request where the store can; absent keys are no error."""
@@ -186,7 +186,7 @@ class ObjectStore(ObjectReading):
 
     def link(self, key: str, new_key: str) -> bool:
         """Return False: an object has one key."""
-        split_key(new_key)
+        self._split(new_key)
         self.head(key)
         return False
 
@@ -201,8 +201,8 @@ class ObjectStore(ObjectReading):
         What is at the new key is replaced only if it is what was there before the original was read. So a process that
         is stopped in between never replaces what came meanwhile, if whoever stores that first removes the original.
         """
-        split_key(key)
-        split_key(new_key)
+        self._split(key)
+        self._split(new_key)
         for _ in range(_MOVES_MAX):
             before = self.head_or_none(new_key)
             meta = self._copied(key, new_key, before)

@@ -23,6 +23,7 @@ from typing import TypeVar
 
 from holdfast.clock import Clock, SystemClock
 from holdfast.errors import ConflictError, CorruptError, MissingError
+from holdfast.ports.foreign import any_names_of
 from holdfast.ports.store import (
     Buffers,
     ByteRanges,
@@ -106,6 +107,15 @@ class RetryingStore(ForwardingStore):
         seconds_max = self._settings.retry_seconds_per_save
         budget = RetryBudget(name, self._clock, seconds_max, total=self._total, is_leader=rank == 0)
         view._retries = self._retries_within(budget, world_size)
+        return view
+
+    def with_any_names(self) -> RetryingStore | None:
+        """Return a view of the store for other systems' names; its calls share deadlines and limits with this one."""
+        inner = any_names_of(self._inner)
+        if inner is None:
+            return None
+        view = copy.copy(self)
+        view._inner = inner
         return view
 
     @property
