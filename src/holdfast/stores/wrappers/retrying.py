@@ -24,6 +24,7 @@ from typing import TypeVar
 from holdfast.clock import Clock, SystemClock
 from holdfast.errors import ConflictError, CorruptError, MissingError
 from holdfast.ports.foreign import any_names_of
+from holdfast.ports.replacing import Replacing
 from holdfast.ports.store import (
     Buffers,
     ByteRanges,
@@ -32,7 +33,6 @@ from holdfast.ports.store import (
     OnBytes,
     OnRange,
     Release,
-    Replacing,
     Store,
     Upload,
 )
