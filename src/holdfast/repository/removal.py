@@ -96,13 +96,16 @@ def inspect_step(
     attempts: dict[str, dict[str, int]] = {}
     reports: dict[str, int] = {}
     unknown = []
+    manifest_bytes = 0
     for entry in store.list(folder):
         subfolder, _, name = entry.key.removeprefix(folder).partition("/")
         if is_attempt_folder(subfolder) and is_attempt_file(name):
             attempts.setdefault(subfolder, {})[entry.key] = entry.bytes
         elif subfolder == _REPORTS_FOLDER and name:
             reports[entry.key] = entry.bytes
-        elif entry.key != manifest_key(step):
+        elif entry.key == manifest_key(step):
+            manifest_bytes = entry.bytes
+        else:
             unknown.append(entry.key)
     named = packs_named_by([] if manifest is None else [manifest])
     # The texts of the listing: two of each would stay until the step is judged.
@@ -116,6 +119,7 @@ def inspect_step(
         reports=reports,
         packs=own | named,
         pinned=frozenset(pinned),
+        manifest_bytes=manifest_bytes,
     )
     return files, manifest, unknown
 

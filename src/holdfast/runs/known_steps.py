@@ -117,7 +117,7 @@ class KnownSteps:
             attempt: {key: size for key, size in sizes.items() if not removal.is_link_key(key)}
             for attempt, sizes in files.attempts.items()
         }
-        if found != {manifest.attempt: own}:
+        if found != {manifest.attempt: own} or not files.manifest_bytes:
             return False
         slim = replace(
             manifest,
@@ -132,8 +132,7 @@ class KnownSteps:
         )
         packs = self._shared(frozenset(pack for pack in files.packs if step_of_pack(pack) != files.step))
         without = replace(files, attempts={}, reports={}, packs=packs)
-        manifest_bytes = self._store.size(manifest_key(files.step))
-        self._known[files.step] = _Known(manifest_bytes, without, slim)
+        self._known[files.step] = _Known(files.manifest_bytes, without, slim)
         return True
 
     def _shared(self, packs: frozenset[str]) -> frozenset[str]:

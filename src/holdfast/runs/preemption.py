@@ -28,8 +28,10 @@ from holdfast.coordination.exit.grace import expected_seconds, fits, usable_seco
 from holdfast.coordination.exit.signals import Signals
 from holdfast.coordination.job import Job
 from holdfast.engine.background import CALLS, SLICE_SECONDS, wait_in_slices
+from holdfast.engine.parallel_map import ordered_parallel_map
 from holdfast.errors import PREEMPTED_ABANDONED, PREEMPTED_SAVED, CheckpointError, Preempted, UnavailableError
 from holdfast.format.digest import short_digest_of
+from holdfast.format.names import PACK_SUFFIX
 from holdfast.ports.framework import LocalShard
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import confirmed_manifest
@@ -46,6 +48,9 @@ _PROBE_BYTES_MAX = 16 * MIB
 
 _PROBE_PARTS_MAX = 4
 """Most parts that the probe writes: enough to exceed the write cache of a device."""
+
+_PROBE_OBJECTS = 8
+"""Objects that the probe sends to a store of objects, as large together as these parts: a save sends several too."""
 
 _PROBE_SECONDS_MAX = 0.5
 """After this time the probe begins no further part: it runs within the grace period."""
@@ -292,34 +297,59 @@ def estimated_write_bytes(shards: Sequence[LocalShard], world_size: int) -> int:
 
 
 def write_bytes_per_second(store: Store, key: str, part_bytes: int, clock: Clock) -> float:
-    """Return the bytes per second of writing an object part by part; the object is deleted.
+    """Return the bytes per second of writing an object part by part, or several side by side; they are deleted.
 
     Args:
-        store, key: Where to write.
+        store: Where to write.
+        key: Key of a pack; of several objects each has a number more.
         part_bytes: Bytes of one write: as much as a save has in flight. With less, storage with a high latency would
             seem slower than it is for a save. Less for a store whose objects are smaller than a few of these.
         clock: Measures the time, and gives the bytes.
     Raises:
         CheckpointError: Storage cannot be written.
     """
+    keys, parts_max = [key], _PROBE_PARTS_MAX
     if store.object_bytes_max is not None:
-        pages = max(store.object_bytes_max // (_PROBE_PARTS_MAX * PAGE_BYTES), 1)
-        part_bytes = min(part_bytes, pages * PAGE_BYTES)
+        # A save sends its packs side by side there, each by one request.
+        stem = key.removesuffix(PACK_SUFFIX)
+        keys, parts_max = [f"{stem}-{number}{PACK_SUFFIX}" for number in range(1, _PROBE_OBJECTS + 1)], 1
+        bytes_max = min(part_bytes * _PROBE_PARTS_MAX // _PROBE_OBJECTS, store.object_bytes_max)
+        part_bytes = max(bytes_max // PAGE_BYTES, 1) * PAGE_BYTES
     data = memoryview(mmap.mmap(-1, part_bytes))
     # Random bytes: a file system may not store zeros.
     data[:] = clock.random_bytes(part_bytes)
-    upload = store.upload(key, _PROBE_PARTS_MAX * part_bytes, part_bytes)
-    written = 0
     start = clock.monotonic_seconds()
+
+    def written_at(key: str) -> int | Exception:
+        """Write one object; return its bytes, or why it could not be written."""
+        try:
+            return _write_probe(store, key, data, parts_max, lambda: clock.monotonic_seconds() - start)
+        except Exception as error:  # noqa: BLE001 - raised once the other objects are written and deleted
+            return error
+
+    outcomes = list(ordered_parallel_map(written_at, keys, len(keys)))
+    seconds = clock.monotonic_seconds() - start
+    errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    if errors:
+        if len(keys) > 1:
+            with suppress(CheckpointError):
+                store.delete(keys)
+        raise errors[0]
+    store.delete(keys)
+    return sum(outcome for outcome in outcomes if isinstance(outcome, int)) / max(seconds, 1e-6)
+
+
+def _write_probe(store: Store, key: str, data: memoryview, parts_max: int, elapsed_seconds: Callable[[], float]) -> int:
+    """Write the same part again and again, as long as the probe may last; return the bytes of the object."""
+    upload = store.upload(key, parts_max * len(data), len(data))
+    written = 0
     try:
-        while written < _PROBE_PARTS_MAX and (not written or clock.monotonic_seconds() - start < _PROBE_SECONDS_MAX):
-            upload.write(written * part_bytes, data)
+        while written < parts_max and (not written or elapsed_seconds() < _PROBE_SECONDS_MAX):
+            upload.write(written * len(data), data)
             written += 1
         # Here an object store sends it, and a disk writes what it has cached.
-        upload.complete(written * part_bytes)
-        seconds = clock.monotonic_seconds() - start
+        upload.complete(written * len(data))
     except BaseException:
         upload.abort()
         raise
-    store.delete([key])
-    return written * part_bytes / max(seconds, 1e-6)
+    return written * len(data)

@@ -34,6 +34,9 @@ class StepFiles:
     pinned: frozenset[str] = frozenset()
     """Attempts under quarantine. They stay, whatever the policy says."""
 
+    manifest_bytes: int = 0
+    """Size of its manifest, as listed; 0 if it was not."""
+
     @property
     def holds_anything(self) -> bool:
         """Whether the folder holds a manifest or a file of a save."""

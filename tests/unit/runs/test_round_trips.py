@@ -18,6 +18,7 @@ from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.format.names import step_folder, step_of_pack
 from holdfast.policies import EveryNSteps, Policies
+from holdfast.runs.collection.garbage_collection import CheckpointGC
 from holdfast.testing.calls import RecordingStore, StoreCall, rounds, table
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
@@ -210,6 +211,22 @@ def test_a_first_save_after_a_load_reads_older_manifests_once(store: RecordingSt
     assert played(store, go_on)["fifth, before it returns"] == 24
     # The list of steps that the new epoch accepts has their digests.
     assert sorted(gets) == [step_folder(step) + "manifest.json" for step in (1, 2, 3, 4, 4, 4)]
+
+
+def test_a_collection_asks_nothing_that_was_answered(store: RecordingStore) -> None:
+    played(store, four_steps)
+    collector = CheckpointGC(store, SystemClock(), None, None)
+    asked = []
+    for _ in range(2):
+        store.take()
+        collector.survey()
+        asked.append([(call.name, call.subject) for call in store.take()])
+    first, second = asked
+    # Each manifest was read whole, and listed with its size.
+    assert [subject for name, subject in first if name == "size"] == ["manifest.json"]
+    assert ("size", "manifest.json") not in second and ("get", "holdfast.json") not in second
+    # Size and end of the manifest of each step, which is known.
+    assert len(second) == len(first) - 2
 
 
 def test_a_call_that_saves_nothing_asks_nothing(store: RecordingStore) -> None:

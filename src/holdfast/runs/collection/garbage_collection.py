@@ -146,6 +146,8 @@ class CheckpointGC:
         self._pins, self._choice = Pins() if pins is None else pins, choice
         self._readers = ReaderLeases(store, clock)
         self._known = KnownSteps(store)
+        self._run_id: str | None = None
+        """Id of the run, which never changes; None before it was read."""
         self._warned: set[str] = set()
         self._removed_steps: set[int] = set()
         """Steps removed here since the oldest mark in its grace: its inventory still lists them."""
@@ -268,7 +270,8 @@ class CheckpointGC:
             UnavailableError: Storage failed.
         """
         store = self._store
-        run_id = require_run(store)
+        if self._run_id is None:
+            self._run_id = require_run(store)
         fence, quarantine = current_fence(store), quarantined(store)
         # Before the steps are listed: a save that ends during the listing then still counts as under way.
         under_way, needed = self._pins.under_way(), self._pins.needed()
@@ -295,7 +298,7 @@ class CheckpointGC:
         begun = discarded_in(records) | self._choice.begun if self._choice.is_all else None
         to_delete = found.unreferenced(reasons, begun)
         return Inventory(
-            run_id,
+            self._run_id,
             {files.step: files.digest for files in listed if files.digest is not None and files.counts},
             reasons,
             to_delete,
