@@ -336,7 +336,7 @@ def copy_run(
         root: The root of the run.
         destination: A new folder.
         skip_damaged: Whether to leave out steps that are damaged, rather than to refuse to complete the copy.
-        observer: Receives progress.
+        observer: Receives progress, from several threads, one at a time.
         settings: How to reach storage, memory for objects on their way, permission bits of files.
     Raises:
         MissingError: The path holds no run.

@@ -301,3 +301,14 @@ def test_a_file_that_is_missing_is_named(run: Path, tmp_path: Path) -> None:
         api.copy_run(run, tmp_path / "whole")
     api.repair(run)
     assert api.copy_run(run, tmp_path / "whole").steps == 3
+
+
+def test_what_cannot_be_copied_is_refused(run: Path, tmp_path: Path) -> None:
+    torch.save({"model": torch.ones(3)}, tmp_path / "model.pt")
+    refused = command("cp", tmp_path / "model.pt", tmp_path / "copy")
+    assert refused.status == 2 and "another system wrote it" in refused.err
+    refused = command("cp", tmp_path / "typo", tmp_path / "copy")
+    assert refused.status == 2 and "no checkpoint at" in refused.err
+    refused = command("cp", run, tmp_path / "copy", "--step", "2", "--skip-damaged")
+    assert refused.status == 2 and "--skip-damaged leaves steps of a run out" in refused.err
+    assert not (tmp_path / "copy").exists()

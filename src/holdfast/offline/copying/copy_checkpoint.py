@@ -101,7 +101,7 @@ def _manifest_of(location: CheckpointLocation) -> bytes:
     """
     try:
         return manifest_bytes_at(location)
-    except MissingError as missing:
+    except (MissingError, InvalidError) as missing:
         if location.foreign is not None and location.foreign.listing() is not None:
             raise InvalidError(
                 f"{location.url}: another system wrote it; expected a checkpoint of Holdfast. Copy its files, or make "

@@ -112,7 +112,9 @@ class RunCopy:
         self._destination = CopyDestination(destination, clock)
         self._files = FileCopies(source, destination, clock, folder_in_run)
         self._report = CopyReport(destination.url)
-        self._damages: list[Damage] = []
+        self._needed: dict[str, CopiedFile] = {}
+        self._damages: dict[Damage, None] = {}
+        """Each once, in order: steps share packs."""
         self._damaged_steps: set[int] = set()
 
     def run(self) -> CopyReport:
@@ -138,7 +140,8 @@ class RunCopy:
         manifests = list(self._read_manifests())
         records = self._records(manifests)
         large = [_unproven(source, key, size) for key, size in records.items() if size > MIB]
-        files = [*files_of_run(source, manifests).values(), *large]
+        self._needed = files_of_run(source, manifests)
+        files = [*self._needed.values(), *large]
         copied = self._files.run(files, self._destination.there, self._destination.makes_links, self._observer)
         self._report.take(copied)
         self._copy_records([key for key, size in records.items() if size <= MIB])
@@ -212,7 +215,7 @@ class RunCopy:
             left_out.add(step)
             if get_or_none(self._source, manifest.key, MANIFEST_BYTES_MAX) == manifest.data:
                 self._damaged_steps.add(step)
-                self._damages += [damage for damages in lacking.values() for damage in damages]
+                self._damages |= dict.fromkeys(damage for damages in lacking.values() for damage in damages)
         self._report.left_out = tuple(sorted(left_out))
         # That of the source may name a step that was committed meanwhile.
         name_latest(self._destination.store, None)
@@ -225,15 +228,19 @@ class RunCopy:
         links = link_keys(manifest)
         lacking: dict[str, list[Damage]] = {}
         for name, record, _ in needed_files(manifest):
-            if name not in copied.keys and links.get(name) not in copied.keys:
+            other = self._needed[name].record
+            if other[1:] != record[1:]:
+                message = f"another manifest says {other.bytes} bytes, {other.digest}; expected {record[1:]}"
+                lacking[name] = [Damage(f"{self._source.url}/{name}", None, None, None, message)]
+            elif name not in copied.keys and links.get(name) not in copied.keys:
                 missing = Damage(f"{self._source.url}/{name}", None, None, None, f"expected {record.bytes} bytes")
                 lacking[name] = copied.damages.get(name) or [missing]
         return lacking
 
     def _refused(self) -> CorruptError:
-        steps = first_three(sorted(self._damaged_steps))
+        steps, places = first_three(sorted(self._damaged_steps)), shown_damages([*self._damages])
         return CorruptError(
-            f"{self._source.url}: damaged steps [{steps}]: {shown_damages(self._damages)}. They were not copied, and "
+            f"{self._source.url}: damaged steps [{steps}]: {places}. They were not copied, and "
             f"{self._report.url} is not complete. Repair them (holdfast repair {self._source.url}) and copy "
             "again, which continues; or leave those steps out (--skip-damaged, skip_damaged=True)"
         )

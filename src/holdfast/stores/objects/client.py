@@ -123,9 +123,15 @@ class Clients:
         assert made is not None, "the client was made just now"
         # Where the library asks a service by itself, boto3 asks the same one.
         made.signing = made.signing or made.credentials or _asked_by_boto3(self._address, self._settings, profile)
-        found = made.signing()
-        of_profile = made.signing.config.get("region")
-        return Keys(found["access_key_id"], found["secret_access_key"], found["token"], region or of_profile)
+        failure: CheckpointError
+        try:
+            found = made.signing()
+        except Exception as error:  # noqa: BLE001 - boto3 raises many kinds; all are translated
+            failure = refusal("sign for", self._address.url, error)
+        else:
+            of_profile = made.signing.config.get("region")
+            return Keys(found["access_key_id"], found["secret_access_key"], found["token"], region or of_profile)
+        raise failure
 
     def opener(self) -> urllib.request.OpenerDirector:
         """Return what opens URLs: with the certificates and the proxy of the settings."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import traceback
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +15,7 @@ from holdfast.stores.objects.parts_of_s3 import PartsOfBucket
 from holdfast.stores.objects.store import ObjectStore
 from holdfast.stores.wrappers.retrying import RetryingStore
 from tests.object_proxy import CUT, LOST, Asked, ObjectProxy, object_proxy
-from tests.object_server import BUCKET, ObjectServer
+from tests.object_server import ACCESS_KEY, BUCKET, SECRET_KEY, ObjectServer
 
 PART = 5 * MIB
 DATA = random.Random(3).randbytes(2 * PART + 70_000)
@@ -128,3 +130,37 @@ def test_a_server_without_the_condition_still_joins(objects: ObjectServer, proxy
     store = store_at(url, proxy.endpoint)
     uploaded(store, "large")
     assert store.get("large", len(DATA)) == DATA and uploads(objects, url) == []
+
+
+def test_credentials_of_a_profile_sign_too(
+    objects: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    (tmp_path / "credentials").write_text(
+        f"[other]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n"
+    )
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_PROFILE", "other")
+    store = store_at(objects.new_url(), objects.endpoint)
+    uploaded(store, "large")
+    assert store.get("large", len(DATA)) == DATA
+
+
+def test_the_secret_key_is_in_no_error(objects: ObjectServer, proxy: ObjectProxy) -> None:
+    signatures: list[str] = []
+
+    def refuse(asked: Asked) -> tuple[int, str] | None:
+        if "partNumber" not in asked.path:
+            return None
+        signatures.append(asked.headers["authorization"].rpartition("Signature=")[2])
+        return 403, "SignatureDoesNotMatch"
+
+    proxy.rule = refuse
+    store = store_at(objects.new_url(), proxy.endpoint)
+    with pytest.raises(InvalidError, match="the secret key is not that of the access key") as caught:
+        uploaded(store, "large")
+    shown = "".join(traceback.format_exception(caught.value)) + repr(store.__dict__)
+    assert len(signatures) == 1
+    assert not [secret for secret in (SECRET_KEY, ACCESS_KEY, *signatures) if secret in shown]
