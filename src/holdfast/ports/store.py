@@ -401,29 +401,6 @@ class Store(Readable, Protocol):
         ...
 
 
-@runtime_checkable
-class Replacing(Protocol):
-    """A store that cannot always keep the promise that `move` replaces at once what is at the new key."""
-
-    def require_replacing_moves(self) -> None:
-        """Require that `move` replaces at once what is at the new key.
-
-        Raises:
-            InvalidError: It does not: such a move is refused.
-        """
-        ...
-
-
-def require_replacing_moves(store: Store) -> None:
-    """Require that `move` replaces at once what is at the new key; most stores always do.
-
-    Raises:
-        InvalidError: It does not.
-    """
-    if isinstance(store, Replacing):
-        store.require_replacing_moves()
-
-
 class ForwardingReadable:
     """Passes every call on to `inner`: the base of wrappers, which override the methods they change.
 

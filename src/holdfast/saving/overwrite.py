@@ -32,7 +32,8 @@ from holdfast.format.names import MANIFEST_FILE, step_of_folder
 from holdfast.format.sealed_json import stated_digest
 from holdfast.leases.path_claim import PathClaim, release_path_claim, take_path_claim
 from holdfast.leases.process import can_be_seen, this_process
-from holdfast.ports.store import Store, require_replacing_moves
+from holdfast.ports.replacing import require_replacing_moves
+from holdfast.ports.store import Store
 from holdfast.repository.overwriting import (
     ReplacedMark,
     SeenManifest,

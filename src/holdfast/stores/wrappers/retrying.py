@@ -23,6 +23,7 @@ from typing import TypeVar
 
 from holdfast.clock import Clock, SystemClock
 from holdfast.errors import ConflictError, CorruptError, MissingError
+from holdfast.ports.replacing import Replacing
 from holdfast.ports.store import (
     Buffers,
     ByteRanges,
@@ -31,7 +32,6 @@ from holdfast.ports.store import (
     OnBytes,
     OnRange,
     Release,
-    Replacing,
     Store,
     Upload,
 )
