@@ -1,4 +1,4 @@
-"""Stores whose `move` may not replace at once what is at the new key."""
+"""What a store says that cannot replace an object at once: one over a file system without such a rename."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ name, whether a rename replaces, whether the removal of a folder spares what is 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from holdfast.stores.fsspec.files import (
     read_whole,
     remove_file,
     renames,
+    store_whole,
     stores_whole,
     write_file,
 )
@@ -57,7 +57,8 @@ class Abilities:
 _known: dict[str, Abilities] = {}
 """By URL, what this process has seen."""
 
-_lock = threading.Lock()
+_TRIAL_SECONDS = 30.0
+"""How long a thread waits for the trial of another one; then it makes its own."""
 
 
 def abilities(url: str, systems: FileSystems, clock: Clock) -> Abilities:
@@ -66,12 +67,24 @@ def abilities(url: str, systems: FileSystems, clock: Clock) -> Abilities:
     Raises:
         CheckpointError: Nothing can be written there, or the server does not answer.
     """
-    found = _known.get(url)
-    if found is None:
-        found = _Trial(url, systems, probe_key(clock)).abilities()
-        with _lock:
-            _known[url] = found
-    return found
+    found = known_abilities(url)
+    if found is not None:
+        return found
+    lock = systems.trial
+    is_held = lock.acquire(timeout=_TRIAL_SECONDS)
+    try:
+        found = known_abilities(url)
+        if found is None:
+            found = _known[url] = _Trial(url, systems, probe_key(clock)).abilities()
+        return found
+    finally:
+        if is_held:
+            lock.release()
+
+
+def known_abilities(url: str) -> Abilities | None:
+    """Return what this process has seen of the file system of a store; None if it has not tried it."""
+    return _known.get(url)
 
 
 class _Trial:
@@ -108,10 +121,7 @@ class _Trial:
 
     def _require_stored(self, system: FileSystem, name: str) -> None:
         path = self._path(name)
-        if stores_whole(system):
-            system.pipe_file(path, b"first")
-        else:
-            write_file(system, path, memoryview(b"first"))
+        (store_whole if stores_whole(system) else write_file)(system, path, memoryview(b"first"))
         if read_whole(system, path) != b"first":
             raise OSError("what was stored is not there")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -42,6 +43,8 @@ class FileSystems:
     def _begin(self) -> None:
         self._idle: deque[Any] = deque()
         self._shared: Any = None
+        self.trial = threading.Lock()
+        """Held by the thread that tries what the file system can do."""
 
     def _forget_parent(self) -> None:
         """Begin anew in a forked child: what the parent made stays as it is, for the parent still uses it."""

@@ -135,12 +135,28 @@ def _parts_of(start: int, stop: int) -> list[tuple[int, int]]:
 
 def write_file(system: FileSystem, path: str, data: memoryview) -> None:
     """Write a file, in place of one that is there; make its folder if that is missing."""
+
+    def write() -> None:
+        with system.open(path, "wb") as file:
+            _write_to(file, data)
+
+    _in_folder(system, path, write)
+
+
+def store_whole(system: FileSystem, path: str, data: memoryview, *, mode: str = "overwrite") -> None:
+    """Store a file by the file system's own way to store one at once; make its folder if it needs one."""
+    # Only who can be asked for more than to overwrite knows the option.
+    options = {} if mode == "overwrite" else {"mode": mode}
+    _in_folder(system, path, lambda: system.pipe_file(path, bytes(data), **options))
+
+
+def _in_folder(system: FileSystem, path: str, act: Callable[[], object]) -> None:
+    """Do something to a file; make its folder if that is missing, which another process may remove meanwhile."""
     for turn in range(TRIES):
         try:
-            with system.open(path, "wb") as file:
-                _write_to(file, data)
+            act()
             return
-        except (NotImplementedError, PermissionError):
+        except (NotImplementedError, PermissionError, FileExistsError):
             raise
         except Exception as error:
             folder = path.rpartition("/")[0]

@@ -162,7 +162,7 @@ def _created(system: FileSystem, path: str, data: memoryview) -> bool:
     # No longer than a moment: a create that hangs must not hold the next one.
     is_held = lock.acquire(timeout=_LOCK_SECONDS)
     try:
-        system.pipe_file(path, bytes(data), mode="create")
+        files.store_whole(system, path, data, mode="create")
     except FileExistsError:
         return False
     finally:
@@ -171,10 +171,20 @@ def _created(system: FileSystem, path: str, data: memoryview) -> bool:
     return True
 
 
-def replace(system: FileSystem, path: str, data: memoryview, hidden: str) -> None:
-    """Store a file in place of one that may be there; at once, if the file system can do that."""
+def replace(system: FileSystem, path: str, data: memoryview, hidden: str, *, is_at_once: bool = False) -> None:
+    """Store a file in place of one that may be there; at once, if the file system can do that.
+
+    Args:
+        system: The file system.
+        path: Its path.
+        data: Its content.
+        hidden: As for `create`.
+        is_at_once: Whether a rename is known to replace: one that failed is not taken for a refusal then.
+    Raises:
+        OSError: It failed.
+    """
     if stores_whole(system):
-        system.pipe_file(path, bytes(data))
+        files.store_whole(system, path, data)
         return
     if renames(system):
         for _ in range(files.TRIES):
@@ -183,6 +193,8 @@ def replace(system: FileSystem, path: str, data: memoryview, hidden: str) -> Non
                 return
             if placed is False:
                 break
+    if is_at_once:
+        raise OSError(f"{hidden} was not renamed to {path}, and the server does not say why")
     files.write_file(system, path, data)
 
 
@@ -223,13 +235,15 @@ def move(system: FileSystem, path: str, new_path: str, *, replaces: bool) -> Non
     for _ in range(files.TRIES):
         system.cp_file(path, new_path)
         now = look(system, path)
-        if now is None or now.marks == before.marks:
+        if now is not None and now.marks == before.marks:
             remove_file(system, path)
             return
-        # Another file came to the old name meanwhile, and that one is to be moved.
-        before = now
+        # Another file came to the old name meanwhile, and that one is to be moved; or somebody else moved this one.
         if had is None:
             remove_file(system, new_path)
+        if now is None:
+            raise FileNotFoundError(path)
+        before = now
     raise OSError(f"{path} changes again and again")
 
 

@@ -22,8 +22,10 @@ _CREDENTIALS = (
     "give this user access there, or set other credentials in the files and variables of fsspec (docs/stores.md)"
 )
 _READ_ONLY = "this file system can only be read that way; choose another place to write to"
+_CANNOT = "this file system cannot do that; choose another place, or mend its options"
 _ABSENT = frozenset({errno.ENOENT, errno.ENOTDIR})
 _LASTING = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EFBIG})
+_LACKING = frozenset({errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK})
 _NOT_CONNECTED = frozenset({"ConnectionRefusedError", "gaierror", "NoValidConnectionsError", "ClientConnectorError"})
 _SECRET_CHARACTERS_MIN = 4
 _BY_STATUS: dict[int, _Kind] = {
@@ -83,6 +85,10 @@ def _kind_of(error: BaseException) -> _Kind:
         return InvalidError, _CREDENTIALS
     if isinstance(error, NotImplementedError):
         return InvalidError, _READ_ONLY
+    if isinstance(error, TypeError) or (isinstance(error, ValueError) and "closed" not in str(error)):
+        return InvalidError, _CANNOT  # A file that a connection took with it is "closed".
+    if isinstance(error, OSError) and error.errno in _LACKING:
+        return InvalidError, _CANNOT
     if isinstance(error, OSError) and error.errno in _LASTING:
         return KINDS[error.errno]
     status = _status_of(error)

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from holdfast.clock import Clock, SystemClock
-from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.ports.temporary import TemporaryError
 from holdfast.settings import Settings
 from holdfast.stores.folders import TEMPORARY_PREFIX
 from holdfast.stores.fsspec import placing
-from holdfast.stores.fsspec.abilities import Abilities, abilities
+from holdfast.stores.fsspec.abilities import Abilities, abilities, known_abilities
 from holdfast.stores.fsspec.address import file_system_address
 from holdfast.stores.fsspec.files import FileSystem, look, remove_file
 from holdfast.stores.fsspec.folders import sweep
@@ -63,10 +63,13 @@ class FileSystemStore(FileSystemReading):
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Store a small object whole, replacing an older one."""
         path, hidden = self._paths(key)
+        # Not worth a trial: a process that only reads stores a lease and a report.
+        known = known_abilities(self.url)
+        is_at_once = known is not None and known.replaces_at_once
         self.systems.use(
             "store",
             self.where(key),
-            lambda system: placing.replace(system, path, memoryview(data), hidden),
+            lambda system: placing.replace(system, path, memoryview(data), hidden, is_at_once=is_at_once),
             writes=True,
         )
 
@@ -163,7 +166,10 @@ class FileSystemStore(FileSystemReading):
             self.systems.use("delete", self.where(key), lambda system, path=path: remove_file(system, path))  # type: ignore[misc]
         if not touched:
             return
-        removes_folders = abilities(self.url, self.systems, self._clock).spares_full_folders
+        removes_folders = False
+        # The trial writes, which may fail where a deletion is to make room. Then empty folders stay.
+        with suppress(CheckpointError):
+            removes_folders = abilities(self.url, self.systems, self._clock).spares_full_folders
         for parts in sorted(touched, key=len, reverse=True):
             sweep(self.systems, self.where, parts, removes_folders=removes_folders)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +16,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from holdfast.errors import ConflictError, InvalidError, MissingError
+from holdfast.errors import ConflictError, InvalidError, MissingError, UnavailableError
 from holdfast.ports.store import Store
 from holdfast.ports.temporary import TemporaryError
 from holdfast.settings import PAGE_BYTES, ObjectSettings, Settings
@@ -94,6 +96,30 @@ class ListingsFileSystem(MemoryFileSystem):
         self.dircache.clear()
 
 
+class TakingFileSystem(ListingsFileSystem):
+    """While a file is copied, another process moves it away."""
+
+    protocol = "taking"
+
+    def cp_file(self, path1: str, path2: str, **more: Any) -> None:
+        super().cp_file(path1, path2, **more)
+        self.rm_file(path1)
+
+
+class FullFileSystem(LocalFileSystem):
+    """A local file system without space, once it is full."""
+
+    protocol = "full"
+    is_full: ClassVar[bool] = False
+
+    def _open(self, path: str, mode: str = "rb", block_size: int | None = None, **more: Any) -> Any:
+        if mode != "rb" and FullFileSystem.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+        return super()._open(path, mode, block_size, **more)
+
+
+fsspec.register_implementation("taking", TakingFileSystem, clobber=True)
+fsspec.register_implementation("full", FullFileSystem, clobber=True)
 fsspec.register_implementation("odd", OddFileSystem, clobber=True)
 fsspec.register_implementation("listings", ListingsFileSystem, clobber=True)
 
@@ -257,6 +283,47 @@ class TestFailures:
         OddFileSystem.go_on.set()
         assert buffer == b"12345"
         assert store.get("other", 5) == b"67890"
+
+    def test_what_another_mover_took_is_missing(self) -> None:
+        store = store_at(f"taking://{uuid.uuid4().hex}/run")
+        store.put("key", b"1")
+        with pytest.raises(MissingError):
+            store.move("key", "new")
+        assert list(store.list()) == []
+
+    def test_a_full_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nothing is stored, and a process that has tried nothing before can make room."""
+        store_at(f"local://{tmp_path}/run").put("a/key", b"1")
+        monkeypatch.setattr(FullFileSystem, "is_full", True)
+        store = store_at(f"full://{tmp_path}/run")
+        for call in (lambda: store.put("a/key", b"2"), lambda: store.put_if_absent("b", b"2")):
+            with pytest.raises(UnavailableError, match="free space") as caught:
+                call()
+            assert not isinstance(caught.value, TemporaryError)
+        assert store.get("a/key", 1) == b"1"
+        store.delete(["a/key"])
+        assert files(tmp_path) == []
+
+    def test_threads_that_come_first_together_try_once(self, tmp_path: Path) -> None:
+        store = store_at(f"local://{tmp_path}/run")
+        tried: list[str] = []
+        use = store.systems.use
+
+        def noted(doing: str, *arguments: Any, **options: Any) -> Any:
+            tried.append(doing)
+            return use(doing, *arguments, **options)
+
+        store.systems.use = noted  # type: ignore[method-assign]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda number: store.put_if_absent(f"key-{number}", b"1"), range(8)))
+        once = tried.count("write to")
+        assert once and tried.count("store") == 8
+        other = store_at(f"local://{tmp_path}/other")
+        tried.clear()
+        use = other.systems.use
+        other.systems.use = noted  # type: ignore[method-assign]
+        other.put_if_absent("key", b"1")
+        assert tried.count("write to") == once
 
     def test_a_mistake_in_a_program_is_not_tried_again(self, tmp_path: Path) -> None:
         store = store_at(f"local://{tmp_path}/run")
