@@ -45,7 +45,7 @@ _SHARDS_IN_FLIGHT = 5
 def resources_of(
     destination: object, settings: Settings, memory_bytes: int, workers: int, shard_bytes: int | None
 ) -> tuple[Settings, int]:
-    """Return how an export uses storage, and the most bytes of tensors in one file.
+    """Return how each worker of an export uses storage, and the most bytes of tensors in one file.
 
     Args:
         destination: The path or URL.
@@ -57,7 +57,9 @@ def resources_of(
     if isinstance(store_at(destination, settings), LocalStore):
         return settings, SHARD_BYTES if shard_bytes is None else shard_bytes
     room = min(max(int(memory_bytes // workers * OBJECT_SHARE), MIB), 1 << 40)
-    settings = replace(settings, object_bytes_in_flight_max=room)
+    cap = settings.max_bytes_per_second
+    share = None if cap is None else max(cap // workers, 1)
+    settings = replace(settings, object_bytes_in_flight_max=room, max_bytes_per_second=share)
     return settings, max(min(room // _SHARDS_IN_FLIGHT, SHARD_BYTES), 1) if shard_bytes is None else shard_bytes
 
 

@@ -17,7 +17,7 @@ from holdfast.clock import SystemClock
 from holdfast.errors import ConflictError, InvalidError, MissingError, UnavailableError
 from holdfast.offline.export.object_place import ObjectPlace
 from holdfast.offline.export.planned import ExportRequest
-from holdfast.settings import KIB, MIB
+from holdfast.settings import KIB, MIB, Settings
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from holdfast.types.events import Progress
@@ -57,8 +57,11 @@ def exported(source: Path, target: object, to: str = "safetensors", **options: o
     return api.export(source, target, to=to, **{"shard_bytes": SHARDS, **options})  # type: ignore[arg-type]
 
 
-def test_the_default_size_of_a_file_follows_the_memory(source: Path, url: str) -> None:
-    assert export_wiring.resources_of(url, wiring.DEFAULT_SETTINGS, 1 << 30, 2, None)[1] == 64 * MIB
+def test_each_worker_has_its_share(source: Path, url: str) -> None:
+    capped = Settings(max_bytes_per_second=100)
+    settings, shard_bytes = export_wiring.resources_of(url, capped, 1 << 30, 2, None)
+    assert shard_bytes == 64 * MIB
+    assert (settings.max_bytes_per_second, settings.object_bytes_in_flight_max) == (50, 320 * MIB)
     assert export_wiring.resources_of(source, wiring.DEFAULT_SETTINGS, 1 << 30, 2, None)[1] == 5_000_000_000
 
 

@@ -36,6 +36,9 @@ LOCAL = struct.Struct("<4s5H3L2H")
 CHECKSUM_IN_RECORD = 16
 """Byte of a record at which the CRC-32 of the content is stored."""
 
+_TAIL_BYTES = 2 * KIB
+"""Bytes read of the end first: torch writes no comment, and a few bytes of a small archive are in memory already."""
+
 _COMMENT_BYTES_MAX = (1 << 16) - 1
 _STORED = 0
 _ENCRYPTED = 1
@@ -115,12 +118,13 @@ def zip_entries(files: Readable, key: str, start: int, stop: int) -> Mapping[str
 
 def _directory(files: Readable, key: str, start: int, stop: int, where: str) -> tuple[int, int, int]:
     """Return the first byte of the directory in the file, its size in bytes and its number of entries."""
-    first = max(start, stop - END.size - _COMMENT_BYTES_MAX)
-    tail = read_bytes(files, key, first, stop, END.size + _COMMENT_BYTES_MAX)
-    # The record may be followed by a comment, which may contain the signature too: search from the end.
-    end_at = tail.rfind(b"PK\5\6")
-    while end_at >= 0 and len(tail) - end_at < END.size:
-        end_at = tail.rfind(b"PK\5\6", 0, end_at)
+    first, tail, end_at = stop, b"", -1
+    for tail_bytes in (_TAIL_BYTES, END.size + _COMMENT_BYTES_MAX):
+        # The last record is the same in a longer tail. The locator before it must be in the tail too.
+        if end_at < LOCATOR64.size and first > start:
+            first = max(start, stop - tail_bytes)
+            tail = read_bytes(files, key, first, stop, tail_bytes)
+            end_at = _last_record(tail)
     if end_at < 0:
         raise CorruptError(f"{where}, bytes {start}–{stop}: no zip archive ends there. Was it cut short?")
     _, disk, disk_of, _, count, size, at, _ = END.unpack_from(tail, end_at)
@@ -145,6 +149,15 @@ def _directory(files: Readable, key: str, start: int, stop: int, where: str) -> 
             f"byte {end}. Read another copy"
         )
     return start + at, size, count
+
+
+def _last_record(tail: bytes) -> int:
+    """Return where the last end of a directory begins in the end of a file; -1 if there is none."""
+    # The record may be followed by a comment, which may contain the signature too: search from the end.
+    end_at = tail.rfind(b"PK\5\6")
+    while end_at >= 0 and len(tail) - end_at < END.size:
+        end_at = tail.rfind(b"PK\5\6", 0, end_at)
+    return end_at
 
 
 def _directory64(files: Readable, key: str, start: int, end: int, where: str) -> tuple[int, int, int, int]:
