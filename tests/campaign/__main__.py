@@ -1,0 +1,97 @@
+"""`make campaign-stores`: races, faults, kills and properties against real servers of objects, for hours.
+
+Leaves `bench/results/stores-campaign.json`. The same command goes on after Ctrl-C; `SEED=n` draws the same again.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.campaign import properties, secrets
+from tests.campaign.record import FOLDER, RESULTS, ROOT, Options, Record, options_now, write_results
+from tests.campaign.server_parts import SERVERS, wanted
+from tests.object_server import ACCESS_KEY, SECRET_KEY
+from tests.servers import azurite, ceph, packages
+
+_INSTALLED = {"ministack": "", "ceph": "ceph", "ceph-bluestore": "ceph", "azurite": "azurite"}
+_SECRETS = (ACCESS_KEY, SECRET_KEY, ceph.ACCESS_KEY, ceph.SECRET_KEY, azurite.KEY)
+
+
+def main() -> int:
+    """Do what is asked for; return the exit status."""
+    options = options_now(os.environ)
+    record = Record(options)
+    print(f"campaign: seed {options.seed}; {asdict(options)}")
+    print(f"campaign: everything that is said is in {FOLDER.relative_to(ROOT)}", flush=True)
+    parts = [*wanted(options), *properties.wanted(options)]
+    canary: dict[str, object] = {}
+    try:
+        for name in dict.fromkeys(server for server, _, _ in parts):
+            if all(_is_done(record, each) for each in parts if each[0] == name):
+                continue
+            if name in SERVERS:
+                if _INSTALLED[name]:
+                    packages.install([_INSTALLED[name]])
+                _passed_on([sys.executable, "-u", "-m", "tests.campaign.server_parts", name], name, options)
+            else:
+                _passed_on([sys.executable, "-u", "-m", "tests.campaign.properties"], name, options)
+        canary = _canary()
+        is_complete = all(_is_done(record, each) for each in parts)
+    except KeyboardInterrupt:
+        write_results(record, parts, canary)
+        print("campaign: interrupted; the same command goes on", flush=True)
+        return 130
+    is_well = write_results(record, parts, canary)
+    print(f"campaign: {'passed' if is_well else 'FAILED'}; results in {RESULTS.relative_to(ROOT)}", flush=True)
+    if is_complete:
+        record.end()
+    return 0 if is_well else 1
+
+
+def _is_done(record: Record, part: tuple[str, str, int]) -> bool:
+    return sum(each.asked for each in record.blocks() if (each.server, each.part) == part[:2]) >= part[2]
+
+
+def _passed_on(command: list[str], name: str, options: Options) -> None:
+    """Run a process; show what it says for people, and keep everything in a log."""
+    environment = os.environ | {"CAMPAIGN_OPTIONS": options.to_json(), "TMPDIR": str(_temporary())}
+    with (FOLDER / f"{name}.log").open("a") as log:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert process.stdout is not None
+        with process:
+            for line in process.stdout:
+                log.write(line)
+                log.flush()
+                if line.startswith("campaign: "):
+                    print(line, end="", flush=True)
+    if process.returncode:
+        print(f"campaign: {name} ended with {process.returncode}; see {log.name}", flush=True)
+
+
+def _temporary() -> Path:
+    folder = FOLDER / "temporary"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+def _canary() -> dict[str, object]:
+    """Look for credentials in all that the campaign left, and for cores."""
+    servers = [path for name in _INSTALLED for path in _temporary().glob(f"{name.partition('-')[0]}-*")]
+    sought = secrets.in_files(FOLDER, _SECRETS, besides=servers)
+    cores = secrets.core_files(FOLDER)
+    return {
+        "files": sought.looked_at,
+        "bytes": sought.bytes,
+        "cores": len(cores),
+        "found": [name.replace(f"{ROOT}/", "") for name in (*sought.found, *cores)],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
