@@ -12,11 +12,15 @@ from typing import Any
 from holdfast.errors import CheckpointError, InvalidError
 from holdfast.settings import MIB, ObjectSettings, Settings
 from holdfast.stores.objects.address import Address
+from holdfast.stores.objects.google_azure import ENDPOINTS, credentials_of, options_of
 from holdfast.stores.objects.library import Library, keep_for_ever, library
 from holdfast.stores.objects.refusals import refusal
 
 _SMALL_BYTES_MAX = 8 * MIB
 """A request of at most this much has the plain timeout."""
+
+_PANIC = "PanicException"
+"""Class of a panic in the client, which no module exports."""
 
 _CREDENTIALS_ASKED_AGAIN = timedelta(minutes=5)
 """How long credentials of the vendor's chain are used before the chain is asked again. It renews them ten minutes
@@ -62,7 +66,10 @@ class Clients:
         failure: CheckpointError
         try:
             return call(api, client)
-        except Exception as error:  # noqa: BLE001 - the client raises many kinds; all are translated
+        except BaseException as error:  # noqa: BLE001 - the client raises many kinds; all are translated
+            # A panic of the client is no `Exception`, and would end a thread that nobody waits for.
+            if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+                raise
             failure = refusal(doing, where, error)
         # Raised out here, so that no traceback shows the client's own text, with URLs and headers.
         raise failure
@@ -95,9 +102,12 @@ class Clients:
             options["proxy_url"] = self._settings.proxy
         if self.ca_file is not None:
             options["root_certificate"] = self._certificates()
-        configuration = _s3(self._settings, endpoint) if address.scheme == "s3" else _other(address, self._settings)
-        if address.scheme == "s3" and not self._settings.anonymous:
-            made.credentials = made.credentials or _s3_credentials(address, self._settings)
+        is_s3 = address.scheme == "s3"
+        configuration = _s3(self._settings, endpoint) if is_s3 else options_of(address, self._settings, endpoint)
+        if not self._settings.anonymous:
+            made.credentials = made.credentials or (
+                _s3_credentials(address, self._settings) if is_s3 else credentials_of(address)
+            )
             if made.credentials is not None:
                 configuration["credential_provider"] = made.credentials
         stores = made.library.stores
@@ -115,10 +125,7 @@ class Clients:
         """URL of the server, or None for the vendor's own."""
         if self._settings.endpoint is not None:
             return self._settings.endpoint
-        if self._address.scheme != "s3":
-            return None
-        names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-        return next((os.environ[name] for name in names if os.environ.get(name)), None)
+        return next((os.environ[name] for name in ENDPOINTS[self._address.scheme] if os.environ.get(name)), None)
 
     @property
     def ca_file(self) -> str | None:
@@ -150,17 +157,6 @@ def _s3(settings: ObjectSettings, endpoint: str | None) -> dict[str, Any]:
         configuration["region"] = region
     if settings.kms_key is not None:
         configuration |= {"server_side_encryption": "aws:kms", "sse_kms_key_id": settings.kms_key}
-    return configuration
-
-
-def _other(address: Address, settings: ObjectSettings) -> dict[str, Any]:
-    configuration: dict[str, Any] = {"skip_signature": True} if settings.anonymous else {}
-    if settings.endpoint is not None:
-        if address.scheme != "az":
-            raise InvalidError(f"{address.url}: ObjectSettings(endpoint=…) is not supported for gs://; expected None")
-        configuration["endpoint"] = settings.endpoint
-    if settings.kms_key is not None:
-        raise InvalidError(f"{address.url}: ObjectSettings(kms_key=…) works with s3:// only; set the key at the bucket")
     return configuration
 
 
