@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from tests.campaign.record import FOLDER, RESULTS, ROOT, Options, Record, option
 from tests.campaign.server_parts import SERVERS, wanted
 from tests.object_server import ACCESS_KEY, SECRET_KEY
 from tests.servers import azurite, ceph, packages
+
+_JOBS = int(os.environ.get("JOBS") or 2)
+"""Servers that run side by side."""
 
 _INSTALLED = {"ministack": "", "ceph": "ceph", "ceph-bluestore": "ceph", "azurite": "azurite"}
 _SECRETS = (ACCESS_KEY, SECRET_KEY, ceph.ACCESS_KEY, ceph.SECRET_KEY, azurite.KEY)
@@ -30,15 +34,10 @@ def main() -> int:
     parts = [*wanted(options), *properties.wanted(options)]
     canary: dict[str, object] = {}
     try:
-        for name in dict.fromkeys(server for server, _, _ in parts):
-            if all(_is_done(record, each) for each in parts if each[0] == name):
-                continue
-            if name in SERVERS:
-                if _INSTALLED[name]:
-                    packages.install([_INSTALLED[name]])
-                _passed_on([sys.executable, "-u", "-m", "tests.campaign.server_parts", name], name, options)
-            else:
-                _passed_on([sys.executable, "-u", "-m", "tests.campaign.properties"], name, options)
+        names = dict.fromkeys(server for server, part, rounds in parts if not _is_done(record, (server, part, rounds)))
+        packages.install(sorted({_INSTALLED[name] for name in names if _INSTALLED.get(name)}))
+        with ThreadPoolExecutor(_JOBS) as jobs:
+            list(jobs.map(lambda name: _work_with(name, options), names))
         canary = _canary()
         is_complete = all(_is_done(record, each) for each in parts)
     except KeyboardInterrupt:
@@ -54,6 +53,11 @@ def main() -> int:
 
 def _is_done(record: Record, part: tuple[str, str, int]) -> bool:
     return sum(each.asked for each in record.blocks() if (each.server, each.part) == part[:2]) >= part[2]
+
+
+def _work_with(name: str, options: Options) -> None:
+    module = ["tests.campaign.server_parts", name] if name in SERVERS else ["tests.campaign.properties"]
+    _passed_on([sys.executable, "-u", "-m", *module], name, options)
 
 
 def _passed_on(command: list[str], name: str, options: Options) -> None:

@@ -119,8 +119,8 @@ PARTS = {
     "commands": Part(("ministack", "ceph", "azurite"), lambda _: 1, 1, _commands),
     "races": Part(("ministack", "ceph", "azurite"), lambda options: options.rounds, 50, _races),
     "network": Part(("ministack", "ceph"), lambda options: options.faults, 48, _network),
-    "client kills": Part(("ministack", "ceph"), lambda options: options.kills, 20, _client_kills),
-    "server kills": Part(("ministack", "ceph", "ceph-bluestore"), lambda options: options.kills, 20, _server_kills),
+    "client kills": Part(("ministack", "ceph"), lambda options: options.kills, 10, _client_kills),
+    "server kills": Part(("ministack", "ceph", "ceph-bluestore"), lambda options: options.kills, 10, _server_kills),
 }
 
 
@@ -138,12 +138,24 @@ def _seed_of(options: Options, server: str, part: str, number: int) -> int:
     return zlib.crc32(f"{options.seed} {server} {part} {number}".encode())
 
 
-def _do(server: Server, record: Record, name: str, part: Part) -> None:
-    """Do the blocks of a part that are not done yet."""
+def _blocks(options: Options, name: str) -> list[tuple[int, str, int]]:
+    """Return number, part and first round of each block of a server: the first of all parts, then the second ones.
+
+    So an interrupted campaign has done something of each part.
+    """
+    blocks = []
+    for server, part, rounds in wanted(options):
+        if server == name:
+            firsts = range(0, rounds, PARTS[part].block_rounds)
+            blocks += [(number, part, first) for number, first in enumerate(firsts)]
+    return sorted(blocks, key=lambda block: block[0])
+
+
+def _do(server: Server, record: Record, number: int, name: str, first: int) -> None:
+    """Do a block, and keep what came of it."""
+    part = PARTS[name]
     rounds = part.rounds(record.options)
-    for number, first in enumerate(range(0, rounds, part.block_rounds)):
-        if record.has(server.name, name, number):
-            continue
+    if not record.has(server.name, name, number):
         count = min(part.block_rounds, rounds - first)
         seed = _seed_of(record.options, server.name, name, number)
         print(f"{server.name}, {name}, block {number}, seed {seed}", flush=True)
@@ -166,17 +178,16 @@ def _do(server: Server, record: Record, name: str, part: Part) -> None:
         shown = failure[-_FAILURE_CHARACTERS_MAX:].replace(f"{ROOT}/", "")
         record.add(Block(server.name, name, number, seed, count, done, seconds, software, dict(counts), shown))
         said = f"FAILED: {failure.strip().splitlines()[-1][:200]}" if failure else "passed"
-        say(f"{server.name}, {name}: {first + count} of {rounds} rounds, the last {count} in {seconds:.0f} s: {said}")
+        say(f"{server.name}, {name}: rounds {first + 1} to {first + count} of {rounds} in {seconds:.0f} s: {said}")
 
 
 def main(name: str) -> None:
     """Do all parts of one server that are asked for and not done."""
     record = Record(Options.from_json(os.environ["CAMPAIGN_OPTIONS"]))
-    parts = [(part, PARTS[part]) for server, part, _ in wanted(record.options) if server == name]
     with SERVERS[name]() as server:  # type: ignore[attr-defined]
         os.environ.update({**server.environment, **secrets.unused_variables(server)})
-        for part_name, part in parts:
-            _do(server, record, part_name, part)
+        for number, part, first in _blocks(record.options, name):
+            _do(server, record, number, part, first)
 
 
 if __name__ == "__main__":
