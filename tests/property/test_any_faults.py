@@ -30,7 +30,7 @@ from tests.unit.ranks import PATIENT, saved
 from tests.unit.stores.wrappers.by_hand import ClockBySleep
 from tests.unit.stores.wrappers.network import FLIPPED, LATE, LOST_AFTER, LOST_BEFORE, REFUSED, NetworkStore, drawn
 
-EXAMPLES = int(os.environ.get("ANY_FAULTS_EXAMPLES", "15"))
+EXAMPLES = int(os.environ.get("ANY_FAULTS_EXAMPLES", "20"))
 STEPS = (7, 8)
 FOR_EVER = 1e6
 

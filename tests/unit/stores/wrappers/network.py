@@ -30,6 +30,8 @@ LATE = "late"
 FLIPPED = "flipped"
 """A bit of what is sent or received is flipped. Requests without content pass."""
 _LATE_REQUESTS = 7
+_CHANGES = ("put", "put_if_absent", "replace", "complete", "delete", "move", "link")
+"""Requests that may be late. The others have no effect then, and touch no memory that is used again."""
 
 
 class NetworkStore(ForwardingStore):
@@ -48,6 +50,8 @@ class NetworkStore(ForwardingStore):
         return self._asked(name, subject, call, self._draw())
 
     def _asked(self, name: str, subject: str, call: Callable[[], _Result], fate: str) -> _Result:
+        if fate == LATE and name not in _CHANGES:
+            fate = LOST_BEFORE
         with self._lock:
             self.requests.append(f"{name} {subject}: {fate}")
             at = len(self.requests)
@@ -79,8 +83,6 @@ class NetworkStore(ForwardingStore):
 
     def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
         fate = self._draw()
-        if fate == LATE:
-            fate = LOST_BEFORE  # What is read late goes nowhere.
         if fate != FLIPPED:
             self._asked("read_into", key, lambda: self._inner.read_into(key, ranges, buffers, on_range), fate)
             return
