@@ -108,13 +108,24 @@ def test_a_pack_that_hangs_does_not_hold_training(proxy: FaultProxy, objects: Ob
         require_loaded(manager, 1)
 
 
-def test_a_bit_that_is_flipped_in_a_read_costs_no_step(proxy: FaultProxy, objects: ObjectServer) -> None:
+@pytest.mark.parametrize(("name", "offset"), ((".safetensors", 100_000), ("/index-", 100), ("/manifest.json", 100)))
+def test_a_bit_that_is_flipped_in_a_read_costs_no_step(
+    proxy: FaultProxy, objects: ObjectServer, name: str, offset: int
+) -> None:
     with holdfast.CheckpointManager(objects.new_url(), settings=through(proxy)) as manager:
         manager.save(1, state_of(1)).wait()
-        fault = proxy.inject(ProxyFault(FaultKind.FLIP_REPLY, is_request("GET", ".safetensors"), offset=100_000))
+        fault = proxy.inject(ProxyFault(FaultKind.FLIP_REPLY, is_request("GET", name), offset=offset))
         require_loaded(manager, 1)
         assert fault.met == 1
         assert manager.load_report.passed_over == ()  # type: ignore[union-attr]
+
+
+def test_a_bit_that_is_flipped_in_a_part_costs_no_save(proxy: FaultProxy, objects: ObjectServer) -> None:
+    with holdfast.CheckpointManager(objects.new_url(), settings=through(proxy)) as manager:
+        fault = proxy.inject(ProxyFault(FaultKind.FLIP_REPLY, is_request("GET", "/parts/"), offset=100))
+        manager.save(1, state_of(1)).wait()
+        assert fault.met == 1
+        require_loaded(manager, 1)
 
 
 def test_a_bit_that_was_flipped_in_an_upload_is_never_loaded(proxy: FaultProxy, objects: ObjectServer) -> None:
