@@ -1,4 +1,4 @@
-"""A fake of Google Cloud Storage (`google_fake.py`): no trustworthy server for it is known. Light enough for any test."""
+"""The fake of Google Cloud Storage in `google_fake.py`, light enough for any test: no trustworthy server is known."""
 
 from __future__ import annotations
 

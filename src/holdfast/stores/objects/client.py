@@ -12,9 +12,10 @@ from typing import Any
 from holdfast.errors import CheckpointError, InvalidError
 from holdfast.settings import MIB, ObjectSettings, Settings
 from holdfast.stores.objects.address import Address
+from holdfast.stores.objects.first_contact import FirstContact
 from holdfast.stores.objects.google_azure import ENDPOINTS, credentials_of, options_of
 from holdfast.stores.objects.library import Library, keep_for_ever, library
-from holdfast.stores.objects.refusals import refusal
+from holdfast.stores.objects.refusals import refusal, setup_refusal
 
 _SMALL_BYTES_MAX = 8 * MIB
 """A request of at most this much has the plain timeout."""
@@ -50,6 +51,7 @@ class Clients:
             settings.bytes_per_second_min,
         )
         self._made_here: _Made | None = None
+        self._first_contact = FirstContact(f"{address.scheme} {self.endpoint or settings.object_store.region}")
 
     def ask(
         self,
@@ -59,6 +61,7 @@ class Clients:
         bytes_moved: int = 0,
         *,
         is_received: bool = False,
+        is_request: bool = True,
     ) -> Any:
         """Make one request, and return what the client returns.
 
@@ -68,18 +71,22 @@ class Clients:
             call: Gets the module `obstore` and the client.
             bytes_moved: Bytes of content that the request sends or receives at most: they lengthen its timeout.
             is_received: Whether it receives them. Then silence ends it, however many bytes may come.
+            is_request: Whether the server has answered when the call returns.
         Raises:
             CheckpointError: The request failed. No exception of the client is chained to it.
         """
         api, client = self._client(bytes_moved, is_received=is_received)
         failure: CheckpointError
         try:
-            return call(api, client)
-        except BaseException as error:  # noqa: BLE001 - the client raises many kinds; all are translated
+            result = call(api, client)
+            if is_request:
+                self._first_contact.note_answer()
+            return result
+        except BaseException as error:
             # A panic of the client is no `Exception`, and would end a thread that nobody waits for.
             if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
                 raise
-            failure = refusal(doing, where, error)
+            failure = self._first_contact.judged(refusal(doing, where, error), str(error))
         # Raised out here, so that no traceback shows the client's own text, with URLs and headers.
         raise failure
 
@@ -131,7 +138,7 @@ class Clients:
             # The library's own retries are off: it would find its own object and report it as another writer's.
             return kind(address.bucket, client_options=options, retry_config={"max_retries": 0}, **configuration)
         except Exception as error:  # noqa: BLE001 - as above
-            failure = InvalidError(str(refusal("open", address.url, error)))
+            failure = setup_refusal(address.url, error)
         raise failure
 
     @property

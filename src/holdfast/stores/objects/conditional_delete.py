@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from holdfast.clock import Clock
-from holdfast.errors import MissingError
+from holdfast.errors import InvalidError, MissingError
 from holdfast.ports.temporary import TemporaryError
 from holdfast.settings import ObjectSettings
 from holdfast.stores.objects.address import Address
@@ -29,6 +29,9 @@ _OTHER_TAG = '"00000000000000000000000000000000"'
 
 _BUSY = frozenset({408, 429, 500, 502, 503, 504})
 """Status of a server that says nothing about what it was asked."""
+
+_UNSIGNED = 0
+"""In place of a status: these credentials cannot sign a URL."""
 
 _keeps_condition: dict[str, bool] = {}
 """By bucket, whether its server keeps the condition of a deletion."""
@@ -95,7 +98,7 @@ class ConditionalDelete:
                     f"{busy[0]}",
                     is_throttled=busy[0] in (429, 503),
                 )
-            is_kept = answers[0] == 412 and answers[1] in (200, 204)
+            is_kept = answers[0] == 412 and answers[1] is not None and 200 <= answers[1] < 300
             if None in answers:
                 return is_kept  # Without an answer it is asked again at the next call.
             with _lock:
@@ -103,13 +106,16 @@ class ConditionalDelete:
         return _keeps_condition[bucket]
 
     def _send(self, key: str, tag: str) -> int | None:
-        """Send one deletion with a condition; return the status, None if there was no answer or no way to sign it.
+        """Send one deletion with a condition; return the status, None if there was no answer.
 
         Nothing of the signed URL may be seen, so no error of this request is passed on.
         """
         try:
             url = self._clients.ask(
-                "sign", self._address.url, lambda api, client: api.sign(client, "DELETE", key, expires_in=_SIGNED_FOR)
+                "sign",
+                self._address.url,
+                lambda api, client: api.sign(client, "DELETE", key, expires_in=_SIGNED_FOR),
+                is_request=False,
             )
             request = urllib.request.Request(url, method="DELETE", headers={"If-Match": tag})
             with self._opener().open(request, timeout=self._clients.silence_seconds) as reply:
@@ -117,6 +123,8 @@ class ConditionalDelete:
         except urllib.error.HTTPError as error:
             error.close()
             return int(error.code)
+        except InvalidError:
+            return _UNSIGNED
         except Exception:  # noqa: BLE001 - without an answer the caller looks at the object, and deletes it in the plain way
             return None
 

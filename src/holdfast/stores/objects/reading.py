@@ -97,6 +97,7 @@ class ObjectReading:
             lambda api, client: api.list(
                 client, full or None, offset=root + after if after else None, chunk_size=_PAGE_ENTRIES
             ),
+            is_request=False,
         )
         while page := self.clients.ask("list", where, lambda *_: next(pages, None)):
             for found in page:
@@ -115,11 +116,13 @@ class ObjectReading:
             MissingError: There is none, and there is a bucket.
         """
         full = self.full_key(key)
+        failure: CheckpointError
         try:
             return self.clients.ask("look at", self.where(key), lambda api, client: api.head(client, full))
-        except MissingError:
-            self._require_bucket(key)
-            raise
+        except (MissingError, InvalidError) as error:
+            failure = error
+        self._ask_in_words(key, failure)
+        raise failure
 
     def head_full(self, key: str) -> Any:
         """Return size, tag and version of an object by its full key."""
@@ -132,13 +135,21 @@ class ObjectReading:
         except MissingError:
             return None
 
-    def _require_bucket(self, key: str) -> None:
-        """Ask once for an absent object in a way that is answered in words: a bare 404 may be of the bucket."""
-        if not self._has_bucket:
-            full = self.full_key(key)
-            with suppress(MissingError):
-                self.clients.ask("read", self.where(key), lambda api, client: api.get(client, full))
-            self._has_bucket = True
+    def _ask_in_words(self, key: str, failure: CheckpointError) -> None:
+        """Ask once more in a way that is answered in words: the reply to a look has a status and nothing else.
+
+        A bare 404 may be of the bucket, and a bare 403 of the clock.
+
+        Raises:
+            CheckpointError: What the server says, if it says more than the key is absent.
+        """
+        is_absent = isinstance(failure, MissingError)
+        if is_absent and self._has_bucket:
+            return
+        full = self.full_key(key)
+        with suppress(MissingError):
+            self.clients.ask("read", self.where(key), lambda api, client: api.get(client, full))
+        self._has_bucket |= is_absent
 
     def got(self, key: str, bytes_max: int) -> tuple[bytes, Any]:
         """Return an object whole, with its metadata; refuse one that is too large before its content is read."""

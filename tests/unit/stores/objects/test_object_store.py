@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import signal
 import threading
 import traceback
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from holdfast.stores.objects.conditional_delete import _OTHER_TAG
 from holdfast.stores.objects.store import ObjectStore
 from tests.object_proxy import CUT, LOST, Asked, ObjectProxy, object_proxy
 from tests.object_server import ACCESS_KEY, BUCKET, SECRET_KEY, ObjectServer
+from tests.servers.server import S3Server
 
 TLS = Path(__file__).parents[3] / "fixtures" / "tls"
 
@@ -69,7 +71,7 @@ def test_own_object_after_a_lost_reply_is_a_success(store: ObjectStore, proxy: O
 def test_an_object_without_a_checksum_for_tag_is_read_back(store: ObjectStore, proxy: ObjectProxy) -> None:
     data = bytes(range(256)) * 64
     # A multipart upload has a tag that is no checksum of the content.
-    client = ObjectServer(proxy.endpoint).client()
+    client = S3Server(proxy.endpoint, ACCESS_KEY, SECRET_KEY).client()
     name = f"{store.address.prefix}many"
     begun = client.create_multipart_upload(Bucket=BUCKET, Key=name)["UploadId"]
     part = client.upload_part(Bucket=BUCKET, Key=name, UploadId=begun, PartNumber=1, Body=data)
@@ -103,6 +105,13 @@ def test_busy_is_no_conflict(store: ObjectStore, proxy: ObjectProxy) -> None:
         (404, "NoSuchBucket", InvalidError, "create the bucket"),
         (501, "NotImplemented", InvalidError, "choose another"),
         (413, "EntityTooLarge", InvalidError, "more ranks"),
+        (401, "AuthenticationRequired", InvalidError, "no credentials"),
+        (403, "AuthenticationFailed", InvalidError, "clock"),
+        (403, "RetentionPolicyNotMet", InvalidError, "retention"),
+        (409, "BlobImmutableDueToPolicy", InvalidError, "retention"),
+        (409, "PublicAccessNotPermitted", InvalidError, "no credentials"),
+        (409, "ContainerBeingDeleted", InvalidError, "being deleted"),
+        (412, "LeaseIdMissing", InvalidError, "lease"),
     ),
 )
 def test_a_refusal_is_a_typed_error(
@@ -117,6 +126,33 @@ def test_a_refusal_is_a_typed_error(
         # Nothing of the client's own exception is left to be printed.
         assert raised.value.__cause__ is None
         assert raised.value.__context__ is None
+
+
+def test_a_look_is_refused_in_words(store: ObjectStore, proxy: ObjectProxy) -> None:
+    """The reply to HEAD has no document, so what it is about is asked for once more."""
+
+    def late_clock(asked: Asked) -> tuple[int, str] | None:
+        return (403, "RequestTimeTooSkewed") if "key" in asked.path else None
+
+    proxy.rule = late_clock
+    for call in (lambda: store.size("key"), lambda: store.identity("key"), lambda: store.move("key", "other")):
+        with pytest.raises(InvalidError, match="clock of this machine") as raised:
+            call()
+        assert raised.value.__cause__ is None
+        assert raised.value.__context__ is None
+
+
+def test_a_panic_of_the_client_is_an_error(store: ObjectStore) -> None:
+    class PanicException(BaseException):
+        """As the client's, which no module exports."""
+
+    def panic(*_: object) -> None:
+        raise PanicException("request must be valid")
+
+    with pytest.raises(CheckpointError, match="request must be valid"):
+        store.clients.ask("sign", store.url, panic)
+    with pytest.raises(KeyboardInterrupt):
+        store.clients.ask("sign", store.url, lambda *_: signal.raise_signal(signal.SIGINT))
 
 
 def test_what_a_server_says_is_cut_and_printable(store: ObjectStore, proxy: ObjectProxy) -> None:
@@ -260,6 +296,30 @@ def test_one_busy_moment_does_not_tell_how_a_server_deletes(
     assert [asked.headers.get("if-match") is not None for asked in deletions] == [True]
 
 
+@pytest.mark.parametrize("status", (200, 202, 204))
+def test_each_success_of_a_deletion_counts(objects: ObjectServer, proxy: ObjectProxy, status: int) -> None:
+    """Azure answers 202 where others answer 204."""
+    bucket = f"{BUCKET}-{status}"
+    objects.client().create_bucket(Bucket=bucket)
+    store = ObjectStore(f"s3://{bucket}/run", settings=Settings(object_store=ObjectSettings(endpoint=proxy.endpoint)))
+
+    def keeps_conditions(asked: Asked) -> tuple[int, str] | None:
+        if asked.method != "DELETE":
+            return None
+        if asked.headers["if-match"] == _OTHER_TAG:
+            return 412, "ConditionNotMet"
+        objects.client().delete_object(Bucket=bucket, Key=asked.path.partition("?")[0].removeprefix(f"/{bucket}/"))
+        return status, "Deleted"
+
+    proxy.rule = keeps_conditions
+    for key in ("one", "two"):
+        store.put(key, b"1")
+        proxy.asked.clear()
+        store.move(key, "aside")
+    deletions = [asked for asked in proxy.asked if asked.method == "DELETE" and "/run/two" in asked.path]
+    assert [asked.headers.get("if-match") is not None for asked in deletions] == [True]
+
+
 def test_move_replaces_only_what_was_there_before(
     store: ObjectStore, proxy: ObjectProxy, objects: ObjectServer
 ) -> None:
@@ -296,6 +356,32 @@ def test_what_comes_between_look_and_replacement_stays(
     with pytest.raises(ConflictError, match="latest"):
         store.replace("latest", b"step-2", seen)
     assert store.get("latest", 10) == b"step-3"
+
+
+def test_a_server_that_never_replaces_is_no_other_writer(store: ObjectStore, proxy: ObjectProxy) -> None:
+    """As Ceph in a bucket that keeps versions."""
+    store.put("latest", b"step-1")
+    proxy.rule = lambda asked: (412, "PreconditionFailed") if "if-match" in asked.headers else None
+    with pytest.raises(InvalidError, match="without versions"):
+        store.replace("latest", b"step-2", b"step-1")
+    assert store.get("latest", 10) == b"step-1"
+
+
+def test_a_bucket_that_keeps_versions_is_said_once(objects: ObjectServer, caplog: pytest.LogCaptureFixture) -> None:
+    client, name = objects.client(), f"{BUCKET}-versions"
+    client.create_bucket(Bucket=name)
+    client.put_bucket_versioning(Bucket=name, VersioningConfiguration={"Status": "Enabled"})
+    plain = ObjectStore(objects.new_url(), settings=objects.settings())
+    plain.put("key", b"1")
+    plain.delete(["key"])
+    assert not caplog.records
+    for number in range(2):
+        store = ObjectStore(f"s3://{name}/{number}", settings=objects.settings())
+        store.put_if_absent("key", b"1")
+        store.delete(["key"])
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"s3://{name} keeps versions")
+    assert client.list_object_versions(Bucket=name, Prefix="0/key")["Versions"]
 
 
 def test_own_replacement_after_a_lost_reply_is_a_success(store: ObjectStore, proxy: ObjectProxy) -> None:
