@@ -6,9 +6,13 @@ Leaves `bench/results/stores-campaign.json`. The same command goes on after Ctrl
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,6 +31,8 @@ _SECRETS = (ACCESS_KEY, SECRET_KEY, ceph.ACCESS_KEY, ceph.SECRET_KEY, azurite.KE
 
 def main() -> int:
     """Do what is asked for; return the exit status."""
+    # A scheduler that ends the campaign may continue it, too.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     options = options_now(os.environ)
     record = Record(options)
     print(f"campaign: seed {options.seed}; {asdict(options)}")
@@ -36,7 +42,9 @@ def main() -> int:
     try:
         names = dict.fromkeys(server for server, part, rounds in parts if not _is_done(record, (server, part, rounds)))
         packages.install(sorted({_INSTALLED[name] for name in names if _INSTALLED.get(name)}))
-        with ThreadPoolExecutor(_JOBS) as jobs:
+        # Servers of a campaign that was interrupted left files.
+        shutil.rmtree(_temporary())
+        with ThreadPoolExecutor(_JOBS) as jobs, _ended_with_us():
             list(jobs.map(lambda name: _work_with(name, options), names))
         canary = _canary()
         is_complete = all(_is_done(record, each) for each in parts)
@@ -55,6 +63,24 @@ def _is_done(record: Record, part: tuple[str, str, int]) -> bool:
     return sum(each.asked for each in record.blocks() if (each.server, each.part) == part[:2]) >= part[2]
 
 
+_running: list[subprocess.Popen[str]] = []
+
+
+@contextmanager
+def _ended_with_us() -> Iterator[None]:
+    """Kill what is running, with all that it began, if the block ends by an exception such as Ctrl-C.
+
+    Each block of rounds that is lost so is done again.
+    """
+    try:
+        yield
+    except BaseException:
+        for process in _running:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+        raise
+
+
 def _work_with(name: str, options: Options) -> None:
     module = ["tests.campaign.server_parts", name] if name in SERVERS else ["tests.campaign.properties"]
     _passed_on([sys.executable, "-u", "-m", *module], name, options)
@@ -65,8 +91,15 @@ def _passed_on(command: list[str], name: str, options: Options) -> None:
     environment = os.environ | {"CAMPAIGN_OPTIONS": options.to_json(), "TMPDIR": str(_temporary())}
     with (FOLDER / f"{name}.log").open("a") as log:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
         )
+        _running.append(process)
         assert process.stdout is not None
         with process:
             for line in process.stdout:
@@ -80,7 +113,7 @@ def _passed_on(command: list[str], name: str, options: Options) -> None:
 
 def _temporary() -> Path:
     folder = FOLDER / "temporary"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     return folder
 
 

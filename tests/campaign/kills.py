@@ -85,7 +85,7 @@ def servers_killed(
 
     Args:
         server: The server. What it acknowledged must outlive the kills.
-        programs: Names of its programs: one is drawn for each kill, or all together.
+        programs: Names of its programs, each before those that it needs. One is drawn for each kill, or all together.
         seed: Draws times and programs.
         kills: How many.
         say: Is told how far it is.
@@ -112,7 +112,7 @@ def servers_killed(
             for program in killed:
                 server.kill(program)
             time.sleep(chance.random() * 0.3)
-            for program in killed:
+            for program in reversed(killed):
                 server.restart(program)
                 counts[f"killed {program}"] += 1
             # Every kill meets saves: the next one comes once another save has succeeded.

@@ -7,7 +7,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -65,13 +65,9 @@ class Trouble:
     """Whether a save may fail with `UnavailableError`."""
 
 
-def troubles(delay_seconds: float) -> tuple[Trouble, ...]:
-    """Return the sorts of faults; runs meet them in turn.
-
-    Args:
-        delay_seconds: How long a slow request takes.
-    """
-    hasty = {
+def hasty(delay_seconds: float) -> Trouble:
+    """Return faults that a save survives, and that end at once or after a delay."""
+    kinds: dict[str, Drawn] = {
         "cut before": lambda chance: ProxyFault(FaultKind.CUT_BEFORE, skip=_anywhere(chance)),
         "cut after": lambda chance: ProxyFault(FaultKind.CUT_AFTER, skip=_anywhere(chance)),
         "reply of the commit lost": lambda _: ProxyFault(FaultKind.CUT_AFTER, _IS_COMMIT),
@@ -85,7 +81,12 @@ def troubles(delay_seconds: float) -> tuple[Trouble, ...]:
         "flip in an upload": lambda chance: _flip(chance, FaultKind.FLIP_REQUEST, _IS_PACK_PUT),
         "flip in a read": lambda chance: _flip(chance, FaultKind.FLIP_REPLY, _IS_PACK_GET),
     }
-    silent = {
+    return Trouble(kinds, {})
+
+
+def silent() -> Trouble:
+    """Return faults after which the server is silent for longer than a request may take."""
+    kinds: dict[str, Drawn] = {
         "black hole": lambda chance: ProxyFault(FaultKind.SILENCE, skip=_anywhere(chance)),
         "black hole at a pack": lambda chance: ProxyFault(
             FaultKind.SILENCE, _IS_PACK_PUT, skip=chance.randrange(4), times=chance.randrange(1, 3)
@@ -97,21 +98,33 @@ def troubles(delay_seconds: float) -> tuple[Trouble, ...]:
         ),
         "late commit": lambda _: ProxyFault(FaultKind.DELAY, _IS_COMMIT, seconds=2 * _SILENCE_SECONDS),
     }
-    down = {
+    return Trouble(kinds, {"silence_timeout_seconds": _SILENCE_SECONDS})
+
+
+def down(retry_seconds: float = _DOWN_SECONDS) -> Trouble:
+    """Return faults that last until the save or load has failed, and that come at once.
+
+    Args:
+        retry_seconds: How long a call is made again.
+    """
+    kinds: dict[str, Drawn] = {
         "down, refusing": lambda chance: ProxyFault(FaultKind.REFUSE, skip=_anywhere(chance), times=math.inf),
-        "down, silent": lambda chance: ProxyFault(FaultKind.SILENCE, skip=_anywhere(chance), times=math.inf),
         "down, cutting": lambda chance: ProxyFault(FaultKind.CUT_BEFORE, skip=_anywhere(chance), times=math.inf),
     }
-    return (
-        Trouble(hasty, {}),
-        Trouble(silent, {"silence_timeout_seconds": _SILENCE_SECONDS}),
-        Trouble(hasty, {}),
-        Trouble(
-            down,
-            {"silence_timeout_seconds": _DOWN_SECONDS, "retry_seconds_per_call": _DOWN_SECONDS},
-            may_fail=True,
-        ),
-    )
+    return Trouble(kinds, {"retry_seconds_per_call": retry_seconds}, may_fail=True)
+
+
+def down_in_silence() -> Trouble:
+    """Return the fault of a server that answers nothing any more until the save or load has failed."""
+    kinds: dict[str, Drawn] = {
+        "down, silent": lambda chance: ProxyFault(FaultKind.SILENCE, skip=_anywhere(chance), times=math.inf)
+    }
+    settings = {"silence_timeout_seconds": _SILENCE_SECONDS, "retry_seconds_per_call": _DOWN_SECONDS}
+    return Trouble(kinds, settings, may_fail=True)
+
+
+ALL = (hasty(2.0), silent(), down(), hasty(2.0), silent(), down_in_silence())
+"""What the runs of a campaign meet in turn."""
 
 
 def state_of(step: int) -> dict[str, object]:
@@ -172,8 +185,8 @@ class FaultyRun:
             self._note_held(time.monotonic() - began)
             report = self._awaited(handle, state)
         except UnavailableError:
-            self._note_held(time.monotonic() - began if self.trouble.may_fail else 0.0)
-            if not self.trouble.may_fail:
+            # Without a fault everything works.
+            if fault is None or not self.trouble.may_fail:
                 raise
             self.counts["failed loudly"] += 1
             return
@@ -219,7 +232,7 @@ class FaultyRun:
         try:
             loaded = self.manager.load(state)
         except UnavailableError:
-            if not self.trouble.may_fail:
+            if fault is None or not self.trouble.may_fail:
                 raise
             self.counts["failed loudly"] += 1
             return
@@ -259,10 +272,9 @@ def play(
     *,
     seed: int,
     rounds: int,
-    delay_seconds: float = 2.0,
+    troubles: Sequence[Trouble] = ALL,
+    run_rounds: int = _RUN_ROUNDS,
     held_to_budget: bool = True,
-    retry_seconds_per_call: float | None = None,
-    say: Callable[[str], None] = lambda _: None,
 ) -> Counter[str]:
     """Save and load `rounds` times, each with one drawn fault; return what was counted.
 
@@ -271,23 +283,13 @@ def play(
         proxy: Stands before it.
         seed: Draws the faults.
         rounds: How many saves and loads.
-        delay_seconds: How long a slow request takes.
+        troubles: What the runs meet in turn.
+        run_rounds: Rounds of one run.
         held_to_budget: Whether a save that holds training for longer than its budget is an error.
-        retry_seconds_per_call: Of runs with a server that is down; None: as drawn here.
-        say: Is told what a run met.
     """
     chance, counts = random.Random(seed), Counter[str]()
-    sorts = itertools.cycle(troubles(delay_seconds))
-    left = rounds
-    while left:
-        trouble = next(sorts)
-        count = min(left, _RUN_ROUNDS)
-        changes = dict(trouble.settings)
-        if trouble.may_fail and retry_seconds_per_call is not None:
-            changes["retry_seconds_per_call"] = retry_seconds_per_call
-        _play_run(server, proxy, trouble, changes, chance, count, counts, held_to_budget=held_to_budget)
-        left -= count
-        say(f"{rounds - left} of {rounds} saves and loads")
+    for trouble, first in zip(itertools.cycle(troubles), range(0, rounds, run_rounds), strict=False):
+        _play_run(server, proxy, trouble, chance, min(run_rounds, rounds - first), counts, held_to_budget)
     return counts
 
 
@@ -295,24 +297,19 @@ def _play_run(
     server: S3Server,
     proxy: FaultProxy,
     trouble: Trouble,
-    changes: Mapping[str, float],
     chance: random.Random,
     rounds: int,
     counts: Counter[str],
-    *,
     held_to_budget: bool,
 ) -> None:
     url = server.new_url()
     names: list[str] = []
-    manager = holdfast.CheckpointManager(
-        url, settings=settings_through(proxy, server, **changes), process_group=False, preemption=False
-    )
-    with manager:
+    settings = settings_through(proxy, server, **trouble.settings)
+    with holdfast.CheckpointManager(url, settings=settings, process_group=False, preemption=False) as manager:
         run = FaultyRun(server, proxy, trouble, url, manager, counts, held_to_budget)
         run.save(0, None)
         for step in range(1, rounds + 1):
-            if not names:
-                names = chance.sample(sorted(trouble.kinds), len(trouble.kinds))
+            names = names or chance.sample(sorted(trouble.kinds), len(trouble.kinds))
             name = names.pop()
             fault = proxy.inject(trouble.kinds[name](chance))
             try:
@@ -322,12 +319,10 @@ def _play_run(
                 error.add_note(f"step {step} of {url}, fault {name!r}: {fault}")
                 raise
             finally:
-                fault.reached.set()
                 proxy.heal()
             counts["rounds"] += 1
             counts[f"met: {name}"] += bool(fault.met)
             counts["faults met"] += int(fault.met)
-        # Without a fault everything works.
         run.save(rounds + 1, None)
         run.require_loaded(None)
     run.require_all_there()

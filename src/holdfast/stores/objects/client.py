@@ -34,8 +34,8 @@ class _Made:
 
     process: int
     library: Library
-    by_timeout: dict[float, Any] = field(default_factory=dict)
-    """Clients by the timeout of their requests."""
+    by_timeouts: dict[tuple[float, float | None], Any] = field(default_factory=dict)
+    """Clients by the timeouts of their requests: of a whole one, and of silence within it."""
     credentials: Any = None
     """Asked for credentials; None: the library finds them in the variables."""
 
@@ -60,6 +60,7 @@ class Clients:
         call: Callable[[Any, Any], Any],
         bytes_moved: int = 0,
         *,
+        is_received: bool = False,
         is_request: bool = True,
     ) -> Any:
         """Make one request, and return what the client returns.
@@ -68,12 +69,13 @@ class Clients:
             doing: The operation as a verb, for messages.
             where: Store and key, for messages.
             call: Gets the module `obstore` and the client.
-            bytes_moved: Bytes of content that the request sends or receives: they lengthen its timeout.
+            bytes_moved: Bytes of content that the request sends or receives at most: they lengthen its timeout.
+            is_received: Whether it receives them. Then silence ends it, however many bytes may come.
             is_request: Whether the server has answered when the call returns.
         Raises:
             CheckpointError: The request failed. No exception of the client is chained to it.
         """
-        api, client = self._client(bytes_moved)
+        api, client = self._client(bytes_moved, is_received=is_received)
         failure: CheckpointError
         try:
             result = call(api, client)
@@ -88,22 +90,25 @@ class Clients:
         # Raised out here, so that no traceback shows the client's own text, with URLs and headers.
         raise failure
 
-    def _client(self, bytes_moved: int) -> tuple[Any, Any]:
+    def _client(self, bytes_moved: int, *, is_received: bool) -> tuple[Any, Any]:
         # Threads that come first together may each make their own: the last one stays, and none is wrong.
         made = self._made_here
         if made is None or made.process != os.getpid():
             keep_for_ever(made)
             made = self._made_here = _Made(os.getpid(), library(self._address.scheme))
-        seconds = self.silence_seconds
+        seconds, silence_seconds = self.silence_seconds, None
         if bytes_moved > _SMALL_BYTES_MAX:
             # A timeout belongs to a client, and a client has connections of its own: few kinds, so powers of two.
             seconds += (1 << (bytes_moved - 1).bit_length()) / self._bytes_per_second_min
-        client = made.by_timeout.get(seconds)
+            # What is sent takes its time until the server answers at all.
+            silence_seconds = self.silence_seconds if is_received else None
+        client = made.by_timeouts.get((seconds, silence_seconds))
         if client is None:
-            client = made.by_timeout.setdefault(seconds, self._new_client(made, seconds))
+            made_here = self._new_client(made, seconds, silence_seconds)
+            client = made.by_timeouts.setdefault((seconds, silence_seconds), made_here)
         return made.library.api, client
 
-    def _new_client(self, made: _Made, timeout_seconds: float) -> Any:
+    def _new_client(self, made: _Made, timeout_seconds: float, silence_seconds: float | None) -> Any:
         """Return a new client; no request is made but those that credentials need."""
         address = self._address
         endpoint = self.endpoint
@@ -112,6 +117,8 @@ class Clients:
             "connect_timeout": timedelta(seconds=min(timeout_seconds, 10.0)),
             "allow_http": endpoint is not None and endpoint.startswith("http://"),
         }
+        if silence_seconds is not None:
+            options["read_timeout"] = timedelta(seconds=silence_seconds)
         if self._settings.proxy is not None:
             options["proxy_url"] = self._settings.proxy
         if self.ca_file is not None:

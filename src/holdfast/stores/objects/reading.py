@@ -155,7 +155,7 @@ class ObjectReading:
         """Return an object whole, with its metadata; refuse one that is too large before its content is read."""
         where, full = self.where(key), self.full_key(key)
         found = self.clients.ask(
-            "read", where, lambda api, client: api.get(client, full), min(bytes_max, _TIMED_BYTES_MAX)
+            "read", where, lambda api, client: api.get(client, full), min(bytes_max, _TIMED_BYTES_MAX), is_received=True
         )
         if found.meta["size"] > bytes_max:
             raise CorruptError(f"{where}: {found.meta['size']} bytes; expected at most {bytes_max}. Read another copy")
