@@ -80,6 +80,7 @@ def _google(address: Address) -> Any:
         return None
     try:
         auth: Any = importlib.import_module("google.auth")
+        kinds: Any = importlib.import_module("google.auth.credentials")
         providers: Any = importlib.import_module("obstore.auth.google")
         importlib.import_module("google.auth.transport.requests")
     except ImportError as error:
@@ -89,8 +90,9 @@ def _google(address: Address) -> Any:
         ) from error
     failure: CheckpointError
     try:
-        found, _ = auth.default(scopes=[_GOOGLE_SCOPE])
-        return providers.GoogleCredentialProvider(found)
+        # With a scope from the start, the package would ask a service for the name of the project.
+        found, _ = auth.default()
+        return providers.GoogleCredentialProvider(kinds.with_scopes_if_required(found, [_GOOGLE_SCOPE]))
     except Exception as error:  # noqa: BLE001 - its text may show the content of the file
         failure = InvalidError(
             f"{address.url}: application default credentials of the kind {kind!r} cannot be used "
