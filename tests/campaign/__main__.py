@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.campaign import properties, secrets
+from tests.campaign import secrets, suites
 from tests.campaign.record import FOLDER, RESULTS, ROOT, Options, Record, options_now, write_results
 from tests.campaign.server_parts import SERVERS, wanted
 from tests.object_server import ACCESS_KEY, SECRET_KEY
@@ -25,7 +25,10 @@ from tests.servers import azurite, ceph, packages
 _JOBS = int(os.environ.get("JOBS") or 2)
 """Servers that run side by side."""
 
-_INSTALLED = {"ministack": "", "ceph": "ceph", "ceph-bluestore": "ceph", "azurite": "azurite"}
+_NEEDS = {"ministack": (), "ceph": ("ceph",), "ceph-bluestore": ("ceph",), "azurite": ("azurite",)}
+_FOLDERS = ("ministack", "ceph", "azurite", "google", "rclone", "sftp")
+"""How the names of the folders of servers begin: a server must know the credentials that it checks."""
+
 _SECRETS = (ACCESS_KEY, SECRET_KEY, ceph.ACCESS_KEY, ceph.SECRET_KEY, azurite.KEY)
 
 
@@ -37,11 +40,11 @@ def main() -> int:
     record = Record(options)
     print(f"campaign: seed {options.seed}; {asdict(options)}")
     print(f"campaign: everything that is said is in {FOLDER.relative_to(ROOT)}", flush=True)
-    parts = [*wanted(options), *properties.wanted(options)]
+    parts = [*wanted(options), *suites.wanted(options)]
     canary: dict[str, object] = {}
     try:
         names = dict.fromkeys(server for server, part, rounds in parts if not _is_done(record, (server, part, rounds)))
-        packages.install(sorted({_INSTALLED[name] for name in names if _INSTALLED.get(name)}))
+        packages.install(sorted({needed for name in names for needed in _needs(name)}))
         # Servers of a campaign that was interrupted left files.
         shutil.rmtree(_temporary())
         with ThreadPoolExecutor(_JOBS) as jobs, _ended_with_us():
@@ -57,6 +60,11 @@ def main() -> int:
     if is_complete:
         record.end()
     return 0 if is_well else 1
+
+
+def _needs(name: str) -> tuple[str, ...]:
+    """Return what must be installed for a server or a suite."""
+    return _NEEDS[name] if name in SERVERS else suites.SUITES[name].needs
 
 
 def _is_done(record: Record, part: tuple[str, str, int]) -> bool:
@@ -82,14 +90,14 @@ def _ended_with_us() -> Iterator[None]:
 
 
 def _work_with(name: str, options: Options) -> None:
-    module = ["tests.campaign.server_parts", name] if name in SERVERS else ["tests.campaign.properties"]
-    _passed_on([sys.executable, "-u", "-m", *module], name, options)
+    module = "server_parts" if name in SERVERS else "suites"
+    _passed_on([sys.executable, "-u", "-m", f"tests.campaign.{module}", name], name, options)
 
 
 def _passed_on(command: list[str], name: str, options: Options) -> None:
     """Run a process; show what it says for people, and keep everything in a log."""
     environment = os.environ | {"CAMPAIGN_OPTIONS": options.to_json(), "TMPDIR": str(_temporary())}
-    with (FOLDER / f"{name}.log").open("a") as log:
+    with (FOLDER / f"{name.replace(' ', '-')}.log").open("a") as log:
         process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -119,7 +127,7 @@ def _temporary() -> Path:
 
 def _canary() -> dict[str, object]:
     """Look for credentials in all that the campaign left, and for cores."""
-    servers = [path for name in _INSTALLED for path in _temporary().glob(f"{name.partition('-')[0]}-*")]
+    servers = [path for name in _FOLDERS for path in _temporary().glob(f"{name}-*")]
     sought = secrets.in_files(FOLDER, _SECRETS, besides=servers)
     cores = secrets.core_files(FOLDER)
     return {
