@@ -75,7 +75,9 @@ def _google(address: Address) -> Any:
     if any(os.environ.get(name) for name in _GOOGLE_NATIVE):
         return None
     kind = _kind_of_default_credentials(os.environ)
-    if kind is None or kind in _GOOGLE_NATIVE_KINDS:
+    # The library does not know where Google's command line keeps its files if that is somewhere else.
+    is_found = bool(os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")) or not os.environ.get("CLOUDSDK_CONFIG")
+    if kind is None or (kind in _GOOGLE_NATIVE_KINDS and is_found):
         # Without a file the library asks the machine.
         return None
     try:
