@@ -14,6 +14,10 @@
 #                   where xfsprogs is installed);
 #                   a training told to end ROUNDS times; lives of runs drawn at random; FAULTS=1000 faults drawn
 #                   for saves of trainings, FAULTS_SEED=n for the same ones again (about 100 minutes)
+#   make campaign-stores   installs Ceph, Azurite and others, and runs races, faults, kills and properties against them:
+#                   ROUNDS=1000 races, FAULTS=500, KILLS=100 of each server, EXAMPLES=1000; QUICK=1 for a short one;
+#                   SEED=n for the same again; ONLY=ceph,ministack/races; JOBS=2 servers side by side. Some hours,
+#                   and the same command continues after Ctrl-C; results in bench/results/stores-campaign.json
 #   make test-torch   the core of the suite under another torch: TORCH=2.14.1 (minutes, and a download of some GiB)
 #   make dist    build sdist and wheel into dist/, and try the wheel in environments of its own (minutes)
 #   make clean   remove the environments, caches and runs
@@ -24,7 +28,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The suite starts hundreds of processes: each would compile all of Holdfast anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test check bench bench-interop bench-scale bench-compare fuzz campaign test-torch dist clean
+.PHONY: help demo test check bench bench-interop bench-scale bench-compare fuzz campaign campaign-stores test-torch dist clean
 
 PINNED_TORCH := torch==2.13.0
 TORCH ?=
@@ -113,6 +117,11 @@ campaign: $(READY)
 	    tests/crash/test_discard_kill.py tests/crash/test_remove_kill.py tests/crash/test_remove_beside.py
 	@LIFE_EXAMPLES=$$((5 * $(ROUNDS))) $(PY) -m pytest -q --timeout 3600 -o faulthandler_timeout=3660 tests/property/test_life_of_a_run.py
 	@FAULTS=$(FAULTS) $(PY) -m pytest -q -s tests/distributed/test_failed_saves.py
+
+# What is not given on the command line or in the environment has the defaults of tests/campaign/record.py.
+campaign-stores: $(READY)
+	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[campaign-stores]'
+	@$(PY) -m tests.campaign
 
 # One environment at a time, and none afterwards: a torch takes some GiB. It is removed after a failure too.
 CORE := tests/unit tests/contract tests/property tests/distributed/test_matrix.py

@@ -161,6 +161,17 @@ def test_a_black_hole_is_left_and_the_window_may_be_rewritten(proxy: FaultProxy,
     assert fault.met == 1 and store.retry_counts.throttled >= 1
 
 
+def test_silence_ends_a_read_whose_object_may_be_large(proxy: FaultProxy, url: str) -> None:
+    """Of a manifest only a bound of its size is known, which is far above most of them."""
+    settings = through(proxy, silence_timeout_seconds=0.5, bytes_per_second_min=1)
+    store = RetryingStore(ObjectStore(url, settings=settings), settings)
+    store.put("manifest", b"small")
+    fault = proxy.inject(ProxyFault(FaultKind.SILENCE, lambda request: request.method == "GET"))
+    # By its size alone the first request would have a year.
+    assert store.get("manifest", 64 * MIB) == b"small"
+    assert fault.met == 1 and store.retry_counts.throttled == 1
+
+
 def test_a_flipped_bit_of_a_read_is_for_digests_to_see(proxy: FaultProxy, store: RetryingStore) -> None:
     proxy.inject(ProxyFault(FaultKind.FLIP_REPLY, lambda request: request.method == "GET", offset=1))
     store.put("key", b"0123")

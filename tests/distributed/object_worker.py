@@ -9,15 +9,23 @@ import importlib
 import json
 import multiprocessing
 import os
+import random
 import sys
+import time
 from collections.abc import Callable
 from multiprocessing.synchronize import Barrier
 
 import torch
 
 import holdfast
+from holdfast.settings import KIB, Settings
+from tests.campaign.network import state_of
+from tests.tuned import tuned
 
 RACERS = 8
+
+STEPS_UNTIL_KILLED = 6
+"""Steps that a process saves if nobody kills it."""
 
 
 def _race(number: int, url: str, rounds: int, barrier: Barrier, path: str) -> None:
@@ -68,7 +76,51 @@ def killed(url: str, times: str, path: str) -> None:
         json.dump(ends, file)
 
 
-WORKS: dict[str, Callable[[str, str, str], None]] = {"race": race, "killed": killed}
+def _saves_until_killed(url: str, said: int) -> None:
+    torch.set_num_threads(1)
+    settings = tuned(Settings(collect_grace_seconds=0.0), full_pack_bytes=64 * KIB, cell_elements=16 * KIB)
+    with holdfast.CheckpointManager(url, keep_last=2, settings=settings, preemption=False) as manager:
+        for step in range(1, STEPS_UNTIL_KILLED + 1):
+            manager.save(step, state_of(step)).wait()
+            os.write(said, f"{step}\n".encode())
+
+
+def killed_at_times(url: str, times: str, path: str, seed: str) -> None:
+    """Kill processes one after the other, each at a random time after its first step was acknowledged.
+
+    Leaves for each its name, the steps that were acknowledged, and whether it was killed, one line of JSON each.
+    """
+    context = multiprocessing.get_context("fork")
+    chance = random.Random(int(seed))
+    seconds = 1.0
+    """How long the steps after the first one take; corrected by each process that ends before it is killed."""
+    for number in range(int(times)):
+        reading, writing = os.pipe()
+        process = context.Process(target=_saves_until_killed, args=(f"{url}/{number}", writing))
+        process.start()
+        os.close(writing)
+        acknowledged = os.read(reading, 2)
+        began = time.monotonic()
+        process.join(chance.random() * seconds)
+        is_killed = process.exitcode is None
+        if is_killed:
+            process.kill()
+            process.join()
+        else:
+            seconds = time.monotonic() - began
+        while data := os.read(reading, 1024):
+            acknowledged += data
+        os.close(reading)
+        steps = [int(line) for line in acknowledged.split()]
+        assert steps, f"process {number} ended with {process.exitcode} before its first step was acknowledged"
+        if is_killed and len(steps) == STEPS_UNTIL_KILLED:
+            seconds = min(seconds, time.monotonic() - began)
+        assert is_killed or process.exitcode == 0
+        with open(path, "a") as file:
+            file.write(json.dumps({"name": str(number), "acknowledged": steps, "is_killed": is_killed}) + "\n")
+
+
+WORKS: dict[str, Callable[..., None]] = {"race": race, "killed": killed, "killed_at_times": killed_at_times}
 
 IMPORTED = (
     "torch.distributed.fsdp",

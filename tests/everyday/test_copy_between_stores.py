@@ -304,7 +304,7 @@ def test_a_file_that_is_missing_is_named(run: Path, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_copied_is_refused(run: Path, tmp_path: Path) -> None:
-    torch.save({"model": torch.ones(3)}, tmp_path / "model.pt")
+    torch.save({"model": torch.ones(3)}, tmp_path / "model.pt")  # noqa: TID251
     refused = command("cp", tmp_path / "model.pt", tmp_path / "copy")
     assert refused.status == 2 and "another system wrote it" in refused.err
     refused = command("cp", tmp_path / "typo", tmp_path / "copy")

@@ -1,7 +1,12 @@
-"""Executes a load plan: several reads in flight, every chunk checked before it is placed."""
+"""Executes a load plan: several reads in flight, every chunk checked before it is placed.
+
+Bytes that fail their check are read once more: a network may flip a bit on the way, and then the object is whole. What
+the second read finds decides.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +25,8 @@ from holdfast.ports.framework import Target
 from holdfast.ports.store import Packs, Stored, read_range, view_for_range
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.types.plan import ChunkRead, LoadPlan, Part, ReadRun
+
+logger = logging.getLogger(__name__)
 
 _PART_BYTES_MAX = MIB
 """Bytes read from storage before they are checked and placed. One buffer of this size is filled again and again, so it
@@ -129,10 +136,14 @@ class _RunRead:
         alignment = self._stored.files.read_alignment
         buffers = [view_for_range(buffer, start, stop, alignment) for start, stop in ranges]
         failures: list[Exception] = []
+        doubtful: list[ReadRun] = []
 
         def place_part(number: int, data: memoryview) -> None:
             try:
                 verify_and_place_all(parts[number], data, self._stored.url, self._targets)
+            except CorruptError:
+                # Not read again in here: this read may hold the only request that the store allows.
+                doubtful.append(parts[number])
             except Exception as error:
                 failures.append(error)
                 raise
@@ -142,9 +153,11 @@ class _RunRead:
                 self._stored.files.read_into(self._stored.key, ranges, buffers, place_part)
         except Exception:
             if failures:
-                # A failed check or a target's own error; the store may have wrapped it as an error of its own.
+                # A target's own error; the store may have wrapped it as an error of its own.
                 raise failures[0] from None
             raise
+        for part in doubtful:
+            _read_again(part, self._stored, self._targets, buffer)
 
     def _home(self, chunk: ChunkRead) -> list[memoryview]:
         """Return the memory of targets that holds all of a chunk, in its order; empty if a buffer is needed."""
@@ -242,7 +255,29 @@ def read_through(run: ReadRun, stored: Stored, targets: Sequence[Target], buffer
     """Read a run into a buffer, check and place every chunk, and return the view of its bytes."""
     with pack_expected(run, stored):
         data = read_range(stored.files, stored.key, run.start, run.stop, buffer)
+    try:
+        verify_and_place_all(run, data, stored.url, targets)
+    except CorruptError:
+        return _read_again(run, stored, targets, buffer)
+    return data
+
+
+def _read_again(run: ReadRun, stored: Stored, targets: Sequence[Target], buffer: memoryview) -> memoryview:
+    """Read a run whose first read failed its check into a buffer; check and place it, and return the view of its bytes.
+
+    Raises:
+        CorruptError: A chunk differs from what was saved, this time too.
+    """
+    with pack_expected(run, stored):
+        data = read_range(stored.files, stored.key, run.start, run.stop, buffer)
     verify_and_place_all(run, data, stored.url, targets)
+    logger.warning(
+        "%s: bytes %d–%d were wrong when they were read first, and right when they were read again: memory or network "
+        "of this machine changes bytes",
+        stored.url,
+        run.start,
+        run.stop,
+    )
     return data
 
 

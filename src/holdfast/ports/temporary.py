@@ -45,6 +45,8 @@ class TemporaryError(UnavailableError):
         self.is_throttled = is_throttled
         self.may_take_effect = may_take_effect
         self.retry_after_seconds = retry_after_seconds
+        self.is_first_contact = False
+        """Whether the server has never answered this process: it may be the wrong one, so the log says so at once."""
 
 
 @dataclass(frozen=True, slots=True)

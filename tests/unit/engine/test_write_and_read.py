@@ -19,7 +19,7 @@ from safetensors.numpy import load as load_safetensors
 from holdfast.clock import SystemClock
 from holdfast.engine.arena import Arena
 from holdfast.engine.buffers import BufferPool, allocate_aligned
-from holdfast.engine.read import execute
+from holdfast.engine.read import execute, read_through
 from holdfast.engine.staging import Staging
 from holdfast.engine.target import HostTarget
 from holdfast.engine.write import PackWriter, WrittenPack
@@ -31,8 +31,8 @@ from holdfast.plan.ownership import Owned
 from holdfast.plan.packing import packs_of
 from holdfast.plan.reads import load_plan
 from holdfast.ports.framework import LocalShard, Selection
-from holdfast.ports.store import Buffers, OnBytes, packs_under
-from holdfast.settings import PAGE_BYTES, Settings
+from holdfast.ports.store import Buffers, ByteRanges, ForwardingStore, OnBytes, OnRange, Stored, hand_out, packs_under
+from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
@@ -412,6 +412,53 @@ def test_a_damaged_chunk_is_named_and_not_placed() -> None:
     untouched = HostTarget("uint8", Box((0,), (PAGE_BYTES,)))
     beside = load_plan([WantedBoxes("t0", (Box((0,), (PAGE_BYTES,)),))], lambda fqn, _: pieces[fqn], SMALL.window_bytes)
     execute(beside, packs_under(store, "0123456789abcdef/"), [untouched], SMALL)
+
+
+class FlipsOnTheWay(ForwardingStore):
+    """Flips a bit in the bytes of one range of each of the first reads, as a network may."""
+
+    def __init__(self, inner: MemoryStore, *, number: int, reads: int) -> None:
+        super().__init__(inner)
+        self.number, self.left = number, reads
+
+    def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
+        self.left -= 1
+        flipped = self.number if self.left >= 0 and len(ranges) > self.number else None
+        held = [bytearray(self.get(key, 1 << 30)[start:stop]) for start, stop in ranges]
+        if flipped is not None:
+            held[flipped][-1] ^= 1
+        hand_out(held, buffers, on_range)
+
+
+@pytest.mark.parametrize("number", (0, 2))
+def test_a_bit_that_was_flipped_on_the_way_is_read_again(number: int, caplog: pytest.LogCaptureFixture) -> None:
+    shards = shards_of([3 * MIB])
+    inner = memory()
+    pieces = pieces_of(shards, write(inner, shards, Settings()), Settings().chunk_bytes)
+    whole = shards[0].shard.pieces
+    plan = load_plan([WantedBoxes("t0", whole)], lambda fqn, _: pieces[fqn], Settings().read_window_bytes)
+    target = HostTarget("uint8", whole[0])
+    execute(plan, packs_under(FlipsOnTheWay(inner, number=number, reads=1), "0123456789abcdef/"), [target], Settings())
+    assert np.array_equal(target.array, shards[0].source.array)  # type: ignore[attr-defined]
+    (said,) = caplog.records
+    assert "right when they were read again" in said.message
+    # Twice wrong is damage.
+    with pytest.raises(CorruptError, match="hash to"):
+        store = FlipsOnTheWay(inner, number=0, reads=2)
+        execute(plan, packs_under(store, "0123456789abcdef/"), [target], Settings())
+
+
+def test_what_is_read_for_others_is_read_again(caplog: pytest.LogCaptureFixture) -> None:
+    shards = shards_of([PAGE_BYTES])
+    inner = memory()
+    pieces = pieces_of(shards, write(inner, shards, SMALL), SMALL.chunk_bytes)
+    whole = shards[0].shard.pieces
+    (run,) = load_plan([WantedBoxes("t0", whole)], lambda fqn, _: pieces[fqn], SMALL.read_window_bytes).runs
+    stored = Stored(FlipsOnTheWay(inner, number=0, reads=1), KEY)
+    target = HostTarget("uint8", whole[0])
+    data = read_through(run, stored, [target], allocate_aligned(4 * PAGE_BYTES))
+    assert bytes(data) == target.array.tobytes() == shards[0].source.array.tobytes()  # type: ignore[attr-defined]
+    assert "read again" in caplog.text
 
 
 def test_a_missing_and_a_truncated_pack_are_corrupt() -> None:

@@ -14,11 +14,16 @@ from typing import Any
 from holdfast.errors import CheckpointError, InvalidError
 from holdfast.settings import MIB, ObjectSettings, Settings
 from holdfast.stores.objects.address import Address
+from holdfast.stores.objects.first_contact import FirstContact
+from holdfast.stores.objects.google_azure import ENDPOINTS, credentials_of, options_of
 from holdfast.stores.objects.library import Library, keep_for_ever, library
-from holdfast.stores.objects.refusals import refusal
+from holdfast.stores.objects.refusals import refusal, setup_refusal
 
 _SMALL_BYTES_MAX = 8 * MIB
 """A request of at most this much has the plain timeout."""
+
+_PANIC = "PanicException"
+"""Class of a panic in the client, which no module exports."""
 
 _CREDENTIALS_ASKED_AGAIN = timedelta(minutes=5)
 """How long credentials of the vendor's chain are used before the chain is asked again. It renews them ten minutes
@@ -31,8 +36,8 @@ class _Made:
 
     process: int
     library: Library
-    by_timeout: dict[float, Any] = field(default_factory=dict)
-    """Clients by the timeout of their requests."""
+    by_timeouts: dict[tuple[float, float | None], Any] = field(default_factory=dict)
+    """Clients by the timeouts of their requests: of a whole one, and of silence within it."""
     credentials: Any = None
     """Asked for credentials; None: the library finds them in the variables."""
     signing: Any = None
@@ -67,37 +72,58 @@ class Clients:
             settings.bytes_per_second_min,
         )
         self._made_here: _Made | None = None
+        self._first_contact = FirstContact(f"{address.scheme} {self.endpoint or settings.object_store.region}")
 
-    def ask(self, doing: str, where: str, call: Callable[[Any, Any], Any], bytes_moved: int = 0) -> Any:
+    def ask(
+        self,
+        doing: str,
+        where: str,
+        call: Callable[[Any, Any], Any],
+        bytes_moved: int = 0,
+        *,
+        is_received: bool = False,
+        is_request: bool = True,
+    ) -> Any:
         """Make one request, and return what the client returns.
 
         Args:
             doing: The operation as a verb, for messages.
             where: Store and key, for messages.
             call: Gets the module `obstore` and the client.
-            bytes_moved: Bytes of content that the request sends or receives: they lengthen its timeout.
+            bytes_moved: Bytes of content that the request sends or receives at most: they lengthen its timeout.
+            is_received: Whether it receives them. Then silence ends it, however many bytes may come.
+            is_request: Whether the server has answered when the call returns.
         Raises:
             CheckpointError: The request failed. No exception of the client is chained to it.
         """
-        api, client = self._client(bytes_moved)
+        api, client = self._client(bytes_moved, is_received=is_received)
         failure: CheckpointError
         try:
-            return call(api, client)
-        except Exception as error:  # noqa: BLE001 - the client raises many kinds; all are translated
-            failure = refusal(doing, where, error)
+            result = call(api, client)
+            if is_request:
+                self._first_contact.note_answer()
+            return result
+        except BaseException as error:
+            # A panic of the client is no `Exception`, and would end a thread that nobody waits for.
+            if not isinstance(error, Exception) and type(error).__name__ != _PANIC:
+                raise
+            failure = self._first_contact.judged(refusal(doing, where, error), str(error))
         # Raised out here, so that no traceback shows the client's own text, with URLs and headers.
         raise failure
 
-    def _client(self, bytes_moved: int) -> tuple[Any, Any]:
+    def _client(self, bytes_moved: int, *, is_received: bool) -> tuple[Any, Any]:
         # Threads that come first together may each make their own: the last one stays, and none is wrong.
         made = self._made_here
         if made is None or made.process != os.getpid():
             keep_for_ever(made)
             made = self._made_here = _Made(os.getpid(), library(self._address.scheme))
         seconds = self.seconds_for(bytes_moved)
-        client = made.by_timeout.get(seconds)
+        # What is sent takes its time until the server answers at all.
+        silence_seconds = self.silence_seconds if is_received and bytes_moved > _SMALL_BYTES_MAX else None
+        client = made.by_timeouts.get((seconds, silence_seconds))
         if client is None:
-            client = made.by_timeout.setdefault(seconds, self._new_client(made, seconds))
+            made_here = self._new_client(made, seconds, silence_seconds)
+            client = made.by_timeouts.setdefault((seconds, silence_seconds), made_here)
         return made.library.api, client
 
     def seconds_for(self, bytes_moved: int) -> float:
@@ -118,7 +144,7 @@ class Clients:
         access, secret = os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")
         if profile is None and access and secret:
             return Keys(access, secret, os.environ.get("AWS_SESSION_TOKEN") or None, region)
-        self._client(0)
+        self._client(0, is_received=False)
         made = self._made_here
         assert made is not None, "the client was made just now"
         # Where the library asks a service by itself, boto3 asks the same one.
@@ -144,7 +170,7 @@ class Clients:
             handlers.append(urllib.request.ProxyHandler({"http": self._settings.proxy, "https": self._settings.proxy}))
         return urllib.request.build_opener(*handlers)
 
-    def _new_client(self, made: _Made, timeout_seconds: float) -> Any:
+    def _new_client(self, made: _Made, timeout_seconds: float, silence_seconds: float | None) -> Any:
         """Return a new client; no request is made but those that credentials need."""
         address = self._address
         endpoint = self.endpoint
@@ -153,13 +179,18 @@ class Clients:
             "connect_timeout": timedelta(seconds=min(timeout_seconds, 10.0)),
             "allow_http": endpoint is not None and endpoint.startswith("http://"),
         }
+        if silence_seconds is not None:
+            options["read_timeout"] = timedelta(seconds=silence_seconds)
         if self._settings.proxy is not None:
             options["proxy_url"] = self._settings.proxy
         if self.ca_file is not None:
             options["root_certificate"] = self._certificates()
-        configuration = _s3(self._settings, endpoint) if address.scheme == "s3" else _other(address, self._settings)
-        if address.scheme == "s3" and not self._settings.anonymous:
-            made.credentials = made.credentials or _s3_credentials(address, self._settings)
+        is_s3 = address.scheme == "s3"
+        configuration = _s3(self._settings, endpoint) if is_s3 else options_of(address, self._settings, endpoint)
+        if not self._settings.anonymous:
+            made.credentials = made.credentials or (
+                _s3_credentials(address, self._settings) if is_s3 else credentials_of(address)
+            )
             if made.credentials is not None:
                 configuration["credential_provider"] = made.credentials
         stores = made.library.stores
@@ -169,7 +200,7 @@ class Clients:
             # The library's own retries are off: it would find its own object and report it as another writer's.
             return kind(address.bucket, client_options=options, retry_config={"max_retries": 0}, **configuration)
         except Exception as error:  # noqa: BLE001 - as above
-            failure = InvalidError(str(refusal("open", address.url, error)))
+            failure = setup_refusal(address.url, error)
         raise failure
 
     @property
@@ -177,10 +208,7 @@ class Clients:
         """URL of the server, or None for the vendor's own."""
         if self._settings.endpoint is not None:
             return self._settings.endpoint
-        if self._address.scheme != "s3":
-            return None
-        names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-        return next((os.environ[name] for name in names if os.environ.get(name)), None)
+        return next((os.environ[name] for name in ENDPOINTS[self._address.scheme] if os.environ.get(name)), None)
 
     @property
     def ca_file(self) -> str | None:
@@ -212,17 +240,6 @@ def _s3(settings: ObjectSettings, endpoint: str | None) -> dict[str, Any]:
         configuration["region"] = region
     if settings.kms_key is not None:
         configuration |= {"server_side_encryption": "aws:kms", "sse_kms_key_id": settings.kms_key}
-    return configuration
-
-
-def _other(address: Address, settings: ObjectSettings) -> dict[str, Any]:
-    configuration: dict[str, Any] = {"skip_signature": True} if settings.anonymous else {}
-    if settings.endpoint is not None:
-        if address.scheme != "az":
-            raise InvalidError(f"{address.url}: ObjectSettings(endpoint=…) is not supported for gs://; expected None")
-        configuration["endpoint"] = settings.endpoint
-    if settings.kms_key is not None:
-        raise InvalidError(f"{address.url}: ObjectSettings(kms_key=…) works with s3:// only; set the key at the bucket")
     return configuration
 
 

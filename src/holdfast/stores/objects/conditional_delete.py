@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from holdfast.clock import Clock
-from holdfast.errors import MissingError
+from holdfast.errors import InvalidError, MissingError
 from holdfast.ports.temporary import TemporaryError
 from holdfast.stores.objects.address import Address
 from holdfast.stores.objects.client import Clients
@@ -27,6 +27,9 @@ _OTHER_TAG = '"00000000000000000000000000000000"'
 
 _BUSY = frozenset({408, 429, 500, 502, 503, 504})
 """Status of a server that says nothing about what it was asked."""
+
+_UNSIGNED = 0
+"""In place of a status: these credentials cannot sign a URL."""
 
 _keeps_condition: dict[str, bool] = {}
 """By bucket, whether its server keeps the condition of a deletion."""
@@ -75,6 +78,9 @@ class ConditionalDelete:
         Raises:
             TemporaryError: It is busy, so it is not known.
         """
+        if self._address.scheme == "gs":
+            # Google compares generations, by a header that belongs into the signature, and the client signs none.
+            return False
         bucket = f"{self._address.scheme}://{self._address.bucket} {self._clients.endpoint}"
         if bucket not in _keeps_condition:
             key = f"{self._address.prefix}{probe_key(self._clock)}"
@@ -90,7 +96,7 @@ class ConditionalDelete:
                     f"{busy[0]}",
                     is_throttled=busy[0] in (429, 503),
                 )
-            is_kept = answers[0] == 412 and answers[1] in (200, 204)
+            is_kept = answers[0] == 412 and answers[1] is not None and 200 <= answers[1] < 300
             if None in answers:
                 return is_kept  # Without an answer it is asked again at the next call.
             with _lock:
@@ -98,13 +104,16 @@ class ConditionalDelete:
         return _keeps_condition[bucket]
 
     def _send(self, key: str, tag: str) -> int | None:
-        """Send one deletion with a condition; return the status, None if there was no answer or no way to sign it.
+        """Send one deletion with a condition; return the status, None if there was no answer.
 
         Nothing of the signed URL may be seen, so no error of this request is passed on.
         """
         try:
             url = self._clients.ask(
-                "sign", self._address.url, lambda api, client: api.sign(client, "DELETE", key, expires_in=_SIGNED_FOR)
+                "sign",
+                self._address.url,
+                lambda api, client: api.sign(client, "DELETE", key, expires_in=_SIGNED_FOR),
+                is_request=False,
             )
             request = urllib.request.Request(url, method="DELETE", headers={"If-Match": tag})
             with self._clients.opener().open(request, timeout=self._clients.silence_seconds) as reply:
@@ -112,5 +121,7 @@ class ConditionalDelete:
         except urllib.error.HTTPError as error:
             error.close()
             return int(error.code)
+        except InvalidError:
+            return _UNSIGNED
         except Exception:  # noqa: BLE001 - without an answer the caller looks at the object, and deletes it in the plain way
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Self
@@ -24,6 +25,9 @@ _WHOLE_LISTING = 1 << 40
 
 _TIMED_BYTES_MAX = 64 * MIB
 """Bytes that lengthen the time of a `get`: its limit guards against damage, and is far above what is there."""
+_BEYOND_END = re.compile(r"\bInvalidRange\b|status code: 416\b")
+_NOT_PARTIAL = "non-partial response"
+"""What the client says of a server that answers 200 to a request for a part."""
 
 
 class ObjectReading:
@@ -40,6 +44,8 @@ class ObjectReading:
         self.clients = Clients(address, settings)
         self._has_bucket = False
         self._split: Split = split_key
+        self._sends_whole_objects = False
+        """Whether the server was asked for a part once, and did not say that it sent one."""
 
     def with_any_names(self) -> Self:
         """Return the same store, with the same connections and memory, for keys of any printable characters."""
@@ -111,6 +117,7 @@ class ObjectReading:
             lambda api, client: api.list(
                 client, full or None, offset=root + after if after else None, chunk_size=_PAGE_ENTRIES
             ),
+            is_request=False,
         )
         while page := self.clients.ask("list", where, lambda *_: next(pages, None)):
             for found in page:
@@ -131,11 +138,13 @@ class ObjectReading:
             MissingError: There is none, and there is a bucket.
         """
         full = self.full_key(key)
+        failure: CheckpointError
         try:
             return self.clients.ask("look at", self.where(key), lambda api, client: api.head(client, full))
-        except MissingError:
-            self._require_bucket(key)
-            raise
+        except (MissingError, InvalidError) as error:
+            failure = error
+        self._ask_in_words(key, failure)
+        raise failure
 
     def head_full(self, key: str) -> Any:
         """Return size, tag and version of an object by its full key."""
@@ -148,19 +157,27 @@ class ObjectReading:
         except MissingError:
             return None
 
-    def _require_bucket(self, key: str) -> None:
-        """Ask once for an absent object in a way that is answered in words: a bare 404 may be of the bucket."""
-        if not self._has_bucket:
-            full = self.full_key(key)
-            with suppress(MissingError):
-                self.clients.ask("read", self.where(key), lambda api, client: api.get(client, full))
-            self._has_bucket = True
+    def _ask_in_words(self, key: str, failure: CheckpointError) -> None:
+        """Ask once more in a way that is answered in words: the reply to a look has a status and nothing else.
+
+        A bare 404 may be of the bucket, and a bare 403 of the clock.
+
+        Raises:
+            CheckpointError: What the server says, if it says more than the key is absent.
+        """
+        is_absent = isinstance(failure, MissingError)
+        if is_absent and self._has_bucket:
+            return
+        full = self.full_key(key)
+        with suppress(MissingError):
+            self.clients.ask("read", self.where(key), lambda api, client: api.get(client, full))
+        self._has_bucket |= is_absent
 
     def got(self, key: str, bytes_max: int) -> tuple[bytes, Any]:
         """Return an object whole, with its metadata; refuse one that is too large before its content is read."""
         where, full = self.where(key), self.full_key(key)
         found = self.clients.ask(
-            "read", where, lambda api, client: api.get(client, full), min(bytes_max, _TIMED_BYTES_MAX)
+            "read", where, lambda api, client: api.get(client, full), min(bytes_max, _TIMED_BYTES_MAX), is_received=True
         )
         if found.meta["size"] > bytes_max:
             raise CorruptError(f"{where}: {found.meta['size']} bytes; expected at most {bytes_max}. Read another copy")
@@ -200,6 +217,8 @@ class ObjectReading:
             return []
         starts, stops = zip(*batch.requests, strict=True)
         where = f"{self.where(key)} bytes [{min(starts)}, {max(stops)})"
+        if self._sends_whole_objects:
+            return self._cut_from_whole(where, full, batch)
         try:
             found = self.clients.ask(
                 "read",
@@ -210,13 +229,41 @@ class ObjectReading:
         except MissingError:
             raise
         except CheckpointError as error:
-            if "InvalidRange" in str(error) or "416" in str(error):
+            if _BEYOND_END.search(str(error)):
                 return None
-            raise
+            if _NOT_PARTIAL not in str(error):
+                raise
+            self._sends_whole_objects = True
+            return self._cut_from_whole(where, full, batch)
         views = [memoryview(each) for each in found]
         if any(view.nbytes != stop - start for view, (start, stop) in zip(views, batch.requests, strict=True)):
             return None
         return views
+
+    def _cut_from_whole(self, where: str, full: str, batch: Batch) -> Sequence[memoryview] | None:
+        """Read an object from its begin to the end of a batch, and keep what the batch asks for.
+
+        Some servers, `rclone serve s3` for one, do not say that what they send is a part.
+        """
+        end = batch.requests[-1][1]
+        found = self.clients.ask(
+            "read", where, lambda api, client: api.get(client, full), min(end, _TIMED_BYTES_MAX), is_received=True
+        )
+        if found.meta["size"] < end:
+            return None
+        kept = [memoryview(bytearray(stop - start)) for start, stop in batch.requests]
+        pieces, at = iter(found.stream(min_chunk_size=MIB)), 0
+        while at < end:
+            piece = self.clients.ask("read", where, lambda *_: next(pieces, None))
+            if piece is None:
+                return None
+            data = memoryview(piece)
+            for view, (start, stop) in zip(kept, batch.requests, strict=True):
+                first, last = max(start, at), min(stop, at + data.nbytes)
+                if first < last:
+                    view[first - start : last - start] = data[first - at : last - at]
+            at += data.nbytes
+        return kept
 
     def full_key(self, key: str) -> str:
         """Return the name of an object in its bucket.

@@ -15,6 +15,20 @@ from holdfast.stores.remote.shown import without_secrets
 
 _THROTTLED = (429, 503)
 _NOT_CONNECTED = ("ConnectError", "dns error", "Connection refused")
+_NO_CONNECTION = re.compile(r"kind: Connect\b")
+_CAUSES = (
+    re.compile(r'failed to lookup address information: ([^"\n]{1,100})'),
+    re.compile(r'kind: \w+,\s+message: "([^"\n]{1,100})"'),
+    re.compile(r"(invalid peer certificate: \w+)"),
+    re.compile(r"(received corrupt message of type \w+)"),
+)
+"""Where the client's text says why there is no connection."""
+_HOST = re.compile(r"Error performing [A-Z]+ (https?://[^/\s]+)")
+_ASKING_FOR_CREDENTIALS = re.compile(
+    r"token request|169\.254\.169\.254|metadata\.google\.internal|External \w+ credential provider"
+)
+_NETWORK = re.compile(r"credential provider: \w*(?:Transport|Connection|Connect|Timeout)\w*Error|ConnectTimeoutError")
+"""A vendor's package that could not ask a service for credentials."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]{1,100})</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]{0,2000})</Message>")
@@ -24,6 +38,10 @@ _CREDENTIALS = (
     "give this user credentials that may read, write, list and delete there (docs/stores.md has a policy), or choose "
     "another place"
 )
+_NO_CREDENTIALS = "no credentials were found; set the vendor's variables or a profile (docs/stores.md)"
+_UNKNOWN = "the server does not know these credentials; " + _CREDENTIALS
+_LOCKED = "a lock, a hold or a retention rule of the bucket forbids it; choose a bucket without one"
+_SETUP = "mend the vendor's variables or the settings (docs/stores.md)"
 _EXPIRED = "renew the credentials (variables, profile, or the role of the machine), then retry"
 _ACTS: dict[str, tuple[type[CheckpointError], str]] = {
     "NoSuchBucket": (InvalidError, "create the bucket, or mend its name"),
@@ -37,15 +55,31 @@ _ACTS: dict[str, tuple[type[CheckpointError], str]] = {
     "ExpiredTokenException": (UnavailableError, _EXPIRED),
     "TokenRefreshRequired": (UnavailableError, _EXPIRED),
     "RequestExpired": (UnavailableError, _EXPIRED),
-    "InvalidAccessKeyId": (InvalidError, "the server does not know these credentials; " + _CREDENTIALS),
-    "InvalidToken": (InvalidError, "the server does not know these credentials; " + _CREDENTIALS),
+    "InvalidAccessKeyId": (InvalidError, _UNKNOWN),
+    "InvalidToken": (InvalidError, _UNKNOWN),
+    "InvalidAuthentication": (InvalidError, _UNKNOWN),
+    "InvalidAuthenticationInfo": (InvalidError, _UNKNOWN),
+    "AuthenticationRequired": (InvalidError, _NO_CREDENTIALS),
+    "NoAuthenticationInformation": (InvalidError, _NO_CREDENTIALS),
+    "PublicAccessNotPermitted": (InvalidError, _NO_CREDENTIALS),
+    "AuthenticationFailed": (InvalidError, "look at account and key, and at the clock of this machine"),
+    "AuthorizationFailure": (InvalidError, "look at account and key; or the network rules of the account forbid it"),
     "SignatureDoesNotMatch": (InvalidError, "the secret key is not that of the access key; " + _CREDENTIALS),
     "AccessDenied": (InvalidError, _CREDENTIALS),
     "AllAccessDisabled": (InvalidError, _CREDENTIALS),
     "EntityTooLarge": (InvalidError, "save from more ranks, so that each one writes less"),
     "KeyTooLongError": (InvalidError, "choose a shorter folder"),
     "InvalidObjectState": (InvalidError, "the object is in an archive; bring it back first"),
-    "ObjectLocked": (InvalidError, "a lock of the bucket forbids it; choose a bucket without retention"),
+    "ObjectLocked": (InvalidError, _LOCKED),
+    "RetentionPolicyNotMet": (InvalidError, _LOCKED),
+    "ObjectUnderActiveHold": (InvalidError, _LOCKED),
+    "BlobImmutableDueToPolicy": (InvalidError, _LOCKED),
+    "BlobImmutableDueToLegalHold": (InvalidError, _LOCKED),
+    "LeaseIdMissing": (InvalidError, "another program holds a lease on it; end that lease"),
+    "BlobArchived": (InvalidError, "the object is in an archive; bring it back first"),
+    "ContainerBeingDeleted": (InvalidError, "the container is being deleted; choose another one"),
+    "ContainerDisabled": (InvalidError, "the container is disabled; choose another one"),
+    "UserProjectMissing": (InvalidError, "the bucket wants a project that pays; choose another one"),
     "RequestTimeout": (TemporaryError, "the server waited for bytes; retry"),
     "IncompleteBody": (TemporaryError, "bytes were lost on the way; retry"),
     "BadDigest": (TemporaryError, "bytes were changed on the way; retry"),
@@ -81,12 +115,22 @@ def refusal(doing: str, where: str, error: BaseException) -> CheckpointError:
     if code is not None:
         kind_and_act = _ACTS.get(code)
     if kind_and_act is None:
-        kind_and_act = _by_class(error) or _by_status(text) or _by_text(text)
+        kind_and_act = _without_credentials(text) or _by_class(error) or _by_status(text) or _by_text(text)
     kind, act = kind_and_act
     message = f"could not {doing} {where}: {_said(text, code)}; {act}"
     if kind is TemporaryError:
         return _temporary(message, text)
     return kind(message)
+
+
+def setup_refusal(url: str, error: BaseException) -> InvalidError:
+    """Return the error for a client that cannot be made: what it is made with is wrong."""
+    return InvalidError(f"could not open {url}: {_said(str(error), None)}; {_SETUP}")
+
+
+def has_status(text: str) -> bool:
+    """Return whether the client's text is about an answer of a server."""
+    return _STATUS.search(text) is not None
 
 
 def _temporary(message: str, text: str) -> TemporaryError:
@@ -119,6 +163,16 @@ def _by_class(error: BaseException) -> tuple[type[CheckpointError], str] | None:
     return None
 
 
+def _without_credentials(text: str) -> tuple[type[CheckpointError], str] | None:
+    """Return what to say if the vendor's service for credentials was asked, and has none; None otherwise."""
+    if not _ASKING_FOR_CREDENTIALS.search(text):
+        return None
+    found = _STATUS.search(text)
+    if _NETWORK.search(text) or (found is not None and (int(found[1]) >= 500 or int(found[1]) in _THROTTLED)):
+        return TemporaryError, "the service for credentials failed; retry"
+    return InvalidError, _NO_CREDENTIALS
+
+
 def _by_status(text: str) -> tuple[type[CheckpointError], str] | None:
     found = _STATUS.search(text)
     if found is None:
@@ -130,8 +184,8 @@ def _by_status(text: str) -> tuple[type[CheckpointError], str] | None:
 def _by_text(text: str) -> tuple[type[CheckpointError], str]:
     if "redirect without LOCATION" in text:
         return InvalidError, _REGION
-    if "169.254.169.254" in text or "metadata.google.internal" in text or ("Missing" in text and "redential" in text):
-        return InvalidError, "no credentials were found; set the vendor's variables or a profile (docs/stores.md)"
+    if "Missing" in text and "redential" in text:
+        return InvalidError, _NO_CREDENTIALS
     if "certificate" in text.lower():
         return InvalidError, "trust the authority of the server: AWS_CA_BUNDLE, or ObjectSettings(ca_file=…)"
     if "timed out" in text or "TimedOut" in text:
@@ -144,4 +198,9 @@ def _said(text: str, code: str | None) -> str:
     if code is not None:
         message = _MESSAGE.search(text)
         return without_secrets(f"{code}{f' ({message[1]})' if message and message[1] else ''}")
+    if _NO_CONNECTION.search(text):
+        host = _HOST.search(text)
+        causes = [found[1] for found in (each.search(text) for each in _CAUSES) if found]
+        why = causes[0] if causes else "no reason is known"
+        return without_secrets(f"no connection{f' to {host[1]}' if host else ''}: {why}")
     return without_secrets(text.split("\n", 1)[0].partition("<?xml")[0].rstrip(" :"))

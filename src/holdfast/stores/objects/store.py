@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
@@ -23,6 +24,8 @@ from holdfast.stores.parts import PartLedger
 from holdfast.stores.remote.memory import BytesInFlight, ObjectUpload
 from holdfast.stores.remote.probe import Probe
 
+logger = logging.getLogger(__name__)
+
 _OBJECT_BYTES_MAX = {"s3": 5 << 30, "gs": 5 << 40, "az": 5000 << 20}
 """By scheme, the largest object that one request stores."""
 
@@ -36,6 +39,9 @@ _MOVES_MAX = 4
 """How often `move` begins again, because other writers changed what is at one of the two keys."""
 
 _DELETED_TOGETHER = 1000
+
+_said_to_keep: set[str] = set()
+"""Buckets that keep versions, and of which the log has said so."""
 
 
 class ObjectStore(ObjectReading):
@@ -62,6 +68,8 @@ class ObjectStore(ObjectReading):
         self.failed_calls_are_over = False
         """A request whose reply was lost may take effect later."""
         self.object_bytes_max = _OBJECT_BYTES_MAX[self.address.scheme]
+        self._keeps_versions = False
+        """Whether an object that this store has put got a version."""
         self._in_flight = BytesInFlight(settings.object_bytes_in_flight_max)
         self._clock = clock or SystemClock()
         self._parts = self._parts_of(settings)
@@ -178,6 +186,8 @@ class ObjectStore(ObjectReading):
                 for name in batch:
                     with suppress(MissingError):
                         self._delete_together([name])
+        if full:
+            self._say_what_stays()
 
     def _delete_together(self, names: list[str]) -> None:
         shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
@@ -247,6 +257,7 @@ class ObjectStore(ObjectReading):
         version = {name: before[name] for name in ("e_tag", "version") if before[name] is not None}
         try:
             self._put("replace", key, data, version)
+            return
         except ConflictError:
             now = self.head_or_none(key)
             if now is None or now["e_tag"] != before["e_tag"] or not str(now["e_tag"]).startswith('"'):
@@ -254,7 +265,17 @@ class ObjectStore(ObjectReading):
                     return
                 raise
             # Some servers compare without the quotes that belong to the tag.
-            self._put("replace", key, data, version | {"e_tag": before["e_tag"].strip('"')})
+            unquoted = version | {"e_tag": before["e_tag"].strip('"')}
+        try:
+            self._put("replace", key, data, unquoted)
+        except ConflictError:
+            now = self.head_or_none(key)
+            if now is None or now["e_tag"] != before["e_tag"]:
+                raise
+            raise InvalidError(
+                f"{self.where(key)}: the server does not replace an object that is still the one it was asked to "
+                "replace. Ceph does so in a bucket that keeps versions; choose a bucket without versions"
+            ) from None
 
     def _conflict(self, key: str) -> ConflictError:
         return ConflictError(f"{self.where(key)}: another writer stored it; it was not touched")
@@ -262,12 +283,25 @@ class ObjectStore(ObjectReading):
     def _put(self, doing: str, key: str, data: bytes | memoryview, mode: Any) -> None:
         full = self.full_key(key)
         count = memoryview(data).nbytes
-        self.clients.ask(
+        stored = self.clients.ask(
             doing,
             self.where(key),
             lambda api, client: api.put(client, full, data, mode=mode, use_multipart=False),
             count,
         )
+        # At Google every object has a version, whether older ones are kept or not.
+        self._keeps_versions |= self.address.scheme != "gs" and stored["version"] not in (None, "null")
+
+    def _say_what_stays(self) -> None:
+        """Say once what a deletion leaves in this bucket, if it keeps versions."""
+        bucket = f"{self.address.scheme}://{self.address.bucket}"
+        if self._keeps_versions and bucket not in _said_to_keep:
+            _said_to_keep.add(bucket)
+            logger.warning(
+                "%s keeps versions: what is deleted there stays as an old version, and is paid for, until a lifecycle "
+                "rule of the bucket removes it",
+                bucket,
+            )
 
 
 def _encryption(kms_key: str | None) -> dict[str, str]:

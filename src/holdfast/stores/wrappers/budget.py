@@ -127,9 +127,11 @@ class RetryBudget:
         for counter in self._counters:
             counter.count(retries=1)
         seconds = self._clock.monotonic_seconds() - self._began
-        if seconds >= _SILENT_SECONDS and not self._is_logged:
+        if (seconds >= _SILENT_SECONDS or error.is_first_contact) and not self._is_logged:
             self._is_logged = True
             text = "%s: has waited %.0f s for storage, and tries again: %s"
+            if error.is_first_contact:
+                text = "%s: storage has not answered this process yet (%.0f s), and is tried again: %s"
             logger.log(self._level, text, self._name, seconds, error)
 
     def note_over(self) -> None:

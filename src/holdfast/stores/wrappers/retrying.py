@@ -67,6 +67,7 @@ class _ListingCut(TemporaryError):
             may_take_effect=error.may_take_effect,
             retry_after_seconds=error.retry_after_seconds,
         )
+        self.is_first_contact = error.is_first_contact
         self.entries = entries
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import signal
 import threading
 import traceback
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from holdfast.stores.objects.conditional_delete import _OTHER_TAG
 from holdfast.stores.objects.store import ObjectStore
 from tests.object_proxy import CUT, LOST, Asked, ObjectProxy, object_proxy
 from tests.object_server import ACCESS_KEY, BUCKET, SECRET_KEY, ObjectServer
+from tests.servers.server import S3Server
 
 TLS = Path(__file__).parents[3] / "fixtures" / "tls"
 
@@ -69,7 +71,7 @@ def test_own_object_after_a_lost_reply_is_a_success(store: ObjectStore, proxy: O
 def test_an_object_without_a_checksum_for_tag_is_read_back(store: ObjectStore, proxy: ObjectProxy) -> None:
     data = bytes(range(256)) * 64
     # A multipart upload has a tag that is no checksum of the content.
-    client = ObjectServer(proxy.endpoint).client()
+    client = S3Server(proxy.endpoint, ACCESS_KEY, SECRET_KEY).client()
     name = f"{store.address.prefix}many"
     begun = client.create_multipart_upload(Bucket=BUCKET, Key=name)["UploadId"]
     part = client.upload_part(Bucket=BUCKET, Key=name, UploadId=begun, PartNumber=1, Body=data)
@@ -103,6 +105,13 @@ def test_busy_is_no_conflict(store: ObjectStore, proxy: ObjectProxy) -> None:
         (404, "NoSuchBucket", InvalidError, "create the bucket"),
         (501, "NotImplemented", InvalidError, "choose another"),
         (413, "EntityTooLarge", InvalidError, "more ranks"),
+        (401, "AuthenticationRequired", InvalidError, "no credentials"),
+        (403, "AuthenticationFailed", InvalidError, "clock"),
+        (403, "RetentionPolicyNotMet", InvalidError, "retention"),
+        (409, "BlobImmutableDueToPolicy", InvalidError, "retention"),
+        (409, "PublicAccessNotPermitted", InvalidError, "no credentials"),
+        (409, "ContainerBeingDeleted", InvalidError, "being deleted"),
+        (412, "LeaseIdMissing", InvalidError, "lease"),
     ),
 )
 def test_a_refusal_is_a_typed_error(
@@ -117,6 +126,19 @@ def test_a_refusal_is_a_typed_error(
         # Nothing of the client's own exception is left to be printed.
         assert raised.value.__cause__ is None
         assert raised.value.__context__ is None
+
+
+def test_a_panic_of_the_client_is_an_error(store: ObjectStore) -> None:
+    class PanicException(BaseException):
+        """As the client's, which no module exports."""
+
+    def panic(*_: object) -> None:
+        raise PanicException("request must be valid")
+
+    with pytest.raises(CheckpointError, match="request must be valid"):
+        store.clients.ask("sign", store.url, panic)
+    with pytest.raises(KeyboardInterrupt):
+        store.clients.ask("sign", store.url, lambda *_: signal.raise_signal(signal.SIGINT))
 
 
 def test_what_a_server_says_is_cut_and_printable(store: ObjectStore, proxy: ObjectProxy) -> None:

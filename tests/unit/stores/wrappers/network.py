@@ -4,39 +4,103 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
-from holdfast.ports.store import Entry, ForwardingStore, Release, Store, Upload
+from holdfast.errors import CheckpointError
+from holdfast.ports.store import (
+    Buffers,
+    ByteRanges,
+    Entry,
+    ForwardingStore,
+    OnRange,
+    Release,
+    Store,
+    Upload,
+    hand_out,
+)
 from holdfast.ports.temporary import TemporaryError
 
 _Result = TypeVar("_Result")
 
 PASS, REFUSED, LOST_BEFORE, LOST_AFTER = "pass", "refused", "lost before", "lost after"
+LATE = "late"
+"""The server gets the request after some later ones; by then the client has given it up."""
+FLIPPED = "flipped"
+"""A bit of what is sent or received is flipped. Requests without content pass."""
+_LATE_REQUESTS = 7
+_CHANGES = ("put", "put_if_absent", "replace", "complete", "delete", "move", "link")
+"""Requests that may be late. The others have no effect then, and touch no memory that is used again."""
 
 
 class NetworkStore(ForwardingStore):
     """Asks `draw` at each request what the network does to it. Uploads are sent whole, by `complete`."""
 
-    def __init__(self, inner: Store, draw: Callable[[], str]) -> None:
+    def __init__(self, inner: Store, draw: Callable[[], str], *, object_bytes_max: int = 1 << 40) -> None:
         super().__init__(inner)
         self._draw = draw
         self.failed_calls_are_over = False
-        self.object_bytes_max = 1 << 40
+        self.object_bytes_max = object_bytes_max
         self.requests: list[str] = []
+        self._lock = threading.Lock()
+        self._late: list[tuple[int, Callable[[], object]]] = []
 
     def _around(self, name: str, subject: str, call: Callable[[], _Result]) -> _Result:
-        fate = self._draw()
-        self.requests.append(f"{name} {subject}: {fate}")
+        return self._asked(name, subject, call, self._draw())
+
+    def _asked(self, name: str, subject: str, call: Callable[[], _Result], fate: str) -> _Result:
+        if fate == LATE and name not in _CHANGES:
+            fate = LOST_BEFORE
+        with self._lock:
+            self.requests.append(f"{name} {subject}: {fate}")
+            at = len(self.requests)
+            due = [each for number, each in self._late if number <= at]
+            self._late = [(number, each) for number, each in self._late if number > at]
+            if fate == LATE:
+                self._late.append((at + _LATE_REQUESTS, call))
+        _arrive(due)
         where = f"{name} of {subject}"
         if fate == REFUSED:
             raise TemporaryError(f"{where}: 503 Slow Down", is_throttled=True)
-        if fate == LOST_BEFORE:
+        if fate in (LOST_BEFORE, LATE):
             raise TemporaryError(f"{where}: connection cut", may_take_effect=True)
         result = call()
         if fate == LOST_AFTER:
             raise TemporaryError(f"{where}: connection cut", may_take_effect=True)
         return result
+
+    def end(self) -> None:
+        """Let everything arrive that is late."""
+        with self._lock:
+            late, self._late = self._late, []
+        _arrive([call for _, call in late])
+
+    def get(self, key: str, bytes_max: int) -> bytes:
+        fate = self._draw()
+        data = self._asked("get", key, lambda: self._inner.get(key, bytes_max), fate)
+        return _flipped(data) if fate == FLIPPED else data
+
+    def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
+        fate = self._draw()
+        if fate != FLIPPED:
+            self._asked("read_into", key, lambda: self._inner.read_into(key, ranges, buffers, on_range), fate)
+            return
+        held = [bytes(stop - start) for start, stop in ranges]
+        into = [memoryview(bytearray(each)) for each in held]
+        self._asked("read_into", key, lambda: self._inner.read_into(key, ranges, into), fate)
+        hand_out([_flipped(bytes(into[0])), *map(bytes, into[1:])], buffers, on_range)
+
+    def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
+        fate = self._draw()
+        sent = _flipped(data) if fate == FLIPPED else data
+        self._asked("put", key, lambda: self._inner.put(key, sent, durable=durable), fate)
+
+    def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
+        fate = self._draw()
+        sent = _flipped(data) if fate == FLIPPED else data
+        call = lambda: self._inner.put_if_absent(key, sent, folders_durable=folders_durable)  # noqa: E731
+        self._asked("put_if_absent", key, call, fate)
 
     def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
         # A page has two keys, and each is a request.
@@ -75,19 +139,41 @@ class _NetworkUpload:
                 self._inner.complete(total_bytes)
                 self._is_stored = True
 
-        self._store._around("complete", self._key, send)
+        fate = self._store._draw()
+        self._store._asked("complete", self._key, send, fate)
         self._is_known = True
+        if fate == FLIPPED:
+            store = self._store._inner
+            store.put(self._key, _flipped(store.get(self._key, 1 << 40)))
 
     def abort(self) -> None:
         self._inner.abort()
 
 
-def drawn(seed: int, *, passing: float = 0.6) -> Callable[[], str]:
-    """Return what draws the fates of requests: most pass, the others meet one of three faults. Any thread may call."""
+def _arrive(late: Sequence[Callable[[], object]]) -> None:
+    """Make calls whose client has given them up: nobody hears of their errors."""
+    for call in late:
+        with suppress(CheckpointError):
+            call()
+
+
+def _flipped(data: bytes) -> bytes:
+    """Return data with a bit flipped, in its second half: a header is at the beginning."""
+    if not data:
+        return data
+    changed = bytearray(data)
+    changed[len(data) * 3 // 4] ^= 1
+    return bytes(changed)
+
+
+def drawn(
+    seed: int, *, passing: float = 0.6, faults: Sequence[str] = (REFUSED, LOST_BEFORE, LOST_AFTER)
+) -> Callable[[], str]:
+    """Return what draws the fates of requests: most pass, the others meet one of the faults. Any thread may call."""
     chance, lock = random.Random(seed), threading.Lock()
 
     def draw() -> str:
         with lock:
-            return PASS if chance.random() < passing else chance.choice((REFUSED, LOST_BEFORE, LOST_AFTER))
+            return PASS if chance.random() < passing else chance.choice(faults)
 
     return draw

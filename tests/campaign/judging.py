@@ -1,0 +1,55 @@
+"""What processes left that were killed: acknowledged steps are whole, and a collection leaves what manifests name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import holdfast
+from holdfast import offline_api, wiring
+from holdfast.format.names import is_attempt_folder, manifest_key, step_folder
+from holdfast.repository.catalog import read_manifest
+from holdfast.repository.publish import packs_named_by
+from holdfast.repository.timelines import committed_steps
+from holdfast.settings import Settings
+from tests.servers.server import Server
+
+_STEP_FILE = re.compile(r"(?P<step>step-\d{12})/(?P<attempt>[^/]+)/(?P<name>.+)")
+
+
+def require_whole(url: str, steps: Iterable[int], settings: Settings) -> int:
+    """Require that each step is there and every byte of it has its digest; return how many steps there are."""
+    steps = list(steps)
+    for step in steps:
+        damages = list(holdfast.open_checkpoint(url, step=step, settings=settings).verify())
+        assert damages == [], f"step {step} of {url}: {damages}"
+    return len(steps)
+
+
+def require_collected(server: Server, url: str, settings: Settings) -> int:
+    """Collect, and require that no object of a step is left that no manifest names, and no upload.
+
+    Returns:
+        How many objects the collection removed.
+    """
+    report = offline_api.collect(url, settings=settings, grace_seconds=0)
+    store = wiring.store_at(url, settings)
+    manifests = {step: read_manifest(store, step_folder(step)) for step in committed_steps(store)}
+    packs = packs_named_by(manifests.values())
+    attempts = {step_folder(step).rstrip("/"): manifest.attempt for step, manifest in manifests.items()}
+    left = []
+    for key in server.keys(url):
+        found = _STEP_FILE.fullmatch(key)
+        if found is None or found["attempt"] == "reports":
+            # Reports belong to the step, and everything else to the run.
+            is_named = not key.startswith("step-") or key.split("/")[0] in attempts
+            is_named = is_named and (not key.endswith("/manifest.json") or key in map(manifest_key, manifests))
+        elif key.endswith(".safetensors"):
+            is_named = key in packs
+        else:
+            is_named = is_attempt_folder(found["attempt"]) and attempts.get(found["step"]) == found["attempt"]
+        if not is_named:
+            left.append(key)
+    assert left == [], f"{url}: no manifest names {left}"
+    assert server.unfinished_uploads() == []
+    return report.files

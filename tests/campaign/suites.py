@@ -1,0 +1,99 @@
+"""Does the parts of a campaign that are tests: `python -m tests.campaign.suites NAME`, for `__main__`."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from tests.campaign.record import ROOT, Block, Options, Record
+
+_FAILURE_CHARACTERS_MAX = 4000
+_COUNTED = re.compile(r"(\d+) (passed|failed|skipped)")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Tests that are done in blocks."""
+
+    part: str
+    files: tuple[str, ...]
+    rounds: Callable[[Options], int]
+    """Examples, or how often the tests are run."""
+    block_rounds: int
+    rounds_variable: str = ""
+    """Variable that gives the tests their number of examples."""
+    needs: tuple[str, ...] = ()
+    """Servers that must be installed."""
+
+
+SUITES = {
+    "memory": Suite(
+        "property",
+        ("tests/property/test_any_faults.py",),
+        lambda options: options.examples,
+        100,
+        rounds_variable="ANY_FAULTS_EXAMPLES",
+    ),
+    "every server": Suite(
+        "store suite",
+        (
+            "tests/campaign/on_servers.py",
+            "tests/campaign/refused_by_servers.py",
+            "tests/campaign/vendor_credentials.py",
+        ),
+        lambda _: 1,
+        1,
+        needs=("ceph", "azurite", "rclone", "clock"),
+    ),
+}
+"""By name. The servers of the second one are in `tests/servers/all.py`."""
+
+
+def wanted(options: Options) -> list[tuple[str, str, int]]:
+    """Return name, part and rounds of all that the options ask for."""
+    return [
+        (name, suite.part, suite.rounds(options)) for name, suite in SUITES.items() if options.wants(name, suite.part)
+    ]
+
+
+def main(name: str) -> None:
+    """Do the blocks of a suite that are not done yet."""
+    record, suite = Record(Options.from_json(os.environ["CAMPAIGN_OPTIONS"])), SUITES[name]
+    rounds = suite.rounds(record.options)
+    for number, first in enumerate(range(0, rounds, suite.block_rounds)):
+        if not record.has(name, suite.part, number):
+            _do(record, name, suite, number, min(suite.block_rounds, rounds - first))
+
+
+def _do(record: Record, name: str, suite: Suite, number: int, count: int) -> None:
+    seed = zlib.crc32(f"{record.options.seed} {name} {number}".encode())
+    began = time.monotonic()
+    options = ["-q", "-n", "0", "--timeout", "3600", "-o", "faulthandler_timeout=3660", f"--hypothesis-seed={seed}"]
+    variables = {suite.rounds_variable: str(count)} if suite.rounds_variable else {}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *suite.files],
+        cwd=ROOT,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+    )
+    print(done.stdout, done.stderr, sep="", flush=True)
+    failure = (done.stdout + done.stderr)[-_FAILURE_CHARACTERS_MAX:] if done.returncode else ""
+    counts = {f"tests {word}": int(found) for found, word in _COUNTED.findall(done.stdout.rpartition("\n")[0])}
+    seconds, passed = round(time.monotonic() - began, 1), 0 if failure else count
+    software = f"pytest {version('pytest')}, hypothesis {version('hypothesis')}"
+    shown = failure.replace(f"{ROOT}/", "")
+    record.add(Block(name, suite.part, number, seed, count, passed, seconds, software, counts, shown))
+    said = f"{count} in {seconds:.0f} s: {'FAILED' if failure else 'passed'}"
+    print(f"campaign: {name}, {suite.part}: block {number}, {said}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
