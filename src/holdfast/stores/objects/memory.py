@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
@@ -9,11 +10,24 @@ import weakref
 from collections.abc import Callable
 
 from holdfast.errors import InvalidError
+from holdfast.settings import KIB, MIB, PAGE_BYTES
 from holdfast.stores.parts import PartLedger, RoomUpload
+
+_WIPE_ON_FORK = 18
+"""`MADV_WIPEONFORK`, which Python does not name: a forked child sees zeros instead of a copy of each page."""
+
+_HUGE_PAGE_BYTES = 2 * MIB
+
+_HEADER_BYTES = 64 * KIB
+"""What the bound does not count of an object: so eight packs of 32 MiB fit 256 MiB with their headers."""
 
 
 class BytesInFlight:
-    """Bounds the memory of all uploads of one store in this process."""
+    """The memory of all uploads of one store in this process, and its bound.
+
+    Memory whose request is over is used again by the next object: the first touch of a page costs more than a copy into
+    it. Once no object is in flight, all of it is freed.
+    """
 
     def __init__(self, bytes_max: int) -> None:
         """Begin with nothing in flight."""
@@ -24,19 +38,66 @@ class BytesInFlight:
     def _reset(self) -> None:
         """Begin anew: a forked child has none of the threads that would give memory back, or that hold the lock."""
         self._taken = 0
+        self._free: list[memoryview] = []
         self._changed = threading.Condition()
 
-    def take(self, count: int) -> None:
-        """Wait until an object of this many bytes fits, or is alone."""
+    def take(self, count: int) -> memoryview:
+        """Wait until an object of this many bytes fits, or is alone; return memory that holds it."""
+        counted = _counted(count)
         with self._changed:
-            self._changed.wait_for(lambda: not self._taken or self._taken + count <= self._bytes_max)
-            self._taken += count
+            self._changed.wait_for(lambda: not self._taken or self._taken + counted <= self._bytes_max)
+            self._taken += counted
+            for number, memory in enumerate(self._free):
+                if count <= memory.nbytes <= count + count // 4:
+                    return self._free.pop(number)
+            # What is free has another size, and must make room.
+            while self._free and self._taken + sum(_counted(each.nbytes) for each in self._free) > self._bytes_max:
+                self._free.pop()
+        try:
+            return _new_memory(count)
+        except BaseException:
+            self.give(count)
+            raise
 
-    def give(self, count: int) -> None:
-        """Return what `take` took."""
+    def give(self, count: int, free: memoryview | None = None) -> None:
+        """Return what `take` took.
+
+        Args:
+            count: As for `take`.
+            free: Its memory, if nothing reads it any more.
+        """
         with self._changed:
-            self._taken -= count
+            self._taken -= _counted(count)
+            if free is not None:
+                self._free.append(free)
+            if not self._taken:
+                self._free.clear()
             self._changed.notify_all()
+
+
+def _counted(count: int) -> int:
+    return max(count - _HEADER_BYTES, 1)
+
+
+def _new_memory(count: int) -> memoryview:
+    """Return memory for an object: huge pages as far as it fills them, for one fault is less than 512.
+
+    Pages that nothing touches take no memory. So the rest of an object is in ordinary pages.
+    """
+    length = -(-max(count, 1) // PAGE_BYTES) * PAGE_BYTES
+    private = mmap.mmap(-1, length + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        private.madvise(_WIPE_ON_FORK)
+    except OSError:
+        return memoryview(mmap.mmap(-1, length))  # Linux before 4.14: memory shared by parent and child
+    first = -ctypes.addressof(ctypes.c_char.from_buffer(private)) % _HUGE_PAGE_BYTES
+    whole = length - length % _HUGE_PAGE_BYTES
+    if whole:
+        try:
+            private.madvise(mmap.MADV_HUGEPAGE, first, whole)
+        except OSError:
+            pass  # The kernel has no huge pages.
+    return memoryview(private)[first : first + length]
 
 
 _BOUNDS: weakref.WeakSet[BytesInFlight] = weakref.WeakSet()
@@ -51,10 +112,10 @@ os.register_at_fork(after_in_child=_forget_threads)
 
 
 class ObjectUpload(RoomUpload):
-    """Collects an object in memory of its own, and stores it by one request in `complete`.
+    """Collects an object in memory, and stores it by one request in `complete`.
 
-    A process that ends before that leaves nothing behind. The memory is never used for another object: the request of
-    an upload that failed may still be reading it.
+    A process that ends before that leaves nothing behind. A request that failed may still be reading the memory: then
+    it is never used for another object.
     """
 
     def __init__(self, ledger: PartLedger, in_flight: BytesInFlight, create: Callable[[memoryview], None]) -> None:
@@ -63,13 +124,17 @@ class ObjectUpload(RoomUpload):
         self._in_flight, self._create = in_flight, create
         self._lock = threading.Lock()
         self._memory: memoryview | None = None
+        self._sent: list[memoryview] = []
+        """The memory, once for each request: the client holds it until that request is over."""
         self._is_closed = False
 
     def complete(self, total_bytes: int | None = None) -> None:
         """Store the object unless its key exists."""
         memory = self._open_memory()
         total = self._ledger.require_whole(total_bytes)
-        self._create(memory[:total])
+        sent = memory[:total]
+        self._sent.append(sent)
+        self._create(sent)
         self._close()
 
     def abort(self) -> None:
@@ -81,19 +146,23 @@ class ObjectUpload(RoomUpload):
             if self._is_closed:
                 raise InvalidError(f"{self._ledger.where}: the upload was completed or aborted before")
             if self._memory is None:
-                self._in_flight.take(self._ledger.bytes_max)
-                try:
-                    # Pages that no part touches take no memory.
-                    self._memory = memoryview(mmap.mmap(-1, max(self._ledger.bytes_max, 1)))
-                except BaseException:
-                    self._in_flight.give(self._ledger.bytes_max)
-                    raise
+                self._memory = self._in_flight.take(self._ledger.bytes_max)
             return self._memory
 
     def _close(self) -> None:
         with self._lock:
             self._is_closed = True
-            if self._memory is None:
+            memory, self._memory = self._memory, None
+            if memory is None:
                 return
-            self._memory = None
-        self._in_flight.give(self._ledger.bytes_max)
+        is_read = not all(map(_is_released, self._sent))
+        self._in_flight.give(self._ledger.bytes_max, None if is_read else memory)
+
+
+def _is_released(sent: memoryview) -> bool:
+    """Return whether nobody holds memory any more that was passed to the client."""
+    try:
+        sent.release()
+    except BufferError:
+        return False
+    return True

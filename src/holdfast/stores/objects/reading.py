@@ -22,6 +22,10 @@ _TIMED_BYTES_MAX = 64 * MIB
 """Bytes that lengthen the time of a `get`: its limit guards against damage, and is far above what is there."""
 
 
+_KNOWN_BYTES_MAX, _KNOWN_MAX = 1024, 16
+"""Size and number of the objects whose tags are kept: `latest` is one."""
+
+
 class ObjectReading:
     """Reads objects beneath a folder of a bucket."""
 
@@ -32,6 +36,8 @@ class ObjectReading:
         self.read_alignment = 1
         self.clients = Clients(address, settings)
         self._has_bucket = False
+        self._known: dict[str, tuple[bytes, Any]] = {}
+        """Small objects that were read last, by key, with their metadata: a replacement compares with these tags."""
 
     def size(self, key: str) -> int:
         """Return the bytes of an object."""
@@ -39,7 +45,12 @@ class ObjectReading:
 
     def get(self, key: str, bytes_max: int) -> bytes:
         """Return a small object whole. One that is too large is refused before its content is read."""
-        data, _ = self.got(key, bytes_max)
+        data, meta = self.got(key, bytes_max)
+        if len(data) <= _KNOWN_BYTES_MAX:
+            self._known.pop(key, None)
+            self._known[key] = data, meta
+            for oldest in list(self._known)[:-_KNOWN_MAX]:
+                self._known.pop(oldest, None)
         return data
 
     def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
