@@ -123,16 +123,21 @@ GOALS = (
         5,
     ),
     _less("object_cpu_seconds_per_gib", "object store, save: processor time ÷ bare obstore.put", 1.8, 2.5),
-    _more("vs_dcp_fsspec", "object store, the less of save and load: speed ÷ DCP with s3fs", 3, 1.3),
+    _more("vs_dcp_fsspec", "object store, save and load together: speed ÷ DCP with s3fs", 3, 1.3),
     _more("vs_dcp_fsspec_save", "object store, save: speed ÷ DCP with s3fs"),
     _more("vs_dcp_fsspec_load", "object store, load: speed ÷ DCP with s3fs"),
-    _more("vs_s3torchconnector", "object store, the less of save and load: speed ÷ DCP with s3torchconnector", 3, 1.3),
+    _more("vs_s3torchconnector", "object store, save and load together: speed ÷ DCP with s3torchconnector", 3, 1.3),
     _more("vs_s3torchconnector_save", "object store, save: speed ÷ DCP with s3torchconnector"),
     _more("vs_s3torchconnector_load", "object store, load: speed ÷ DCP with s3torchconnector"),
     _less(
         "round_trips_before_return", "object store, second save: round trips of rank 0 before the call returns", 1, 2
     ),
-    _less("requests_per_save_rank0", "object store, second save: requests of rank 0, packs not counted", 12, 16),
+    _less(
+        "requests_per_save_rank0",
+        "object store, save with four steps there: requests of rank 0, packs not counted",
+        12,
+        16,
+    ),
     _less("requests_per_load", "object store, load with four steps there: requests, ranges not counted", 10, 14),
     _less(
         "stall_100ms_seconds",

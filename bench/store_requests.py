@@ -22,9 +22,11 @@ from bench.job import ROOT
 from bench.part import Measured, Params, Part, Round, Spread, spread_of
 from bench.settings import settings
 from bench.store_place import Place
-from bench.store_proxy import Answered, proxy
+from bench.store_proxy import Answered, Proxy, proxy
 
 STEPS = 4
+"""Steps that a run has when a save or a load is counted."""
+
 DELAY_SECONDS = 0.1
 LEASE_SECONDS = 3600.0
 """No heartbeat is due meanwhile."""
@@ -58,50 +60,64 @@ class Loop:
 
 
 def measure(root: Path, params: Params) -> Measured:
-    """Save four steps on a disk and in the store, and load from the store in a fresh process."""
+    """Save steps on a disk and in the store, and load from the store in a fresh process."""
     place = Place.here()
-    run = place.folder(f"requests-{time.time_ns()}")
+    names = [f"requests-{kind}-{time.time_ns()}" for kind in ("saves", "load")]
+    runs = [place.folder(name) for name in names]
     loop = Loop()
-    on_disk = _stalls(loop, str(root / "run"))
     with proxy(place.endpoint, root / "proxy", delay_seconds=DELAY_SECONDS) as late:
-        calls: list[tuple[float, float]] = []
-        asked: list[list[Answered]] = []
-        with holdfast.CheckpointManager(run, process_group=False, settings=_settings(late.endpoint)) as manager:
-            for step in range(STEPS):
-                late.take()
-                calls.append(loop.save(manager, step))
-                asked.append(late.take())
-        late.take()
-        command = [sys.executable, "-m", "bench.store_requests", run, late.endpoint]
-        ended = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
-        began, returned = json.loads(ended.stdout.splitlines()[-1])
-        loading = [each for each in late.take() if began <= each.began <= returned]
-    place.remove(run.removeprefix(f"{place.url}/"))
-    seconds = [returned - began for began, returned in calls[1:]]
+        on_disk, _ = _saved(loop, str(root / "run"), STEPS + 1)
+        calls, asked = _saved(loop, runs[0], STEPS + 1, late)
+        _saved(loop, runs[1], STEPS, late)
+        loading = _loaded(runs[1], late)
+    for name in names:
+        place.remove(name)
     before_return = [each for each in asked[1] if each.replied <= calls[1][1]]
     found = {
-        "call_on_disk": statistics.median(on_disk),
-        "call_100ms": statistics.median(seconds),
+        "call_on_disk": _median_seconds(on_disk),
+        "call_100ms": _median_seconds(calls),
         "round_trips": float(_round_trips(before_return)),
-        "requests_save": float(len(_counted(asked[1]))),
+        "requests_save": float(len(_counted(asked[STEPS]))),
         "requests_load": float(len(_counted(loading))),
     }
     conditions.say(", ".join(f"{name} {value:.4g}" for name, value in found.items()))
-    for title, requests in (("second save", asked[1]), ("load", loading)):
+    for title, requests in (("save", asked[STEPS]), ("load", loading)):
         conditions.say(f"{title}: {', '.join(f'{each.method} {_short(each.target)}' for each in requests)}")
     return Measured([found], [])
+
+
+def _saved(
+    loop: Loop, run: str, steps: int, late: Proxy | None = None
+) -> tuple[list[tuple[float, float]], list[list[Answered]]]:
+    """Save steps; return when each call began and returned, and the requests of each save."""
+    calls, asked = [], []
+    endpoint = None if late is None else late.endpoint
+    with holdfast.CheckpointManager(run, process_group=False, settings=_settings(endpoint)) as manager:
+        for step in range(steps):
+            if late is not None:
+                late.take()
+            calls.append(loop.save(manager, step))
+            asked.append([] if late is None else late.take())
+    return calls, asked
+
+
+def _loaded(run: str, late: Proxy) -> list[Answered]:
+    """Load in a fresh process; return the requests of the load."""
+    late.take()
+    command = [sys.executable, "-m", "bench.store_requests", run, late.endpoint]
+    ended = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    began, returned = json.loads(ended.stdout.splitlines()[-1])
+    return [each for each in late.take() if began <= each.began <= returned]
+
+
+def _median_seconds(calls: Sequence[tuple[float, float]]) -> float:
+    """Return the median of the calls, without the first of a run."""
+    return statistics.median(returned - began for began, returned in calls[1:])
 
 
 def _settings(endpoint: str | None = None) -> holdfast.Settings:
     reached = {} if endpoint is None else {"object_store": holdfast.ObjectSettings(endpoint=endpoint)}
     return settings(staging="lazy", lease_seconds=LEASE_SECONDS, **reached)
-
-
-def _stalls(loop: Loop, run: str) -> list[float]:
-    """Return the seconds that each call takes on a disk, without the first."""
-    with holdfast.CheckpointManager(run, process_group=False, settings=_settings()) as manager:
-        calls = [loop.save(manager, step) for step in range(STEPS)]
-    return [returned - began for began, returned in calls[1:]]
 
 
 def _counted(requests: Iterable[Answered]) -> list[Answered]:

@@ -187,19 +187,20 @@ def keys(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:
         rivals = contenders(rounds, f"{name}_")
         writes, reads = ([each for each in rivals if each.endswith(f"_{verb}")] for verb in ("write", "read"))
         if writes:
-            found[f"vs_{name}"] = _slower_verb(rounds, ours, writes, reads)
+            found[f"vs_{name}"] = _both_verbs(rounds, ours, rivals)
             found[f"vs_{name}_save"] = times_as_fast(rounds, f"{ours}_write", writes)
             found[f"vs_{name}_load"] = times_as_fast(rounds, f"{ours}_read", reads)
     return found
 
 
-def _slower_verb(rounds: Sequence[Round], ours: str, writes: Sequence[str], reads: Sequence[str]) -> Spread:
-    """Return how many times faster we were in each round, in the verb in which that is less."""
+def _both_verbs(rounds: Sequence[Round], ours: str, rivals: Sequence[str]) -> Spread:
+    """Return how many times faster a save and a load were together, beside the best rival of each round."""
+    names = [each.removesuffix("_write") for each in rivals if each.endswith("_write")]
 
-    def ratio(each: Round, verb: str, theirs: Sequence[str]) -> float:
-        return min(each[name] for name in theirs) / each[f"{ours}_{verb}"]
+    def seconds(each: Round, name: str) -> float:
+        return each[f"{name}_write"] + each[f"{name}_read"]
 
-    return spread_of([min(ratio(each, "write", writes), ratio(each, "read", reads)) for each in rounds])
+    return spread_of([min(seconds(each, name) for name in names) / seconds(each, ours) for each in rounds])
 
 
 PART = Part(
