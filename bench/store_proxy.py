@@ -6,14 +6,14 @@ It is a process of its own, so that its work is in no contender's processor time
 from __future__ import annotations
 
 import json
-import multiprocessing
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 _PIECE_BYTES = 1 << 18
@@ -44,7 +44,8 @@ class Answered:
 class Line:
     """What a proxy makes of loopback; the arguments of `proxy`."""
 
-    upstream: tuple[str, int]
+    upstream: str
+    record: str
     delay_seconds: float
     bytes_per_second: float | None
     adds_tags: bool
@@ -85,29 +86,24 @@ def proxy(
             16 has the tag in the body only.
     """
     assert upstream.startswith("http://"), f"{upstream}: a proxy cannot look into TLS"
-    host, _, port = upstream.removeprefix("http://").rstrip("/").partition(":")
     record.touch()
-    spawning = multiprocessing.get_context("spawn")
-    ours, theirs = spawning.Pipe()
-    line = Line((host, int(port or 80)), delay_seconds, bytes_per_second, adds_tags)
-    arguments = (theirs, line, str(record))
-    process = spawning.Process(target=_serve, args=arguments, daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        yield Proxy(f"http://127.0.0.1:{ours.recv()}", record)
-    finally:
-        process.kill()
-        process.join()
+    line = Line(upstream, str(record), delay_seconds, bytes_per_second, adds_tags)
+    command = [sys.executable, "-m", "bench.store_proxy", json.dumps(asdict(line))]
+    with subprocess.Popen(command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None, "it is a pipe"
+            yield Proxy(f"http://127.0.0.1:{int(process.stdout.readline())}", record)
+        finally:
+            process.kill()
 
 
-def _serve(parent: Connection, line: Line, record: str) -> None:
-    """Listen, and pass each connection on from a thread of its own, until the parent ends this process."""
-    with socket.create_server(("127.0.0.1", 0), backlog=256) as listener, Path(record).open("a", buffering=1) as lines:
-        parent.send(listener.getsockname()[1])
+def serve(line: Line) -> None:
+    """Listen, and pass each connection on from a thread of its own, until the maker ends this process."""
+    with socket.create_server(("127.0.0.1", 0), backlog=256) as listener, Path(line.record).open("a", 1) as record:
+        print(listener.getsockname()[1], flush=True)
         while True:
             client, _ = listener.accept()
-            threading.Thread(target=_Connection(client, line).serve, args=(lines.write,), daemon=True).start()
+            threading.Thread(target=_Connection(client, line).serve, args=(record.write,), daemon=True).start()
 
 
 class _Connection:
@@ -116,7 +112,9 @@ class _Connection:
     def __init__(self, client: socket.socket, line: Line) -> None:
         self._line = line
         self._client = _Side(client, line.bytes_per_second)
-        self._server = _Side(socket.create_connection(line.upstream), line.bytes_per_second)
+        host, _, port = line.upstream.removeprefix("http://").rstrip("/").partition(":")
+        server = socket.create_connection((host, int(port or 80)))
+        self._server = _Side(server, line.bytes_per_second)
 
     def serve(self, write: Callable[[str], object]) -> None:
         """Pass requests and replies on until either side ends."""
@@ -219,3 +217,7 @@ def _header(head: bytes, name: bytes) -> bytes | None:
         if key.strip().lower() == name:
             return value.strip()
     return None
+
+
+if __name__ == "__main__":
+    serve(Line(**json.loads(sys.argv[1])))

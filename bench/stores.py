@@ -17,7 +17,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -42,7 +42,11 @@ LIMITS = (
 """What the numbers cannot say; shown before they are measured, and written beside them."""
 
 
-def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] = STORE_PARTS) -> int:
+Run = Callable[..., Measured]
+"""Runs one part, as `job.run` does."""
+
+
+def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] = STORE_PARTS, run: Run = job.run) -> int:
     """Measure; return the exit status."""
     parser = _parser(parts)
     chosen = parser.parse_args(arguments)
@@ -62,7 +66,7 @@ def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] = STO
         for number in range(rounds):
             for name in names:
                 if len(measured.setdefault(name, [])) <= number:
-                    measured[name].append(_measured(parts[name], number, rounds, chosen))
+                    measured[name].append(_measured(run, parts[name], number, chosen))
                     _write(kept, {"subject": subject, "rounds": _as_json(measured)})
     except KeyboardInterrupt:
         print(f"interrupted; the same command continues after the rounds in {kept}", flush=True)
@@ -96,12 +100,12 @@ def _parser(parts: Mapping[str, Part]) -> argparse.ArgumentParser:
     return parser
 
 
-def _measured(part: Part, number: int, rounds: int, chosen: argparse.Namespace) -> Measured:
+def _measured(run: Run, part: Part, number: int, chosen: argparse.Namespace) -> Measured:
     """Run one part once in its own processes."""
     params = _params(part, chosen.quick) | {"number": number}
     start = time.perf_counter()
-    print(f"round {number + 1} of {rounds}, {part.name}: {part.question}", flush=True)
-    measured = job.run(part, params, chosen.folder / "job", variables={VARIABLE: chosen.url})
+    print(f"round {number + 1}, {part.name}: {part.question}", flush=True)
+    measured = run(part, params, chosen.folder / "job", variables={VARIABLE: chosen.url})
     print(f"    {time.perf_counter() - start:.0f} s", flush=True)
     return measured
 
