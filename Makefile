@@ -96,12 +96,14 @@ bench-scale: $(READY)
 	@$(PY) -m bench.scale
 
 # The rivals get an environment above the other one: s3fs wants another botocore than the server of the tests.
-PACKAGES := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
+PURELIB := import sysconfig; path = sysconfig.get_path("purelib")
 bench-stores: $(READY)
 	@test -x $(STORES_VENV)/bin/python || $(PY) -m venv --system-site-packages $(STORES_VENV)
-	@$(PY) $(PACKAGES) > "$$($(STORES_VENV)/bin/python $(PACKAGES))/below.pth"
+	@$(PY) -c '$(PURELIB); print(f"import site; site.addsitedir({path!r})")' \
+	    > "$$($(STORES_VENV)/bin/python -c '$(PURELIB); print(path)')/below.pth"
 	@$(STORES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[cli,bench-stores]'
-	@QUICK=$(QUICK) ONLY=$(ONLY) $(PY) -m tests.servers.beside $(STORES_VENV)/bin/python -m bench.stores '{url}' --server '{server}'
+	@QUICK=$(QUICK) ONLY=$(ONLY) $(PY) -m tests.servers.beside \
+	    $(STORES_VENV)/bin/python -m bench.stores '{url}' --server '{server}'
 
 # ROUNDS has another default for `campaign`.
 bench-compare: $(READY)
