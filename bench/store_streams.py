@@ -15,7 +15,7 @@ from bench.part import Measured, Params, Part, Round, Spread, in_turn, spread_of
 from bench.settings import settings
 from bench.state import MIB
 from bench.store_place import OBJECT_BYTES, Place, wait_until_idle
-from bench.store_proxy import proxy
+from bench.store_proxy import Answered, proxy
 
 MIB_PER_SECOND, DELAY_SECONDS = 16, 0.05
 TENSOR_MIB = 32
@@ -43,6 +43,7 @@ def measure(root: Path, params: Params) -> Measured:
             start = time.perf_counter()
             work(folder)
             found[f"{name}_mib_per_second"] = mib / (time.perf_counter() - start)
+            found[f"{name}_together"] = float(_most_together(slow.take()))
             direct.remove(folder)
     conditions.say(", ".join(f"{name} {value:.1f}" for name, value in found.items()))
     return Measured([found], [])
@@ -59,6 +60,12 @@ def _send(place: Place, name: str, mib: int) -> None:
     client, memory = place.client(), bytes(min(OBJECT_BYTES, mib * MIB))
     for number in range(mib * MIB // len(memory)):
         obstore.put(client, place.key(f"{name}/{number}"), memory, mode="create", use_multipart=False)
+
+
+def _most_together(requests: Sequence[Answered]) -> int:
+    """Return the greatest number of uploads that were under way at one time."""
+    uploads = [each for each in requests if each.method == "PUT"]
+    return max(sum(other.began <= each.began < other.replied for other in uploads) for each in uploads)
 
 
 def keys(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:

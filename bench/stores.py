@@ -103,10 +103,13 @@ def _parser(parts: Mapping[str, Part]) -> argparse.ArgumentParser:
 def _measured(run: Run, part: Part, number: int, chosen: argparse.Namespace) -> Measured:
     """Run one part once in its own processes."""
     params = _params(part, chosen.quick) | {"number": number}
-    start = time.perf_counter()
+    start, load = time.perf_counter(), os.getloadavg()[0]
     print(f"round {number + 1}, {part.name}: {part.question}", flush=True)
     measured = run(part, params, chosen.folder / "job", variables={VARIABLE: chosen.url})
-    print(f"    {time.perf_counter() - start:.0f} s", flush=True)
+    # What else ran is a fact of the round.
+    for each in measured.rounds:
+        each["load_average_before"] = load
+    print(f"    {time.perf_counter() - start:.0f} s; load average before it {load:.1f}", flush=True)
     return measured
 
 

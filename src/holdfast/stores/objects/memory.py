@@ -22,6 +22,10 @@ _HEADER_BYTES = 64 * KIB
 """What the bound does not count of an object: so eight packs of 32 MiB fit 256 MiB with their headers."""
 
 
+_SLACK_BYTES_MAX = MIB
+"""How much larger than an object the memory may be that it gets: more would go beyond the bound."""
+
+
 class BytesInFlight:
     """The memory of all uploads of one store in this process, and its bound.
 
@@ -48,7 +52,7 @@ class BytesInFlight:
             self._changed.wait_for(lambda: not self._taken or self._taken + counted <= self._bytes_max)
             self._taken += counted
             for number, memory in enumerate(self._free):
-                if count <= memory.nbytes <= count + count // 4:
+                if count <= memory.nbytes <= count + _SLACK_BYTES_MAX:
                     return self._free.pop(number)
             # What is free has another size, and must make room.
             while self._free and self._taken + sum(_counted(each.nbytes) for each in self._free) > self._bytes_max:
@@ -114,8 +118,8 @@ os.register_at_fork(after_in_child=_forget_threads)
 class ObjectUpload(RoomUpload):
     """Collects an object in memory, and stores it by one request in `complete`.
 
-    A process that ends before that leaves nothing behind. A request that failed may still be reading the memory: then
-    it is never used for another object.
+    A process that ends before that leaves nothing behind. The memory is used for another object only if this one was
+    stored, and no earlier try still reads it. Otherwise it is not: a device may still copy into it, too.
     """
 
     def __init__(self, ledger: PartLedger, in_flight: BytesInFlight, create: Callable[[memoryview], None]) -> None:
@@ -135,11 +139,11 @@ class ObjectUpload(RoomUpload):
         sent = memory[:total]
         self._sent.append(sent)
         self._create(sent)
-        self._close()
+        self._close(is_free=all(map(_is_released, self._sent)))
 
     def abort(self) -> None:
         """Forget the object. Nothing of it was sent, unless `complete` failed."""
-        self._close()
+        self._close(is_free=False)
 
     def _open_memory(self) -> memoryview:
         with self._lock:
@@ -149,14 +153,12 @@ class ObjectUpload(RoomUpload):
                 self._memory = self._in_flight.take(self._ledger.bytes_max)
             return self._memory
 
-    def _close(self) -> None:
+    def _close(self, *, is_free: bool) -> None:
         with self._lock:
             self._is_closed = True
             memory, self._memory = self._memory, None
-            if memory is None:
-                return
-        is_read = not all(map(_is_released, self._sent))
-        self._in_flight.give(self._ledger.bytes_max, None if is_read else memory)
+        if memory is not None:
+            self._in_flight.give(self._ledger.bytes_max, memory if is_free else None)
 
 
 def _is_released(sent: memoryview) -> bool:

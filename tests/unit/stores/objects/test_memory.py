@@ -45,6 +45,10 @@ def test_memory_is_used_again_once_its_request_is_over() -> None:
     second = upload(bound, 2 * MIB + 1)
     assert address_of(second.room(0, 2 * MIB + 1)) == address
     second.abort()
+    assert not bound._free, "whoever gave up may still fill it"
+    third = upload(bound, MIB)
+    third.complete()
+    assert bound._free
     other.abort()
     assert not bound._free, "without an object in flight nothing is kept"
 
