@@ -6,6 +6,9 @@
 #   make bench   the benchmark (20 to 30 minutes, 16 GiB of memory), QUICK=1 in about 5; ONLY=large,tiny for some parts
 #   make bench-interop   DeepSpeed's and DCP's checkpoints read in place and exported, beside their own tools (minutes)
 #   make bench-scale   planning, committing and load plans of 16,384 ranks on paper (minutes)
+#   make bench-stores   saves to an object store and loads from it, beside its bare client and DCP's ways, on Ceph, which
+#                   it installs and starts (25 minutes, 16 GiB of memory); QUICK=1, ONLY=store_speed for some parts; the
+#                   same command continues after Ctrl-C
 #   make bench-compare   Holdfast's own times with two checkouts in turn: BEFORE=path [AFTER=.] [ROUNDS=7]
 #                   [ONLY=large,tiny] [QUICK=1]; two to three hours for all, and the same command continues after Ctrl-C
 #   make fuzz    coverage-guided fuzzing of every parser, FUZZ_SECONDS=600 in all
@@ -28,13 +31,14 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The suite starts hundreds of processes: each would compile all of Holdfast anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test check bench bench-interop bench-scale bench-compare fuzz campaign campaign-stores test-torch dist clean
+.PHONY: help demo test check bench bench-interop bench-scale bench-stores bench-compare fuzz campaign campaign-stores test-torch dist clean
 
 PINNED_TORCH := torch==2.13.0
 TORCH ?=
 TORCH_VENV := .venv-torch
 VENV := .venv
 DIST_VENVS := .venv-dist
+STORES_VENV := .venv-stores
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 FUZZ_SECONDS ?= 600
@@ -94,6 +98,16 @@ bench-interop: $(READY)
 
 bench-scale: $(READY)
 	@$(PY) -m bench.scale
+
+# The rivals get an environment above the other one: s3fs wants another botocore than the server of the tests.
+PURELIB := import sysconfig; path = sysconfig.get_path("purelib")
+bench-stores: $(READY)
+	@test -x $(STORES_VENV)/bin/python || $(PY) -m venv --system-site-packages $(STORES_VENV)
+	@$(PY) -c '$(PURELIB); print(f"import site; site.addsitedir({path!r})")' \
+	    > "$$($(STORES_VENV)/bin/python -c '$(PURELIB); print(path)')/below.pth"
+	@$(STORES_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[cli,bench-stores]'
+	@QUICK=$(QUICK) ONLY=$(ONLY) $(PY) -m tests.servers.beside \
+	    $(STORES_VENV)/bin/python -m bench.stores '{url}' --server '{server}'
 
 # ROUNDS has another default for `campaign`.
 bench-compare: $(READY)
@@ -164,5 +178,5 @@ dist:
 	@echo "holdfast: ready for an index:" dist/*
 
 clean:
-	rm -rf $(VENV) $(DIST_VENVS) $(TORCH_VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache runs
+	rm -rf $(VENV) $(DIST_VENVS) $(STORES_VENV) $(TORCH_VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache runs
 	find src tests demo bench fuzz release -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

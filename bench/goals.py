@@ -130,5 +130,38 @@ GOALS = (
     _more("export_vs_dcp_consolidate", "DCP to one file: the faster of PyTorch's two ways ÷ our export", 3, 1.2),
     _less("export_peak_over_budget_mib", "peak memory of an export above its budget, MiB", 200, 200),
     _less("read_amplification", "bytes read to load a DeepSpeed checkpoint in place ÷ bytes loaded", 1.00, 1.05),
+    _more("put_vs_limit", "object store, durable committed save: speed ÷ bare obstore.put", 0.95, 0.8),
+    _more("get_vs_limit", "object store, load, all digests checked: speed ÷ bare obstore.get_range", 0.95, 0.8),
+    _less("get_cpu_vs_limit", "object store, load: processor time ÷ bare obstore.get_range", 1.3, 2),
+    _more(
+        "stream_scaling",
+        "object store, connections of 16 MiB/s and 50 ms: save of one rank ÷ one connection",
+        7,
+        5,
+    ),
+    _less("object_cpu_seconds_per_gib", "object store, save: processor time ÷ bare obstore.put", 1.8, 2.5),
+    _more("vs_dcp_fsspec", "object store, save and load together: speed ÷ DCP with s3fs", 3, 1.3),
+    _more("vs_dcp_fsspec_save", "object store, save: speed ÷ DCP with s3fs"),
+    _more("vs_dcp_fsspec_load", "object store, load: speed ÷ DCP with s3fs"),
+    _more("vs_s3torchconnector", "object store, save and load together: speed ÷ DCP with s3torchconnector", 3, 1.3),
+    _more("vs_s3torchconnector_save", "object store, save: speed ÷ DCP with s3torchconnector"),
+    _more("vs_s3torchconnector_load", "object store, load: speed ÷ DCP with s3torchconnector"),
+    _less(
+        "round_trips_before_return", "object store, second save: round trips of rank 0 before the call returns", 1, 2
+    ),
+    _less(
+        "requests_per_save_rank0",
+        "object store, save with four steps there: requests of rank 0, packs not counted",
+        12,
+        16,
+    ),
+    _less("requests_per_load", "object store, load with four steps there: requests, ranges not counted", 10, 14),
+    _less(
+        "stall_100ms_seconds",
+        "object store, 100 ms before every reply: seconds of the call of a `lazy` save above those on a disk",
+        0.1,
+        0.25,
+    ),
+    _less("object_peak_extra_mib", "object store, peak memory of a save above state and arena, MiB per rank", 264, 320),
 )
 """In the order in which they are shown."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,35 +25,38 @@ that was not used can stand in for what was taken beside the arena."""
 
 def measure(root: Path, params: Params) -> Measured:
     """Save in each way; return the additional MiB of each."""
-    rounds = []
-    for _ in range(params["rounds"]):
-        each = {}
-        for way in WAYS:
-            command = [sys.executable, "-m", "bench.memory", way, str(root), str(params["mib"])]
-            ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            each[way] = float(json.loads(ended.stdout))
-            conditions.removed(root)
-        rounds.append(each)
-        conditions.say(", ".join(f"{name} {mib:.0f} MiB" for name, mib in each.items()))
+    rounds = [measured(str(root), params["mib"], lambda: conditions.removed(root)) for _ in range(params["rounds"])]
     return Measured(rounds, [])
 
 
-def extra_mib(way: str, root: Path, mib: int) -> float:
+def measured(root: str, mib: int, remove: Callable[[], None]) -> Round:
+    """Save in each way below a path or a URL, and remove what was saved; return the additional MiB of each."""
+    each = {}
+    for way in WAYS:
+        command = [sys.executable, "-m", "bench.memory", way, root, str(mib)]
+        ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        each[way] = float(json.loads(ended.stdout))
+        remove()
+    conditions.say(", ".join(f"{name} {extra:.0f} MiB" for name, extra in each.items()))
+    return each
+
+
+def extra_mib(way: str, root: str, mib: int) -> float:
     """Save a state several times in this process; return the growth of its memory in MiB, without the arena."""
     state = {str(n): torch.rand(MIB // 4, 16) for n in range(mib // 16)}
     model = torch.nn.ParameterDict(state)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    holdfast.save(root / "warm", {"x": torch.zeros(4)}, process_group=False)
+    holdfast.save(f"{root}/warm", {"x": torch.zeros(4)}, process_group=False)
     staging, arena_mib_max = ("lazy", LAZY_ARENA_MIB) if way == "lazy" else ("copy", 2 * mib)
     # The state does not change between the saves, and each save shall write all of it.
     chosen = settings(staging=staging, arena_bytes_max=arena_mib_max * MIB, deduplicate=False)
     arena_mib = {"blocking": 0, "copy": mib, "lazy": LAZY_ARENA_MIB}[way]
-    with holdfast.CheckpointManager(root / "run", process_group=False, settings=chosen) as manager:
+    with holdfast.CheckpointManager(f"{root}/run", process_group=False, settings=chosen) as manager:
         _forget_peak()
         before = _memory_mib("VmRSS")
         for step in range(SAVES):
             if way == "blocking":
-                holdfast.save(root / str(step), {"model": model}, process_group=False)
+                holdfast.save(f"{root}/{step}", {"model": model}, process_group=False)
             else:
                 handle = manager.save(step, {"model": model, "optimizer": optimizer})
                 # Nothing was computed meanwhile: the fence finds almost everything still to be copied.
@@ -89,4 +92,4 @@ PART = Part(
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps(extra_mib(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))))
+    print(json.dumps(extra_mib(sys.argv[1], sys.argv[2], int(sys.argv[3]))))

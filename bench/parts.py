@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from bench import amplification, large, lazy, memory, stall, tiny, training
+from bench import (
+    amplification,
+    large,
+    lazy,
+    memory,
+    stall,
+    store_memory,
+    store_requests,
+    store_speed,
+    store_streams,
+    tiny,
+    training,
+)
 from bench.part import Part
 
 PARTS: dict[str, Part] = {
@@ -18,3 +30,8 @@ PARTS: dict[str, Part] = {
         amplification.PART,
     )
 }
+
+STORE_PARTS: dict[str, Part] = {
+    part.name: part for part in (store_requests.PART, store_speed.PART, store_streams.PART, store_memory.PART)
+}
+"""Those of `python -m bench.stores`: they need a server of objects."""

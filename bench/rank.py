@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from bench import device, job
-from bench.parts import PARTS
+from bench.parts import PARTS, STORE_PARTS
 
 
 def main() -> None:
@@ -25,7 +25,8 @@ def main() -> None:
     is_job = int(os.environ["WORLD_SIZE"]) > 1
     if is_job:
         dist.init_process_group("gloo")
-    measured = PARTS[name].measure(Path(folder) / "work", json.loads(params))
+    part = PARTS.get(name) or STORE_PARTS[name]
+    measured = part.measure(Path(folder) / "work", json.loads(params))
     measured.notes.extend(device.notes())
     if not is_job or dist.get_rank() == 0:
         (Path(folder) / job.RESULT).write_text(json.dumps(dataclasses.asdict(measured)))

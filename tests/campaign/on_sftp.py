@@ -12,7 +12,6 @@ from typing import ClassVar
 import fsspec.config
 import pytest
 import torch
-from tests.servers.sftp import SftpServer, sftp
 
 import holdfast
 from holdfast.ports.store import Store
@@ -29,6 +28,7 @@ from tests.everyday.test_file_systems import (  # noqa: F401 - run here too, wit
     test_a_checkpoint_at_a_path,
     test_a_run_lives_there,
 )
+from tests.servers.sftp import SftpServer, sftp
 
 ROUNDS = int(os.environ.get("RACE_ROUNDS", "20"))
 

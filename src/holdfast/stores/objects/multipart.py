@@ -18,7 +18,7 @@ from holdfast.errors import CheckpointError, ConflictError, InvalidError, Missin
 from holdfast.ports.store import Release
 from holdfast.ports.temporary import TemporaryError
 from holdfast.stores.parts import PartLedger, address_of
-from holdfast.stores.remote.memory import BytesInFlight, new_memory
+from holdfast.stores.remote.memory import BytesInFlight
 
 
 class StoredParts(Protocol):
@@ -116,12 +116,7 @@ class MultipartUpload:
         self._ledger.check(offset, length_bytes)
         self._require_open()
         if offset not in self._rooms:
-            self._in_flight.take(length_bytes)
-            try:
-                room = new_memory(length_bytes)
-            except BaseException:
-                self._in_flight.give(length_bytes)
-                raise
+            room = self._in_flight.take(length_bytes)[:length_bytes]
             with self._lock:
                 self._rooms[offset] = room
         return self._rooms[offset][:length_bytes]

@@ -30,6 +30,10 @@ _NOT_PARTIAL = "non-partial response"
 """What the client says of a server that answers 200 to a request for a part."""
 
 
+_KNOWN_BYTES_MAX, _KNOWN_MAX = 1024, 16
+"""Size and number of the objects whose tags are kept: `latest` is one."""
+
+
 class ObjectReading:
     """Reads objects beneath a folder of a bucket."""
 
@@ -43,6 +47,8 @@ class ObjectReading:
         self.page_entries = _WHOLE_LISTING if address.scheme == "az" else _PAGE_ENTRIES
         self.clients = Clients(address, settings)
         self._has_bucket = False
+        self._known: dict[str, tuple[bytes, Any]] = {}
+        """Small objects that were read last, by key, with their metadata: a replacement compares with these tags."""
         self._split: Split = split_key
         self._sends_whole_objects = False
         """Whether the server was asked for a part once, and did not say that it sent one."""
@@ -59,7 +65,12 @@ class ObjectReading:
 
     def get(self, key: str, bytes_max: int) -> bytes:
         """Return a small object whole. One that is too large is refused before its content is read."""
-        data, _ = self.got(key, bytes_max)
+        data, meta = self.got(key, bytes_max)
+        if len(data) <= _KNOWN_BYTES_MAX:
+            self._known.pop(key, None)
+            self._known[key] = data, meta
+            for oldest in list(self._known)[:-_KNOWN_MAX]:
+                self._known.pop(oldest, None)
         return data
 
     def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:

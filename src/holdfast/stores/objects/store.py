@@ -70,6 +70,8 @@ class ObjectStore(ObjectReading):
         self.object_bytes_max = _OBJECT_BYTES_MAX[self.address.scheme]
         self._keeps_versions = False
         """Whether an object that this store has put got a version."""
+        self._compares_bare_tags = False
+        """Whether the server compares tags without their quotes; it has shown so."""
         self._in_flight = BytesInFlight(settings.object_bytes_in_flight_max)
         self._clock = clock or SystemClock()
         self._parts = self._parts_of(settings)
@@ -96,7 +98,12 @@ class ObjectStore(ObjectReading):
 
     def replace(self, key: str, data: bytes, seen: bytes | None, *, durable: bool = True) -> None:
         """Store a small object whole in place of one that the caller has read, in one request that compares."""
-        found: bytes | None
+        found, meta = self._known.pop(key, (None, None))
+        if found is not None and found == seen != data:
+            # Read by the caller just now. If it has changed since, the put is refused, and it is read again.
+            with suppress(ConflictError):
+                self._put_in_place_of(key, data, meta)
+                return
         try:
             found, meta = self.got(key, max(len(data), len(seen or b"")))
         except MissingError:
@@ -255,19 +262,20 @@ class ObjectStore(ObjectReading):
             self.create(key, memoryview(data))
             return
         version = {name: before[name] for name in ("e_tag", "version") if before[name] is not None}
+        bare = version | {"e_tag": str(before["e_tag"]).strip('"')}
         try:
-            self._put("replace", key, data, version)
+            self._put("replace", key, data, bare if self._compares_bare_tags else version)
             return
         except ConflictError:
             now = self.head_or_none(key)
-            if now is None or now["e_tag"] != before["e_tag"] or not str(now["e_tag"]).startswith('"'):
+            if self._compares_bare_tags or now is None or now["e_tag"] != before["e_tag"] or version == bare:
                 if now is not None and self.holds(key, memoryview(data)):
                     return
                 raise
             # Some servers compare without the quotes that belong to the tag.
-            unquoted = version | {"e_tag": before["e_tag"].strip('"')}
         try:
-            self._put("replace", key, data, unquoted)
+            self._put("replace", key, data, bare)
+            self._compares_bare_tags = True
         except ConflictError:
             now = self.head_or_none(key)
             if now is None or now["e_tag"] != before["e_tag"]:

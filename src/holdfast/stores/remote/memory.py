@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
@@ -9,11 +10,28 @@ import weakref
 from collections.abc import Callable
 
 from holdfast.errors import InvalidError
+from holdfast.settings import KIB, MIB, PAGE_BYTES
 from holdfast.stores.parts import PartLedger, RoomUpload
+
+_WIPE_ON_FORK = 18
+"""`MADV_WIPEONFORK`, which Python does not name: a forked child sees zeros instead of a copy of each page."""
+
+_HUGE_PAGE_BYTES = 2 * MIB
+
+_HEADER_BYTES = 64 * KIB
+"""What the bound does not count of an object: so eight packs of 32 MiB fit 256 MiB with their headers."""
+
+
+_SLACK_BYTES_MAX = MIB
+"""How much larger than an object the memory may be that it gets: more would go beyond the bound."""
 
 
 class BytesInFlight:
-    """Bounds the memory of all uploads of one store in this process."""
+    """The memory of all uploads of one store in this process, and its bound.
+
+    Memory whose request is over is used again by the next object: the first touch of a page costs more than a copy into
+    it. Once no object is in flight, all of it is freed.
+    """
 
     def __init__(self, bytes_max: int) -> None:
         """Begin with nothing in flight."""
@@ -24,24 +42,66 @@ class BytesInFlight:
     def _reset(self) -> None:
         """Begin anew: a forked child has none of the threads that would give memory back, or that hold the lock."""
         self._taken = 0
+        self._free: list[memoryview] = []
         self._changed = threading.Condition()
 
-    def take(self, count: int) -> None:
-        """Wait until an object of this many bytes fits, or is alone."""
+    def take(self, count: int) -> memoryview:
+        """Wait until an object of this many bytes fits, or is alone; return memory that holds it."""
+        counted = _counted(count)
         with self._changed:
-            self._changed.wait_for(lambda: not self._taken or self._taken + count <= self._bytes_max)
-            self._taken += count
+            self._changed.wait_for(lambda: not self._taken or self._taken + counted <= self._bytes_max)
+            self._taken += counted
+            for number, memory in enumerate(self._free):
+                if count <= memory.nbytes <= count + _SLACK_BYTES_MAX:
+                    return self._free.pop(number)
+            # What is free has another size, and must make room.
+            while self._free and self._taken + sum(_counted(each.nbytes) for each in self._free) > self._bytes_max:
+                self._free.pop()
+        try:
+            return _new_memory(count)
+        except BaseException:
+            self.give(count)
+            raise
 
-    def give(self, count: int) -> None:
-        """Return what `take` took."""
+    def give(self, count: int, free: memoryview | None = None) -> None:
+        """Return what `take` took.
+
+        Args:
+            count: As for `take`.
+            free: Its memory, if nothing reads it any more.
+        """
         with self._changed:
-            self._taken -= count
+            self._taken -= _counted(count)
+            if free is not None:
+                self._free.append(free)
+            if not self._taken:
+                self._free.clear()
             self._changed.notify_all()
 
 
-def new_memory(count: int) -> memoryview:
-    """Return memory of its own for an object or a part. Pages that nobody touches take none."""
-    return memoryview(mmap.mmap(-1, max(count, 1)))
+def _counted(count: int) -> int:
+    return max(count - _HEADER_BYTES, 1)
+
+
+def _new_memory(count: int) -> memoryview:
+    """Return memory for an object: huge pages as far as it fills them, for one fault is less than 512.
+
+    Pages that nothing touches take no memory. So the rest of an object is in ordinary pages.
+    """
+    length = -(-max(count, 1) // PAGE_BYTES) * PAGE_BYTES
+    private = mmap.mmap(-1, length + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        private.madvise(_WIPE_ON_FORK)
+    except OSError:
+        return memoryview(mmap.mmap(-1, length))  # Linux before 4.14: memory shared by parent and child
+    first = -ctypes.addressof(ctypes.c_char.from_buffer(private)) % _HUGE_PAGE_BYTES
+    whole = length - length % _HUGE_PAGE_BYTES
+    if whole:
+        try:
+            private.madvise(mmap.MADV_HUGEPAGE, first, whole)
+        except OSError:
+            pass  # The kernel has no huge pages.
+    return memoryview(private)[first : first + length]
 
 
 _BOUNDS: weakref.WeakSet[BytesInFlight] = weakref.WeakSet()
@@ -56,10 +116,10 @@ os.register_at_fork(after_in_child=_forget_threads)
 
 
 class ObjectUpload(RoomUpload):
-    """Collects an object in memory of its own, and stores it by one request in `complete`.
+    """Collects an object in memory, and stores it by one request in `complete`.
 
-    A process that ends before that leaves nothing behind. The memory is never used for another object: the request of
-    an upload that failed may still be reading it.
+    A process that ends before that leaves nothing behind. The memory is used for another object only if this one was
+    stored, and no earlier try still reads it. Otherwise it is not: a device may still copy into it, too.
     """
 
     def __init__(self, ledger: PartLedger, in_flight: BytesInFlight, create: Callable[[memoryview], None]) -> None:
@@ -68,36 +128,43 @@ class ObjectUpload(RoomUpload):
         self._in_flight, self._create = in_flight, create
         self._lock = threading.Lock()
         self._memory: memoryview | None = None
+        self._sent: list[memoryview] = []
+        """The memory, once for each request: the client holds it until that request is over."""
         self._is_closed = False
 
     def complete(self, total_bytes: int | None = None) -> None:
         """Store the object unless its key exists."""
         memory = self._open_memory()
         total = self._ledger.require_whole(total_bytes)
-        self._create(memory[:total])
-        self._close()
+        sent = memory[:total]
+        self._sent.append(sent)
+        self._create(sent)
+        self._close(is_free=all(map(_is_released, self._sent)))
 
     def abort(self) -> None:
         """Forget the object. Nothing of it was sent, unless `complete` failed."""
-        self._close()
+        self._close(is_free=False)
 
     def _open_memory(self) -> memoryview:
         with self._lock:
             if self._is_closed:
                 raise InvalidError(f"{self._ledger.where}: the upload was completed or aborted before")
             if self._memory is None:
-                self._in_flight.take(self._ledger.bytes_max)
-                try:
-                    self._memory = new_memory(self._ledger.bytes_max)
-                except BaseException:
-                    self._in_flight.give(self._ledger.bytes_max)
-                    raise
+                self._memory = self._in_flight.take(self._ledger.bytes_max)
             return self._memory
 
-    def _close(self) -> None:
+    def _close(self, *, is_free: bool) -> None:
         with self._lock:
             self._is_closed = True
-            if self._memory is None:
-                return
-            self._memory = None
-        self._in_flight.give(self._ledger.bytes_max)
+            memory, self._memory = self._memory, None
+        if memory is not None:
+            self._in_flight.give(self._ledger.bytes_max, memory if is_free else None)
+
+
+def _is_released(sent: memoryview) -> bool:
+    """Return whether nobody holds memory any more that was passed to the client."""
+    try:
+        sent.release()
+    except BufferError:
+        return False
+    return True

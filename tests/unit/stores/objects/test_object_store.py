@@ -320,6 +320,39 @@ def test_what_comes_between_look_and_replacement_stays(
     assert store.get("latest", 10) == b"step-3"
 
 
+def test_a_replacement_asks_once_for_what_was_read(
+    store: ObjectStore, proxy: ObjectProxy, objects: ObjectServer
+) -> None:
+    store.put("latest", b"step-1")
+    assert store.get("latest", 10) == b"step-1"
+    proxy.asked.clear()
+    store.replace("latest", b"step-2", b"step-1")
+    assert [asked.method for asked in proxy.asked] == ["PUT"], proxy.asked
+    assert store.get("latest", 10) == b"step-2"
+    objects.client().put_object(Bucket=BUCKET, Key=f"{store.address.prefix}latest", Body=b"step-3")
+    with pytest.raises(ConflictError, match="latest"):
+        store.replace("latest", b"step-4", b"step-2")
+    assert store.get("latest", 10) == b"step-3"
+
+
+def test_how_a_server_compares_tags_is_learnt_once(store: ObjectStore, proxy: ObjectProxy) -> None:
+    def takes_bare_tags(asked: Asked) -> object:
+        tag = asked.headers.get("if-match", "")
+        # The real server behind wants the quotes.
+        asked.headers |= {"if-match": f'"{tag}"'} if tag else {}
+        return (412, "PreconditionFailed") if tag.startswith('"') else None
+
+    store.put("latest", b"step-1")
+    proxy.rule = takes_bare_tags
+    for number in (2, 3):
+        seen = store.get("latest", 10)
+        proxy.asked.clear()
+        store.replace("latest", f"step-{number}".encode(), seen)
+        # At first it is refused, looked at, and sent once more.
+        assert [asked.method for asked in proxy.asked] == (["PUT", "HEAD", "PUT"] if number == 2 else ["PUT"])
+    assert store.get("latest", 10) == b"step-3"
+
+
 def test_own_replacement_after_a_lost_reply_is_a_success(store: ObjectStore, proxy: ObjectProxy) -> None:
     store.put("latest", b"step-1")
     proxy.rule = first("PUT", LOST, "latest")

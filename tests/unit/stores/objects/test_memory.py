@@ -1,0 +1,118 @@
+"""The memory of objects on their way: how much there is, and when it is used again."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from holdfast.settings import KIB, MIB, PAGE_BYTES
+from holdfast.stores.parts import PartLedger, address_of
+from holdfast.stores.remote.memory import BytesInFlight, ObjectUpload
+
+
+def upload(bound: BytesInFlight, count: int) -> ObjectUpload:
+    """Return an upload whose parts are written."""
+    ledger = PartLedger("somewhere", bytes_max=count, part_bytes=-(-count // PAGE_BYTES) * PAGE_BYTES)
+    begun = ObjectUpload(ledger, bound, lambda _: None)
+    begun.write(0, begun.room(0, count))
+    return begun
+
+
+def test_eight_packs_with_headers_fit() -> None:
+    bound = BytesInFlight(8 * 32 * MIB)
+    uploads = [upload(bound, 32 * MIB + header) for header in 8 * [8 * KIB]]
+    waited = threading.Thread(target=lambda: uploads.append(upload(bound, 32 * MIB)), daemon=True)
+    waited.start()
+    waited.join(0.05)
+    assert waited.is_alive(), "a ninth one waits"
+    uploads[0].complete()
+    waited.join(60)
+    assert len(uploads) == 9
+    for each in uploads:
+        each.abort()
+
+
+def test_memory_is_used_again_once_its_request_is_over() -> None:
+    bound = BytesInFlight(8 * MIB)
+    other = upload(bound, PAGE_BYTES)
+    first = upload(bound, 2 * MIB + 5)
+    address = address_of(first.room(0, 2 * MIB + 5))
+    first.complete()
+    second = upload(bound, 2 * MIB + 1)
+    assert address_of(second.room(0, 2 * MIB + 1)) == address
+    second.abort()
+    assert not bound._free, "whoever gave up may still fill it"
+    third = upload(bound, MIB)
+    third.complete()
+    assert bound._free
+    other.abort()
+    assert not bound._free, "without an object in flight nothing is kept"
+
+
+def holding(data: memoryview) -> Iterator[tuple[bytes]]:
+    """Hold memory as the client does while it sends, by the buffer itself; yield pairs of its bytes."""
+    return struct.iter_unpack("2s", data)
+
+
+def test_memory_of_a_request_that_goes_on_is_not_used_again() -> None:
+    """A try that failed may go on after its error, also if another try has succeeded since."""
+    bound = BytesInFlight(8 * MIB)
+    other = upload(bound, PAGE_BYTES)
+    under_way: list[Iterator[tuple[bytes]]] = []
+
+    def create(data: memoryview) -> None:
+        if not under_way:
+            under_way.append(holding(data))
+            raise OSError("no answer")
+
+    first = ObjectUpload(PartLedger("somewhere", bytes_max=MIB, part_bytes=MIB), bound, create)
+    room = first.room(0, MIB)
+    room[:] = b"1" * MIB
+    first.write(0, room)
+    with pytest.raises(OSError, match="no answer"):
+        first.complete()
+    first.complete()
+    second = upload(bound, MIB)
+    second.room(0, MIB)[:] = b"2" * MIB
+    assert next(under_way[0]) == (b"11",)
+    second.abort()
+    other.abort()
+
+
+def test_the_client_holds_what_it_sends() -> None:
+    import obstore
+    from obstore.exceptions import BaseError
+    from obstore.store import S3Store
+
+    sent = memoryview(bytearray(b"x" * 32 * MIB))[: 16 * MIB]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = S3Store(
+            "bucket",
+            endpoint=f"http://127.0.0.1:{listener.getsockname()[1]}",
+            access_key_id="a",
+            secret_access_key="b",
+            region="us-east-1",
+            client_options={"allow_http": True},
+            retry_config={"max_retries": 0},
+        )
+        failed: list[Exception] = []
+
+        def put() -> None:
+            try:
+                obstore.put(client, "key", sent, use_multipart=False)
+            except BaseError as error:
+                failed.append(error)
+
+        putting = threading.Thread(target=put)
+        putting.start()
+        connection, _ = listener.accept()
+        assert connection.recv(3) == b"PUT"
+        with pytest.raises(BufferError):
+            sent.release()
+        connection.close()
+        putting.join(60)
+        assert failed
