@@ -120,6 +120,7 @@ campaign: $(READY)
 
 # What is not given on the command line or in the environment has the defaults of tests/campaign/record.py.
 campaign-stores: $(READY)
+	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[campaign-stores]'
 	@$(PY) -m tests.campaign
 
 # One environment at a time, and none afterwards: a torch takes some GiB. It is removed after a failure too.

@@ -43,10 +43,14 @@ SUITES = {
     ),
     "every server": Suite(
         "store suite",
-        ("tests/campaign/on_servers.py", "tests/campaign/refused_by_servers.py"),
+        (
+            "tests/campaign/on_servers.py",
+            "tests/campaign/refused_by_servers.py",
+            "tests/campaign/vendor_credentials.py",
+        ),
         lambda _: 1,
         1,
-        needs=("ceph", "azurite", "rclone"),
+        needs=("ceph", "azurite", "rclone", "clock"),
     ),
 }
 """By name. The servers of the second one are in `tests/servers/all.py`."""

@@ -21,12 +21,20 @@ from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 from holdfast.stores.objects.store import ObjectStore
 from holdfast.stores.wrappers.retrying import RetryingStore
-from holdfast.testing.store import StoreSuite
+from holdfast.testing.store import Listings, SmallObjects, StoreSuite
 from tests.object_server import ObjectServer
+from tests.servers.all import only_variables_of
+from tests.servers.google import GoogleFake, google
 from tests.unit.stores.wrappers.by_hand import ClockBySleep
 from tests.unit.stores.wrappers.network import NetworkStore, drawn
 
 _SHARED_MEMORY = "/dev/shm"
+
+
+@pytest.fixture(scope="module")
+def google_fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GoogleFake]:
+    with google(tmp_path_factory.mktemp("google")) as fake:
+        yield fake
 
 
 class TestLocal(StoreSuite):
@@ -68,6 +76,16 @@ class TestObjects(StoreSuite):
     def store(self, objects: ObjectServer) -> Store:
         settings = objects.settings()
         return RetryingStore(ObjectStore(objects.new_url(), settings=settings), settings)
+
+
+class TestObjectsOfGoogle(SmallObjects, Listings):
+    """On a fake that speaks Google's generations. The whole suite runs on it in `make campaign-stores`."""
+
+    @pytest.fixture
+    def store(self, google_fake: GoogleFake, monkeypatch: pytest.MonkeyPatch) -> Store:
+        only_variables_of(google_fake, monkeypatch)
+        settings = google_fake.settings()
+        return RetryingStore(ObjectStore(google_fake.new_url(), settings=settings), settings)
 
 
 class TestRetriedOverFaults(StoreSuite):

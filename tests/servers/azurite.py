@@ -6,6 +6,7 @@ import base64
 import hashlib
 import hmac
 import json
+import ssl
 import tempfile
 import urllib.parse
 import urllib.request
@@ -18,7 +19,7 @@ from pathlib import Path
 from holdfast.settings import ObjectSettings
 from tests.servers.packages import AZURITE
 from tests.servers.process import ServerProcess, accepts, free_port
-from tests.servers.server import BUCKET, Server
+from tests.servers.server import BUCKET, TLS, Server
 
 ACCOUNT = "canaryaccount"
 KEY = base64.b64encode(b"canary-azure-key" * 4).decode()
@@ -32,12 +33,13 @@ class AzuriteServer(Server):
     Its program: `azurite`. Killed, it forgets what it was told in the last seconds.
     """
 
-    def __init__(self, folder: Path, port: int) -> None:
+    def __init__(self, folder: Path, port: int, *, is_tls: bool = False) -> None:
         """Remember where it is."""
         self.name = "azurite"
         package = AZURITE.parents[1] / "azurite" / "package.json"
         self.version = json.loads(package.read_text())["version"]
-        self.endpoint = f"http://127.0.0.1:{port}/{ACCOUNT}"
+        self.ca_file = str(TLS / "authority.pem") if is_tls else None
+        self.endpoint = f"http{'s' if is_tls else ''}://127.0.0.1:{port}/{ACCOUNT}"
         self.root_url = f"az://{BUCKET}"
         self.variables = {"AZURE_STORAGE_ACCOUNT_NAME": ACCOUNT, "AZURE_STORAGE_ACCOUNT_KEY": KEY}
         self.secrets = (KEY,)
@@ -45,16 +47,19 @@ class AzuriteServer(Server):
             AZURITE, "--blobHost", "127.0.0.1", "--blobPort", str(port), "--location", folder, "--silent",
             "--disableTelemetry", "--skipApiVersionCheck",
         ]  # fmt: skip
+        if is_tls:
+            command += ["--cert", TLS / "server.pem", "--key", TLS / "server.pem", "--oauth", "basic"]
         log, accounts = folder / "azurite.log", {"AZURITE_ACCOUNTS": f"{ACCOUNT}:{KEY}"}
         self.processes = {"azurite": ServerProcess(command, log, lambda: accepts(port), accounts)}
 
     @property
     def environment(self) -> dict[str, str]:
         """Variables of a process that finds it by them alone."""
-        return {**self.variables, "AZURE_STORAGE_ENDPOINT": self.endpoint}
+        ca = {} if self.ca_file is None else {"AWS_CA_BUNDLE": self.ca_file}
+        return {**self.variables, "AZURE_STORAGE_ENDPOINT": self.endpoint, **ca}
 
     def _object_settings(self) -> ObjectSettings:
-        return ObjectSettings(endpoint=self.endpoint)
+        return ObjectSettings(endpoint=self.endpoint, ca_file=self.ca_file)
 
     def keys(self, url: str) -> list[str]:
         """Return all keys under the URL of a folder, sorted, without that folder."""
@@ -115,22 +120,24 @@ class AzuriteServer(Server):
         request = urllib.request.Request(url, method=method, data=data if method == "PUT" else None, headers=ours)
         request.add_header("Authorization", f"SharedKey {ACCOUNT}:{base64.b64encode(signed).decode()}")
         request.add_header("Content-Type", "")
-        with urllib.request.urlopen(request, timeout=60) as reply:
+        trust = None if self.ca_file is None else ssl.create_default_context(cafile=self.ca_file)
+        with urllib.request.urlopen(request, timeout=60, context=trust) as reply:
             body: bytes = reply.read()
             return body
 
 
 @contextmanager
-def azurite(folder: Path | None = None) -> Iterator[AzuriteServer]:
+def azurite(folder: Path | None = None, *, is_tls: bool = False) -> Iterator[AzuriteServer]:
     """Run Azurite for the length of a block.
 
     Args:
         folder: Where it writes; None: a temporary folder that is removed.
+        is_tls: Whether it speaks TLS, and takes tokens whose signature it does not check.
     """
     with ExitStack() as stack:
         if folder is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="azurite-")))
-        server = AzuriteServer(folder, free_port())
+        server = AzuriteServer(folder, free_port(), is_tls=is_tls)
         stack.callback(server.kill, "azurite")
         server.restart("azurite")
         server.make_container()

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Literal
 
 from tests.servers.process import SECONDS_MAX, ServerProcess, accepts, free_port
-from tests.servers.server import BUCKET, S3Server
+from tests.servers.server import BUCKET, TLS, S3Server
 
 ACCESS_KEY, SECRET_KEY = "CANARYCEPHACCESSKEYA", "canary-ceph-secret-canary-ceph-secret-ca"
-_TLS = Path(__file__).parents[1] / "fixtures" / "tls"
 _GIB = 1 << 30
 
 _CAPABILITIES = {
@@ -76,7 +75,7 @@ class CephServer(S3Server):
     def __init__(self, folder: Path, port: int, tls_port: int, *, is_tls: bool = False) -> None:
         """Remember where it is."""
         endpoint = f"https://127.0.0.1:{tls_port}" if is_tls else f"http://127.0.0.1:{port}"
-        super().__init__(endpoint, ACCESS_KEY, SECRET_KEY, str(_TLS / "authority.pem") if is_tls else None)
+        super().__init__(endpoint, ACCESS_KEY, SECRET_KEY, str(TLS / "authority.pem") if is_tls else None)
         self.name = "ceph"
         self.folder, self._ports = folder, (port, tls_port)
         said = subprocess.run(["ceph", "--version"], capture_output=True, text=True, check=True).stdout
@@ -148,7 +147,7 @@ def ceph(
         (folder / "ceph.conf").write_text(
             _CONFIGURATION.format(
                 fsid=fsid, folder=folder, objectstore=objectstore, device_bytes=device_bytes, port=port,
-                tls_port=tls_port, mon_port=mon_port, certificate=_TLS / "server.pem",
+                tls_port=tls_port, mon_port=mon_port, certificate=TLS / "server.pem",
             )
         )  # fmt: skip
         server = CephServer(folder, port, tls_port)

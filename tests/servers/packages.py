@@ -33,6 +33,7 @@ _DEBIAN = {
     },
     "azurite": {"nodejs": ("node",), "npm": ("npm",)},
     "rclone": {},
+    "clock": {"faketime": ("faketime",)},
     "sftp": {"openssh-server": ("sshd",), "openssh-client": ("ssh-keygen",)},
 }
 """By server, the packages it needs, and the programs in each one."""

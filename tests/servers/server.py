@@ -6,11 +6,15 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from holdfast.settings import ObjectSettings, Settings
 from tests.servers.process import ServerProcess
 
 BUCKET = "holdfast-tests"
+
+TLS = Path(__file__).parents[1] / "fixtures" / "tls"
+"""Certificates: `server.pem` with its key, and `authority.pem` that signed it."""
 
 
 class Server(ABC):

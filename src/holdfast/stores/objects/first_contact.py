@@ -46,7 +46,7 @@ class FirstContact:
         if not isinstance(failure, TemporaryError) or self._server in _answered:
             return failure
         if _UNKNOWN_NAME.search(text):
-            return InvalidError(f"{failure}. No host has this name: mend the endpoint, or the region")
+            return InvalidError(f"{failure}. No host has this name: mend endpoint, region, account or proxy")
         if _NO_TLS in text:
             return InvalidError(f"{failure}. The server does not speak TLS: begin the endpoint with http://")
         failure.is_first_contact = True

@@ -75,11 +75,14 @@ def _google(address: Address) -> Any:
     if any(os.environ.get(name) for name in _GOOGLE_NATIVE):
         return None
     kind = _kind_of_default_credentials(os.environ)
-    if kind is None or kind in _GOOGLE_NATIVE_KINDS:
+    # The library does not know where Google's command line keeps its files if that is somewhere else.
+    is_found = bool(os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")) or not os.environ.get("CLOUDSDK_CONFIG")
+    if kind is None or (kind in _GOOGLE_NATIVE_KINDS and is_found):
         # Without a file the library asks the machine.
         return None
     try:
         auth: Any = importlib.import_module("google.auth")
+        kinds: Any = importlib.import_module("google.auth.credentials")
         providers: Any = importlib.import_module("obstore.auth.google")
         importlib.import_module("google.auth.transport.requests")
     except ImportError as error:
@@ -89,8 +92,9 @@ def _google(address: Address) -> Any:
         ) from error
     failure: CheckpointError
     try:
-        found, _ = auth.default(scopes=[_GOOGLE_SCOPE])
-        return providers.GoogleCredentialProvider(found)
+        # With a scope from the start, the package would ask a service for the name of the project.
+        found, _ = auth.default()
+        return providers.GoogleCredentialProvider(kinds.with_scopes_if_required(found, [_GOOGLE_SCOPE]))
     except Exception as error:  # noqa: BLE001 - its text may show the content of the file
         failure = InvalidError(
             f"{address.url}: application default credentials of the kind {kind!r} cannot be used "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -20,6 +21,9 @@ from holdfast.stores.parts import check_buffers, check_ranges
 _PAGE_ENTRIES = 1000
 _TIMED_BYTES_MAX = 64 * MIB
 """Bytes that lengthen the time of a `get`: its limit guards against damage, and is far above what is there."""
+_BEYOND_END = re.compile(r"\bInvalidRange\b|status code: 416\b")
+_NOT_PARTIAL = "non-partial response"
+"""What the client says of a server that answers 200 to a request for a part."""
 
 
 class ObjectReading:
@@ -32,6 +36,8 @@ class ObjectReading:
         self.read_alignment = 1
         self.clients = Clients(address, settings)
         self._has_bucket = False
+        self._sends_whole_objects = False
+        """Whether the server was asked for a part once, and did not say that it sent one."""
 
     def size(self, key: str) -> int:
         """Return the bytes of an object."""
@@ -189,6 +195,8 @@ class ObjectReading:
             return []
         starts, stops = zip(*batch.requests, strict=True)
         where = f"{self.where(key)} bytes [{min(starts)}, {max(stops)})"
+        if self._sends_whole_objects:
+            return self._cut_from_whole(where, full, batch)
         try:
             found = self.clients.ask(
                 "read",
@@ -199,13 +207,41 @@ class ObjectReading:
         except MissingError:
             raise
         except CheckpointError as error:
-            if "InvalidRange" in str(error) or "416" in str(error):
+            if _BEYOND_END.search(str(error)):
                 return None
-            raise
+            if _NOT_PARTIAL not in str(error):
+                raise
+            self._sends_whole_objects = True
+            return self._cut_from_whole(where, full, batch)
         views = [memoryview(each) for each in found]
         if any(view.nbytes != stop - start for view, (start, stop) in zip(views, batch.requests, strict=True)):
             return None
         return views
+
+    def _cut_from_whole(self, where: str, full: str, batch: Batch) -> Sequence[memoryview] | None:
+        """Read an object from its begin to the end of a batch, and keep what the batch asks for.
+
+        Some servers, `rclone serve s3` for one, do not say that what they send is a part.
+        """
+        end = batch.requests[-1][1]
+        found = self.clients.ask(
+            "read", where, lambda api, client: api.get(client, full), min(end, _TIMED_BYTES_MAX), is_received=True
+        )
+        if found.meta["size"] < end:
+            return None
+        kept = [memoryview(bytearray(stop - start)) for start, stop in batch.requests]
+        pieces, at = iter(found.stream(min_chunk_size=MIB)), 0
+        while at < end:
+            piece = self.clients.ask("read", where, lambda *_: next(pieces, None))
+            if piece is None:
+                return None
+            data = memoryview(piece)
+            for view, (start, stop) in zip(kept, batch.requests, strict=True):
+                first, last = max(start, at), min(stop, at + data.nbytes)
+                if first < last:
+                    view[first - start : last - start] = data[first - at : last - at]
+            at += data.nbytes
+        return kept
 
     def full_key(self, key: str) -> str:
         """Return the name of an object in its bucket.

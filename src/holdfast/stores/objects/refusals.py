@@ -25,7 +25,11 @@ _CAUSES = (
 )
 """Where the client's text says why there is no connection."""
 _HOST = re.compile(r"Error performing [A-Z]+ (https?://[^/\s]+)")
-_ASKING_FOR_CREDENTIALS = re.compile(r"token request|169\.254\.169\.254|metadata\.google\.internal")
+_ASKING_FOR_CREDENTIALS = re.compile(
+    r"token request|169\.254\.169\.254|metadata\.google\.internal|External \w+ credential provider"
+)
+_NETWORK = re.compile(r"credential provider: \w*(?:Transport|Connection|Connect|Timeout)\w*Error|ConnectTimeoutError")
+"""A vendor's package that could not ask a service for credentials."""
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([^<]{1,100})</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]{0,2000})</Message>")
@@ -169,7 +173,7 @@ def _without_credentials(text: str) -> tuple[type[CheckpointError], str] | None:
     if not _ASKING_FOR_CREDENTIALS.search(text):
         return None
     found = _STATUS.search(text)
-    if found is not None and (int(found[1]) >= 500 or int(found[1]) in _THROTTLED):
+    if _NETWORK.search(text) or (found is not None and (int(found[1]) >= 500 or int(found[1]) in _THROTTLED)):
         return TemporaryError, "the service for credentials failed; retry"
     return InvalidError, _NO_CREDENTIALS
 

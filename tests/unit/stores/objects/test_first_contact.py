@@ -30,7 +30,7 @@ def judged(contact: FirstContact, text: str) -> Exception:
 def test_a_name_that_nobody_has_is_final_until_the_server_has_answered(request: pytest.FixtureRequest) -> None:
     contact = FirstContact(request.node.nodeid)
     assert isinstance(judged(contact, UNKNOWN_NAME), InvalidError)
-    assert "mend the endpoint" in str(judged(contact, UNKNOWN_NAME))
+    assert "mend endpoint" in str(judged(contact, UNKNOWN_NAME))
     for text in (NO_NAME_SERVER, REFUSED):
         failure = judged(contact, text)
         assert isinstance(failure, TemporaryError)

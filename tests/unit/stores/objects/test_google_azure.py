@@ -152,6 +152,12 @@ class TestWhoIsAsked:
         monkeypatch.setitem(sys.modules, "google.auth", None)
         with pytest.raises(InvalidError, match=r"'external_account'.*pip install 'holdfast\[gcs\]'"):
             credentials_of(GS)
+        file.write_text(json.dumps({"type": "authorized_user"}))
+        if variable == "CLOUDSDK_CONFIG":  # The library does not look there.
+            with pytest.raises(InvalidError, match="authorized_user"):
+                credentials_of(GS)
+        else:
+            assert credentials_of(GS) is None
         monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", "/a/file")
         assert credentials_of(GS) is None
 

@@ -128,20 +128,6 @@ def test_a_refusal_is_a_typed_error(
         assert raised.value.__context__ is None
 
 
-def test_a_look_is_refused_in_words(store: ObjectStore, proxy: ObjectProxy) -> None:
-    """The reply to HEAD has no document, so what it is about is asked for once more."""
-
-    def late_clock(asked: Asked) -> tuple[int, str] | None:
-        return (403, "RequestTimeTooSkewed") if "key" in asked.path else None
-
-    proxy.rule = late_clock
-    for call in (lambda: store.size("key"), lambda: store.identity("key"), lambda: store.move("key", "other")):
-        with pytest.raises(InvalidError, match="clock of this machine") as raised:
-            call()
-        assert raised.value.__cause__ is None
-        assert raised.value.__context__ is None
-
-
 def test_a_panic_of_the_client_is_an_error(store: ObjectStore) -> None:
     class PanicException(BaseException):
         """As the client's, which no module exports."""
@@ -296,30 +282,6 @@ def test_one_busy_moment_does_not_tell_how_a_server_deletes(
     assert [asked.headers.get("if-match") is not None for asked in deletions] == [True]
 
 
-@pytest.mark.parametrize("status", (200, 202, 204))
-def test_each_success_of_a_deletion_counts(objects: ObjectServer, proxy: ObjectProxy, status: int) -> None:
-    """Azure answers 202 where others answer 204."""
-    bucket = f"{BUCKET}-{status}"
-    objects.client().create_bucket(Bucket=bucket)
-    store = ObjectStore(f"s3://{bucket}/run", settings=Settings(object_store=ObjectSettings(endpoint=proxy.endpoint)))
-
-    def keeps_conditions(asked: Asked) -> tuple[int, str] | None:
-        if asked.method != "DELETE":
-            return None
-        if asked.headers["if-match"] == _OTHER_TAG:
-            return 412, "ConditionNotMet"
-        objects.client().delete_object(Bucket=bucket, Key=asked.path.partition("?")[0].removeprefix(f"/{bucket}/"))
-        return status, "Deleted"
-
-    proxy.rule = keeps_conditions
-    for key in ("one", "two"):
-        store.put(key, b"1")
-        proxy.asked.clear()
-        store.move(key, "aside")
-    deletions = [asked for asked in proxy.asked if asked.method == "DELETE" and "/run/two" in asked.path]
-    assert [asked.headers.get("if-match") is not None for asked in deletions] == [True]
-
-
 def test_move_replaces_only_what_was_there_before(
     store: ObjectStore, proxy: ObjectProxy, objects: ObjectServer
 ) -> None:
@@ -356,32 +318,6 @@ def test_what_comes_between_look_and_replacement_stays(
     with pytest.raises(ConflictError, match="latest"):
         store.replace("latest", b"step-2", seen)
     assert store.get("latest", 10) == b"step-3"
-
-
-def test_a_server_that_never_replaces_is_no_other_writer(store: ObjectStore, proxy: ObjectProxy) -> None:
-    """As Ceph in a bucket that keeps versions."""
-    store.put("latest", b"step-1")
-    proxy.rule = lambda asked: (412, "PreconditionFailed") if "if-match" in asked.headers else None
-    with pytest.raises(InvalidError, match="without versions"):
-        store.replace("latest", b"step-2", b"step-1")
-    assert store.get("latest", 10) == b"step-1"
-
-
-def test_a_bucket_that_keeps_versions_is_said_once(objects: ObjectServer, caplog: pytest.LogCaptureFixture) -> None:
-    client, name = objects.client(), f"{BUCKET}-versions"
-    client.create_bucket(Bucket=name)
-    client.put_bucket_versioning(Bucket=name, VersioningConfiguration={"Status": "Enabled"})
-    plain = ObjectStore(objects.new_url(), settings=objects.settings())
-    plain.put("key", b"1")
-    plain.delete(["key"])
-    assert not caplog.records
-    for number in range(2):
-        store = ObjectStore(f"s3://{name}/{number}", settings=objects.settings())
-        store.put_if_absent("key", b"1")
-        store.delete(["key"])
-    (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith(f"s3://{name} keeps versions")
-    assert client.list_object_versions(Bucket=name, Prefix="0/key")["Versions"]
 
 
 def test_own_replacement_after_a_lost_reply_is_a_success(store: ObjectStore, proxy: ObjectProxy) -> None:

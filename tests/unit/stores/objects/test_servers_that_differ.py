@@ -1,0 +1,115 @@
+"""What servers do that differ from Amazon's, each on a real server behind a proxy."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from holdfast.errors import CorruptError, InvalidError
+from holdfast.settings import MIB, ObjectSettings, Settings
+from holdfast.stores.objects.conditional_delete import _OTHER_TAG
+from holdfast.stores.objects.store import ObjectStore
+from tests.object_proxy import Asked, ObjectProxy, object_proxy
+from tests.object_server import BUCKET, ObjectServer
+
+
+@pytest.fixture
+def proxy(objects: ObjectServer) -> Iterator[ObjectProxy]:
+    with object_proxy(objects.endpoint) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def store(objects: ObjectServer, proxy: ObjectProxy) -> ObjectStore:
+    return ObjectStore(objects.new_url(), settings=Settings(object_store=ObjectSettings(endpoint=proxy.endpoint)))
+
+
+def test_a_look_is_refused_in_words(store: ObjectStore, proxy: ObjectProxy) -> None:
+    """The reply to HEAD has no document, so what it is about is asked for once more."""
+
+    def late_clock(asked: Asked) -> tuple[int, str] | None:
+        return (403, "RequestTimeTooSkewed") if "key" in asked.path else None
+
+    proxy.rule = late_clock
+    for call in (lambda: store.size("key"), lambda: store.identity("key"), lambda: store.move("key", "other")):
+        with pytest.raises(InvalidError, match="clock of this machine") as raised:
+            call()
+        assert raised.value.__cause__ is None
+        assert raised.value.__context__ is None
+
+
+@pytest.mark.parametrize("status", (200, 202, 204))
+def test_each_success_of_a_deletion_counts(objects: ObjectServer, proxy: ObjectProxy, status: int) -> None:
+    """Azure answers 202 where others answer 204."""
+    bucket = f"{BUCKET}-{status}"
+    objects.client().create_bucket(Bucket=bucket)
+    store = ObjectStore(f"s3://{bucket}/run", settings=Settings(object_store=ObjectSettings(endpoint=proxy.endpoint)))
+
+    def keeps_conditions(asked: Asked) -> tuple[int, str] | None:
+        if asked.method != "DELETE":
+            return None
+        if asked.headers["if-match"] == _OTHER_TAG:
+            return 412, "ConditionNotMet"
+        objects.client().delete_object(Bucket=bucket, Key=asked.path.partition("?")[0].removeprefix(f"/{bucket}/"))
+        return status, "Deleted"
+
+    proxy.rule = keeps_conditions
+    for key in ("one", "two"):
+        store.put(key, b"1")
+        proxy.asked.clear()
+        store.move(key, "aside")
+    deletions = [asked for asked in proxy.asked if asked.method == "DELETE" and "/run/two" in asked.path]
+    assert [asked.headers.get("if-match") is not None for asked in deletions] == [True]
+
+
+def test_a_server_that_never_replaces_is_no_other_writer(store: ObjectStore, proxy: ObjectProxy) -> None:
+    """As Ceph in a bucket that keeps versions."""
+    store.put("latest", b"step-1")
+    proxy.rule = lambda asked: (412, "PreconditionFailed") if "if-match" in asked.headers else None
+    with pytest.raises(InvalidError, match="without versions"):
+        store.replace("latest", b"step-2", b"step-1")
+    assert store.get("latest", 10) == b"step-1"
+
+
+def test_a_bucket_that_keeps_versions_is_said_once(objects: ObjectServer, caplog: pytest.LogCaptureFixture) -> None:
+    client, name = objects.client(), f"{BUCKET}-versions"
+    client.create_bucket(Bucket=name)
+    client.put_bucket_versioning(Bucket=name, VersioningConfiguration={"Status": "Enabled"})
+    plain = ObjectStore(objects.new_url(), settings=objects.settings())
+    plain.put("key", b"1")
+    plain.delete(["key"])
+    assert not caplog.records
+    for number in range(2):
+        store = ObjectStore(f"s3://{name}/{number}", settings=objects.settings())
+        store.put_if_absent("key", b"1")
+        store.delete(["key"])
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"s3://{name} keeps versions")
+    assert client.list_object_versions(Bucket=name, Prefix="0/key")["Versions"]
+
+
+def test_a_server_that_sends_whole_objects(store: ObjectStore, proxy: ObjectProxy) -> None:
+    """As `rclone serve s3` does: it does not say that what it sends is a part."""
+    data = random.Random(1).randbytes(3 * MIB + 1)
+    store.put("key", data)
+    proxy.rule = lambda asked: asked.headers.pop("range", None) and None
+    proxy.asked.clear()
+    for _ in range(2):
+        ranges = [(0, 1), (5, MIB), (2 * MIB, 3 * MIB + 1), (7, 9)]
+        buffers = [bytearray(stop - start) for start, stop in ranges]
+        store.read_into("key", ranges, [memoryview(buffer) for buffer in buffers])
+        assert buffers == [data[start:stop] for start, stop in ranges]
+    assert store.holds("key", memoryview(data))
+    with pytest.raises(CorruptError, match="key"):
+        store.read_into("key", [(MIB, 3 * MIB + 2)], [memoryview(bytearray(2 * MIB + 2))])
+    # It is asked for parts once, in two requests side by side.
+    assert sum(asked.method == "GET" for asked in proxy.asked) <= 5
+
+
+def test_a_refusal_of_a_key_with_any_digits_is_no_end_of_an_object(store: ObjectStore, proxy: ObjectProxy) -> None:
+    store.put("a/416/key", b"0123456789")
+    proxy.rule = lambda asked: (403, "AccessDenied") if asked.method == "GET" else None
+    with pytest.raises(InvalidError, match="AccessDenied"):
+        store.read_into("a/416/key", [(0, 1)], [memoryview(bytearray(1))])
