@@ -182,8 +182,9 @@ class Settings:
 
     stall_timeout_seconds: float | None = None
     """How long a save may hold the training thread while this process writes no byte. Then that save fails, and
-    training goes on. While the write hangs, later saves fail at once. Slow storage is waited for. None: half of the
-    timeout of the process group, at most 300 s."""
+    training goes on. While the write hangs, later saves fail at once. Slow storage is waited for, and under
+    `max_bytes_per_second` the time of a pack is added. None: half of the timeout of the process group, at most
+    300 s."""
 
     failed_saves_max: int | None = None
     """After how many failed saves in a row a call of `save` or `maybe_save` raises, on every rank. None: never. A

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Self
@@ -74,6 +75,8 @@ class Block:
     counts: Mapping[str, int] = field(default_factory=dict)
     failure: str = ""
     """What went wrong; empty if nothing did."""
+    commit: str = field(default_factory=lambda: _commit())
+    """Of Holdfast."""
 
 
 def options_now(environment: Mapping[str, str]) -> Options:
@@ -158,6 +161,7 @@ def write_results(record: Record, wanted: Iterable[tuple[str, str, int]], canary
             {
                 "server": server,
                 "software": own[-1].software if own else "",
+                "commits": sorted({each.commit for each in own}),
                 "part": part,
                 "outcome": outcome,
                 "rounds_asked": asked,
@@ -175,7 +179,6 @@ def write_results(record: Record, wanted: Iterable[tuple[str, str, int]], canary
                 "date": datetime.now(UTC).isoformat(timespec="seconds"),
                 "seed": record.options.seed,
                 "options": asdict(record.options),
-                "commit": _commit(),
                 "machine": {
                     "processors": os.cpu_count(),
                     "kernel": platform.release(),
@@ -211,6 +214,7 @@ def _software() -> dict[str, str]:
     return found
 
 
+@cache
 def _commit() -> str:
     asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     return asked.stdout.strip()

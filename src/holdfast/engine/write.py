@@ -103,6 +103,11 @@ class PackWriter:
         self._store, self._settings = store, settings
         self._buffers = BufferPool(settings.windows_in_flight + 1, settings.window_bytes)
 
+    @property
+    def sends_whole_packs(self) -> bool:
+        """Whether the store gets a pack in one request, when the pack is complete."""
+        return self._store.object_bytes_max is not None
+
     def through(self, store: Store) -> PackWriter:
         """Return a writer with the same buffers that writes through another view of the store."""
         writer = copy.copy(self)
@@ -177,7 +182,7 @@ class PackWriter:
         settings = self._settings
         nonfinite = NonFinite() if settings.count_nonfinite else None
         # A file was written window by window: to complete it later would gain nothing.
-        later = None if self._store.object_bytes_max is None else completions
+        later = completions if self.sends_whole_packs else None
         # The committing rank makes the folders durable, once for all ranks.
         upload = self._store.upload(pack.key, pack.bytes, settings.window_bytes, folders_durable=False)
         try:

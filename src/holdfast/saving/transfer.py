@@ -72,6 +72,8 @@ class Transfer:
         self.waited_seconds = 0.0
         """Seconds that copies waited for buffers."""
         self._on_written = on_written
+        self._stall_seconds = job.stall_seconds + _capped_seconds(packs, writer, job)
+        """After this time without a written byte the save counts as hung."""
         self._staging = Staging(job.arena)
         self._written: list[WrittenPack] | None = None
         self._has_left_write = False
@@ -181,13 +183,14 @@ class Transfer:
             self._handle.stop_waiting(self._stall_error(since))
 
     def _is_stalled(self, since: float) -> bool:
-        return self._job.progress.idle_seconds(since) >= self._job.stall_seconds
+        return self._job.progress.idle_seconds(since) >= self._stall_seconds
 
     def _stall_error(self, since: float) -> UnavailableError:
-        progress = self._job.progress
+        progress, is_capped = self._job.progress, self._stall_seconds > self._job.stall_seconds
         return UnavailableError(
             f"{self._name}: training waited for {progress.idle_seconds(since):,.0f} s, and no byte was written "
-            f"meanwhile; expected some within {self._job.stall_seconds:g} s (settings.stall_timeout_seconds). "
+            f"meanwhile; expected some within {self._stall_seconds:g} s (settings.stall_timeout_seconds"
+            f"{', and the time of a pack under max_bytes_per_second' if is_capped else ''}). "
             f"Nothing was committed. Look at the storage: {progress.hung or 'storage does not answer'}"
         )
 
@@ -253,7 +256,7 @@ class Transfer:
         on_progress: Callable[[int], None],
     ) -> list[WrittenPack]:
         written = []
-        progress, limit = self._job.progress, self._job.stall_seconds
+        progress, limit = self._job.progress, self._stall_seconds
         with (
             self._trace.phase("write"),
             progress.writing(self._name, limit),
@@ -368,6 +371,14 @@ class Transfer:
         ]
         if changed:
             raise InvalidError(_modified_message(self._name, changed))
+
+
+def _capped_seconds(packs: Sequence[PlannedPack], writer: PackWriter, job: Job) -> float:
+    """Return how long the cap may hold back the next pack: no byte is written meanwhile, although storage answers."""
+    cap = job.settings.max_bytes_per_second
+    if cap is None or not writer.sends_whole_packs:
+        return 0.0
+    return max((pack.bytes for pack in packs), default=0) * job.comm.world_size / cap
 
 
 def _modified_message(name: str, changed: Sequence[str]) -> str:

@@ -32,6 +32,7 @@ from holdfast.testing.comm import ThreadComm, ThreadGroup
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.testing.framework import NumpyFramework
 from tests.unit.ranks import PATIENT, World, fresh_store, plain, saved
+from tests.unit.stores.wrappers.by_hand import ClockBySleep
 
 SMALL_ARENA = replace(PATIENT, arena_bytes_max=3 * PATIENT.window_bytes, stall_timeout_seconds=1.5)
 
@@ -82,6 +83,26 @@ def test_a_write_that_hangs_holds_training_for_the_timeout_and_later_saves_not_a
     assert "stall_timeout_seconds" in str(errors[0]) and "save of step 2 has written no byte" in str(errors[1])
     assert any("training waits until the state is copied" in each.getMessage() for each in caplog.records)
     assert 1 in world.committed() and 4 not in world.committed()
+
+
+@pytest.mark.parametrize("cap", (None, 2_000))
+def test_a_pack_that_the_cap_holds_back_does_not_hang(cap: int | None) -> None:
+    """A pack of 20 KB takes 10 s then, and nothing is written meanwhile: more than the timeout."""
+    settings = replace(PATIENT, stall_timeout_seconds=1.5, max_bytes_per_second=cap)
+    clock, hung = ClockBySleep(), list[bool]()
+
+    def take_time(_: FaultPoint) -> None:
+        for seconds in (6.0, 6.0):
+            clock.sleep(seconds)
+            hung.append(job.progress.hung is not None)
+
+    store = FaultyStore(fresh_store(), Faults(take_time, names={"upload.complete"}))
+    store.object_bytes_max = MIB
+    job = Job(ThreadComm(ThreadGroup(1), 0), clock, settings, NumpyFramework(0))
+    with CheckpointManager.over(store, job) as manager:
+        manager.save(1, {"w": plain(1.0, count=4096)}).wait()
+    # It hangs once the timeout is over after the time of the pack, too.
+    assert hung == ([False, True] if cap else [True, True])
 
 
 @pytest.fixture
