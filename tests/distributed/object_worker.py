@@ -1,4 +1,4 @@
-"""Processes that save to a URL: eight that race for one path, and ones that are killed on the way.
+"""Processes that save to an object store: eight that race for one path, and ones that are killed on the way.
 
 All are forked from one process, which has imported torch and made no request.
 """
@@ -127,8 +127,6 @@ IMPORTED = (
     "torch.distributed.tensor",
     "holdfast.checkpoint_manager",
     "holdfast.frameworks.torch.framework",
-    "holdfast.stores.fsspec.store",
-    "tests.file_systems",
 )
 """Once for all forks: what a save imports, but for the client of the object store."""
 
