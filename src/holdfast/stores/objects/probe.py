@@ -15,6 +15,10 @@ from holdfast.errors import CheckpointError, ConflictError, InvalidError
 
 _PROBE_BYTES = 12
 
+_TRIES = 2
+"""How often the server is asked before it is refused: a collection may remove what looks like an object that a killed
+process left, between the two creates."""
+
 
 def probe_key(clock: Clock) -> str:
     """Return a key that nobody uses, in a folder whose content decides nothing."""
@@ -63,19 +67,24 @@ class Probe:
         """
         if not self._is_needed or self._store.url in _asked:
             return
-        key = probe_key(self._clock)
-        try:
-            self._store.create(key, memoryview(b"first"))
-            self._store.create(key, memoryview(b"second"))
-        except ConflictError:
+        if any(self._refuses_second_create() for _ in range(_TRIES)):
             with _lock:
                 _asked.add(self._store.url)
             return
-        finally:
-            with suppress(CheckpointError):
-                self._store.delete([key])
         raise InvalidError(
             f"{self._store.url}: this server let two writers create one object, so two jobs could overwrite each "
             "other's checkpoints unnoticed. Choose a store that keeps the condition If-None-Match, or make sure that "
             "one job alone writes there: Settings(object_store=ObjectSettings(single_writer=True))"
         )
+
+    def _refuses_second_create(self) -> bool:
+        key = probe_key(self._clock)
+        try:
+            self._store.create(key, memoryview(b"first"))
+            self._store.create(key, memoryview(b"second"))
+        except ConflictError:
+            return True
+        finally:
+            with suppress(CheckpointError):
+                self._store.delete([key])
+        return False
