@@ -303,6 +303,21 @@ def test_a_file_that_is_missing_is_named(run: Path, tmp_path: Path) -> None:
     assert api.copy_run(run, tmp_path / "whole").steps == 3
 
 
+def test_an_unfinished_copy_passes_for_no_run(run: Path, tmp_path: Path) -> None:
+    """Its newest step is missing. A job that went on there would train from an older one, and nobody would know."""
+    (pack,) = step_path(run, 3).glob("*/r00000.safetensors")
+    pack.write_bytes(pack.read_bytes()[:-1])
+    copy = tmp_path / "copy"
+    assert command("cp", run, copy).status == 1
+    with holdfast.CheckpointManager(copy, process_group=False) as manager:
+        manager.load(state_at(0))
+        with pytest.raises(ConflictError, match="holds an unfinished copy of a run, so its newest steps may be missing"):
+            manager.save(4, state_at(4)).wait()
+    assert not (copy / "holdfast.json").exists()
+    assert command("cp", run, copy, "--skip-damaged").status == 0
+    require_resumes(copy, 2)
+
+
 def test_what_cannot_be_copied_is_refused(run: Path, tmp_path: Path) -> None:
     torch.save({"model": torch.ones(3)}, tmp_path / "model.pt")  # noqa: TID251
     refused = command("cp", tmp_path / "model.pt", tmp_path / "copy")

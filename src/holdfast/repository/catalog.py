@@ -15,6 +15,7 @@ from holdfast.format.index.index_checks import index_from
 from holdfast.format.index.index_file import INDEX_BYTES_MAX
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from holdfast.format.names import (
+    COPY_CLAIM_FILE,
     MANIFEST_FILE,
     RUN_FILE,
     manifest_key,
@@ -95,8 +96,18 @@ def read_run_id(store: Store) -> str | None:
 
 
 def ensure_run(store: Store, run_id: str, created: str) -> str:
-    """Begin a run at a root if there is none; return the id of the run at the root."""
+    """Begin a run at a root if there is none; return the id of the run at the root.
+
+    Raises:
+        ConflictError: The root is that of a copy which is not complete.
+    """
     if (existing := read_run_id(store)) is None:
+        if exists(store, COPY_CLAIM_FILE):
+            raise ConflictError(
+                f"{store.url}: holds an unfinished copy of a run, so its newest steps may be missing; expected a whole "
+                f"run, or a new folder. Nothing was saved. Run the same holdfast cp again, which continues; or, to go "
+                f"on from what is there, remove {COPY_CLAIM_FILE}"
+            )
         try:
             publish(store, RUN_FILE, sealed({**header("run", minor=0), "run_id": run_id, "created": created}))
             put_readme(store)

@@ -141,7 +141,7 @@ class ObjectUpload(RoomUpload):
         sent = _Sent(memory[:total])
         self._sent.append(sent)
         self._create(sent.data)
-        self._close(is_free=all([each.is_released() for each in self._sent]))
+        self._close(is_free=all(each.is_released() for each in self._sent))
 
     def abort(self) -> None:
         """Forget the object. Nothing of it was sent, unless `complete` failed."""
