@@ -19,6 +19,7 @@ from holdfast.clock import SystemClock
 from holdfast.errors import ConflictError, CorruptError
 from holdfast.format.names import step_folder
 from holdfast.offline.copying.copy_run import RunCopy
+from holdfast.offline.copying.destination import CopyDestination
 from holdfast.settings import MIB, ObjectSettings, Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.objects.store import ObjectStore
@@ -223,6 +224,19 @@ def test_a_large_object_leaves_no_parts_behind(server: ObjectServer, tmp_path: P
     assert all(torch.equal(loaded[name], HELD[name]) for name in HELD)
 
 
+def test_uploads_of_other_programs_go_on(server: ObjectServer) -> None:
+    """A destination may be the root of a bucket, where others send meanwhile."""
+    url, attempt = server.new_url(), "0123456789abcdef"
+    prefix = url.removeprefix(f"s3://{BUCKET}/")
+    ours = [f"{step_folder(1)}{attempt}/r00000.safetensors", f"{attempt}/r00000-1.safetensors", "quarantine/pack"]
+    others = ["data/shard-00", "other-run/step-000000000001/0123456789abcdef/r00000.safetensors"]
+    for key in (*ours, *others):
+        server.client().create_multipart_upload(Bucket=BUCKET, Key=f"{prefix}/{key}")
+    store = ObjectStore(url, settings=server.settings())
+    CopyDestination(store, SystemClock()).claim("a run", None)
+    assert uploads(server, url) == others
+
+
 def test_gc_removes_uploads_that_nobody_ended(run: Path, server: ObjectServer) -> None:
     url = server.new_url()
     api.copy_run(run, url)
@@ -311,7 +325,9 @@ def test_an_unfinished_copy_passes_for_no_run(run: Path, tmp_path: Path) -> None
     assert command("cp", run, copy).status == 1
     with holdfast.CheckpointManager(copy, process_group=False) as manager:
         manager.load(state_at(0))
-        with pytest.raises(ConflictError, match="holds an unfinished copy of a run, so its newest steps may be missing"):
+        with pytest.raises(
+            ConflictError, match="holds an unfinished copy of a run, so its newest steps may be missing"
+        ):
             manager.save(4, state_at(4)).wait()
     assert not (copy / "holdfast.json").exists()
     assert command("cp", run, copy, "--skip-damaged").status == 0

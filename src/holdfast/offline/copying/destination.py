@@ -13,10 +13,17 @@ import logging
 from holdfast.clock import Clock
 from holdfast.errors import ConflictError, InvalidError, printable
 from holdfast.format.manifest import MANIFEST_BYTES_MAX
-from holdfast.format.names import COPY_CLAIM_FILE, COPYING_FOLDER
+from holdfast.format.names import (
+    COPY_CLAIM_FILE,
+    COPYING_FOLDER,
+    is_attempt_file,
+    is_attempt_folder,
+    step_of_folder,
+)
 from holdfast.ports.store import Store
 from holdfast.ports.unended_uploads import KeepsUploads
 from holdfast.repository.publish import get_or_none, publish
+from holdfast.repository.quarantine import QUARANTINE
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +79,10 @@ class CopyDestination:
         self.makes_links = store.link(COPY_CLAIM_FILE, f"{COPYING_FOLDER}{self._clock.random_bytes(_NAME_BYTES).hex()}")
 
     def _abort_uploads(self) -> None:
-        """Remove uploads that a killed copy left: everything under a claimed place is of this copy."""
+        """Remove uploads that a killed copy left. Those of other programs, as in the root of a bucket, go on."""
         if isinstance(self.store, KeepsUploads):
             try:
-                self.store.abort_uploads("", lambda key: True)
+                self.store.abort_uploads("", _is_of_copy)
             except InvalidError as error:
                 logger.warning("uploads that a killed copy may have left were not looked for: %s", error)
 
@@ -92,6 +99,14 @@ class CopyDestination:
         store = self.store
         rest = [entry.key for entry in store.list(COPYING_FOLDER) if entry.key != COPY_CLAIM_FILE]
         store.delete([*rest, COPY_CLAIM_FILE])
+
+
+def _is_of_copy(key: str) -> bool:
+    """Return whether a key is that of a file which a copy may send in parts."""
+    folder, _, name = key.partition("/")
+    if step_of_folder(folder) is not None:
+        folder, _, name = name.partition("/")
+    return key.startswith(QUARANTINE) or (is_attempt_folder(folder) and is_attempt_file(name))
 
 
 def _shown(what: str) -> str:
