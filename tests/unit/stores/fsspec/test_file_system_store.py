@@ -66,7 +66,8 @@ class OddFileSystem(LocalFileSystem):
             raise ConnectionResetError("connection cut")
 
     def info(self, path: Any, **more: Any) -> Any:
-        self._has_turn("")
+        if self._has_turn("hangs at info"):
+            self.go_on.wait(60)
         return super().info(path, **more)
 
 
@@ -283,6 +284,15 @@ class TestFailures:
         OddFileSystem.go_on.set()
         assert buffer == b"12345"
         assert store.get("other", 5) == b"67890"
+
+    def test_a_read_that_hangs_at_the_size_is_given_up(self, tmp_path: Path) -> None:
+        store = store_at(f"odd://{tmp_path}/run", silence_timeout_seconds=0.05)
+        store.put_if_absent("key", b"12345")
+        for range_ in ((5, 5), (3, 7)):
+            OddFileSystem.oddity = "hangs at info"
+            with pytest.raises(TemporaryError, match="no answer within"):
+                store.read_into("key", [range_], [memoryview(bytearray(range_[1] - range_[0]))])
+            assert OddFileSystem.oddity == ""
 
     def test_what_another_mover_took_is_missing(self) -> None:
         store = store_at(f"taking://{uuid.uuid4().hex}/run")
