@@ -172,7 +172,7 @@ class _Sent:
 
     def __init__(self, memory: memoryview) -> None:
         array = np.frombuffer(memory, dtype=np.uint8)
-        self.data = memoryview(array)
+        self.data = array.data
         self._array = weakref.ref(array)
 
     def is_released(self) -> bool:
