@@ -61,9 +61,9 @@ from holdfast.types.plan import WantedBoxes
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent / "runs" / "scale"
+RESULTS = HERE / "results" / "scale.json"
 REPLY_SECONDS = 0.02
 """How late the replies of a store of objects come in the measurements called `late`."""
-RESULTS = HERE / "results" / "scale.json"
 RANKS, MIXTURE_RANKS = (1024, 4096, 16384), 2048
 SETTINGS = Settings()
 GROWING = (
@@ -100,7 +100,7 @@ def location_at(root: Path, reply_seconds: float = 0.0) -> CheckpointLocation:
     store: Store = LocalStore(root, settings=SETTINGS)
     if (root / PACKS_FILE).exists():
         store = PaperObjects(store, root, reply_seconds)
-    return CheckpointLocation(store, step_folder(STEP), STEP, root=store)
+    return CheckpointLocation(store, step_folder(STEP), STEP)
 
 
 def write_parts(root: Path, job: SyntheticJob, done: Opened, sizes: PackSizes | None) -> Written:
@@ -181,14 +181,13 @@ def committed(root: Path, reply_seconds: float) -> Numbers:
     data, _ = assemble(request, agreement, votes, SETTINGS, [])
     publish(place.store, place.manifest_key, data)
     seconds, processor_seconds = time.perf_counter() - start, time.process_time() - processor
-    peak = peak_mib()
     requests = place.store.requests if isinstance(place.store, PaperObjects) else {}
     found = {f"commit_requests_{name}": count for name, count in sorted(requests.items())}
     indexes = read_manifest(place.store, place.folder).indexes
     return found | {
         "commit_seconds": seconds,
         "commit_processor_seconds": processor_seconds,
-        "commit_peak_mib": peak,
+        "commit_peak_mib": peak_mib(),
         "manifest_bytes": len(data),
         "index_files": len(indexes),
         "index_bytes": sum(each.bytes for each in indexes),

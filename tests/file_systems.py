@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,9 @@ class CarelessFileSystem(LocalFileSystem):
     link = None
 
 
+_counting = threading.Lock()
+
+
 class KillingFileSystem(LocalFileSystem):
     """A local file system under whose hands a process dies."""
 
@@ -73,9 +77,10 @@ class KillingFileSystem(LocalFileSystem):
         found = re.fullmatch(r"(.*)/(\d+)/step-000000000002/.*", path)
         if found is None or int(found[2]) != os.getpid():
             return act()
-        type(self).changes += 1
         process = len(os.listdir(found[1]))
-        is_turn = self.changes == (process + 1) // 2
+        with _counting:
+            type(self).changes += 1
+            is_turn = self.changes == (process + 1) // 2
         if is_turn and process % 2:
             os.kill(os.getpid(), signal.SIGKILL)
         result = act()

@@ -14,6 +14,10 @@ from holdfast.repository.timelines import committed_steps
 from holdfast.settings import Settings
 from tests.servers.server import Server
 
+_OF_RUN = re.compile(
+    r"holdfast\.json|README|latest|epochs/\d{12}(\.json|\.accepted\.json|\.beat)|(tags|timelines|superseded)/.+"
+)
+"""What belongs to a run, not to a step."""
 _STEP_FILE = re.compile(r"(?P<step>step-\d{12})/(?P<attempt>[^/]+)/(?P<name>.+)")
 
 
@@ -41,9 +45,9 @@ def require_collected(server: Server, url: str, settings: Settings) -> int:
     for key in server.keys(url):
         found = _STEP_FILE.fullmatch(key)
         if found is None or found["attempt"] == "reports":
-            # Reports belong to the step, and everything else to the run.
-            is_named = not key.startswith("step-") or key.split("/")[0] in attempts
-            is_named = is_named and (not key.endswith("/manifest.json") or key in map(manifest_key, manifests))
+            # Manifest and reports of a step, or an object of the run.
+            is_of_step = key in map(manifest_key, manifests) or (found is not None and found["step"] in attempts)
+            is_named = is_of_step or _OF_RUN.fullmatch(key) is not None
         elif key.endswith(".safetensors"):
             is_named = key in packs
         else:

@@ -29,7 +29,7 @@ _RETRY_SECONDS = 300.0
 def clients_killed(
     server: Server, folder: Path, *, seed: int, kills: int, say: Callable[[str], None] = lambda _: None
 ) -> Counter[str]:
-    """Kill processes that save, each at a random time after its first step; judge what each left.
+    """Kill processes that save, each at a random time; judge what each left.
 
     Args:
         server: Where they save.
@@ -52,10 +52,15 @@ def clients_killed(
         root = f"{url}/{end['name']}"
         counts["killed" if end["is_killed"] else "ended before"] += 1
         try:
-            counts["objects collected"] += require_collected(server, root, settings)
+            if end["acknowledged"]:
+                counts["objects collected"] += require_collected(server, root, settings)
+            else:
+                counts["killed before a step was acknowledged"] += 1
             # Its own retention keeps the newest two.
             counts["acknowledged steps whole"] += require_whole(root, end["acknowledged"][-2:], settings)
-            _require_goes_on(root, end["acknowledged"][-1], settings)
+            # A process that was killed at once has not begun the run. The next one has.
+            _require_goes_on(root, end["acknowledged"], settings)
+            counts["objects collected"] += require_collected(server, root, settings)
         except BaseException as error:
             error.add_note(f"{root} of seed {seed}: {end}")
             raise
@@ -63,13 +68,17 @@ def clients_killed(
     return counts
 
 
-def _require_goes_on(root: str, newest: int, settings: Settings) -> None:
+def _require_goes_on(root: str, acknowledged: Sequence[int], settings: Settings) -> None:
     """Require that the next process loads the newest step, and saves another one."""
     with holdfast.CheckpointManager(root, settings=settings, process_group=False, preemption=False) as manager:
         state = empty_state()
         loaded = manager.load(state)
-        assert loaded is not None and loaded >= newest
-        require_equal(state, loaded)
+        if loaded is None:
+            assert not acknowledged
+            loaded = 0
+        else:
+            assert loaded >= max(acknowledged, default=0)
+            require_equal(state, loaded)
         manager.save(loaded + 1, state_of(loaded + 1)).wait()
 
 
@@ -122,7 +131,7 @@ def servers_killed(
     counts["acknowledged steps"] = len(client.acknowledged)
     counts["objects collected"] = require_collected(server, url, settings)
     counts["acknowledged steps whole"] = require_whole(url, client.acknowledged, settings)
-    _require_goes_on(url, client.acknowledged[-1], settings)
+    _require_goes_on(url, client.acknowledged, settings)
     return counts
 
 

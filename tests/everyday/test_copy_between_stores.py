@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import holdfast
 from holdfast import api
@@ -335,9 +336,10 @@ def test_an_unfinished_copy_passes_for_no_run(run: Path, tmp_path: Path) -> None
 
 
 def test_what_cannot_be_copied_is_refused(run: Path, tmp_path: Path) -> None:
-    torch.save({"model": torch.ones(3)}, tmp_path / "model.pt")  # noqa: TID251
-    refused = command("cp", tmp_path / "model.pt", tmp_path / "copy")
-    assert refused.status == 2 and "another system wrote it" in refused.err
+    save_file({"model": torch.ones(3)}, tmp_path / "model.safetensors")
+    for foreign in (tmp_path, tmp_path / "model.safetensors"):
+        refused = command("cp", foreign, tmp_path.with_name("copy"))
+        assert refused.status == 2 and "another system wrote it" in refused.err
     refused = command("cp", tmp_path / "typo", tmp_path / "copy")
     assert refused.status == 2 and "no checkpoint at" in refused.err
     refused = command("cp", run, tmp_path / "copy", "--step", "2", "--skip-damaged")

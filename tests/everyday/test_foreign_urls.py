@@ -137,6 +137,8 @@ def test_what_is_exported_is_read_by_the_other_system(
     puts = [each.path.rpartition("/")[2] for each in proxy.asked if each.method == "PUT" and "probe-" not in each.path]
     last = {"safetensors": INDEX, "dcp": ".metadata", "torch": "saved.pt"}[to]
     assert (puts[0], puts[-1], len(puts)) == ("plan.json", last, len(ended.json()["files"]) + 1)
+    if to != "torch":
+        assert len(proxy.asked) == 9 + len(ended.json()["files"])
     there = downloaded(objects, folder, tmp_path / "there")
     if to == "safetensors":
         parts = [load_file(path) for path in there.glob("*.safetensors")]

@@ -230,6 +230,9 @@ def test_a_source_that_changes_meanwhile_is_not_completed(tmp_path: Path, url: s
 def test_what_cannot_be_is_refused_before_anything_is_stored(source: Path, url: str) -> None:
     with pytest.raises(InvalidError, match=r"torch is one file; expected the URL of an object in a bucket"):
         exported(source, url, "torch")
+    holdfast.save(f"{url}-empty", {"step": 3}, process_group=False)
+    with pytest.raises(InvalidError, match="has nothing that safetensors holds; expected a tensor"):
+        exported(f"{url}-empty", url, model_only=False)  # type: ignore[arg-type]
     large = {"model": {"w": torch.zeros(80 * MIB, dtype=torch.uint8)}}
     holdfast.save(f"{url}-large", large, process_group=False)
     with pytest.raises(InvalidError, match=r"a worker has 41943040 bytes for it\. Allow \d+ bytes of memory.*--memory"):

@@ -13,6 +13,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from holdfast.errors import UnavailableError
 from holdfast.ports.store import Store
 from holdfast.stores.objects.store import ObjectStore
+from holdfast.stores.wrappers.retrying import RetryingStore
 from holdfast.testing.faults import FaultyStore, raise_error
 from tests.object_server import ObjectServer
 from tests.property.life import SETTINGS
@@ -30,7 +31,7 @@ class OnObjects(LifeOfARun):
 
     def opened_stores(self) -> tuple[Store, Store]:
         chosen = replace(SETTINGS, object_store=self.server.settings().object_store)
-        store = ObjectStore(self.server.new_url(), settings=chosen)
+        store = RetryingStore(ObjectStore(self.server.new_url(), settings=chosen), chosen)
         return store, FaultyStore(store, self.switch)
 
 

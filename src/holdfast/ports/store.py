@@ -284,7 +284,10 @@ class Store(Readable, Protocol):
 
     @property
     def object_bytes_max(self) -> int | None:
-        """Largest object that a save uploads here; None: no limit. A larger upload is `InvalidError`, or slower."""
+        """Largest object that a save uploads here; None: no limit. A larger upload is `InvalidError`, or slower.
+
+        With a limit, an upload shows its object at `complete`, whole. Without one, its key may exist before.
+        """
         ...
 
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:

@@ -49,6 +49,8 @@ MARKS_FOLDER = "collecting/"
 """Folder of the marks, under the root of a run."""
 
 _REPORTS_FOLDER = "reports"
+_PROBE = re.compile(r"reports/probe-[0-9a-f]{24}", re.ASCII)
+"""Under the root of a run. A process that is killed at its first write to a store of objects leaves one."""
 _MARK = re.compile(r"collecting/[0-9a-f]{32}\.json", re.ASCII)
 _MARK_BYTES_MAX = 256 * MIB
 _MARK_FILES_MAX = 10_000
@@ -240,6 +242,16 @@ def remove_marks(store: Store, keys: Iterable[str]) -> None:
 def mark_keys(store: Store) -> list[str]:
     """Return the keys of all marks under a root, readable or not."""
     return [entry.key for entry in store.list(MARKS_FOLDER) if _MARK.fullmatch(entry.key)]
+
+
+def remove_probes(store: Store) -> int:
+    """Remove the objects by which processes have asked the store what it refuses; return how many there were.
+
+    A process that asks just now asks once more, with another key.
+    """
+    keys = [entry.key for entry in store.list(f"{_REPORTS_FOLDER}/") if _PROBE.fullmatch(entry.key)]
+    store.delete(keys)
+    return len(keys)
 
 
 def remove(store: Store, to_delete: Unreferenced, epoch: int) -> Unreferenced:

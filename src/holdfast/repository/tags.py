@@ -74,6 +74,14 @@ def read_tags(store: Store) -> Tags:
     return Tags(whole, damaged)
 
 
+def whole_tags(store: Store) -> Tags:
+    """Return the tags of a run; raise if one cannot be read, since it may name a step that must stay."""
+    tags = read_tags(store)
+    for error in tags.damaged.values():
+        raise error
+    return tags
+
+
 def tag_named(store: Store, name: str) -> Tag:
     """Return a tag.
 

@@ -61,9 +61,12 @@ class ObjectExport(PlannedExport):
             single: The same for a format of one file; None if the URL cannot be that of an object.
             writer, options, clock: As for `Export`.
         Raises:
-            InvalidError: The format cannot hold the checkpoint's content, or is one file and the URL is a bucket.
+            InvalidError: The format cannot hold the checkpoint's content, or nothing of it, or is one file and the URL
+                is a bucket.
         """
         super().__init__(checkpoint, writer, options, clock)
+        if not self.files:
+            raise InvalidError(f"{checkpoint.url}: has nothing that {writer.name} holds; expected a tensor")
         place = folder if any(file.name for file in self.files) else single
         if place is None:
             raise InvalidError(f"{folder.url}: {writer.name} is one file; expected the URL of an object in a bucket")

@@ -35,7 +35,7 @@ from holdfast.repository import removal
 from holdfast.repository.catalog import read_run_id, step_folders
 from holdfast.repository.epochs import current_fence
 from holdfast.repository.quarantine import QuarantineRecord, quarantined, superseded_packs
-from holdfast.repository.tags import Tags, read_tags
+from holdfast.repository.tags import whole_tags
 from holdfast.repository.timeline_records import timeline_records
 from holdfast.repository.timelines import MovedManifests, moved_manifests, newest_timeline
 from holdfast.runs.collection.chosen_steps import (
@@ -281,7 +281,7 @@ class CheckpointGC:
         newest = newest_timeline(store, fence, manifests, moved)
         records = timeline_records(store, fence)
         # Leases before tags: a tagger holds a lease on the step until its tag is put. See `runs/tags.py`.
-        readers, tags = self._readers.holds(forget=self._writer_lease is not None), _whole_tags(store)
+        readers, tags = self._readers.holds(forget=self._writer_lease is not None), whole_tags(store)
         needs = Needs(tags, readers, quarantine, self._pins)
         whole = [manifest for manifest in (*manifests.values(), *_counted(moved, fence)) if manifest is not None]
         chosen = judged(self._choice, whole, records, newest, needs)
@@ -445,14 +445,6 @@ def _counted(moved: MovedManifests, fence: Fence) -> list[Manifest]:
     ]
 
 
-def _whole_tags(store: Store) -> Tags:
-    """Return the tags; one that cannot be read may name a step that must stay."""
-    tags = read_tags(store)
-    for error in tags.damaged.values():
-        raise error
-    return tags
-
-
 def planned(store: Store, clock: Clock, keep: KeepPolicy | None, choice: ChosenNames = NOTHING_CHOSEN) -> CollectReport:
     """Return what a collection would remove; changes nothing.
 
@@ -483,7 +475,8 @@ def collected(
         collector.await_readers()
         report = collector.collect(grace_seconds, wait)
         assert report is not None, "nobody gives it up"
-        return replace(report, uploads=uploads_removed(store))
+        files = report.files + removal.remove_probes(store)
+        return replace(report, files=files, uploads=uploads_removed(store))
 
 
 def require_run(store: Store) -> str:

@@ -15,6 +15,10 @@ from holdfast.errors import CheckpointError, ConflictError, InvalidError
 
 _PROBE_BYTES = 12
 
+_TRIES = 2
+"""How often the server is asked before it is refused: a collection may remove what looks like an object that a killed
+process left, between the two creates."""
+
 
 def probe_key(clock: Clock) -> str:
     """Return a key that nobody uses, in a folder whose content decides nothing."""
@@ -91,13 +95,15 @@ class Probe:
         """
         if not self._is_needed or self._store.url in _asked:
             return
-        key = probe_key(self._clock)
-        try:
-            is_exclusive = refuses_a_second_create(self._store, key)
-        finally:
-            with suppress(CheckpointError):
-                self._store.delete([key])
-        if not is_exclusive:
+        if not any(self._refuses_a_second_create() for _ in range(_TRIES)):
             raise takes_both(self._store.url, "keeps the condition If-None-Match")
         with _lock:
             _asked.add(self._store.url)
+
+    def _refuses_a_second_create(self) -> bool:
+        key = probe_key(self._clock)
+        try:
+            return refuses_a_second_create(self._store, key)
+        finally:
+            with suppress(CheckpointError):
+                self._store.delete([key])

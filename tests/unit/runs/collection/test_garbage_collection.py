@@ -100,6 +100,16 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def test_what_a_process_left_that_was_killed_while_it_asked_the_store_goes(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    key = f"reports/probe-{'0' * 24}"
+    store_of(tmp_path).put(key, b"first")
+    report = collect(tmp_path, 1)
+    assert report.files == 1 and report.steps == ()
+    assert not list(store_of(tmp_path).list("reports/"))
+    require_whole(tmp_path, 1)
+
+
 def test_what_a_kept_step_shares_stays(tmp_path: Path) -> None:
     saved(tmp_path, 1, 2, 3, 4)
     report = collect(tmp_path, 2)

@@ -214,6 +214,22 @@ def test_a_server_that_takes_both_creates_is_refused(objects: ObjectServer, prox
     assert objects.keys(url) == ["manifest.json"]
 
 
+def test_a_collection_that_removes_a_probe_makes_no_server_a_liar(objects: ObjectServer, proxy: ObjectProxy) -> None:
+    removed: list[str] = []
+
+    def collect(asked: Asked) -> None:
+        # Before the second create of the first probe.
+        if asked.method == "PUT" and "probe-" in asked.path and proxy.count("PUT", "probe-") == 2:
+            removed.append(asked.path)
+            objects.remove(f"s3:/{asked.path.partition('?')[0]}")
+
+    proxy.rule = collect
+    store = ObjectStore(objects.new_url(), settings=Settings(object_store=ObjectSettings(endpoint=proxy.endpoint)))
+    store.put_if_absent("manifest.json", b"1")
+    assert len(removed) == 1 and proxy.count("PUT", "probe-") == 4
+    assert [entry.key for entry in store.list()] == ["manifest.json"]
+
+
 def test_a_server_is_asked_once(store: ObjectStore, proxy: ObjectProxy) -> None:
     store.put_if_absent("a", b"1")
     probes = proxy.count("PUT", "reports/probe-")
