@@ -28,8 +28,9 @@ class Asked:
     """By lower-case name; a rule may change them."""
 
 
-Rule = Callable[[Asked], "tuple[int, str] | str | None"]
-"""Returns an answer of its own (status and code of the error), `LOST`, `CUT`, or None: pass it on."""
+Rule = Callable[[Asked], "tuple[int, str] | bytes | str | None"]
+"""Returns an answer of its own (status and code of the error, or the content of a 200), `LOST`, `CUT`, or None: pass it
+on."""
 
 
 @dataclass
@@ -64,6 +65,9 @@ def object_proxy(upstream: str, certificate: Path | None = None) -> Iterator[Obj
             answer = proxy.rule(asked)
             if answer == CUT:
                 self.close_connection = True
+                return
+            if isinstance(answer, bytes):
+                self._reply(200, {"content-type": "application/xml"}, answer)
                 return
             if isinstance(answer, tuple):
                 status, code = answer

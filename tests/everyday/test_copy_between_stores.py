@@ -20,6 +20,7 @@ from holdfast.clock import SystemClock
 from holdfast.errors import ConflictError, CorruptError
 from holdfast.format.names import step_folder
 from holdfast.offline.copying.copy_run import RunCopy
+from holdfast.offline.copying.destination import CopyDestination
 from holdfast.settings import MIB, ObjectSettings, Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.objects.store import ObjectStore
@@ -224,6 +225,19 @@ def test_a_large_object_leaves_no_parts_behind(server: ObjectServer, tmp_path: P
     assert all(torch.equal(loaded[name], HELD[name]) for name in HELD)
 
 
+def test_uploads_of_other_programs_go_on(server: ObjectServer) -> None:
+    """A destination may be the root of a bucket, where others send meanwhile."""
+    url, attempt = server.new_url(), "0123456789abcdef"
+    prefix = url.removeprefix(f"s3://{BUCKET}/")
+    ours = [f"{step_folder(1)}{attempt}/r00000.safetensors", f"{attempt}/r00000-1.safetensors", "quarantine/pack"]
+    others = ["data/shard-00", "other-run/step-000000000001/0123456789abcdef/r00000.safetensors"]
+    for key in (*ours, *others):
+        server.client().create_multipart_upload(Bucket=BUCKET, Key=f"{prefix}/{key}")
+    store = ObjectStore(url, settings=server.settings())
+    CopyDestination(store, SystemClock()).claim("a run", None)
+    assert uploads(server, url) == others
+
+
 def test_gc_removes_uploads_that_nobody_ended(run: Path, server: ObjectServer) -> None:
     url = server.new_url()
     api.copy_run(run, url)
@@ -302,6 +316,23 @@ def test_a_file_that_is_missing_is_named(run: Path, tmp_path: Path) -> None:
         api.copy_run(run, tmp_path / "whole")
     api.repair(run)
     assert api.copy_run(run, tmp_path / "whole").steps == 3
+
+
+def test_an_unfinished_copy_passes_for_no_run(run: Path, tmp_path: Path) -> None:
+    """Its newest step is missing. A job that went on there would train from an older one, and nobody would know."""
+    (pack,) = step_path(run, 3).glob("*/r00000.safetensors")
+    pack.write_bytes(pack.read_bytes()[:-1])
+    copy = tmp_path / "copy"
+    assert command("cp", run, copy).status == 1
+    with holdfast.CheckpointManager(copy, process_group=False) as manager:
+        manager.load(state_at(0))
+        with pytest.raises(
+            ConflictError, match="holds an unfinished copy of a run, so its newest steps may be missing"
+        ):
+            manager.save(4, state_at(4)).wait()
+    assert not (copy / "holdfast.json").exists()
+    assert command("cp", run, copy, "--skip-damaged").status == 0
+    require_resumes(copy, 2)
 
 
 def test_what_cannot_be_copied_is_refused(run: Path, tmp_path: Path) -> None:

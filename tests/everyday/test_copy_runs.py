@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,10 @@ import torch
 
 import holdfast
 from holdfast import api
+from holdfast.clock import SystemClock
 from holdfast.errors import ConflictError, InvalidError, MissingError
-from holdfast.format.names import is_link_name
+from holdfast.format.names import is_link_name, step_folder
+from holdfast.offline.copying.copy_run import RunCopy
 from holdfast.repository.run_readme import README_FILE
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
@@ -71,6 +74,31 @@ def test_cp_refuses_what_is_not_its_own(run: Path, tmp_path: Path) -> None:
         api.copy_run(tmp_path / "typo", tmp_path / "new")
     assert [path.name for path in other.iterdir()] == ["notes.txt"]
     assert not (tmp_path / "new").exists()
+
+
+def test_a_tag_that_moves_meanwhile_names_a_step_of_the_copy(run: Path, tmp_path: Path) -> None:
+    """A job tags its best step again and again, and a copy takes long."""
+    api.tag(run, 2, "best")
+
+    class MovesOn(LocalStore):
+        has_moved = False
+
+        def read_into(self, key, ranges, buffers, on_range=None):  # type: ignore[no-untyped-def]
+            super().read_into(key, ranges, buffers, on_range)
+            with moving:
+                if not self.has_moved:
+                    self.has_moved = True
+                    with holdfast.CheckpointManager(run, process_group=False) as manager:
+                        manager.load(state_at(0))
+                        manager.save(4, state_at(4)).wait()
+                    api.tag(run, 4, "best", move=True)
+
+    moving = threading.Lock()
+    destination = LocalStore(tmp_path / "copy", settings=Settings())
+    assert RunCopy(MovesOn(run, settings=Settings()), destination, SystemClock()).run().steps == 3
+    assert [record.tags for record in api.list_steps(tmp_path / "copy").steps] == [(), ("best",), ()]
+    require_step(tmp_path / "copy" / step_folder(2), 2)
+    assert holdfast.open_checkpoint(tmp_path / "copy", step="best").step == 2
 
 
 def test_cp_beside_a_job_that_saves(tmp_path: Path) -> None:

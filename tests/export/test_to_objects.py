@@ -24,6 +24,7 @@ from holdfast.types.events import Progress
 from holdfast.types.export import ExportOptions
 from tests.export.sources import SMALL, noise
 from tests.export.test_publishing import contents
+from tests.object_server import ObjectServer
 
 NOTE = ".holdfast-export/plan.json"
 SHARDS = 450 * KIB
@@ -241,3 +242,17 @@ def test_what_cannot_be_is_refused_before_anything_is_stored(source: Path, url: 
     with pytest.raises(InvalidError, match="which is exported; expected a place outside it"):
         exported(f"{url}-large", f"{url}-large", memory_bytes=64 * MIB)  # type: ignore[arg-type]
     assert objects_in(url) == {}
+
+
+def test_a_file_above_the_memory_of_a_worker_asks_for_memory(
+    objects: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What S3 takes in one request grows with the memory: that limit says nothing of what to do."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", objects.endpoint)
+    count = 300 * MIB
+    header = json.dumps({"w": {"dtype": "U8", "shape": [count], "data_offsets": [0, count]}}).encode()
+    with open(tmp_path / "large.safetensors", "wb") as sparse:
+        sparse.write(len(header).to_bytes(8, "little") + header)
+        sparse.truncate(8 + len(header) + count)
+    with pytest.raises(InvalidError, match=r"a worker has 41943040 bytes for it\. Allow \d+ bytes of memory.*--memory"):
+        api.export(tmp_path / "large.safetensors", objects.new_url(), to="safetensors", memory_bytes=64 * MIB)

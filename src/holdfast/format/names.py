@@ -18,6 +18,8 @@ PACK_SUFFIX = ".safetensors"
 EPOCHS_FOLDER = "epochs/"
 PARTS_FOLDER = "parts/"
 SUPERSEDED_FOLDER = "superseded/"
+COPYING_FOLDER = "copying/"
+COPY_CLAIM_FILE = f"{COPYING_FOLDER}run.json"
 
 _STEP_FOLDER = re.compile(r"step-(\d{12})", re.ASCII)
 _ATTEMPT_FOLDER = re.compile(r"[0-9a-f]{16}")

@@ -15,6 +15,7 @@ from holdfast.format.index.index_checks import index_from
 from holdfast.format.index.index_file import INDEX_BYTES_MAX
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from holdfast.format.names import (
+    COPY_CLAIM_FILE,
     MANIFEST_FILE,
     RUN_FILE,
     manifest_key,
@@ -94,9 +95,25 @@ def read_run_id(store: Store) -> str | None:
     return None if data is None else decode_sealed(data, "run", _RunDocument, f"{store.url}/{RUN_FILE}")[0].run_id
 
 
-def ensure_run(store: Store, run_id: str, created: str) -> str:
-    """Begin a run at a root if there is none; return the id of the run at the root."""
+def ensure_run(store: Store, run_id: str, created: str, *, may_be_copy: bool = True) -> str:
+    """Begin a run at a root if there is none; return the id of the run at the root.
+
+    Args:
+        store: The root.
+        run_id: The id of a new run.
+        created: Wall-clock time, for people.
+        may_be_copy: Whether to look for an unfinished copy there.
+
+    Raises:
+        ConflictError: The root is that of a copy which is not complete.
+    """
     if (existing := read_run_id(store)) is None:
+        if may_be_copy and exists(store, COPY_CLAIM_FILE):
+            raise ConflictError(
+                f"{store.url}: holds an unfinished copy of a run, so its newest steps may be missing; expected a whole "
+                f"run, or a new folder. Nothing was saved. Run the same holdfast cp again, which continues; or, to go "
+                f"on from what is there, remove {COPY_CLAIM_FILE}"
+            )
         try:
             publish(store, RUN_FILE, sealed({**header("run", minor=0), "run_id": run_id, "created": created}))
             put_readme(store)

@@ -104,6 +104,7 @@ def claim_step(
     suspects_in: Callable[[Sequence[tuple[int, str]]], Iterable[int]] | None = None,
     *,
     why: str = "",
+    may_be_copy: bool = True,
 ) -> SaveContext:
     """Take the writer lease and make room for a step. A root without a run becomes the root of a new run.
 
@@ -114,12 +115,13 @@ def claim_step(
         timeline_of_save: Returns the timeline of the step, given the epoch; None for the newest one.
         suspects_in: Returns the suspect steps, given the names of the records of quarantine; None: nobody asks.
         why: Why a step that is there is not finished as it is; empty if that is no question.
+        may_be_copy: Whether to look for an unfinished copy of a run at a root without a run.
     Raises:
-        ConflictError: A checkpoint is there, or another job writes to this root.
+        ConflictError: A checkpoint is there, or another job writes to this root, or it is that of an unfinished copy.
         InvalidError: The root holds steps, and the manager has loaded none of them.
     """
     store = location.store
-    run_id = ensure_run(store, clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}")
+    run_id = ensure_run(store, clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}", may_be_copy=may_be_copy)
     epoch = writer_lease.hold(run_id)
     timeline = run_timelines(store).newest if timeline_of_save is None else timeline_of_save(epoch)
     if timeline.number > 1:

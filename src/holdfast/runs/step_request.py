@@ -251,7 +251,16 @@ class StepRequest:
         timeline = partial(parts.position.timeline_for, self._step)
         suspects_in = parts.suspect_steps.named_by if base is not None else None
         why = _NOT_AS_LOADED if parts.position.origin_step == self._step else ""
-        context = claim_step(self.location, parts.writer_lease, parts.job.clock, timeline, suspects_in, why=why)
+        context = claim_step(
+            self.location,
+            parts.writer_lease,
+            parts.job.clock,
+            timeline,
+            suspects_in,
+            why=why,
+            # Steps without a run are those of an unfinished copy. A new root costs no request for that.
+            may_be_copy=parts.position.origin_step is not None or parts.position.starts_over,
+        )
         parts.opening_facts.learn(KnownRun(context.run_id, context.epoch, context.timeline, self._loads, base))
         return replace(context, base=base)
 

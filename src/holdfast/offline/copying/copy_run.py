@@ -43,8 +43,8 @@ from holdfast.repository.timelines import superseded_keys
 from holdfast.settings import MIB
 from holdfast.types.manifest import FileRecord
 
-_RECORDS = (TAGS_FOLDER, EPOCHS_FOLDER, TIMELINES_FOLDER, QUARANTINE, REPORTS_FOLDER)
-"""Folders of records beside the steps."""
+_RECORDS = (EPOCHS_FOLDER, TIMELINES_FOLDER, QUARANTINE, REPORTS_FOLDER)
+"""Folders of records beside the steps, without tags."""
 
 _BEAT = ".beat"
 """End of the key of a heartbeat."""
@@ -137,6 +137,8 @@ class RunCopy:
             self._report.steps = sum(_is_manifest(key) for key in self._destination.there)
             self._destination.end()
             return self._report
+        # Tags first: a tag may move at any time, and then names a step that was committed before the steps were listed.
+        tags = self._read_tags()
         manifests = list(self._read_manifests())
         records = self._records(manifests)
         large = [_unproven(source, key, size) for key, size in records.items() if size > MIB]
@@ -144,7 +146,7 @@ class RunCopy:
         files = [*self._needed.values(), *large]
         copied = self._files.run(files, self._destination.there, self._destination.makes_links, self._observer)
         self._report.take(copied)
-        self._copy_records([key for key, size in records.items() if size <= MIB])
+        self._copy_records([key for key, size in records.items() if size <= MIB], tags)
         self._copy_manifests(manifests, copied)
         if self._damages and not self._skip_damaged:
             raise self._refused()
@@ -152,6 +154,11 @@ class RunCopy:
         publish(destination, RUN_FILE, source.get(RUN_FILE, MANIFEST_BYTES_MAX))
         self._destination.end()
         return self._report
+
+    def _read_tags(self) -> dict[str, bytes]:
+        keys = [entry.key for entry in self._source.list(TAGS_FOLDER)]
+        found = ordered_parallel_map(lambda key: (key, get_or_none(self._source, key, MANIFEST_BYTES_MAX)), keys)
+        return {key: data for key, data in found if data is not None}
 
     def _read_manifests(self) -> Iterator[CopiedManifest]:
         """Yield the manifests of the run: in step folders, then superseded ones, which may have moved meanwhile."""
@@ -174,7 +181,7 @@ class RunCopy:
             return CopiedManifest(key, data, None, error)
 
     def _records(self, manifests: list[CopiedManifest]) -> dict[str, int]:
-        """Return key and size of what no manifest names: tags, epochs, timelines, quarantine, reports."""
+        """Return key and size of what no manifest names: epochs, timelines, quarantine, reports."""
         steps = {copied.manifest.step for copied in manifests if copied.manifest is not None}
         folders = [
             f"{step_folder(step)}{REPORTS_FOLDER}" for step in sorted(step for step in steps if step is not None)
@@ -189,7 +196,7 @@ class RunCopy:
             if not key.endswith(_BEAT) and (REPORTS_FOLDER not in key or there.get(key) != size)
         }
 
-    def _copy_records(self, keys: list[str]) -> None:
+    def _copy_records(self, keys: list[str], tags: Mapping[str, bytes]) -> None:
         def copy(key: str) -> None:
             data = get_or_none(self._source, key, MANIFEST_BYTES_MAX)
             if data is not None:
@@ -197,6 +204,8 @@ class RunCopy:
 
         for _ in ordered_parallel_map(copy, (*keys, README_FILE)):
             pass
+        for key, data in tags.items():
+            self._destination.put(key, data)
         epochs = [number for number in map(epoch_of_key, keys) if number is not None]
         if epochs:
             # Nobody writes to the copy: the next job need not wait for a heartbeat.

@@ -13,14 +13,20 @@ import logging
 from holdfast.clock import Clock
 from holdfast.errors import ConflictError, InvalidError, printable
 from holdfast.format.manifest import MANIFEST_BYTES_MAX
-from holdfast.offline.copying.file_copies import COPYING
+from holdfast.format.names import (
+    COPY_CLAIM_FILE,
+    COPYING_FOLDER,
+    is_attempt_file,
+    is_attempt_folder,
+    step_of_folder,
+)
 from holdfast.ports.store import Store
 from holdfast.ports.unended_uploads import KeepsUploads
 from holdfast.repository.publish import get_or_none, publish
+from holdfast.repository.quarantine import QUARANTINE
 
 logger = logging.getLogger(__name__)
 
-_CLAIM = f"{COPYING}run.json"
 _NAME_BYTES = 16
 
 
@@ -52,7 +58,7 @@ class CopyDestination:
             ConflictError: Something else is there; it was not touched.
         """
         store = self.store
-        claim = get_or_none(store, _CLAIM, MANIFEST_BYTES_MAX)
+        claim = get_or_none(store, COPY_CLAIM_FILE, MANIFEST_BYTES_MAX)
         if claim is None:
             first = next(iter(store.list("")), None)
             if first is not None:
@@ -60,7 +66,7 @@ class CopyDestination:
                     f"{store.url}: is not empty (it holds {first.key}), and no unfinished copy of this is there; "
                     "expected a new folder. Nothing was touched. Choose another place"
                 )
-            publish(store, _CLAIM, what.encode())
+            publish(store, COPY_CLAIM_FILE, what.encode())
         elif claim != what.encode() or found not in (None, what):
             begun = _shown(claim.decode(errors="replace"))
             raise ConflictError(
@@ -69,14 +75,14 @@ class CopyDestination:
             )
         self._abort_uploads()
         self.there = {entry.key: entry.bytes for entry in store.list("")}
-        store.delete([key for key in self.there if key.startswith(COPYING) and key != _CLAIM])
-        self.makes_links = store.link(_CLAIM, f"{COPYING}{self._clock.random_bytes(_NAME_BYTES).hex()}")
+        store.delete([key for key in self.there if key.startswith(COPYING_FOLDER) and key != COPY_CLAIM_FILE])
+        self.makes_links = store.link(COPY_CLAIM_FILE, f"{COPYING_FOLDER}{self._clock.random_bytes(_NAME_BYTES).hex()}")
 
     def _abort_uploads(self) -> None:
-        """Remove uploads that a killed copy left: everything under a claimed place is of this copy."""
+        """Remove uploads that a killed copy left. Those of other programs, as in the root of a bucket, go on."""
         if isinstance(self.store, KeepsUploads):
             try:
-                self.store.abort_uploads("", lambda key: True)
+                self.store.abort_uploads("", _is_of_copy)
             except InvalidError as error:
                 logger.warning("uploads that a killed copy may have left were not looked for: %s", error)
 
@@ -91,8 +97,16 @@ class CopyDestination:
     def end(self) -> None:
         """Remove the claim: the copy is complete."""
         store = self.store
-        rest = [entry.key for entry in store.list(COPYING) if entry.key != _CLAIM]
-        store.delete([*rest, _CLAIM])
+        rest = [entry.key for entry in store.list(COPYING_FOLDER) if entry.key != COPY_CLAIM_FILE]
+        store.delete([*rest, COPY_CLAIM_FILE])
+
+
+def _is_of_copy(key: str) -> bool:
+    """Return whether a key is that of a file which a copy may send in parts."""
+    folder, _, name = key.partition("/")
+    if step_of_folder(folder) is not None:
+        folder, _, name = name.partition("/")
+    return key.startswith(QUARANTINE) or (is_attempt_folder(folder) and is_attempt_file(name))
 
 
 def _shown(what: str) -> str:

@@ -14,7 +14,7 @@ from holdfast.engine.buffers import allocate_aligned
 from holdfast.engine.parallel_map import WorkerThreads
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.format.index.index_file import decode_index
-from holdfast.format.names import step_folder
+from holdfast.format.names import COPYING_FOLDER, step_folder
 from holdfast.offline.copying.copied_files import CopiedFile
 from holdfast.offline.copying.proof import ContentProof, NoProof, PackProof, Proof, damages_of_pack
 from holdfast.ports.observer import ByteProgress, Observer
@@ -22,9 +22,6 @@ from holdfast.ports.store import Store, Stored, read_range
 from holdfast.repository.catalog import read_file, read_index
 from holdfast.settings import MIB, PAGE_BYTES
 from holdfast.types.manifest import Manifest
-
-COPYING = "copying/"
-"""Folder under the destination for what is not complete."""
 
 _FILES_AT_ONCE = 8
 _WINDOW_BYTES = 8 * MIB
@@ -203,7 +200,7 @@ class FileCopies:
             return False
         # A store of objects shows none before it is whole. A file has its final name only once it is complete.
         is_whole_at_once = self._destination.object_bytes_max is not None
-        name = key if is_whole_at_once else f"{COPYING}{self._clock.random_bytes(_NAME_BYTES).hex()}"
+        name = key if is_whole_at_once else f"{COPYING_FOLDER}{self._clock.random_bytes(_NAME_BYTES).hex()}"
         try:
             if not self._uploaded(stored, name, record.bytes, record.digest, proof):
                 return False

@@ -136,17 +136,17 @@ class ObjectExport(PlannedExport):
         largest = max(self.files, key=lambda file: file.bytes)
         object_bytes_max = self._place.store.object_bytes_max
         where = f"{self._place.url}/{largest.name}".rstrip("/")
-        if object_bytes_max is not None and largest.bytes > object_bytes_max:
-            raise InvalidError(
-                f"{where}: a file of {largest.bytes} bytes; the store takes at most {object_bytes_max} in one request. "
-                "Choose a smaller shard size, or a format of several files, or export to a disk"
-            )
         if largest.bytes > room:
             needed = int(largest.bytes / OBJECT_SHARE) + 1
             raise InvalidError(
                 f"{where}: a file of {largest.bytes} bytes is sent from memory, and a worker has {room} bytes for it. "
                 f"Allow {needed} bytes of memory for each worker (--memory, memory_bytes=), or choose a smaller shard "
                 "size (--shard-size, shard_bytes=)"
+            )
+        if object_bytes_max is not None and largest.bytes > object_bytes_max:
+            raise InvalidError(
+                f"{where}: a file of {largest.bytes} bytes; the store takes at most {object_bytes_max} in one request. "
+                "Choose a smaller shard size, or a format of several files, or export to a disk"
             )
 
     def _stored(self) -> list[tuple[int, int, int]]:

@@ -21,7 +21,8 @@ from holdfast.stores.fsspec.files import FileSystem, look, remove_file, rename_o
 from holdfast.stores.fsspec.refusals import is_absent
 
 _COMPARED_BYTES_MAX = 1 * MIB
-"""Objects up to this size are compared by content after a rename that says nothing, larger ones by their size."""
+"""Bytes that are compared after a rename that says nothing. Whoever else stores a name says so at its beginning: a
+manifest names its attempt there."""
 
 _LOCK_SECONDS = 1.0
 
@@ -153,7 +154,10 @@ def _is_ours(system: FileSystem, path: str, found: files.FileInfo, data: memoryv
     """Return whether a file that has appeared is the one renamed, and not another's: the hidden one may be swept."""
     if found.bytes is not None and found.bytes != len(data):
         return False
-    return len(data) > _COMPARED_BYTES_MAX or files.read_whole(system, path) == data
+    if len(data) <= _COMPARED_BYTES_MAX:
+        return files.read_whole(system, path) == data
+    (begin,) = files.read_ranges(system, path, [(0, _COMPARED_BYTES_MAX)])
+    return begin == data[:_COMPARED_BYTES_MAX]
 
 
 def _created(system: FileSystem, path: str, data: memoryview) -> bool:

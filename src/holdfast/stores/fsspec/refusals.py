@@ -146,5 +146,7 @@ def _secrets_in(options: Mapping[str, Any]) -> Iterator[str]:
     for name, value in options.items():
         if isinstance(value, Mapping):
             yield from _secrets_in(value)
-        elif isinstance(value, str) and names_a_secret(str(name)):
-            yield value
+        elif names_a_secret(str(name)):
+            # A user and a password, for example, are often given as a list.
+            values = value if isinstance(value, list | tuple) else [value]
+            yield from (each for each in values if isinstance(each, str))

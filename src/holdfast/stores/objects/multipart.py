@@ -157,6 +157,9 @@ class MultipartUpload:
             # Another object, or ours: the reply to an earlier try was lost, and the upload is over.
             if not self._is_there(total):
                 raise self._lost(error) from error
+            if isinstance(error, ConflictError):
+                # Another process stored the same bytes, and this upload still has its parts.
+                self.abort()
         self._close()
 
     def abort(self) -> None:
@@ -188,7 +191,8 @@ class MultipartUpload:
         try:
             self._parts.join(self._full, where, self._id, tags, on_condition=True)
         except InvalidError as error:
-            if "501" not in str(error) and "NotImplemented" not in str(error):
+            said = str(error).replace(where, "")
+            if "501" not in said and "NotImplemented" not in said:
                 raise
             # This server has no such condition. The key was free a moment ago.
             self._parts.join(self._full, where, self._id, tags, on_condition=False)

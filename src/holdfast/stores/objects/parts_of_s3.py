@@ -14,6 +14,7 @@ from holdfast.stores.objects.signed import SignedRequests
 _UPLOAD_ID = re.compile(r"<UploadId>([^<]{1,2000})</UploadId>")
 _UPLOAD = re.compile(r"<Upload>(.*?)</Upload>", re.DOTALL)
 _KEY = re.compile(r"<Key>([^<]{1,4000})</Key>")
+_JOINED = "CompleteMultipartUploadResult"
 _NEXT = re.compile(r"<(NextKeyMarker|NextUploadIdMarker)>([^<]{1,4000})</")
 
 
@@ -58,7 +59,10 @@ class PartsOfBucket:
         document = f"<CompleteMultipartUpload>{parts}</CompleteMultipartUpload>".encode()
         headers = {"if-none-match": "*"} if on_condition else {}
         headers["content-type"] = "application/xml"
-        self._requests.send("complete", where, "POST", full, {"uploadId": upload_id}, document, headers)
+        reply = self._requests.send("complete", where, "POST", full, {"uploadId": upload_id}, document, headers)
+        # The status is sent before the parts are joined, and blanks meanwhile: it may fail after that, or be cut off.
+        if _JOINED not in reply.text:
+            raise TemporaryError(f"could not complete {where}: the server does not confirm it", may_take_effect=True)
 
     def abort(self, full: str, where: str, upload_id: str) -> None:
         """Remove an upload and its parts; one that is gone is no error."""
@@ -80,8 +84,9 @@ class PartsOfBucket:
                     name = html.unescape(key[1])
                     yield urllib.parse.unquote_plus(name) if is_quoted else name, html.unescape(upload_id[1])
             found = {name: html.unescape(value) for name, value in _NEXT.findall(text)}
+            next_key = found.get("NextKeyMarker", "")
             after = {
-                "key-marker": found.get("NextKeyMarker", ""),
+                "key-marker": urllib.parse.unquote_plus(next_key) if is_quoted else next_key,
                 "upload-id-marker": found.get("NextUploadIdMarker", ""),
             }
             if "<IsTruncated>true</IsTruncated>" not in text or not after["key-marker"] or after == markers:

@@ -9,6 +9,8 @@ import threading
 import weakref
 from collections.abc import Callable
 
+import numpy as np
+
 from holdfast.errors import InvalidError
 from holdfast.settings import KIB, MIB, PAGE_BYTES
 from holdfast.stores.parts import PartLedger, RoomUpload
@@ -128,18 +130,18 @@ class ObjectUpload(RoomUpload):
         self._in_flight, self._create = in_flight, create
         self._lock = threading.Lock()
         self._memory: memoryview | None = None
-        self._sent: list[memoryview] = []
-        """The memory, once for each request: the client holds it until that request is over."""
+        self._sent: list[_Sent] = []
+        """The memory, once for each request: whoever reads it holds it until that request is over."""
         self._is_closed = False
 
     def complete(self, total_bytes: int | None = None) -> None:
         """Store the object unless its key exists."""
         memory = self._open_memory()
         total = self._ledger.require_whole(total_bytes)
-        sent = memory[:total]
+        sent = _Sent(memory[:total])
         self._sent.append(sent)
-        self._create(sent)
-        self._close(is_free=all(map(_is_released, self._sent)))
+        self._create(sent.data)
+        self._close(is_free=all(each.is_released() for each in self._sent))
 
     def abort(self) -> None:
         """Forget the object. Nothing of it was sent, unless `complete` failed."""
@@ -161,10 +163,22 @@ class ObjectUpload(RoomUpload):
             self._in_flight.give(self._ledger.bytes_max, memory if is_free else None)
 
 
-def _is_released(sent: memoryview) -> bool:
-    """Return whether nobody holds memory any more that was passed to the client."""
-    try:
-        sent.release()
-    except BufferError:
-        return False
-    return True
+class _Sent:
+    """Memory as one request gets it, which knows whether anybody holds it still.
+
+    A view that was cut out of another one does not keep that one from its release. But all of them keep what they are
+    views of: here an array of this request alone.
+    """
+
+    def __init__(self, memory: memoryview) -> None:
+        array = np.frombuffer(memory, dtype=np.uint8)
+        self.data = array.data
+        self._array = weakref.ref(array)
+
+    def is_released(self) -> bool:
+        """Return whether nobody holds the memory any more. The request that still does not have it gets none."""
+        try:
+            self.data.release()
+        except BufferError:
+            return False
+        return self._array() is None

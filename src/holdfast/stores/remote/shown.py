@@ -11,7 +11,7 @@ from holdfast.errors import printable
 _SHOWN_CHARACTERS_MAX = 300
 _QUERY = re.compile(r"\?[^\s)\"']*")
 _USER = re.compile(r"://[^\s/@]*@")
-_SECRET_NAMES = re.compile(r"(?i)(secret|token|key|password|credential|sas|passphrase)")
+_SECRET_NAMES = re.compile(r"(?i)(secret|token|key|passw|passphrase|pwd|credential|sas|auth|cookie)")
 _SECRET_CHARACTERS_MIN = 8
 
 

@@ -19,13 +19,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 from holdfast.errors import ConflictError, InvalidError, MissingError, UnavailableError
 from holdfast.ports.store import Store
 from holdfast.ports.temporary import TemporaryError
-from holdfast.settings import PAGE_BYTES, ObjectSettings, Settings
+from holdfast.settings import MIB, PAGE_BYTES, ObjectSettings, Settings
 from holdfast.stores.fsspec.abilities import Abilities, abilities
 from holdfast.stores.fsspec.placing import Way
 from holdfast.stores.fsspec.store import FileSystemStore
 from holdfast.stores.wrappers import backoff
 from holdfast.stores.wrappers.retrying import RetryingStore
-from tests.file_systems import CARELESS, IN_MEMORY, QUIET, READABLE
+from tests.file_systems import CARELESS, IN_MEMORY, QUIET, READABLE, QuietFileSystem
 
 
 class OddFileSystem(LocalFileSystem):
@@ -66,7 +66,8 @@ class OddFileSystem(LocalFileSystem):
             raise ConnectionResetError("connection cut")
 
     def info(self, path: Any, **more: Any) -> Any:
-        self._has_turn("")
+        if self._has_turn("hangs at info"):
+            self.go_on.wait(60)
         return super().info(path, **more)
 
 
@@ -118,6 +119,23 @@ class FullFileSystem(LocalFileSystem):
         return super()._open(path, mode, block_size, **more)
 
 
+class OvertakenFileSystem(QuietFileSystem):
+    """Before a rename another process sweeps the hidden file, and stores its own object of the same size."""
+
+    protocol = "overtaken"
+    is_overtaken: ClassVar[bool] = False
+
+    def mv(self, path1: str, path2: str, **more: Any) -> None:  # type: ignore[override]
+        if OvertakenFileSystem.is_overtaken:
+            OvertakenFileSystem.is_overtaken = False
+            source, target = Path(self._strip_protocol(path1)), Path(self._strip_protocol(path2))
+            target.write_bytes(b"2" * source.stat().st_size)
+            source.unlink()
+            return
+        super().mv(path1, path2, **more)
+
+
+fsspec.register_implementation("overtaken", OvertakenFileSystem, clobber=True)
 fsspec.register_implementation("taking", TakingFileSystem, clobber=True)
 fsspec.register_implementation("full", FullFileSystem, clobber=True)
 fsspec.register_implementation("odd", OddFileSystem, clobber=True)
@@ -256,6 +274,17 @@ class TestFailures:
         assert OddFileSystem.oddity == ""
         assert store.get("a/key", 4) == b"ours"
 
+    @pytest.mark.parametrize("size", (5, 3 * MIB))
+    def test_an_object_of_the_same_size_is_not_ours(self, size: int, tmp_path: Path) -> None:
+        """Manifests of two writers often have one size, and a large run has large ones."""
+        store = store_at(f"overtaken://{tmp_path}/run")
+        store.put_if_absent("other", b"1")
+        OvertakenFileSystem.is_overtaken = True
+        with pytest.raises(ConflictError, match="another writer stored it"):
+            store.put_if_absent("a/key", b"1" * size)
+        assert store.get("a/key", size) == b"2" * size
+        store.put_if_absent("large", b"1" * size)
+
     def test_a_connection_that_broke_is_made_anew(self, tmp_path: Path) -> None:
         store = store_at(f"odd://{tmp_path}/run")
         store.put("key", b"1")
@@ -283,6 +312,15 @@ class TestFailures:
         OddFileSystem.go_on.set()
         assert buffer == b"12345"
         assert store.get("other", 5) == b"67890"
+
+    def test_a_read_that_hangs_at_the_size_is_given_up(self, tmp_path: Path) -> None:
+        store = store_at(f"odd://{tmp_path}/run", silence_timeout_seconds=0.05)
+        store.put_if_absent("key", b"12345")
+        for range_ in ((5, 5), (3, 7)):
+            OddFileSystem.oddity = "hangs at info"
+            with pytest.raises(TemporaryError, match="no answer within"):
+                store.read_into("key", [range_], [memoryview(bytearray(range_[1] - range_[0]))])
+            assert OddFileSystem.oddity == ""
 
     def test_what_another_mover_took_is_missing(self) -> None:
         store = store_at(f"taking://{uuid.uuid4().hex}/run")

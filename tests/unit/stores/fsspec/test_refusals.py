@@ -118,7 +118,17 @@ def test_a_writer_makes_its_folders() -> None:
 def test_no_credential_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(fsspec.config.conf, "sftp", {"password": "open sesame", "nested": {"api_key": "k-12345"}})
     monkeypatch.setenv("SOME_TOKEN", "tok-12345678")
-    text = "401 for https://me:pass@host/x?delegation=abc#1 with open sesame, k-12345 and tok-12345678\nmore"
+    monkeypatch.setitem(
+        fsspec.config.conf,
+        "webdav",
+        {
+            "auth": ["someone", "w-12345"],
+            "client": {"headers": {"Authorization": "Bearer b-12345"}},
+            "passwd": "p-12345",
+        },
+    )
+    held = "open sesame, k-12345, w-12345, Bearer b-12345, p-12345 and tok-12345678"
+    text = f"401 for https://me:pass@host/x?delegation=abc#1 with {held}\nmore"
     said = str(refusal("read", "sftp://host/key", OSError(text)))
-    for secret in ("pass@", "abc", "sesame", "k-12345", "tok-1", "more"):
+    for secret in ("pass@", "abc", "sesame", "k-12345", "w-12345", "b-12345", "p-12345", "tok-1", "more"):
         assert secret not in said

@@ -132,6 +132,74 @@ def test_a_server_without_the_condition_still_joins(objects: ObjectServer, proxy
     assert store.get("large", len(DATA)) == DATA and uploads(objects, url) == []
 
 
+def test_an_end_that_the_server_does_not_confirm_is_asked_for_again(objects: ObjectServer, proxy: ObjectProxy) -> None:
+    """A server sends its status, then blanks while it joins the parts. It may fail, or die, after that."""
+    answers = [
+        b"<?xml version='1.0'?>" + 500 * b" ",
+        b"<?xml version='1.0'?>" + 500 * b" " + b"<Error><Code>x</Code></Error>",
+    ]
+
+    def cut_off(asked: Asked) -> bytes | None:
+        return answers.pop() if answers and asked.method == "POST" and "?uploadId=" in asked.path else None
+
+    proxy.rule = cut_off
+    url = objects.new_url()
+    store = store_at(url, proxy.endpoint)
+    uploaded(store, "large")
+    assert not answers and store.get("large", len(DATA)) == DATA and uploads(objects, url) == []
+
+
+def test_another_copy_that_was_faster_leaves_no_parts_of_this_one(objects: ObjectServer, proxy: ObjectProxy) -> None:
+    url = objects.new_url()
+
+    def faster(asked: Asked) -> tuple[int, str] | None:
+        if asked.method != "POST" or "?uploadId=" not in asked.path:
+            return None
+        objects.client().put_object(Bucket=BUCKET, Key=f"{url.removeprefix(f's3://{BUCKET}/')}/large", Body=DATA)
+        return 412, "PreconditionFailed"
+
+    proxy.rule = faster
+    uploaded(store_at(url, proxy.endpoint), "large")
+    assert objects.keys(url) == ["large"] and uploads(objects, url) == []
+
+
+def test_the_condition_is_not_dropped_for_a_key_that_looks_like_a_status(
+    objects: ObjectServer, proxy: ObjectProxy
+) -> None:
+    def refuse(asked: Asked) -> tuple[int, str] | None:
+        return (403, "AccessDenied") if asked.headers.get("if-none-match") and asked.method == "POST" else None
+
+    proxy.rule = refuse
+    url = objects.new_url()
+    with pytest.raises(InvalidError, match="AccessDenied"):
+        uploaded(store_at(url, proxy.endpoint), "step-501/large")
+    assert objects.keys(url) == [] and uploads(objects, url) == []
+
+
+def test_the_second_page_of_uploads_begins_where_the_first_ends(objects: ObjectServer, proxy: ObjectProxy) -> None:
+    url = objects.new_url()
+    prefix = f"{url.removeprefix(f's3://{BUCKET}/')}/"
+    begun = "<Upload><Key>{}</Key><UploadId>{}</UploadId></Upload>"
+    first = (
+        "<R><EncodingType>url</EncodingType><IsTruncated>true</IsTruncated><NextKeyMarker>{}a%2Bb</NextKeyMarker>"
+        "<NextUploadIdMarker>1</NextUploadIdMarker>" + begun + "</R>"
+    ).format(prefix, f"{prefix}a%2Bb", 1)
+    second = "<R><EncodingType>url</EncodingType>" + begun.format(f"{prefix}c%2Bd", 2) + "</R>"
+
+    def page(asked: Asked) -> bytes | None:
+        if "uploads=" not in asked.path:
+            return None
+        if "key-marker=" not in asked.path:
+            return first.encode()
+        return second.encode() if "a%2Bb&" in asked.path else b"<R></R>"
+
+    proxy.rule = page
+    seen: list[str] = []
+    store = store_at(url, proxy.endpoint)
+    assert store.abort_uploads("", lambda key: seen.append(key) is None, dry_run=True) == 2
+    assert seen == ["a+b", "c+d"]
+
+
 def test_credentials_of_a_profile_sign_too(
     objects: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

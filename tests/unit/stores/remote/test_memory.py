@@ -83,6 +83,31 @@ def test_memory_of_a_request_that_goes_on_is_not_used_again() -> None:
     other.abort()
 
 
+def test_a_part_of_memory_that_is_held_keeps_all_of_it() -> None:
+    """A file system is sent a block at a time: who was given up holds the rest, and not what it was given."""
+    bound = BytesInFlight(8 * MIB)
+    other = upload(bound, PAGE_BYTES)
+    rests: list[memoryview] = []
+
+    def create(data: memoryview) -> None:
+        if not rests:
+            rests.append(data[KIB:])
+            raise OSError("no answer")
+
+    first = ObjectUpload(PartLedger("somewhere", bytes_max=MIB, part_bytes=MIB), bound, create)
+    room = first.room(0, MIB)
+    room[:] = b"1" * MIB
+    first.write(0, room)
+    with pytest.raises(OSError, match="no answer"):
+        first.complete()
+    first.complete()
+    second = upload(bound, MIB)
+    second.room(0, MIB)[:] = b"2" * MIB
+    assert rests[0][:2] == b"11"
+    second.abort()
+    other.abort()
+
+
 def test_the_client_holds_what_it_sends() -> None:
     import obstore
     from obstore.exceptions import BaseError
