@@ -118,6 +118,21 @@ def test_an_interrupted_export_goes_on(tmp_path: Path, source: Path, url: str) -
     assert objects_in(url) == contents(tmp_path / "out")
 
 
+@pytest.mark.parametrize("shard_bytes", [SHARDS, None])
+def test_half_an_export_does_not_pass_for_a_whole_checkpoint(source: Path, url: str, shard_bytes: int | None) -> None:
+    """Its parts can be read by themselves: the optimizer without the model, and the model without the optimizer."""
+    last = "model.safetensors" if shard_bytes is None else "model.safetensors.index.json"
+    exported(source, url, shard_bytes=shard_bytes, model_only=False)
+    store, whole = store_of(url), set(api.open_checkpoint(url).tensors)
+    data = store.get(last, 4 * MIB)
+    store.delete([last])
+    store.put(NOTE, b"{}")
+    with pytest.raises(MissingError, match=r"an export to here has not ended"):
+        api.open_checkpoint(url)
+    store.put(last, data)
+    assert set(api.open_checkpoint(url).tensors) == whole
+
+
 def test_an_export_that_died_before_its_note_went_is_done(source: Path, url: str) -> None:
     exported(source, url)
     before = objects_in(url)

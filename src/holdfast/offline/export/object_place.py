@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from holdfast.clock import Clock
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError
 from holdfast.ports.store import Store
+from holdfast.types.export import EXPORT_NOTE
 
 logger = logging.getLogger(__name__)
 
-_WORK = ".holdfast-export"
 _NOTE_BYTES_MAX = 1 << 16
 
 _PROBES = "reports/probe-"
@@ -34,7 +34,7 @@ class ObjectPlace:
             name: Key of the one object; empty for a folder.
         """
         self.store, self._name = store, name
-        self._note_key = f"{name}{_WORK}/plan.json"
+        self._note_key = f"{name}{EXPORT_NOTE}"
         self.url = f"{store.url}/{name}" if name else store.url
         """The place, for messages."""
 
