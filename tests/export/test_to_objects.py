@@ -25,7 +25,7 @@ from holdfast.types.export import ExportOptions
 from tests.export.sources import SMALL, noise
 from tests.export.test_publishing import contents
 
-NOTE = ".holdfast-export/plan.json"
+NOTE, BEGUN = ".holdfast-export/plan.json", ".holdfast-export/begun"
 SHARDS = 450 * KIB
 """Most bytes of a file: one layer of the source."""
 
@@ -90,7 +90,7 @@ def test_the_file_that_names_the_others_comes_last(source: Path, url: str, to: s
     exported(source, url, to.replace("small", "safetensors"), model_only=False, observer=Looks(), **options)
     names = set(objects_in(url))
     assert all(last not in each for each in seen[:-1])
-    assert seen[-1] == {*names, NOTE} and last in names
+    assert seen[-1] == {*names, NOTE, BEGUN} and last in names
 
 
 class Stops:
@@ -111,7 +111,7 @@ def test_an_interrupted_export_goes_on(tmp_path: Path, source: Path, url: str) -
     assert NOTE in left and "model.safetensors.index.json" not in left
     with pytest.raises(MissingError, match=r"\d files of model-\*-of-00004\.safetensors and no index"):
         api.open_checkpoint(url)
-    there = sum(len(data) for key, data in left.items() if key != NOTE)
+    there = sum(len(data) for key, data in left.items() if key not in (NOTE, BEGUN))
     report = exported(source, url)
     assert report.resumed_bytes == there > 0
     exported(source, tmp_path / "out")
@@ -138,6 +138,7 @@ def test_an_export_that_died_before_its_note_went_is_done(source: Path, url: str
     before = objects_in(url)
     planned = export_wiring.export_of(source, url, "safetensors", ExportOptions(shard_bytes=SHARDS), SMALL)
     store_of(url).put(NOTE, json.dumps({"fingerprint": planned.fingerprint, "nonce": "1"}).encode())
+    store_of(url).put(BEGUN, b"1")
     report = exported(source, url)
     assert report.resumed_bytes == report.bytes and not report.read_bytes
     assert objects_in(url) == before
@@ -199,7 +200,23 @@ def test_of_two_exports_that_begin_together_one_goes_on(url: str) -> None:
         ObjectPlace(Beaten(name, began("theirs")).with_any_names()).claim("ours", SystemClock())
     store_of(url).delete([NOTE])
     # The same export from two processes: both go on, and store the same bytes.
-    assert ObjectPlace(Beaten(name, began("ours")).with_any_names()).claim("ours", SystemClock())
+    assert not ObjectPlace(Beaten(name, began("ours")).with_any_names()).claim("ours", SystemClock())
+    store_of(url).put("model.safetensors", b"1")
+    assert ObjectPlace(store_of(url)).claim("ours", SystemClock())
+    assert set(objects_in(url)) == {NOTE, BEGUN, "model.safetensors"}
+
+
+def test_files_of_another_export_are_not_taken_for_those_of_one_that_died_as_it_began(url: str) -> None:
+    """Two steps of a run have files of the same names and sizes. The first export comes and goes before the note."""
+    name = url.removeprefix("memory://")
+    first = Beaten(name, lambda store: store.put("model.safetensors", b"1")).with_any_names()
+    # The listing after the note fails, so nothing withdraws it.
+    faults = Faults(raise_error(lambda where: UnavailableError(f"{where}: no answer")), at=4, lasting=True)
+    with pytest.raises(UnavailableError):
+        ObjectPlace(FaultyStore(first, faults)).claim("second", SystemClock())
+    assert set(objects_in(url)) == {NOTE, "model.safetensors"}
+    with pytest.raises(ConflictError, match=r"model\.safetensors: exists already; it was not touched"):
+        ObjectPlace(store_of(url)).claim("second", SystemClock())
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -220,7 +237,7 @@ def test_after_a_fault_at_any_request_the_same_call_continues(
         except UnavailableError:
             exported(source, there, "dcp")
         found = objects_in(there)
-        assert {key: data for key, data in found.items() if key != NOTE} == whole
+        assert {key: data for key, data in found.items() if key not in (NOTE, BEGUN)} == whole
         at, met = at + 1, faults.met
         assert NOTE not in found or met, "only a fault keeps the note"
     assert at > 15, "one for each request at least"
