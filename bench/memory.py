@@ -18,6 +18,7 @@ from bench.state import MIB
 
 WAYS = ("blocking", "copy", "lazy")
 SAVES = 3
+OBJECT_PACK_MIB = 32
 LAZY_ARENA_MIB = 64
 """A small part of the state: copies come faster than windows are written, so that every buffer of it is used, and none
 that was not used can stand in for what was taken beside the arena."""
@@ -50,7 +51,9 @@ def extra_mib(way: str, root: str, mib: int) -> float:
     staging, arena_mib_max = ("lazy", LAZY_ARENA_MIB) if way == "lazy" else ("copy", 2 * mib)
     # The state does not change between the saves, and each save shall write all of it.
     chosen = settings(staging=staging, arena_bytes_max=arena_mib_max * MIB, deduplicate=False)
-    arena_mib = {"blocking": 0, "copy": mib, "lazy": LAZY_ARENA_MIB}[way]
+    # A pack of an object store has 32 MiB and a header, and every pack begins with a window of its own.
+    packs = mib // OBJECT_PACK_MIB if "://" in root else 0
+    arena_mib = {"blocking": 0, "copy": mib + packs, "lazy": LAZY_ARENA_MIB}[way]
     with holdfast.CheckpointManager(f"{root}/run", process_group=False, settings=chosen) as manager:
         _forget_peak()
         before = _memory_mib("VmRSS")

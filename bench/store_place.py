@@ -59,19 +59,14 @@ class Place:
         return f"{self.url.removeprefix('s3://').partition('/')[2]}/{name}"
 
     def client(self) -> Any:
-        """Return a bare client with the scheme and the signing that Holdfast uses too."""
+        """Return a bare client, which signs what it sends over plain HTTP as Holdfast does."""
         from obstore.store import S3Store
 
-        is_plain = self.endpoint.startswith("http://")
-        options: dict[str, Any] = {"allow_http": is_plain, "timeout": _TIMEOUT}
-        if authority := os.environ.get("AWS_CA_BUNDLE"):
-            options["root_certificate"] = Path(authority).read_bytes()
         return S3Store(
             self.bucket,
             endpoint=self.endpoint,
             region=os.environ.get("AWS_REGION", "us-east-1"),
-            unsigned_payload=not is_plain,
-            client_options=options,
+            client_options={"allow_http": True, "timeout": _TIMEOUT},
             retry_config={"max_retries": 0},
         )
 

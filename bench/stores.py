@@ -55,8 +55,11 @@ def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] = STO
         parser.error(f"--only {','.join(unknown)}: unknown; expected some of {', '.join(parts)}")
     if not chosen.url.startswith("s3://") or not chosen.url.removeprefix("s3://").partition("/")[2]:
         parser.error(f"{chosen.url}: expected s3://BUCKET/FOLDER")
-    if not os.environ.get("AWS_ENDPOINT_URL"):
-        parser.error("AWS_ENDPOINT_URL is not set; expected the URL of a server, or use make bench-stores")
+    if not os.environ.get("AWS_ENDPOINT_URL", "").startswith("http://"):
+        parser.error(
+            "AWS_ENDPOINT_URL: expected the URL of a server over plain HTTP, for the proxies look into what passes; "
+            "make bench-stores starts one"
+        )
     rounds = chosen.rounds or (2 if chosen.quick else ROUNDS_MIN)
     subject = {"code": digest_of(ROOT), "quick": chosen.quick, "server": chosen.server, "with": _software()}
     kept = chosen.folder / "rounds.json"
@@ -86,7 +89,10 @@ def _parser(parts: Mapping[str, Part]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench.stores", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("url", help="s3://BUCKET/FOLDER; what is measured is written below it and removed again")
+    parser.add_argument(
+        "url",
+        help="s3://BUCKET/FOLDER; what is measured is written below it, and removed again unless the command is killed",
+    )
     parser.add_argument("--rounds", type=int, help=f"rounds (default: {ROUNDS_MIN}; with --quick 2)")
     parser.add_argument("--only", default=os.environ.get("ONLY", ""), help=f"parts, by comma: {', '.join(parts)}")
     parser.add_argument(

@@ -154,6 +154,15 @@ def test_a_wrong_call_is_refused(arguments: list[str], monkeypatch: pytest.Monke
     assert refused.value.code == 2
 
 
+def test_an_endpoint_that_no_proxy_can_look_into_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "https://127.0.0.1:1")
+    with pytest.raises(SystemExit):
+        stores.main(["s3://bucket/folder"])
+    assert "expected the URL of a server over plain HTTP" in capsys.readouterr().err
+
+
 def test_requests_are_counted_on_the_wire(
     objects: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,6 +171,7 @@ def test_requests_are_counted_on_the_wire(
     monkeypatch.setattr(store_requests, "DELAY_SECONDS", 0.02)
     measured = store_requests.measure(tmp_path, {"number": 0})
     keys = {name: spread.median for name, spread in store_requests.keys(measured.rounds, {}).items()}
+    # The goals. A count that is too low would mean that nothing was counted.
     assert keys["round_trips_before_return"] == 1
-    assert keys["requests_per_save_rank0"] == 12
-    assert keys["requests_per_load"] == 10
+    assert 6 <= keys["requests_per_save_rank0"] <= 12
+    assert 6 <= keys["requests_per_load"] <= 10

@@ -52,8 +52,9 @@ SUITES = {
         1,
         needs=("ceph", "azurite", "rclone", "clock"),
     ),
+    "sftp": Suite("store suite", ("tests/campaign/on_sftp.py",), lambda _: 1, 1, needs=("sftp",)),
 }
-"""By name. The servers of the second one are in `tests/servers/all.py`."""
+"""By name. The servers of "every server" are in `tests/servers/all.py`."""
 
 
 def wanted(options: Options) -> list[tuple[str, str, int]]:

@@ -91,7 +91,7 @@ class TestObjectsOfGoogle(SmallObjects, Listings):
         return RetryingStore(ObjectStore(google_fake.new_url(), settings=settings), settings)
 
 
-class TestFileSystemLocal(StoreSuite):
+class TestFileSystemLocal(StoreSuite, AnyNamesSuite):
     """On the local file system of fsspec, which links."""
 
     is_asked_for_cached: ClassVar[bool] = False
@@ -101,7 +101,7 @@ class TestFileSystemLocal(StoreSuite):
         return _over_fsspec(f"local://{tmp_path}/made/at first write")
 
 
-class TestFileSystemInMemory(StoreSuite):
+class TestFileSystemInMemory(StoreSuite, AnyNamesSuite):
     """On the file system of fsspec in memory, which stores a file at once, and copies rather than renames."""
 
     is_asked_for_cached: ClassVar[bool] = False

@@ -13,14 +13,16 @@ from holdfast.ports.store import Entry
 from holdfast.stores.folders import TEMPORARY_PREFIX
 from holdfast.stores.fsspec.file_systems import FileSystems
 from holdfast.stores.fsspec.files import FileInfo, FileSystem, children, look, remove_file
-from holdfast.stores.keys import is_listed, is_part, may_lead_to_listed
+from holdfast.stores.keys import Split, is_key, is_listed, is_part, may_lead_to_listed, split_key
 
 Parts = tuple[str, ...]
 Where = Callable[[str], str]
 """Returns store and key, for messages."""
 
 
-def listed(systems: FileSystems, where: Where, top: Parts, after: str, up_to: str | None) -> Iterator[Entry]:
+def listed(
+    systems: FileSystems, where: Where, top: Parts, after: str, up_to: str | None, split: Split = split_key
+) -> Iterator[Entry]:
     """Yield every file under a folder whose name a key can have, in the order of the keys."""
     waiting: list[tuple[Parts, FileInfo | None]] = [(top, None)]
     while waiting:
@@ -28,7 +30,8 @@ def listed(systems: FileSystems, where: Where, top: Parts, after: str, up_to: st
         key = "/".join(parts)
         if found is not None and found.is_file:
             if is_listed(key, after, up_to):
-                yield Entry(key, found.bytes if found.bytes is not None else size_of(systems, where, key))
+                size = found.bytes if found.bytes is not None else size_of(systems, where, key)
+                yield Entry(key, size, found.marks)
             continue
         path = systems.path(key)
         below = systems.use("list", where(key), lambda system, path=path: list(children(system, path)))  # type: ignore[misc]
@@ -36,12 +39,17 @@ def listed(systems: FileSystems, where: Where, top: Parts, after: str, up_to: st
             each
             for each in below
             if (each.is_file or each.is_folder)
-            and is_part(each.name)
+            and is_name(each.name, split)
             and may_lead_to_listed("/".join((*parts, each.name)), after, up_to)
         ]
         # The last one first, since the first one is taken next.
         below.sort(key=lambda each: f"{each.name}/" if each.is_folder else each.name, reverse=True)
         waiting += [((*parts, each.name), each) for each in below]
+
+
+def is_name(name: str, split: Split) -> bool:
+    """Return whether a part of a key may have this name; a hidden file of a writer has none."""
+    return is_key(name, split) and not name.startswith(TEMPORARY_PREFIX)
 
 
 def size_of(systems: FileSystems, where: Where, key: str) -> int:

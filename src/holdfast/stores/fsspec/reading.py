@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
+from typing import Self
 
 from holdfast.errors import CorruptError
 from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange
@@ -11,9 +13,9 @@ from holdfast.settings import Settings
 from holdfast.stores.fsspec.address import FileSystemAddress
 from holdfast.stores.fsspec.file_systems import FileSystems
 from holdfast.stores.fsspec.files import FileSystem, children, look, read_ranges, read_whole
-from holdfast.stores.fsspec.folders import listed, size_of
+from holdfast.stores.fsspec.folders import is_name, listed, size_of
 from holdfast.stores.fsspec.refusals import is_absent
-from holdfast.stores.keys import is_part, split_key, split_prefix
+from holdfast.stores.keys import Split, split_key, split_name, split_prefix
 from holdfast.stores.parts import check_buffers, check_ranges
 from holdfast.stores.remote.reads import Batch, batches_of, cut
 
@@ -27,15 +29,22 @@ class FileSystemReading:
         self.url = address.url
         self.read_alignment = 1
         self.systems = FileSystems(address, settings)
+        self._split: Split = split_key
+
+    def with_any_names(self) -> Self:
+        """Return the same store, with the same connections and memory, for keys of any printable characters."""
+        view = copy.copy(self)
+        view._split = split_name
+        return view
 
     def size(self, key: str) -> int:
         """Return the bytes of an object."""
-        split_key(key)
+        self._split(key)
         return size_of(self.systems, self.where, key)
 
     def get(self, key: str, bytes_max: int) -> bytes:
         """Return a small object whole. One that is too large is refused before its content is read."""
-        split_key(key)
+        self._split(key)
         where, path = self.where(key), self.systems.path(key)
 
         def read(system: FileSystem) -> bytes:
@@ -55,7 +64,7 @@ class FileSystemReading:
 
     def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
         """Read byte ranges of one object: neighbours together, through memory of the file system."""
-        split_key(key)
+        self._split(key)
         where = self.where(key)
         # Buffers and bounds are checked here, the end of the object by what comes: no request just for its size.
         end = max((stop for _, stop in ranges), default=0)
@@ -108,20 +117,20 @@ class FileSystemReading:
 
     def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
         """Return 0: nothing is cached. No request is made for that."""
-        split_key(key)
+        self._split(key)
         end = max(start, 0) + sum(buffer.nbytes for buffer in buffers)
         check_buffers(self.where(key), end, start, buffers)
         return 0
 
     def folders(self, prefix: str = "") -> list[str]:
         """Return the names of the folders directly under a prefix, sorted."""
-        path = self.systems.path("/".join(split_prefix(prefix)))
+        path = self.systems.path("/".join(split_prefix(prefix, self._split)))
         found = self.systems.use("list", self.where(prefix), lambda system: list(children(system, path)))
-        return sorted(each.name for each in found if each.is_folder and is_part(each.name))
+        return sorted(each.name for each in found if each.is_folder and is_name(each.name, self._split))
 
     def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
         """Yield every object under a prefix whose name a key can have, in order, folder by folder."""
-        return listed(self.systems, self.where, split_prefix(prefix), after, up_to)
+        return listed(self.systems, self.where, split_prefix(prefix, self._split), after, up_to, self._split)
 
     def holds(self, key: str, data: memoryview) -> bool:
         """Return whether exactly these bytes are stored.

@@ -16,7 +16,7 @@ from holdfast.stores.fsspec.address import file_system_address
 from holdfast.stores.fsspec.files import FileSystem, look, remove_file
 from holdfast.stores.fsspec.folders import sweep
 from holdfast.stores.fsspec.reading import FileSystemReading
-from holdfast.stores.keys import split_key, split_prefix
+from holdfast.stores.keys import split_prefix
 from holdfast.stores.parts import PartLedger
 from holdfast.stores.remote.memory import BytesInFlight, ObjectUpload
 from holdfast.stores.remote.probe import takes_both
@@ -101,7 +101,7 @@ class FileSystemStore(FileSystemReading):
 
     def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> ObjectUpload:
         """Begin an object that must not exist yet; it is invisible until complete, and uses memory of its size."""
-        split_key(key)
+        self._split(key)
         where = self.where(key)
         ledger = PartLedger(where, bytes_max=bytes_max, part_bytes=part_bytes)
         if bytes_max > self.object_bytes_max:
@@ -154,13 +154,13 @@ class FileSystemStore(FileSystemReading):
 
     def sync(self, prefix: str) -> None:
         """Do nothing: fsspec cannot ask for more than the file system does by itself."""
-        split_prefix(prefix)
+        split_prefix(prefix, self._split)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; absent keys are no error. Then sweep their folders."""
         touched: dict[tuple[str, ...], None] = {}
         for key in keys:
-            parts = split_key(key)
+            parts = self._split(key)
             touched[parts[:-1]] = None
             path = self.systems.path(key)
             self.systems.use("delete", self.where(key), lambda system, path=path: remove_file(system, path))  # type: ignore[misc]
@@ -175,13 +175,13 @@ class FileSystemStore(FileSystemReading):
 
     def link(self, key: str, new_key: str) -> bool:
         """Return False: an object has one key."""
-        split_key(new_key)
+        self._split(new_key)
         self.size(key)
         return False
 
     def identity(self, key: str) -> str:
         """Return a text that no other key shares: an object has one key."""
-        split_key(key)
+        self._split(key)
         path = self.systems.path(key)
 
         def ask(system: FileSystem) -> str:
@@ -194,8 +194,8 @@ class FileSystemStore(FileSystemReading):
 
     def move(self, key: str, new_key: str) -> None:
         """Give an object another key: rename it, or copy it and delete the original if it is still the same."""
-        split_key(key)
-        split_key(new_key)
+        self._split(key)
+        self._split(new_key)
         path, new_path = self.systems.path(key), self.systems.path(new_key)
         replaces = self._abilities().replaces_at_once
         self.systems.use(
@@ -217,6 +217,6 @@ class FileSystemStore(FileSystemReading):
 
     def _paths(self, key: str) -> tuple[str, str]:
         """Return the path of an object, and a hidden one beside it that nobody else uses."""
-        parts = split_key(key)
+        parts = self._split(key)
         name = TEMPORARY_PREFIX + self._clock.random_bytes(_HIDDEN_BYTES).hex()
         return self.systems.path(key), self.systems.path("/".join((*parts[:-1], name)))
