@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save, save_file
 
 import holdfast
-from holdfast import api, wiring
+from holdfast import CheckpointManager, api, wiring
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.ports.store import Buffers, ByteRanges, OnRange
 from holdfast.stores import foreign_objects
@@ -214,3 +214,12 @@ def test_a_folder_of_too_many_objects_is_no_checkpoint(monkeypatch: pytest.Monke
     assert [entry.key for entry in files.list()] == ["a", "b", "c"]
     with pytest.raises(InvalidError, match="over 3 objects; expected one checkpoint"):
         ForeignObjects(store_of(stored(dict.fromkeys("abcd", b"")))).list()
+
+
+def test_a_run_of_many_objects_is_named_as_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = f"memory://{uuid.uuid4().hex}"
+    with CheckpointManager(run, process_group=False) as manager:
+        manager.save(1, {"w": torch.ones(3)})
+    monkeypatch.setattr(foreign_objects, "OBJECTS_MAX", 3)
+    with pytest.raises(InvalidError, match="is the root of a run"):
+        api.open_checkpoint(run)
