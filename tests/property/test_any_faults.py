@@ -125,7 +125,8 @@ def test_what_is_loaded_is_what_was_saved(case: Case) -> None:
             network.end()
         acknowledged = [set(each) if isinstance(each, list) else set[int]() for each in outcomes]
         for each in outcomes:
-            assert isinstance(each, list | CheckpointError), f"a wrong kind of error: {each!r}"
+            if not isinstance(each, list | CheckpointError):
+                raise AssertionError(f"a wrong kind of error: {each!r}") from each  # type: ignore[misc]
         assert not case.is_survivable or all(each == set(STEPS) for each in acknowledged), outcomes
         committed = committed_steps(store)
         if FLIPPED not in case.faults:

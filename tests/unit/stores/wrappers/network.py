@@ -89,7 +89,8 @@ class NetworkStore(ForwardingStore):
         held = [bytes(stop - start) for start, stop in ranges]
         into = [memoryview(bytearray(each)) for each in held]
         self._asked("read_into", key, lambda: self._inner.read_into(key, ranges, into), fate)
-        hand_out([_flipped(bytes(into[0])), *map(bytes, into[1:])], buffers, on_range)
+        # None are left to read where all came before the reply was lost.
+        hand_out([*map(_flipped, map(bytes, into[:1])), *map(bytes, into[1:])], buffers, on_range)
 
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         fate = self._draw()
