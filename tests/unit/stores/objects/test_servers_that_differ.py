@@ -66,6 +66,27 @@ def test_each_success_of_a_deletion_counts(objects: ObjectServer, proxy: ObjectP
     assert [asked.headers.get("if-match") is not None for asked in deletions] == [True]
 
 
+def test_a_question_that_a_collection_removed_is_asked_again(objects: ObjectServer, proxy: ObjectProxy) -> None:
+    """Otherwise the process would delete without a condition from then on."""
+    bucket, met = f"{BUCKET}-collected", list[str]()
+    objects.client().create_bucket(Bucket=bucket)
+    store = ObjectStore(f"s3://{bucket}/run", settings=Settings(object_store=ObjectSettings(endpoint=proxy.endpoint)))
+
+    def collected_once(asked: Asked) -> tuple[int, str] | None:
+        if asked.method != "DELETE" or "probe-" not in asked.path or asked.headers.get("if-match") is None:
+            return None
+        met.append(asked.headers["if-match"])
+        if len(met) <= 2:
+            return 404, "NoSuchKey"
+        return (412, "PreconditionFailed") if met[-1] == _OTHER_TAG else None
+
+    proxy.rule = collected_once
+    store.put("key", b"1")
+    store.move("key", "aside")
+    deletions = [asked for asked in proxy.asked if asked.method == "DELETE" and "/run/key" in asked.path]
+    assert [asked.headers.get("if-match") is not None for asked in deletions] == [True]
+
+
 def test_a_server_that_never_replaces_is_no_other_writer(store: ObjectStore, proxy: ObjectProxy) -> None:
     """As Ceph in a bucket that keeps versions."""
     store.put("latest", b"step-1")
