@@ -136,9 +136,9 @@ def test_what_is_exported_is_read_by_the_other_system(
     assert ended.status == 0, ended.err
     puts = [each.path.rpartition("/")[2] for each in proxy.asked if each.method == "PUT" and "probe-" not in each.path]
     last = {"safetensors": INDEX, "dcp": ".metadata", "torch": "saved.pt"}[to]
-    assert (puts[0], puts[-1], len(puts)) == ("plan.json", last, len(ended.json()["files"]) + 1)
+    assert (*puts[:2], puts[-1], len(puts)) == ("plan.json", "begun", last, len(ended.json()["files"]) + 2)
     if to != "torch":
-        assert len(proxy.asked) == 9 + len(ended.json()["files"])
+        assert len(proxy.asked) == 11 + len(ended.json()["files"])
     there = downloaded(objects, folder, tmp_path / "there")
     if to == "safetensors":
         parts = [load_file(path) for path in there.glob("*.safetensors")]

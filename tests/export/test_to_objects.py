@@ -26,7 +26,7 @@ from tests.export.sources import SMALL, noise
 from tests.export.test_publishing import contents
 from tests.object_server import ObjectServer
 
-NOTE = ".holdfast-export/plan.json"
+NOTE, BEGUN = ".holdfast-export/plan.json", ".holdfast-export/begun"
 SHARDS = 450 * KIB
 """Most bytes of a file: one layer of the source."""
 
@@ -91,7 +91,7 @@ def test_the_file_that_names_the_others_comes_last(source: Path, url: str, to: s
     exported(source, url, to.replace("small", "safetensors"), model_only=False, observer=Looks(), **options)
     names = set(objects_in(url))
     assert all(last not in each for each in seen[:-1])
-    assert seen[-1] == {*names, NOTE} and last in names
+    assert seen[-1] == {*names, NOTE, BEGUN} and last in names
 
 
 class Stops:
@@ -112,11 +112,26 @@ def test_an_interrupted_export_goes_on(tmp_path: Path, source: Path, url: str) -
     assert NOTE in left and "model.safetensors.index.json" not in left
     with pytest.raises(MissingError, match=r"\d files of model-\*-of-00004\.safetensors and no index"):
         api.open_checkpoint(url)
-    there = sum(len(data) for key, data in left.items() if key != NOTE)
+    there = sum(len(data) for key, data in left.items() if key not in (NOTE, BEGUN))
     report = exported(source, url)
     assert report.resumed_bytes == there > 0
     exported(source, tmp_path / "out")
     assert objects_in(url) == contents(tmp_path / "out")
+
+
+@pytest.mark.parametrize("shard_bytes", [SHARDS, None])
+def test_half_an_export_does_not_pass_for_a_whole_checkpoint(source: Path, url: str, shard_bytes: int | None) -> None:
+    """Its parts can be read by themselves: the optimizer without the model, and the model without the optimizer."""
+    last = "model.safetensors" if shard_bytes is None else "model.safetensors.index.json"
+    exported(source, url, shard_bytes=shard_bytes, model_only=False)
+    store, whole = store_of(url), set(api.open_checkpoint(url).tensors)
+    data = store.get(last, 4 * MIB)
+    store.delete([last])
+    store.put(NOTE, b"{}")
+    with pytest.raises(MissingError, match=r"an export to here has not ended"):
+        api.open_checkpoint(url)
+    store.put(last, data)
+    assert set(api.open_checkpoint(url).tensors) == whole
 
 
 def test_an_export_that_died_before_its_note_went_is_done(source: Path, url: str) -> None:
@@ -124,6 +139,7 @@ def test_an_export_that_died_before_its_note_went_is_done(source: Path, url: str
     before = objects_in(url)
     planned = export_wiring.export_of(source, url, "safetensors", ExportOptions(shard_bytes=SHARDS), SMALL)
     store_of(url).put(NOTE, json.dumps({"fingerprint": planned.fingerprint, "nonce": "1"}).encode())
+    store_of(url).put(BEGUN, b"1")
     report = exported(source, url)
     assert report.resumed_bytes == report.bytes and not report.read_bytes
     assert objects_in(url) == before
@@ -185,7 +201,23 @@ def test_of_two_exports_that_begin_together_one_goes_on(url: str) -> None:
         ObjectPlace(Beaten(name, began("theirs")).with_any_names()).claim("ours", SystemClock())
     store_of(url).delete([NOTE])
     # The same export from two processes: both go on, and store the same bytes.
-    assert ObjectPlace(Beaten(name, began("ours")).with_any_names()).claim("ours", SystemClock())
+    assert not ObjectPlace(Beaten(name, began("ours")).with_any_names()).claim("ours", SystemClock())
+    store_of(url).put("model.safetensors", b"1")
+    assert ObjectPlace(store_of(url)).claim("ours", SystemClock())
+    assert set(objects_in(url)) == {NOTE, BEGUN, "model.safetensors"}
+
+
+def test_files_of_another_export_are_not_taken_for_those_of_one_that_died_as_it_began(url: str) -> None:
+    """Two steps of a run have files of the same names and sizes. The first export comes and goes before the note."""
+    name = url.removeprefix("memory://")
+    first = Beaten(name, lambda store: store.put("model.safetensors", b"1")).with_any_names()
+    # The listing after the note fails, so nothing withdraws it.
+    faults = Faults(raise_error(lambda where: UnavailableError(f"{where}: no answer")), at=4, lasting=True)
+    with pytest.raises(UnavailableError):
+        ObjectPlace(FaultyStore(first, faults)).claim("second", SystemClock())
+    assert set(objects_in(url)) == {NOTE, "model.safetensors"}
+    with pytest.raises(ConflictError, match=r"model\.safetensors: exists already; it was not touched"):
+        ObjectPlace(store_of(url)).claim("second", SystemClock())
 
 
 @pytest.mark.parametrize("after", [False, True])
@@ -206,7 +238,7 @@ def test_after_a_fault_at_any_request_the_same_call_continues(
         except UnavailableError:
             exported(source, there, "dcp")
         found = objects_in(there)
-        assert {key: data for key, data in found.items() if key != NOTE} == whole
+        assert {key: data for key, data in found.items() if key not in (NOTE, BEGUN)} == whole
         at, met = at + 1, faults.met
         assert NOTE not in found or met, "only a fault keeps the note"
     assert at > 15, "one for each request at least"

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import save, save_file
 
 import holdfast
-from holdfast import api
+from holdfast import CheckpointManager, api, wiring
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.ports.store import Buffers, ByteRanges, OnRange
 from holdfast.stores import foreign_objects
 from holdfast.stores.foreign_objects import ForeignObjects
 from holdfast.stores.memory import MemoryStore
@@ -151,6 +152,32 @@ def test_what_changes_while_it_is_copied_is_not_imported(
     assert not any(record.committed for record in api.list_steps(run).steps)
 
 
+class Replacing(MemoryStore):
+    """Replaces all objects of a folder once some bytes of a tensor were read."""
+
+    files: Mapping[str, bytes] = {}
+
+    def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
+        super().read_into(key, ranges, buffers, on_range)
+        if sum(stop - start for start, stop in ranges) >= weights()["layer0.weight"].nbytes:
+            for each, data in self.files.items():
+                self.put(each, data)
+
+
+def test_a_load_of_files_that_are_replaced_meanwhile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two versions of a model have the same names and offsets, so a mix of both would look like either."""
+    url = stored(sharded(weights(), 2))
+    newer = {name: tensor + 1 for name, tensor in weights().items()}
+    monkeypatch.setattr(wiring, "MemoryStore", Replacing)
+    monkeypatch.setattr(Replacing, "files", sharded(newer, 2))
+    state = {"model": {name: torch.zeros_like(tensor) for name, tensor in weights().items()}}
+    with pytest.raises(ConflictError, match=r"was replaced while it was read"):
+        holdfast.load(url, state, process_group=False)
+    monkeypatch.setattr(Replacing, "files", {})
+    holdfast.load(url, state, process_group=False)
+    assert all(bits(state["model"][name]) == bits(tensor) for name, tensor in newer.items())
+
+
 def test_an_import_from_a_url_and_back_to_disk(tmp_path: Path) -> None:
     url, run = stored(sharded(weights(), 2)), f"memory://{uuid.uuid4().hex}"
     assert api.import_checkpoint(url, run, step=3, copy=True).copied
@@ -187,3 +214,12 @@ def test_a_folder_of_too_many_objects_is_no_checkpoint(monkeypatch: pytest.Monke
     assert [entry.key for entry in files.list()] == ["a", "b", "c"]
     with pytest.raises(InvalidError, match="over 3 objects; expected one checkpoint"):
         ForeignObjects(store_of(stored(dict.fromkeys("abcd", b"")))).list()
+
+
+def test_a_run_of_many_objects_is_named_as_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = f"memory://{uuid.uuid4().hex}"
+    with CheckpointManager(run, process_group=False) as manager:
+        manager.save(1, {"w": torch.ones(3)})
+    monkeypatch.setattr(foreign_objects, "OBJECTS_MAX", 3)
+    with pytest.raises(InvalidError, match="is the root of a run"):
+        api.open_checkpoint(run)

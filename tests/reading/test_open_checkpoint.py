@@ -316,7 +316,7 @@ def test_nothing_there_is_missing_and_nothing_is_made(tmp_path: Path) -> None:
 
 
 def test_what_is_no_path_is_refused(path: Path) -> None:
-    for wrong in ({}, 5, None, b"bytes", "", "ftp://host/x"):
+    for wrong in ({}, 5, None, b"bytes", "", "nothing://host/x"):
         with pytest.raises(InvalidError):
             holdfast.open_checkpoint(wrong)
     assert holdfast.open_checkpoint(str(path)).url == holdfast.open_checkpoint(f"file://{path}").url

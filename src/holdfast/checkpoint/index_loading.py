@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 
 from holdfast.checkpoint.coverage import require_wanted_covered
-from holdfast.checkpoint.location import CheckpointLocation, manifest_bytes_at, manifest_if_any
+from holdfast.checkpoint.location import CheckpointLocation, manifest_bytes_at, manifest_if_any, require_no_run
 from holdfast.clock import Clock
 from holdfast.engine.parallel_map import ordered_parallel_map
 from holdfast.errors import InvalidError
@@ -36,7 +36,13 @@ def manifest_or_listing(location: CheckpointLocation) -> bytes | ForeignListing:
     data = None if foreign.is_file else manifest_if_any(location)
     if data is not None:
         return data
-    listing = foreign.listing()
+    try:
+        listing = foreign.listing()
+    except InvalidError:
+        if not foreign.name and location.step is None:
+            # A run may have more files than a checkpoint of another system, and that is not what is wrong.
+            require_no_run(location.store, "read one checkpoint here")
+        raise
     if listing is None and foreign.name:
         raise InvalidError(
             f"{location.url}: not a checkpoint of any format that Holdfast reads; docs/formats.md lists the formats"

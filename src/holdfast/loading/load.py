@@ -227,6 +227,7 @@ def load(attempt: LoadAttempt) -> Loaded | None:
         InvalidError: The state does not fit the checkpoint; nothing was changed on any rank.
         MissingError: There is no checkpoint.
         CorruptError: Stored bytes differ from what was saved; the state may be partly filled.
+        ConflictError: Files of another system were replaced meanwhile; the state may hold a mix.
     """
     selector, trace = attempt.selector, attempt.trace
     while True:
@@ -246,7 +247,7 @@ def load(attempt: LoadAttempt) -> Loaded | None:
             attempt.watch.end()
             filling = agreed.planned.restoration
             moved = _read_or_exchange(attempt, resolved, agreed)
-            stats = _restore(attempt, agreed, moved)
+            stats = _restore(attempt, resolved, agreed, moved)
             loaded = _finish(attempt, resolved, agreed, stats)
             selector.settle()
             return loaded
@@ -429,18 +430,21 @@ def _read_or_exchange(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLo
         return error
 
 
-def _restore(attempt: LoadAttempt, agreed: AgreedLoad, moved: TransferStats | Exception) -> TransferStats:
+def _restore(
+    attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLoad, moved: TransferStats | Exception
+) -> TransferStats:
     """Put back what is not a tensor, and return once every rank has; raise on every rank if any failed."""
     trace = attempt.trace
     own = moved if isinstance(moved, Exception) else None
-    if attempt.selector.falls_back:
+    if attempt.selector.falls_back or not resolved.manifest.attempt:
         # Not before every rank has verified its tensors: values of a step that another rank finds damaged must not
-        # stay in the state.
+        # stay in the state. Files of another system have no digests: they must not change before all are read.
         with trace.phase("wait"):
             _raise_together(attempt, own)
     if isinstance(moved, TransferStats) and moved.whole:
         try:
             with trace.phase("restore"):
+                resolved.require_unchanged()
                 agreed.planned.restoration.finish()
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
             own = error

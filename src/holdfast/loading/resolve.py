@@ -57,9 +57,13 @@ class Resolved:
     reader_id: str
     """16 hex digits that name the reading job in its reports."""
 
+    require_unchanged: Callable[[], None]
+    """On rank 0, once all ranks have read: refuses another system's files that were replaced since they were listed."""
 
-_SoundStep = tuple[ChosenStep, Manifest, Index | SplitIndex]
-"""A checkpoint that rank 0 found sound: the message for every rank, the manifest, and the index."""
+
+_SoundStep = tuple[ChosenStep, Manifest, Index | SplitIndex, Callable[[], None]]
+"""A checkpoint that rank 0 found sound: the message for every rank, the manifest, the index, and `require_unchanged`.
+"""
 
 
 def resolve(
@@ -103,8 +107,9 @@ def resolve(
         require_no_run_elsewhere(job, home.store)
         return None
     location = replace(home, folder=chosen.folder, step=chosen.step)
+    require_unchanged = _stays
     if sound is not None:
-        _, manifest, index = sound  # Rank 0 reuses its decoded objects.
+        _, manifest, index, require_unchanged = sound  # Rank 0 reuses its decoded objects.
     elif chosen.is_foreign:
         manifest, index = decode_foreign(chosen.frames, location.url)
     else:
@@ -119,7 +124,12 @@ def resolve(
         chosen.newer,
         chosen.discards,
         chosen.reader_id,
+        require_unchanged,
     )
+
+
+def _stays() -> None:
+    """Do nothing: Holdfast never rewrites a file, and of other systems' files rank 0 alone knows what was listed."""
 
 
 def _with_choice(chosen: ChosenStep, selector: StepSelector, job: Job) -> ChosenStep:
@@ -213,6 +223,7 @@ def _judge(
     """
     content = manifest_or_listing(location)
     short: Mapping[str, tuple[int, CheckpointError]] = {}
+    require_unchanged = _stays
     if isinstance(content, bytes):
         frames, short = _frames_and_short_packs(location, content, begin)
         manifest, index = resolved_frames(frames, location)
@@ -222,10 +233,12 @@ def _judge(
     else:
         manifest, index = index_foreign(content, location.url)
         frames = encode_foreign(manifest, index)
+        assert location.foreign is not None, "its files were listed"
+        require_unchanged = partial(location.foreign.require_unchanged, content.files)
     if isinstance(index, Index):
         require_covered(index, clock, location.url)
     is_foreign = not isinstance(content, bytes)
     chosen = ChosenStep(
         folder=location.folder, step=location.step, is_foreign=is_foreign, short_packs=short, frames=frames
     )
-    return chosen, manifest, index
+    return chosen, manifest, index, require_unchanged

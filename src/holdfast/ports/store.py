@@ -36,7 +36,6 @@ OnRange = Callable[[int, memoryview], None]
 OnBytes = Callable[[memoryview], None]
 """Takes bytes that were read."""
 
-
 Release = Callable[[], None]
 """Takes memory back that a store has read."""
 
@@ -284,9 +283,8 @@ class Store(Readable, Protocol):
 
     @property
     def object_bytes_max(self) -> int | None:
-        """Largest object that a save uploads here; None: no limit. A larger upload is `InvalidError`, or slower.
-
-        With a limit, an upload shows its object at `complete`, whole. Without one, its key may exist before.
+        """Largest object that a save uploads here: it appears at `complete`, whole. A larger one is `InvalidError`, or
+        slower. None: no limit, and the key of an upload may exist before.
         """
         ...
 
@@ -410,8 +408,7 @@ class Store(Readable, Protocol):
 class ForwardingReadable:
     """Passes every call on to `inner`: the base of wrappers, which override the methods they change.
 
-    It is here beside the port because stores, foreign formats, `testing/` and `offline/` all wrap stores and may not
-    import each other.
+    It is beside the port: stores, foreign formats, `testing/` and `offline/` wrap stores and do not import each other.
     """
 
     def __init__(self, inner: Readable) -> None:

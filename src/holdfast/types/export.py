@@ -15,6 +15,9 @@ from holdfast.types.values import Group
 SHARD_BYTES = 5_000_000_000
 """Default of Hugging Face for bytes in one file."""
 
+EXPORT_NOTE = ".holdfast-export/plan.json"
+"""Name of what is beside the objects of an export until the last one is stored; at one object it follows the key."""
+
 
 @value_class
 class ExportTensor:

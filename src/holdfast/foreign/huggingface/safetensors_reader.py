@@ -23,6 +23,7 @@ from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import BY_SAFETENSORS
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.ports.store import Readable
+from holdfast.types.export import EXPORT_NOTE
 from holdfast.types.listing import ForeignListing, ListedPiece
 from holdfast.types.values import Group
 
@@ -34,6 +35,10 @@ INDEX_SUFFIX = ".safetensors.index.json"
 HEADER_BYTES_MAX = 100_000_000
 """Limit of the reference implementation."""
 
+_LAST = "model.safetensors"
+"""What an export of a small model writes last; that of a larger one ends with the index."""
+
+_NOTE_FOLDER = EXPORT_NOTE.rpartition("/")[0] + "/"
 _HEADERS_AT_ONCE = 8
 
 NAMES_KEPT = "holdfast.names_kept"
@@ -101,7 +106,7 @@ def _all_parts(files: Readable) -> list[str]:
     """Return the files of a folder without an index.
 
     Raises:
-        MissingError: Some are parts of a model, and others of its parts are missing.
+        MissingError: Some are parts of a model, and others of its parts are missing, or an export there has not ended.
     """
     names = names_in(files, SUFFIX)
     parts = Counter((match[1], match[2]) for match in map(_PART.fullmatch, names) if match)
@@ -111,6 +116,11 @@ def _all_parts(files: Readable) -> list[str]:
                 f"{files.url}: {found} files of {stem}-*-of-{count}{SUFFIX} and no index, which is written last; "
                 f"expected all {int(count)}. Was it copied or exported in part? Do it again, or name one file"
             )
+    if names and _LAST not in names and any(entry.key == EXPORT_NOTE for entry in files.list(_NOTE_FOLDER)):
+        raise MissingError(
+            f"{files.url}: an export to here has not ended ({EXPORT_NOTE} is there, and neither an index nor {_LAST}, "
+            "one of which is written last). Run its command again, or name one file"
+        )
     return names
 
 

@@ -5,18 +5,34 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 
 from holdfast.clock import Clock
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError
 from holdfast.ports.store import Store
+from holdfast.types.export import EXPORT_NOTE
 
 logger = logging.getLogger(__name__)
 
-_WORK = ".holdfast-export"
 _NOTE_BYTES_MAX = 1 << 16
+
+_FOLDER = EXPORT_NOTE.rpartition("/")[0] + "/"
+_BEGUN = _FOLDER + "begun"
+"""What is put once the place was found free under the note: the nonce of the note."""
 
 _PROBES = "reports/probe-"
 """What a store is asked about its creates with. A process that was killed just then leaves one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Note:
+    """What claims a place."""
+
+    fingerprint: str
+    """Of the export."""
+
+    nonce: str
+    """Text of this claim alone."""
 
 
 class ObjectPlace:
@@ -34,7 +50,7 @@ class ObjectPlace:
             name: Key of the one object; empty for a folder.
         """
         self.store, self._name = store, name
-        self._note_key = f"{name}{_WORK}/plan.json"
+        self._note_key, self._begun_key = f"{name}{EXPORT_NOTE}", f"{name}{_BEGUN}"
         self.url = f"{store.url}/{name}" if name else store.url
         """The place, for messages."""
 
@@ -48,26 +64,49 @@ class ObjectPlace:
         Raises:
             ConflictError: Something is there already, or another export was begun there; nothing was touched.
         """
-        found = self._noted()
-        if found is None:
-            self._require_free()
+        note, is_ours = self._noted(), False
+        if note is None:
+            self._require_free(next(self._found(), None))
             # No two notes are alike: an equal one would count as this one.
-            note = {"fingerprint": fingerprint, "nonce": clock.random_bytes(8).hex()}
+            note = _Note(fingerprint, clock.random_bytes(8).hex())
             try:
-                self.store.put_if_absent(self._note_key, json.dumps(note).encode())
+                self.store.put_if_absent(self._note_key, json.dumps(asdict(note)).encode())
+                is_ours = True
             except ConflictError:
-                found = self._noted()
-            else:
-                # Another export may have come and gone since the look.
-                self._require_free(withdrawing=True)
-                return False
-        if found != fingerprint:
+                note = self._noted()
+        if note is None or note.fingerprint != fingerprint:
             raise ConflictError(
                 f"{self.url}: another export, or one with other options, was begun there and has not ended; it was not "
                 f"touched. Run its command again to end it, or remove {self.store.url}/{self._note_key} and what it "
                 "has stored, or export elsewhere"
             )
-        return True
+        return self._has_begun(note, is_ours=is_ours)
+
+    def _has_begun(self, note: _Note, *, is_ours: bool) -> bool:
+        """Return whether files were stored under a note already; if none were, let it begin.
+
+        Another export may have come and gone between the look and the note, and its files may have the same names and
+        sizes. The process may have ended just then. So a note counts once the place was found free under it.
+
+        Args:
+            note: The note.
+            is_ours: Whether this call has put it; it is removed again if it does not count.
+        Raises:
+            ConflictError: Files are there that do not belong to it.
+        """
+        if not is_ours and self._begun_by() == note.nonce:
+            return True
+        found = next(self._found(), None)
+        if found is None:
+            self.store.put(self._begun_key, note.nonce.encode())
+            return False
+        # Another process with the same export may have begun it meanwhile.
+        if self._begun_by() == note.nonce:
+            return True
+        if is_ours:
+            self.store.delete([self._note_key])
+        self._require_free(found)
+        return False
 
     def sizes(self) -> dict[str, int]:
         """Return the bytes of every object there, by its name in the export."""
@@ -76,7 +115,7 @@ class ObjectPlace:
     def _found(self) -> Iterator[tuple[str, int]]:
         if not self._name:
             for entry in self.store.list():
-                if entry.key != self._note_key and not entry.key.startswith(_PROBES):
+                if not entry.key.startswith((_FOLDER, _PROBES)):
                     yield entry.key, entry.bytes
             return
         try:
@@ -89,29 +128,29 @@ class ObjectPlace:
         """Remove the note: the export is complete. It stays so if the note does."""
         try:
             self.store.delete([self._note_key])
+            self.store.delete([self._begun_key])  # Alone it says nothing; a note alone would be one that never began.
         except CheckpointError as error:
             logger.warning("%s: is complete, but its note could not be removed: %s", self.url, error)
 
-    def _require_free(self, *, withdrawing: bool = False) -> None:
-        """Require that nothing is there.
+    def _require_free(self, found: tuple[str, int] | None) -> None:
+        """Require that nothing was found."""
+        if found is not None:
+            there = f"{self.url}/{found[0]}".rstrip("/")
+            raise ConflictError(f"{there}: exists already; it was not touched. Export elsewhere")
 
-        Args:
-            withdrawing: Whether to remove the note if something is.
-        """
-        found = next(self._found(), None)
-        if found is None:
-            return
-        if withdrawing:
-            self.store.delete([self._note_key])
-        there = f"{self.url}/{found[0]}".rstrip("/")
-        raise ConflictError(f"{there}: exists already; it was not touched. Export elsewhere")
+    def _begun_by(self) -> str | None:
+        """Return the nonce of the note under which files were stored; None if there is none."""
+        try:
+            return self.store.get(self._begun_key, _NOTE_BYTES_MAX).decode("utf-8", "replace")
+        except (CorruptError, MissingError):
+            return None
 
-    def _noted(self) -> str | None:
-        """Return the fingerprint in the note; None if there is none, and empty if it is damaged."""
+    def _noted(self) -> _Note | None:
+        """Return the note; None if there is none, and one of no export if it is damaged."""
         try:
             note = json.loads(self.store.get(self._note_key, _NOTE_BYTES_MAX))
-            return str(note["fingerprint"])
+            return _Note(str(note["fingerprint"]), str(note["nonce"]))
         except MissingError:
             return None
         except (CorruptError, ValueError, KeyError, TypeError):
-            return ""
+            return _Note("", "")

@@ -28,6 +28,9 @@ _OTHER_TAG = '"00000000000000000000000000000000"'
 _BUSY = frozenset({408, 429, 500, 502, 503, 504})
 """Status of a server that says nothing about what it was asked."""
 
+_ABSENT = 404
+"""Status of a key that has no object."""
+
 _UNSIGNED = 0
 """In place of a status: these credentials cannot sign a URL."""
 
@@ -83,12 +86,10 @@ class ConditionalDelete:
             return False
         bucket = f"{self._address.scheme}://{self._address.bucket} {self._clients.endpoint}"
         if bucket not in _keeps_condition:
-            key = f"{self._address.prefix}{probe_key(self._clock)}"
-            stored = self._clients.ask("store", self._address.url, lambda api, client: api.put(client, key, b"probe"))
-            # It must refuse another tag, and take the right one as it was written by the server.
-            answers = [self._send(key, _OTHER_TAG), self._send(key, str(stored["e_tag"]))]
-            with suppress(MissingError):
-                self._clients.ask("delete", self._address.url, lambda api, client: api.delete(client, key))
+            answers = self._answers()
+            if _ABSENT in answers:
+                # A collection may have removed what looks like an object that a killed process left.
+                answers = self._answers()
             busy = [answer for answer in answers if answer in _BUSY]
             if busy:
                 raise TemporaryError(
@@ -102,6 +103,16 @@ class ConditionalDelete:
             with _lock:
                 _keeps_condition[bucket] = is_kept
         return _keeps_condition[bucket]
+
+    def _answers(self) -> list[int | None]:
+        """Return what the server answers to a deletion with another tag, and to one with the right tag."""
+        key = f"{self._address.prefix}{probe_key(self._clock)}"
+        stored = self._clients.ask("store", self._address.url, lambda api, client: api.put(client, key, b"probe"))
+        # It must refuse another tag, and take the right one as it was written by the server.
+        answers = [self._send(key, _OTHER_TAG), self._send(key, str(stored["e_tag"]))]
+        with suppress(MissingError):
+            self._clients.ask("delete", self._address.url, lambda api, client: api.delete(client, key))
+        return answers
 
     def _send(self, key: str, tag: str) -> int | None:
         """Send one deletion with a condition; return the status, None if there was no answer.

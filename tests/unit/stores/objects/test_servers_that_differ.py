@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.settings import MIB, ObjectSettings, Settings
+from holdfast.stores.objects import reading
 from holdfast.stores.objects.conditional_delete import _OTHER_TAG
 from holdfast.stores.objects.store import ObjectStore
 from tests.object_proxy import Asked, ObjectProxy, object_proxy
@@ -64,6 +66,27 @@ def test_each_success_of_a_deletion_counts(objects: ObjectServer, proxy: ObjectP
     assert [asked.headers.get("if-match") is not None for asked in deletions] == [True]
 
 
+def test_a_question_that_a_collection_removed_is_asked_again(objects: ObjectServer, proxy: ObjectProxy) -> None:
+    """Otherwise the process would delete without a condition from then on."""
+    bucket, met = f"{BUCKET}-collected", list[str]()
+    objects.client().create_bucket(Bucket=bucket)
+    store = ObjectStore(f"s3://{bucket}/run", settings=Settings(object_store=ObjectSettings(endpoint=proxy.endpoint)))
+
+    def collected_once(asked: Asked) -> tuple[int, str] | None:
+        if asked.method != "DELETE" or "probe-" not in asked.path or asked.headers.get("if-match") is None:
+            return None
+        met.append(asked.headers["if-match"])
+        if len(met) <= 2:
+            return 404, "NoSuchKey"
+        return (412, "PreconditionFailed") if met[-1] == _OTHER_TAG else None
+
+    proxy.rule = collected_once
+    store.put("key", b"1")
+    store.move("key", "aside")
+    deletions = [asked for asked in proxy.asked if asked.method == "DELETE" and "/run/key" in asked.path]
+    assert [asked.headers.get("if-match") is not None for asked in deletions] == [True]
+
+
 def test_a_server_that_never_replaces_is_no_other_writer(store: ObjectStore, proxy: ObjectProxy) -> None:
     """As Ceph in a bucket that keeps versions."""
     store.put("latest", b"step-1")
@@ -106,6 +129,24 @@ def test_a_server_that_sends_whole_objects(store: ObjectStore, proxy: ObjectProx
         store.read_into("key", [(MIB, 3 * MIB + 2)], [memoryview(bytearray(2 * MIB + 2))])
     # It is asked for parts once, in two requests side by side.
     assert sum(asked.method == "GET" for asked in proxy.asked) <= 5
+
+
+def test_a_server_that_sends_whole_objects_has_time_for_them(
+    store: ObjectStore, proxy: ObjectProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit on the time of a `get` is of objects whose size nobody knows; here the end of the range is known."""
+    monkeypatch.setattr(reading, "_TIMED_BYTES_MAX", MIB)
+    store.put("key", bytes(3 * MIB))
+    proxy.rule = lambda asked: asked.headers.pop("range", None) and None
+    ask, timed = store.clients.ask, list[int]()
+
+    def recorded(doing: str, where: str, call: Any, bytes_moved: int = 0, **options: bool) -> Any:
+        timed.append(bytes_moved)
+        return ask(doing, where, call, bytes_moved, **options)
+
+    monkeypatch.setattr(store.clients, "ask", recorded)
+    store.read_into("key", [(3 * MIB - 1, 3 * MIB)], [memoryview(bytearray(1))])
+    assert max(timed) == 3 * MIB
 
 
 def test_a_refusal_of_a_key_with_any_digits_is_no_end_of_an_object(store: ObjectStore, proxy: ObjectProxy) -> None:
