@@ -18,7 +18,8 @@ import numpy as np
 
 from holdfast.errors import MissingError
 from holdfast.format.names import PACK_SUFFIX
-from holdfast.ports.store import Entry, ForwardingStore, Store
+from holdfast.ports.forwarding import ForwardingStore
+from holdfast.ports.store import Entry, Store
 from holdfast.stores.keys import is_listed
 
 OBJECT_BYTES_MAX = 5 << 30

@@ -13,7 +13,8 @@ from holdfast.clock import SystemClock
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.format.names import RUN_FILE, step_of_folder
 from holdfast.offline.copying.copy_run import RunCopy
-from holdfast.ports.store import Entry, ForwardingStore
+from holdfast.ports.forwarding import ForwardingStore
+from holdfast.ports.store import Entry
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
 from tests.everyday.frozen_run import require_step, step_path

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from holdfast.errors import InvalidError, MissingError
-from holdfast.ports.store import Buffers, ByteRanges, ForwardingReadable, Mappable, OnBytes, OnRange, Readable
+from holdfast.ports.forwarding import ForwardingReadable
+from holdfast.ports.store import Buffers, ByteRanges, Mappable, OnBytes, OnRange, Readable
 
 _Result = TypeVar("_Result")
 

@@ -8,7 +8,8 @@ from collections.abc import Collection, Iterator
 from itertools import islice
 
 from holdfast.errors import ConflictError, InvalidError, MissingError
-from holdfast.ports.store import Entry, ForwardingReadable, Store
+from holdfast.ports.forwarding import ForwardingReadable
+from holdfast.ports.store import Entry, Store
 from holdfast.ports.temporary import store_for_operation
 from holdfast.stores.keys import is_listed
 

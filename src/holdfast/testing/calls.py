@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from holdfast.clock import Clock, SystemClock
-from holdfast.ports.store import ForwardingStore, Store
+from holdfast.ports.forwarding import ForwardingStore
+from holdfast.ports.store import Store
 
 _Result = TypeVar("_Result")
 

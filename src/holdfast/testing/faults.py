@@ -15,7 +15,8 @@ from typing import TypeVar
 
 from holdfast.errors import CheckpointError
 from holdfast.ports.comm import KeyValueStore
-from holdfast.ports.store import ForwardingStore, Release, Store, Upload
+from holdfast.ports.forwarding import ForwardingStore
+from holdfast.ports.store import Release, Store, Upload
 
 _Result = TypeVar("_Result")
 

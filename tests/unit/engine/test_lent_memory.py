@@ -15,7 +15,8 @@ from holdfast.engine.arena import Arena
 from holdfast.engine.staging import Staging
 from holdfast.engine.write import PackWriter
 from holdfast.errors import UnavailableError
-from holdfast.ports.store import ForwardingStore, Release, Upload
+from holdfast.ports.forwarding import ForwardingStore
+from holdfast.ports.store import Release, Upload
 from holdfast.settings import PAGE_BYTES
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.faults import Faults, FaultyStore, raise_error

@@ -30,8 +30,9 @@ from holdfast.geometry.box import Box
 from holdfast.plan.ownership import Owned
 from holdfast.plan.packing import packs_of
 from holdfast.plan.reads import load_plan
+from holdfast.ports.forwarding import ForwardingStore
 from holdfast.ports.framework import LocalShard, Selection
-from holdfast.ports.store import Buffers, ByteRanges, ForwardingStore, OnBytes, OnRange, Stored, hand_out, packs_under
+from holdfast.ports.store import Buffers, ByteRanges, OnBytes, OnRange, Stored, hand_out, packs_under
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore

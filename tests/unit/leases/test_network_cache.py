@@ -19,7 +19,8 @@ from holdfast.format.sealed_json import header, sealed
 from holdfast.frameworks.alone import AloneComm
 from holdfast.leases.process import this_process
 from holdfast.leases.writer import WriterLease
-from holdfast.ports.store import Entry, ForwardingStore, Store
+from holdfast.ports.forwarding import ForwardingStore
+from holdfast.ports.store import Entry, Store
 from holdfast.repository.catalog import read_run_id
 from holdfast.repository.epochs import put_epoch, require_newest
 from holdfast.repository.timelines import committed_steps

@@ -13,7 +13,8 @@ from holdfast.errors import InvalidError, UnavailableError
 from holdfast.format.names import manifest_key
 from holdfast.leases.writer import hold_writer_lease
 from holdfast.policies import EveryNth
-from holdfast.ports.store import ForwardingStore, Store
+from holdfast.ports.forwarding import ForwardingStore
+from holdfast.ports.store import Store
 from holdfast.repository import removal
 from holdfast.repository.catalog import exists, read_run_id
 from holdfast.repository.latest import name_latest

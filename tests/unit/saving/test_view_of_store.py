@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from holdfast.checkpoint_manager import CheckpointManager
-from holdfast.ports.store import ForwardingStore, Store, Upload
+from holdfast.ports.forwarding import ForwardingStore
+from holdfast.ports.store import Store, Upload
 from holdfast.ports.temporary import RetryCounts
 from holdfast.settings import PAGE_BYTES
 from tests.unit.ranks import PATIENT, World, fresh_store, plain

@@ -6,7 +6,8 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 from holdfast.foreign.read import read_ranges
-from holdfast.ports.store import Buffers, ByteRanges, ForwardingReadable, OnRange, Readable, hand_out
+from holdfast.ports.forwarding import ForwardingReadable
+from holdfast.ports.store import Buffers, ByteRanges, OnRange, Readable, hand_out
 from holdfast.settings import KIB, MIB
 
 END_BYTES = 2 * KIB

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from heapq import merge
 
 from holdfast.errors import CorruptError, MissingError
-from holdfast.ports.store import Buffers, ByteRanges, Entry, ForwardingStore, OnBytes, OnRange, Store, Upload
+from holdfast.ports.forwarding import ForwardingStore
+from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, Store, Upload
 from holdfast.repository.publish import holds
 
 

@@ -24,12 +24,12 @@ from typing import TypeVar
 from holdfast.clock import Clock, SystemClock
 from holdfast.errors import ConflictError, CorruptError, MissingError
 from holdfast.ports.foreign import any_names_of
+from holdfast.ports.forwarding import ForwardingStore
 from holdfast.ports.replacing import Replacing
 from holdfast.ports.store import (
     Buffers,
     ByteRanges,
     Entry,
-    ForwardingStore,
     OnBytes,
     OnRange,
     Release,

@@ -24,7 +24,8 @@ from holdfast.format.names import SUPERSEDED_FOLDER, step_folder, superseded_key
 from holdfast.leases.reader import ReaderLease
 from holdfast.leases.writer import hold_writer_lease
 from holdfast.policies import AnyOf, BestN, LatestN, Tagged
-from holdfast.ports.store import ForwardingStore, Store
+from holdfast.ports.forwarding import ForwardingStore
+from holdfast.ports.store import Store
 from holdfast.repository.catalog import read_manifest, read_run_id
 from holdfast.repository.epochs import RELEASED, put_heartbeat
 from holdfast.repository.reader_leases import leases

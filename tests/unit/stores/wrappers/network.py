@@ -9,11 +9,11 @@ from contextlib import suppress
 from typing import TypeVar
 
 from holdfast.errors import CheckpointError
+from holdfast.ports.forwarding import ForwardingStore
 from holdfast.ports.store import (
     Buffers,
     ByteRanges,
     Entry,
-    ForwardingStore,
     OnRange,
     Release,
     Store,

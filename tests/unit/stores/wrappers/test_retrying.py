@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
-from holdfast.ports.store import ForwardingStore, Store
+from holdfast.ports.forwarding import ForwardingStore
+from holdfast.ports.store import Store
 from holdfast.ports.temporary import Retrying, TemporaryError, retry_counts_of, store_for_operation
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.stores.memory import MemoryStore
