@@ -97,7 +97,8 @@ class ConditionalDelete:
                     is_throttled=busy[0] in (429, 503),
                 )
             is_kept = answers[0] == 412 and answers[1] is not None and 200 <= answers[1] < 300
-            if None in answers:
+            # A collection may remove what looks like a probe that a killed process left.
+            if None in answers or answers in ([404, 404], [412, 404]):
                 return is_kept  # Without an answer it is asked again at the next call.
             with _lock:
                 _keeps_condition[bucket] = is_kept
