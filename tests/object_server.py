@@ -3,7 +3,6 @@ it."""
 
 from __future__ import annotations
 
-import random
 import sys
 import urllib.error
 import urllib.request
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.servers.process import ServerProcess, accepts, free_port
+from tests.servers.process import ServerProcess, free_port
 from tests.servers.server import BUCKET, S3Server
 
 __all__ = ["ACCESS_KEY", "BUCKET", "SECRET_KEY", "VARIABLES", "ObjectServer", "object_server"]
@@ -23,9 +22,6 @@ VARIABLES = {"AWS_ACCESS_KEY_ID": ACCESS_KEY, "AWS_SECRET_ACCESS_KEY": SECRET_KE
 
 PROGRAM = "ministack"
 """Its only program, for `kill` and `restart`."""
-
-_LASTING_PORTS = range(10_000, 32_000)
-"""Ports that no outgoing connection gets: a server that starts again finds its own one free."""
 
 _TRIES = 5
 
@@ -71,7 +67,7 @@ class ObjectServer(S3Server):
 def object_server(folder: Path, *, keeps_data: bool = False) -> Iterator[ObjectServer]:
     """Run a server for the length of a block; what it writes goes to a folder."""
     for turn in range(_TRIES):
-        server = ObjectServer(folder, _lasting_port() if keeps_data else free_port(), keeps_data=keeps_data)
+        server = ObjectServer(folder, free_port(), keeps_data=keeps_data)
         try:
             try:
                 server.restart(PROGRAM)
@@ -84,7 +80,3 @@ def object_server(folder: Path, *, keeps_data: bool = False) -> Iterator[ObjectS
             return
         finally:
             server.kill(PROGRAM)
-
-
-def _lasting_port() -> int:
-    return next(port for port in random.sample(_LASTING_PORTS, 100) if not accepts(port))

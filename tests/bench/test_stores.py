@@ -163,6 +163,13 @@ def test_an_endpoint_that_no_proxy_can_look_into_is_refused(
     assert "expected the URL of a server over plain HTTP" in capsys.readouterr().err
 
 
+def test_round_trips_are_requests_of_which_each_waits_for_the_one_before() -> None:
+    times = [("a", 0, 1), ("b", 0, 2), ("c", 1.5, 2.5), ("r00000.safetensors", 3, 4), ("d", 3, 6), ("e", 5, 7)]
+    requests = [store_requests.Answered("GET", f"/{name}", began, replied) for name, began, replied in times]
+    assert store_requests._round_trips(requests) == 3  # a, c, d
+    assert store_requests._round_trips([]) == 0
+
+
 def test_requests_are_counted_on_the_wire(
     objects: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +178,8 @@ def test_requests_are_counted_on_the_wire(
     monkeypatch.setattr(store_requests, "DELAY_SECONDS", 0.02)
     measured = store_requests.measure(tmp_path, {"number": 0})
     keys = {name: spread.median for name, spread in store_requests.keys(measured.rounds, {}).items()}
-    # The goals. A count that is too low would mean that nothing was counted.
-    assert keys["round_trips_before_return"] == 1
+    # The goals. A count that is too low would mean that nothing was counted. What is asked behind a save is answered
+    # before its call returns if the machine is busy for longer than a reply takes: tests/unit/runs counts it exactly.
+    assert keys["round_trips_before_return"] >= 1
     assert 6 <= keys["requests_per_save_rank0"] <= 12
     assert 6 <= keys["requests_per_load"] <= 10

@@ -169,7 +169,7 @@ def test_silence_ends_a_read_whose_object_may_be_large(proxy: FaultProxy, url: s
     fault = proxy.inject(ProxyFault(FaultKind.SILENCE, lambda request: request.method == "GET"))
     # By its size alone the first request would have a year.
     assert store.get("manifest", 64 * MIB) == b"small"
-    assert fault.met == 1 and store.retry_counts.throttled == 1
+    assert fault.met == 1 and store.retry_counts.throttled >= 1
 
 
 def test_a_flipped_bit_of_a_read_is_for_digests_to_see(proxy: FaultProxy, store: RetryingStore) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -157,7 +158,8 @@ class Ends:
     part: str
     how: signal.Signals
     left: int
-    pid: int = 0
+    pid: Future[int] = field(default_factory=Future)
+    """Of the process that makes the requests: known a moment after its start."""
     sent: list[str] = field(default_factory=list)
 
     def rule(self, asked: Asked) -> str | None:
@@ -165,7 +167,7 @@ class Ends:
             self.sent.append(asked.path)
             self.left -= 1
             if self.left == 0:
-                os.kill(self.pid, self.how)
+                os.kill(self.pid.result(60), self.how)
                 return CUT
         return None
 
@@ -175,7 +177,7 @@ class Ends:
         child = context.Process(target=_forked, args=(source, url, endpoint, object_bytes_max))
         child.start()
         assert child.pid is not None
-        self.pid = child.pid
+        self.pid.set_result(child.pid)
         child.join(120)
         return child.exitcode
 
@@ -194,7 +196,7 @@ def test_a_copy_that_is_killed_or_interrupted_goes_on(
         proxy.rule = ends.rule
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.endpoint)
         process = subprocess.Popen(separate_command("cp", run, url), stderr=subprocess.PIPE)
-        ends.pid = process.pid
+        ends.pid.set_result(process.pid)
         _, err = process.communicate(timeout=120)
         assert process.returncode == 130 and b"Run the same command again: it goes on" in err
         assert command("cp", run, url).status == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,10 @@ from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.errors import CorruptError, InvalidError, MissingError
 from holdfast.geometry.dtype import DTYPES
+from holdfast.ports.store import Buffers, ByteRanges, OnRange
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
+from holdfast.stores.memory import MemoryStore
 from holdfast.testing.faults import Faults, FaultyStore
 
 SMALL_CHUNKS = Settings(chunk_bytes=PAGE_BYTES, window_bytes=PAGE_BYTES)
@@ -367,3 +370,29 @@ def test_reading_needs_no_torch_and_imports_none(path: Path, arrays: dict[str, n
     text = program.format(source=source, path=str(path), expected=arrays["matrix"][3, 1:4].tolist())
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("number", (0, 1))
+def test_a_bit_that_is_flipped_on_the_way_is_no_damage(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a chunk, which is read first, or in a header; a bit that is flipped twice is damage."""
+    url = f"memory://{uuid.uuid4().hex}"
+    holdfast.save(url, {"w": torch.arange(5000.0)}, process_group=False)
+    read_into = MemoryStore.read_into
+    reads: list[str] = []
+    flipped = [number]
+
+    def flip(
+        store: MemoryStore, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None
+    ) -> None:
+        read_into(store, key, ranges, buffers, on_range)
+        if len(reads) in flipped:
+            buffers[0].cast("B")[-1] ^= 1
+        reads.append(key)
+
+    checkpoint = holdfast.open_checkpoint(url)
+    monkeypatch.setattr(MemoryStore, "read_into", flip)
+    assert list(checkpoint.verify()) == []
+    assert len(reads) == 3
+    reads.clear()
+    flipped.append(number + 1)
+    assert len(list(checkpoint.verify())) == 1

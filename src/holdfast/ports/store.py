@@ -186,9 +186,8 @@ class Mappable(Protocol):
     def mapped(self, key: str) -> mmap.mmap | None:
         """Map all bytes of an object: memory that is read from the file where it is touched; None if it is empty.
 
-        The memory is private: a write to it stays in this process. It shows the bytes of this file also after the file
-        was deleted or replaced. If the file is cut short, or cannot be read, touching the memory ends the process with
-        SIGBUS.
+        The memory is private: a write to it stays in this process. It shows this file also after it was deleted or
+        replaced. If the file is cut short, or cannot be read, touching the memory ends the process with SIGBUS.
 
         Raises:
             MissingError: No such key.
@@ -292,8 +291,7 @@ class Store(Readable, Protocol):
         Args:
             key: The object.
             data: Its content.
-            durable: Whether the object is durable on return. If not, the call is faster, and a power cut may remove or
-                empty the object.
+            durable: Whether the object is durable on return. If not, a power cut may remove or empty it; it is faster.
         """
         ...
 

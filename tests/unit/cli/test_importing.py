@@ -80,7 +80,7 @@ def test_what_cannot_be_imported_is_one_line_and_2(source: Path, tmp_path: Path)
     for arguments, said in (
         ((source, tmp_path / "run"), "--step"),
         ((tmp_path / "nothing", tmp_path / "run", "--step", 4), "nothing"),
-        ((source, "ftp://bucket/run", "--step", 4), "not supported"),
+        ((source, "nothing://bucket/run", "--step", 4), "not supported"),
     ):
         ended = holdfast("import", *arguments)
         assert ended.status == 2 and said in ended.err and len(ended.err.splitlines()) == 1

@@ -89,9 +89,10 @@ def test_a_write_that_hangs_holds_training_for_the_timeout_and_later_saves_not_a
 def test_a_pack_that_the_cap_holds_back_does_not_hang(cap: int | None) -> None:
     """A pack of 20 KB takes 10 s then, and nothing is written meanwhile: more than the timeout."""
     settings = replace(PATIENT, stall_timeout_seconds=1.5, max_bytes_per_second=cap)
-    clock, hung = ClockBySleep(), list[bool]()
+    clock, hung, returned = ClockBySleep(), list[bool](), threading.Event()
 
     def take_time(_: FaultPoint) -> None:
+        assert returned.wait(60), "the state is copied before the call returns, and nobody waits for the pack"
         for seconds in (6.0, 6.0):
             clock.sleep(seconds)
             hung.append(job.progress.hung is not None)
@@ -100,7 +101,9 @@ def test_a_pack_that_the_cap_holds_back_does_not_hang(cap: int | None) -> None:
     store.object_bytes_max = MIB
     job = Job(ThreadComm(ThreadGroup(1), 0), clock, settings, NumpyFramework(0))
     with CheckpointManager.over(store, job) as manager:
-        manager.save(1, {"w": plain(1.0, count=4096)}).wait()
+        handle = manager.save(1, {"w": plain(1.0, count=4096)})
+        returned.set()
+        handle.wait()
     # It hangs once the timeout is over after the time of the pack, too.
     assert hung == ([False, True] if cap else [True, True])
 

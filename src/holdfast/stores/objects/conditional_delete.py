@@ -98,8 +98,8 @@ class ConditionalDelete:
                     is_throttled=busy[0] in (429, 503),
                 )
             is_kept = answers[0] == 412 and answers[1] is not None and 200 <= answers[1] < 300
-            if None in answers:
-                return is_kept  # Without an answer it is asked again at the next call.
+            if None in answers or answers in ([_ABSENT, _ABSENT], [412, _ABSENT]):
+                return is_kept  # It is not known, so the next call asks again.
             with _lock:
                 _keeps_condition[bucket] = is_kept
         return _keeps_condition[bucket]

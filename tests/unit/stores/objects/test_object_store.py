@@ -298,6 +298,38 @@ def test_one_busy_moment_does_not_tell_how_a_server_deletes(
     assert [asked.headers.get("if-match") is not None for asked in deletions] == [True]
 
 
+@pytest.mark.parametrize("asked_before", (1, 2))
+def test_a_collection_that_removes_a_probe_does_not_tell_how_a_server_deletes(
+    objects: ObjectServer, proxy: ObjectProxy, asked_before: int
+) -> None:
+    bucket = f"{BUCKET}-collected-{asked_before}"
+    objects.client().create_bucket(Bucket=bucket)
+    store = ObjectStore(f"s3://{bucket}/run", settings=Settings(object_store=ObjectSettings(endpoint=proxy.endpoint)))
+    collected: list[str] = []
+
+    def keeps_conditions(asked: Asked) -> tuple[int, str] | None:
+        if asked.method != "DELETE":
+            return None
+        key = asked.path.partition("?")[0].removeprefix(f"/{bucket}/")
+        if "probe-" in key and proxy.count("DELETE", "probe-") == asked_before and not collected:
+            collected.append(key)
+        if key in collected:
+            return 404, "NoSuchKey"
+        if asked.headers["if-match"] == _OTHER_TAG:
+            return 412, "PreconditionFailed"
+        objects.client().delete_object(Bucket=bucket, Key=key)
+        return 200, "Deleted"
+
+    proxy.rule = keeps_conditions
+    for key in ("key", "next"):
+        store.put(key, b"1")
+        proxy.asked.clear()
+        store.move(key, "aside")
+    assert len(collected) == 1
+    deletions = [asked for asked in proxy.asked if asked.method == "DELETE" and "/run/next" in asked.path]
+    assert [asked.headers.get("if-match") is not None for asked in deletions] == [True]
+
+
 def test_move_replaces_only_what_was_there_before(
     store: ObjectStore, proxy: ObjectProxy, objects: ObjectServer
 ) -> None:
