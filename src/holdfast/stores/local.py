@@ -11,9 +11,10 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 from holdfast.clock import Clock, SystemClock
-from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
+from holdfast.errors import ConflictError, InvalidError, MissingError, UnavailableError
 from holdfast.ports.store import Entry
 from holdfast.settings import MIB, Settings
+from holdfast.stores.comparing import is_still_to_replace
 from holdfast.stores.file_reading import FileReading
 from holdfast.stores.folders import TEMPORARY_PREFIX, Folders
 from holdfast.stores.keys import is_listed, is_part, may_lead_to_listed, split_key, split_prefix
@@ -89,18 +90,8 @@ class LocalStore(FileReading):
 
     def replace(self, key: str, data: bytes, seen: bytes | None, *, durable: bool = True) -> None:
         """Store a small object whole in place of one that the caller has read; another may come in between."""
-        conflict = ConflictError(f"{self._where(key)}: another writer replaced it meanwhile; it was not touched")
-        found = None
-        try:
-            with suppress(MissingError):
-                found = self.get(key, max(len(data), len(seen or b"")))
-        except CorruptError as larger:
-            raise conflict from larger
-        if found == data:
-            return
-        if found != seen:
-            raise conflict
-        self.put(key, data, durable=durable)
+        if is_still_to_replace(self, key, data, seen):
+            self.put(key, data, durable=durable)
 
     def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         """Store a small object whole unless the key exists; atomic, durable on return; its folders if wanted.

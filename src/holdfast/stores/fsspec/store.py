@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from holdfast.clock import Clock, SystemClock
-from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.errors import CheckpointError, ConflictError, InvalidError, MissingError
 from holdfast.ports.temporary import TemporaryError
 from holdfast.settings import Settings
+from holdfast.stores.comparing import is_still_to_replace
 from holdfast.stores.folders import TEMPORARY_PREFIX
 from holdfast.stores.fsspec import placing
 from holdfast.stores.fsspec.abilities import Abilities, abilities, known_abilities
@@ -75,18 +76,8 @@ class FileSystemStore(FileSystemReading):
 
     def replace(self, key: str, data: bytes, seen: bytes | None, *, durable: bool = True) -> None:
         """Store a small object whole in place of one that the caller has read; another may come in between."""
-        conflict = ConflictError(f"{self.where(key)}: another writer replaced it meanwhile; it was not touched")
-        found = None
-        try:
-            with suppress(MissingError):
-                found = self.get(key, max(len(data), len(seen or b"")))
-        except CorruptError as larger:
-            raise conflict from larger
-        if found == data:
-            return
-        if found != seen:
-            raise conflict
-        self.put(key, data, durable=durable)
+        if is_still_to_replace(self, key, data, seen):
+            self.put(key, data, durable=durable)
 
     def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         """Store a small object whole unless the key exists; atomic.
