@@ -8,7 +8,6 @@ from typing import Self
 
 from holdfast.errors import CorruptError
 from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange
-from holdfast.ports.temporary import TemporaryError
 from holdfast.settings import Settings
 from holdfast.stores.fsspec.address import FileSystemAddress
 from holdfast.stores.fsspec.file_systems import FileSystems
@@ -16,8 +15,8 @@ from holdfast.stores.fsspec.files import FileSystem, children, look, read_ranges
 from holdfast.stores.fsspec.folders import is_name, listed, size_of
 from holdfast.stores.fsspec.refusals import is_absent
 from holdfast.stores.keys import Split, split_key, split_name, split_prefix
-from holdfast.stores.parts import check_buffers, check_ranges
-from holdfast.stores.remote.reads import Batch, batches_of, cut
+from holdfast.stores.parts import check_buffers
+from holdfast.stores.remote.reads import Batch, batches_of, cut, read_by_batches
 
 
 class FileSystemReading:
@@ -66,27 +65,14 @@ class FileSystemReading:
         """Read byte ranges of one object: neighbours together, through memory of the file system."""
         self._split(key)
         where = self.where(key)
-        # Buffers and bounds are checked here, the end of the object by what comes: no request just for its size.
-        end = max((stop for _, stop in ranges), default=0)
-        check_ranges(where, end, ranges, buffers)
-        if not any(start < stop for start, stop in ranges) or end > max(stop for start, stop in ranges if start < stop):
-            check_ranges(where, self._size_in_time(key), ranges, buffers)
-        for batch in batches_of(ranges):
-            held = self._batch_bytes(key, batch)
-            if held is None:
-                check_ranges(where, self._size_in_time(key), ranges, buffers)
-                raise TemporaryError(f"could not read {where}: the server sent less than was asked for")
-            for piece in batch.pieces:
-                start, stop = ranges[piece.number]
-                view, data = buffers[piece.number], cut(batch, held, piece)
-                if on_range is not None and piece.stop - piece.start == stop - start:
-                    on_range(piece.number, data)
-                    continue
-                if data.nbytes:  # An empty buffer cannot be cast.
-                    view = view.cast("B")
-                    view[piece.start - start : piece.stop - start] = data
-                if piece.is_last and on_range is not None:
-                    on_range(piece.number, view)
+        read_by_batches(
+            where,
+            ranges,
+            buffers,
+            on_range,
+            size=lambda: self._size_in_time(key),
+            batch_bytes=lambda batch: self._batch_bytes(key, batch),
+        )
 
     def _size_in_time(self, key: str) -> int:
         """Return the bytes of an object for a read, which nobody gives up from outside."""

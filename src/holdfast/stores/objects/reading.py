@@ -11,13 +11,12 @@ from typing import Any, Self
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange
-from holdfast.ports.temporary import TemporaryError
 from holdfast.settings import MIB, Settings
 from holdfast.stores.keys import Split, is_key, is_listed, split_key, split_name, split_prefix
 from holdfast.stores.objects.address import KEY_BYTES_MAX, Address
 from holdfast.stores.objects.client import Clients
-from holdfast.stores.parts import check_buffers, check_ranges
-from holdfast.stores.remote.reads import Batch, batches_of, cut
+from holdfast.stores.parts import check_buffers
+from holdfast.stores.remote.reads import Batch, batches_of, cut, read_by_batches
 
 _PAGE_ENTRIES = 1000
 _WHOLE_LISTING = 1 << 40
@@ -76,27 +75,14 @@ class ObjectReading:
     def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
         """Read byte ranges of one object: neighbours by one request, several requests side by side."""
         where, full = self.where(key), self.full_key(key)
-        # Buffers and bounds are checked here, the end of the object by what comes: no request just for its size.
-        end = max((stop for _, stop in ranges), default=0)
-        check_ranges(where, end, ranges, buffers)
-        if not any(start < stop for start, stop in ranges) or _ends_empty(ranges, end):
-            check_ranges(where, self.size(key), ranges, buffers)
-        for batch in batches_of(ranges):
-            held = self._batch_bytes(key, full, batch)
-            if held is None:
-                check_ranges(where, self.size(key), ranges, buffers)
-                raise TemporaryError(f"could not read {where}: the server sent less than was asked for")
-            for piece in batch.pieces:
-                start, stop = ranges[piece.number]
-                view, data = buffers[piece.number], cut(batch, held, piece)
-                if on_range is not None and piece.stop - piece.start == stop - start:
-                    on_range(piece.number, data)
-                    continue
-                if data.nbytes:  # An empty buffer cannot be cast.
-                    view = view.cast("B")
-                    view[piece.start - start : piece.stop - start] = data
-                if piece.is_last and on_range is not None:
-                    on_range(piece.number, view)
+        read_by_batches(
+            where,
+            ranges,
+            buffers,
+            on_range,
+            size=lambda: self.size(key),
+            batch_bytes=lambda batch: self._batch_bytes(key, full, batch),
+        )
 
     def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
         """Return 0: nothing is cached. No request is made for that."""
@@ -300,8 +286,3 @@ def _tag_of(found: Any) -> str:
     """Return what changes with the content of an object, out of its metadata; empty if the server states nothing."""
     stated = (found.get("e_tag"), found.get("version"))
     return " ".join(str(each) for each in stated if each)
-
-
-def _ends_empty(ranges: ByteRanges, end: int) -> bool:
-    """Return whether an empty range ends after all others: no request would meet the end of the object there."""
-    return end > max((stop for start, stop in ranges if start < stop), default=0)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from holdfast.ports.store import ByteRanges
+from holdfast.ports.store import Buffers, ByteRanges, OnRange
+from holdfast.ports.temporary import TemporaryError
 from holdfast.settings import MIB
+from holdfast.stores.parts import check_ranges
 
 _GAP_BYTES_MAX = 256 * 1024
 """Bytes between two ranges that are read along rather than asked for in two requests."""
@@ -101,3 +103,47 @@ def cut(batch: Batch, held: Sequence[memoryview], piece: RangePart) -> memoryvie
     start, stop = batch.requests[number]
     assert piece.stop <= stop, "every piece is in a request"
     return held[number][piece.start - start : piece.stop - start]
+
+
+def read_by_batches(
+    where: str,
+    ranges: ByteRanges,
+    buffers: Buffers,
+    on_range: OnRange | None,
+    *,
+    size: Callable[[], int],
+    batch_bytes: Callable[[Batch], Sequence[memoryview] | None],
+) -> None:
+    """Read byte ranges of one object through memory of a client.
+
+    Args:
+        where: Store and key, for messages.
+        ranges, buffers, on_range: As for `Readable.read_into`.
+        size: Asks for the bytes of the object.
+        batch_bytes: Makes the requests of a batch; None if the object ends before one does.
+    Raises:
+        CorruptError: The object ends before a range does.
+        TemporaryError: Less came than was asked for.
+    """
+    # Buffers and bounds are checked here, the end of the object by what comes: no request just for its size.
+    end = max((stop for _, stop in ranges), default=0)
+    check_ranges(where, end, ranges, buffers)
+    # No request meets the end of the object where an empty range ends after all others, or if none has bytes.
+    if end > max((stop for start, stop in ranges if start < stop), default=-1):
+        check_ranges(where, size(), ranges, buffers)
+    for batch in batches_of(ranges):
+        held = batch_bytes(batch)
+        if held is None:
+            check_ranges(where, size(), ranges, buffers)
+            raise TemporaryError(f"could not read {where}: the server sent less than was asked for")
+        for piece in batch.pieces:
+            start, stop = ranges[piece.number]
+            view, data = buffers[piece.number], cut(batch, held, piece)
+            if on_range is not None and piece.stop - piece.start == stop - start:
+                on_range(piece.number, data)
+                continue
+            if data.nbytes:  # An empty buffer cannot be cast.
+                view = view.cast("B")
+                view[piece.start - start : piece.stop - start] = data
+            if piece.is_last and on_range is not None:
+                on_range(piece.number, view)
