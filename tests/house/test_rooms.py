@@ -21,7 +21,7 @@ LONG_FUNCTIONS: dict[str, str] = {}
 """Functions over the limit, each with the reason. An entry that is no longer needed fails the test."""
 
 PUBLIC_MODULES = ("holdfast", "holdfast.cli.__main__", "holdfast.observers", "holdfast.policies")
-"""Modules that a user imports or runs by name. All other modules must be reachable from these."""
+"""Modules that a user imports or runs by name, as each integration. All other modules must be reachable from these."""
 
 UNREACHED = ("holdfast.testing",)
 """Rooms that no public verb needs: a store's author imports the shipped suites from their own tests."""
@@ -104,7 +104,7 @@ def imports_of(module: str) -> set[str]:
 
 def test_a_public_verb_reaches_every_module() -> None:
     reached: set[str] = set()
-    ahead = list(PUBLIC_MODULES)
+    ahead = [*PUBLIC_MODULES, *(name for name in MODULES if name.startswith("holdfast.integrations."))]
     while ahead:
         module = ahead.pop()
         if module in reached:
