@@ -37,7 +37,7 @@ class Watch(TrainerCallback):
         if state.global_step >= self.steps:
             raise Trained
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **keywords: Any) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **keywords: Any) -> None:
         if logs and "loss" in logs:
             self.losses.append(logs["loss"])
 

@@ -58,16 +58,18 @@ def state_to_fill(trainer: Any, record: Mapping[str, Any], url: str) -> dict[str
     return {**{part: objects[part] for part in objects if part in stored}, RECORD: {}, MARK: {}}
 
 
-def model_to_keep(model: Any) -> object:
-    """Return a model, or of a model with adapters of peft the tensors that belong to them or are trained, by name."""
+def model_to_keep(trainer: Any) -> object:
+    """Return the model, or of a model with adapters of peft the tensors that belong to them or are trained, by name."""
+    model = trainer.model
     adapters = set(getattr(model, "peft_config", None) or ())
     if not adapters:
         return model
-    named = [*model.named_parameters(), *model.named_buffers()]
+    groups = trainer.optimizer.param_groups
+    stepped = {id(parameter) for group in groups for parameter in group["params"]}
     return {
         name.replace("_orig_mod.", ""): tensor
-        for name, tensor in named
-        if tensor.requires_grad or not adapters.isdisjoint(name.split("."))
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        if tensor.requires_grad or id(tensor) in stepped or not adapters.isdisjoint(name.split("."))
     }
 
 
@@ -92,7 +94,7 @@ def metrics_at(state: Any) -> dict[str, float]:
 def _objects(trainer: Any) -> dict[str, object]:
     """Return what Trainer saves beside its record, by key."""
     objects: dict[str, object] = {
-        "model": model_to_keep(trainer.model),
+        "model": model_to_keep(trainer),
         "optimizer": trainer.optimizer,
         "scheduler": trainer.lr_scheduler,
         "rng": holdfast.RngState(),

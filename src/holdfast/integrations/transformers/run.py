@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import holdfast
-from holdfast.errors import CheckpointError, MissingError
+from holdfast.errors import CheckpointError, MissingError, UnavailableError
 from holdfast.integrations.transformers.contents import (
     has_adapters,
     metrics_at,
@@ -91,7 +92,9 @@ class TrainerRun:
         self._moves_best_tag = False
         self._manager = self._open(start_over=options.start_over)
         self._folders = self._model_folders() if self._makes_folders and is_first_rank() else None
-        self._companions: Path | None = None
+        self._companions = Path(output_dir, EXPORTS_FOLDER, ".companions")
+        """What every folder of `save_pretrained` holds beside the weights."""
+        self._is_prepared = False
 
     def __enter__(self) -> Self:
         """Return the run."""
@@ -106,6 +109,7 @@ class TrainerRun:
             return
         if self._folders is not None:
             self._folders.prune()
+            shutil.rmtree(self._companions, ignore_errors=True)
         if self._failure is not None:
             raise self._failure
         if self._makes_folders:
@@ -204,7 +208,9 @@ class TrainerRun:
         self._moves_best_tag = False
         tags = {BEST} if is_best else set()
         if self._makes_folders:
-            self._prepare_folders()
+            if not self._is_prepared:
+                on_first_rank(self._prepare_folders)
+                self._is_prepared = True
             tags.add(tag_of(step))
         saved = state_to_save(trainer, self.best_step)
         self._saved = self._manager.save(step, saved, metrics=metrics_at(state), move_tags=tags)
@@ -232,7 +238,7 @@ class TrainerRun:
         step = on_first_rank(self._stored_best)
         logger.info("loading the best model from step %d of %s", step, self.root)
         # By path: the position of the manager stays at the newest step.
-        model = {"model": model_to_keep(self._trainer.model)}
+        model = {"model": model_to_keep(self._trainer)}
         holdfast.load(self.root, model, step=step, settings=self._options.settings)
 
     def take_newest_folder(self) -> Path | None:
@@ -307,22 +313,28 @@ class TrainerRun:
 
     def _prepare_folders(self) -> None:
         """Write what every folder needs beside the weights, at the first save; then make folders left behind."""
-        if self._folders is None or self._companions is not None:
-            return
-        # On this thread: a tokenizer may not be saved while training uses it.
-        self._companions = Path(self._output_dir, EXPORTS_FOLDER, ".companions")
-        self._companions.mkdir(parents=True, exist_ok=True)
+        assert self._folders is not None, "only rank 0 prepares"
         trainer = self._trainer
         model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-        if not has_adapters(model) and hasattr(model, "save_pretrained"):
-            model.save_pretrained(self._companions, state_dict={})
-        tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(self._companions)
+        tokenizer = trainer.processing_class
+        if tokenizer is None:
+            tokenizer = getattr(trainer.data_collator, "tokenizer", None)
+        try:
+            shutil.rmtree(self._companions, ignore_errors=True)
+            self._companions.mkdir(parents=True)
+            # On this thread: a tokenizer may not be saved while training uses it.
+            if not has_adapters(model) and hasattr(model, "save_pretrained"):
+                model.save_pretrained(self._companions, state_dict={})
+            if tokenizer is not None:
+                tokenizer.save_pretrained(self._companions)
+        except OSError as error:
+            raise UnavailableError(
+                f"{self._companions}: cannot be written, so no model can be exported: {error}. Make room, or train "
+                "without save_hf"
+            ) from error
         self._folders.make_left_behind()
 
     def _complete_folder(self, folder: Path, step: int) -> None:
-        assert self._companions is not None, "they were written before the first save"
         copy_files(self._companions, folder)
         model = self._trainer.model
         if has_adapters(model):
