@@ -1,0 +1,103 @@
+"""Trainer's own checkpoint, the same through `HoldfastMixin`, and `holdfast.save` of the same state."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import holdfast
+from bench.integrations.common import seconds, state_bytes, sync_tree
+from holdfast.integrations.transformers import HoldfastMixin
+
+KEYS = {"trainer_save": ("own", "ours"), "integration_overhead": ("ours", "plain")}
+
+
+class HoldfastTrainer(HoldfastMixin, Trainer):
+    """The change that a user makes."""
+
+
+def round(place: Path, number: int) -> dict[str, float]:
+    """Return the seconds of this rank, by name. Each round begins with another of the three."""
+    times: dict[str, float] = {}
+    saves = [_own, _ours, _plain]
+    for save in saves[number % 3 :] + saves[: number % 3]:
+        folder = place / f"{number}{save.__name__}"
+        save(folder, times)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder)
+    return times
+
+
+def _own(folder: Path, times: dict[str, float]) -> None:
+    own, _ = _trainers()
+    own.args.output_dir = str(folder)
+    times["own_unsynced"] = _seconds(lambda: own._save_checkpoint(own.model, None))
+    is_writer = dist.get_rank() == 0
+    times["own"] = times["own_unsynced"] + (seconds(lambda: sync_tree(folder)) if is_writer else 0.0)
+
+
+def _ours(folder: Path, times: dict[str, float]) -> None:
+    _, ours = _trainers()
+    ours.args.output_dir = str(folder)
+    with ours._opened_run(None) as run:
+
+        def save() -> None:
+            ours._save_checkpoint(ours.model, None)
+            run.settle()
+
+        times["ours"] = _seconds(save)
+
+
+def _plain(folder: Path, times: dict[str, float]) -> None:
+    _, ours = _trainers()
+    objects = {"model": ours.model, "optimizer": ours.optimizer, "scheduler": ours.lr_scheduler}
+    times["plain"] = _seconds(lambda: holdfast.save(folder, {**objects, "rng": holdfast.RngState()}))
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    dist.barrier()
+    return seconds(call)
+
+
+@cache
+def _trainers() -> tuple[Any, Any]:
+    """Return a trainer of each kind over one model and one optimizer, after a step."""
+    # With the moments of AdamW three times the parameters: 22 million for 256 MiB, in the shape of a small Llama.
+    hidden = 512 if state_bytes() > 64 << 20 else 128
+    config = LlamaConfig(
+        vocab_size=2 * hidden,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config)
+    row = torch.arange(8)
+    options: dict[str, Any] = {
+        "args": TrainingArguments(
+            "unused",
+            max_steps=1,
+            save_strategy="no",
+            per_device_train_batch_size=1,
+            use_cpu=True,
+            report_to=[],
+            disable_tqdm=True,
+            log_level="error",
+        ),
+        "train_dataset": [{"input_ids": row, "labels": row}] * 4,
+    }
+    own = Trainer(model, **options)
+    own.train()
+    ours = HoldfastTrainer(model, **options)
+    for name in ("optimizer", "lr_scheduler", "state"):
+        setattr(ours, name, getattr(own, name))
+    return own, ours

@@ -1,0 +1,173 @@
+"""Folders as `save_pretrained` writes them, made from committed steps on a thread of rank 0 while training goes on.
+
+A step gets a tag with its save, so that it stays until its folder is there. A tag that a kill left behind names a
+folder that is still to be made.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+
+from holdfast import api
+from holdfast.errors import CheckpointError, MissingError, UnavailableError
+from holdfast.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+_FOLDER = re.compile(r"checkpoint-(\d+)")
+_TAG = re.compile(r"hf-(\d+)")
+
+Complete = Callable[[Path, int], None]
+"""Adds to a folder what the step does not hold, such as the configuration; for adapters the weights too."""
+
+
+def tag_of(step: int) -> str:
+    """Return the tag of a step whose folder is still to be made."""
+    return f"hf-{step}"
+
+
+def folder_of(parent: Path, step: int) -> Path:
+    """Return the folder of a step."""
+    return parent / f"checkpoint-{step}"
+
+
+class ModelFolders:
+    """Makes the folders of one run, one after the other, and removes those of steps that are gone."""
+
+    def __init__(self, root: str, parent: Path, complete: Complete, *, weights: bool, settings: Settings) -> None:
+        """Begin without work.
+
+        Args:
+            root: The root of the run.
+            parent: Where the folders go.
+            complete: Completes a folder.
+            weights: Whether the weights are exported from the step; if not, `complete` writes them.
+            settings: How to read.
+        """
+        self._root, self._parent, self._complete = root, parent, complete
+        self._weights, self._settings = weights, settings
+        self._steps: queue.Queue[int | None] = queue.Queue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._failures: list[tuple[int, Exception]] = []
+        self._made: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def make_when_committed(self, step: int, committed: Future[api.SaveReport]) -> None:
+        """Make the folder of a step once its save is committed."""
+        committed.add_done_callback(lambda done: None if done.exception() else self.make(step))
+
+    def make(self, step: int) -> None:
+        """Make the folder of a committed step."""
+        self._steps.put(step)
+        with self._lock:
+            if self._thread is None:
+                # A daemon: Ctrl-C need not wait for an export. The next job makes the folder.
+                self._thread = threading.Thread(target=self._work, name="holdfast-model-folders", daemon=True)
+                self._thread.start()
+
+    def make_left_behind(self) -> None:
+        """Make the folders that an earlier job did not come to."""
+        with suppress(MissingError):
+            for tag in api.list_steps(self._root, settings=self._settings).tags:
+                if _TAG.fullmatch(tag.name):
+                    self.make(tag.step)
+
+    def take_newest(self) -> Path | None:
+        """Return the newest folder that was made since the last call; None if none was."""
+        newest = None
+        with suppress(queue.Empty):
+            while True:
+                newest = self._made.get_nowait()
+        return None if newest is None else folder_of(self._parent, newest)
+
+    def finish(self) -> None:
+        """Wait until all folders are made."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._steps.put(None)
+            thread.join()
+
+    def prune(self) -> None:
+        """Remove the folders of steps that are no longer in the run."""
+        with suppress(CheckpointError):  # A root that cannot be read says nothing about its steps.
+            run = api.list_steps(self._root, settings=self._settings)
+            kept = {record.step for record in run.steps if record.committed}
+            for folder in self._parent.glob("checkpoint-*"):
+                found = _FOLDER.fullmatch(folder.name)
+                if found and int(found[1]) not in kept:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+    def raise_failure(self) -> None:
+        """Raise the error of the first folder that could not be made.
+
+        Raises:
+            UnavailableError: Names the folder, and how many others failed.
+        """
+        if self._failures:
+            step, error = self._failures[0]
+            others = f"; and {len(self._failures) - 1} more" if len(self._failures) > 1 else ""
+            raise UnavailableError(
+                f"{folder_of(self._parent, step)}: the model of step {step} was not exported{others}: {error}. The "
+                "step is saved. The next training with save_hf=True tries again"
+            ) from error
+
+    def _work(self) -> None:
+        while (step := self._steps.get()) is not None:
+            try:
+                self._make(step)
+                with suppress(MissingError):
+                    api.untag(self._root, tag_of(step), settings=self._settings)
+                self.prune()
+            except MissingError as error:
+                # Only of a tag that a killed job left: its step is gone, or another timeline has that number.
+                logger.info("the model of step %d is not exported: %s", step, error)
+            except Exception as error:  # noqa: BLE001 - raised at the end of the training
+                self._failures.append((step, error))
+                logger.warning("the model of step %d was not exported: %s", step, error)
+
+    def _make(self, step: int) -> None:
+        folder, work = folder_of(self._parent, step), self._parent / f".checkpoint-{step}"
+        self._parent.mkdir(parents=True, exist_ok=True)
+        # Left behind by a kill, or of a step that a newer timeline replaced.
+        for stale in (folder, work):
+            shutil.rmtree(stale, ignore_errors=True)
+        if self._weights:
+            api.export(self._root, work, to="safetensors", step=step, settings=self._settings)
+        else:
+            work.mkdir()
+        self._complete(work, step)
+        _sync(work)
+        work.rename(folder)
+        _sync_folder(self._parent)
+        self._made.put(step)
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """Copy all files and folders in a folder into another one."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+
+
+def _sync(folder: Path) -> None:
+    """Make the files in a folder durable."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            _sync_folder(Path(parent, name))
+        _sync_folder(Path(parent))
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,204 @@
+"""Which step a training goes on from: the newest whole one, a named one, or a folder that Trainer itself wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import holdfast
+from holdfast.api import Checkpoint
+from holdfast.errors import ConflictError, InvalidError, MissingError
+from holdfast.integrations.transformers.contents import RECORD
+from holdfast.integrations.transformers.framework import HOST
+from holdfast.settings import Settings
+
+STATE_FILE = "trainer_state.json"
+"""Trainer writes this file last into a folder `checkpoint-N`, and reads it first."""
+
+_PLAIN = re.compile(r"checkpoint-(\d+)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeStep:
+    """A step that Holdfast saved and a training goes on from."""
+
+    path: str
+    """The root of the run; without a name the checkpoint itself."""
+
+    name: int | str | None
+    """Its name in the run; None if `path` is the checkpoint."""
+
+    step: int
+    """Trainer's global step."""
+
+    url: str
+    """Where it is stored."""
+
+    is_newest: bool
+    """Whether it is the newest of the training's own run. If it turns out damaged, an older one takes its place."""
+
+    is_own: bool
+    """Whether it is a step of the training's own run."""
+
+    record: Mapping[str, Any]
+    """Trainer's record in the step."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeFolder:
+    """A folder `checkpoint-N` that Trainer itself wrote."""
+
+    path: str
+    """The folder."""
+
+
+class OlderStepError(Exception):
+    """A load found the newest step damaged, and filled the training from an older one."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(f"step {step} was loaded")
+        self.step = step
+        """The step that was loaded."""
+
+
+def find(root: str, output_dir: str, wanted: object, settings: Settings) -> ResumeStep | ResumeFolder | None:
+    """Return what `resume_from_checkpoint` names.
+
+    Args:
+        root: The root of the training's run.
+        output_dir: Where Trainer itself would have saved.
+        wanted: None for nothing; True for the newest whole step; a number, a tag or another name of a step of the run;
+            or the path of a step or of a folder of Trainer.
+        settings: How to read.
+    Raises:
+        MissingError: There is no such step.
+        InvalidError: It names no checkpoint of a Trainer, or Trainer did not finish it.
+        ConflictError: Trainer itself saved a newer step beside those of Holdfast.
+    """
+    if wanted is None or wanted is False:
+        return None
+    if wanted is True:
+        return _newest(root, output_dir, settings)
+    if isinstance(wanted, int):
+        return _named(root, wanted, settings)
+    text = os.fspath(wanted) if isinstance(wanted, str | os.PathLike) else None
+    if not isinstance(text, str):
+        raise InvalidError(
+            f"resume_from_checkpoint={wanted!r}; expected True, the number or the tag of a step, or the path of one"
+        )
+    is_path = "://" in text or os.sep in text or os.path.exists(text)
+    return _at_path(root, text, settings) if is_path else _named(root, text, settings)
+
+
+def by_number(root: str, step: int, settings: Settings) -> ResumeStep:
+    """Return a step of a run that a load took in place of a newer one."""
+    return _own(root, step, holdfast.open_checkpoint(root, step=step, settings=settings), is_newest=True)
+
+
+def require_room(root: str, source: ResumeStep | ResumeFolder | None, settings: Settings) -> None:
+    """Refuse a training whose steps would mix with those of another one in its root.
+
+    Raises:
+        InvalidError: The root holds steps of an earlier training, which this one does not go on from.
+        ConflictError: Something else saves there.
+    """
+    newest = _newest_in(root, settings)
+    HOST.require_own_root(newest)
+    if newest is not None and not (isinstance(source, ResumeStep) and source.is_own):
+        raise InvalidError(
+            f"{root}: holds step {newest.step} of an earlier training, and this one begins elsewhere; expected an "
+            "empty output_dir. Pass resume_from_checkpoint=True to go on, another output_dir, or start_over=True to "
+            "begin anew beside the old steps"
+        )
+
+
+def _newest(root: str, output_dir: str, settings: Settings) -> ResumeStep | ResumeFolder:
+    newest, plain = _newest_in(root, settings), _newest_folder(output_dir)
+    if newest is None and plain is None:
+        raise MissingError(
+            f"{output_dir}: no step is saved in {root}, and no whole folder checkpoint-N is here; expected at least "
+            "one. Begin without resume_from_checkpoint"
+        )
+    if newest is None:
+        assert plain is not None, "one of the two was found"
+        return ResumeFolder(str(plain))
+    step = newest.step or 0
+    if plain is not None and _number(plain) > step:
+        raise ConflictError(
+            f"{plain}: Trainer saved this without Holdfast, after step {step} of {root}; expected one training in one "
+            f"output_dir. Pass resume_from_checkpoint={step} or the path of that folder, or move the folder away"
+        )
+    return _own(root, step, newest, is_newest=True)
+
+
+def _newest_in(root: str, settings: Settings) -> Checkpoint | None:
+    """Return the newest valid step of a root; None if nothing was saved there."""
+    with suppress(MissingError):
+        return holdfast.open_checkpoint(root, step="latest", settings=settings)
+    return None
+
+
+def _named(root: str, name: int | str, settings: Settings) -> ResumeStep:
+    return _own(root, name, holdfast.open_checkpoint(root, step=name, settings=settings), is_newest=False)
+
+
+def _own(root: str, name: int | str, checkpoint: Checkpoint, *, is_newest: bool) -> ResumeStep:
+    return ResumeStep(
+        path=root,
+        name=name,
+        step=checkpoint.step or 0,
+        url=checkpoint.url,
+        is_newest=is_newest,
+        is_own=True,
+        record=_record_of(checkpoint),
+    )
+
+
+def _at_path(root: str, path: str, settings: Settings) -> ResumeStep | ResumeFolder:
+    folder = Path(path)
+    if (folder / STATE_FILE).is_file():
+        return ResumeFolder(path)
+    if _PLAIN.fullmatch(folder.name) and folder.is_dir():
+        raise InvalidError(
+            f"{path}: has no {STATE_FILE}, so Trainer did not finish this folder; expected a whole one. Remove it, and "
+            "resume from an older one"
+        )
+    checkpoint = holdfast.open_checkpoint(path, settings=settings)
+    if checkpoint.step is not None and folder.is_dir() and _is_same(folder.parent, root):
+        return _own(root, checkpoint.step, checkpoint, is_newest=False)
+    record = _record_of(checkpoint)
+    step = int(json.loads(record["state"])["global_step"])
+    return ResumeStep(path=path, name=None, step=step, url=checkpoint.url, is_newest=False, is_own=False, record=record)
+
+
+def _record_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    HOST.require_own(checkpoint)
+    record = checkpoint.objects.get(RECORD)
+    assert isinstance(record, dict), "its mark says that this integration wrote it"
+    return record
+
+
+def _newest_folder(output_dir: str) -> Path | None:
+    """Return the newest folder of Trainer that it has finished; None if there is none."""
+    found = [path for path in Path(output_dir).glob("checkpoint-*") if _PLAIN.fullmatch(path.name)]
+    return next((path for path in sorted(found, key=_number, reverse=True) if _is_finished(path)), None)
+
+
+def _is_finished(folder: Path) -> bool:
+    with suppress(OSError, ValueError):
+        return isinstance(json.loads((folder / STATE_FILE).read_text(encoding="utf-8")), dict)
+    return False
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])
+
+
+def _is_same(folder: Path, root: str) -> bool:
+    return "://" not in root and os.path.realpath(folder) == os.path.realpath(root)

@@ -1,0 +1,352 @@
+"""The run of one `train()`: its manager, what it goes on from, its saves, its best step and its exports."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import holdfast
+from holdfast.errors import CheckpointError, MissingError, UnavailableError
+from holdfast.integrations.transformers.contents import (
+    has_adapters,
+    metrics_at,
+    model_to_keep,
+    state_to_fill,
+    state_to_save,
+)
+from holdfast.integrations.transformers.exports import ModelFolders, copy_files, folder_of, tag_of
+from holdfast.integrations.transformers.framework import is_first_rank, on_first_rank
+from holdfast.integrations.transformers.resuming import (
+    STATE_FILE,
+    OlderStepError,
+    ResumeFolder,
+    ResumeStep,
+    by_number,
+    find,
+    require_room,
+)
+from holdfast.observers import Observer
+from holdfast.policies import AnyOf, LatestN, Tagged
+from holdfast.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+ROOT_FOLDER = "_holdfast"
+"""Folder of the run below `output_dir`. Trainer pushes no folder whose name begins with `_`, and takes none for its own
+that is not called `checkpoint-N`."""
+
+EXPORTS_FOLDER = "_hf"
+"""Folder below `output_dir` with a folder of `save_pretrained` for each kept step."""
+
+BEST = "best"
+"""Tag of the step with the best metric."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerOptions:
+    """What `HoldfastMixin` takes beside the arguments of Trainer."""
+
+    root: str | None
+    """Root of the run; None for a folder in `output_dir`."""
+
+    save_hf: bool
+    """Whether each kept step gets a folder of `save_pretrained`."""
+
+    start_over: bool
+    """Whether to begin anew beside the steps of an earlier training."""
+
+    settings: Settings
+    """How to save and load."""
+
+    observers: Sequence[Observer]
+    """Receive events of saves and loads."""
+
+
+class TrainerRun:
+    """The steps of one `train()`. A context manager; every rank makes one."""
+
+    def __init__(self, trainer: Any, output_dir: str, options: TrainerOptions) -> None:
+        """Open the root.
+
+        Args:
+            trainer: The trainer.
+            output_dir: Where Trainer itself would save.
+            options: The options of the mixin.
+        """
+        self._trainer, self._options = trainer, options
+        self._output_dir = output_dir
+        self.root = options.root or str(Path(output_dir, ROOT_FOLDER))
+        self.source: ResumeStep | None = None
+        """The step that the training goes on from; None if it begins anew, or from a folder of Trainer."""
+        self.best_step: int | None = None
+        """The saved step with the best metric so far."""
+        self._saved_step: int | None = None
+        self._saved: holdfast.SaveHandle | None = None
+        self._failure: CheckpointError | None = None
+        self._moves_best_tag = False
+        self._manager = self._open(start_over=options.start_over)
+        self._folders = self._model_folders() if self._makes_folders and is_first_rank() else None
+        self._companions = Path(output_dir, EXPORTS_FOLDER, ".companions")
+        """What every folder of `save_pretrained` holds beside the weights."""
+        self._is_prepared = False
+
+    def __enter__(self) -> Self:
+        """Return the run."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the manager. Without an error, raise that of a save or an export that failed."""
+        self._manager.__exit__(kind, error, trace)
+        if error is not None:
+            return
+        if self._folders is not None:
+            self._folders.prune()
+            shutil.rmtree(self._companions, ignore_errors=True)
+        if self._failure is not None:
+            raise self._failure
+        if self._makes_folders:
+            on_first_rank(lambda: None if self._folders is None else self._folders.raise_failure())
+
+    def find(self, wanted: object) -> ResumeStep | ResumeFolder | None:
+        """Return what `resume_from_checkpoint` names, the same on every rank.
+
+        Raises:
+            CheckpointError: There is none, or the root holds steps that this training does not go on from.
+        """
+
+        def found() -> ResumeStep | ResumeFolder | None:
+            source = find(self.root, self._output_dir, wanted, self._options.settings)
+            if not self._options.start_over:
+                require_room(self.root, source, self._options.settings)
+            return source
+
+        source = on_first_rank(found)
+        self.source = source if isinstance(source, ResumeStep) else None
+        return source
+
+    def write_state_file(self, folder: Path) -> None:
+        """Write the `trainer_state.json` of the step that the training goes on from, for Trainer to read."""
+        assert self.source is not None, "a training that begins anew has no state"
+        state = json.loads(self.source.record["state"])
+        # Trainer would look for a folder of its own there. `restore_best` sets it.
+        state["best_model_checkpoint"] = None
+        (folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+
+    def restore_best(self) -> None:
+        """Set the best step of the state that was just read, if the run has it."""
+        best = None if self.source is None else self.source.record["best_step"]
+        if best is None:
+            return
+        if on_first_rank(lambda: best in self._manager.steps()):
+            self.best_step, self._moves_best_tag = best, True
+            self._trainer.state.best_model_checkpoint = self._path_of(best)
+        else:
+            logger.warning("%s: step %d, the best so far, is not here; it is not loaded at the end", self.root, best)
+
+    def load(self) -> None:
+        """Fill model, optimizer, scheduler and scaler. Every rank calls.
+
+        Raises:
+            OlderStepError: The newest step was damaged, and an older one was loaded.
+        """
+        source = self.source
+        assert source is not None, "a training that begins anew loads nothing"
+        state = state_to_fill(self._trainer, source.record, source.url)
+        if not source.is_own:
+            holdfast.load(source.path, state, step=source.name, settings=self._options.settings)
+            return
+        loaded = self._manager.load(state, None if source.is_newest else source.name)
+        if loaded is not None and loaded != source.step:
+            raise OlderStepError(loaded)
+        self._saved_step, self._saved = loaded, None
+
+    def go_on_from(self, step: int) -> None:
+        """Go on from an older step than was found, since the newer ones are damaged."""
+        self.source = on_first_rank(lambda: by_number(self.root, step, self._options.settings))
+
+    def load_random_states(self) -> None:
+        """Set the random generators, once Trainer has skipped the batches that were trained."""
+        source = self.source
+        assert source is not None, "a training that begins anew has no states"
+        if "rng" in source.record["parts"]:
+            settings = replace(self._options.settings, reports=False)
+            holdfast.load(source.path, {"rng": holdfast.RngState()}, step=source.name, settings=settings)
+
+    def begin_again(self) -> None:
+        """Begin anew where Trainer does, with a smaller batch: the steps of the first try are superseded."""
+        if self._saved_step is not None and self.source is None:
+            self._manager.close(wait=False)
+            self._manager = self._open(start_over=True)
+            self._saved_step = self._saved = self.best_step = None
+
+    def save(self) -> None:
+        """Begin to save the current step, and return once training may go on. Every rank calls.
+
+        Raises:
+            CheckpointError: The first save shows that the state cannot be saved, or `failed_saves_max` saves failed.
+        """
+        trainer = self._trainer
+        step, state = trainer.state.global_step, trainer.state
+        is_best = state.best_global_step == step
+        if is_best:
+            self.best_step, state.best_model_checkpoint = step, self._path_of(step)
+        if step == self._saved_step and (self._saved is None or self._saved.failure is None):
+            # Trainer saves a step once. Its just-in-time checkpoint may come right after.
+            if is_best:
+                self._tag_best_once_saved(self._saved)
+            return
+        if self._moves_best_tag and not is_best:
+            self._tag_best()
+        self._moves_best_tag = False
+        tags = {BEST} if is_best else set()
+        if self._makes_folders:
+            if not self._is_prepared:
+                on_first_rank(self._prepare_folders)
+                self._is_prepared = True
+            tags.add(tag_of(step))
+        saved = state_to_save(trainer, self.best_step)
+        self._saved = self._manager.save(step, saved, metrics=metrics_at(state), move_tags=tags)
+        self._saved_step = step
+        if self._folders is not None:
+            self._folders.make_when_committed(step, self._saved.committed)
+
+    def settle(self) -> None:
+        """Wait for saves and exports. An error is kept for the end of the training, which must finish first."""
+        try:
+            self._manager.wait()
+        except CheckpointError as error:
+            self._failure = error
+        if self._folders is not None:
+            self._folders.finish()
+        if is_first_rank() and self._saved_step is not None:
+            remove_if_empty(Path(self._output_dir, f"checkpoint-{self._saved_step}"))
+
+    def load_best(self) -> None:
+        """Fill the model from the best step. Every rank calls.
+
+        Raises:
+            CheckpointError: No best step is stored, or it is damaged.
+        """
+        step = on_first_rank(self._stored_best)
+        logger.info("loading the best model from step %d of %s", step, self.root)
+        # By path: the position of the manager stays at the newest step.
+        model = {"model": model_to_keep(self._trainer)}
+        holdfast.load(self.root, model, step=step, settings=self._options.settings)
+
+    def take_newest_folder(self) -> Path | None:
+        """Return the newest folder of `save_pretrained` that was made since the last call; None on other ranks."""
+        return None if self._folders is None else self._folders.take_newest()
+
+    @property
+    def _makes_folders(self) -> bool:
+        arguments = self._trainer.args
+        strategy = str(getattr(arguments.hub_strategy, "value", arguments.hub_strategy))
+        return self._options.save_hf or (arguments.push_to_hub and strategy == "every_save")
+
+    def _open(self, *, start_over: bool) -> holdfast.CheckpointManager:
+        limit = self._trainer.args.save_total_limit
+        keep = AnyOf(LatestN(limit), Tagged()) if limit is not None and limit > 0 else None
+        # Trainer has a just-in-time checkpoint of its own.
+        return holdfast.CheckpointManager(
+            self.root,
+            keep=keep,
+            start_over=start_over,
+            preemption=False,
+            settings=self._options.settings,
+            observers=self._options.observers,
+        )
+
+    def _path_of(self, step: int) -> str:
+        """Return what Trainer shows as the path of the best model."""
+        if self._makes_folders:
+            return str(folder_of(Path(self._output_dir, EXPORTS_FOLDER), step))
+        return f"{self.root}/step-{step:012d}"
+
+    def _tag_best(self) -> None:
+        """Move the tag of the best step to a step that is saved already."""
+        if is_first_rank() and self.best_step is not None:
+            try:
+                self._manager.tag(self.best_step, BEST, move=True)
+            except CheckpointError as error:
+                logger.warning("step %d is the best, and did not get the tag %r: %s", self.best_step, BEST, error)
+
+    def _tag_best_once_saved(self, saved: holdfast.SaveHandle | None) -> None:
+        if saved is None:
+            self._tag_best()
+        else:
+            saved.committed.add_done_callback(lambda done: None if done.exception() else self._tag_best())
+
+    def _stored_best(self) -> int:
+        steps = self._manager.steps()
+        if self.best_step in steps:
+            assert self.best_step is not None, "no step is None"
+            return self.best_step
+        try:
+            step = holdfast.open_checkpoint(self.root, step=BEST, settings=self._options.settings).step
+        except MissingError as error:
+            raise MissingError(
+                f"{self.root}: step {self.best_step} had the best metric, and is not stored; expected it for "
+                f"load_best_model_at_end. The log names why. Stored steps: {steps}"
+            ) from error
+        assert step is not None, "a run has steps"
+        logger.warning(
+            "step %s had the best metric, and is not stored; step %d had the best before", self.best_step, step
+        )
+        return step
+
+    def _model_folders(self) -> ModelFolders:
+        return ModelFolders(
+            self.root,
+            Path(self._output_dir, EXPORTS_FOLDER),
+            self._complete_folder,
+            weights=not has_adapters(self._trainer.model),
+            settings=self._options.settings,
+        )
+
+    def _prepare_folders(self) -> None:
+        """Write what every folder needs beside the weights, at the first save; then make folders left behind."""
+        assert self._folders is not None, "only rank 0 prepares"
+        trainer = self._trainer
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        tokenizer = trainer.processing_class
+        if tokenizer is None:
+            tokenizer = getattr(trainer.data_collator, "tokenizer", None)
+        try:
+            shutil.rmtree(self._companions, ignore_errors=True)
+            self._companions.mkdir(parents=True)
+            # On this thread: a tokenizer may not be saved while training uses it.
+            if not has_adapters(model) and hasattr(model, "save_pretrained"):
+                model.save_pretrained(self._companions, state_dict={})
+            if tokenizer is not None:
+                tokenizer.save_pretrained(self._companions)
+        except OSError as error:
+            raise UnavailableError(
+                f"{self._companions}: cannot be written, so no model can be exported: {error}. Make room, or train "
+                "without save_hf"
+            ) from error
+        self._folders.make_left_behind()
+
+    def _complete_folder(self, folder: Path, step: int) -> None:
+        copy_files(self._companions, folder)
+        model = self._trainer.model
+        if has_adapters(model):
+            # Adapters are small, and peft names and cuts them in ways of its own.
+            stored = holdfast.read(self.root, step=step, only="model", settings=self._options.settings)
+            tensors = stored["model"]
+            model.save_pretrained(folder, state_dict=dict(tensors) if isinstance(tensors, dict) else tensors)
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Remove the folder that Trainer's just-in-time checkpoint makes for itself, if nothing is in it."""
+    try:
+        folder.rmdir()
+    except OSError:
+        return

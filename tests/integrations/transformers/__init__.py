@@ -1,0 +1,1 @@
+"""Trainings and tests with the real Trainer of Transformers."""
