@@ -1,7 +1,7 @@
 """A training under Lightning's Trainer, or under Fabric, that the rig kills and resumes.
 
-`LIGHTNING_LAYOUT` chooses what is trained: `sharded` (FSDP2 under `ModelParallelStrategy`, the default), `ddp`, `fabric`
-(FSDP2 under Fabric) or `fabric-ddp`. Under FSDP2 every rank saves; under DDP rank 0 saves for all.
+`LIGHTNING_LAYOUT` chooses what is trained: `sharded` (FSDP2 under `ModelParallelStrategy`, the default), `ddp`,
+`fabric` (FSDP2 under Fabric) or `fabric-ddp`. Under FSDP2 every rank saves; under DDP rank 0 saves for all.
 """
 
 from __future__ import annotations

@@ -51,6 +51,10 @@ class HoldfastCheckpointIO(CheckpointIO):
         # Made at the first call: strategies that spawn their processes send this object to them.
         self._made: SavesOfProcess | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a spawned process gets: not the saves of this one."""
+        return {**vars(self), "_made": None}
+
     @property
     def _saves(self) -> SavesOfProcess:
         if self._made is None:

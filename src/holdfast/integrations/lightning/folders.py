@@ -118,15 +118,18 @@ def local_path(path: str | os.PathLike[str]) -> str:
 
 
 def _require_replaceable(path: str) -> None:
+    """Refuse a folder that the save itself would not refuse: it knows neither Lightning nor other integrations."""
+    if is_of_lightning(path):
+        raise InvalidError(
+            f"{path}: is a folder that Lightning wrote by DCP; expected a checkpoint of Holdfast, or nothing. "
+            "Nothing was touched; give the folder another name, and resume from there"
+        )
     try:
         HOST.require_own_root(holdfast.open_checkpoint(path))
     except (CorruptError, MissingError):
-        pass  # Damaged, or cut off: Holdfast decides whether it may be replaced.
+        pass  # Damaged, or cut off: it may be replaced.
     except InvalidError as error:
-        raise InvalidError(
-            f"{error}. Nothing was touched; save to another folder, or move this one away first: the new checkpoint "
-            "would take its place"
-        ) from error
+        raise InvalidError(f"{error}. It was not replaced, and nothing was touched; save to another folder") from error
 
 
 def _hidden_name(path: str, prefix: str) -> str:

@@ -178,6 +178,8 @@ class SavesOfProcess:
     def _end(self, pending: PendingSave, committed: Future[SaveReport], publish: Callable[[], None]) -> None:
         """End a save in the background, on the thread that committed it."""
         error = _error_of(committed)
+        if isinstance(error, InvalidError):
+            error = with_way_out(error, self._who)
         try:
             if error is None:
                 publish()
