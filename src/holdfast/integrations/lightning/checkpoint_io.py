@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import tempfile
 from collections.abc import Iterable
@@ -69,11 +70,13 @@ class HoldfastCheckpointIO(CheckpointIO):
             path: A path, or a URL of a store (docs/stores.md).
             storage_options: None. How a store is reached stands in `settings`.
         Raises:
-            InvalidError: The checkpoint holds what cannot be saved, or something else is at the path.
+            InvalidError: The checkpoint holds what cannot be saved, something else is at the path, or Lightning's
+                `AsyncCheckpointIO` calls.
             ConflictError: Another integration saves at the path.
             UnavailableError: Storage failed.
         """
         require_no_options(storage_options)
+        _require_caller()
         state = values_state(checkpoint, self._skip)
         self._saves.await_ends(path)
         target = destination(path)
@@ -171,6 +174,23 @@ def require_no_options(storage_options: object) -> None:
         raise InvalidError(
             f"storage_options={storage_options!r}; expected None: how a store is reached stands in "
             "settings=Settings(object_store=ObjectSettings(…))"
+        )
+
+
+def _require_caller() -> None:
+    """Refuse to save on a thread of Lightning's `AsyncCheckpointIO`.
+
+    It removes a checkpoint before the one that follows is saved, and does not remove one that waits to be saved.
+
+    Raises:
+        InvalidError: It is the caller.
+    """
+    frame = inspect.currentframe()
+    caller = None if frame is None or frame.f_back is None else frame.f_back.f_back
+    if caller is not None and caller.f_globals.get("__name__") == "lightning.pytorch.plugins.io.async_plugin":
+        raise InvalidError(
+            "AsyncCheckpointIO around HoldfastCheckpointIO: it removes checkpoints before those that follow are saved; "
+            "expected HoldfastCheckpointIO(background=True) alone, which saves in the background and removes afterwards"
         )
 
 

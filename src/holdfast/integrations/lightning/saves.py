@@ -55,14 +55,15 @@ class SavesOfProcess:
             skip: Names that are left out.
         """
         self._who, self._group, self._settings, self._skip = who, process_group, settings, skip
-        self._lock = threading.Lock()
+        # Re-entrant: a signal handler of Lightning saves, in the middle of a save too.
+        self._lock = threading.RLock()
         self._last: PendingSave | None = None
         """The save in the background that began last, also after its end."""
         self._failures: list[Exception] = []
         self._in_flight: dict[PendingSave, None] = {}
         self._ends_at_exit = False
-        self._beside: set[str] = set()
-        """Paths of saves and removals, one of each folder: beside them lie the hidden folders."""
+        self._beside: dict[str, str] = {}
+        """By folder a path in it that was saved or removed: a hidden folder lies beside it."""
 
     def save(self, path: CheckpointPath, state: Mapping[str, object], skip: tuple[str, ...] = ()) -> None:
         """Save, and return once it is committed; `path.publish` is left to the caller.
@@ -155,7 +156,7 @@ class SavesOfProcess:
         with self._lock:
             failures, self._failures = self._failures, []
         while self._beside:
-            tidy(self._beside.pop())
+            tidy(self._beside.popitem()[1])
         if len(failures) > 1:
             raise failures[0] from ExceptionGroup(f"{len(failures)} saves failed", failures)
         if failures:
@@ -172,8 +173,7 @@ class SavesOfProcess:
             handled.add_note(f"a save in the background also failed: {error}")
 
     def _note(self, path: str) -> None:
-        if all(os.path.dirname(each) != os.path.dirname(path) for each in self._beside):
-            self._beside.add(path)
+        self._beside[os.path.dirname(path)] = path
 
     def _end(self, pending: PendingSave, committed: Future[SaveReport], publish: Callable[[], None]) -> None:
         """End a save in the background, on the thread that committed it."""
