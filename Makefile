@@ -11,6 +11,10 @@
 #                   same command continues after Ctrl-C
 #   make bench-compare   Holdfast's own times with two checkouts in turn: BEFORE=path [AFTER=.] [ROUNDS=7]
 #                   [ONLY=large,tiny] [QUICK=1]; two to three hours for all, and the same command continues after Ctrl-C
+#   make integrations FRAMEWORK=accelerate   trains with a real framework through its integration: tests, examples, kills
+#                   in the middle of saves, resumes on other ranks, times beside its own checkpointing (dcp, lightning,
+#                   torchtitan, transformers; all: 10 minutes each). QUICK=1, ONLY=kills,measure for some parts; an
+#                   environment each, as in tests/integrations/locks/, or LOCK=1 for the newest of the tested range
 #   make fuzz    coverage-guided fuzzing of every parser, FUZZ_SECONDS=600 in all
 #   make campaign   eight processes race for one root, ROUNDS=100 times; clocks set; killed and the power cut while
 #                   saving, going back, discarding, overwriting, removing, collecting, fencing and repairing (ext4; XFS
@@ -31,7 +35,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The suite starts hundreds of processes: each would compile all of Holdfast anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test check bench bench-interop bench-scale bench-stores bench-compare fuzz campaign campaign-stores test-torch dist clean
+.PHONY: help demo test check bench bench-interop bench-scale bench-stores bench-compare integrations fuzz campaign campaign-stores test-torch dist clean
 
 PINNED_TORCH := torch==2.13.0
 TORCH ?=
@@ -39,6 +43,7 @@ TORCH_VENV := .venv-torch
 VENV := .venv
 DIST_VENVS := .venv-dist
 STORES_VENV := .venv-stores
+INTEGRATIONS_VENVS := .venv-integrations
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 FUZZ_SECONDS ?= 600
@@ -48,6 +53,8 @@ FAULTS ?= 1000
 QUICK ?=
 ONLY ?=
 BEFORE ?=
+FRAMEWORK ?= all
+LOCK ?=
 AFTER ?= .
 
 # Candidates are run, not only found: a version manager's shim may lie on the path and lead nowhere.
@@ -116,6 +123,26 @@ bench-compare: $(READY)
 	@$(PY) -m bench.compare "$(BEFORE)" "$(AFTER)" --only "$(ONLY)" $(if $(QUICK),--quick) \
 	    --rounds $(if $(filter file,$(origin ROUNDS)),7,$(ROUNDS)) --markdown runs/compare/table.md
 
+# An environment of its own for each framework, above the suite's: torch is installed once. A lock names every version.
+FRAMEWORKS := accelerate dcp lightning torchtitan transformers
+EXTRA_dcp := torch
+ALSO_transformers := 'peft>=0.20,<0.22'
+integrations: $(READY)
+	@for framework in $(if $(filter all,$(FRAMEWORK)),$(FRAMEWORKS),$(FRAMEWORK)); do \
+	    $(MAKE) --no-print-directory integration-of-$$framework || exit 1; done
+
+integration-of-%: $(READY)
+	@test -d tests/integrations/$* || { echo "holdfast: no integration $*; expected one of $(FRAMEWORKS), or all" >&2; exit 2; }
+	@test -x $(INTEGRATIONS_VENVS)/$*/bin/python || { \
+	    $(PY) -m venv --system-site-packages $(INTEGRATIONS_VENVS)/$* && \
+	    $(PY) -c '$(PURELIB); print(f"import site; site.addsitedir({path!r})")' \
+	        > "$$($(INTEGRATIONS_VENVS)/$*/bin/python -c '$(PURELIB); print(path)')/below.pth"; }
+	@echo "holdfast: installing $*"
+	@$(INTEGRATIONS_VENVS)/$*/bin/python -m pip install --quiet --disable-pip-version-check \
+	    $(if $(LOCK),,-c tests/integrations/locks/$*.txt) $(ALSO_$*) -e '.[cli,$(or $(EXTRA_$*),$*)]'
+	@$(if $(LOCK),$(INTEGRATIONS_VENVS)/$*/bin/python -m tests.integrations.lock > tests/integrations/locks/$*.txt)
+	@$(INTEGRATIONS_VENVS)/$*/bin/python -m tests.integrations $* --only '$(ONLY)' $(if $(QUICK),--quick)
+
 # atheris is installed for this target alone: it is large, and no test needs it.
 fuzz: $(READY)
 	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[cli,fuzz]'
@@ -130,6 +157,8 @@ campaign: $(READY)
 	    tests/crash/test_overwrite_kill.py tests/distributed/test_preemption.py \
 	    tests/crash/test_discard_kill.py tests/crash/test_remove_kill.py tests/crash/test_remove_beside.py
 	@LIFE_EXAMPLES=$$((5 * $(ROUNDS))) $(PY) -m pytest -q --timeout 3600 -o faulthandler_timeout=3660 tests/property/test_life_of_a_run.py
+	@PROPERTY_TIMES=20 $(PY) -m pytest -q --timeout 7200 -o faulthandler_timeout=7260 \
+	    tests/property/test_any_mesh_to_any_mesh.py tests/property/test_unchanged.py
 	@FAULTS=$(FAULTS) $(PY) -m pytest -q -s tests/distributed/test_failed_saves.py
 
 # What is not given on the command line or in the environment has the defaults of tests/campaign/record.py.
@@ -178,5 +207,5 @@ dist:
 	@echo "holdfast: ready for an index:" dist/*
 
 clean:
-	rm -rf $(VENV) $(DIST_VENVS) $(STORES_VENV) $(TORCH_VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache runs
+	rm -rf $(VENV) $(DIST_VENVS) $(STORES_VENV) $(INTEGRATIONS_VENVS) $(TORCH_VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache runs
 	find src tests demo bench fuzz release -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

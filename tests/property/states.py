@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import uuid
 import zlib
 from collections.abc import Callable, Mapping
@@ -36,6 +37,11 @@ SETTINGS = tuned(
     zero_copy_bytes_min=1,
 )
 WORLD_SIZE_MAX = 16
+
+
+def examples(count: int) -> int:
+    """Return how many examples a dear property takes: so many in the suite, `PROPERTY_TIMES` as many in a campaign."""
+    return count * int(os.environ.get("PROPERTY_TIMES", 1))
 
 
 @dataclass(frozen=True, slots=True)

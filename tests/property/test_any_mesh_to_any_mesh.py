@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
-import pytest
 from hypothesis import HealthCheck, given, settings
 from numpy.typing import NDArray
 
@@ -25,13 +24,16 @@ from holdfast.testing.framework import GlobalTensor
 from holdfast.types.manifest import Manifest
 from holdfast.types.plan import OPAQUE_FOLDER, Piece, WantedBoxes
 from holdfast.types.reports import LoadReport
-from tests.property.states import SETTINGS, Job2Job, Tensor, empty, fresh_store, jobs, run_of, state_on
+from tests.property.states import SETTINGS, Job2Job, Tensor, empty, examples, fresh_store, jobs, run_of, state_on
 
 STEP = 7
 
 
-@pytest.mark.timeout(600)
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=examples(300),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(jobs())
 def test_saved_on_one_layout_loaded_on_another(job: Job2Job) -> None:
     store = fresh_store()

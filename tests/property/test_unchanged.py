@@ -19,7 +19,7 @@ from holdfast.repository.timelines import committed_steps
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor
-from tests.property.states import SETTINGS, Job2Job, Tensor, empty, fresh_store, jobs, run_of, state_on
+from tests.property.states import SETTINGS, Job2Job, Tensor, empty, examples, fresh_store, jobs, run_of, state_on
 from tests.tuned import tuned
 
 ANY_SIZE = tuned(SETTINGS, unchanged_bytes_min=1)
@@ -56,7 +56,11 @@ def histories(draw: st.DrawFn) -> History:
     return History(job, before, after, kept, draw(st.sampled_from((1 << 17, 3))), draw(st.sampled_from((None, 300))))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=examples(75),
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(histories())
 def test_every_step_reads_as_it_was_saved(history: History) -> None:
     store = fresh_store(None if history.cell_elements is None else 1 << 30)

@@ -1,0 +1,1 @@
+"""A training without a framework, by which the rig itself is tried."""
