@@ -26,6 +26,7 @@ from holdfast.integrations.lightning import (
 from tests.integrations.run import Run
 
 WIDTH = 24
+TOP_K = int(os.environ.get("LIGHTNING_TOP_K", "0"))
 BACKGROUND = {"background": True} if os.environ.get("LIGHTNING_BACKGROUND") else {}
 
 
@@ -80,7 +81,8 @@ def trainer_for(run: Run, *, is_sharded: bool, callbacks: list[Any] | None = Non
     else:
         strategy = DDPStrategy() if ranks > 1 else "auto"
         plugins = [HoldfastCheckpointIO(**BACKGROUND)] if run.keeper == "holdfast" else []
-    saving = ModelCheckpoint(run.folder, every_n_train_steps=run.every, save_top_k=1, save_last=True)
+    # One save in a turn, which replaces the one before; with `LIGHTNING_TOP_K=1` another one that is removed later.
+    saving = ModelCheckpoint(run.folder, every_n_train_steps=run.every, save_top_k=TOP_K, save_last=True)
     return lightning.Trainer(
         accelerator="cpu",
         devices=ranks,

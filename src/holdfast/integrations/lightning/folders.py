@@ -21,6 +21,9 @@ from holdfast.integrations.lightning.contents import HOST
 HIDDEN = ".holdfast"
 """Folder beside the checkpoints for those that are being saved or removed."""
 
+_REMOVED = "removed-"
+"""How the names of those begin that are being removed."""
+
 _MANIFEST = "manifest.json"
 """The file without which a folder is no checkpoint (docs/format.md)."""
 
@@ -88,7 +91,7 @@ def remove(path: str | os.PathLike[str]) -> None:
         return
     if not os.path.lexists(text):
         return
-    hidden = _hidden(text, "removed-")
+    hidden = _hidden(text, _REMOVED)
     _remove_hidden(hidden)
     os.rename(text, hidden)
     _make_durable(os.path.dirname(text))
@@ -96,11 +99,16 @@ def remove(path: str | os.PathLike[str]) -> None:
 
 
 def tidy(path: str | os.PathLike[str]) -> None:
-    """Remove the hidden folder beside a path if nothing is in it."""
+    """Remove what killed removals have left beside a path, and the hidden folder if nothing else is in it."""
     text = local_path(path)
-    if "://" not in text:
-        with suppress(OSError):
-            os.rmdir(os.path.dirname(_hidden_name(text, "")))
+    if "://" in text:
+        return
+    folder = os.path.dirname(_hidden_name(text, ""))
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            if name.startswith(_REMOVED):
+                shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+        os.rmdir(folder)
 
 
 def is_of_lightning(path: str) -> bool:
