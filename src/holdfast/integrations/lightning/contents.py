@@ -1,0 +1,139 @@
+"""What a checkpoint of Lightning holds: its dict becomes a state of Holdfast, and a state becomes its dict again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from holdfast import PerRank, RngState, Sharded
+from holdfast.api import Checkpoint
+from holdfast.errors import InvalidError, first_three
+from holdfast.integrations.host import MARK, Host, mark_of
+
+HOST = Host(
+    integration="lightning",
+    package="lightning",
+    extra="lightning",
+    tested_from=(2, 6, 6),
+    tested_to=(2, 6, 6),
+    model_key="state_dict",
+)
+
+VERSIONS = "holdfast_module_versions"
+"""Key under which the versions of a model's modules are stored, which a state dict carries as an attribute."""
+
+_SAVED_AS = "saved_as"
+"""Key in the mark: how optimizers are stored, `values` or `objects`."""
+
+_LIGHTNINGS_KEY = "pytorch-lightning_version"
+
+
+def values_state(checkpoint: Mapping[str, object], skip: tuple[str, ...]) -> dict[str, object]:
+    """Return the state of a checkpoint that Lightning has turned into values already.
+
+    Args:
+        checkpoint: What Lightning gave to its `CheckpointIO`.
+        skip: Patterns of names that are left out.
+    Raises:
+        InvalidError: It holds an object, of which a load would return something else.
+    """
+    require_free_keys(checkpoint)
+    refused = [text for key, value in checkpoint.items() for text in _objects_in(value, str(key))]
+    if refused:
+        raise InvalidError(f"{len(refused)} objects of the checkpoint are no values: {first_three(refused)}")
+    state = {**checkpoint, MARK: {**HOST.mark(), _SAVED_AS: "values"}}
+    versions = getattr(checkpoint.get("state_dict"), "_metadata", None)
+    if versions and "state_dict" not in skip:
+        state[VERSIONS] = dict(versions)
+    return state
+
+
+def objects_mark() -> dict[str, str]:
+    """Return the mark of a checkpoint whose model and optimizers were saved as objects, by parameter."""
+    return {**HOST.mark(), _SAVED_AS: "objects"}
+
+
+def holds_objects(checkpoint: Checkpoint) -> bool:
+    """Return whether a checkpoint was saved by a strategy, with its optimizers by parameter."""
+    mark = checkpoint.objects.get(MARK)
+    return isinstance(mark, dict) and mark.get(_SAVED_AS) == "objects"
+
+
+def lightning_dict(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the dict that Lightning saved, from the state that was read."""
+    checkpoint = dict(state)
+    checkpoint.pop(MARK, None)
+    versions = checkpoint.pop(VERSIONS, None)
+    model = checkpoint.get("state_dict")
+    if versions is not None and isinstance(model, dict):
+        # `load_state_dict` of a module asks for them, to read what older versions of it have saved.
+        with_versions: Any = OrderedDict(model)
+        with_versions._metadata = OrderedDict(versions)
+        checkpoint["state_dict"] = with_versions
+    optimizers = checkpoint.get("optimizer_states")
+    if isinstance(optimizers, dict):
+        # A strategy saved a list of optimizers. One of torch takes such a state by the order of its parameters.
+        checkpoint["optimizer_states"] = [optimizers[str(number)] for number in range(len(optimizers))]
+    return checkpoint
+
+
+def require_readable(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint of Holdfast that another integration wrote, or a job of its own.
+
+    One without a mark is taken if Lightning's version stands in it: a `CheckpointIO` of a user's own has saved it.
+
+    Raises:
+        InvalidError: It names who wrote it.
+    """
+    if checkpoint.origin is not None or (mark_of(checkpoint) is None and _LIGHTNINGS_KEY in checkpoint.objects):
+        return
+    HOST.require_own(checkpoint)
+
+
+def with_way_out(error: InvalidError, who: str) -> InvalidError:
+    """Return an error of a save with what a user of Lightning can do about it.
+
+    Args:
+        error: What Holdfast refused.
+        who: The class that has the argument `skip`.
+    """
+    if "cannot be saved" not in str(error):
+        return error
+    explained = InvalidError(
+        f"{error}. skip is an argument of {who}. Hyperparameters are left out by "
+        "self.save_hyperparameters(ignore=[…]); a callback or a hook saves plain values and tensors"
+    )
+    explained.__cause__ = error
+    return explained
+
+
+def require_free_keys(checkpoint: Iterable[str]) -> None:
+    """Refuse keys that Holdfast uses.
+
+    Raises:
+        InvalidError: Names the key.
+    """
+    taken = {MARK, VERSIONS} & set(checkpoint)
+    if taken:
+        raise InvalidError(f"the checkpoint has the key {taken.pop()!r}, which Holdfast uses; expected another name")
+
+
+def _objects_in(value: object, path: str) -> Iterator[str]:
+    """Yield path and advice of each object in a value whose state would be saved in its place."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _objects_in(item, f"{path}.{key}")
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _objects_in(item, f"{path}.{number}")
+    elif isinstance(value, PerRank | RngState | Sharded):
+        yield f"{path}: a {type(value).__name__}; one rank saves for all here, so expected one value for all of them"
+    elif callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        name = path.rpartition(".")[2]
+        advice = (
+            f"leave it out: self.save_hyperparameters(ignore=[{name!r}])"
+            if "hyper_parameters" in path
+            else "save its state_dict(), and load it in the hook of the load"
+        )
+        yield f"{path}: a load would return the state of this {type(value).__name__}, and not the object; {advice}"

@@ -1,0 +1,167 @@
+"""Where a checkpoint lies: at its path, or hidden beside it while it is saved or removed.
+
+Lightning finds checkpoints by listing a folder: `ckpt_path="last"`, the number of the next `hpc_ckpt_N.ckpt`. What a
+kill leaves of a save must not be among them. So on a disk a checkpoint is saved in a hidden folder, and moved when it
+is whole. Before it is removed, it is moved there too.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import suppress
+from dataclasses import dataclass
+
+from lightning.fabric.utilities.cloud_io import get_filesystem
+
+import holdfast
+from holdfast.errors import CorruptError, InvalidError, MissingError
+from holdfast.integrations.lightning.contents import HOST
+
+HIDDEN = ".holdfast"
+"""Folder beside the checkpoints for those that are being saved or removed."""
+
+_REMOVED = "removed-"
+"""How the names of those begin that are being removed."""
+
+_MANIFEST = "manifest.json"
+"""The file without which a folder is no checkpoint (docs/format.md)."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPath:
+    """Where one save writes, and where its checkpoint is found once it is whole."""
+
+    path: str
+    """Where Lightning finds it."""
+
+    written_at: str
+    """Where it is saved: the path itself, if a checkpoint there is replaced, and at a URL."""
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the save replaces what is at the path by itself."""
+        return self.path == self.written_at
+
+    def publish(self) -> None:
+        """Move the whole checkpoint to its path, in place of a file or a link there; durable on return."""
+        if self.is_replaced:
+            return
+        old = None
+        if os.path.lexists(self.path):
+            # Nobody can move a folder over a file. The new checkpoint is whole by now, so nothing is lost.
+            old = _hidden(self.path, "replaced-")
+            os.rename(self.path, old)
+        os.rename(self.written_at, self.path)
+        _make_durable(os.path.dirname(self.path))
+        if old is not None:
+            _remove_hidden(old)
+
+
+def destination(path: str | os.PathLike[str]) -> CheckpointPath:
+    """Return where a save to a path writes; remove what a killed save to it has left. On one rank.
+
+    Raises:
+        InvalidError: A folder of something else is there.
+        ConflictError: A checkpoint that another integration saved is there, or one of a job without any.
+    """
+    text = local_path(path)
+    if "://" in text:
+        return CheckpointPath(text, text)
+    if os.path.isdir(text) and not os.path.islink(text):
+        _require_replaceable(text)
+        return CheckpointPath(text, text)
+    hidden = _hidden(text, "saving-")
+    _remove_hidden(hidden)
+    return CheckpointPath(text, hidden)
+
+
+def remove(path: str | os.PathLike[str]) -> None:
+    """Remove a checkpoint, of Lightning itself too; do nothing if there is none.
+
+    On a disk it is gone at once. At a URL its manifest goes first, so what a kill leaves is no checkpoint.
+    """
+    text = local_path(path)
+    if "://" in text:
+        files = get_filesystem(text)
+        if files.exists(f"{text}/{_MANIFEST}"):
+            files.rm_file(f"{text}/{_MANIFEST}")
+        if files.exists(text):
+            files.rm(text, recursive=True)
+        return
+    if not os.path.lexists(text):
+        return
+    hidden = _hidden(text, _REMOVED)
+    _remove_hidden(hidden)
+    os.rename(text, hidden)
+    _make_durable(os.path.dirname(text))
+    _remove_hidden(hidden)
+
+
+def tidy(path: str | os.PathLike[str]) -> None:
+    """Remove what killed removals have left beside a path, and the hidden folder if nothing else is in it."""
+    text = local_path(path)
+    if "://" in text:
+        return
+    folder = os.path.dirname(_hidden_name(text, ""))
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            if name.startswith(_REMOVED):
+                shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+        os.rmdir(folder)
+
+
+def is_of_lightning(path: str) -> bool:
+    """Return whether Lightning itself wrote what is at a path: one file, or a folder of DCP."""
+    return "://" not in path and (os.path.isfile(path) or os.path.isfile(os.path.join(path, ".metadata")))
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """Return the absolute path of a local path, or the URL of a store."""
+    text = os.fspath(path)
+    if not text:
+        raise InvalidError(f"path={text!r}; expected a path or URL")
+    text = text.removeprefix("file://")
+    return text if "://" in text else os.path.abspath(os.path.expanduser(text))
+
+
+def _require_replaceable(path: str) -> None:
+    """Refuse a folder that the save itself would not refuse: it knows neither Lightning nor other integrations."""
+    if is_of_lightning(path):
+        raise InvalidError(
+            f"{path}: is a folder that Lightning wrote by DCP; expected a checkpoint of Holdfast, or nothing. "
+            "Nothing was touched; give the folder another name, and resume from there"
+        )
+    try:
+        HOST.require_own_root(holdfast.open_checkpoint(path))
+    except (CorruptError, MissingError):
+        pass  # Damaged, or cut off: it may be replaced.
+    except InvalidError as error:
+        raise InvalidError(f"{error}. It was not replaced, and nothing was touched; save to another folder") from error
+
+
+def _hidden_name(path: str, prefix: str) -> str:
+    parent, name = os.path.split(path)
+    return os.path.join(parent, HIDDEN, prefix + name)
+
+
+def _hidden(path: str, prefix: str) -> str:
+    hidden = _hidden_name(path, prefix)
+    os.makedirs(os.path.dirname(hidden), exist_ok=True)
+    return hidden
+
+
+def _remove_hidden(path: str) -> None:
+    if os.path.islink(path) or os.path.isfile(path):
+        os.unlink(path)
+    elif os.path.isdir(path):
+        shutil.rmtree(path)
+
+
+def _make_durable(folder: str) -> None:
+    for each in (os.path.join(folder, HIDDEN), folder):
+        descriptor = os.open(each, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

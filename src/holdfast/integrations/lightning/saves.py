@@ -1,0 +1,246 @@
+"""The saves of one process under Lightning: at once or in the background, and what is removed after them.
+
+Lightning removes a checkpoint right after it has asked for the one that follows. In the background the new one is not
+whole by then. So the removal waits for it, and does not happen if the save fails: what was saved is never lost by that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import holdfast
+from holdfast import SaveHandle, Settings
+from holdfast.api import SaveReport
+from holdfast.errors import CheckpointError, InvalidError, UnavailableError
+from holdfast.integrations.lightning.contents import with_way_out
+from holdfast.integrations.lightning.folders import CheckpointPath, local_path, remove, tidy
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = ("hpc_ckpt_", ".temp.ckpt", ".lr_find_", ".scale_batch_size_")
+"""How names begin of checkpoints that Lightning reads, or ends the job after, as soon as its call returns."""
+
+Path = str | os.PathLike[str]
+
+
+@dataclass(slots=True, eq=False)
+class PendingSave:
+    """A save in the background, and the removals that wait for it."""
+
+    path: CheckpointPath
+    handle: SaveHandle
+    removals: list[Path] = field(default_factory=list)
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: Exception | None = None
+
+
+class SavesOfProcess:
+    """Saves of one process, alone or as one of the ranks of a strategy."""
+
+    def __init__(self, who: str, process_group: object, settings: Settings, skip: tuple[str, ...]) -> None:
+        """Begin without saves.
+
+        Args:
+            who: The class that saves, for messages.
+            process_group: As for `holdfast.save`.
+            settings: How to save.
+            skip: Names that are left out.
+        """
+        self._who, self._group, self._settings, self._skip = who, process_group, settings, skip
+        # Re-entrant: a signal handler of Lightning saves, in the middle of a save too.
+        self._lock = threading.RLock()
+        self._last: PendingSave | None = None
+        """The save in the background that began last, also after its end."""
+        self._failures: list[Exception] = []
+        self._in_flight: dict[PendingSave, None] = {}
+        self._ends_at_exit = False
+        self._beside: dict[str, str] = {}
+        """By folder a path in it that was saved or removed: a hidden folder lies beside it."""
+
+    def save(self, path: CheckpointPath, state: Mapping[str, object], skip: tuple[str, ...] = ()) -> None:
+        """Save, and return once it is committed; `path.publish` is left to the caller.
+
+        Raises:
+            CheckpointError: The save failed.
+        """
+        self._note(path.path)
+        try:
+            holdfast.save(
+                path.written_at,
+                state,
+                skip=[*self._skip, *skip],
+                overwrite=path.is_replaced,
+                process_group=self._group,
+                settings=self._settings,
+            )
+        except InvalidError as error:
+            raise with_way_out(error, self._who) from error.__cause__
+        with self._lock:
+            self._last = None
+
+    def begin(
+        self, path: CheckpointPath, state: Mapping[str, object], skip: tuple[str, ...] = (), *, publishes: bool
+    ) -> None:
+        """Begin to save, and return once training may change the state.
+
+        Args:
+            path: Where it is saved.
+            state: What is saved.
+            skip: Names that are left out of this save.
+            publishes: Whether this rank moves the checkpoint to its path.
+        Raises:
+            CheckpointError: The state or the call is wrong, or `Settings.failed_saves_max` saves in a row have failed.
+        """
+        self._note(path.path)
+        if not self._ends_at_exit:
+            self._ends_at_exit = True
+            atexit.register(self._wait_at_exit)  # Fabric tears nothing down.
+        try:
+            handle = holdfast.async_save(
+                path.written_at,
+                state,
+                skip=[*self._skip, *skip],
+                overwrite=path.is_replaced,
+                process_group=self._group,
+                settings=self._settings,
+            )
+        except InvalidError as error:
+            raise with_way_out(error, self._who) from error.__cause__
+        pending = PendingSave(path, handle)
+        with self._lock:
+            self._last = pending
+            self._in_flight[pending] = None
+        publish = path.publish if publishes else _nothing
+        handle.committed.add_done_callback(lambda committed: self._end(pending, committed, publish))
+
+    def remove(self, path: Path) -> None:
+        """Remove a checkpoint once the save before this call is committed; keep it if that save failed."""
+        with self._lock:
+            last = self._last
+            if last is not None and not last.ended.is_set():
+                last.removals.append(path)
+                return
+        if last is not None and last.error is not None:
+            self._keep(path, last)
+            return
+        self._note(local_path(path))
+        remove(path)
+
+    def await_ends(self, path: Path | None = None) -> None:
+        """Wait until the saves in the background have ended, of one path or of all; raises nothing."""
+        with self._lock:
+            pending = list(self._in_flight)
+        wanted = None if path is None else local_path(path)
+        for save in pending:
+            if wanted is None or save.path.path == wanted:
+                with suppress(CheckpointError):
+                    # A lazy save is staged only after this thread has checked that the state did not change.
+                    save.handle.wait("staged")
+                save.ended.wait()
+
+    def wait(self) -> None:
+        """Wait for every save in the background.
+
+        Raises:
+            CheckpointError: One of them failed, and no call has raised its error yet.
+        """
+        self.await_ends()
+        with self._lock:
+            failures, self._failures = self._failures, []
+        while self._beside:
+            tidy(self._beside.popitem()[1])
+        if len(failures) > 1:
+            raise failures[0] from ExceptionGroup(f"{len(failures)} saves failed", failures)
+        if failures:
+            raise failures[0]
+
+    def end(self) -> None:
+        """Wait, as `wait`; while an error is handled, add a note to it rather than raise another."""
+        handled = sys.exception()
+        try:
+            self.wait()
+        except CheckpointError as error:
+            if handled is None:
+                raise
+            handled.add_note(f"a save in the background also failed: {error}")
+
+    def _note(self, path: str) -> None:
+        self._beside[os.path.dirname(path)] = path
+
+    def _end(self, pending: PendingSave, committed: Future[SaveReport], publish: Callable[[], None]) -> None:
+        """End a save in the background, on the thread that committed it."""
+        error = _error_of(committed)
+        if isinstance(error, InvalidError):
+            error = with_way_out(error, self._who)
+        try:
+            if error is None:
+                publish()
+        except OSError as failure:
+            error = UnavailableError(
+                f"{pending.path.path}: the checkpoint is whole at {pending.path.written_at}, but could not be moved "
+                f"to its path: {failure}. Move it there by hand"
+            )
+            logger.error("%s", error)
+        with self._lock:
+            pending.error = error
+            if error is not None:
+                self._failures.append(error)
+        try:
+            self._remove_after(pending)
+        finally:
+            with self._lock:
+                self._in_flight.pop(pending, None)
+
+    def _remove_after(self, pending: PendingSave) -> None:
+        """Remove what waited for a save."""
+        while True:
+            with self._lock:
+                if not pending.removals:
+                    pending.ended.set()  # Under the lock: whoever comes later removes by itself.
+                    return
+                path = pending.removals.pop(0)
+            if pending.error is not None:
+                self._keep(path, pending)
+                continue
+            try:
+                remove(path)
+            except (OSError, CheckpointError) as error:
+                logger.warning("%s: could not be removed: %s", os.fspath(path), error)
+
+    def _keep(self, path: Path, failed: PendingSave) -> None:
+        logger.warning(
+            "%s: stays, although Lightning asked to remove it: the save of %s after it failed",
+            os.fspath(path),
+            failed.path.path,
+        )
+
+    def _wait_at_exit(self) -> None:
+        try:
+            self.wait()
+        except CheckpointError:
+            pass  # The log has it, and nobody is left to raise to.
+
+
+def is_needed_at_once(path: Path) -> bool:
+    """Return whether Lightning needs a checkpoint to be durable when its call returns, by its name.
+
+    Slurm's requeue ends the job after it. A spawned process, and the search for a learning rate, read it back.
+    """
+    return os.path.basename(os.fspath(path)).startswith(_AT_ONCE)
+
+
+def _error_of(committed: Future[SaveReport]) -> Exception | None:
+    error = committed.exception()
+    return error if error is None or isinstance(error, Exception) else UnavailableError(f"the save ended: {error!r}")
+
+
+def _nothing() -> None:
+    """Do nothing: another rank moves the checkpoint."""
