@@ -1,25 +1,40 @@
+# ruff: noqa: E402
 """What torchtitan needs to train its Llama 3 debug model on CPUs with gloo. Nothing of its checkpointing is replaced.
 
 It asks torch for an accelerator and takes CUDA if there is none, its attention has no backward on CPUs, gloo lacks one
 reduction, and the wheel brings neither data nor tokenizer.
 
-Import it before torchtitan: `python -m tests.integrations.torchtitan.on_cpu SCRIPT ARGUMENTS` does so for a script.
+Import it before torchtitan. For a script: `torchrun --nproc-per-node 2 -m tests.integrations.torchtitan.on_cpu SCRIPT`.
 """
 
 from __future__ import annotations
 
 import os
 import runpy
+import socket
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-
 import torch
+import torch._dynamo
 import torch._utils
+
+torch._dynamo.config.disable = True
+
+
+def _be_one_rank() -> None:
+    """Set what torchrun sets, if it did not: torchtitan needs it on one rank, too."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(alone)
 
 
 def _stand_in_for_a_device() -> None:
@@ -46,15 +61,17 @@ def _stand_in_for_a_device() -> None:
             setattr(torch.cpu, name, lambda *_, answer=answer, **__: answer)
 
 
+_be_one_rank()
 _stand_in_for_a_device()
 
 import torchtitan.distributed.utils
+import torchtitan.trainer
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.models.common import attention
-from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.models.llama3 import config_registry
 from torchtitan.trainer import Trainer
 
 WORDS = 2048
@@ -71,6 +88,8 @@ def _attend(query: Any, key: Any, value: Any, *, scale: float | None = None, ena
 attention.FlexAttention.compiled_flex_attn = staticmethod(_attend)
 # It sets the timeout of the groups of a device, by a barrier that names the device by number.
 torchtitan.distributed.utils.set_pg_timeouts = lambda *_, **__: None
+# Rank 0 sleeps two seconds after a training, for the logs of other machines.
+torchtitan.trainer.time = SimpleNamespace(**{**vars(time), "sleep": lambda seconds: None})
 
 
 class Words(BaseDataLoader):
@@ -120,20 +139,14 @@ class NoTokenizer(BaseTokenizer):
         return WORDS
 
 
-def config_of(folder: str, steps: int, checkpoint: BaseCheckpointManager.Config) -> Trainer.Config:
-    """Return the config of a short training of the debug model.
+_debug_model, _init_trainer = config_registry.llama3_debugmodel, Trainer.__init__
 
-    Args:
-        folder: The dump folder.
-        steps: Train until this step.
-        checkpoint: The checkpoints.
-    """
-    config = llama3_debugmodel()
-    config.dump_folder, config.checkpoint = folder, checkpoint
+
+def _small_debug_model() -> Trainer.Config:
+    """Return torchtitan's config with steps that a processor can train, and the data of this module."""
+    config = _debug_model()
     config.tokenizer, config.dataloader = NoTokenizer.Config(), Words.Config()
-    config.training.steps, config.training.seq_len, config.training.local_batch_size = steps, 32, 2
-    # The schedule must not depend on how far this start trains.
-    config.lr_scheduler.total_steps = 100
+    config.training.seq_len, config.training.local_batch_size = 32, 2
     config.training.disable_cuda_graphs, config.compile.enable = True, False
     config.activation_checkpoint = None
     config.parallelism.spmd_backend = "partial_dtensor"
@@ -142,14 +155,31 @@ def config_of(folder: str, steps: int, checkpoint: BaseCheckpointManager.Config)
     return config
 
 
-def trainer_of(config: Trainer.Config) -> Trainer:
-    """Build a trainer whose gradients gloo can reduce."""
-    trainer = config.build()
-    for part in trainer.model_parts:
+def _init_for_gloo(self: Trainer, config: Trainer.Config) -> None:
+    _init_trainer(self, config)
+    for part in self.model_parts:
         for module in part.modules():
             if isinstance(module, FSDPModule):
                 module.set_force_sum_reduction_for_comms(True)
-    return trainer
+
+
+config_registry.llama3_debugmodel = _small_debug_model
+Trainer.__init__ = _init_for_gloo
+
+
+def config_of(folder: str, steps: int, checkpoint: BaseCheckpointManager.Config) -> Trainer.Config:
+    """Return the config of a short training of the debug model.
+
+    Args:
+        folder: The dump folder.
+        steps: Train until this step.
+        checkpoint: The checkpoints.
+    """
+    config = config_registry.llama3_debugmodel()
+    config.dump_folder, config.checkpoint, config.training.steps = folder, checkpoint, steps
+    # The schedule must not depend on how far this start trains.
+    config.lr_scheduler.total_steps = 100
+    return config
 
 
 if __name__ == "__main__":

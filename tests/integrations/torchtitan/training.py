@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 def train(run: Run) -> None:
     """Train one rank until the last step of the run. A start resumes from what the folder holds, by itself."""
-    from tests.integrations.torchtitan.on_cpu import config_of, trainer_of
-
     from torch import distributed
 
-    trainer = trainer_of(config_of(str(run.folder), run.steps, checkpoint_of(run)))
+    from tests.integrations.torchtitan.on_cpu import config_of
+
+    trainer = config_of(str(run.folder), run.steps, checkpoint_of(run)).build()
     losses = losses_of(trainer)
     trainer.train()
     trainer.close()
@@ -55,7 +55,6 @@ def losses_of(trainer: Trainer) -> list[float]:
 
 def whole_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Return all tensors of model and optimizers by name, whole, on every rank."""
-    import torch
     from torch.distributed.tensor import DTensor
 
     def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from torchtitan.tools import filesystem
 
 import holdfast
+from holdfast import PerRank
 from holdfast.api import Checkpoint
 from holdfast.errors import InvalidError
 from holdfast.integrations.host import mark_of
@@ -41,6 +42,9 @@ def load_elsewhere(path: str, model: TitanModel, rest: Mapping[str, object], set
         model.load_state_dict(tensors)
     if not rest:
         return
+    if mark_of(checkpoint) is None:
+        # torchtitan keeps the positions of all ranks in one dict, and each loader looks up its own.
+        rest = {key: value.value if isinstance(value, PerRank) else value for key, value in rest.items()}
     # The optimizer finds the names of its state by the parameters.
     named: dict[str, object] = {"model": model.tensors()} if prefix else dict(model.tensors())
     holdfast.load(path, {**named, **rest}, only=sorted(rest), settings=settings)
@@ -55,8 +59,8 @@ def load_hugging_face(path: str, model: TitanModel, adapter: Any, settings: Sett
     """
     if adapter is None:
         raise InvalidError(
-            "initial_load_in_hf: torchtitan has no adapter between this model and Hugging Face; expected a model with a "
-            "state_dict_adapter. Load a checkpoint of Holdfast or torchtitan"
+            "initial_load_in_hf: torchtitan has no adapter between this model and Hugging Face; expected a model with "
+            "a state_dict_adapter. Load a checkpoint of Holdfast or torchtitan"
         )
     wanted = adapter.to_hf(model.state_dict())
     report = holdfast.load(path, {"model": wanted}, cast=True, strict=False, settings=settings)
@@ -77,13 +81,17 @@ def require_no_other_steps(folder: str) -> None:
     if not filesystem.isdir(folder):
         return
     steps = [(int(match[1]), name) for name in filesystem.listdir(folder) if (match := _DCP_STEP.fullmatch(name))]
-    whole = [each for each in sorted(steps) if filesystem.isfile(filesystem.join(filesystem.join(folder, each[1]), ".metadata"))]
+    whole = [
+        each
+        for each in sorted(steps)
+        if filesystem.isfile(filesystem.join(filesystem.join(folder, each[1]), ".metadata"))
+    ]
     if whole:
         newest = filesystem.join(folder, whole[-1][1])
         raise InvalidError(
-            f"{folder}: holds {len(whole)} steps that torchtitan's CheckpointManager saved, the newest {newest}, and none "
-            f"of Holdfast. To go on from it, set initial_load_path to its absolute path and initial_load_model_only=False. "
-            "To begin anew, choose another folder"
+            f"{folder}: holds {len(whole)} steps that torchtitan's CheckpointManager saved, the newest {newest}, and "
+            "none of Holdfast. To go on from it, set initial_load_path to its absolute path and "
+            "initial_load_model_only=False. To begin anew, choose another folder"
         )
 
 

@@ -69,9 +69,7 @@ class HoldfastManager(BaseCheckpointManager):
             if self.async_mode not in _MODES:
                 raise InvalidError(f"checkpoint.async_mode={self.async_mode!r}; expected one of {', '.join(_MODES)}")
             if not isinstance(self.settings, Settings):
-                raise InvalidError(
-                    f"checkpoint.settings={str(self.settings)[:80]!r}; expected holdfast.Settings(…)"
-                )
+                raise InvalidError(f"checkpoint.settings={str(self.settings)[:80]!r}; expected holdfast.Settings(…)")
             if self.initial_load_in_hf_quantized:
                 raise InvalidError(
                     "checkpoint.initial_load_in_hf_quantized: HoldfastManager does not dequantize weights; expected "
@@ -101,7 +99,7 @@ class HoldfastManager(BaseCheckpointManager):
         self.folder: str = filesystem.join(base_folder, config.folder)
         self.save_future = None
         self.failed_saves = 0
-        """Saves that failed so far on this rank."""
+        """Background saves that failed on this rank; each is in the log."""
         self._config, self._adapter = config, sd_adapter
         self._mark = HOST.mark()
         self._model = TitanModel(model_parts)
@@ -129,7 +127,8 @@ class HoldfastManager(BaseCheckpointManager):
         unknown = [key for key in config.exclude_from_loading if key not in self.states]
         if unknown:
             raise InvalidError(
-                f"checkpoint.exclude_from_loading: {', '.join(unknown)}; expected of {', '.join(self.states)}. Remove it"
+                f"checkpoint.exclude_from_loading: {', '.join(unknown)}; expected some of {', '.join(self.states)}."
+                " Remove it"
             )
         if config.last_save_in_hf and self._adapter is None:
             raise InvalidError(
@@ -169,6 +168,10 @@ class HoldfastManager(BaseCheckpointManager):
         state[MODEL] = self._model.tensors()
         if DATALOADER in state:
             state[DATALOADER] = position_of(state[DATALOADER])
+        inner = getattr(state.get(OPTIMIZER), "optimizers", [])
+        if self._config.async_mode == "async_with_pinned_mem" and len(inner) == 1:
+            # The names are the same. A container may change weights between steps, so none is saved lazily.
+            state[OPTIMIZER] = inner[0]
         return {MARK: {**self._mark, _CONTENT: _WHOLE}, **state}
 
     def _last_state(self) -> dict[str, object]:
@@ -242,8 +245,8 @@ class HoldfastManager(BaseCheckpointManager):
         earlier = [number for number in self._manager.steps() if number < step]
         go_on = f"To train on, set load_step={earlier[-1]} if that step is whole, " if earlier else "To train on, "
         raise InvalidError(
-            f"{self.folder}: step {step} holds the {content}, as last_save_model_only saved it; expected a whole training "
-            f"to resume. {go_on}or choose another folder and begin from these weights with initial_load_path"
+            f"{self.folder}: step {step} holds the {content}, as last_save_model_only saved it; expected a whole "
+            f"training to resume. {go_on}or choose another folder and begin from these weights with initial_load_path"
         )
 
     def _load_initially(self) -> bool:
@@ -297,7 +300,8 @@ class HoldfastManager(BaseCheckpointManager):
             self._manager.close()
         except CheckpointError as error:
             failures.append(error)
-        if self._to_export is not None and torch.distributed.get_rank() == 0:
+        is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        if self._to_export is not None and is_first:
             self._export(self._to_export)
         if not failures:
             return

@@ -28,7 +28,8 @@ def _together(loader: object, saved: Sequence[object], rank: int, world_size: in
     for number, state in enumerate(saved):
         if not isinstance(state, dict):
             raise InvalidError(
-                f"dataloader: rank {number} saved {type(state).__name__}; expected the dict of its state_dict(). {_WAY_OUT}"
+                f"dataloader: rank {number} saved {type(state).__name__}; expected the dict of its state_dict(). "
+                f"{_WAY_OUT}"
             )
         for key, value in state.items():
             if not _are_equal(together.setdefault(key, value), value):
