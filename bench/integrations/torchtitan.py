@@ -140,7 +140,7 @@ def _trainer() -> Trainer:
 def _llama(parameters: int) -> Any:
     """Return torchtitan's description of its debug model, wider, with layers for about so many parameters."""
     dim = 1024 if parameters > 20e6 else 256
-    layers = max(1, round((parameters - 2 * on_cpu.WORDS * dim) / (12.25 * dim**2)))
+    layers = max(1, int((parameters - 2 * on_cpu.WORDS * dim) / (12.25 * dim**2)))
     debug = llama3.llama3_configs["debugmodel"]("flex")
     block = llama3._build_llama3_layers(
         n_layers=layers,

@@ -25,7 +25,9 @@ class Trained:
     """How the last save of Holdfast was staged."""
 
 
-def trained(folder: Path, steps: int, manager: str, ranks: int = 2, **config: object) -> Trained:
+def trained(
+    folder: Path, steps: int, manager: str, ranks: int = 2, *, is_gathered: bool = False, **config: object
+) -> Trained:
     """Train until a step in new processes.
 
     Args:
@@ -33,6 +35,7 @@ def trained(folder: Path, steps: int, manager: str, ranks: int = 2, **config: ob
         steps: Train until this step.
         manager: `HoldfastManager`, or torchtitan's `CheckpointManager`.
         ranks: How many train.
+        is_gathered: Whether the parameters are whole on every rank when a save is due, as after some schedules.
         config: Fields of the manager's config that differ from those of a training that can go on.
     """
     scratch = folder.with_name(f"{folder.name}-{time.monotonic_ns()}")
@@ -40,7 +43,8 @@ def trained(folder: Path, steps: int, manager: str, ranks: int = 2, **config: ob
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    asked = json.dumps({"manager": manager, "config": {"last_save_model_only": False, "keep_latest_k": 0, **config}})
+    config = {"last_save_model_only": False, "keep_latest_k": 0, **config}
+    asked = json.dumps({"manager": manager, "config": config, "is_gathered": is_gathered})
     processes = start_ranks(
         [
             Work.of_rank(
@@ -84,6 +88,15 @@ def train(folder: str, steps: str, asked: str, results: str) -> None:
     checkpoint = kinds[told["manager"]].Config(enable=True, **told["config"])
     trainer: Any = config_of(folder, int(steps), checkpoint).build()
     losses = losses_of(trainer)
+    if told["is_gathered"]:
+        save = trainer.checkpointer.save
+
+        def gathered_save(*arguments: object, **options: object) -> bool:
+            for part in trainer.model_parts:
+                part.unshard()
+            return save(*arguments, **options)
+
+        trainer.checkpointer.save = gathered_save
     trainer.train()
     trainer.close()
     handle = getattr(trainer.checkpointer, "_latest", None)

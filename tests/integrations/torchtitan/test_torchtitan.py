@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("torchtitan")
 
 import holdfast
+from holdfast.errors import InvalidError
 from tests.integrations.torchtitan.cases import trained
 from tests.unit.integrations import torchtitan_shapes as recorded
 
@@ -85,6 +86,45 @@ def test_the_command_line_changes_fields() -> None:
     assert parsed.checkpoint.to_dict()["settings"]["failed_saves_max"] == 3
 
 
+def test_the_data_loader_finds_its_position_among_those_of_all_ranks() -> None:
+    import torch
+    from torchtitan.components.dataloader import ParallelAwareDataloader
+
+    from holdfast.integrations.torchtitan.positions import position_of
+
+    class Numbers(torch.utils.data.IterableDataset[int]):
+        def __init__(self) -> None:
+            self.at = 0
+
+        def __iter__(self) -> Any:
+            while True:
+                self.at += 1
+                yield self.at
+
+        def state_dict(self) -> dict[str, int]:
+            return {"at": self.at}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.at = state["at"]
+
+    def loader(rank: int, ranks: int = 2) -> Any:
+        return ParallelAwareDataloader(Numbers(), dp_rank=rank, dp_world_size=ranks, batch_size=2)
+
+    loaders = [loader(0), loader(1)]
+    for count, each in enumerate(loaders, 1):
+        batches = iter(each)
+        for _ in range(count):
+            next(batches)
+    saved = [each.state_dict() for each in loaders]
+    # Four ranks now, of which two read the same part.
+    again = loader(1)
+    resize: Any = position_of(again).resize
+    again.load_state_dict(resize(saved, 3, 4))
+    assert next(iter(again)).tolist() == [5, 6]
+    with pytest.raises(InvalidError, match="split for 2 data-parallel ranks, and are for 3 now"):
+        position_of(loader(0, 3)).resize(saved, 0, 3)
+
+
 def test_a_training_goes_on_from_torchtitans_own_folder(tmp_path: Path) -> None:
     """Step 4 is equal: of torchtitan's manager, and of ours that began with step 3 of torchtitan's."""
     own = trained(tmp_path / "own", 4, "CheckpointManager", interval=3)
@@ -105,7 +145,7 @@ def test_a_training_goes_on_from_torchtitans_own_folder(tmp_path: Path) -> None:
 def test_lazy_saves_hold_the_same(tmp_path: Path) -> None:
     """A save that copies while forward and backward run holds what the state was at its call."""
     lazy = {"interval": 2, "async_mode": "async_with_pinned_mem"}
-    whole = trained(tmp_path / "run", 6, "HoldfastManager", **lazy)
+    whole = trained(tmp_path / "run", 6, "HoldfastManager", is_gathered=True, **lazy)
     assert whole.staging == "lazy"
     again = trained(tmp_path / "run", 6, "HoldfastManager", load_step=2, **lazy)
     assert again.resumed_from == 2

@@ -372,6 +372,10 @@ def test_a_training_begins_from_a_hugging_face_folder(trained: Training, tmp_pat
     with pytest.raises(InvalidError, match=r"lacks model\.model\."):
         short.manager.load()
     short.close()
+    nowhere = Training(tmp_path / "nowhere", initial_load_in_hf=True)
+    with pytest.raises(InvalidError, match="neither initial_load_path nor hf_assets_path"):
+        nowhere.manager.load()
+    nowhere.close()
 
 
 def test_the_last_step_becomes_a_hugging_face_folder(tmp_path: Path) -> None:
@@ -388,14 +392,14 @@ def test_the_last_step_becomes_a_hugging_face_folder(tmp_path: Path) -> None:
 
 
 def test_a_failed_save_is_raised_when_training_ends(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    extra: dict[str, object] = {"fine": 1}
+    extra = Kept(fine=1)
     training = Training(tmp_path, states={"extra": extra})
     training.train(2)
     training.manager.maybe_wait_for_saving()
-    extra["pool"] = object()
+    extra.values["pool"] = object()
     with caplog.at_level(logging.ERROR):
         training.train(4)
-        del extra["pool"]
+        del extra.values["pool"]
         training.train(6)
         with pytest.raises(InvalidError, match="pool"):
             training.close()
@@ -407,11 +411,11 @@ def test_a_failed_save_is_raised_when_training_ends(tmp_path: Path, caplog: pyte
 def test_an_error_of_the_training_is_not_hidden_by_a_failed_save(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    extra: dict[str, object] = {"fine": 1}
+    extra = Kept(fine=1)
     training = Training(tmp_path, states={"extra": extra})
     training.train(2)
     training.manager.maybe_wait_for_saving()
-    extra["pool"] = object()
+    extra.values["pool"] = object()
     with pytest.raises(ZeroDivisionError), caplog.at_level(logging.ERROR):
         try:
             training.train(4)
@@ -423,11 +427,11 @@ def test_an_error_of_the_training_is_not_hidden_by_a_failed_save(
 
 
 def test_failed_saves_max_ends_the_training(tmp_path: Path) -> None:
-    extra: dict[str, object] = {"fine": 1}
+    extra = Kept(fine=1)
     training = Training(tmp_path, states={"extra": extra}, settings=holdfast.Settings(failed_saves_max=2))
     training.train(2)
     training.manager.maybe_wait_for_saving()
-    extra["pool"] = object()
+    extra.values["pool"] = object()
     training.train(4)
     with pytest.raises(InvalidError, match="pool"):
         training.train(6)
@@ -472,7 +476,7 @@ def test_a_checkpoint_of_another_integration_gives_its_model_alone(tmp_path: Pat
     training.close()
 
 
-def test_what_would_be_lost_is_refused() -> None:
+def test_what_would_be_lost_is_refused(tmp_path: Path) -> None:
     from holdfast.integrations.torchtitan.model import TitanModel
 
     class Counting(nn.Linear):
@@ -481,6 +485,8 @@ def test_what_would_be_lost_is_refused() -> None:
 
     with pytest.raises(InvalidError, match=r"0 \(1 modules\) keep extra state"):
         TitanModel([nn.Sequential(Counting(2, 2))])
+    with pytest.raises(InvalidError, match=r"states: counts: a load could not set this value"):
+        Training(tmp_path, states={"counts": {"seen": 3}})
 
 
 def test_names_are_those_without_wrappers() -> None:

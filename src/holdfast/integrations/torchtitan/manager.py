@@ -97,7 +97,7 @@ class HoldfastManager(BaseCheckpointManager):
         if not self.enable:
             return
         self.folder: str = filesystem.join(base_folder, config.folder)
-        self.save_future = None
+        self.save_future: Any = None
         self.failed_saves = 0
         """Background saves that failed on this rank; each is in the log."""
         self._config, self._adapter = config, sd_adapter
@@ -110,7 +110,7 @@ class HoldfastManager(BaseCheckpointManager):
             DATALOADER: dataloader,
             LR_SCHEDULER: lr_schedulers,
         }
-        self._require_known(config)
+        self._require_covered(config)
         self._latest: holdfast.SaveHandle | None = None
         self._unraised: list[CheckpointError] = []
         self._to_export: int | None = None
@@ -123,12 +123,22 @@ class HoldfastManager(BaseCheckpointManager):
         )
         logger.info("HoldfastManager saves to %s and resumes from it", self.folder)
 
-    def _require_known(self, config: Config) -> None:
+    def _require_covered(self, config: Config) -> None:
         unknown = [key for key in config.exclude_from_loading if key not in self.states]
         if unknown:
             raise InvalidError(
                 f"checkpoint.exclude_from_loading: {', '.join(unknown)}; expected some of {', '.join(self.states)}."
                 " Remove it"
+            )
+        lost = [
+            key
+            for key, value in self.states.items()
+            if value is not None and not isinstance(value, torch.Tensor) and not hasattr(value, "load_state_dict")
+        ]
+        if lost:
+            raise InvalidError(
+                f"states: {', '.join(lost)}: a load could not set this value in the training; expected objects with "
+                "state_dict and load_state_dict, or tensors. Give the object that holds it these methods"
             )
         if config.last_save_in_hf and self._adapter is None:
             raise InvalidError(
@@ -181,7 +191,9 @@ class HoldfastManager(BaseCheckpointManager):
             return self._whole_state()
         tensors = self._model.state_dict() if config.last_save_in_hf else self._model.tensors()
         dtype = getattr(torch, config.export_dtype)
-        tensors = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+        # Names that share a tensor share the cast one.
+        cast = {id(each): each.to(dtype) if each.is_floating_point() else each for each in tensors.values()}
+        tensors = {name: cast[id(each)] for name, each in tensors.items()}
         if config.last_save_in_hf:
             tensors = self._adapter.to_hf(tensors)
         content = _HUGGING_FACE if config.last_save_in_hf else _MODEL
@@ -193,7 +205,6 @@ class HoldfastManager(BaseCheckpointManager):
 
     def _resume(self, step: int | None) -> bool:
         """Fill the training from a step of the folder, or from its newest valid one; return whether it has any."""
-        tried = None
         while True:
             found, content = self._find(step)
             if found is None:
@@ -203,9 +214,8 @@ class HoldfastManager(BaseCheckpointManager):
                 loaded = self._manager.load(state, step)
             except InvalidError:
                 # A damaged step is in quarantine by now, and the one before holds less: a seed holds the model alone.
-                if step is not None or found == tried or self._find(step)[0] == found:
+                if step is not None or self._find(step)[0] == found:
                     raise
-                tried = found
                 continue
             return loaded is not None
 
@@ -253,9 +263,14 @@ class HoldfastManager(BaseCheckpointManager):
         """Fill a training whose folder has no step yet; return whether the config says from where."""
         config = self._config
         path = config.initial_load_path
-        if path is None and config.initial_load_in_hf:
+        if not path and config.initial_load_in_hf:
             path = getattr(self._adapter, "hf_assets_path", None)
-        if path is None:
+            if not path:
+                raise InvalidError(
+                    "checkpoint.initial_load_in_hf: neither initial_load_path nor hf_assets_path names a folder; "
+                    "expected one of them. Set initial_load_path"
+                )
+        if not path:
             require_no_other_steps(self.folder)
             logger.info("%s has no step yet, and there is no initial_load_path: training begins anew", self.folder)
             return False

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from holdfast.errors import InvalidError
 
@@ -46,6 +47,8 @@ class TitanModel:
         Raises:
             InvalidError: Two tensors have one name.
         """
+        for module in {each for part in self._parts for each in part.modules() if isinstance(each, FSDPModule)}:
+            module.reshard()  # A forward may have left whole parameters in the place of the shards.
         found: dict[str, torch.Tensor] = {}
         origins: dict[str, str] = {}
         for part in self._parts:
