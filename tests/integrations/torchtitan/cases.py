@@ -78,6 +78,7 @@ def train(folder: str, steps: str, asked: str, results: str) -> None:
     from tests.integrations.torchtitan.on_cpu import config_of  # isort: split
 
     from torch import distributed
+    from torch.distributed.fsdp import FSDPModule
     from torchtitan.components.checkpointer import CheckpointManager
 
     from holdfast.integrations.torchtitan import HoldfastManager
@@ -92,8 +93,9 @@ def train(folder: str, steps: str, asked: str, results: str) -> None:
         save = trainer.checkpointer.save
 
         def gathered_save(*arguments: object, **options: object) -> bool:
-            for part in trainer.model_parts:
-                part.unshard()
+            for module in trainer.model_parts[0].modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard()
             return save(*arguments, **options)
 
         trainer.checkpointer.save = gathered_save
