@@ -1,7 +1,8 @@
 """Holdfast saves the sharded state of a training run and loads it on any parallel layout.
 
 The public names are defined here. Each is imported on first use, so that `import holdfast` loads no framework.
-Modules below this package are private, except `holdfast.api`, `policies`, `observers` and `errors`.
+Modules below this package are private, except `holdfast.api`, `pieces`, `policies`, `observers`, `errors`
+and `integrations`.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ _HOMES = {
 """Public names by module. All other public names are in `holdfast.api`."""
 
 
-_MODULES = {"api", "errors", "observers", "policies"}
+_MODULES = {"api", "errors", "observers", "pieces", "policies"}
 """Public modules."""
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from holdfast.coordination.job import Job
 from holdfast.engine.gc_pause import is_small_transfer
 from holdfast.format.pack import header_body
+from holdfast.format.part import RankPart
 from holdfast.plan.grid import cut_at_grid
 from holdfast.plan.ownership import owned_by
 from holdfast.plan.packing import PackSizes, cell_elements_max, packs_of
@@ -58,7 +59,6 @@ def save(attempt: SaveAttempt) -> SaveHandle:
         InvalidError: The state or the call is wrong, or ranks disagree; nothing was written on any rank.
     """
     job, request, trace = attempt.job, attempt.request, attempt.trace
-    deduplicator = request.deduplicator
     with attempt.foreground():
         attempt.open()
         with trace.phase("collect"):
@@ -74,33 +74,57 @@ def save(attempt: SaveAttempt) -> SaveHandle:
             attempt.finish_in_background(lambda: attempt.end_unwritten(_unwritten_report(attempt)))
             return attempt.handle
 
-        with trace.phase("plan"):
-            plan, is_new_plan = plan_packs(attempt, collected, fingerprint)
-        with trace.phase("compare"):
-            sources = [local.source for local in collected.shards]
-            plan = deduplicator.without_unchanged(plan, sources, agreement.context, attempt.link_pack)
-            packs = name_packs(attempt, plan)
-        with trace.phase("replicas") if job.settings.compare_replicas else nullcontext():
-            part_builder = PartBuilder(job, collected, fingerprint, agreement)
-
-        writer = request.writer.through(attempt.location.store)
-        transfer = Transfer(job, attempt.handle, writer, packs, trace, attempt.commit_vote.note_written)
-        attempt.attach_transfer(transfer)
-        transfer.begin(collected, awaited=attempt.awaited)
-        skipped = tuple(collected.skipped)
+        share = RankShare(attempt, collected, fingerprint)
+        share.begin(collected)
 
         def finish() -> None:
-            # On the commit thread. Only the transfer still refers to the state, until it is copied. The committing rank
-            # calls `request.parent()` before it publishes. Every rank calls `request.committed()` after the commit.
-            written = transfer.written()
-            vote = attempt.write_part(part_builder.part(deduplicator, packs, written))
-            outcome = attempt.vote_and_commit(vote)
-            attempt.conclude(
-                outcome, lambda: _report(attempt, plan, is_new_plan, deduplicator.unchanged_bytes, transfer, skipped)
-            )
+            # On the commit thread. The committing rank calls `request.parent()` before it publishes. Every rank calls
+            # `request.committed()` after the commit.
+            vote = attempt.write_part(share.part())
+            attempt.conclude(attempt.vote_and_commit(vote), share.report)
 
         attempt.finish_in_background(finish)
     return attempt.handle
+
+
+class RankShare:
+    """What one rank writes of an attempt. Its transfer alone refers to the state, until the state is copied."""
+
+    def __init__(self, attempt: SaveAttempt, collected: Collected, fingerprint: StateFingerprint) -> None:
+        """Plan it, and leave out what the base step holds; no byte is copied yet.
+
+        Args:
+            attempt: The save, which the ranks have agreed on.
+            collected, fingerprint: The state of this rank.
+        """
+        self._attempt, job, request, trace = attempt, attempt.job, attempt.request, attempt.trace
+        agreement, self._deduplicator = attempt.agreement, request.deduplicator
+        with trace.phase("plan"):
+            self._plan, self._is_new_plan = plan_packs(attempt, collected, fingerprint)
+        with trace.phase("compare"):
+            sources = [local.source for local in collected.shards]
+            self._plan = self._deduplicator.without_unchanged(self._plan, sources, agreement.context, attempt.link_pack)
+            self._packs = name_packs(attempt, self._plan)
+        with trace.phase("replicas") if job.settings.compare_replicas else nullcontext():
+            self._part_builder = PartBuilder(job, collected, fingerprint, agreement)
+        writer = request.writer.through(attempt.location.store)
+        on_written = attempt.commit_vote.note_written
+        self._transfer = Transfer(job, attempt.handle, writer, self._packs, trace, on_written)
+        self._skipped = tuple(collected.skipped)
+        attempt.attach_transfer(self._transfer)
+
+    def begin(self, collected: Collected) -> None:
+        """Write or copy the state, or start to copy it lazily; return once training may go on."""
+        self._transfer.begin(collected, awaited=self._attempt.awaited)
+
+    def part(self) -> RankPart:
+        """Return the part of this rank, once its packs are durable; raises as `Transfer.written`."""
+        return self._part_builder.part(self._deduplicator, self._packs, self._transfer.written())
+
+    def report(self) -> SaveReport:
+        """Return the report of this rank."""
+        unchanged_bytes = self._deduplicator.unchanged_bytes
+        return _report(self._attempt, self._plan, self._is_new_plan, unchanged_bytes, self._transfer, self._skipped)
 
 
 def plan_packs(attempt: SaveAttempt, collected: Collected, fingerprint: StateFingerprint) -> tuple[SavePlan, bool]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeGuard
 
 from holdfast.errors import CorruptError, first_three
 from holdfast.foreign.dcp.metadata import Path
 from holdfast.foreign.dcp.optimizers import NamedOptimizer, flattened_optimizer, nested_optimizer
+from holdfast.foreign.file_layout import SmallTensor, TensorLeaf
 from holdfast.foreign.optimizers import optimizer_group
 from holdfast.types.values import Group, Skipped, TensorRef, Value
 
@@ -15,6 +17,39 @@ _HOLES_MAX = 1 << 16
 
 ReadSmallTensor = Callable[[str], Value]
 """Reads a tensor of a few elements, by FQN, as a value and removes it from the listing; None if it is not small."""
+
+
+def items_of(value: object, path: Path) -> Iterator[tuple[Path, object]]:
+    """Yield every item of a nested state, with its path; the inverse of `nested_of`.
+
+    An item is a value of a dict, or of a list that holds tensors or dicts. DCP's `traverse_state_dict` decides the same
+    way, and its readers form keys from it.
+
+    Args:
+        value: Plain values, with a leaf of `file_layout` for each tensor.
+        path: Its own path.
+    """
+    if isinstance(value, dict):
+        for key, child in value.items():
+            yield from items_of(child, (*path, str(key)))
+    elif isinstance(value, list) and not _is_whole(value):
+        for number, child in enumerate(value):
+            yield from items_of(child, (*path, number))
+    else:
+        yield path, value
+
+
+def _is_whole(value: list[object]) -> bool:
+    """Return whether a list is one item."""
+    return not any(
+        isinstance(child, dict) or is_tensor(child) or (isinstance(child, list) and not _is_whole(child))
+        for child in value
+    )
+
+
+def is_tensor(value: object) -> TypeGuard[TensorLeaf | SmallTensor]:
+    """Return whether a value stands for a tensor."""
+    return isinstance(value, TensorLeaf | SmallTensor)
 
 
 def nested_of(leaves: Iterable[tuple[Path, Value]], where: str) -> dict[str, Value]:

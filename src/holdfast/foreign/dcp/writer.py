@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeGuard
+from collections.abc import Mapping, Sequence
 
 from holdfast.errors import InvalidError
 from holdfast.foreign.dcp.metadata import Item, Path
-from holdfast.foreign.file_layout import FileLayout, SmallTensor, TensorLeaf
+from holdfast.foreign.dcp.nesting import is_tensor, items_of
+from holdfast.foreign.file_layout import FileLayout, TensorLeaf
 from holdfast.foreign.nested_state import State, model_state, nested_state
 from holdfast.foreign.pickles.objects import GlobalName
 from holdfast.foreign.pickles.writer import Made, Pairs, pickled
@@ -42,41 +42,13 @@ class DcpWriter:
             state = nested_state(content, options, flat_optimizers=True)
         items: dict[str, object] = {}
         paths: dict[str, Path] = {}
-        for path, value in _items(state, ()):
+        for path, value in items_of(state, ()):
             key = ".".join(map(str, path))
             if key in items:
                 raise InvalidError(f"{key}: two values of the state have this name in dcp; expected one. Rename either")
             items[key], paths[key] = value, path
         files, stored = _packed(items, options.shard_bytes)
         return [*files, _metadata(items, paths, stored)]
-
-
-def _items(value: object, path: Path) -> Iterator[tuple[Path, object]]:
-    """Yield every item of the state, with its path.
-
-    An item is a value of a dict, or of a list that holds tensors or dicts. DCP's `traverse_state_dict` decides the same
-    way, and its readers form keys from it.
-    """
-    if isinstance(value, dict):
-        for key, child in value.items():
-            yield from _items(child, (*path, str(key)))
-    elif isinstance(value, list) and not _is_whole(value):
-        for number, child in enumerate(value):
-            yield from _items(child, (*path, number))
-    else:
-        yield path, value
-
-
-def _is_whole(value: list[object]) -> bool:
-    """Return whether a list is one item."""
-    return not any(
-        isinstance(child, dict) or _is_tensor(child) or (isinstance(child, list) and not _is_whole(child))
-        for child in value
-    )
-
-
-def _is_tensor(value: object) -> TypeGuard[TensorLeaf | SmallTensor]:
-    return isinstance(value, TensorLeaf | SmallTensor)
 
 
 def _packed(items: Mapping[str, object], shard_bytes: int) -> tuple[list[ExportFile], dict[str, Item]]:
@@ -86,7 +58,7 @@ def _packed(items: Mapping[str, object], shard_bytes: int) -> tuple[list[ExportF
     filled = 0
     known: dict[object, ExportFile] = {}
     for key, value in items.items():
-        count = math.prod(value.shape) * DTYPES[value.dtype].itemsize if _is_tensor(value) else 0
+        count = math.prod(value.shape) * DTYPES[value.dtype].itemsize if is_tensor(value) else 0
         if filled and count and filled + count > shard_bytes:
             layouts.append(FileLayout())
             filled = 0
@@ -155,7 +127,7 @@ def _metadata(items: Mapping[str, object], paths: Mapping[str, Path], stored: Ma
 def _entry(key: str, value: object, item: Item) -> tuple[Made, Made]:
     """Return the index and the storage info of an item."""
     index: dict[str, object] = {"fqn": key, "index": None}
-    if _is_tensor(value):
+    if is_tensor(value):
         index = {"fqn": key, "offset": _size((0,) * len(value.shape)), "index": 0}
     where = {"relative_path": item.file, "offset": item.start, "length": item.stop - item.start}
     entry = _object("torch.distributed.checkpoint.filesystem._StorageInfo", where)
@@ -164,7 +136,7 @@ def _entry(key: str, value: object, item: Item) -> tuple[Made, Made]:
 
 def _described(value: object) -> Made:
     """Return the description of an item. A tensor is stored as one chunk."""
-    if not _is_tensor(value):
+    if not is_tensor(value):
         return _object(f"{_METADATA}.BytesStorageMetadata")
     state = (GlobalName(f"torch.{value.dtype}"), _LAYOUT, False, _MEMORY_FORMAT, False)
     properties = Made(GlobalName(f"{_METADATA}.TensorProperties"), state=state, new=True)

@@ -88,6 +88,14 @@ of each save and load; this takes half the time of a function.
 """
 
 
+def dtensor_on_host(local: torch.Tensor, like: DTensor) -> DTensor:
+    """Return a DTensor with the mesh and placements of another one and a local tensor in host memory.
+
+    `DTensor.from_local` would move the tensor to the device of the mesh. `DTensor._spec`, since 2.6.
+    """
+    return DTensor(local, like._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
 def local_shards_of(tensor: torch.Tensor) -> list[tuple[torch.Tensor, tuple[int, ...]]] | None:
     """Return tensor and start of each local shard of a `ShardedTensor`; None for any other tensor.
 

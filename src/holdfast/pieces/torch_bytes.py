@@ -1,0 +1,95 @@
+"""Bytes of `torch.save` for callers whose interface demands them: made of values, and read by the allow-list alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from holdfast.errors import InvalidError
+from holdfast.foreign.file_layout import FileLayout, SmallTensor, TensorLeaf
+from holdfast.foreign.pickles.tensors import StoredTensor
+from holdfast.foreign.torch.archive_reader import read_torch_file
+from holdfast.foreign.torch.archive_writer import put_archive
+from holdfast.foreign.values import to_value
+from holdfast.frameworks.torch.tensors import tensor_of
+from holdfast.geometry.dtype import DTYPES
+from holdfast.geometry.tensor_piece import TensorPiece
+from holdfast.pieces.names import mapped
+from holdfast.stores.memory import MemoryStore
+from holdfast.types.values import FrameworkValue, TensorRef, Value
+
+_FILE = "value"
+
+
+@dataclass(frozen=True, slots=True)
+class PickledValue:
+    """A value as `torch.save` wrote it. Nothing in it is executed."""
+
+    data: bytes
+    """The bytes of the archive."""
+
+
+def unpickled_value(pickled: PickledValue, name: str, add: Callable[[TensorPiece], None]) -> Value:
+    """Return the neutral value of an archive; its tensors become pieces of their own.
+
+    Args:
+        pickled: The archive.
+        name: Its name: those of its tensors begin with it.
+        add: Takes the piece of each tensor.
+    Raises:
+        InvalidError: It is no archive of `torch.save`, or holds an object outside the allow-list.
+        CorruptError: It is damaged.
+    """
+    store = MemoryStore(name)
+    store.put(_FILE, pickled.data)
+    remarks: list[str] = []
+
+    def on_tensor(path: str, stored: StoredTensor) -> Value:
+        add(TensorPiece(path, stored.shape, (0,) * len(stored.shape), _tensor(pickled.data, stored)))
+        return TensorRef(path)
+
+    value = to_value(read_torch_file(store, _FILE), name, on_tensor, remarks)
+    if remarks:
+        raise InvalidError(
+            f"{remarks[0]}. Its planner makes bytes of it; expected plain values in them. Leave it out of the state, "
+            "or use a planner that has lookup_object and leaves objects as they are"
+        )
+    return value
+
+
+def _tensor(data: bytes, stored: StoredTensor) -> object:
+    bits = np.dtype(DTYPES[stored.dtype].numpy)
+    if not stored.numel:
+        return tensor_of(np.empty(stored.shape, bits), stored.dtype)
+    strides = tuple(step * stored.itemsize for step in stored.strides)
+    return tensor_of(np.ndarray(stored.shape, bits, data, stored.offset, strides).copy(), stored.dtype)
+
+
+def torch_bytes(value: Value, read: Callable[[str], SmallTensor]) -> bytes:
+    """Return the archive that `torch.save` would write of a value.
+
+    Args:
+        value: A neutral value, with leaves or references for tensors.
+        read: Returns a stored tensor with its elements, by FQN.
+    Raises:
+        InvalidError: It holds a value that torch cannot load.
+    """
+
+    def with_elements(leaf: object) -> object:
+        if isinstance(leaf, TensorRef | TensorLeaf):
+            return read(leaf.fqn)
+        if isinstance(leaf, FrameworkValue) and leaf.kind == "torch.tensor":
+            fields: Any = leaf.value
+            return SmallTensor(fields["dtype"], tuple(fields["shape"]), bytes(fields["data"]))
+        return leaf
+
+    layout = FileLayout()
+    put_archive(layout, mapped(value, with_elements))
+    file = layout.file("")
+    content = bytearray(file.bytes)
+    for start, data in file.literals:
+        content[start : start + len(data)] = data
+    return bytes(content)

@@ -1,0 +1,352 @@
+"""A save that its caller has planned: the same packs, parts and commit as any other save, without an agreement.
+
+    opened    `open` on the coordinator: the path is claimed, and every rank gets a ticket. Nothing is written.
+    written   `write` on every rank: its packs are durable, and it has a part for the coordinator.
+    finished  `finish` on the coordinator, with the parts of all ranks: the checkpoint is committed, or nothing is.
+
+The caller carries tickets and parts. If a rank fails, the caller does not call `finish`: nothing becomes visible, and
+`abort`, the next `open` of that path in the process, or the next save there removes what was written.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from holdfast import wiring
+from holdfast.clock import SystemClock
+from holdfast.coordination.commit_vote import Vote
+from holdfast.coordination.job import Job
+from holdfast.coordination.message_codec import decode_message, encode_message
+from holdfast.coordination.opening.records import Agreement
+from holdfast.coordination.save_context import SaveContext
+from holdfast.errors import CheckpointError, ConflictError, InvalidError, first_three, refusal
+from holdfast.foreign.dcp.metadata import Path
+from holdfast.format.part import RankPart
+from holdfast.format.values import values as codec
+from holdfast.frameworks.alone import AloneComm
+from holdfast.frameworks.torch.pieces.planned import collected_pieces, neutral_value
+from holdfast.geometry.tensor_piece import TensorPiece
+from holdfast.pieces.names import MARK, tree_of_pieces
+from holdfast.pieces.torch_bytes import PickledValue, unpickled_value
+from holdfast.ports.framework import Selection
+from holdfast.saving.attempt import SaveAttempt
+from holdfast.saving.fingerprint import StateFingerprint
+from holdfast.saving.request import PathRequest
+from holdfast.saving.save import RankShare
+from holdfast.settings import Settings
+from holdfast.types.reports import SaveReport
+from holdfast.types.values import Value
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Ticket:
+    """What one rank needs to take part in an attempt."""
+
+    attempt: str
+    rank: int
+    ranks: int
+    url: str
+    chunk_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What one rank wrote: the vote for its part, and its values. The coordinator writes its own part later."""
+
+    attempt: str
+    rank: int
+    vote: Vote | None
+    values: bytes
+
+
+class PieceWriter:
+    """Saves one checkpoint by path, planned by its caller. Each rank makes one, with the same arguments."""
+
+    def __init__(self, path: object, *, overwrite: bool = False, settings: Settings = wiring.DEFAULT_SETTINGS) -> None:
+        """Look at no storage yet.
+
+        Args:
+            path: The folder that becomes the checkpoint.
+            overwrite: Replace the checkpoint at the path, if there is one. It stays whole until the new one is.
+            settings: How to save.
+        Raises:
+            InvalidError: It is not a path, or its scheme is not supported.
+        """
+        self._settings, self._overwrite = settings, overwrite
+        self._location = wiring.saved_at(path, settings, overwrite=overwrite)
+        self._lock = threading.Lock()
+        self._attempt: SaveAttempt | None = None
+        self._share: RankShare | None = None
+        self._own_part: RankPart | None = None
+
+    @property
+    def url(self) -> str:
+        """Where the checkpoint goes."""
+        return self._location.url
+
+    def open(self, ranks: int) -> list[bytes]:
+        """Claim the path, and return a ticket for each rank. On the coordinator, which is rank 0.
+
+        Args:
+            ranks: Ranks that write.
+        Raises:
+            ConflictError: The path holds a checkpoint, or another job overwrites it.
+            InvalidError: `overwrite` at what Holdfast did not write as one checkpoint.
+        """
+        self.abort()
+        _give_up_earlier(self)
+        job = self._job(0, ranks)
+        request = PathRequest(job, self._location, {}, Selection(), overwrite=self._overwrite)
+        attempt = SaveAttempt(job, request, awaited=True)
+        try:
+            context = request.claim()
+        except BaseException:
+            if request.on_end is not None:
+                request.on_end()
+            raise
+        attempt.record_agreement(_agreement(job.clock.random_bytes(8).hex(), 0, context))
+        with self._lock:
+            self._attempt = attempt
+        _opened[self.url] = weakref.ref(self)
+        name = attempt.agreement.attempt
+        tickets = (_Ticket(name, rank, ranks, self.url, self._settings.chunk_bytes) for rank in range(ranks))
+        return [encode_message(ticket) for ticket in tickets]
+
+    def write(self, ticket: bytes, pieces: Iterable[TensorPiece], values: Mapping[str, object]) -> bytes:
+        """Write what this rank has; return the part that the coordinator needs of it.
+
+        Args:
+            ticket: The ticket of this rank.
+            pieces: Boxes of tensors. Those of all ranks cover every tensor exactly once.
+            values: Everything else that this rank saves, by name: of the closed set of plain values, tensors in them,
+                or a `PickledValue`.
+        Raises:
+            InvalidError: A tensor or value cannot be saved, or the ticket is of another path. Nothing of this rank is
+                left.
+            CheckpointError: Storage failed. Nothing of this rank is left.
+        """
+        given = decode_message(ticket, _Ticket)
+        self._require_own(given)
+        taken = list(pieces)
+        encoded = _encoded(values, taken.append)
+        is_coordinator = given.rank == 0
+        attempt = self._attempt if is_coordinator else self._attempt_of(given)
+        if attempt is None or attempt.agreement.attempt != given.attempt:
+            raise _given_up(self.url)
+        collected = collected_pieces(taken, given.rank)
+        fingerprint = StateFingerprint(collected, attempt.job, attempt.location)
+
+        def write() -> Vote | None:
+            share = RankShare(attempt, collected, fingerprint)
+            share.begin(collected)
+            part = share.part()
+            if not is_coordinator:
+                return attempt.write_part(part)
+            # Its part has the values of all ranks.
+            self._share, self._own_part = share, part
+            return None
+
+        vote = _done(attempt, write)
+        return encode_message(_Written(given.attempt, given.rank, vote, encoded))
+
+    def finish(
+        self,
+        parts: Sequence[bytes],
+        *,
+        paths: Mapping[str, Path] | None = None,
+        mark: Mapping[str, object] | None = None,
+    ) -> SaveReport:
+        """Commit the checkpoint. On the coordinator.
+
+        Args:
+            parts: What `write` returned on each rank, in any order.
+            paths: How tensors and values nest in the state that they are of: their paths by name. None, or a name that
+                is not in it: it is a key of the state.
+            mark: The mark of the integration that saves.
+        Raises:
+            InvalidError: The pieces do not cover every tensor exactly once, or a part is missing. Nothing is visible.
+            ConflictError: Another save published first, or took over.
+            CorruptError: A part or a pack is not what its rank wrote.
+            UnavailableError: Storage failed, or the outcome is unknown.
+        """
+        with self._lock:
+            attempt, self._attempt = self._attempt, None
+            share, own_part = self._share, self._own_part
+            self._share = self._own_part = None
+        if attempt is None or share is None or own_part is None:
+            raise _given_up(self.url)
+        try:
+            written = _of_all_ranks(parts, attempt)
+            tree = tree_of_pieces(_merged(written), paths or {}, self.url)
+            if mark is not None:
+                tree.items[MARK] = dict(mark)
+            whole = replace(own_part, tree=codec.dumps(codec.encode(tree, "")))
+            own_vote = _done(attempt, lambda: attempt.write_part(whole))
+            votes = [own_vote if each.vote is None else each.vote for each in written]
+            attempt.conclude(attempt.commit(lambda: votes), share.report)
+            report = attempt.handle.wait()
+        except BaseException as error:
+            _end(attempt, error)
+            raise
+        assert report is not None, "committed comes with a report"
+        return report
+
+    def abort(self) -> None:
+        """Give up what `open` began, unless `finish` was called; remove what the ranks wrote. Never raises."""
+        with self._lock:
+            attempt, self._attempt = self._attempt, None
+            self._share = self._own_part = None
+        if attempt is not None:
+            _end(attempt, _given_up(self.url))
+
+    def _job(self, rank: int, ranks: int) -> Job:
+        # It exchanges nothing: the caller does. So construction is no collective.
+        return Job(_PlannedRank(rank, ranks), SystemClock(), self._settings, saves=False)
+
+    def _attempt_of(self, ticket: _Ticket) -> SaveAttempt:
+        """Return the attempt on a rank that is not the coordinator."""
+        job = self._job(ticket.rank, ticket.ranks)
+        attempt = SaveAttempt(job, PathRequest(job, self._location, {}, Selection()), awaited=True)
+        attempt.record_agreement(_agreement(ticket.attempt, ticket.rank, SaveContext(run_id="", created="")))
+        return attempt
+
+    def _require_own(self, ticket: _Ticket) -> None:
+        if ticket.url != self.url:
+            raise InvalidError(
+                f"{self.url}: rank {ticket.rank} saves here, and rank 0 to {ticket.url}; expected one path. Make it "
+                "the same on every rank (a time or rank in it differs)"
+            )
+        if ticket.chunk_bytes != self._settings.chunk_bytes:
+            raise InvalidError(
+                f"{self.url}: settings.chunk_bytes is {self._settings.chunk_bytes} on rank {ticket.rank} and "
+                f"{ticket.chunk_bytes} on rank 0; expected the same on every rank"
+            )
+
+
+class _PlannedRank(AloneComm):
+    """One of several ranks whose caller communicates for them."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__()
+        self.rank, self.world_size = rank, ranks
+
+
+_opened: dict[str, weakref.ref[PieceWriter]] = {}
+"""By URL, the coordinator's writer that opened it last in this process."""
+
+
+def _give_up_earlier(writer: PieceWriter) -> None:
+    """Give up an earlier save to the same path that its caller never finished: its claim would stay in the way."""
+    earlier = _opened.pop(writer.url, None)
+    known = None if earlier is None else earlier()
+    if known is not None and known is not writer:
+        known.abort()
+
+
+def _agreement(attempt: str, rank: int, context: SaveContext) -> Agreement:
+    """Return what ranks would have agreed on: the caller's plan leaves nothing to decide but the attempt."""
+    return Agreement(
+        sequence=0,
+        attempt=attempt,
+        class_ranks=(rank,),
+        shared={},
+        is_leader=rank == 0,
+        divergent=(),
+        drift=None,
+        context=context,
+    )
+
+
+def _done(attempt: SaveAttempt, work: Callable[[], T]) -> T:
+    """Return the result of work for an attempt; if it fails, the files of this rank are removed, and it raises."""
+    results: list[T] = []
+    with attempt.foreground():
+        results.append(work())
+    failure = attempt.handle.failure
+    if failure is not None:
+        raise failure
+    return results[0]
+
+
+def _end(attempt: SaveAttempt, error: BaseException) -> None:
+    """End an attempt that is not committed, and remove the files of all ranks unless it may be. Never raises."""
+    handle = attempt.handle
+    if handle.may_be_committed or (handle.committed.done() and handle.failure is None):
+        return
+    # Its claim on the path ends with the handle.
+    handle.fail(error if isinstance(error, Exception) else _given_up(attempt.location.url))
+    store, folder = attempt.location.store, f"{attempt.location.folder}{attempt.agreement.attempt}/"
+    try:
+        store.delete([*(entry.key for entry in store.list(folder)), f"{folder}nothing"])
+    except CheckpointError as failure:
+        logger.warning(
+            "%s: files of the failed attempt stay for now, the next save to the path removes them: %s",
+            attempt.name,
+            failure,
+        )
+
+
+def _given_up(url: str) -> ConflictError:
+    return ConflictError(
+        f"{url}: this save was given up, or never opened: another save to the path began in this process, or an "
+        "earlier step failed. Nothing was committed. Wait for one save before the next to the same path"
+    )
+
+
+_SKIP = re.compile(r"leave it out with skip=\[.*\]$")
+"""How messages about values of a state end. Callers with a plan of their own have no `skip`."""
+
+
+def _encoded(values: Mapping[str, object], add: Callable[[TensorPiece], None]) -> bytes:
+    """Return the values of a rank, encoded; their tensors become pieces.
+
+    Raises:
+        InvalidError: Names those that cannot be saved, and what to do.
+    """
+    neutral = {
+        name: unpickled_value(value, name, add) if isinstance(value, PickledValue) else neutral_value(value, name, add)
+        for name, value in values.items()
+    }
+    refused: list[str] = []
+    document = codec.encode(neutral, "", refused, entries_are_whole=True)
+    if refused:
+        raise refusal([_SKIP.sub("leave it out of the state", text) for text in refused])
+    return codec.dumps(document)
+
+
+def _of_all_ranks(parts: Sequence[bytes], attempt: SaveAttempt) -> list[_Written]:
+    """Return what every rank wrote, by rank.
+
+    Raises:
+        InvalidError: A part is missing, or is of another attempt.
+    """
+    written = {each.rank: each for each in (decode_message(part, _Written) for part in parts)}
+    ranks, name = attempt.job.comm.world_size, attempt.agreement.attempt
+    lacking = [rank for rank in range(ranks) if rank not in written or written[rank].attempt != name]
+    if lacking or len(parts) != ranks:
+        raise InvalidError(
+            f"{attempt.location.url}: ranks {first_three(lacking) or 'beyond the last'} have no part of this attempt; "
+            f"expected one of each of {ranks} ranks. Nothing was committed; save again"
+        )
+    return [written[rank] for rank in range(ranks)]
+
+
+def _merged(written: Sequence[_Written]) -> dict[str, Value]:
+    """Return the values of all ranks by name; where several have one, that of the lowest rank."""
+    merged: dict[str, Value] = {}
+    for each in written:
+        decoded = codec.decode(codec.loads(each.values), "")
+        assert isinstance(decoded, dict), "a rank sends a dict of its values"
+        for name, value in decoded.items():
+            merged.setdefault(name, value)
+    return merged
