@@ -1,14 +1,8 @@
 """Processes that begin with torch imported, each forked from one that does nothing but import.
 
-<<<<<<< HEAD
 Importing what a rank needs of torch takes seconds, a fork milliseconds. `FORKED_IMPORTS` names more to import. Nothing
 of Holdfast is imported before the fork. The first ranks of all worlds come of one origin, the second ranks of another,
 and so on: ranks of one world hash alike no more than real ones do.
-=======
-Importing what a rank needs of torch takes seconds, a fork milliseconds. `FORKED_IMPORTS` names more to import. Nothing of Holdfast is imported before the
-fork. The first ranks of all worlds come of one origin, the second ranks of another, and so on: ranks of one world
-hash alike no more than real ones do.
->>>>>>> accel18
 """
 
 from __future__ import annotations
