@@ -20,6 +20,8 @@ LAYOUT = PACKAGE / "frameworks" / "torch" / "private_layout.py"
 
 OF_OTHERS = {
     "_exit": "documented in os",
+    "_get_output_dir": "of Trainer, which integrations/transformers extends",
+    "_push_from_checkpoint": "of Trainer, likewise",
     "_register_atexit": "of threading; read in one file",
     "_replace": "documented of named tuples",
     "_tuning": "Settings, for the rooms that use them",

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tests.integrations import table  # noqa: E402
+from tests.integrations import table
 
 FRAMEWORK = "transformers.sharded"
 
