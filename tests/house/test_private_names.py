@@ -25,6 +25,8 @@ OF_OTHERS = {
     "_load_model_state_pre_hook": "of Accelerate's Accelerator",
     "_models": "of Accelerate's Accelerator: what was prepared",
     "_optimizers": "of Accelerate's Accelerator",
+    "_get_output_dir": "of Trainer, which integrations/transformers extends",
+    "_push_from_checkpoint": "of Trainer, likewise",
     "_register_atexit": "of threading; read in one file",
     "_replace": "documented of named tuples",
     "_save_model_state_pre_hook": "of Accelerate's Accelerator",

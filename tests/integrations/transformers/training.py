@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 import holdfast
@@ -80,22 +81,26 @@ def arguments(folder: Path, *, steps: int, every: int, **others: Any) -> Trainin
 
 
 def whole_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Return the parameters and the state of the optimizer, by name. Under DDP every rank has them whole."""
+    """Return the parameters and the state of the optimizer, by name, gathered where they are sharded."""
     named = dict(model.named_parameters())
     tensors = {f"model.{name}": parameter for name, parameter in named.items()}
     state = getattr(optimizer, "optimizer", optimizer).state
     for name, parameter in named.items():
         for key, value in state.get(parameter, {}).items():
             tensors[f"optimizer.{name}.{key}"] = torch.as_tensor(value)
-    return {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    return {name: _whole(tensor).detach().cpu() for name, tensor in tensors.items()}
 
 
-def train(run: Run) -> None:
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train(run: Run, **options: Any) -> None:
     kind = HoldfastTrainer if run.keeper == "holdfast" else Trainer
     watch = Watch(run.steps)
     trainer = kind(
         small_llama(),
-        arguments(run.folder, steps=run.steps, every=run.every),
+        arguments(run.folder, steps=run.steps, every=run.every, **options),
         train_dataset=examples(),
         callbacks=[watch],
     )

@@ -120,7 +120,9 @@ def test_a_training_that_was_stopped_goes_on_as_if_it_had_not(tmp_path: Path) ->
 
 
 def test_a_step_holds_the_mark_and_what_trainer_notes(tmp_path: Path) -> None:
-    made(tmp_path, losses={2: 0.5}, callbacks=[Patience(3)], max_steps=2).train()
+    trainer = made(tmp_path, losses={2: 0.5}, callbacks=[Patience(3)], max_steps=2)
+    trainer.on_step = lambda step: trainer.state.log_history.append({"$odd": 1.0, "lr": float("nan"), "step": step})
+    trainer.train()
     checkpoint = holdfast.open_checkpoint(root_of(tmp_path), step="latest")
     mark = mark_of(checkpoint)
     assert mark == {"name": "transformers", "version": "transformers 5.23.0", "model": "model"}
@@ -129,7 +131,7 @@ def test_a_step_holds_the_mark_and_what_trainer_notes(tmp_path: Path) -> None:
     state = json.loads(record["state"])
     assert state["global_step"] == 2 and state["stateful_callbacks"]["Patience"]["args"] == {"waited": 3}
     assert json.loads(record["arguments"])["max_steps"] == 2
-    assert checkpoint.manifest.metrics == {"eval_loss": 0.5}
+    assert checkpoint.manifest.metrics["eval_loss"] == 0.5 and set(checkpoint.manifest.metrics) == {"eval_loss", "lr"}
 
 
 def test_two_callbacks_of_one_class_keep_their_newest_states(tmp_path: Path) -> None:

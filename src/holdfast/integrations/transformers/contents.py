@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import holdfast
@@ -36,7 +37,7 @@ def state_to_save(trainer: Any, best_step: int | None) -> dict[str, object]:
     state_text, arguments_text = on_first_rank(lambda: (_state_text(trainer), trainer.args.to_json_string()))
     record = {"state": state_text, "arguments": arguments_text, "parts": parts, "best_step": best_step}
     objects = _objects(trainer)
-    return {**{part: objects[part] for part in parts}, RECORD: record, MARK: HOST.mark()}
+    return {**{part: objects[part] for part in parts}, RECORD: record, MARK: _mark()}
 
 
 def state_to_fill(trainer: Any, record: Mapping[str, Any], url: str) -> dict[str, object]:
@@ -86,9 +87,14 @@ def metrics_at(state: Any) -> dict[str, float]:
             break
         for name, value in entry.items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_number and name != "step" and not name.endswith(_SPEEDS):
+            if is_number and name != "step" and not name.endswith(_SPEEDS) and _is_metric_name(name):
                 metrics.setdefault(name, value)
     return metrics
+
+
+def _is_metric_name(name: str) -> bool:
+    """Return whether a step may have a metric of this name; a script logs under any."""
+    return 0 < len(name) <= 200 and name.isprintable() and not name.startswith("$")
 
 
 def _objects(trainer: Any) -> dict[str, object]:
@@ -103,8 +109,14 @@ def _objects(trainer: Any) -> dict[str, object]:
     return objects if scaler is None else {**objects, "scaler": scaler}
 
 
+@cache
+def _mark() -> dict[str, str]:
+    """Return the mark of this integration; to look up the version takes milliseconds."""
+    return HOST.mark()
+
+
 def _state_text(trainer: Any) -> str:
-    """Return the JSON that Trainer would write as `trainer_state.json`."""
+    """Return what Trainer would write as `trainer_state.json`."""
     # Trainer appends to a list that it began with the training, so of two callbacks of one class it would restore the
     # first states.
     states: dict[str, Any] = {}
@@ -112,8 +124,10 @@ def _state_text(trainer: Any) -> str:
         if hasattr(type(callback), "from_state"):
             states.setdefault(type(callback).__name__, []).append(callback.state())
     trainer.state.stateful_callbacks = {name: each if len(each) > 1 else each[0] for name, each in states.items()}
+    # Not `asdict`, nor indented: both are slow in a long history, and training waits.
+    fields = {field.name: getattr(trainer.state, field.name) for field in dataclasses.fields(trainer.state)}
     try:
-        return json.dumps(dataclasses.asdict(trainer.state), indent=2, sort_keys=True) + "\n"
+        return json.dumps(fields)
     except TypeError as error:
         raise InvalidError(
             f"TrainerState: {error}; expected numbers, texts, lists and dicts in log_history and in what state() of "

@@ -43,17 +43,27 @@ def folder_of(parent: Path, step: int) -> Path:
 class ModelFolders:
     """Makes the folders of one run, one after the other, and removes those of steps that are gone."""
 
-    def __init__(self, root: str, parent: Path, complete: Complete, *, weights: bool, settings: Settings) -> None:
+    def __init__(
+        self,
+        root: str,
+        parent: Path,
+        complete: Complete,
+        steps_of_run: Callable[[], list[int]],
+        *,
+        weights: bool,
+        settings: Settings,
+    ) -> None:
         """Begin without work.
 
         Args:
             root: The root of the run.
             parent: Where the folders go.
             complete: Completes a folder.
+            steps_of_run: Returns the steps that are stored.
             weights: Whether the weights are exported from the step; if not, `complete` writes them.
             settings: How to read.
         """
-        self._root, self._parent, self._complete = root, parent, complete
+        self._root, self._parent, self._complete, self._steps_of_run = root, parent, complete, steps_of_run
         self._weights, self._settings = weights, settings
         self._steps: queue.Queue[int | None] = queue.Queue()
         self._lock = threading.Lock()
@@ -99,12 +109,12 @@ class ModelFolders:
 
     def prune(self) -> None:
         """Remove the folders of steps that are no longer in the run."""
-        with suppress(CheckpointError):  # A root that cannot be read says nothing about its steps.
-            run = api.list_steps(self._root, settings=self._settings)
-            kept = {record.step for record in run.steps if record.committed}
+        with suppress(CheckpointError):
+            kept = set(self._steps_of_run())
             for folder in self._parent.glob("checkpoint-*"):
                 found = _FOLDER.fullmatch(folder.name)
-                if found and int(found[1]) not in kept:
+                # A root without steps is one that is not mounted.
+                if found and kept and int(found[1]) not in kept:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def raise_failure(self) -> None:

@@ -183,7 +183,10 @@ class TrainerRun:
     def begin_again(self) -> None:
         """Begin anew where Trainer does, with a smaller batch: the steps of the first try are superseded."""
         if self._saved_step is not None and self.source is None:
-            self._manager.close(wait=False)
+            try:
+                self._manager.close(wait=False)
+            except CheckpointError as error:
+                self._failure = error
             self._manager = self._open(start_over=True)
             self._saved_step = self._saved = self.best_step = None
 
@@ -223,7 +226,7 @@ class TrainerRun:
         try:
             self._manager.wait()
         except CheckpointError as error:
-            self._failure = error
+            self._failure = self._failure or error
         if self._folders is not None:
             self._folders.finish()
         if is_first_rank() and self._saved_step is not None:
@@ -307,6 +310,7 @@ class TrainerRun:
             self.root,
             Path(self._output_dir, EXPORTS_FOLDER),
             self._complete_folder,
+            lambda: self._manager.steps(),
             weights=not has_adapters(self._trainer.model),
             settings=self._options.settings,
         )
