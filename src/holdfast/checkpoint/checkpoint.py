@@ -39,7 +39,7 @@ from holdfast.repository.catalog import read_file, read_index, read_per_rank
 from holdfast.settings import Settings
 from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.plan import LoadPlan, Piece, WantedBoxes
-from holdfast.types.values import Group, Value
+from holdfast.types.values import PIECES_RECORD, Group, Value
 
 _Result = TypeVar("_Result")
 Selector = int | slice | EllipsisType
@@ -148,7 +148,8 @@ class Checkpoint:
     @cached_property
     def objects(self) -> dict[str, object]:
         """The values that are not tensors, nested as they were saved; hyperparameters by parameter FQN."""
-        return {key: _to_plain(value, key) for key, value in self.manifest.tree.items.items()}
+        items = self.manifest.tree.items
+        return {key: _to_plain(value, key) for key, value in items.items() if key != PIECES_RECORD}
 
     def objects_document(self) -> object:
         """Return `objects` as a JSON document with the tags of docs/values.md."""

@@ -12,7 +12,16 @@ from holdfast.foreign.file_layout import SmallTensor, TensorLeaf
 from holdfast.foreign.model_names import exported_dtype, model_names
 from holdfast.foreign.values import below
 from holdfast.types.export import ExportContent, ExportOptions
-from holdfast.types.values import FrameworkValue, Group, PerRankRef, Skipped, TensorRef, Value, is_subclass_record
+from holdfast.types.values import (
+    PIECES_RECORD,
+    FrameworkValue,
+    Group,
+    PerRankRef,
+    Skipped,
+    TensorRef,
+    Value,
+    is_subclass_record,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +91,8 @@ class _StateBuilder:
 
     def state(self) -> State:
         """Return the whole state."""
-        root = self._group(self._content.tree, "")
+        tree = self._content.tree
+        root = self._group(Group(tree.kind, {key: tree.items[key] for key in tree.items if key != PIECES_RECORD}), "")
         # Tensors that no value refers to are stored under their names; the tree only holds values.
         for fqn in (*self._content.tensors, *self._content.aliases):
             if fqn not in self._referred:

@@ -51,13 +51,19 @@ def unpickled_value(pickled: PickledValue, name: str, add: Callable[[TensorPiece
         add(TensorPiece(path, stored.shape, (0,) * len(stored.shape), _tensor(pickled.data, stored)))
         return TensorRef(path)
 
-    value = to_value(read_torch_file(store, _FILE), name, on_tensor, remarks)
+    try:
+        value = to_value(read_torch_file(store, _FILE), name, on_tensor, remarks)
+    except InvalidError as error:
+        raise InvalidError(f"{name}: {error}. {_WAY_OUT}") from error
     if remarks:
-        raise InvalidError(
-            f"{remarks[0]}. Its planner makes bytes of it; expected plain values in them. Leave it out of the state, "
-            "or use a planner that has lookup_object and leaves objects as they are"
-        )
+        raise InvalidError(f"{remarks[0]}. {_WAY_OUT}")
     return value
+
+
+_WAY_OUT = (
+    "The planner makes bytes of it, which are read as plain values alone. Leave it out of the state, or use a planner "
+    "that has lookup_object and leaves objects as they are"
+)
 
 
 def _tensor(data: bytes, stored: StoredTensor) -> object:

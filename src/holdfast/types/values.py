@@ -27,6 +27,10 @@ class Group:
     """Children by name, in their order."""
 
 
+PIECES_RECORD = "holdfast_pieces"
+"""Key at the top of a tree under which `holdfast.pieces` keeps names of its caller. It is no part of the state."""
+
+
 @dataclass(frozen=True, slots=True)
 class TensorRef:
     """Takes the place of the tensor `fqn` in a container."""

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import holdfast
@@ -176,6 +177,7 @@ class Probe:
 HOOKS = dict
 PROBES: dict[str, Probe] = {
     "DTensor._local_tensor": Probe(dtensor, torch.Tensor),
+    "DTensor._spec": Probe(dtensor, DTensorSpec),
     "_StridedShard.split_factor": Probe(lambda: private_layout.StridedShard(0, split_factor=2), int),
     "ShardedTensor.local_shards": Probe(sharded_tensor, Callable),
     "Shard.tensor": Probe(local_shard, torch.Tensor),
