@@ -95,8 +95,9 @@ class Table:
         folder = self._folder(f"{keeper}-{phase}-{killed}")
         ranks = (1,) if killed == "one" else (0, 1)
         if keeper == "holdfast":
-            # A publishing rank is the one that voted last; either may be.
-            kill = Kill((0, 1) if phase in ("publishing", "after") else ranks, phase, KILLED_SAVE)
+            # The rank that voted last publishes: either may be the one.
+            armed = (0, 1) if phase in ("publishing", "after") else ranks
+            kill = Kill(armed, phase, KILLED_SAVE, takes_all=killed == "all")
         else:
             share = round(_SHARES[phase] * reference.second_save_bytes)
             kill = Kill(ranks, "bytes", folder_bytes=reference.first_save_bytes + max(1, share))

@@ -46,10 +46,15 @@ class Kill:
     """Where ranks are killed."""
 
     ranks: tuple[int, ...]
+    """Those that end where they come to the phase."""
+
     phase: str
     """A phase of Holdfast's save, or `bytes` for what lies in the folder."""
 
     save: int = 2
+    takes_all: bool = True
+    """Whether the other ranks end with the first one, as on one machine: to some phases only one rank comes."""
+
     folder_bytes: int = 0
     """With `bytes`: kill once so many lie in the folder."""
 
@@ -135,8 +140,7 @@ def _watch(job: Job, processes: Sequence[Forked], scratch: Path, deadline: float
                     killed = set(kill.ranks)
             else:
                 killed = {rank for rank in kill.ranks if (scratch / f"killed-{rank}").exists()}
-            # Of some phases only one rank comes to an end by itself: the others end with it, as on one machine.
-            for rank in kill.ranks if killed else ():
+            for rank in _ending_with(kill, killed, len(processes)):
                 processes[rank].send_signal(signal.SIGKILL)
         if killed and killed_at is None:
             killed_at = now
@@ -146,6 +150,15 @@ def _watch(job: Job, processes: Sequence[Forked], scratch: Path, deadline: float
     if kill is not None and kill.phase != "bytes":
         killed |= {rank for rank in kill.ranks if (scratch / f"killed-{rank}").exists()}
     return tuple(sorted(killed))
+
+
+def _ending_with(kill: Kill, killed: set[int], ranks: int) -> Sequence[int]:
+    """Return the ranks that are killed from outside, now that some were."""
+    if not killed:
+        return ()
+    if kill.phase == "bytes":
+        return kill.ranks
+    return range(ranks) if kill.takes_all else ()
 
 
 def _end(processes: Sequence[Forked]) -> None:
