@@ -37,7 +37,7 @@ IMPORTS = {
     "accelerate": "accelerate",
     "dcp": "",
     "lightning": "lightning",
-    "torchtitan": "",
+    "torchtitan": "tests.integrations.torchtitan.on_cpu",
     "transformers": "transformers.trainer",
 }
 """What a rank has imported when it begins: by a process that then forks, since it takes up to ten seconds."""
@@ -58,6 +58,8 @@ def main() -> int:
     if asked.quick:
         os.environ["QUICK"] = "1"
     os.environ["FORKED_IMPORTS"] = IMPORTS[asked.framework]
+    # A process that forks has one thread, and Arrow, which torchtitan imports, would start another.
+    os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
     work = _Work(asked.framework, quick=asked.quick)
     try:
         well = [work.do(part) for part in parts]
