@@ -19,9 +19,16 @@ LAYOUT = PACKAGE / "frameworks" / "torch" / "private_layout.py"
 """The one module that may."""
 
 OF_OTHERS = {
+    "_custom_objects": "of Accelerate's Accelerator: what was registered",
+    "_dataloaders": "of Accelerate's Accelerator",
     "_exit": "documented in os",
+    "_load_model_state_pre_hook": "of Accelerate's Accelerator",
+    "_models": "of Accelerate's Accelerator: what was prepared",
+    "_optimizers": "of Accelerate's Accelerator",
     "_register_atexit": "of threading; read in one file",
     "_replace": "documented of named tuples",
+    "_save_model_state_pre_hook": "of Accelerate's Accelerator",
+    "_schedulers": "of Accelerate's Accelerator",
     "_tuning": "Settings, for the rooms that use them",
 }
 """Names that are not torch's, each with whose they are."""

@@ -1,0 +1,50 @@
+"""Calls that raise on all processes or on none: one that raised alone would leave the others waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from accelerate.utils import gather_object
+
+from holdfast.errors import BY_NAME, UnavailableError
+
+T = TypeVar("T")
+
+
+def together(call: Callable[[], T]) -> T:
+    """Call on every process; return this process's result. A collective.
+
+    Raises:
+        Exception: What the call raised on this process.
+        CheckpointError: It raised on other processes only. The message names the lowest.
+    """
+    result, _ = _called(call, lambda result: None)
+    return result
+
+
+def agreed(call: Callable[[], T]) -> T:
+    """Call on every process; return the result of process 0 on all. A collective; errors as `together`."""
+    _, results = _called(call, lambda result: result)
+    return results[0]
+
+
+def _called(call: Callable[[], T], shown: Callable[[T], T | None]) -> tuple[T, list[T]]:
+    """Return this process's result, and what each process shows of its own."""
+    own: T | None = None
+    error: Exception | None = None
+    try:
+        own = call()
+    except Exception as raised:  # noqa: BLE001 - every process learns of it, then it is raised
+        error = raised
+    failure = None if error is None else (type(error).__name__, str(error))
+    told: list[tuple[tuple[str, str] | None, T]]
+    told = gather_object([(failure, None if own is None else shown(own))])
+    if error is not None:
+        raise error
+    for process, (failure, _) in enumerate(told):
+        if failure is not None:
+            kind, text = failure
+            named = text if kind in BY_NAME else f"{kind}: {text}"
+            raise BY_NAME.get(kind, UnavailableError)(f"process {process}: {named}")
+    return own, [each for _, each in told]  # type: ignore[return-value]

@@ -1,0 +1,1 @@
+"""Trainings under Accelerate."""

@@ -1,0 +1,120 @@
+"""What two real processes do under Accelerate, for `test_accelerate.py`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from tests.distributed.launch import World
+
+if TYPE_CHECKING:
+    from holdfast.integrations.accelerate import Accelerator
+
+
+class Broken:
+    """An object whose state cannot be taken."""
+
+    def state_dict(self) -> dict[str, object]:
+        raise RuntimeError("its file is gone")
+
+    def load_state_dict(self, state: dict[str, object]) -> None: ...
+
+
+def replicas(world: World, folder: str) -> dict[str, object]:
+    """Train with DDP, save, go on, load, and go on again."""
+    accelerator, model, optimizer, scheduler = prepared(world)
+    accelerator.register_for_checkpointing(torch.nn.BatchNorm1d(3))
+
+    def losses(steps: int) -> list[float]:
+        return [step_of(accelerator, model, optimizer, scheduler) for _ in range(steps)]
+
+    losses(3)
+    accelerator.save_state(folder)
+    first = losses(2)
+    saved = digest(model)
+    accelerator.load_state(folder)
+    again = losses(2)
+    alike = digest(model) == saved
+    return {"first": first, "again": again, "alike": alike, "weight": model.module.weight.tolist()}
+
+
+def background(world: World, folder: str) -> list[str]:
+    """Save in the background; process 0 alone sees an end first, and all raise alike."""
+    accelerator, model, optimizer, scheduler = prepared(world)
+    step_of(accelerator, model, optimizer, scheduler)
+    accelerator.save_state(Path(folder) / "good", wait=False)
+    accelerator.wait_for_saves()
+    accelerator.register_for_checkpointing(Broken())
+    accelerator.save_state(Path(folder) / "bad", wait=False)
+    return [raised(lambda: accelerator.save_state(Path(folder) / "next")), raised(accelerator.wait_for_saves)]
+
+
+def hooks(world: World, folder: str) -> list[str]:
+    """Have a hook fail on one process only, and another take weights on the main process only."""
+    accelerator, *_ = prepared(world)
+
+    def fail_on_one(models: object, weights: object, folder: str) -> None:
+        if world.rank == 1:
+            raise OSError("no room")
+
+    handle = accelerator.register_save_state_pre_hook(fail_on_one)
+    failed = raised(lambda: accelerator.save_state(folder))
+    handle.remove()
+
+    def take(models: object, weights: list[object], folder: str) -> None:
+        if accelerator.is_main_process:
+            weights.pop()
+
+    accelerator.register_save_state_pre_hook(take)
+    accelerator.save_state(folder)
+    return [failed, *names_in(folder)]
+
+
+def prepared(world: World) -> tuple[Accelerator, torch.nn.Module, torch.optim.Optimizer, object]:
+    """Return an Accelerator of this world's processes, and what it has prepared."""
+    ranks = {"RANK": world.rank, "LOCAL_RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
+    os.environ.update({name: str(number) for name, number in ranks.items()})
+    from accelerate.state import AcceleratorState, GradientState
+
+    from holdfast.integrations.accelerate import Accelerator
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    return accelerator, *accelerator.prepare(model, optimizer, scheduler)
+
+
+def step_of(
+    accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: object
+) -> float:
+    loss = model(torch.randn(3, 4) + accelerator.process_index).square().mean()
+    accelerator.backward(loss)
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def digest(model: torch.nn.Module) -> list[object]:
+    return [each.tolist() for each in model.parameters()]
+
+
+def names_in(folder: str) -> list[str]:
+    import holdfast
+
+    return sorted(holdfast.open_checkpoint(folder).tensors)
+
+
+def raised(call: object) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
