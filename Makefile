@@ -126,6 +126,7 @@ bench-compare: $(READY)
 # An environment of its own for each framework, above the suite's: torch is installed once. A lock names every version.
 FRAMEWORKS := accelerate dcp lightning torchtitan transformers
 EXTRA_dcp := torch
+ALSO_accelerate := 'torchdata>=0.11,<0.12'
 ALSO_transformers := 'peft>=0.20,<0.22'
 integrations: $(READY)
 	@for framework in $(if $(filter all,$(FRAMEWORK)),$(FRAMEWORKS),$(FRAMEWORK)); do \

@@ -1,0 +1,1 @@
+"""The training under DDP, for the rig, which trains under FSDP2 by itself."""
