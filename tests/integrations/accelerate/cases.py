@@ -50,13 +50,37 @@ def compiled_shards(world: World, folder: str) -> dict[str, object]:
     return {"equal": torch.equal(plain[0].weight, whole), "names": names}
 
 
+def flat_shards(world: World, folder: str) -> dict[str, object]:
+    """Save and load under FSDP1, with a model that the script wraps itself: Accelerate's way needs a GPU."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    accelerator = begun(world)
+    model = FullyShardedDataParallel(net(), use_orig_params=True, device_id=torch.device("cpu"))
+    model = accelerator.prepare(model)
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
+
+    def step(number: int) -> float:
+        loss = model(torch.full((2, 4), float(number + world.rank))).square().mean()
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    step(0)
+    accelerator.save_state(folder)
+    first = [step(number) for number in (1, 2)]
+    accelerator.load_state(folder)
+    names = [name for name in holdfast.open_checkpoint(folder).tensors if name.startswith("model.")]
+    return {"alike": first == [step(number) for number in (1, 2)], "names": names}
+
+
 def net() -> torch.nn.Sequential:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
 
 
-def prepared(world: World, *, compiled: bool = False) -> tuple[Accelerator, torch.nn.Module]:
-    """Return an Accelerator that shards over this world, and a model whose optimizer has state."""
+def begun(world: World) -> Accelerator:
+    """Return an Accelerator that takes itself for one that shards over this world."""
     ranks = {"RANK": world.rank, "LOCAL_RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
     os.environ.update({name: str(number) for name, number in ranks.items()})
     from accelerate.state import AcceleratorState, GradientState
@@ -68,7 +92,12 @@ def prepared(world: World, *, compiled: bool = False) -> tuple[Accelerator, torc
     plugin = sharding_plugin("Linear")
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     shard(accelerator, plugin)
-    model = net()
+    return accelerator
+
+
+def prepared(world: World, *, compiled: bool = False) -> tuple[Accelerator, torch.nn.Module]:
+    """Return an Accelerator, and a model over whose parameters an optimizer has state."""
+    accelerator, model = begun(world), net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     if compiled:
         model = torch.compile(model, backend="eager")

@@ -44,7 +44,7 @@ def test_replicas_load_on_other_numbers_of_ranks(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Results:
     scratch = tmp_path_factory.mktemp("accelerate")
-    names = ("sharded_hooks", "compiled_shards")
+    names = ("sharded_hooks", "compiled_shards", "flat_shards")
     cases = [Case(f"{CASES}:{name}", {"folder": str(scratch / "saved" / name)}) for name in names]
     return run_world(2, cases, scratch)
 
@@ -64,9 +64,17 @@ def test_whole_weights_are_gathered_only_for_a_hook(world: Results) -> None:
         assert "optimizer.state.0.weight.exp_avg" in value["names"]["with"]
 
 
+NAMES = ["model.0.bias", "model.0.weight", "model.2.bias", "model.2.weight"]
+
+
 def test_names_of_a_compiled_and_sharded_model_are_plain(world: Results) -> None:
     for value in world.values("compiled_shards"):
-        assert value == {"equal": True, "names": ["model.0.bias", "model.0.weight", "model.2.bias", "model.2.weight"]}
+        assert value == {"equal": True, "names": NAMES}
+
+
+def test_fsdp1_resumes_as_if_uninterrupted(world: Results) -> None:
+    for value in world.values("flat_shards"):
+        assert value == {"alike": True, "names": NAMES}
 
 
 # --------------------------------------------------------------------------------------------------- torchdata

@@ -1,11 +1,16 @@
-"""Holdfast under Accelerate's verbs: the real Accelerate, alone and on two processes."""
+"""Holdfast under Accelerate's verbs: the real Accelerate, alone and on two processes.
+
+Accelerate is imported in the tests: every process of the suite imports this file, and Accelerate takes seconds.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -14,12 +19,12 @@ from safetensors.torch import load_file, save_file
 
 import holdfast
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
-from holdfast.integrations.accelerate import Accelerator
-from holdfast.integrations.accelerate.data import LoaderPosition, position_of
 from holdfast.integrations.host import MARK, Host, mark_of
 from tests.distributed.launch import Case, Results, run_world
 
-accelerate = pytest.importorskip("accelerate")
+if TYPE_CHECKING:
+    import accelerate
+
 CASES = "tests.unit.integrations.accelerate_cases"
 
 
@@ -34,8 +39,10 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def begin_anew() -> None:
-    accelerate.state.AcceleratorState._reset_state(True)
-    accelerate.state.GradientState._reset_state()
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
 
 
 class Counter:
@@ -56,14 +63,16 @@ class Job:
 
     def __init__(
         self,
-        kind: type = Accelerator,
+        kind: type | None = None,
         *,
         wrap: Callable[[torch.nn.Module], torch.nn.Module] | None = None,
         **how: object,
     ) -> None:
+        from holdfast.integrations.accelerate import Accelerator
+
         begin_anew()
         torch.manual_seed(0)
-        self.accelerator = kind(cpu=True, **how)
+        self.accelerator = (kind or Accelerator)(cpu=True, **how)
         model = torch.nn.Linear(4, 2)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
@@ -85,8 +94,13 @@ class Job:
 
 def numbered(root: Path, **how: object) -> Job:
     """A job whose checkpoints are named automatically."""
-    naming = accelerate.utils.ProjectConfiguration(project_dir=str(root), automatic_checkpoint_naming=True, **how)
-    return Job(project_config=naming)
+    return Job(project_config=naming_in(root, **how))
+
+
+def naming_in(root: Path, **how: object) -> accelerate.utils.ProjectConfiguration:
+    from accelerate.utils import ProjectConfiguration
+
+    return ProjectConfiguration(project_dir=str(root), automatic_checkpoint_naming=True, **how)
 
 
 def kept(root: Path) -> list[str]:
@@ -123,7 +137,7 @@ def test_names_are_those_of_the_plain_model(tmp_path: Path) -> None:
     assert set(checkpoint.tensors) == {"model.bias", "model.weight", *moments}
     assert mark_of(checkpoint) == {
         "name": "accelerate",
-        "version": f"accelerate {accelerate.__version__}",
+        "version": f"accelerate {importlib.metadata.version('accelerate')}",
         "model": "model",
     }
     plain = torch.nn.Linear(4, 2)
@@ -196,19 +210,36 @@ def test_what_a_killed_save_left_is_passed_over_and_used_again(
         other.accelerator.load_state(tmp_path / "checkpoints")
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def flip(folder: Path) -> None:
+    pack = next(folder.glob("*/*.safetensors"))
+    data = bytearray(pack.read_bytes())
+    data[-1] ^= 1
+    pack.write_bytes(data)
+
+
+def lose(folder: Path) -> None:
+    next(folder.glob("*/*.safetensors")).unlink()
+
+
+def cut(folder: Path) -> None:
+    manifest = folder / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:100])
+
+
+@pytest.mark.parametrize("damage", [flip, lose, cut])
+def test_a_damaged_checkpoint_is_passed_over_for_an_older_one(
+    tmp_path: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
     job = numbered(tmp_path)
     job.train(1)
     job.accelerator.save_state()
     expected = job.train(1)
     job.accelerator.save_state()
-    pack = next((tmp_path / "checkpoints" / "checkpoint_1").glob("*/*.safetensors"))
-    data = bytearray(pack.read_bytes())
-    data[-1] ^= 1
-    pack.write_bytes(data)
+    newest = tmp_path / "checkpoints" / "checkpoint_1"
+    damage(newest)
     other = numbered(tmp_path)
     with pytest.raises(CorruptError):
-        other.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_1")
+        other.accelerator.load_state(newest)
     other.accelerator.load_state()
     assert "checkpoint_1: damaged, and passed over" in caplog.text
     assert other.train(1) == expected
@@ -240,8 +271,8 @@ def test_other_objects_than_were_saved_are_named(tmp_path: Path, caplog: pytest.
     other.accelerator.load_state(tmp_path / "c", skip=["custom", "custom_1", "scaler"])
     assert torch.equal(other.model.weight, weight)
 
-    begin_anew()
-    reading = Accelerator(cpu=True)
+    reading = Job().accelerator
+    reading.free_memory()  # A script that evaluates prepares the model alone.
     model = reading.prepare(torch.nn.Linear(4, 2))
     reading.load_state(tmp_path / "c", skip="custom*")
     assert torch.equal(model.weight, weight)
@@ -270,8 +301,9 @@ def test_a_checkpoint_of_another_integration_or_of_none_is_refused(tmp_path: Pat
 
 
 def test_what_accelerate_itself_wrote_is_loaded_by_it_and_never_replaced(tmp_path: Path) -> None:
-    own = accelerate.utils.ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
-    plain = Job(accelerate.Accelerator, project_config=own)
+    import accelerate
+
+    plain = Job(accelerate.Accelerator, project_config=naming_in(tmp_path))
     plain.train(2)
     plain.accelerator.save_state()
     expected = plain.train(2)
@@ -386,8 +418,12 @@ def test_calls_that_would_lose_something_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_mode_whose_state_would_be_lost_is_refused() -> None:
+    from accelerate import DistributedType
+
+    from holdfast.integrations.accelerate import Accelerator
+
     class Elsewhere(Accelerator):
-        distributed_type = property(lambda self: accelerate.DistributedType.DEEPSPEED)
+        distributed_type = property(lambda self: DistributedType.DEEPSPEED)
 
     with pytest.raises(InvalidError, match="distributed type DEEPSPEED on cpu; expected NO, MULTI_CPU"):
         Elsewhere(cpu=True)
@@ -443,14 +479,16 @@ def test_failed_saves_max_counts_failures_of_the_background(tmp_path: Path) -> N
 # -------------------------------------------------------------------------------------------------------- data
 
 
-def loaders(accelerator: Accelerator) -> tuple[torch.utils.data.DataLoader, torch.utils.data.DataLoader]:
+def loaders(accelerator: accelerate.Accelerator) -> tuple[torch.utils.data.DataLoader, torch.utils.data.DataLoader]:
     examples = torch.arange(12.0).reshape(12, 1)
     both = [torch.utils.data.DataLoader(examples, batch_size=2, shuffle=True) for _ in range(2)]
     return accelerator.prepare(*both)
 
 
 def test_the_order_of_samples_goes_on(tmp_path: Path) -> None:
-    config = accelerate.DataLoaderConfiguration(use_seedable_sampler=True)
+    from accelerate import DataLoaderConfiguration
+
+    config = DataLoaderConfiguration(use_seedable_sampler=True)
     job = Job(dataloader_config=config)
     first, _ = loaders(job.accelerator)
     list(first)
@@ -502,6 +540,8 @@ class StatefulLoader:
     ],
 )
 def test_a_position_between_epochs_fits_another_number_of_processes(position: Mapping[str, object]) -> None:
+    from holdfast.integrations.accelerate.data import LoaderPosition, position_of
+
     loader = StatefulLoader(position)
     saved = [LoaderPosition(loader).state_dict()] * 2
     resize = position_of("dataloader", loader).resize
@@ -512,6 +552,8 @@ def test_a_position_between_epochs_fits_another_number_of_processes(position: Ma
 
 @pytest.mark.parametrize("position", [{"_num_yielded": 3}, {"_snapshot": {"_snapshot_step": 2}}])
 def test_a_position_within_an_epoch_fits_no_other_number_of_processes(position: Mapping[str, object]) -> None:
+    from holdfast.integrations.accelerate.data import LoaderPosition, position_of
+
     loader = StatefulLoader(position)
     resize = position_of("dataloader_1", loader).resize
     assert callable(resize)
