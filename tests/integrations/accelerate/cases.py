@@ -54,7 +54,7 @@ def flat_shards(world: World, folder: str) -> dict[str, object]:
     """Save and load under FSDP1, with a model that the script wraps itself: Accelerate's way needs a GPU."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    accelerator = begun(world)
+    accelerator = begun(world, version=1)
     model = FullyShardedDataParallel(net(), use_orig_params=True, device_id=torch.device("cpu"))
     model = accelerator.prepare(model)
     optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
@@ -79,7 +79,7 @@ def net() -> torch.nn.Sequential:
     return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
 
 
-def begun(world: World) -> Accelerator:
+def begun(world: World, *, version: int = 2) -> Accelerator:
     """Return an Accelerator that takes itself for one that shards over this world."""
     ranks = {"RANK": world.rank, "LOCAL_RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
     os.environ.update({name: str(number) for name, number in ranks.items()})
@@ -89,7 +89,7 @@ def begun(world: World) -> Accelerator:
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
-    plugin = sharding_plugin("Linear")
+    plugin = sharding_plugin("Linear", version=version)
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     shard(accelerator, plugin)
     return accelerator

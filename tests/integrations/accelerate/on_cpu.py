@@ -1,4 +1,4 @@
-"""FSDP2 under Accelerate without a GPU: it shards on GPUs only, and makes DDP of it elsewhere without a word."""
+"""FSDP under Accelerate without a GPU: it shards on GPUs only, and makes DDP of it elsewhere without a word."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 
-def sharding_plugin(*modules: str) -> FullyShardedDataParallelPlugin:
-    """Return what asks for FSDP2, one unit for each module of these class names."""
+def sharding_plugin(*modules: str, version: int = 2) -> FullyShardedDataParallelPlugin:
+    """Return what asks for a version of FSDP, one unit for each module of these class names."""
     return FullyShardedDataParallelPlugin(
-        fsdp_version=2,
+        fsdp_version=version,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=list(modules),
         state_dict_type="SHARDED_STATE_DICT",
@@ -25,6 +25,5 @@ def shard(accelerator: accelerate.Accelerator, plugin: FullyShardedDataParallelP
     classes answer instead.
     """
     accelerate.Accelerator.distributed_type = property(lambda self: DistributedType.FSDP)
-    for asked in (accelerate.Accelerator, AcceleratorState):
-        asked.is_fsdp2 = property(lambda self: True)
+    AcceleratorState.is_fsdp2 = property(lambda self: self.fsdp_plugin.fsdp_version == 2)
     accelerator.state.fsdp_plugin = plugin
