@@ -71,7 +71,7 @@ def test_a_kill_between_save_and_path_loses_no_checkpoint(
     resumed = results_of(world(2, layout, tmp_path / "run", steps=6, resume=True, LIGHTNING_TOP_K="1"))
     assert resumed[0]["resumed_from"] == (None if save == 1 else 2)
     assert [result["digests"] for result in resumed] == [result["digests"] for result in whole[layout]]
-    assert not list((tmp_path / "run").glob(".holdfast/removed-*"))
+    assert not list((tmp_path / "run").glob(".holdfast-removed-*"))
 
 
 @pytest.mark.parametrize(

@@ -144,8 +144,9 @@ def test_a_save_that_fails_leaves_the_path_as_it_was(ours: ModuleType, tmp_path:
 
 
 def test_what_a_killed_save_left_is_no_checkpoint_and_goes_with_the_next(ours: ModuleType, tmp_path: Path) -> None:
-    left = tmp_path / ".holdfast" / "saving-last.ckpt"
-    left.mkdir(parents=True)
+    begun = sys.modules["holdfast.integrations.lightning.folders"].destination(tmp_path / "last.ckpt")
+    left = Path(begun.written_at)
+    left.mkdir()
     (left / "r00000.safetensors").write_bytes(b"half")
     keeper = ours.HoldfastCheckpointIO()
     keeper.save_checkpoint({"global_step": 1}, tmp_path / "last.ckpt")

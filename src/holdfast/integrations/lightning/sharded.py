@@ -102,7 +102,7 @@ class ShardedCheckpoints:
 
         Args:
             ranks: The ranks.
-            path: Where.
+            path: Where; that of rank 0 counts.
             objects: What every rank saves its part of.
             values: What rank 0 saves: Lightning keeps those of rank 0, too.
             skip: Patterns of names that are left out of this save.
@@ -111,7 +111,6 @@ class ShardedCheckpoints:
             CheckpointError: The save failed, or was refused.
         """
         saves = self._saves(ranks)
-        path = ranks.broadcast(path)
         saves.await_ends(path)
         state = dict(objects)
 
@@ -126,8 +125,9 @@ class ShardedCheckpoints:
             saves.begin(target, state, skip, publishes=ranks.rank == 0)
             return
         saves.save(target, state, skip)
-        ranks.barrier()  # Every rank has stored its report there.
-        ranks.from_first(target.publish)
+        if not target.is_replaced:
+            ranks.barrier()  # Every rank has stored its report there.
+            ranks.from_first(target.publish)
 
     def look_at(self, ranks: Ranks, path: Path) -> FoundCheckpoint:
         """Return what is at a path. Every rank calls.
