@@ -66,7 +66,7 @@ def main() -> int:
     except KeyboardInterrupt:
         print(f"integrations: interrupted; the same command goes on with what is missing of {asked.framework}")
         return 130
-    if all(well) and parts == PARTS and not asked.quick:
+    if not asked.quick and work.is_complete:
         work.publish()
     return 0 if all(well) else 1
 
@@ -101,10 +101,15 @@ class _Work:
         print(f"{self._framework}: {part}: {'passed' if is_well else 'FAILED'} in {time.monotonic() - began:.0f} s")
         sys.stdout.flush()
         if is_well:
-            self._done[part] = found
+            self._done[part] = {"commit": _commit(), "found": found}
             write_whole(self._kept, json.dumps(self._done))
             shutil.rmtree(scratch, ignore_errors=True)
         return is_well
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all parts are done; each is kept with the commit at which it was."""
+        return all(part in self._done for part in PARTS)
 
     def publish(self) -> None:
         """Write the result, and forget what was kept."""
@@ -119,7 +124,6 @@ class _Work:
     def _versions(self) -> dict[str, str]:
         names = ("torch", *PACKAGES[self._framework])
         versions = {name: importlib.metadata.version(name) for name in names}
-        versions["holdfast"] = _commit()
         return {**versions, "python": platform.python_version(), "cores": str(os.cpu_count())}
 
     def _tests(self, scratch: Path) -> tuple[bool, object]:

@@ -73,6 +73,8 @@ def train(run: Run) -> None:
     """Train on this rank."""
     dist.init_process_group("gloo")
     verbs: Any = dcp if run.keeper == "holdfast" else torch_dcp
+    # The group of the training is gloo's too, and a background save and a step may not use one at the same time.
+    group = dist.new_group(backend="gloo")
     training = Training()
     resumed_from = None
     if run.resume:
@@ -86,7 +88,8 @@ def train(run: Run) -> None:
         if training.step % run.every == 0:
             if saving is not None:
                 saving.result()
-            saving = verbs.async_save({"training": training}, checkpoint_id=run.folder / f"step-{training.step:06d}")
+            path = run.folder / f"step-{training.step:06d}"
+            saving = verbs.async_save({"training": training}, checkpoint_id=path, process_group=group)
     if saving is not None:
         saving.result()
     run.finish(resumed_from=resumed_from, tensors=training.tensors(), losses=losses)
