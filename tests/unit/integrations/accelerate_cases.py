@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,37 @@ def hooks(world: World, folder: str) -> list[str]:
     accelerator.register_save_state_pre_hook(take)
     accelerator.save_state(folder)
     return [failed, *names_in(folder)]
+
+
+class Numbers(torch.utils.data.IterableDataset):
+    """A dataset that process 0 iterates for all."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.arange(16.0)
+
+
+def data(world: World, folder: str) -> dict[str, object]:
+    """Save between epochs; return the next two as they are and as they come after a load."""
+    accelerator, *_ = prepared(world)
+    examples = torch.arange(16.0)
+    shuffled, dispatched = accelerator.prepare(
+        torch.utils.data.DataLoader(examples, batch_size=2, shuffle=True),
+        torch.utils.data.DataLoader(Numbers(), batch_size=2),
+    )
+    seen: dict[str, object] = {}
+
+    def iterate(name: str) -> None:
+        seen[f"shuffled{name}"] = [[batch.tolist() for batch in shuffled] for _ in range(2)]
+        seen[f"dispatched{name}"] = [batch.tolist() for batch in dispatched]
+
+    list(shuffled)
+    list(dispatched)
+    accelerator.save_state(folder)
+    iterate("")
+    accelerator.load_state(folder)
+    seen["epochs"] = [shuffled.iteration, dispatched.iteration]
+    iterate(" again")
+    return seen
 
 
 def late(world: World, folder: str) -> bool:
