@@ -624,7 +624,7 @@ def test_processes_that_do_not_meet_are_told_what_is_expected(monkeypatch: pytes
 
     monkeypatch.setattr(ranks, "gather_object", broken)
     with pytest.raises(
-        UnavailableError, match="did not meet: Connection closed by peer; expected save_state.*on every"
+        UnavailableError, match=r"did not meet: Connection closed by peer; expected save_state.*on every"
     ):
         ranks.agreed(lambda: 1)
 
