@@ -411,6 +411,9 @@ def test_calls_that_would_lose_something_are_refused(tmp_path: Path) -> None:
     job.accelerator.load_state(tmp_path / "c", map_location="cpu", load_kwargs={"weights_only": True})
     with pytest.raises(InvalidError, match="load_state\\(\\): no folder"):
         job.accelerator.load_state()
+    for call in (job.accelerator.save_state, job.accelerator.load_state):
+        with pytest.raises(InvalidError, match=r"s3://bucket/run: expected a folder, not a URL"):
+            call("s3://bucket/run")
     with pytest.raises(InvalidError, match="total_limit=0"):
         numbered(tmp_path, total_limit=0).accelerator.save_state()
     with pytest.raises(InvalidError, match="save_on_each_node=True"):
