@@ -106,6 +106,8 @@ class TrainerRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close the manager. Without an error, raise that of a save or an export that failed."""
+        if error is not None and self._folders is not None:
+            self._folders.stop()
         self._manager.__exit__(kind, error, trace)
         if error is not None:
             if self._failure is not None:
