@@ -130,8 +130,7 @@ class TrainerRun:
 
         def found() -> ResumeStep | ResumeFolder | None:
             source = find(self.root, self._output_dir, wanted, self._options.settings)
-            if not self._options.start_over:
-                require_room(self.root, source, self._options.settings)
+            require_room(self.root, source, self._options.settings, start_over=self._options.start_over)
             return source
 
         source = on_first_rank(found)
