@@ -479,6 +479,35 @@ def test_a_lazy_save_ends_without_another_step(tmp_path: Path) -> None:
     assert job.train(1) == expected
 
 
+def test_a_background_save_that_fails_costs_no_older_checkpoint(tmp_path: Path) -> None:
+    job, counter = numbered(tmp_path), Counter()
+    job.train(1)
+    job.accelerator.save_state()
+    expected = job.train(1)
+    job.accelerator.save_state()
+    flip(tmp_path / "checkpoints" / "checkpoint_1")
+    other = numbered(tmp_path, total_limit=1)
+    other.accelerator.load_state()
+    counter.value = object()
+    other.accelerator.register_for_checkpointing(counter)
+    other.accelerator.save_state(wait=False)
+    with pytest.raises(InvalidError, match=r"custom.*object"):
+        other.accelerator.wait_for_saves()
+    again = numbered(tmp_path)
+    again.accelerator.load_state()
+    assert again.train(1) == expected, "the only whole checkpoint is still there"
+
+
+def test_two_saves_in_the_background_to_one_folder_follow_each_other(tmp_path: Path) -> None:
+    job = Job()
+    for _ in range(2):
+        job.train(1)
+        job.accelerator.save_state(tmp_path / "last", wait=False)
+    expected = job.train(1)
+    job.accelerator.load_state(tmp_path / "last")
+    assert job.train(1) == expected
+
+
 def test_failed_saves_max_counts_failures_of_the_background(tmp_path: Path) -> None:
     job, counter = Job(settings=holdfast.Settings(failed_saves_max=3)), Counter()
     job.accelerator.register_for_checkpointing(counter)
