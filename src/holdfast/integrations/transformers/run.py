@@ -114,10 +114,15 @@ class TrainerRun:
         if self._folders is not None:
             self._folders.prune()
             shutil.rmtree(self._companions, ignore_errors=True)
-        if self._failure is not None:
-            raise self._failure
+        failure = self._failure
         if self._makes_folders:
-            on_first_rank(lambda: None if self._folders is None else self._folders.raise_failure())
+            try:
+                # First, since ranks may know different outcomes of a save, and all of them meet here.
+                on_first_rank(lambda: None if self._folders is None else self._folders.raise_failure())
+            except CheckpointError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def find(self, wanted: object) -> ResumeStep | ResumeFolder | None:
         """Return what `resume_from_checkpoint` names, the same on every rank.
@@ -205,8 +210,8 @@ class TrainerRun:
         is_best = state.best_global_step == step
         if is_best:
             self.best_step, state.best_model_checkpoint = step, self._path_of(step)
-        if step == self._saved_step and (self._saved is None or self._saved.failure is None):
-            # Trainer saves a step once. Its just-in-time checkpoint may come right after.
+        # Trainer saves a step once. Its just-in-time checkpoint may come right after.
+        if step == self._saved_step and not on_first_rank(self._has_failed):
             if is_best:
                 self._tag_best_once_saved(self._saved)
             return
@@ -224,6 +229,10 @@ class TrainerRun:
         self._saved_step = step
         if self._folders is not None:
             self._folders.make_when_committed(step, self._saved.committed)
+
+    def _has_failed(self) -> bool:
+        """Return whether the save of the current step has failed; ranks notice that at different times."""
+        return self._saved is not None and self._saved.failure is not None
 
     def settle(self) -> None:
         """Wait for saves and exports. An error is kept for the end of the training, which must finish first."""
