@@ -116,10 +116,15 @@ class TrainerRun:
         if self._folders is not None:
             self._folders.prune()
             shutil.rmtree(self._companions, ignore_errors=True)
-        if self._failure is not None:
-            raise self._failure
+        failure = self._failure
         if self._makes_folders:
-            on_first_rank(lambda: None if self._folders is None else self._folders.raise_failure())
+            try:
+                # First, since ranks may know different outcomes of a save, and all of them meet here.
+                on_first_rank(lambda: None if self._folders is None else self._folders.raise_failure())
+            except CheckpointError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def find(self, wanted: object) -> ResumeStep | ResumeFolder | None:
         """Return what `resume_from_checkpoint` names, the same on every rank.
