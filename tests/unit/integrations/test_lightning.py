@@ -626,7 +626,7 @@ def test_a_filter_leaves_names_out(ours: ModuleType, tmp_path: Path) -> None:
 
 
 def test_a_failure_of_rank_0_is_one_of_every_rank(ours: ModuleType) -> None:
-    ranks_of = sys.modules["holdfast.integrations.lightning.sharded"].Ranks
+    ranks_of = sys.modules["holdfast.integrations.lightning.sharded"].StrategyRanks
     sent: list[Any] = []
     first = ranks_of(0, 2, lambda value: sent.append(value) or value, lambda: None)
     with pytest.raises(MissingError, match="gone"):
