@@ -114,6 +114,16 @@ def test_a_missing_part_leaves_nothing(tmp_path: Path) -> None:
     assert files_below(tmp_path / "it") == []
 
 
+def test_a_coordinator_that_wrote_nothing_cannot_finish(tmp_path: Path) -> None:
+    writer = PieceWriter(tmp_path / "it", overwrite=True)
+    ticket = writer.open(2)[1]
+    part = PieceWriter(tmp_path / "it").write(ticket, [half(1)], {})
+    with pytest.raises(ConflictError, match="was given up, or never opened"):
+        writer.finish([part])
+    assert [name for name in files_below(tmp_path / "it") if name.endswith(".safetensors")] == []
+    save(tmp_path / "it", ([half(0), half(1)], {}), overwrite=True)
+
+
 def test_a_part_of_another_attempt_is_refused(tmp_path: Path) -> None:
     _, old = write(tmp_path / "it", [([half(0)], {}), ([half(1)], {})])
     writer, parts = write(tmp_path / "it", [([half(0)], {}), ([half(1)], {})])
