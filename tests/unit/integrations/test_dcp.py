@@ -428,13 +428,14 @@ def test_an_async_save_has_the_state_of_the_call(tmp_path: Path, trained: Any, f
 def test_the_memory_of_a_staged_state_serves_the_next_save(tmp_path: Path, fresh_memory: Any) -> None:
     state = {"w": torch.arange(1 << 20, dtype=torch.float32)}
     blocks = set()
-    for number in range(3):
-        state["w"].add_(1)
-        result_of(dcp.async_save(state, checkpoint_id=tmp_path / f"{number}"))
+    for _ in range(3):
         staged = staging.stage(state, Settings())
         blocks.add(torch.as_tensor(staged["w"]).data_ptr())
         del staged
     assert len(blocks) == 1
+    for number in range(3):
+        state["w"].add_(1)
+        result_of(dcp.async_save(state, checkpoint_id=tmp_path / f"{number}"))
     for number in range(3):
         into = {"w": torch.zeros(1 << 20)}
         dcp.load(into, checkpoint_id=tmp_path / f"{number}")
