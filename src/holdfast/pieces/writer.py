@@ -24,6 +24,7 @@ from holdfast.coordination.commit_vote import Vote
 from holdfast.coordination.job import Job
 from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.coordination.opening.records import Agreement
+from holdfast.coordination.outcome import OutcomeKind
 from holdfast.coordination.save_context import SaveContext
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, first_three, refusal
 from holdfast.foreign.dcp.metadata import Path
@@ -117,7 +118,7 @@ class PieceWriter:
         attempt.record_agreement(_agreement(job.clock.random_bytes(8).hex(), 0, context))
         with self._lock:
             self._attempt = attempt
-        _opened[self.url] = weakref.ref(self)
+        _opened[self.url] = self
         name = attempt.agreement.attempt
         tickets = (_Ticket(name, rank, ranks, self.url, self._settings.chunk_bytes) for rank in range(ranks))
         return [encode_message(ticket) for ticket in tickets]
@@ -183,23 +184,22 @@ class PieceWriter:
             attempt, self._attempt = self._attempt, None
             share, own_part = self._share, self._own_part
             self._share = self._own_part = None
-        if attempt is None or share is None or own_part is None:
+        if attempt is None:
             raise _given_up(self.url)
         try:
+            if share is None or own_part is None:
+                raise _given_up(self.url)
             written = _of_all_ranks(parts, attempt)
             tree = tree_of_pieces(_merged(written), paths or {}, self.url)
             if mark is not None:
                 tree.items[MARK] = dict(mark)
             whole = replace(own_part, tree=codec.dumps(codec.encode(tree, "")))
             own_vote = _done(attempt, lambda: attempt.write_part(whole))
-            votes = [own_vote if each.vote is None else each.vote for each in written]
-            attempt.conclude(attempt.commit(lambda: votes), share.report)
-            report = attempt.handle.wait()
         except BaseException as error:
             _end(attempt, error)
             raise
-        assert report is not None, "committed comes with a report"
-        return report
+        votes = [own_vote if each.vote is None else each.vote for each in written]
+        return _committed(attempt, votes, share)
 
     def abort(self) -> None:
         """Give up what `open` began, unless `finish` was called; remove what the ranks wrote. Never raises."""
@@ -241,16 +241,15 @@ class _PlannedRank(AloneComm):
         self.rank, self.world_size = rank, ranks
 
 
-_opened: dict[str, weakref.ref[PieceWriter]] = {}
+_opened: weakref.WeakValueDictionary[str, PieceWriter] = weakref.WeakValueDictionary()
 """By URL, the coordinator's writer that opened it last in this process."""
 
 
 def _give_up_earlier(writer: PieceWriter) -> None:
     """Give up an earlier save to the same path that its caller never finished: its claim would stay in the way."""
     earlier = _opened.pop(writer.url, None)
-    known = None if earlier is None else earlier()
-    if known is not None and known is not writer:
-        known.abort()
+    if earlier is not None and earlier is not writer:
+        earlier.abort()
 
 
 def _agreement(attempt: str, rank: int, context: SaveContext) -> Agreement:
@@ -278,13 +277,32 @@ def _done(attempt: SaveAttempt, work: Callable[[], T]) -> T:
     return results[0]
 
 
+def _committed(attempt: SaveAttempt, votes: Sequence[Vote], share: RankShare) -> SaveReport:
+    """Publish an attempt; return the report, or raise as `finish`."""
+    try:
+        outcome = attempt.commit(lambda: votes)
+        attempt.conclude(outcome, share.report)
+    except BaseException as error:
+        # An interrupt, say, between the publication and its report. Nothing is removed: the manifest may be there.
+        attempt.handle.may_be_committed = True
+        attempt.handle.fail(error)
+        raise
+    if outcome.kind is OutcomeKind.ABORTED:
+        _remove_files(attempt)
+    report = attempt.handle.wait()
+    assert report is not None, "committed comes with a report"
+    return report
+
+
 def _end(attempt: SaveAttempt, error: BaseException) -> None:
-    """End an attempt that is not committed, and remove the files of all ranks unless it may be. Never raises."""
-    handle = attempt.handle
-    if handle.may_be_committed or (handle.committed.done() and handle.failure is None):
-        return
+    """End an attempt that nobody has begun to publish, and remove the files of all ranks. Never raises."""
     # Its claim on the path ends with the handle.
-    handle.fail(error if isinstance(error, Exception) else _given_up(attempt.location.url))
+    attempt.handle.fail(error if isinstance(error, Exception) else _given_up(attempt.location.url))
+    _remove_files(attempt)
+
+
+def _remove_files(attempt: SaveAttempt) -> None:
+    """Remove the files of all ranks. Only call it once the attempt cannot be committed any more. Never raises."""
     store, folder = attempt.location.store, f"{attempt.location.folder}{attempt.agreement.attempt}/"
     try:
         store.delete([*(entry.key for entry in store.list(folder)), f"{folder}nothing"])
