@@ -70,7 +70,8 @@ class Table:
     def on_other_ranks(self) -> dict[str, object]:
         """Kill all ranks, go on with another number of ranks, and compare what was loaded with what two ranks load."""
         folder = self._folder("other-ranks")
-        self._run(self._job("holdfast", folder), kill=Kill((0, 1), "voting", KILLED_SAVE))
+        ended = self._run(self._job("holdfast", folder), kill=Kill((0, 1), "voting", KILLED_SAVE))
+        assert ended.killed, f"no rank came to be killed: {ended.error or 'it ended'}"
         whole = self._run(self._job("holdfast", copy_of(folder, folder.with_name("on-2")), steps=EVERY), resume=True)
         assert not whole.error, whole.error
         found: dict[str, object] = {"resumed_from": whole.resumed_from}

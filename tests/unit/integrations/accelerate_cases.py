@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,6 +73,23 @@ def hooks(world: World, folder: str) -> list[str]:
     accelerator.register_save_state_pre_hook(take)
     accelerator.save_state(folder)
     return [failed, *names_in(folder)]
+
+
+def late(world: World, folder: str) -> bool:
+    """Have process 1 call once process 0 has said that it waits; return whether it has said so."""
+    from holdfast.integrations.accelerate import ranks
+
+    accelerator, *_ = prepared(world)
+    ranks.HINT_SECONDS, said = 0.01, world.scratch / "said"
+    if world.rank == 0:
+        handler = logging.Handler()
+        handler.emit = lambda record: said.write_text(record.getMessage())  # type: ignore[method-assign]
+        ranks.logger.addHandler(handler)
+    else:
+        while not said.exists():
+            time.sleep(0.005)
+    accelerator.save_state(folder)
+    return "Do not call them under `if accelerator.is_main_process:`" in said.read_text()
 
 
 def prepared(world: World) -> tuple[Accelerator, torch.nn.Module, torch.optim.Optimizer, object]:

@@ -308,6 +308,8 @@ def test_what_accelerate_itself_wrote_is_loaded_by_it_and_never_replaced(tmp_pat
     plain.accelerator.save_state()
     expected = plain.train(2)
     job = numbered(tmp_path)
+    with pytest.raises(InvalidError, match=r"Accelerate itself wrote it.*skip=\['optimizer'\]"):
+        job.accelerator.load_state(skip="optimizer")
     job.accelerator.load_state()
     assert job.train(2) == expected
     assert job.accelerator.save_state().name == "checkpoint_1"
@@ -463,6 +465,17 @@ def test_a_failed_save_in_the_background_is_raised_by_the_next_call(tmp_path: Pa
     job.accelerator.save_state(tmp_path / "3")
 
 
+def test_a_lazy_save_ends_without_another_step(tmp_path: Path) -> None:
+    job = Job(settings=holdfast.Settings(staging="lazy"))
+    job.train(1)
+    job.accelerator.save_state(tmp_path / "c", wait=False)
+    expected = job.train(1)
+    job.accelerator.save_state(tmp_path / "d", wait=False)
+    job.accelerator.wait_for_saves()
+    job.accelerator.load_state(tmp_path / "c")
+    assert job.train(1) == expected
+
+
 def test_failed_saves_max_counts_failures_of_the_background(tmp_path: Path) -> None:
     job, counter = Job(settings=holdfast.Settings(failed_saves_max=3)), Counter()
     job.accelerator.register_for_checkpointing(counter)
@@ -567,7 +580,7 @@ def test_a_position_within_an_epoch_fits_no_other_number_of_processes(position: 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Results:
     scratch = tmp_path_factory.mktemp("accelerate")
-    names = ("replicas", "background", "hooks")
+    names = ("replicas", "background", "hooks", "late")
     cases = [Case(f"{CASES}:{name}", {"folder": str(scratch / "saved" / name)}) for name in names]
     return run_world(2, cases, scratch)
 
@@ -595,3 +608,7 @@ def test_a_failure_on_one_process_is_raised_on_all(world: Results) -> None:
 def test_what_the_main_process_takes_out_of_weights_counts_for_all(world: Results) -> None:
     for value in world.values("hooks"):
         assert value[1:] == []
+
+
+def test_a_process_that_waits_for_the_others_says_so(world: Results) -> None:
+    assert world.values("late") == [True, True]

@@ -306,6 +306,20 @@ def test_without_the_best_step_the_one_before_it_is_loaded(tmp_path: Path, caplo
     assert "step 4 had the best metric, and is not stored" in caplog.text
 
 
+def test_the_best_step_of_another_training_is_not_loaded(tmp_path: Path) -> None:
+    made(tmp_path, losses={2: 0.1}).train()
+    trainer = made(tmp_path, losses={4: 0.3}, load_best_model_at_end=True, options={"start_over": True})
+
+    def spoil(step: int) -> None:
+        if step == 4:
+            trainer.lr_scheduler.spoiled = object()
+
+    trainer.on_step = spoil
+    with pytest.raises(MissingError, match=r"step 4 had the best metric.*Stored steps: \[2\]") as failed:
+        trainer.train()
+    assert "spoiled" in failed.value.__notes__[0], "why step 4 is not stored"
+
+
 def test_failed_saves_end_the_training_at_their_limit(tmp_path: Path) -> None:
     settings = holdfast.Settings(failed_saves_max=2, collect_grace_seconds=0)
     trainer = made(tmp_path, options={"settings": settings}, max_steps=20)

@@ -96,6 +96,7 @@ class Accelerator(accelerate.Accelerator):
                 example. Nothing was written.
             CheckpointError: The save failed, or an earlier one in the background did.
         """
+        _require_no_capture()
         self._settle(also_counted=False)
         place = agreed(lambda: self._place_to_save(output_dir, save_model_func_kwargs))
         assert place is not None, "process 0 returns one"
@@ -154,7 +155,7 @@ class Accelerator(accelerate.Accelerator):
         if self.project_configuration.automatic_checkpoint_naming:
             root = folders.root_of(self)
             number = agreed(lambda: folders.next_number(root) if self.is_main_process else 0)
-            self.project_configuration.iteration = number
+            self.project_configuration.iteration = max(self.save_iteration, number)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Have `save_state` and `load_state` keep objects with `state_dict` and `load_state_dict`.
@@ -193,19 +194,14 @@ class Accelerator(accelerate.Accelerator):
                 f"save_state({', '.join(unknown)}=…): expected output_dir, safe_serialization, wait and skip. "
                 "Accelerate passes others to DeepSpeed, which this Accelerator does not save"
             )
-        limit, configuration = self.project_configuration.total_limit, self.project_configuration
-        if configuration.save_on_each_node:
+        if self.project_configuration.save_on_each_node:
             raise InvalidError(
                 "ProjectConfiguration(save_on_each_node=True): expected a folder that all nodes share. Each process "
                 "writes a part of the checkpoint there. Leave it out"
             )
+        limit = self.project_configuration.total_limit
         if limit is not None and limit < 1:
             raise InvalidError(f"ProjectConfiguration(total_limit={limit}): expected a whole number from 1, or None")
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise InvalidError(
-                "save_state: this process captures a CUDA graph, and a save would become part of it; expected a call "
-                "outside. Save after the capture"
-            )
         if not self.sync_gradients and any(
             each.grad is not None for model in self._models for each in model.parameters()
         ):
@@ -251,7 +247,13 @@ class Accelerator(accelerate.Accelerator):
         """Load from one folder; arguments and errors as `load_state`."""
         checkpoint = agreed(lambda: self._saved_record(folder) if self.is_main_process else None)
         if checkpoint is None:
-            logger.info("%s: written by Accelerate itself, and loaded by it", folder)
+            if skip:
+                raise InvalidError(
+                    f"{folder}: Accelerate itself wrote it, and loads all of it; expected no skip={list(skip)!r}. "
+                    "Leave it out"
+                )
+            if self.is_main_process:
+                logger.info("%s: written by Accelerate itself, and loaded by it", folder)
             super().load_state(folder, load_kwargs, **keywords)
             return
         unknown = [name for name in keywords if name != "map_location"]
@@ -273,9 +275,19 @@ class Accelerator(accelerate.Accelerator):
         return None if checkpoint is None else SavedRecord(checkpoint)
 
 
+def _require_no_capture() -> None:
+    """Refuse a save in a graph capture. Not together with the other processes: a collective would be captured too."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise InvalidError(
+            "save_state: this process captures a CUDA graph, and a save would become part of it; expected a call "
+            "outside. Save after the capture"
+        )
+
+
 def _await_end(handle: SaveHandle) -> None:
     """Wait until a save has ended, however it ended."""
     with suppress(CheckpointError):
+        handle.wait("staged")  # A lazy save copies the rest of the state on this thread.
         handle.wait()
 
 

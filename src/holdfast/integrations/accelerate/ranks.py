@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from accelerate.utils import gather_object
 
 from holdfast.errors import BY_NAME, UnavailableError
+
+logger = logging.getLogger(__name__)
+
+HINT_SECONDS = 10.0
+"""After so long a process that waits for the others says what it waits for."""
+
+_EVERY_PROCESS = (
+    "expected save_state, load_state, wait_for_saves and end_training on every process. Do not call them under "
+    "`if accelerator.is_main_process:`"
+)
 
 T = TypeVar("T")
 
@@ -39,7 +51,7 @@ def _called(call: Callable[[], T], shown: Callable[[T], T | None]) -> tuple[T, l
         error = raised
     failure = None if error is None else (type(error).__name__, str(error))
     told: list[tuple[tuple[str, str] | None, T]]
-    told = gather_object([(failure, None if own is None else shown(own))])
+    told = _gathered((failure, None if own is None else shown(own)))
     if error is not None:
         raise error
     for process, (failure, _) in enumerate(told):
@@ -48,3 +60,21 @@ def _called(call: Callable[[], T], shown: Callable[[T], T | None]) -> tuple[T, l
             named = text if kind in BY_NAME else f"{kind}: {text}"
             raise BY_NAME.get(kind, UnavailableError)(f"process {process}: {named}")
     return own, [each for _, each in told]  # type: ignore[return-value]
+
+
+def _gathered(value: object) -> list[Any]:
+    """Return the values of all processes."""
+    hint = threading.Timer(
+        HINT_SECONDS,
+        lambda: logger.warning("this process has waited %s s for the others; %s", HINT_SECONDS, _EVERY_PROCESS),
+    )
+    hint.daemon = True
+    hint.start()
+    try:
+        gathered: list[Any] = gather_object([value])
+    except RuntimeError as error:
+        # Another process was in a collective of the training, or has ended.
+        raise UnavailableError(f"the processes did not meet: {error}; {_EVERY_PROCESS}") from error
+    finally:
+        hint.cancel()
+    return gathered

@@ -18,7 +18,7 @@ from holdfast.integrations.host import MARK
 logger = logging.getLogger(__name__)
 
 RECORD = "accelerate"
-"""Key of what a checkpoint says of itself: the values of an `Accelerator`, and how many of each kind it holds."""
+"""Key of what a checkpoint says of itself: the values of an `Accelerator`, and the names of each kind that it holds."""
 
 MODEL, OPTIMIZER, SCHEDULER, SCALER, CUSTOM, LOADER = (
     "model",
@@ -70,7 +70,7 @@ def state_to_save(
     record = {
         "step": accelerator.step,
         "processes": accelerator.num_processes,
-        "kept": {kind: len(objects) for kind, objects in kept.items()},
+        "kept": {kind: list(objects) for kind, objects in kept.items()},
         "by_hooks": sorted(by_hooks),
     }
     return {**state, RECORD: record, MARK: HOST.mark(), RNG: RngState()}
@@ -91,7 +91,7 @@ class SavedRecord:
             assert isinstance(record, dict)
             self.step, self.processes = int(record["step"]), int(record["processes"])
             self.by_hooks = frozenset(map(str, record["by_hooks"]))
-            self._kept = {str(kind): int(count) for kind, count in record["kept"].items()}
+            self._kept = {str(kind): [*map(str, names)] for kind, names in record["kept"].items()}
         except (AssertionError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise InvalidError(
                 f"{self.url}: its record {RECORD!r} is not one of holdfast.integrations.accelerate; expected step, "
@@ -100,7 +100,7 @@ class SavedRecord:
 
     def names_of(self, kind: str) -> list[str]:
         """Return the names of a kind that it holds."""
-        return [numbered(kind, number) for number in range(self._kept.get(kind, 0))]
+        return self._kept.get(kind, [])
 
 
 def state_to_load(

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from holdfast.errors import CheckpointError, ConflictError, InvalidError
-from holdfast.integrations.dcp.framework import HOST
+from holdfast.integrations.dcp.framework import HOST, require_tested
 from holdfast.pieces import PickledValue, PieceWriter, TensorPiece, stage
 from holdfast.settings import Settings
 
@@ -84,7 +84,7 @@ class HoldfastWriter(StorageWriter, AsyncStager):
             InvalidError: This version of torch was not tested.
         """
         super().__init__()
-        HOST.require()
+        require_tested()
         self.path, self.overwrite, self.settings = path, overwrite, settings or Settings()
         self._save_id = str(uuid.uuid4())
         self._begin_anew()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from holdfast import PerRank, RngState, Sharded
@@ -23,9 +24,6 @@ HOST = Host(
 VERSIONS = "holdfast_module_versions"
 """Key under which the versions of a model's modules are stored, which a state dict carries as an attribute."""
 
-_SAVED_AS = "saved_as"
-"""Key in the mark: how optimizers are stored, `values` or `objects`."""
-
 _LIGHTNINGS_KEY = "pytorch-lightning_version"
 
 
@@ -42,22 +40,17 @@ def values_state(checkpoint: Mapping[str, object], skip: tuple[str, ...]) -> dic
     refused = [text for key, value in checkpoint.items() for text in _objects_in(value, str(key))]
     if refused:
         raise InvalidError(f"{len(refused)} objects of the checkpoint are no values: {first_three(refused)}")
-    state = {**checkpoint, MARK: {**HOST.mark(), _SAVED_AS: "values"}}
+    state = {**checkpoint, MARK: _mark()}
     versions = getattr(checkpoint.get("state_dict"), "_metadata", None)
     if versions and "state_dict" not in skip:
         state[VERSIONS] = dict(versions)
     return state
 
 
-def objects_mark() -> dict[str, str]:
-    """Return the mark of a checkpoint whose model and optimizers were saved as objects, by parameter."""
-    return {**HOST.mark(), _SAVED_AS: "objects"}
-
-
-def holds_objects(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint was saved by a strategy, with its optimizers by parameter."""
-    mark = checkpoint.objects.get(MARK)
-    return isinstance(mark, dict) and mark.get(_SAVED_AS) == "objects"
+@cache
+def _mark() -> dict[str, str]:
+    """Return the mark; reading the version of a package takes as long as a small save."""
+    return HOST.mark()
 
 
 def lightning_dict(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +66,7 @@ def lightning_dict(state: Mapping[str, Any]) -> dict[str, Any]:
         checkpoint["state_dict"] = with_versions
     optimizers = checkpoint.get("optimizer_states")
     if isinstance(optimizers, dict):
-        # A strategy saved a list of optimizers. One of torch takes such a state by the order of its parameters.
+        # A strategy saved a list of optimizers, by name. One of torch takes their state by the order of parameters.
         checkpoint["optimizer_states"] = [optimizers[str(number)] for number in range(len(optimizers))]
     return checkpoint
 

@@ -122,8 +122,6 @@ class HoldfastFabricModelParallelStrategy(ModelParallelStrategy):
             )
         wanted = {key: value for key, value in state.items() if key in found.keys}
         optimizers = [key for key, value in wanted.items() if isinstance(value, torch.optim.Optimizer)]
-        for key in optimizers:
-            found.require_optimizers(key)
         self._checkpoints.fill(found, wanted, strict=strict, whole=optimizers)
         state.update(wanted)
         return self._checkpoints.rest(self._ranks, found, without={*wanted, *found.object_keys})

@@ -66,8 +66,8 @@ class SavesOfProcess:
         self._failures: list[Exception] = []
         self._in_flight: dict[PendingSave, None] = {}
         self._ends_at_exit = False
-        self._beside: dict[str, str] = {}
-        """By folder a path in it that was saved or removed: a hidden folder lies beside it."""
+        self._folders: set[str] = set()
+        """Folders in which it has saved or removed something."""
 
     def save(self, path: CheckpointPath, state: Mapping[str, object], skip: tuple[str, ...] = ()) -> None:
         """Save, and return once it is committed; `path.publish` is left to the caller.
@@ -161,8 +161,8 @@ class SavesOfProcess:
         self.await_ends()
         with self._lock:
             failures, self._failures = self._failures, []
-        while self._beside:
-            tidy(self._beside.popitem()[1])
+        while self._folders:
+            tidy(self._folders.pop())
         if len(failures) > 1:
             raise failures[0] from ExceptionGroup(f"{len(failures)} saves failed", failures)
         if failures:
@@ -179,7 +179,8 @@ class SavesOfProcess:
             handled.add_note(f"a save in the background also failed: {error}")
 
     def _note(self, path: str) -> None:
-        self._beside[os.path.dirname(path)] = path
+        if "://" not in path:
+            self._folders.add(os.path.dirname(path))
 
     def _end(self, pending: PendingSave, committed: Future[SaveReport], publish: Callable[[], None]) -> None:
         """End a save in the background, on the thread that committed it."""
@@ -189,11 +190,8 @@ class SavesOfProcess:
         try:
             if error is None:
                 publish()
-        except OSError as failure:
-            error = UnavailableError(
-                f"{pending.path.path}: the checkpoint is whole at {pending.path.written_at}, but could not be moved "
-                f"to its path: {failure}. Move it there by hand"
-            )
+        except UnavailableError as failure:
+            error = failure
             logger.error("%s", error)
         with self._lock:
             pending.error = error
@@ -218,7 +216,7 @@ class SavesOfProcess:
             else:
                 try:
                     remove(path)
-                except Exception as error:  # noqa: BLE001 - a store raises errors of its own, and `ended` must be set
+                except Exception as error:  # noqa: BLE001 - of the file system of a URL, too; the next save goes on
                     logger.warning("%s: could not be removed: %s", os.fspath(path), error)
             with self._lock:
                 pending.removals.pop(0)  # Only now: until then a save to this path waits.

@@ -12,7 +12,7 @@ from typing import Any
 import holdfast
 from holdfast.errors import InvalidError
 from holdfast.integrations.host import MARK
-from holdfast.integrations.transformers.framework import HOST, on_first_rank
+from holdfast.integrations.transformers.framework import HOST, is_first_rank, on_first_rank
 
 logger = logging.getLogger(__name__)
 
@@ -52,9 +52,9 @@ def state_to_fill(trainer: Any, record: Mapping[str, Any], url: str) -> dict[str
     stored = record["parts"]
     absent = [part for part in objects if part not in stored]
     unused = [part for part in stored if part not in objects]
-    if absent:
+    if absent and is_first_rank():
         logger.warning("%s does not hold %s; they begin anew", url, ", ".join(absent))
-    if unused:
+    if unused and is_first_rank():
         logger.warning("%s holds %s, which this training has not; they are left out", url, ", ".join(unused))
     return {**{part: objects[part] for part in objects if part in stored}, RECORD: {}, MARK: {}}
 

@@ -6,12 +6,14 @@ import json
 import logging
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import holdfast
+from holdfast.api import Checkpoint
 from holdfast.errors import CheckpointError, MissingError, UnavailableError
 from holdfast.integrations.transformers.contents import (
     has_adapters,
@@ -106,6 +108,8 @@ class TrainerRun:
         """Close the manager. Without an error, raise that of a save or an export that failed."""
         self._manager.__exit__(kind, error, trace)
         if error is not None:
+            if self._failure is not None:
+                error.add_note(f"a save failed before: {self._failure}")
             return
         if self._folders is not None:
             self._folders.prune()
@@ -148,7 +152,7 @@ class TrainerRun:
         if on_first_rank(lambda: best in self._manager.steps()):
             self.best_step, self._moves_best_tag = best, True
             self._trainer.state.best_model_checkpoint = self._path_of(best)
-        else:
+        elif is_first_rank():
             logger.warning("%s: step %d, the best so far, is not here; it is not loaded at the end", self.root, best)
 
     def load(self) -> None:
@@ -239,7 +243,6 @@ class TrainerRun:
             CheckpointError: No best step is stored, or it is damaged.
         """
         step = on_first_rank(self._stored_best)
-        logger.info("loading the best model from step %d of %s", step, self.root)
         # By path: the position of the manager stays at the newest step.
         model = {"model": model_to_keep(self._trainer)}
         holdfast.load(self.root, model, step=step, settings=self._options.settings)
@@ -288,22 +291,26 @@ class TrainerRun:
             saved.committed.add_done_callback(lambda done: None if done.exception() else self._tag_best())
 
     def _stored_best(self) -> int:
+        """Return the best step that is stored: that of the metric, or if its save failed the one that has the tag."""
         steps = self._manager.steps()
-        if self.best_step in steps:
-            assert self.best_step is not None, "no step is None"
+        if self.best_step is not None and self.best_step in steps:
             return self.best_step
-        try:
-            step = holdfast.open_checkpoint(self.root, step=BEST, settings=self._options.settings).step
-        except MissingError as error:
-            raise MissingError(
-                f"{self.root}: step {self.best_step} had the best metric, and is not stored; expected it for "
-                f"load_best_model_at_end. The log names why. Stored steps: {steps}"
-            ) from error
-        assert step is not None, "a run has steps"
-        logger.warning(
-            "step %s had the best metric, and is not stored; step %d had the best before", self.best_step, step
+        with suppress(MissingError):
+            tagged = holdfast.open_checkpoint(self.root, step=BEST, settings=self._options.settings)
+            # A tag may name a step of another timeline, whose number this one has too.
+            if tagged.step is not None and tagged.step in steps and self._has_manifest(tagged.step, tagged):
+                logger.warning(
+                    "step %s had the best metric, and is not stored; before it step %d had", self.best_step, tagged.step
+                )
+                return tagged.step
+        raise MissingError(
+            f"{self.root}: step {self.best_step} had the best metric, and is not stored; expected it for "
+            f"load_best_model_at_end. The log says why. Stored steps: {steps}"
         )
-        return step
+
+    def _has_manifest(self, step: int, checkpoint: Checkpoint) -> bool:
+        stored = holdfast.open_checkpoint(self.root, step=step, settings=self._options.settings)
+        return stored.manifest.digest == checkpoint.manifest.digest
 
     def _model_folders(self) -> ModelFolders:
         return ModelFolders(
