@@ -87,9 +87,9 @@ def require_no_other_steps(folder: str) -> None:
     if steps:
         newest = Path(folder, f"step-{steps[-1]}").absolute()
         raise InvalidError(
-            f"{folder}: holds {len(steps)} steps that torchtitan's CheckpointManager saved, and none of Holdfast. To go "
-            f"on from the newest, set initial_load_path={str(newest)!r} and initial_load_model_only=False. To begin anew, "
-            "choose another folder"
+            f"{folder}: holds {len(steps)} steps that torchtitan's CheckpointManager saved, and none of Holdfast. "
+            f"To go on from the newest, set initial_load_path={str(newest)!r} and initial_load_model_only=False. "
+            "To begin anew, choose another folder"
         )
 
 
