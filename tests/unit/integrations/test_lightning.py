@@ -20,6 +20,7 @@ import torch
 import holdfast
 from holdfast.errors import ConflictError, InvalidError, MissingError
 from holdfast.integrations.host import MARK
+from tests.object_server import ObjectServer
 from tests.unit.integrations.recorded_lightning import (
     VERSION,
     LightningOptimizer,
@@ -265,6 +266,29 @@ def test_the_plugin_goes_to_spawned_processes_without_its_saves(ours: ModuleType
     keeper.wait()
     other = copy.deepcopy(keeper)
     assert other.load_checkpoint(tmp_path / "a.ckpt") == {"global_step": 1}
+
+
+def test_a_url_holds_checkpoints_too(ours: ModuleType, tmp_path: Path) -> None:
+    keeper, url = ours.HoldfastCheckpointIO(), f"local://{tmp_path}/kept/last.ckpt"
+    for step in (1, 2):
+        keeper.save_checkpoint({"global_step": step, "weight": torch.full((3,), float(step))}, url)
+        assert equal(keeper.load_checkpoint(url), {"global_step": step, "weight": torch.full((3,), float(step))})
+    keeper.remove_checkpoint(url)
+    keeper.teardown()
+    assert not (tmp_path / "kept" / "last.ckpt").exists()
+    with pytest.raises(MissingError):
+        keeper.load_checkpoint(url)
+
+
+def test_an_object_store_holds_checkpoints_too(
+    ours: ModuleType, objects: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", objects.endpoint)
+    objects.client().create_bucket(Bucket="lightning")
+    keeper = ours.HoldfastCheckpointIO()
+    for step in (1, 2):
+        keeper.save_checkpoint({"global_step": step}, "s3://lightning/run/last.ckpt")
+        assert keeper.load_checkpoint("s3://lightning/run/last.ckpt") == {"global_step": step}
 
 
 # ---------------------------------------------------------------------------------------------- background
