@@ -260,6 +260,23 @@ def test_a_removed_checkpoint_is_gone_and_an_absent_one_is_no_error(
     assert names_in(tmp_path) == (["a.ckpt"] if is_link else [])
 
 
+def test_a_removal_goes_on_while_another_rank_tidies(
+    ours: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink = os.unlink
+
+    def late(*arguments: Any, **options: Any) -> None:
+        unlink(*arguments, **options)
+        raise FileNotFoundError("another was faster")
+
+    keeper = ours.HoldfastCheckpointIO()
+    keeper.save_checkpoint({"global_step": 1}, tmp_path / "a.ckpt")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", late)
+        keeper.remove_checkpoint(tmp_path / "a.ckpt")
+    assert names_in(tmp_path) == []
+
+
 def test_the_plugin_goes_to_spawned_processes_without_its_saves(ours: ModuleType, tmp_path: Path) -> None:
     keeper = ours.HoldfastCheckpointIO(background=True, skip="x")
     keeper.save_checkpoint({"x": 1, "global_step": 1}, tmp_path / "a.ckpt")
