@@ -184,7 +184,11 @@ def _error(scratch: Path, processes: Sequence[Forked]) -> str:
         )
         return f"{said['error']}: {message}"
     missing = [rank for rank in range(len(processes)) if not (scratch / f"rank-{rank}.json").exists()]
-    return f"ranks {missing} ended without a result" if missing else ""
+    if missing:
+        return f"ranks {missing} ended without a result"
+    # A rank that has left its result may still hang, or fail, in its teardown.
+    statuses = {rank: process.poll() for rank, process in enumerate(processes) if process.poll() != 0}
+    return f"ranks left results, and then ended with {statuses}" if statuses else ""
 
 
 def bytes_in(folder: Path) -> int:

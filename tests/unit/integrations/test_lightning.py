@@ -8,6 +8,7 @@ import importlib.metadata
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -287,6 +288,23 @@ def test_a_removed_checkpoint_is_gone_and_an_absent_one_is_no_error(
     assert names_in(tmp_path) == (["a.ckpt"] if is_link else [])
 
 
+def test_a_removal_goes_on_while_another_rank_tidies(
+    ours: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink = os.unlink
+
+    def late(*arguments: Any, **options: Any) -> None:
+        unlink(*arguments, **options)
+        raise FileNotFoundError("another was faster")
+
+    keeper = ours.HoldfastCheckpointIO()
+    keeper.save_checkpoint({"global_step": 1}, tmp_path / "a.ckpt")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", late)
+        keeper.remove_checkpoint(tmp_path / "a.ckpt")
+    assert names_in(tmp_path) == []
+
+
 def test_the_plugin_goes_to_spawned_processes_without_its_saves(ours: ModuleType, tmp_path: Path) -> None:
     keeper = ours.HoldfastCheckpointIO(background=True, skip="x")
     keeper.save_checkpoint({"x": 1, "global_step": 1}, tmp_path / "a.ckpt")
@@ -363,6 +381,59 @@ def test_a_checkpoint_stays_if_the_save_after_it_fails(
     keeper.remove_checkpoint(tmp_path / "step=1.ckpt")
     keeper.teardown()
     assert names_in(tmp_path) == ["step=3.ckpt"]
+
+
+@pytest.fixture
+def held(ours: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """An event for which the thread waits that moves a checkpoint to its path."""
+    path_type = sys.modules["holdfast.integrations.lightning.folders"].CheckpointPath
+    event, publish = threading.Event(), path_type.publish
+    monkeypatch.setattr(path_type, "publish", lambda path: (event.wait(60), publish(path)))
+    yield event
+    event.set()
+
+
+def test_what_is_saved_again_before_its_removal_stays(
+    ours: ModuleType, tmp_path: Path, held: threading.Event
+) -> None:
+    # ModelCheckpoint(enable_version_counter=False) comes back to a name.
+    keeper = ours.HoldfastCheckpointIO(background=True)
+    held.set()
+    keeper.save_checkpoint({"global_step": 1}, tmp_path / "acc=0.5.ckpt")
+    keeper.wait()
+    held.clear()
+    keeper.save_checkpoint({"global_step": 2}, tmp_path / "acc=0.6.ckpt")
+    keeper.remove_checkpoint(tmp_path / "acc=0.5.ckpt")
+    again = threading.Thread(
+        target=keeper.save_checkpoint, args=({"global_step": 3}, tmp_path / "acc=0.5.ckpt"), daemon=True
+    )
+    again.start()
+    held.set()
+    again.join()
+    keeper.teardown()
+    assert names_in(tmp_path) == ["acc=0.5.ckpt", "acc=0.6.ckpt"]
+    assert keeper.load_checkpoint(tmp_path / "acc=0.5.ckpt") == {"global_step": 3}
+
+
+def test_an_error_of_a_store_in_a_removal_does_not_keep_others_waiting(
+    ours: ModuleType,
+    tmp_path: Path,
+    held: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(path: object) -> None:
+        raise RuntimeError("the store said no")
+
+    monkeypatch.setattr(sys.modules["holdfast.integrations.lightning.saves"], "remove", refuse)
+    keeper = ours.HoldfastCheckpointIO(background=True)
+    keeper.save_checkpoint({"global_step": 1}, tmp_path / "a.ckpt")
+    keeper.remove_checkpoint(tmp_path / "b.ckpt")
+    waiting = threading.Thread(target=keeper.wait, daemon=True)
+    waiting.start()
+    held.set()
+    waiting.join(60)
+    assert not waiting.is_alive() and "b.ckpt: could not be removed: the store said no" in caplog.text
 
 
 def test_a_failed_save_does_not_hide_the_error_that_ended_the_training(ours: ModuleType, tmp_path: Path) -> None:

@@ -158,7 +158,13 @@ def _remove_hidden(path: str) -> None:
     if os.path.islink(path) or os.path.isfile(path):
         os.unlink(path)
     elif os.path.isdir(path):
-        shutil.rmtree(path)
+        shutil.rmtree(path, onerror=_go_on_if_gone)
+
+
+def _go_on_if_gone(call: object, path: str, error: tuple[type[BaseException], BaseException, object]) -> None:
+    """Raise an error of a removal, unless another rank or job removes the same files: each one tidies at its end."""
+    if not isinstance(error[1], FileNotFoundError):
+        raise error[1]
 
 
 def _make_durable(folder: str) -> None:
