@@ -119,6 +119,16 @@ def test_a_missing_part_leaves_nothing(tmp_path: Path) -> None:
     assert files_below(tmp_path / "it") == []
 
 
+def test_a_coordinator_that_wrote_nothing_cannot_finish(tmp_path: Path) -> None:
+    writer = PieceWriter(tmp_path / "it", overwrite=True)
+    ticket = writer.open(2)[1]
+    part = PieceWriter(tmp_path / "it").write(ticket, [half(1)], {})
+    with pytest.raises(ConflictError, match="was given up, or never opened"):
+        writer.finish([part])
+    assert [name for name in files_below(tmp_path / "it") if name.endswith(".safetensors")] == []
+    save(tmp_path / "it", ([half(0), half(1)], {}), overwrite=True)
+
+
 def test_a_part_of_another_attempt_is_refused(tmp_path: Path) -> None:
     _, old = write(tmp_path / "it", [([half(0)], {}), ([half(1)], {})])
     writer, parts = write(tmp_path / "it", [([half(0)], {}), ([half(1)], {})])
@@ -156,6 +166,24 @@ def test_a_store_that_fails_the_commit_leaves_nothing(
         writer.finish(parts)
     monkeypatch.undo()
     assert files_below(tmp_path / "it") == []
+
+
+def test_an_interrupt_while_it_publishes_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest may be there: a checkpoint whose files were removed would be worse than none."""
+
+    def interrupt(operation: object) -> None:
+        raise KeyboardInterrupt
+
+    at = wiring.store_at
+    faults = Faults(interrupt, names=("put_if_absent",), at=3, after=True)
+    monkeypatch.setattr(wiring, "store_at", lambda path, settings: FaultyStore(at(path, settings), faults))
+    writer, parts = write(tmp_path / "it", [([half(0), half(1)], {"step": 1})])
+    with pytest.raises(KeyboardInterrupt):
+        writer.finish(parts)
+    writer.abort()
+    monkeypatch.undo()
+    assert faults.met
+    assert list(holdfast.open_checkpoint(tmp_path / "it").verify()) == []
 
 
 def test_a_checkpoint_is_replaced_only_if_asked(tmp_path: Path) -> None:
@@ -360,7 +388,7 @@ def test_what_an_abandoned_call_wrote_is_no_part_of_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at = wiring.store_at
-    faults = Faults(lambda: reopened(), names=("upload.complete",))
+    faults = Faults(lambda _: reopened(), names=("upload.complete",))
     monkeypatch.setattr(wiring, "store_at", lambda path, settings: FaultyStore(at(path, settings), faults))
     writer = PieceWriter(tmp_path / "it")
     parts: list[bytes] = []

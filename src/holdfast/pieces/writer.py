@@ -185,9 +185,11 @@ class PieceWriter:
         with self._lock:
             share, own_part = self._share, self._own_part
         attempt = self._taken()
-        if attempt is None or share is None or own_part is None:
+        if attempt is None:
             raise _given_up(self.url)
         try:
+            if share is None or own_part is None:
+                raise _given_up(self.url)
             written = _of_all_ranks(parts, attempt)
             tree = tree_of_pieces(_merged(written), paths or {}, self.url)
             if mark is not None:

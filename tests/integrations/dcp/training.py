@@ -72,6 +72,8 @@ class Training:
 def train(run: Run) -> None:
     """Train on this rank."""
     dist.init_process_group("gloo")
+    # On CPUs, training and a save in the background would mix their collectives in one group.
+    saving_group = dist.new_group(backend="gloo")
     verbs: Any = dcp if run.keeper == "holdfast" else torch_dcp
     training = Training()
     resumed_from = None
@@ -86,7 +88,8 @@ def train(run: Run) -> None:
         if training.step % run.every == 0:
             if saving is not None:
                 saving.result()
-            saving = verbs.async_save({"training": training}, checkpoint_id=run.folder / f"step-{training.step:06d}")
+            path = run.folder / f"step-{training.step:06d}"
+            saving = verbs.async_save({"training": training}, checkpoint_id=path, process_group=saving_group)
     if saving is not None:
         saving.result()
     run.finish(resumed_from=resumed_from, tensors=training.tensors(), losses=losses)

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -352,6 +352,27 @@ def test_what_is_there_is_replaced_as_dcp_replaces_it(tmp_path: Path) -> None:
         torch_dcp.save({"n": 3}, storage_writer=dcp.HoldfastWriter(tmp_path / "it"))
     assert isinstance(caught.value.failures[0][0], ConflictError)
     assert holdfast.open_checkpoint(tmp_path / "it").objects["n"] == 2
+
+
+def test_a_checkpoint_that_dcp_did_not_save_is_not_replaced(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "it", {"n": 1})
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"n": 2}, checkpoint_id=tmp_path / "it")
+    assert isinstance(caught.value.failures[0][0], ConflictError)
+    assert "a job without an integration saved here" in str(caught.value)
+    torch_dcp.save({"n": 1}, checkpoint_id=tmp_path / "own")
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"n": 2}, checkpoint_id=tmp_path / "own")
+    assert isinstance(caught.value.failures[0][0], InvalidError)
+    assert holdfast.open_checkpoint(tmp_path / "it").objects["n"] == 1
+
+
+def test_urls_and_stagers_of_ones_own(tmp_path: Path) -> None:
+    state = {"w": torch.arange(3.0), "n": 4}
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    result_of(dcp.async_save(state, checkpoint_id="memory://of-dcp/it", async_stager=stager))
+    dcp.load(into := blank(state), checkpoint_id="memory://of-dcp/it")
+    require_equal(into, state)
 
 
 def test_a_path_comes_with_the_writer_or_with_the_save(tmp_path: Path) -> None:
