@@ -276,7 +276,9 @@ class HoldfastWriter(StorageWriter, AsyncStager):
         mark: dict[str, object] = dict(HOST.mark())
         paths: dict[str, tuple[str | int, ...]] = {}
         if _are_paths(metadata.planner_data):
-            paths = {name: metadata.planner_data[name] for name in metadata.state_dict_metadata}
+            # A planner may add items that it does not flatten.
+            names = metadata.state_dict_metadata
+            paths = {name: path for name, path in metadata.planner_data.items() if name in names}
         elif metadata.planner_data is not None:
             mark["planner_data"] = metadata.planner_data
         self._is_writing = True
