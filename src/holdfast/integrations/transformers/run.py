@@ -355,7 +355,7 @@ class TrainerRun:
                 f"{self._companions}: cannot be written, so no model can be exported: {error}. Make room, or train "
                 "without save_hf"
             ) from error
-        self._folders.make_left_behind()
+        self._folders.make_left_behind(None if self.source is None or not self.source.is_own else self.source.step)
 
     def _complete_folder(self, folder: Path, step: int) -> None:
         copy_files(self._companions, folder)
