@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tests.distributed.forked import write_whole
 from tests.distributed.launch import World
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def late(world: World, folder: str) -> bool:
     ranks.HINT_SECONDS, said = 0.01, world.scratch / "said"
     if world.rank == 0:
         handler = logging.Handler()
-        handler.emit = lambda record: said.write_text(record.getMessage())  # type: ignore[method-assign]
+        handler.emit = lambda record: write_whole(said, record.getMessage())  # type: ignore[method-assign]
         ranks.logger.addHandler(handler)
     else:
         while not said.exists():

@@ -236,7 +236,7 @@ def _absolute(path: str | os.PathLike[str]) -> str:
     text = os.fspath(path)
     if "://" in text:
         raise InvalidError(
-            f"{text}: expected a folder, not a URL: Accelerate's hooks write files there. For a URL pass what prepare() "
-            "returned to holdfast.save or a CheckpointManager"
+            f"{text}: expected a folder, not a URL: Accelerate's hooks write files there. For a URL pass what "
+            "prepare() returned to holdfast.save or a CheckpointManager"
         )
     return os.path.abspath(os.path.expanduser(text))
