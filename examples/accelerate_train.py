@@ -1,12 +1,12 @@
-"""Train under Accelerate with Holdfast's checkpoints; kill it and start it again.
+"""Train under Accelerate with Holdfast's checkpoints. Killed and started again, it goes on at the last committed save.
 
     python examples/accelerate_train.py
     accelerate launch --cpu --num_processes 2 examples/accelerate_train.py
-
-The second start goes on where the last committed save was.
 """
 
 from __future__ import annotations
+
+from contextlib import suppress
 
 import torch
 from accelerate import DataLoaderConfiguration
@@ -27,12 +27,14 @@ model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Tanh(), torch.nn.Li
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=400)
 model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
-try:
+# The number of a checkpoint does not say how far the training was: a damaged one is passed over.
+progress = torch.nn.Module()
+progress.register_buffer("step", torch.tensor(0))
+accelerator.register_for_checkpointing(progress)
+with suppress(MissingError):  # A new training has no checkpoint yet.
     accelerator.load_state()
-except MissingError:
-    accelerator.print("a new training")
 
-step = accelerator.save_iteration * EVERY  # load_state sets the number of the next save
+step = int(progress.step)
 for epoch in range(step // len(loader), EPOCHS):
     loader.set_epoch(epoch)
     for batch, target in accelerator.skip_first_batches(loader, step - epoch * len(loader)):
@@ -43,6 +45,7 @@ for epoch in range(step // len(loader), EPOCHS):
         optimizer.zero_grad()
         step += 1
         if step % EVERY == 0:
+            progress.step.fill_(step)
             accelerator.save_state()
     accelerator.print(f"epoch {epoch} loss {loss.item():.4f}")
 accelerator.end_training()

@@ -19,26 +19,24 @@ from holdfast.integrations import dcp  # was: import torch.distributed.checkpoin
 
 parser = argparse.ArgumentParser()
 parser.add_argument("folder", type=Path)
-parser.add_argument("--text", default=__file__)
 parser.add_argument("--steps", type=int, default=30)
 parser.add_argument("--every", type=int, default=5)
 arguments = parser.parse_args()
 
 distributed.init_process_group("gloo")
+saves = distributed.new_group()  # On CPUs: a save in the background must not mix its collectives with training's.
 rank = distributed.get_rank()
 torch.manual_seed(0)
 model = GPT()
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-text = text_of(arguments.text)
+text = text_of(__file__)
 first, saving = 1, None
-
 # A step is there once its manifest is: a save that was cut off is not among these.
 saved = sorted(path.parent for path in arguments.folder.glob("*/manifest.json"))
 if saved:
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state, "step": 0}
-    dcp.load(state, checkpoint_id=saved[-1])
+    dcp.load(state := {"model": model_state, "optimizer": optimizer_state, "step": 0}, checkpoint_id=saved[-1])
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     first = state["step"] + 1
 
@@ -55,7 +53,7 @@ for step in range(first, arguments.steps + 1):
             saving.result()
         model_state, optimizer_state = get_state_dict(model, optimizer)
         state = {"model": model_state, "optimizer": optimizer_state, "step": step}
-        saving = dcp.async_save(state, checkpoint_id=arguments.folder / f"{step:06d}")
+        saving = dcp.async_save(state, checkpoint_id=arguments.folder / f"{step:06d}", process_group=saves)
 
 if saving is not None:
     saving.result()

@@ -49,5 +49,5 @@ training = TrainingArguments(
     use_cpu=not torch.cuda.is_available(),
 )
 trainer = MyTrainer(model, training, train_dataset=examples, save_hf=True)
-was_saved = Path(arguments.folder, "_holdfast", "latest").exists()
+was_saved = any(Path(arguments.folder, "_holdfast").glob("step-*/manifest.json"))
 trainer.train(resume_from_checkpoint=was_saved)

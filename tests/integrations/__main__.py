@@ -143,7 +143,7 @@ class _Work:
             on_cpu = f"tests.integrations.{self._framework}.on_cpu"
             first = ["-c", f"import {on_cpu}; import runpy; runpy.run_path({str(path)!r}, run_name='__main__')"]
             needs = (ROOT / "tests" / "integrations" / self._framework / "on_cpu.py").exists()
-            command = [sys.executable, *(first if needs else [str(path)])]
+            command = [sys.executable, *_launcher(self._framework), *(first if needs else [str(path)])]
             for count in (1, 2):  # The second time it resumes.
                 ended = subprocess.run(command, cwd=scratch, env=environment(), check=False, timeout=300)
                 if ended.returncode:
@@ -175,6 +175,11 @@ class _Work:
 
 _PREFIX = {"transformers": "trainer"}
 """How the names of the examples of a framework begin, where it is not the name."""
+
+
+def _launcher(framework: str) -> list[str]:
+    """Return what starts the ranks of an example: that of DCP has no launcher of its own."""
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if framework == "dcp" else []
 
 
 def _counted(report: Path) -> int:

@@ -6,12 +6,13 @@ import json
 import shutil
 import signal
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.distributed.forked import Forked, Work, start_ranks
+from tests.distributed.forked import REPOSITORY, Forked, Work, start_ranks
 
 _END_SECONDS = 8.0
 """How long survivors of a killed rank may go on, before they are told to end, as an agent does."""
@@ -177,7 +178,11 @@ def _results(scratch: Path) -> dict[int, dict[str, object]]:
 def _error(scratch: Path, processes: Sequence[Forked]) -> str:
     for path in sorted(scratch.glob("error-*.json")):
         said = json.loads(path.read_text())
-        return f"{said['error']}: {said['message']}"
+        # What the table shows says nothing of this machine.
+        message = (
+            said["message"].replace(str(scratch.parents[1]), "").replace(sys.prefix, "").replace(str(REPOSITORY), "")
+        )
+        return f"{said['error']}: {message}"
     missing = [rank for rank in range(len(processes)) if not (scratch / f"rank-{rank}.json").exists()]
     if missing:
         return f"ranks {missing} ended without a result"

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, full
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor, zeros
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from holdfast.errors import InvalidError
 from holdfast.integrations import dcp
 from tests.distributed.dcp_cases import even
 from tests.distributed.launch import World
@@ -287,7 +288,7 @@ def refused(world: World, path: str) -> dict[str, str]:
     for name, arguments in attempts.items():
         try:
             dcp.save(checkpoint_id=path, **arguments)
-        except CheckpointException as error:  # No `Exception`, in torch.
+        except (CheckpointException, InvalidError) as error:  # The first is no `Exception`, in torch.
             errors[name] = str(error)
         dist.barrier()
     return errors

@@ -72,9 +72,9 @@ class Training:
 def train(run: Run) -> None:
     """Train on this rank."""
     dist.init_process_group("gloo")
+    # On CPUs, training and a save in the background would mix their collectives in one group.
+    saving_group = dist.new_group(backend="gloo")
     verbs: Any = dcp if run.keeper == "holdfast" else torch_dcp
-    # The group of the training is gloo's too, and a background save and a step may not use one at the same time.
-    group = dist.new_group(backend="gloo")
     training = Training()
     resumed_from = None
     if run.resume:
@@ -89,7 +89,7 @@ def train(run: Run) -> None:
             if saving is not None:
                 saving.result()
             path = run.folder / f"step-{training.step:06d}"
-            saving = verbs.async_save({"training": training}, checkpoint_id=path, process_group=group)
+            saving = verbs.async_save({"training": training}, checkpoint_id=path, process_group=saving_group)
     if saving is not None:
         saving.result()
     run.finish(resumed_from=resumed_from, tensors=training.tensors(), losses=losses)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("default")
@@ -124,6 +125,11 @@ def test_a_training_that_ends_in_a_later_epoch_resumes_there(tmp_path: Path) -> 
     assert same(resumed.model, whole.model) and steps_in(tmp_path / "stopped") == [4, 8, 12]
 
 
+def names_in(folder: Path) -> set[str]:
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return set(file.keys())
+
+
 @pytest.mark.parametrize("build", [small_llama, small_mixtral])
 def test_the_exported_folder_has_the_logits_of_the_model(tmp_path: Path, build: Any) -> None:
     trainer = made(tmp_path, build(), save_hf=True, save_total_limit=1)
@@ -134,6 +140,9 @@ def test_the_exported_folder_has_the_logits_of_the_model(tmp_path: Path, build: 
     with torch.no_grad():
         assert torch.equal(trainer.model.eval()(rows).logits, loaded.eval()(rows).logits)
     assert not any(info.values()), info
+    trainer.model.save_pretrained(tmp_path / "plain", save_original_format=False)
+    assert names_in(tmp_path / "_hf" / "checkpoint-4") == names_in(tmp_path / "plain")
+    assert {"config.json", "generation_config.json"} <= set(os.listdir(tmp_path / "_hf" / "checkpoint-4"))
 
 
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:

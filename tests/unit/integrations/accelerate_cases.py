@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from tests.distributed.forked import write_whole
 from tests.distributed.launch import World
 
 if TYPE_CHECKING:
@@ -75,6 +77,37 @@ def hooks(world: World, folder: str) -> list[str]:
     return [failed, *names_in(folder)]
 
 
+class Numbers(torch.utils.data.IterableDataset):
+    """A dataset that process 0 iterates for all."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from torch.arange(16.0)
+
+
+def data(world: World, folder: str) -> dict[str, object]:
+    """Save between epochs; return the next two as they are and as they come after a load."""
+    accelerator, *_ = prepared(world)
+    examples = torch.arange(16.0)
+    shuffled, dispatched = accelerator.prepare(
+        torch.utils.data.DataLoader(examples, batch_size=2, shuffle=True),
+        torch.utils.data.DataLoader(Numbers(), batch_size=2),
+    )
+    seen: dict[str, object] = {}
+
+    def iterate(name: str) -> None:
+        seen[f"shuffled{name}"] = [[batch.tolist() for batch in shuffled] for _ in range(2)]
+        seen[f"dispatched{name}"] = [batch.tolist() for batch in dispatched]
+
+    list(shuffled)
+    list(dispatched)
+    accelerator.save_state(folder)
+    iterate("")
+    accelerator.load_state(folder)
+    seen["epochs"] = [shuffled.iteration, dispatched.iteration]
+    iterate(" again")
+    return seen
+
+
 def late(world: World, folder: str) -> bool:
     """Have process 1 call once process 0 has said that it waits; return whether it has said so."""
     from holdfast.integrations.accelerate import ranks
@@ -83,7 +116,7 @@ def late(world: World, folder: str) -> bool:
     ranks.HINT_SECONDS, said = 0.01, world.scratch / "said"
     if world.rank == 0:
         handler = logging.Handler()
-        handler.emit = lambda record: said.write_text(record.getMessage())  # type: ignore[method-assign]
+        handler.emit = lambda record: write_whole(said, record.getMessage())  # type: ignore[method-assign]
         ranks.logger.addHandler(handler)
     else:
         while not said.exists():

@@ -41,7 +41,7 @@ def get_filesystem(path, **kwargs):
 
 class LightningOptimizer:
     def __init__(self, optimizer):
-        self._optimizer = optimizer
+        self.optimizer = optimizer
 
 
 class TrainerFn(Enum):

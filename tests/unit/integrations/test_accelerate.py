@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import holdfast
-from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.integrations.host import MARK, Host, mark_of
 from tests.distributed.launch import Case, Results, run_world
 
@@ -411,6 +411,9 @@ def test_calls_that_would_lose_something_are_refused(tmp_path: Path) -> None:
     job.accelerator.load_state(tmp_path / "c", map_location="cpu", load_kwargs={"weights_only": True})
     with pytest.raises(InvalidError, match="load_state\\(\\): no folder"):
         job.accelerator.load_state()
+    for call in (job.accelerator.save_state, job.accelerator.load_state):
+        with pytest.raises(InvalidError, match=r"s3://bucket/run: expected a folder, not a URL"):
+            call("s3://bucket/run")
     with pytest.raises(InvalidError, match="total_limit=0"):
         numbered(tmp_path, total_limit=0).accelerator.save_state()
     with pytest.raises(InvalidError, match="save_on_each_node=True"):
@@ -473,6 +476,35 @@ def test_a_lazy_save_ends_without_another_step(tmp_path: Path) -> None:
     job.accelerator.save_state(tmp_path / "d", wait=False)
     job.accelerator.wait_for_saves()
     job.accelerator.load_state(tmp_path / "c")
+    assert job.train(1) == expected
+
+
+def test_a_background_save_that_fails_costs_no_older_checkpoint(tmp_path: Path) -> None:
+    job, counter = numbered(tmp_path), Counter()
+    job.train(1)
+    job.accelerator.save_state()
+    expected = job.train(1)
+    job.accelerator.save_state()
+    flip(tmp_path / "checkpoints" / "checkpoint_1")
+    other = numbered(tmp_path, total_limit=1)
+    other.accelerator.load_state()
+    counter.value = object()
+    other.accelerator.register_for_checkpointing(counter)
+    other.accelerator.save_state(wait=False)
+    with pytest.raises(InvalidError, match=r"custom.*object"):
+        other.accelerator.wait_for_saves()
+    again = numbered(tmp_path)
+    again.accelerator.load_state()
+    assert again.train(1) == expected, "the only whole checkpoint is still there"
+
+
+def test_two_saves_in_the_background_to_one_folder_follow_each_other(tmp_path: Path) -> None:
+    job = Job()
+    for _ in range(2):
+        job.train(1)
+        job.accelerator.save_state(tmp_path / "last", wait=False)
+    expected = job.train(1)
+    job.accelerator.load_state(tmp_path / "last")
     assert job.train(1) == expected
 
 
@@ -580,7 +612,7 @@ def test_a_position_within_an_epoch_fits_no_other_number_of_processes(position: 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Results:
     scratch = tmp_path_factory.mktemp("accelerate")
-    names = ("replicas", "background", "hooks", "late")
+    names = ("replicas", "background", "hooks", "data", "late")
     cases = [Case(f"{CASES}:{name}", {"folder": str(scratch / "saved" / name)}) for name in names]
     return run_world(2, cases, scratch)
 
@@ -594,7 +626,7 @@ def test_one_process_loads_what_two_have_saved(world: Results, caplog: pytest.Lo
     job = Job()
     job.accelerator.register_for_checkpointing(torch.nn.BatchNorm1d(3))
     job.accelerator.load_state(world.scratch / "saved" / "replicas")
-    assert "2 processes saved it, and 1 load it: the random states of processes 1 to 1 are not used" in caplog.text
+    assert "2 processes saved it, and 1 load it: the random states of process 1 are not used" in caplog.text
     assert job.scheduler.scheduler.last_epoch == 6, "two processes count twice as many steps"
 
 
@@ -608,6 +640,54 @@ def test_a_failure_on_one_process_is_raised_on_all(world: Results) -> None:
 def test_what_the_main_process_takes_out_of_weights_counts_for_all(world: Results) -> None:
     for value in world.values("hooks"):
         assert value[1:] == []
+
+
+def test_data_loaders_of_two_processes_go_on(world: Results) -> None:
+    for value in world.values("data"):
+        assert value["shuffled"] == value["shuffled again"] and value["shuffled"][0] != value["shuffled"][1]
+        assert value["dispatched"] == value["dispatched again"] and value["epochs"] == [1, 1]
+
+
+def test_processes_that_do_not_meet_are_told_what_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.integrations.accelerate import ranks
+
+    def broken(values: object) -> object:
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(ranks, "gather_object", broken)
+    with pytest.raises(
+        UnavailableError, match=r"did not meet: Connection closed by peer; expected save_state.*on every"
+    ):
+        ranks.agreed(lambda: 1)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loading", "said"),
+    [
+        (1, 2, "1 process saved it, and 2 load it: the random generators of process 1 are seeded anew"),
+        (2, 5, "2 processes saved it, and 5 load it: the random generators of processes 2 to 4 are seeded anew"),
+        (4, 2, "4 processes saved it, and 2 load it: the random states of processes 2 to 3 are not used"),
+        (3, 3, ""),
+    ],
+)
+def test_random_states_of_other_numbers_of_processes_are_named(
+    tmp_path: Path, saved: int, loading: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from holdfast.integrations.accelerate.state import SavedRecord, say_other_processes
+
+    record = {"step": 0, "processes": saved, "kept": {}, "by_hooks": []}
+    holdfast.save(tmp_path / "c", {"accelerate": record}, process_group=False)
+    say_other_processes(SavedRecord(holdfast.open_checkpoint(tmp_path / "c")), loading)
+    assert said in caplog.text and bool(said) == bool(caplog.text)
+
+
+@pytest.mark.parametrize("record", [None, {}, {"step": "x", "processes": 1, "kept": {}, "by_hooks": []}, {"step": 1}])
+def test_a_record_that_is_none_is_refused(tmp_path: Path, record: object) -> None:
+    from holdfast.integrations.accelerate.state import SavedRecord
+
+    holdfast.save(tmp_path / "c", {"accelerate": record}, process_group=False)
+    with pytest.raises(InvalidError, match="its record 'accelerate' is not one of holdfast"):
+        SavedRecord(holdfast.open_checkpoint(tmp_path / "c"))
 
 
 def test_a_process_that_waits_for_the_others_says_so(world: Results) -> None:

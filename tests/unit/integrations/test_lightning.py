@@ -10,6 +10,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -32,20 +33,47 @@ KEPT = ("lightning", "holdfast.integrations.lightning")
 """Modules that these tests import anew: another test may have imported the real ones."""
 
 
+@contextmanager
+def without_lightning() -> Iterator[None]:
+    """Forget Lightning and the integration, and remember at the end what was there before."""
+
+    def names() -> list[str]:
+        return [name for name in sys.modules if name.split(".")[0] == KEPT[0] or name.startswith(KEPT[1])]
+
+    before = {name: sys.modules.pop(name) for name in names()}
+    try:
+        yield
+    finally:
+        for name in names():
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
 @pytest.fixture(scope="module")
 def ours() -> Iterator[ModuleType]:
     """The integration over the recorded shapes."""
-    names = [name for name in sys.modules if name.split(".")[0] == "lightning" or name.startswith(KEPT[1])]
-    before = {name: sys.modules.pop(name) for name in names}
-    with pytest.MonkeyPatch.context() as patch:
+    with without_lightning(), pytest.MonkeyPatch.context() as patch:
         real = importlib.metadata.version
         patch.setattr(importlib.metadata, "version", lambda name: VERSION if name == "lightning" else real(name))
         for name, module in recorded_modules():
             patch.setitem(sys.modules, name, module)
         yield importlib.import_module("holdfast.integrations.lightning")
-        for name in [name for name in sys.modules if name.startswith(KEPT[1])]:
-            del sys.modules[name]
-    sys.modules.update(before)
+
+
+def test_without_lightning_the_import_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version_of(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version_of)
+    with without_lightning(), pytest.raises(InvalidError, match=r"pip install 'holdfast\[lightning\]'"):
+        importlib.import_module("holdfast.integrations.lightning")
+
+
+@pytest.mark.parametrize("version", ["2.6.5", "2.7.0"])
+def test_another_version_is_named_with_the_range(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    with without_lightning(), pytest.raises(InvalidError, match=rf"{version} is outside.*lightning>=2\.6\.6,<2\.7"):
+        importlib.import_module("holdfast.integrations.lightning")
 
 
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -669,7 +697,7 @@ def test_a_filter_leaves_names_out(ours: ModuleType, tmp_path: Path) -> None:
 
 
 def test_a_failure_of_rank_0_is_one_of_every_rank(ours: ModuleType) -> None:
-    ranks_of = sys.modules["holdfast.integrations.lightning.sharded"].Ranks
+    ranks_of = sys.modules["holdfast.integrations.lightning.sharded"].StrategyRanks
     sent: list[Any] = []
     first = ranks_of(0, 2, lambda value: sent.append(value) or value, lambda: None)
     with pytest.raises(MissingError, match="gone"):

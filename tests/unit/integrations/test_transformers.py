@@ -6,7 +6,9 @@ import importlib.metadata
 import json
 import logging
 import shutil
+import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ import holdfast
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.integrations.host import MARK, mark_of
 from holdfast.integrations.transformers import HoldfastMixin
+from holdfast.integrations.transformers.exports import Complete, ModelFolders
+from tests.distributed.launch import Case, run_world
 from tests.unit.integrations.recorded_trainer import RecordedArguments, RecordedTrainer, fail_at_no_step
 
 SETTINGS = holdfast.Settings(collect_grace_seconds=0)
@@ -207,6 +211,11 @@ def test_a_training_that_begins_beside_older_steps_is_refused_at_once(tmp_path: 
     with pytest.raises(InvalidError, match=r"holds step 4 of an earlier training.*start_over=True"):
         made(tmp_path, on_step=begun.append).train()
     assert begun == []
+    with pytest.raises(MissingError):
+        made(tmp_path, options={"start_over": True}).train(resume_from_checkpoint="absent")
+    assert steps_in(tmp_path) == [2, 4]
+    made(tmp_path, options={"start_over": True}, max_steps=6).train(resume_from_checkpoint=True)
+    assert steps_in(tmp_path) == [2, 4, 6], "a resume begins nothing anew"
     made(tmp_path, options={"start_over": True}, max_steps=2).train()
     assert steps_in(tmp_path) == [2]
 
@@ -256,8 +265,9 @@ def test_a_root_of_another_integration_is_refused(tmp_path: Path) -> None:
     mark = {"name": "lightning", "version": "lightning 2.6.6", "model": "state_dict"}
     with holdfast.CheckpointManager(root_of(tmp_path), process_group=False) as manager:
         manager.save(1, {MARK: mark}).wait()
-    with pytest.raises(ConflictError, match=r"integrations\.lightning saved here"):
-        made(tmp_path).train()
+    for start_over in (False, True):
+        with pytest.raises(ConflictError, match=r"integrations\.lightning saved here"):
+            made(tmp_path, options={"start_over": start_over}).train()
     with pytest.raises(InvalidError, match=r"integrations\.lightning wrote this checkpoint"):
         made(tmp_path).train(resume_from_checkpoint=True)
 
@@ -291,6 +301,26 @@ def test_going_back_takes_the_best_step_of_then(tmp_path: Path) -> None:
     assert tags_in(tmp_path) == {"best": 2} and trainer.state.best_global_step == 2
 
 
+def test_a_step_that_is_evaluated_after_its_save_is_the_best(tmp_path: Path) -> None:
+    trainer = made(tmp_path, max_steps=8, save_total_limit=1)
+
+    def evaluate(step: int) -> None:
+        if step == 3:  # As at the end of an epoch.
+            trainer.state.best_metric, trainer.state.best_global_step = 0.1, 2
+
+    trainer.on_step = evaluate
+    trainer.train()
+    assert steps_in(tmp_path) == [2, 8] and tags_in(tmp_path) == {"best": 2}
+
+
+def test_the_best_step_of_another_run_is_none_of_this_one(tmp_path: Path) -> None:
+    made(tmp_path / "first", losses={2: 0.1}, max_steps=4).train()
+    made(tmp_path / "second", max_steps=4).train()
+    trainer = made(tmp_path / "second", options={"start_over": True}, max_steps=6, load_best_model_at_end=True)
+    trainer.train(resume_from_checkpoint=str(root_of(tmp_path / "first") / "step-000000000004"))
+    assert tags_in(tmp_path / "second") == {} and steps_in(tmp_path / "second") == [6]
+
+
 def test_without_the_best_step_the_one_before_it_is_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer = made(tmp_path, losses={2: 0.3, 4: 0.1}, load_best_model_at_end=True)
 
@@ -318,6 +348,14 @@ def test_the_best_step_of_another_training_is_not_loaded(tmp_path: Path) -> None
     with pytest.raises(MissingError, match=r"step 4 had the best metric.*Stored steps: \[2\]") as failed:
         trainer.train()
     assert "spoiled" in failed.value.__notes__[0], "why step 4 is not stored"
+
+
+def test_rank_0_says_which_step_is_the_best(tmp_path: Path) -> None:
+    case = Case("tests.unit.integrations.trainer_cases:other_metrics", {"folder": str(tmp_path / "out")})
+    for best in run_world(2, [case], tmp_path).values("other_metrics"):
+        assert best == str(root_of(tmp_path / "out") / "step-000000000004")
+    record: Any = holdfast.open_checkpoint(root_of(tmp_path / "out"), step=4).objects["trainer"]
+    assert record["best_step"] == 4 and tags_in(tmp_path / "out") == {"best": 4}
 
 
 def test_failed_saves_end_the_training_at_their_limit(tmp_path: Path) -> None:
@@ -430,6 +468,49 @@ def test_a_folder_that_a_kill_prevented_is_made_by_the_next_training(tmp_path: P
     made(tmp_path, model=Described(), options={"save_hf": True}).train(resume_from_checkpoint=True)
     folders = sorted(path.name for path in (tmp_path / "_hf").glob("checkpoint-*"))
     assert folders == ["checkpoint-2", "checkpoint-4"] and tags_in(tmp_path) == {}
+
+
+def test_a_model_folder_of_another_training_stays(tmp_path: Path) -> None:
+    made(tmp_path, model=Described(), options={"save_hf": True, "root": str(tmp_path / "one")}).train()
+    options = {"save_hf": True, "root": str(tmp_path / "other")}
+    made(tmp_path, model=Described(), options=options, max_steps=3, save_steps=1, save_total_limit=1).train()
+    folders = sorted(path.name for path in (tmp_path / "_hf").glob("checkpoint-*"))
+    assert folders == ["checkpoint-3", "checkpoint-4"], "of the other training, step 3 alone is kept"
+
+
+def folders_of(tmp_path: Path, complete: Complete) -> ModelFolders:
+    made(tmp_path).train()
+    holdfast.api.tag(root_of(tmp_path), 4, "hf-4")
+    root, parent = str(root_of(tmp_path)), tmp_path / "_hf"
+    return ModelFolders(root, parent, complete, lambda: [2, 4], weights=True, settings=SETTINGS)
+
+
+def test_the_end_waits_for_the_folder_of_a_save_in_flight(tmp_path: Path) -> None:
+    folders, committed = folders_of(tmp_path, lambda folder, step: None), Future[holdfast.api.SaveReport]()
+    folders.make_when_committed(4, committed)
+    end = threading.Thread(target=folders.finish)
+    end.start()
+    assert end.is_alive(), "the save has not ended"
+    committed.set_result(None)  # type: ignore[arg-type]
+    end.join()
+    assert (tmp_path / "_hf" / "checkpoint-4").is_dir() and tags_in(tmp_path) == {}
+
+
+def test_no_folder_appears_once_a_training_has_ended_by_an_error(tmp_path: Path) -> None:
+    begun, stopped = threading.Event(), threading.Event()
+
+    def complete(folder: Path, step: int) -> None:
+        begun.set()
+        stopped.wait()
+
+    folders = folders_of(tmp_path, complete)
+    folders.make(4)
+    begun.wait()
+    folders.stop()
+    stopped.set()
+    folders.finish()
+    assert not (tmp_path / "_hf" / "checkpoint-4").exists()
+    assert tags_in(tmp_path) == {"hf-4": 4}, "the next training makes it"
 
 
 def test_an_export_that_fails_is_raised_at_the_end(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -111,10 +111,10 @@ class Accelerator(accelerate.Accelerator):
         }
         if wait:
             holdfast.save(place.folder, state, **chosen)
+            self._remove_oldest(place.folder)
         else:
             self._saves.append((place.folder, holdfast.async_save(place.folder, state, **chosen)))
         self.project_configuration.iteration += 1
-        self._remove_oldest(place.folder)
         return Path(place.folder)
 
     def load_state(
@@ -228,8 +228,9 @@ class Accelerator(accelerate.Accelerator):
             _await_end(handle)
         self._saves = [save for save, has_ended in zip(self._saves, ended, strict=True) if not has_ended]
         self._failures += [handle.failure for _, handle in seen if handle.failure is not None]
-        if seen:
-            self._remove_oldest(seen[-1][0])
+        committed = [folder for folder, handle in seen if handle.failure is None]
+        if committed:
+            self._remove_oldest(committed[-1])
         if also_counted or self._settings.failed_saves_max is None:
             failures, self._failures = self._failures, []
             together(lambda: _raise_first(failures))

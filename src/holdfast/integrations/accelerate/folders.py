@@ -228,4 +228,15 @@ def _commit_files(folder: str) -> Iterator[str]:
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
-    return os.path.abspath(os.path.expanduser(os.fspath(path)))
+    """Return the whole path of a folder.
+
+    Raises:
+        InvalidError: It is a URL, of which a folder of this machine would be made.
+    """
+    text = os.fspath(path)
+    if "://" in text:
+        raise InvalidError(
+            f"{text}: expected a folder, not a URL: Accelerate's hooks write files there. For a URL pass what "
+            "prepare() returned to holdfast.save or a CheckpointManager"
+        )
+    return os.path.abspath(os.path.expanduser(text))

@@ -148,25 +148,20 @@ def state_to_load(
 
 def say_other_processes(saved: SavedRecord, processes: int) -> None:
     """Log what becomes of random states if another number of processes saved. On process 0 only."""
-    if processes > saved.processes:
-        logger.warning(
-            "%s: %s processes saved it, and %s load it: the random generators of processes %s to %s are seeded anew, "
-            "from the checkpoint and the number of the process",
-            saved.url,
-            saved.processes,
-            processes,
-            saved.processes,
-            processes - 1,
-        )
-    elif processes < saved.processes:
-        logger.warning(
-            "%s: %s processes saved it, and %s load it: the random states of processes %s to %s are not used",
-            saved.url,
-            saved.processes,
-            processes,
-            processes,
-            saved.processes - 1,
-        )
+    if processes == saved.processes:
+        return
+    first, last = sorted((processes, saved.processes))
+    which = f"process {first}" if last == first + 1 else f"processes {first} to {last - 1}"
+    what = (
+        f"the random generators of {which} are seeded anew, from the checkpoint and the number of the process"
+        if processes > saved.processes
+        else f"the random states of {which} are not used"
+    )
+    logger.warning("%s: %s saved it, and %s load it: %s", saved.url, _count(saved.processes), processes, what)
+
+
+def _count(processes: int) -> str:
+    return "1 process" if processes == 1 else f"{processes} processes"
 
 
 def skips(patterns: Sequence[str]) -> Callable[[str], bool]:

@@ -21,8 +21,8 @@ HOST = Host(
     model_key="state_dict",
 )
 
-VERSIONS = "holdfast_module_versions"
-"""Key under which the versions of a model's modules are stored, which a state dict carries as an attribute."""
+ATTRIBUTES = "holdfast_state_dict_attributes"
+"""Key of what the state dict of a model carries as attributes of the dict: the versions of its modules."""
 
 _LIGHTNINGS_KEY = "pytorch-lightning_version"
 
@@ -41,9 +41,9 @@ def values_state(checkpoint: Mapping[str, object], skip: tuple[str, ...]) -> dic
     if refused:
         raise InvalidError(f"{len(refused)} objects of the checkpoint are no values: {first_three(refused)}")
     state = {**checkpoint, MARK: _mark()}
-    versions = getattr(checkpoint.get("state_dict"), "_metadata", None)
-    if versions and "state_dict" not in skip:
-        state[VERSIONS] = dict(versions)
+    attributes = getattr(checkpoint.get("state_dict"), "__dict__", None)
+    if attributes and "state_dict" not in skip:
+        state[ATTRIBUTES] = dict(attributes)
     return state
 
 
@@ -57,13 +57,12 @@ def lightning_dict(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the dict that Lightning saved, from the state that was read."""
     checkpoint = dict(state)
     checkpoint.pop(MARK, None)
-    versions = checkpoint.pop(VERSIONS, None)
+    attributes = checkpoint.pop(ATTRIBUTES, None)
     model = checkpoint.get("state_dict")
-    if versions is not None and isinstance(model, dict):
-        # `load_state_dict` of a module asks for them, to read what older versions of it have saved.
-        with_versions: Any = OrderedDict(model)
-        with_versions._metadata = OrderedDict(versions)
-        checkpoint["state_dict"] = with_versions
+    if attributes is not None and isinstance(model, dict):
+        # `load_state_dict` of a module asks for the versions, to read what older ones of it have saved.
+        checkpoint["state_dict"] = OrderedDict(model)
+        vars(checkpoint["state_dict"]).update(attributes)
     optimizers = checkpoint.get("optimizer_states")
     if isinstance(optimizers, dict):
         # A strategy saved a list of optimizers, by name. One of torch takes their state by the order of parameters.
@@ -107,7 +106,7 @@ def require_free_keys(checkpoint: Iterable[str]) -> None:
     Raises:
         InvalidError: Names the key.
     """
-    taken = {MARK, VERSIONS} & set(checkpoint)
+    taken = {MARK, ATTRIBUTES} & set(checkpoint)
     if taken:
         raise InvalidError(f"the checkpoint has the key {taken.pop()!r}, which Holdfast uses; expected another name")
 

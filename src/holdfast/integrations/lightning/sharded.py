@@ -29,7 +29,7 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class StrategyRanks:
     """The ranks of a strategy, as it lets them talk."""
 
     rank: int
@@ -90,7 +90,7 @@ class ShardedCheckpoints:
 
     def save(
         self,
-        ranks: Ranks,
+        ranks: StrategyRanks,
         path: Path,
         objects: Mapping[str, object],
         values: Mapping[str, object],
@@ -129,7 +129,7 @@ class ShardedCheckpoints:
             ranks.barrier()  # Every rank has stored its report there.
             ranks.from_first(target.publish)
 
-    def look_at(self, ranks: Ranks, path: Path) -> FoundCheckpoint:
+    def look_at(self, ranks: StrategyRanks, path: Path) -> FoundCheckpoint:
         """Return what is at a path. Every rank calls.
 
         Raises:
@@ -161,7 +161,7 @@ class ShardedCheckpoints:
                 "parameters, also without strict loading. The training is partly filled"
             )
 
-    def rest(self, ranks: Ranks, found: FoundCheckpoint, without: Collection[str]) -> dict[str, Any]:
+    def rest(self, ranks: StrategyRanks, found: FoundCheckpoint, without: Collection[str]) -> dict[str, Any]:
         """Return what else the checkpoint holds, read by rank 0 for all. Every rank calls."""
         wanted = sorted(found.keys - set(without))
         if not wanted:
@@ -186,7 +186,7 @@ class ShardedCheckpoints:
         if self._made is not None:
             self._made.end()
 
-    def _saves(self, ranks: Ranks) -> SavesOfProcess:
+    def _saves(self, ranks: StrategyRanks) -> SavesOfProcess:
         if self._made is None:
             settings = self._settings
             if self._background and ranks.size > 1:

@@ -65,19 +65,26 @@ class ModelFolders:
         """
         self._root, self._parent, self._complete, self._steps_of_run = root, parent, complete, steps_of_run
         self._weights, self._settings = weights, settings
-        self._steps: queue.Queue[int | None] = queue.Queue()
+        self._steps: queue.Queue[tuple[int, Future[api.SaveReport] | None] | None] = queue.Queue()
         self._lock = threading.Lock()
+        self._is_stopped = False
+        self._known_steps: set[int] = set()
+        """Steps that this run has had: only their folders are removed."""
         self._thread: threading.Thread | None = None
         self._failures: list[tuple[int, Exception]] = []
         self._made: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def make_when_committed(self, step: int, committed: Future[api.SaveReport]) -> None:
         """Make the folder of a step once its save is committed."""
-        committed.add_done_callback(lambda done: None if done.exception() else self.make(step))
+        # The thread waits for the save. A callback of it may run after others have seen its end, and after `finish`.
+        self._begin(step, committed)
 
     def make(self, step: int) -> None:
         """Make the folder of a committed step."""
-        self._steps.put(step)
+        self._begin(step, None)
+
+    def _begin(self, step: int, committed: Future[api.SaveReport] | None) -> None:
+        self._steps.put((step, committed))
         with self._lock:
             if self._thread is None:
                 # A daemon: Ctrl-C need not wait for an export. The next job makes the folder.
@@ -85,7 +92,8 @@ class ModelFolders:
                 self._thread.start()
 
     def make_left_behind(self) -> None:
-        """Make the folders that an earlier job did not come to."""
+        """Make the folders that an earlier job did not come to. Call it before the first step of this job."""
+        self._known_steps |= set(self._steps_of_run())
         with suppress(MissingError):
             for tag in api.list_steps(self._root, settings=self._settings).tags:
                 if _TAG.fullmatch(tag.name):
@@ -107,14 +115,20 @@ class ModelFolders:
             self._steps.put(None)
             thread.join()
 
+    def stop(self) -> None:
+        """Let no folder appear from now on. The next training makes those that are left, perhaps in this process."""
+        with self._lock:
+            self._is_stopped = True
+
     def prune(self) -> None:
-        """Remove the folders of steps that are no longer in the run."""
+        """Remove the folders of steps that were in the run and no longer are."""
         with suppress(CheckpointError):
             kept = set(self._steps_of_run())
+            self._known_steps |= kept
             for folder in self._parent.glob("checkpoint-*"):
                 found = _FOLDER.fullmatch(folder.name)
-                # A root without steps is one that is not mounted.
-                if found and kept and int(found[1]) not in kept:
+                # A root without steps is one that is not mounted. Other folders are of a training with another root.
+                if found and kept and int(found[1]) in self._known_steps - kept:
                     shutil.rmtree(folder, ignore_errors=True)
 
     def raise_failure(self) -> None:
@@ -132,12 +146,15 @@ class ModelFolders:
             ) from error
 
     def _work(self) -> None:
-        while (step := self._steps.get()) is not None:
+        while (wanted := self._steps.get()) is not None:
+            step, committed = wanted
+            if committed is not None and committed.exception() is not None:
+                continue
             try:
-                self._make(step)
-                with suppress(MissingError):
-                    api.untag(self._root, tag_of(step), settings=self._settings)
-                self.prune()
+                if not self._is_stopped and self._make(step):
+                    with suppress(MissingError):
+                        api.untag(self._root, tag_of(step), settings=self._settings)
+                    self.prune()
             except MissingError as error:
                 # Only of a tag that a killed job left: its step is gone, or another timeline has that number.
                 logger.info("the model of step %d is not exported: %s", step, error)
@@ -145,7 +162,8 @@ class ModelFolders:
                 self._failures.append((step, error))
                 logger.warning("the model of step %d was not exported: %s", step, error)
 
-    def _make(self, step: int) -> None:
+    def _make(self, step: int) -> bool:
+        """Make the folder of a step; return whether it is there. It is not if `stop` was called meanwhile."""
         folder, work = folder_of(self._parent, step), self._parent / f".checkpoint-{step}"
         self._parent.mkdir(parents=True, exist_ok=True)
         # Left behind by a kill, or of a step that a newer timeline replaced.
@@ -157,9 +175,14 @@ class ModelFolders:
             work.mkdir()
         self._complete(work, step)
         _sync(work)
-        work.rename(folder)
+        with self._lock:
+            if self._is_stopped:
+                return False
+            work.rename(folder)
         _sync_folder(self._parent)
+        self._known_steps.add(step)
         self._made.put(step)
+        return True
 
 
 def copy_files(source: Path, target: Path) -> None:

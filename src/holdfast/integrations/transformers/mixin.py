@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.errors import InvalidError
-from holdfast.integrations.transformers.framework import HOST, require_covered
+from holdfast.integrations.transformers.framework import HOST, on_first_rank, require_covered
 from holdfast.integrations.transformers.resuming import OlderStepError, ResumeFolder, ResumeStep
 from holdfast.integrations.transformers.run import TrainerOptions, TrainerRun
 from holdfast.observers import Observer
@@ -91,7 +91,9 @@ class HoldfastMixin:
     def _opened_run(self, trial: Any) -> Iterator[TrainerRun]:
         """Open the run of one training."""
         trainer: Any = self
-        with TrainerRun(self, trainer._get_output_dir(trial), self._holdfast_options) as run:
+        # In a search, rank 0 alone has the trial, and so its folder.
+        output_dir = on_first_rank(lambda: trainer._get_output_dir(trial))
+        with TrainerRun(self, output_dir, self._holdfast_options) as run:
             self._holdfast = run
             try:
                 yield run

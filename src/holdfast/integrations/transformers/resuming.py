@@ -101,16 +101,23 @@ def by_number(root: str, step: int, settings: Settings) -> ResumeStep:
     return _own(root, step, holdfast.open_checkpoint(root, step=step, settings=settings), is_newest=True)
 
 
-def require_room(root: str, source: ResumeStep | ResumeFolder | None, settings: Settings) -> None:
+def require_room(
+    root: str, source: ResumeStep | ResumeFolder | None, settings: Settings, *, start_over: bool
+) -> None:
     """Refuse a training whose steps would mix with those of another one in its root.
 
+    Args:
+        root: The root of the training's run.
+        source: What the training goes on from.
+        settings: How to read.
+        start_over: Whether it may begin anew beside steps of an earlier training.
     Raises:
         InvalidError: The root holds steps of an earlier training, which this one does not go on from.
         ConflictError: Something else saves there.
     """
     newest = _newest_in(root, settings)
     HOST.require_own_root(newest)
-    if newest is not None and not (isinstance(source, ResumeStep) and source.is_own):
+    if newest is not None and not start_over and not (isinstance(source, ResumeStep) and source.is_own):
         raise InvalidError(
             f"{root}: holds step {newest.step} of an earlier training, and this one begins elsewhere; expected an "
             "empty output_dir. Pass resume_from_checkpoint=True to go on, another output_dir, or start_over=True to "

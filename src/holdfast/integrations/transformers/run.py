@@ -106,6 +106,8 @@ class TrainerRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close the manager. Without an error, raise that of a save or an export that failed."""
+        if error is not None and self._folders is not None:
+            self._folders.stop()
         self._manager.__exit__(kind, error, trace)
         if error is not None:
             if self._failure is not None:
@@ -114,10 +116,15 @@ class TrainerRun:
         if self._folders is not None:
             self._folders.prune()
             shutil.rmtree(self._companions, ignore_errors=True)
-        if self._failure is not None:
-            raise self._failure
+        failure = self._failure
         if self._makes_folders:
-            on_first_rank(lambda: None if self._folders is None else self._folders.raise_failure())
+            try:
+                # First, since ranks may know different outcomes of a save, and all of them meet here.
+                on_first_rank(lambda: None if self._folders is None else self._folders.raise_failure())
+            except CheckpointError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def find(self, wanted: object) -> ResumeStep | ResumeFolder | None:
         """Return what `resume_from_checkpoint` names, the same on every rank.
@@ -128,8 +135,7 @@ class TrainerRun:
 
         def found() -> ResumeStep | ResumeFolder | None:
             source = find(self.root, self._output_dir, wanted, self._options.settings)
-            if not self._options.start_over:
-                require_room(self.root, source, self._options.settings)
+            require_room(self.root, source, self._options.settings, start_over=self._options.start_over)
             return source
 
         source = on_first_rank(found)
@@ -146,10 +152,12 @@ class TrainerRun:
 
     def restore_best(self) -> None:
         """Set the best step of the state that was just read, if the run has it."""
-        best = None if self.source is None else self.source.record["best_step"]
-        if best is None:
+        source = self.source
+        best = None if source is None else source.record["best_step"]
+        if source is None or best is None:
             return
-        if on_first_rank(lambda: best in self._manager.steps()):
+        # The run may have a step of that number also if it is not the one that is gone on from.
+        if source.is_own and on_first_rank(lambda: best in self._manager.steps()):
             self.best_step, self._moves_best_tag = best, True
             self._trainer.state.best_model_checkpoint = self._path_of(best)
         elif is_first_rank():
@@ -202,16 +210,22 @@ class TrainerRun:
         """
         trainer = self._trainer
         step, state = trainer.state.global_step, trainer.state
-        is_best = state.best_global_step == step
+        # Ranks may have computed other metrics, or have seen less of the save before.
+        best, is_saved = on_first_rank(lambda: (state.best_global_step, self._is_saved(step)))
+        is_best = best == step
         if is_best:
             self.best_step, state.best_model_checkpoint = step, self._path_of(step)
-        if step == self._saved_step and (self._saved is None or self._saved.failure is None):
+        if is_saved:
             # Trainer saves a step once. Its just-in-time checkpoint may come right after.
             if is_best:
-                self._tag_best_once_saved(self._saved)
+                self._tag_best_once_saved(step, self._saved)
             return
-        if self._moves_best_tag and not is_best:
-            self._tag_best()
+        if best is not None and best == self._saved_step != self.best_step:
+            # It was evaluated after its save, as at the end of an epoch.
+            self.best_step, state.best_model_checkpoint = best, self._path_of(best)
+            self._tag_best_once_saved(best, self._saved)
+        if self._moves_best_tag and not is_best and self.best_step is not None:
+            self._tag_best(self.best_step)
         self._moves_best_tag = False
         tags = {BEST} if is_best else set()
         if self._makes_folders:
@@ -276,19 +290,22 @@ class TrainerRun:
             return str(folder_of(Path(self._output_dir, EXPORTS_FOLDER), step))
         return f"{self.root}/step-{step:012d}"
 
-    def _tag_best(self) -> None:
-        """Move the tag of the best step to a step that is saved already."""
-        if is_first_rank() and self.best_step is not None:
-            try:
-                self._manager.tag(self.best_step, BEST, move=True)
-            except CheckpointError as error:
-                logger.warning("step %d is the best, and did not get the tag %r: %s", self.best_step, BEST, error)
+    def _is_saved(self, step: int) -> bool:
+        return step == self._saved_step and (self._saved is None or self._saved.failure is None)
 
-    def _tag_best_once_saved(self, saved: holdfast.SaveHandle | None) -> None:
+    def _tag_best(self, step: int) -> None:
+        """Move the tag of the best step to a step that is saved already."""
+        if is_first_rank():
+            try:
+                self._manager.tag(step, BEST, move=True)
+            except CheckpointError as error:
+                logger.warning("step %d is the best, and did not get the tag %r: %s", step, BEST, error)
+
+    def _tag_best_once_saved(self, step: int, saved: holdfast.SaveHandle | None) -> None:
         if saved is None:
-            self._tag_best()
+            self._tag_best(step)
         else:
-            saved.committed.add_done_callback(lambda done: None if done.exception() else self._tag_best())
+            saved.committed.add_done_callback(lambda done: None if done.exception() else self._tag_best(step))
 
     def _stored_best(self) -> int:
         """Return the best step that is stored: that of the metric, or if its save failed the one that has the tag."""
