@@ -386,7 +386,7 @@ def test_what_an_abandoned_call_wrote_is_no_part_of_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at = wiring.store_at
-    faults = Faults(lambda _: reopened(), names=("upload.complete",))
+    faults = Faults(lambda _: reopened(), names=("upload.complete",), after=True)
     monkeypatch.setattr(wiring, "store_at", lambda path, settings: FaultyStore(at(path, settings), faults))
     writer = PieceWriter(tmp_path / "it")
     parts: list[bytes] = []
