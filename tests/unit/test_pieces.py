@@ -8,7 +8,6 @@ import os
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from holdfast.foreign.file_layout import FileLayout
 from holdfast.foreign.torch.archive_writer import put_archive
 from holdfast.integrations import host
 from holdfast.pieces import BoxReader, PickledValue, PieceWriter, TensorPiece, names
-from holdfast.saving import attempt, commit
+from holdfast.saving import attempt
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
 
 Given = tuple[Sequence[TensorPiece], Mapping[str, object]]
@@ -172,7 +171,7 @@ def test_an_interrupt_while_it_publishes_removes_nothing(tmp_path: Path, monkeyp
     """The manifest may be there: a checkpoint whose files were removed would be worse than none."""
 
     def interrupt(operation: object) -> None:
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), signal.SIGINT)
 
     at = wiring.store_at
     faults = Faults(interrupt, names=("put_if_absent",), at=3, after=True)
@@ -372,21 +371,6 @@ def test_a_writer_that_is_gone_is_in_nobodys_way(tmp_path: Path) -> None:
     assert holdfast.open_checkpoint(tmp_path / "it").objects == {"step": 3}
 
 
-def test_an_interrupt_ends_no_save_that_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    publish = commit.publish
-
-    def interrupted(*given: Any) -> None:
-        publish(*given)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(commit, "publish", interrupted)
-    writer, parts = write(tmp_path / "it", [([half(0)], {}), ([half(1)], {})])
-    with pytest.raises(KeyboardInterrupt):
-        writer.finish(parts)
-    writer.abort()
-    assert list(holdfast.open_checkpoint(tmp_path / "it").verify()) == []
-
-
 def test_an_error_after_the_commit_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*given: object) -> str:
         raise RuntimeError("no line")
@@ -402,7 +386,7 @@ def test_what_an_abandoned_call_wrote_is_no_part_of_the_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at = wiring.store_at
-    faults = Faults(lambda _: reopened(), names=("upload.complete",))
+    faults = Faults(lambda _: reopened(), names=("upload.complete",), after=True)
     monkeypatch.setattr(wiring, "store_at", lambda path, settings: FaultyStore(at(path, settings), faults))
     writer = PieceWriter(tmp_path / "it")
     parts: list[bytes] = []

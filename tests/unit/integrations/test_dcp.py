@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_save_plan,
+)
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
@@ -492,6 +498,60 @@ def test_a_failed_async_save_fails_its_future_and_removes_its_files(
     assert not [name for name in files_below(tmp_path / "it") if name.endswith(".safetensors")]
     result_of(dcp.async_save({"w": torch.ones(4)}, checkpoint_id=tmp_path / "it"))
     assert holdfast.open_checkpoint(tmp_path / "it").tensors["w"].shape == (4,)
+
+
+def test_a_failed_async_save_has_given_up_before_its_future_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller that saves anew by the same writer must not have that save given up."""
+    begun, steps = threading.Event(), []
+    abort = dcp.HoldfastWriter.abort
+
+    def slow(writer: dcp.HoldfastWriter) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            steps.append("given up" if not begun.wait(0.2) else "given up after the next save began")
+        abort(writer)
+
+    writer = dcp.HoldfastWriter(tmp_path / "it")
+    saving = dcp.async_save({"odd": Alien(), "w": torch.ones(4)}, storage_writer=writer)
+    monkeypatch.setattr(dcp.HoldfastWriter, "abort", slow)
+    with pytest.raises(CheckpointException, match="odd"):
+        result_of(saving)
+    begun.set()
+    torch_dcp.save({"w": torch.ones(4)}, storage_writer=writer)
+    assert "given up after the next save began" not in steps
+    assert holdfast.open_checkpoint(tmp_path / "it").tensors["w"].shape == (4,)
+
+
+def test_an_item_that_a_planner_adds_is_saved_under_its_name(tmp_path: Path) -> None:
+    """DCP's planner data have no path of it."""
+
+    class Adding(DefaultSavePlanner):
+        def create_local_plan(self) -> SavePlan:
+            plan = super().create_local_plan()
+            self.state_dict["extra"] = 5
+            return replace(plan, items=[*plan.items, *create_default_local_save_plan({"extra": 5}, True).items])
+
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "it", planner=Adding())
+    into = {"w": torch.zeros(2), "extra": 0}
+    dcp.load(into, checkpoint_id=tmp_path / "it")
+    require_equal(into, {"w": torch.ones(2), "extra": 5})
+
+
+def test_ranks_that_load_different_checkpoints_are_told(tmp_path: Path) -> None:
+    """While another job saves, `latest` may be one step on one rank, and the next on another."""
+    with holdfast.CheckpointManager(tmp_path / "run", process_group=False) as manager:
+        readers, plans = [], []
+        for step in (1, 2):
+            manager.save(step, {"w": torch.ones(2)}).wait()
+            reader = dcp.HoldfastReader(tmp_path / "run", step="latest")
+            planner = DefaultLoadPlanner()
+            planner.set_up_planner({"w": torch.zeros(2)}, reader.read_metadata(), step == 1)
+            plans.append(reader.prepare_local_plan(planner.create_local_plan()))
+            readers.append(reader)
+    with pytest.raises(ConflictError, match=r"rank 1 loads .*, and rank 0 .*; expected one checkpoint"):
+        readers[0].prepare_global_plan(plans)
+    assert [len(plan.items) for plan in readers[0].prepare_global_plan([plans[0], plans[0]])] == [1, 1]
 
 
 def test_a_value_that_cannot_be_copied_is_named(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import uuid
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from holdfast.errors import InvalidError
+from holdfast.errors import ConflictError, InvalidError
 from holdfast.integrations.dcp.framework import require_tested
 from holdfast.integrations.host import MARK
 from holdfast.pieces import BoxReader, TensorPiece
@@ -100,11 +101,30 @@ class HoldfastReader(StorageReader):
         """Do nothing: every rank reads for itself."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan as it is."""
-        return plan
+        """Return the plan with a note of the checkpoint that this rank has opened."""
+        assert self._opened is not None, "the metadata were read"
+        found = self._opened.checkpoint
+        return replace(plan, storage_data=_Opened(found.url, found.manifest.attempt))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return the plans as they are."""
+        """Return the plans as they are, once it is sure that all ranks load one checkpoint.
+
+        Each rank opens it for itself. Meanwhile another job may overwrite it, or save the step that is then the latest.
+
+        Raises:
+            ConflictError: They load several.
+        """
+        noted = [(rank, plan.storage_data) for rank, plan in enumerate(plans)]
+        # A planner may drop the notes.
+        known = [(rank, opened) for rank, opened in noted if isinstance(opened, _Opened)]
+        for rank, opened in known:
+            first_rank, first = known[0]
+            if opened.attempt != first.attempt:
+                raise ConflictError(
+                    f"rank {rank} loads {opened.url} (attempt {opened.attempt}), and rank {first_rank} {first.url} "
+                    f"(attempt {first.attempt}); expected one checkpoint. Another job saved meanwhile: load again, or "
+                    "name the number of a step"
+                )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -127,6 +147,14 @@ class HoldfastReader(StorageReader):
         read: Future[None] = Future()
         read.set_result(None)
         return read
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """The checkpoint that a rank has opened."""
+
+    url: str
+    attempt: str
 
 
 def _piece_of(item: ReadItem, into: torch.Tensor, opened: BoxReader) -> TensorPiece:
