@@ -6,6 +6,7 @@ Trainer and Fabric save the very same model and optimizer, under FSDP2. Under DD
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import warnings
 from collections.abc import Callable
@@ -120,7 +121,7 @@ def _checkpoint_of_ddp(layers: int) -> dict[str, Any]:
 
 
 def round(place: Path, number: int) -> dict[str, float]:
-    """Return the seconds of one round on this rank; the order turns from round to round."""
+    """Return the seconds of one round on this rank; the order differs from round to round."""
     job = _job()
     saves: dict[str, Callable[[Path], object]] = {
         "own": lambda folder: _save_by(job, job.own, folder),
@@ -131,9 +132,8 @@ def round(place: Path, number: int) -> dict[str, float]:
         "ddp_own": lambda folder: _save_under_ddp(job, TorchCheckpointIO(), folder),
         "ddp_ours": lambda folder: _save_under_ddp(job, HoldfastCheckpointIO(), folder),
     }
-    names = list(saves)
     times: dict[str, float] = {}
-    for name in names[number % len(names) :] + names[: number % len(names)]:
+    for name in random.Random(number).sample(list(saves), len(saves)):
         folder = place / f"{name}-{number}.ckpt"
         dist.barrier()
         times[name] = seconds(lambda name=name, folder=folder: saves[name](folder))  # type: ignore[misc]

@@ -33,6 +33,7 @@ from holdfast.integrations.torchtitan.model import TitanModel
 
 KEYS = {
     "titan_stall": ("own_stall", "ours_stall"),
+    "titan_stall_lazy": ("own_stall", "ours_lazy_stall"),
     "titan_save": ("own", "ours"),
     "integration_overhead": ("ours_awaited", "plain"),
 }
@@ -41,9 +42,9 @@ KEYS = {
 def round(place: Path, number: int) -> dict[str, float]:
     """Return the seconds of this rank for one save of each kind; each round begins with another kind."""
     _trainer()  # Makes the process group.
-    kinds = [_own, _ours, _awaited, _plain]
+    kinds = [_own, _ours, _lazy, _awaited, _plain]
     times: dict[str, float] = {}
-    for kind in kinds[number % 4 :] + kinds[: number % 4]:
+    for kind in kinds[number % 5 :] + kinds[: number % 5]:
         with _fresh(place / kind.__name__) as folder:
             times |= kind(folder)
     return times
@@ -72,6 +73,20 @@ def _ours(folder: Path) -> dict[str, float]:
     committed = time.perf_counter() - began
     manager.close()
     return {"ours_stall": stall, "ours": committed}
+
+
+def _lazy(folder: Path) -> dict[str, float]:
+    """Measure the call, and what the next step of training waits for the copies, after its forward and backward."""
+    manager = _built(HoldfastManager.Config(async_mode="async_with_pinned_mem", **_KEEPS), folder)
+    _warmed(lambda: manager.save(1), manager.maybe_wait_for_saving)
+    trainer, fence = _trainer(), manager.maybe_wait_for_staging
+    waited: list[float] = []
+    manager.maybe_wait_for_staging = lambda: waited.append(seconds(fence))
+    stall = seconds(lambda: manager.save(2))
+    trainer.checkpointer = manager
+    trainer.train_step(trainer.batch_generator(trainer.dataloader))
+    manager.close()
+    return {"ours_lazy_stall": stall + sum(waited)}
 
 
 def _awaited(folder: Path) -> dict[str, float]:

@@ -14,7 +14,7 @@ from holdfast.telemetry.operation import OperationTrace
 PHASES = {
     "staging": ("plan", "end"),
     "writing": ("write", "begin"),
-    "voting": ("vote", "begin"),
+    "voting": ("part", "end"),
     "publishing": ("publish", "begin"),
     "after": ("publish", "end"),
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -70,13 +70,15 @@ class Table:
     def on_other_ranks(self) -> dict[str, object]:
         """Kill all ranks, go on with another number of ranks, and compare what was loaded with what two ranks load."""
         folder = self._folder("other-ranks")
-        self._run(self._job("holdfast", folder), kill=Kill((0, 1), "voting", KILLED_SAVE))
+        ended = self._run(self._job("holdfast", folder), kill=Kill((0, 1), "voting", KILLED_SAVE))
+        assert ended.killed, f"no rank came to be killed: {ended.error or 'it ended'}"
         whole = self._run(self._job("holdfast", copy_of(folder, folder.with_name("on-2")), steps=EVERY), resume=True)
         assert not whole.error, whole.error
         found: dict[str, object] = {"resumed_from": whole.resumed_from}
         for ranks in RANKS_AFTER:
             copy = copy_of(folder, folder.with_name(f"on-{ranks}"))
             outcome = self._run(self._job("holdfast", copy, steps=EVERY, ranks=ranks), resume=True)
+            found[f"resumed_on_{ranks}_from"] = None if outcome.error else outcome.resumed_from
             found[f"equal_on_{ranks}"] = not outcome.error and _digests(outcome) == _digests(whole)
             if outcome.error:
                 found[f"error_on_{ranks}"] = outcome.error
@@ -108,7 +110,8 @@ class Table:
         if outcome.error:
             return Row(keeper, phase, killed, None, False, outcome.error)
         resumed_from = outcome.resumed_from
-        is_identical = _digests(outcome) == _digests(reference.whole) and _losses_agree(outcome, reference.whole)
+        steps = STEPS - (resumed_from or 0)
+        is_identical = _digests(outcome) == _digests(reference.whole) and losses_agree(outcome, reference.whole, steps)
         return Row(keeper, phase, killed, resumed_from, is_identical)
 
     def _job(self, keeper: str, folder: Path, *, steps: int = STEPS, ranks: int = 2) -> Job:
@@ -125,8 +128,17 @@ class Table:
 
 
 def is_well(row: Row) -> bool:
-    """Whether a row is what Holdfast promises: the last whole save at least, and bit for bit what would have been."""
-    return not row.error and row.is_identical and (row.resumed_from or 0) >= EVERY
+    """Whether a row is what Holdfast promises: the last committed save, and bit for bit what would have been."""
+    committed = KILLED_SAVE if row.phase == "after" else KILLED_SAVE - 1
+    return not row.error and row.is_identical and row.resumed_from == committed * EVERY
+
+
+def are_well(found: Mapping[str, object]) -> bool:
+    """Whether a killed training went on from its last save on every other number of ranks, with equal tensors."""
+    return found["resumed_from"] == (KILLED_SAVE - 1) * EVERY and all(
+        found[f"resumed_on_{ranks}_from"] == found["resumed_from"] and found[f"equal_on_{ranks}"] is True
+        for ranks in RANKS_AFTER
+    )
 
 
 def as_markdown(rows: list[dict[str, object]]) -> str:
@@ -154,11 +166,11 @@ def _digests(outcome: Outcome) -> dict[int, object]:
     return {0: every[0]}
 
 
-def _losses_agree(outcome: Outcome, whole: Outcome) -> bool:
-    """Whether each rank's losses after the resume are the last ones of the training that nobody killed."""
+def losses_agree(outcome: Outcome, whole: Outcome, steps: int) -> bool:
+    """Whether each rank trained so many steps, and lost in them what the training lost that nobody killed."""
     for rank, result in outcome.results.items():
         losses, known = result["losses"], whole.results[rank]["losses"]
         assert isinstance(losses, list) and isinstance(known, list)
-        if losses and losses != known[-len(losses) :]:
+        if len(losses) != steps or losses != known[len(known) - steps :]:
             return False
     return True

@@ -6,12 +6,13 @@ import json
 import shutil
 import signal
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.distributed.forked import Forked, Work, start_ranks
+from tests.distributed.forked import REPOSITORY, Forked, Work, start_ranks
 
 _END_SECONDS = 8.0
 """How long survivors of a killed rank may go on, before they are told to end, as an agent does."""
@@ -177,9 +178,17 @@ def _results(scratch: Path) -> dict[int, dict[str, object]]:
 def _error(scratch: Path, processes: Sequence[Forked]) -> str:
     for path in sorted(scratch.glob("error-*.json")):
         said = json.loads(path.read_text())
-        return f"{said['error']}: {said['message']}"
+        # What the table shows says nothing of this machine.
+        message = (
+            said["message"].replace(str(scratch.parents[1]), "").replace(sys.prefix, "").replace(str(REPOSITORY), "")
+        )
+        return f"{said['error']}: {message}"
     missing = [rank for rank in range(len(processes)) if not (scratch / f"rank-{rank}.json").exists()]
-    return f"ranks {missing} ended without a result" if missing else ""
+    if missing:
+        return f"ranks {missing} ended without a result"
+    # A rank that has left its result may still hang, or fail, in its teardown.
+    statuses = {rank: process.poll() for rank, process in enumerate(processes) if process.poll() != 0}
+    return f"ranks left results, and then ended with {statuses}" if statuses else ""
 
 
 def bytes_in(folder: Path) -> int:

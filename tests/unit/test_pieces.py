@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import io
+import os
+import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +21,7 @@ from holdfast.foreign.file_layout import FileLayout
 from holdfast.foreign.torch.archive_writer import put_archive
 from holdfast.integrations import host
 from holdfast.pieces import BoxReader, PickledValue, PieceWriter, TensorPiece, names
+from holdfast.saving import attempt, commit
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
 
 Given = tuple[Sequence[TensorPiece], Mapping[str, object]]
@@ -114,6 +119,16 @@ def test_a_missing_part_leaves_nothing(tmp_path: Path) -> None:
     assert files_below(tmp_path / "it") == []
 
 
+def test_a_coordinator_that_wrote_nothing_cannot_finish(tmp_path: Path) -> None:
+    writer = PieceWriter(tmp_path / "it", overwrite=True)
+    ticket = writer.open(2)[1]
+    part = PieceWriter(tmp_path / "it").write(ticket, [half(1)], {})
+    with pytest.raises(ConflictError, match="was given up, or never opened"):
+        writer.finish([part])
+    assert [name for name in files_below(tmp_path / "it") if name.endswith(".safetensors")] == []
+    save(tmp_path / "it", ([half(0), half(1)], {}), overwrite=True)
+
+
 def test_a_part_of_another_attempt_is_refused(tmp_path: Path) -> None:
     _, old = write(tmp_path / "it", [([half(0)], {}), ([half(1)], {})])
     writer, parts = write(tmp_path / "it", [([half(0)], {}), ([half(1)], {})])
@@ -151,6 +166,24 @@ def test_a_store_that_fails_the_commit_leaves_nothing(
         writer.finish(parts)
     monkeypatch.undo()
     assert files_below(tmp_path / "it") == []
+
+
+def test_an_interrupt_while_it_publishes_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest may be there: a checkpoint whose files were removed would be worse than none."""
+
+    def interrupt(operation: object) -> None:
+        raise KeyboardInterrupt
+
+    at = wiring.store_at
+    faults = Faults(interrupt, names=("put_if_absent",), at=3, after=True)
+    monkeypatch.setattr(wiring, "store_at", lambda path, settings: FaultyStore(at(path, settings), faults))
+    writer, parts = write(tmp_path / "it", [([half(0), half(1)], {"step": 1})])
+    with pytest.raises(KeyboardInterrupt):
+        writer.finish(parts)
+    writer.abort()
+    monkeypatch.undo()
+    assert faults.met
+    assert list(holdfast.open_checkpoint(tmp_path / "it").verify()) == []
 
 
 def test_a_checkpoint_is_replaced_only_if_asked(tmp_path: Path) -> None:
@@ -262,6 +295,20 @@ def test_damage_is_found(tmp_path: Path) -> None:
         read(tmp_path / "it", "model.weight", (8, 6), (0, 0), torch.zeros(8, 6))
 
 
+def test_a_lost_manifest_is_rebuilt_with_the_values_of_all_ranks(tmp_path: Path) -> None:
+    """The coordinator's part has the whole tree: parts are still all that a repair needs."""
+    save(tmp_path / "it", ([half(0)], {"step": 3}), ([half(1)], {"extra": {"a": 1}}))
+    before = holdfast.open_checkpoint(tmp_path / "it")
+    manifest = tmp_path / "it" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-100])
+    (step,) = holdfast.api.repair(tmp_path / "it").steps
+    assert (step.outcome, step.lost_tensors) == ("repaired", ())
+    after = holdfast.open_checkpoint(tmp_path / "it")
+    assert after.objects == before.objects == {"step": 3, "extra": {"a": 1}}
+    assert sorted(BoxReader(tmp_path / "it").values) == ["extra", "step"]
+    assert torch.equal(read(tmp_path / "it", "model.weight", (8, 6), (0, 0), torch.zeros(8, 6)), WHOLE)
+
+
 def test_memory_that_does_not_fit_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     save(tmp_path / "it", ([half(0), half(1)], {}))
     into = torch.full((8, 6), 7, dtype=torch.int8)
@@ -313,3 +360,62 @@ def test_names_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
 
 def test_the_mark_is_the_one_of_the_integrations() -> None:
     assert names.MARK == host.MARK
+
+
+def test_a_writer_that_is_gone_is_in_nobodys_way(tmp_path: Path) -> None:
+    """Its claim would stay, renewed by this process, and refuse every later save to the path."""
+    settings = Settings(lease_seconds=3)
+    save(tmp_path / "it", ([half(0), half(1)], {"step": 1}))
+    write(tmp_path / "it", [([half(0), half(1)], {"step": 2})], overwrite=True, settings=settings)
+    gc.collect()
+    save(tmp_path / "it", ([half(0), half(1)], {"step": 3}), overwrite=True, settings=settings)
+    assert holdfast.open_checkpoint(tmp_path / "it").objects == {"step": 3}
+
+
+def test_an_interrupt_ends_no_save_that_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = commit.publish
+
+    def interrupted(*given: Any) -> None:
+        publish(*given)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(commit, "publish", interrupted)
+    writer, parts = write(tmp_path / "it", [([half(0)], {}), ([half(1)], {})])
+    with pytest.raises(KeyboardInterrupt):
+        writer.finish(parts)
+    writer.abort()
+    assert list(holdfast.open_checkpoint(tmp_path / "it").verify()) == []
+
+
+def test_an_error_after_the_commit_removes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*given: object) -> str:
+        raise RuntimeError("no line")
+
+    monkeypatch.setattr(attempt, "saved_line", fail)
+    writer, parts = write(tmp_path / "it", [([half(0)], {}), ([half(1)], {})])
+    with pytest.raises(UnavailableError, match="outcome unknown: RuntimeError: no line"):
+        writer.finish(parts)
+    assert list(holdfast.open_checkpoint(tmp_path / "it").verify()) == []
+
+
+def test_what_an_abandoned_call_wrote_is_no_part_of_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at = wiring.store_at
+    faults = Faults(lambda _: reopened(), names=("upload.complete",))
+    monkeypatch.setattr(wiring, "store_at", lambda path, settings: FaultyStore(at(path, settings), faults))
+    writer = PieceWriter(tmp_path / "it")
+    parts: list[bytes] = []
+
+    def reopened() -> None:
+        """While the first call still writes, the writer saves anew."""
+        (ticket,) = writer.open(1)
+        parts.append(writer.write(ticket, [half(0), half(1)], {"step": 2}))
+
+    (ticket,) = writer.open(1)
+    with pytest.raises(ConflictError, match="this save was given up"):
+        writer.write(ticket, [TensorPiece("model.weight", (8, 6), (0, 0), WHOLE + 1)], {"step": 1})
+    writer.finish(parts)
+    found = holdfast.open_checkpoint(tmp_path / "it")
+    assert list(found.verify()) == []
+    assert np.array_equal(found.read("model.weight"), WHOLE.numpy())

@@ -15,7 +15,7 @@ wakes the waiting ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -85,6 +85,18 @@ class CommitVote:
         except BaseException:
             self._may_publish = False
             raise
+
+    def carry(self, votes: Mapping[int, Vote]) -> None:
+        """Cast the votes of other ranks, which their caller has carried here: they share no key-value store with it.
+
+        Args:
+            votes: The vote of each, by rank. Each rank is carried once, and before this one votes.
+        """
+        job = self._job
+        deadline = job.deadline()
+        for rank, vote in votes.items():
+            job.key_value_store.set(self._key("vote", rank), encode_message(vote), job.seconds_left(deadline))
+            job.key_value_store.add(self._key("count"), 1, job.seconds_left(deadline))
 
     def note_written(self) -> None:
         """Record that this rank writes, and announce it a few times within the timeout of the ranks that wait.

@@ -90,8 +90,8 @@ def names_in(content: ExportContent, *, flat_optimizers: bool) -> PieceNames:
         return derived
     kept, moved, absent = _recorded(record)
     split = {name: _at(state, path) for name, path in moved.items() if name not in content.tensors}
-    derived_values = {name: value for name, value in (derived.values | split).items() if value is not _ABSENT}
-    values = {name: value for name, value in derived_values.items() if name not in absent} | kept
+    found = {**derived.values, **split}
+    values = {name: value for name, value in found.items() if name not in absent and value is not _ABSENT} | kept
     inner = _references(list(values.values()))
     tensors = {fqn: fqn for fqn in content.tensors if fqn not in inner}
     paths = {name: moved.get(name) or derived.paths.get(name, (name,)) for name in (*tensors, *values)}

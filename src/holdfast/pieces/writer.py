@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import re
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -24,6 +23,7 @@ from holdfast.coordination.commit_vote import Vote
 from holdfast.coordination.job import Job
 from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.coordination.opening.records import Agreement
+from holdfast.coordination.outcome import OutcomeKind
 from holdfast.coordination.save_context import SaveContext
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, first_three, refusal
 from holdfast.foreign.dcp.metadata import Path
@@ -37,6 +37,7 @@ from holdfast.pieces.torch_bytes import PickledValue, unpickled_value
 from holdfast.ports.framework import Selection
 from holdfast.saving.attempt import SaveAttempt
 from holdfast.saving.fingerprint import StateFingerprint
+from holdfast.saving.handle import typed
 from holdfast.saving.request import PathRequest
 from holdfast.saving.save import RankShare
 from holdfast.settings import Settings
@@ -104,7 +105,7 @@ class PieceWriter:
             InvalidError: `overwrite` at what Holdfast did not write as one checkpoint.
         """
         self.abort()
-        _give_up_earlier(self)
+        _give_up_earlier(self.url)
         job = self._job(0, ranks)
         request = PathRequest(job, self._location, {}, Selection(), overwrite=self._overwrite)
         attempt = SaveAttempt(job, request, awaited=True)
@@ -115,9 +116,8 @@ class PieceWriter:
                 request.on_end()
             raise
         attempt.record_agreement(_agreement(job.clock.random_bytes(8).hex(), 0, context))
-        with self._lock:
-            self._attempt = attempt
-        _opened[self.url] = weakref.ref(self)
+        with self._lock, _opened_lock:
+            self._attempt = _opened[self.url] = attempt
         name = attempt.agreement.attempt
         tickets = (_Ticket(name, rank, ranks, self.url, self._settings.chunk_bytes) for rank in range(ranks))
         return [encode_message(ticket) for ticket in tickets]
@@ -153,7 +153,10 @@ class PieceWriter:
             if not is_coordinator:
                 return attempt.write_part(part)
             # Its part has the values of all ranks.
-            self._share, self._own_part = share, part
+            with self._lock:
+                if self._attempt is not attempt:
+                    raise _given_up(self.url)
+                self._share, self._own_part = share, part
             return None
 
         vote = _done(attempt, write)
@@ -180,20 +183,22 @@ class PieceWriter:
             UnavailableError: Storage failed, or the outcome is unknown.
         """
         with self._lock:
-            attempt, self._attempt = self._attempt, None
             share, own_part = self._share, self._own_part
-            self._share = self._own_part = None
-        if attempt is None or share is None or own_part is None:
+        attempt = self._taken()
+        if attempt is None:
             raise _given_up(self.url)
         try:
+            if share is None or own_part is None:
+                raise _given_up(self.url)
             written = _of_all_ranks(parts, attempt)
             tree = tree_of_pieces(_merged(written), paths or {}, self.url)
             if mark is not None:
                 tree.items[MARK] = dict(mark)
             whole = replace(own_part, tree=codec.dumps(codec.encode(tree, "")))
             own_vote = _done(attempt, lambda: attempt.write_part(whole))
-            votes = [own_vote if each.vote is None else each.vote for each in written]
-            attempt.conclude(attempt.commit(lambda: votes), share.report)
+            attempt.commit_vote.carry({each.rank: each.vote for each in written if each.vote is not None})
+            # On the commit thread, as every save: an interrupt of this thread must not end what is perhaps published.
+            attempt.finish_in_background(lambda: attempt.conclude(attempt.vote_and_commit(own_vote), share.report))
             report = attempt.handle.wait()
         except BaseException as error:
             _end(attempt, error)
@@ -203,11 +208,21 @@ class PieceWriter:
 
     def abort(self) -> None:
         """Give up what `open` began, unless `finish` was called; remove what the ranks wrote. Never raises."""
+        attempt = self._taken()
+        if attempt is not None:
+            _end(attempt, _given_up(self.url))
+
+    def _taken(self) -> SaveAttempt | None:
+        """Return what `open` began, to end it: nobody else does; None if it has been ended."""
         with self._lock:
             attempt, self._attempt = self._attempt, None
             self._share = self._own_part = None
-        if attempt is not None:
-            _end(attempt, _given_up(self.url))
+        # Another writer of the path may have ended it.
+        with _opened_lock:
+            if attempt is None or _opened.get(self.url) is not attempt:
+                return None
+            del _opened[self.url]
+            return attempt
 
     def _job(self, rank: int, ranks: int) -> Job:
         # It exchanges nothing: the caller does. So construction is no collective.
@@ -241,16 +256,21 @@ class _PlannedRank(AloneComm):
         self.rank, self.world_size = rank, ranks
 
 
-_opened: dict[str, weakref.ref[PieceWriter]] = {}
-"""By URL, the coordinator's writer that opened it last in this process."""
+_opened: dict[str, SaveAttempt] = {}
+"""By URL, what a coordinator of this process has opened and neither finished nor aborted."""
+
+_opened_lock = threading.Lock()
 
 
-def _give_up_earlier(writer: PieceWriter) -> None:
-    """Give up an earlier save to the same path that its caller never finished: its claim would stay in the way."""
-    earlier = _opened.pop(writer.url, None)
-    known = None if earlier is None else earlier()
-    if known is not None and known is not writer:
-        known.abort()
+def _give_up_earlier(url: str) -> None:
+    """Give up an earlier save to the same path that its caller never finished: its claim would stay in the way.
+
+    Its writer may be gone.
+    """
+    with _opened_lock:
+        earlier = _opened.pop(url, None)
+    if earlier is not None:
+        _end(earlier, _given_up(url))
 
 
 def _agreement(attempt: str, rank: int, context: SaveContext) -> Agreement:
@@ -281,10 +301,14 @@ def _done(attempt: SaveAttempt, work: Callable[[], T]) -> T:
 def _end(attempt: SaveAttempt, error: BaseException) -> None:
     """End an attempt that is not committed, and remove the files of all ranks unless it may be. Never raises."""
     handle = attempt.handle
-    if handle.may_be_committed or (handle.committed.done() and handle.failure is None):
+    if not handle.committed.done():
+        failure = typed(error, attempt.name) if isinstance(error, Exception) else _given_up(attempt.location.url)
+        if attempt.commit_vote.abort(failure).kind is not OutcomeKind.ABORTED:
+            return  # The commit thread publishes it.
+        # Its claim on the path ends with the handle.
+        handle.fail(failure)
+    if handle.may_be_committed or handle.failure is None:
         return
-    # Its claim on the path ends with the handle.
-    handle.fail(error if isinstance(error, Exception) else _given_up(attempt.location.url))
     store, folder = attempt.location.store, f"{attempt.location.folder}{attempt.agreement.attempt}/"
     try:
         store.delete([*(entry.key for entry in store.list(folder)), f"{folder}nothing"])

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -370,7 +370,7 @@ class SaveAttempt:
             self.gc_pause.end()
             with self.trace.phase("wait"):
                 return self.commit_vote.await_outcome()
-        return self.commit(self.commit_vote.votes) if outcome.kind is OutcomeKind.PUBLISHING else outcome
+        return self._commit() if outcome.kind is OutcomeKind.PUBLISHING else outcome
 
     def end_unwritten(self, report: SaveReport) -> None:
         """End the save without a vote: the step is committed, and every rank holds it as it was loaded."""
@@ -401,13 +401,14 @@ class SaveAttempt:
         else:
             self._fail_unknown(outcome.reason)
 
-    def commit(self, votes: Callable[[], Sequence[Vote]]) -> Outcome:
-        """Publish the manifest, and announce the outcome; `votes` returns the vote of every rank, by rank."""
+    def _commit(self) -> Outcome:
+        """Publish the manifest, and announce the outcome to the waiting ranks."""
         location, agreement, epoch = self.location, self.agreement, self.agreement.context.epoch
         overwrite = agreement.context.overwrite
         try:
+            votes = self.commit_vote.votes()
             with self.trace.phase("index"):
-                data, manifest = assemble(self.request, agreement, votes(), self.job.settings, self.file_keys)
+                data, manifest = assemble(self.request, agreement, votes, self.job.settings, self.file_keys)
             with self.trace.phase("publish"):
                 self.request.judge_again(manifest)
                 replaced = overwrite and replace_manifest(location, agreement.attempt, data, overwrite, self.job)

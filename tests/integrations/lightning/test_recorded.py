@@ -55,4 +55,4 @@ def test_the_wrapped_optimizer_is_where_it_was() -> None:
     from lightning.pytorch.core.optimizer import LightningOptimizer
 
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    assert LightningOptimizer(optimizer)._optimizer is optimizer
+    assert LightningOptimizer(optimizer).optimizer is optimizer

@@ -216,6 +216,50 @@ def test_a_training_of_lightnings_own_goes_on_with_holdfast(tmp_path: Path) -> N
     assert [path.is_dir() for path in kept] == [True], "the file of Lightning's is replaced"
 
 
+def test_the_position_of_a_loader_comes_back(tmp_path: Path) -> None:
+    class Loader:
+        def __init__(self) -> None:
+            self.at = 0
+
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            while self.at < 100:
+                self.at += 1
+                yield torch.full((1,), float(self.at))
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": self.at, "kind": ("counted", None)}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            assert state["kind"] == ("counted", None)
+            self.at = state["at"]
+
+    class Reads(Model):
+        def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+            seen.append(int(batch))
+            return super().training_step(batch, number)
+
+    def saving() -> Any:
+        return ModelCheckpoint(tmp_path / "kept", save_last=True, every_n_train_steps=2)
+
+    seen: list[int] = []
+    trainer_with(tmp_path, 4, saving()).fit(Reads(), Loader())
+    trainer_with(tmp_path, 6, saving()).fit(Reads(), Loader(), ckpt_path="last")
+    assert seen[:4] == [1, 2, 3, 4] and seen[4:] == list(range(seen[4], seen[4] + 2)) and seen[4] >= 5
+
+
+def test_a_training_that_fails_saves_if_asked_to(tmp_path: Path) -> None:
+    class Fails(Model):
+        def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+            if self.trainer.global_step == 3:
+                raise ValueError("of the model")
+            return super().training_step(batch, number)
+
+    saving = ModelCheckpoint(tmp_path / "kept", "failed", save_on_exception=True, every_n_epochs=100)
+    with pytest.raises(ValueError, match="of the model"):
+        trainer_with(tmp_path, 6, saving, plugins=[HoldfastCheckpointIO(background=True)]).fit(Fails(), loader())
+    assert holdfast.open_checkpoint(tmp_path / "kept" / "failed.ckpt").objects["global_step"] == 3
+
+
 def test_a_failed_save_in_the_background_is_raised_at_the_end(tmp_path: Path) -> None:
     class Fails(lightning.Callback):
         def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ lightning = pytest.importorskip("lightning")
 import holdfast  # noqa: E402
 from tests.integrations.lightning.worlds import Ended, world  # noqa: E402
 
-LAYOUTS = ("sharded", "ddp", "fabric", "fabric-ddp")
+LAYOUTS = ("sharded", "fsdp1", "ddp", "fabric", "fabric-ddp")
 
 
 def results_of(ranks: list[Ended]) -> list[dict[str, Any]]:
@@ -71,11 +71,16 @@ def test_a_kill_between_save_and_path_loses_no_checkpoint(
     resumed = results_of(world(2, layout, tmp_path / "run", steps=6, resume=True, LIGHTNING_TOP_K="1"))
     assert resumed[0]["resumed_from"] == (None if save == 1 else 2)
     assert [result["digests"] for result in resumed] == [result["digests"] for result in whole[layout]]
-    assert not list((tmp_path / "run").glob(".holdfast/removed-*"))
+    assert not list((tmp_path / "run").glob(".holdfast-removed-*"))
 
 
-def test_a_training_under_fsdp2_goes_on_under_ddp(tmp_path: Path, whole: dict[str, list[dict[str, Any]]]) -> None:
-    results_of(world(2, "sharded", tmp_path / "run", steps=4))
-    resumed = results_of(world(2, "ddp", tmp_path / "run", steps=6, resume=True))
+@pytest.mark.parametrize(
+    ("before", "after"), [("sharded", "ddp"), ("ddp", "sharded"), ("fabric", "fabric-ddp"), ("fabric-ddp", "fabric")]
+)
+def test_a_training_goes_on_under_another_strategy(
+    before: str, after: str, tmp_path: Path, whole: dict[str, list[dict[str, Any]]]
+) -> None:
+    results_of(world(2, before, tmp_path / "run", steps=4))
+    resumed = results_of(world(2, after, tmp_path / "run", steps=6, resume=True))
     assert resumed[0]["resumed_from"] == 4
-    assert resumed[0]["digests"] == whole["ddp"][0]["digests"] == whole["sharded"][0]["digests"]
+    assert resumed[0]["digests"] == whole[before][0]["digests"] == whole[after][0]["digests"]

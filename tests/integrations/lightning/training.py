@@ -1,7 +1,7 @@
 """A training under Lightning's Trainer, or under Fabric, that the rig kills and resumes.
 
-`LIGHTNING_LAYOUT` chooses what is trained: `sharded` (FSDP2 under `ModelParallelStrategy`, the default), `ddp`,
-`fabric` (FSDP2 under Fabric) or `fabric-ddp`. Under FSDP2 every rank saves; under DDP rank 0 saves for all.
+`LIGHTNING_LAYOUT` chooses what is trained: `sharded` (FSDP2 under `ModelParallelStrategy`, the default), `fsdp1`,
+`ddp`, `fabric` (FSDP2 under Fabric) or `fabric-ddp`. Under FSDP every rank saves; under DDP rank 0 saves for all.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from lightning.fabric.strategies import ModelParallelStrategy as FabricModelPara
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from holdfast.integrations.lightning import (
     HoldfastCheckpointIO,
     HoldfastFabricModelParallelStrategy,
+    HoldfastFSDPStrategy,
     HoldfastModelParallelStrategy,
 )
 from tests.integrations.run import Run
@@ -50,16 +51,19 @@ def batch_of(step: int) -> torch.Tensor:
 class Model(lightning.LightningModule):
     """Its data depends on step and rank alone, not on where a loader stands."""
 
-    def __init__(self, *, is_sharded: bool) -> None:
+    def __init__(self, layout: str) -> None:
         super().__init__()
-        self.save_hyperparameters()
-        self.is_sharded = is_sharded
+        self.save_hyperparameters(ignore="layout")
+        self.layout = layout
         self.layers = layers()
         self.losses: list[float] = []
 
     def configure_model(self) -> None:
-        if self.is_sharded:
+        if self.layout == "sharded":
             sharded(self.layers, self.device_mesh)
+        elif self.layout == "fsdp1":
+            # Lightning would wrap it for a GPU.
+            self.layers = FullyShardedDataParallel(self.layers, use_orig_params=True, device_id=torch.device("cpu"))
 
     def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
         loss = self.layers(batch_of(self.trainer.global_step)).square().mean()
@@ -72,12 +76,15 @@ class Model(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def trainer_for(run: Run, *, is_sharded: bool, callbacks: list[Any] | None = None) -> lightning.Trainer:
+def trainer_for(run: Run, layout: str) -> lightning.Trainer:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     plugins: list[Any] = []
-    if is_sharded:
+    if layout == "fsdp1":
+        # Lightning refuses its own class without a GPU, and not this one.
+        strategy: Any = HoldfastFSDPStrategy(**BACKGROUND)
+    elif layout == "sharded":
         kind = HoldfastModelParallelStrategy if run.keeper == "holdfast" else ModelParallelStrategy
-        strategy: Any = kind(ranks, 1, **(BACKGROUND if run.keeper == "holdfast" else {}))
+        strategy = kind(ranks, 1, **(BACKGROUND if run.keeper == "holdfast" else {}))
     else:
         strategy = DDPStrategy() if ranks > 1 else "auto"
         plugins = [HoldfastCheckpointIO(**BACKGROUND)] if run.keeper == "holdfast" else []
@@ -89,7 +96,7 @@ def trainer_for(run: Run, *, is_sharded: bool, callbacks: list[Any] | None = Non
         strategy=strategy,
         plugins=plugins,
         max_steps=run.steps,
-        callbacks=callbacks if callbacks is not None else [saving],
+        callbacks=[saving],
         default_root_dir=run.folder,
         logger=False,
         enable_progress_bar=False,
@@ -112,14 +119,14 @@ def train(run: Run) -> None:
     if layout.startswith("fabric"):
         train_with_fabric(run, is_sharded=layout == "fabric")
         return
-    model = Model(is_sharded=layout == "sharded")
-    trainer = trainer_for(run, is_sharded=layout == "sharded")
+    model = Model(layout)
+    trainer = trainer_for(run, layout)
     loader = torch.utils.data.DataLoader(torch.zeros(10_000, 1), batch_size=1)
     trainer.fit(model, loader, ckpt_path="last" if run.resume else None, weights_only=False)
     first = trainer.global_step - len(model.losses)
     run.finish(
         resumed_from=first or None,
-        tensors=whole_tensors(model, trainer.optimizers[0]),
+        tensors=whole_tensors(trainer.strategy.model, trainer.optimizers[0]),
         losses=model.losses,
     )
 

@@ -100,7 +100,7 @@ def die_at(point: str, save: int) -> None:
         die("moved")
 
     def removed(path: str) -> None:
-        if os.path.basename(path).startswith("removed-") and os.path.exists(path):
+        if os.path.basename(path).startswith(".holdfast-removed-") and os.path.exists(path):
             os.remove(os.path.join(path, "manifest.json"))
             die("removing")
         remove_hidden(path)

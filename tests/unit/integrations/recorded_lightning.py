@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from fsspec.core import url_to_fs
 
 VERSION = "2.6.6"
 
@@ -35,12 +36,12 @@ class TorchCheckpointIO(CheckpointIO):
 
 
 def get_filesystem(path, **kwargs):
-    raise AssertionError("asked for URLs alone")
+    return url_to_fs(str(path), **kwargs)[0]
 
 
 class LightningOptimizer:
     def __init__(self, optimizer):
-        self._optimizer = optimizer
+        self.optimizer = optimizer
 
 
 class TrainerFn(Enum):

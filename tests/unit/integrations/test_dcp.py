@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -165,6 +165,16 @@ def test_what_dcp_itself_saved_is_loaded_without_its_pickle(tmp_path: Path, trai
         reader = dcp.HoldfastReader(tmp_path / f"{flatten}", flatten_optimizer_state_dict=flatten)
         torch_dcp.load(into, storage_reader=reader)
         require_equal(into, state)
+
+
+def test_a_step_of_a_run_is_loaded(tmp_path: Path) -> None:
+    with holdfast.CheckpointManager(tmp_path / "run", process_group=False) as manager:
+        for number in (1, 2):
+            manager.save(number, {"w": torch.full((2,), float(number))}).wait()
+    for step, expected in (("latest", 2.0), (1, 1.0)):
+        into = {"w": torch.zeros(2)}
+        dcp.load(into, storage_reader=dcp.HoldfastReader(tmp_path / "run", step=step))
+        assert into["w"].tolist() == [expected] * 2
 
 
 def test_parts_of_a_state_are_loaded(tmp_path: Path, trained: Any) -> None:
@@ -354,6 +364,27 @@ def test_what_is_there_is_replaced_as_dcp_replaces_it(tmp_path: Path) -> None:
     assert holdfast.open_checkpoint(tmp_path / "it").objects["n"] == 2
 
 
+def test_a_checkpoint_that_dcp_did_not_save_is_not_replaced(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "it", {"n": 1})
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"n": 2}, checkpoint_id=tmp_path / "it")
+    assert isinstance(caught.value.failures[0][0], ConflictError)
+    assert "a job without an integration saved here" in str(caught.value)
+    torch_dcp.save({"n": 1}, checkpoint_id=tmp_path / "own")
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"n": 2}, checkpoint_id=tmp_path / "own")
+    assert isinstance(caught.value.failures[0][0], InvalidError)
+    assert holdfast.open_checkpoint(tmp_path / "it").objects["n"] == 1
+
+
+def test_urls_and_stagers_of_ones_own(tmp_path: Path) -> None:
+    state = {"w": torch.arange(3.0), "n": 4}
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    result_of(dcp.async_save(state, checkpoint_id="memory://of-dcp/it", async_stager=stager))
+    dcp.load(into := blank(state), checkpoint_id="memory://of-dcp/it")
+    require_equal(into, state)
+
+
 def test_a_path_comes_with_the_writer_or_with_the_save(tmp_path: Path) -> None:
     writer = dcp.HoldfastWriter()
     torch_dcp.save({"n": 1}, storage_writer=writer, checkpoint_id=tmp_path / "1")
@@ -407,13 +438,14 @@ def test_an_async_save_has_the_state_of_the_call(tmp_path: Path, trained: Any, f
 def test_the_memory_of_a_staged_state_serves_the_next_save(tmp_path: Path, fresh_memory: Any) -> None:
     state = {"w": torch.arange(1 << 20, dtype=torch.float32)}
     blocks = set()
-    for number in range(3):
-        state["w"].add_(1)
-        result_of(dcp.async_save(state, checkpoint_id=tmp_path / f"{number}"))
+    for _ in range(3):
         staged = staging.stage(state, Settings())
         blocks.add(torch.as_tensor(staged["w"]).data_ptr())
         del staged
     assert len(blocks) == 1
+    for number in range(3):
+        state["w"].add_(1)
+        result_of(dcp.async_save(state, checkpoint_id=tmp_path / f"{number}"))
     for number in range(3):
         into = {"w": torch.zeros(1 << 20)}
         dcp.load(into, checkpoint_id=tmp_path / f"{number}")

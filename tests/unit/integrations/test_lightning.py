@@ -8,7 +8,9 @@ import importlib.metadata
 import logging
 import os
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ import torch
 import holdfast
 from holdfast.errors import ConflictError, InvalidError, MissingError
 from holdfast.integrations.host import MARK
+from tests.object_server import ObjectServer
 from tests.unit.integrations.recorded_lightning import (
     VERSION,
     LightningOptimizer,
@@ -30,20 +33,47 @@ KEPT = ("lightning", "holdfast.integrations.lightning")
 """Modules that these tests import anew: another test may have imported the real ones."""
 
 
+@contextmanager
+def without_lightning() -> Iterator[None]:
+    """Forget Lightning and the integration, and remember at the end what was there before."""
+
+    def names() -> list[str]:
+        return [name for name in sys.modules if name.split(".")[0] == KEPT[0] or name.startswith(KEPT[1])]
+
+    before = {name: sys.modules.pop(name) for name in names()}
+    try:
+        yield
+    finally:
+        for name in names():
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
 @pytest.fixture(scope="module")
 def ours() -> Iterator[ModuleType]:
     """The integration over the recorded shapes."""
-    names = [name for name in sys.modules if name.split(".")[0] == "lightning" or name.startswith(KEPT[1])]
-    before = {name: sys.modules.pop(name) for name in names}
-    with pytest.MonkeyPatch.context() as patch:
+    with without_lightning(), pytest.MonkeyPatch.context() as patch:
         real = importlib.metadata.version
         patch.setattr(importlib.metadata, "version", lambda name: VERSION if name == "lightning" else real(name))
         for name, module in recorded_modules():
             patch.setitem(sys.modules, name, module)
         yield importlib.import_module("holdfast.integrations.lightning")
-        for name in [name for name in sys.modules if name.startswith(KEPT[1])]:
-            del sys.modules[name]
-    sys.modules.update(before)
+
+
+def test_without_lightning_the_import_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version_of(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version_of)
+    with without_lightning(), pytest.raises(InvalidError, match=r"pip install 'holdfast\[lightning\]'"):
+        importlib.import_module("holdfast.integrations.lightning")
+
+
+@pytest.mark.parametrize("version", ["2.6.5", "2.7.0"])
+def test_another_version_is_named_with_the_range(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    with without_lightning(), pytest.raises(InvalidError, match=rf"{version} is outside.*lightning>=2\.6\.6,<2\.7"):
+        importlib.import_module("holdfast.integrations.lightning")
 
 
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -120,7 +150,7 @@ def test_the_model_of_a_checkpoint_loads_without_lightning(ours: ModuleType, tmp
     holdfast.load(tmp_path / "a.ckpt", {"state_dict": fresh}, process_group=False)
     assert equal(dict(fresh.state_dict()), dict(model.state_dict()))
     mark = holdfast.open_checkpoint(tmp_path / "a.ckpt").objects[MARK]
-    assert mark == {"name": "lightning", "version": f"lightning {VERSION}", "model": "state_dict", "saved_as": "values"}
+    assert mark == {"name": "lightning", "version": f"lightning {VERSION}", "model": "state_dict"}
 
 
 def test_a_save_replaces_the_checkpoint_at_its_path(ours: ModuleType, tmp_path: Path) -> None:
@@ -144,8 +174,9 @@ def test_a_save_that_fails_leaves_the_path_as_it_was(ours: ModuleType, tmp_path:
 
 
 def test_what_a_killed_save_left_is_no_checkpoint_and_goes_with_the_next(ours: ModuleType, tmp_path: Path) -> None:
-    left = tmp_path / ".holdfast" / "saving-last.ckpt"
-    left.mkdir(parents=True)
+    begun = sys.modules["holdfast.integrations.lightning.folders"].destination(tmp_path / "last.ckpt")
+    left = Path(begun.written_at)
+    left.mkdir()
     (left / "r00000.safetensors").write_bytes(b"half")
     keeper = ours.HoldfastCheckpointIO()
     keeper.save_checkpoint({"global_step": 1}, tmp_path / "last.ckpt")
@@ -257,12 +288,55 @@ def test_a_removed_checkpoint_is_gone_and_an_absent_one_is_no_error(
     assert names_in(tmp_path) == (["a.ckpt"] if is_link else [])
 
 
+def test_a_removal_goes_on_while_another_rank_tidies(
+    ours: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unlink = os.unlink
+
+    def late(*arguments: Any, **options: Any) -> None:
+        unlink(*arguments, **options)
+        raise FileNotFoundError("another was faster")
+
+    keeper = ours.HoldfastCheckpointIO()
+    keeper.save_checkpoint({"global_step": 1}, tmp_path / "a.ckpt")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", late)
+        keeper.remove_checkpoint(tmp_path / "a.ckpt")
+    assert names_in(tmp_path) == []
+
+
 def test_the_plugin_goes_to_spawned_processes_without_its_saves(ours: ModuleType, tmp_path: Path) -> None:
     keeper = ours.HoldfastCheckpointIO(background=True, skip="x")
     keeper.save_checkpoint({"x": 1, "global_step": 1}, tmp_path / "a.ckpt")
     keeper.wait()
     other = copy.deepcopy(keeper)
     assert other.load_checkpoint(tmp_path / "a.ckpt") == {"global_step": 1}
+
+
+def test_a_url_holds_checkpoints_too(ours: ModuleType, tmp_path: Path) -> None:
+    keeper, url = ours.HoldfastCheckpointIO(), f"local://{tmp_path}/kept/last.ckpt"
+    for step in (1, 2):
+        keeper.save_checkpoint({"global_step": step, "weight": torch.full((3,), float(step))}, url)
+        assert equal(keeper.load_checkpoint(url), {"global_step": step, "weight": torch.full((3,), float(step))})
+    keeper.remove_checkpoint(url)
+    keeper.teardown()
+    assert not (tmp_path / "kept" / "last.ckpt").exists()
+    with pytest.raises(MissingError):
+        keeper.load_checkpoint(url)
+
+
+def test_an_object_store_holds_checkpoints_too(
+    ours: ModuleType, objects: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", objects.endpoint)
+    objects.client().create_bucket(Bucket="lightning")
+    keeper = ours.HoldfastCheckpointIO()
+    for step in (1, 2):
+        keeper.save_checkpoint({"global_step": step}, "s3://lightning/run/last.ckpt")
+        assert keeper.load_checkpoint("s3://lightning/run/last.ckpt") == {"global_step": step}
+    holdfast.save("s3://lightning/run/other.ckpt", {"step": 3}, process_group=False)
+    with pytest.raises(ConflictError, match="a job without an integration saved here"):
+        keeper.save_checkpoint({"global_step": 1}, "s3://lightning/run/other.ckpt")
 
 
 # ---------------------------------------------------------------------------------------------- background
@@ -310,6 +384,59 @@ def test_a_checkpoint_stays_if_the_save_after_it_fails(
     keeper.remove_checkpoint(tmp_path / "step=1.ckpt")
     keeper.teardown()
     assert names_in(tmp_path) == ["step=3.ckpt"]
+
+
+@pytest.fixture
+def held(ours: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """An event for which the thread waits that moves a checkpoint to its path."""
+    path_type = sys.modules["holdfast.integrations.lightning.folders"].CheckpointPath
+    event, publish = threading.Event(), path_type.publish
+    monkeypatch.setattr(path_type, "publish", lambda path: (event.wait(60), publish(path)))
+    yield event
+    event.set()
+
+
+def test_what_is_saved_again_before_its_removal_stays(
+    ours: ModuleType, tmp_path: Path, held: threading.Event
+) -> None:
+    # ModelCheckpoint(enable_version_counter=False) comes back to a name.
+    keeper = ours.HoldfastCheckpointIO(background=True)
+    held.set()
+    keeper.save_checkpoint({"global_step": 1}, tmp_path / "acc=0.5.ckpt")
+    keeper.wait()
+    held.clear()
+    keeper.save_checkpoint({"global_step": 2}, tmp_path / "acc=0.6.ckpt")
+    keeper.remove_checkpoint(tmp_path / "acc=0.5.ckpt")
+    again = threading.Thread(
+        target=keeper.save_checkpoint, args=({"global_step": 3}, tmp_path / "acc=0.5.ckpt"), daemon=True
+    )
+    again.start()
+    held.set()
+    again.join()
+    keeper.teardown()
+    assert names_in(tmp_path) == ["acc=0.5.ckpt", "acc=0.6.ckpt"]
+    assert keeper.load_checkpoint(tmp_path / "acc=0.5.ckpt") == {"global_step": 3}
+
+
+def test_an_error_of_a_store_in_a_removal_does_not_keep_others_waiting(
+    ours: ModuleType,
+    tmp_path: Path,
+    held: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refuse(path: object) -> None:
+        raise RuntimeError("the store said no")
+
+    monkeypatch.setattr(sys.modules["holdfast.integrations.lightning.saves"], "remove", refuse)
+    keeper = ours.HoldfastCheckpointIO(background=True)
+    keeper.save_checkpoint({"global_step": 1}, tmp_path / "a.ckpt")
+    keeper.remove_checkpoint(tmp_path / "b.ckpt")
+    waiting = threading.Thread(target=keeper.wait, daemon=True)
+    waiting.start()
+    held.set()
+    waiting.join(60)
+    assert not waiting.is_alive() and "b.ckpt: could not be removed: the store said no" in caplog.text
 
 
 def test_a_failed_save_does_not_hide_the_error_that_ended_the_training(ours: ModuleType, tmp_path: Path) -> None:
@@ -442,12 +569,9 @@ def test_optimizers_that_cannot_be_filled_are_refused_before_anything_changes(ou
     weights = dumped_by(strategy)
     del weights["optimizer_states"]  # ModelCheckpoint(save_weights_only=True)
     strategy.save_checkpoint(weights, tmp_path / "weights.ckpt")
-    ours.HoldfastCheckpointIO().save_checkpoint(dumped(model, optimizer), tmp_path / "ddp.ckpt")
     torch.nn.init.zeros_(model[0].weight)
     with pytest.raises(InvalidError, match=r"has no 'optimizer_states'.*save_weights_only=True"):
         strategy.load_checkpoint(tmp_path / "weights.ckpt")
-    with pytest.raises(InvalidError, match=r"HoldfastCheckpointIO saved it.*by the number of a parameter"):
-        strategy.load_checkpoint(tmp_path / "ddp.ckpt")
     assert not model[0].weight.any()
 
 
@@ -459,6 +583,19 @@ def test_ddp_resumes_what_a_strategy_saved(ours: ModuleType, tmp_path: Path) -> 
     fresh = torch.optim.AdamW(model.parameters(), lr=0.5)
     fresh.load_state_dict(loaded["optimizer_states"][0])
     assert equal(fresh.state_dict(), optimizer.state_dict())
+
+
+def test_a_strategy_resumes_what_ddp_saved(ours: ModuleType, tmp_path: Path) -> None:
+    model, optimizer = trained()
+    checkpoint = dumped(model, optimizer)
+    saved, moments = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    ours.HoldfastCheckpointIO().save_checkpoint(checkpoint, tmp_path / "a.ckpt")
+    torch.nn.init.zeros_(model[0].weight)
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.5)
+    rest = strategy_with(ours, model, fresh).load_checkpoint(tmp_path / "a.ckpt")
+    assert equal(dict(model.state_dict()), dict(saved)) and equal(fresh.state_dict(), moments)
+    del checkpoint["state_dict"], checkpoint["optimizer_states"]
+    assert equal(rest, checkpoint)
 
 
 def test_a_strategy_leaves_lightnings_own_checkpoints_to_it(ours: ModuleType, tmp_path: Path) -> None:
@@ -563,7 +700,7 @@ def test_a_filter_leaves_names_out(ours: ModuleType, tmp_path: Path) -> None:
 
 
 def test_a_failure_of_rank_0_is_one_of_every_rank(ours: ModuleType) -> None:
-    ranks_of = sys.modules["holdfast.integrations.lightning.sharded"].Ranks
+    ranks_of = sys.modules["holdfast.integrations.lightning.sharded"].StrategyRanks
     sent: list[Any] = []
     first = ranks_of(0, 2, lambda value: sent.append(value) or value, lambda: None)
     with pytest.raises(MissingError, match="gone"):

@@ -124,12 +124,7 @@ MODULES: dict[str, dict[str, object]] = {
     "torchtitan.observability": {},
     "torchtitan.observability.structured_logger": {"log_trace_span": log_trace_span, "add_step_tag": add_step_tag},
     "torchtitan.tools": {},
-    "torchtitan.tools.filesystem": {
-        "join": join,
-        "isdir": os.path.isdir,
-        "isfile": os.path.isfile,
-        "listdir": os.listdir,
-    },
+    "torchtitan.tools.filesystem": {"join": join},
 }
 
 

@@ -1,5 +1,9 @@
 """The versions of PyTorch whose DCP was tested."""
 
+from __future__ import annotations
+
+from functools import cache
+
 from holdfast.integrations.host import Host
 
 HOST = Host(
@@ -11,3 +15,13 @@ HOST = Host(
     model_key="model",
 )
 """PyTorch, as this integration knows it: `docs/torch-versions.md`."""
+
+
+@cache
+def require_tested() -> None:
+    """Require a tested version of torch; asked once, since a script may make a writer for each step.
+
+    Raises:
+        InvalidError: It was not tested.
+    """
+    HOST.require()

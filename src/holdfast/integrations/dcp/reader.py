@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from holdfast.errors import InvalidError
-from holdfast.integrations.dcp.framework import HOST
+from holdfast.integrations.dcp.framework import require_tested
 from holdfast.integrations.host import MARK
 from holdfast.pieces import BoxReader, TensorPiece
 from holdfast.settings import Settings
@@ -50,7 +50,7 @@ class HoldfastReader(StorageReader):
             InvalidError: This version of torch was not tested.
         """
         super().__init__()
-        HOST.require()
+        require_tested()
         self.path, self.step, self.settings = path, step, settings or Settings()
         self._flatten = flatten_optimizer_state_dict
         self._load_id = str(uuid.uuid4())

@@ -89,9 +89,9 @@ def async_save(
         no_dist=no_dist,
         use_collectives=use_collectives,
     )
-    future = saving.upload_completion if isinstance(saving, AsyncSaveResponse) else saving
-    future.add_done_callback(lambda ended: None if ended.exception() is None else _give_up(writer))
-    return saving
+    if isinstance(saving, AsyncSaveResponse):
+        return AsyncSaveResponse(saving.staging_completion, _given_up_first(saving.upload_completion, writer))
+    return _given_up_first(saving, writer)
 
 
 def load(
@@ -119,6 +119,26 @@ def load(
         process_group=process_group,
         no_dist=no_dist,
     )
+
+
+def _given_up_first(saving: Future[Any], writer: StorageWriter) -> Future[Any]:
+    """Return a future that fails only once what the save has left is removed: its caller may save anew by the writer.
+
+    A callback of the future itself runs after those who wait for it have gone on.
+    """
+    ended: Future[Any] = Future()
+    ended.set_running_or_notify_cancel()
+
+    def pass_on(done: Future[Any]) -> None:
+        failure = done.exception()
+        if failure is None:
+            ended.set_result(done.result())
+        else:
+            _give_up(writer)
+            ended.set_exception(failure)
+
+    saving.add_done_callback(pass_on)
+    return ended
 
 
 def _give_up(writer: StorageWriter) -> None:

@@ -16,6 +16,7 @@ import os
 import threading
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +29,9 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from holdfast.errors import CheckpointError, ConflictError, InvalidError
-from holdfast.integrations.dcp.framework import HOST
+from holdfast.api import open_checkpoint
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.integrations.dcp.framework import HOST, require_tested
 from holdfast.pieces import PickledValue, PieceWriter, TensorPiece, stage
 from holdfast.settings import Settings
 
@@ -84,7 +86,7 @@ class HoldfastWriter(StorageWriter, AsyncStager):
             InvalidError: This version of torch was not tested.
         """
         super().__init__()
-        HOST.require()
+        require_tested()
         self.path, self.overwrite, self.settings = path, overwrite, settings or Settings()
         self._save_id = str(uuid.uuid4())
         self._begin_anew()
@@ -202,13 +204,27 @@ class HoldfastWriter(StorageWriter, AsyncStager):
         """Claim the path, and put a ticket into the plan of each rank.
 
         Raises:
-            ConflictError: A checkpoint is there, or another job overwrites it.
+            ConflictError: A checkpoint is there; with `overwrite` one that DCP did not save, or another job is at it.
         """
         assert self._pieces is not None, "it was set up"
+        self._require_own_path()
         self._tickets = self._pieces.open(len(plans))
         return [
             replace(plan, storage_data=PlanTicket(ticket)) for plan, ticket in zip(plans, self._tickets, strict=True)
         ]
+
+    def _require_own_path(self) -> None:
+        """Refuse to replace a checkpoint that another integration, or none, saved.
+
+        Raises:
+            ConflictError: One is there.
+        """
+        if self.overwrite:
+            # What is there and cannot be read is judged by the save itself.
+            with suppress(InvalidError, MissingError, CorruptError):
+                there = open_checkpoint(str(self.path), settings=self.settings)
+                if there.origin is None:
+                    HOST.require_own_root(there)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the items of a plan; the future has the part of this rank.
@@ -260,7 +276,9 @@ class HoldfastWriter(StorageWriter, AsyncStager):
         mark: dict[str, object] = dict(HOST.mark())
         paths: dict[str, tuple[str | int, ...]] = {}
         if _are_paths(metadata.planner_data):
-            paths = {name: metadata.planner_data[name] for name in metadata.state_dict_metadata}
+            # A planner may add items that it does not flatten.
+            names = metadata.state_dict_metadata
+            paths = {name: path for name, path in metadata.planner_data.items() if name in names}
         elif metadata.planner_data is not None:
             mark["planner_data"] = metadata.planner_data
         self._is_writing = True

@@ -1,7 +1,7 @@
 """Lightning's Trainer and Fabric save and load through Holdfast, by their own verbs.
 
-Users import it: `Trainer(plugins=[HoldfastCheckpointIO()])`, `Trainer(strategy=HoldfastModelParallelStrategy())`. Read
-`checkpoint_io.py` first, then `strategies.py`. It never decides when a checkpoint is saved or removed.
+Users import it: `Trainer(plugins=[HoldfastCheckpointIO()])`, `Trainer(strategy=HoldfastModelParallelStrategy())`.
+Read `checkpoint_io.py` first, then `strategies.py`. It never decides when a checkpoint is saved or removed.
 """
 
 from __future__ import annotations

@@ -214,6 +214,6 @@ def _moved(value: Any, device: torch.device) -> Any:
             value[key] = _moved(item, device)
     elif isinstance(value, list):
         value[:] = [_moved(item, device) for item in value]
-    elif isinstance(value, tuple) and not hasattr(value, "_fields"):
+    elif isinstance(value, tuple):
         return tuple(_moved(item, device) for item in value)
     return value

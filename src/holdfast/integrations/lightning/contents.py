@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from holdfast import PerRank, RngState, Sharded
@@ -20,11 +21,8 @@ HOST = Host(
     model_key="state_dict",
 )
 
-VERSIONS = "holdfast_module_versions"
-"""Key under which the versions of a model's modules are stored, which a state dict carries as an attribute."""
-
-_SAVED_AS = "saved_as"
-"""Key in the mark: how optimizers are stored, `values` or `objects`."""
+ATTRIBUTES = "holdfast_state_dict_attributes"
+"""Key of what the state dict of a model carries as attributes of the dict: the versions of its modules."""
 
 _LIGHTNINGS_KEY = "pytorch-lightning_version"
 
@@ -42,38 +40,32 @@ def values_state(checkpoint: Mapping[str, object], skip: tuple[str, ...]) -> dic
     refused = [text for key, value in checkpoint.items() for text in _objects_in(value, str(key))]
     if refused:
         raise InvalidError(f"{len(refused)} objects of the checkpoint are no values: {first_three(refused)}")
-    state = {**checkpoint, MARK: {**HOST.mark(), _SAVED_AS: "values"}}
-    versions = getattr(checkpoint.get("state_dict"), "_metadata", None)
-    if versions and "state_dict" not in skip:
-        state[VERSIONS] = dict(versions)
+    state = {**checkpoint, MARK: _mark()}
+    attributes = getattr(checkpoint.get("state_dict"), "__dict__", None)
+    if attributes and "state_dict" not in skip:
+        state[ATTRIBUTES] = dict(attributes)
     return state
 
 
-def objects_mark() -> dict[str, str]:
-    """Return the mark of a checkpoint whose model and optimizers were saved as objects, by parameter."""
-    return {**HOST.mark(), _SAVED_AS: "objects"}
-
-
-def holds_objects(checkpoint: Checkpoint) -> bool:
-    """Return whether a checkpoint was saved by a strategy, with its optimizers by parameter."""
-    mark = checkpoint.objects.get(MARK)
-    return isinstance(mark, dict) and mark.get(_SAVED_AS) == "objects"
+@cache
+def _mark() -> dict[str, str]:
+    """Return the mark; reading the version of a package takes as long as a small save."""
+    return HOST.mark()
 
 
 def lightning_dict(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the dict that Lightning saved, from the state that was read."""
     checkpoint = dict(state)
     checkpoint.pop(MARK, None)
-    versions = checkpoint.pop(VERSIONS, None)
+    attributes = checkpoint.pop(ATTRIBUTES, None)
     model = checkpoint.get("state_dict")
-    if versions is not None and isinstance(model, dict):
-        # `load_state_dict` of a module asks for them, to read what older versions of it have saved.
-        with_versions: Any = OrderedDict(model)
-        with_versions._metadata = OrderedDict(versions)
-        checkpoint["state_dict"] = with_versions
+    if attributes is not None and isinstance(model, dict):
+        # `load_state_dict` of a module asks for the versions, to read what older ones of it have saved.
+        checkpoint["state_dict"] = OrderedDict(model)
+        vars(checkpoint["state_dict"]).update(attributes)
     optimizers = checkpoint.get("optimizer_states")
     if isinstance(optimizers, dict):
-        # A strategy saved a list of optimizers. One of torch takes such a state by the order of its parameters.
+        # A strategy saved a list of optimizers, by name. One of torch takes their state by the order of parameters.
         checkpoint["optimizer_states"] = [optimizers[str(number)] for number in range(len(optimizers))]
     return checkpoint
 
@@ -114,7 +106,7 @@ def require_free_keys(checkpoint: Iterable[str]) -> None:
     Raises:
         InvalidError: Names the key.
     """
-    taken = {MARK, VERSIONS} & set(checkpoint)
+    taken = {MARK, ATTRIBUTES} & set(checkpoint)
     if taken:
         raise InvalidError(f"the checkpoint has the key {taken.pop()!r}, which Holdfast uses; expected another name")
 

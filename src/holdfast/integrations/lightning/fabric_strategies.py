@@ -14,7 +14,7 @@ from holdfast import Settings
 from holdfast.errors import InvalidError, MissingError, first_three
 from holdfast.integrations.lightning.checkpoint_io import require_no_options
 from holdfast.integrations.lightning.saves import Path
-from holdfast.integrations.lightning.sharded import Ranks, ShardedCheckpoints, require_sharded
+from holdfast.integrations.lightning.sharded import ShardedCheckpoints, StrategyRanks, require_sharded
 
 Filter = Callable[[str, Any], bool]
 
@@ -122,8 +122,6 @@ class HoldfastFabricModelParallelStrategy(ModelParallelStrategy):
             )
         wanted = {key: value for key, value in state.items() if key in found.keys}
         optimizers = [key for key, value in wanted.items() if isinstance(value, torch.optim.Optimizer)]
-        for key in optimizers:
-            found.require_optimizers(key)
         self._checkpoints.fill(found, wanted, strict=strict, whole=optimizers)
         state.update(wanted)
         return self._checkpoints.rest(self._ranks, found, without={*wanted, *found.object_keys})
@@ -142,8 +140,8 @@ class HoldfastFabricModelParallelStrategy(ModelParallelStrategy):
         self._checkpoints.wait()
 
     @property
-    def _ranks(self) -> Ranks:
-        return Ranks(self.global_rank, self.world_size, self.broadcast, self.barrier)
+    def _ranks(self) -> StrategyRanks:
+        return StrategyRanks(self.global_rank, self.world_size, self.broadcast, self.barrier)
 
 
 def _unwanted(model: torch.nn.Module, wanted: Filter) -> Iterator[str]:

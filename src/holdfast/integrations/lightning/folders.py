@@ -1,12 +1,13 @@
-"""Where a checkpoint lies: at its path, or hidden beside it while it is saved or removed.
+"""Where a checkpoint lies: at its path, or under a hidden name beside it while it is saved or removed.
 
 Lightning finds checkpoints by listing a folder: `ckpt_path="last"`, the number of the next `hpc_ckpt_N.ckpt`. What a
-kill leaves of a save must not be among them. So on a disk a checkpoint is saved in a hidden folder, and moved when it
-is whole. Before it is removed, it is moved there too.
+kill leaves of a save must not be among them. So on a disk a checkpoint is saved under a hidden name, and gets its own
+when it is whole. Before it is removed, it gets a hidden name again.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from contextlib import suppress
@@ -15,14 +16,11 @@ from dataclasses import dataclass
 from lightning.fabric.utilities.cloud_io import get_filesystem
 
 import holdfast
-from holdfast.errors import CorruptError, InvalidError, MissingError
+from holdfast.errors import CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.integrations.lightning.contents import HOST
 
-HIDDEN = ".holdfast"
-"""Folder beside the checkpoints for those that are being saved or removed."""
-
-_REMOVED = "removed-"
-"""How the names of those begin that are being removed."""
+_SAVING, _REPLACED, _REMOVED = ".holdfast-saving-", ".holdfast-replaced-", ".holdfast-removed-"
+"""How hidden names begin. A digest of the checkpoint's name follows: Lightning would find the name itself."""
 
 _MANIFEST = "manifest.json"
 """The file without which a folder is no checkpoint (docs/format.md)."""
@@ -44,18 +42,28 @@ class CheckpointPath:
         return self.path == self.written_at
 
     def publish(self) -> None:
-        """Move the whole checkpoint to its path, in place of a file or a link there; durable on return."""
+        """Move the whole checkpoint to its path, in place of a file or a link there; durable on return.
+
+        Raises:
+            UnavailableError: It could not be moved, or another job has saved there meanwhile. It stays where it is.
+        """
         if self.is_replaced:
             return
         old = None
-        if os.path.lexists(self.path):
-            # Nobody can move a folder over a file. The new checkpoint is whole by now, so nothing is lost.
-            old = _hidden(self.path, "replaced-")
-            os.rename(self.path, old)
-        os.rename(self.written_at, self.path)
-        _make_durable(os.path.dirname(self.path))
-        if old is not None:
-            _remove_hidden(old)
+        try:
+            if os.path.islink(self.path) or os.path.isfile(self.path):
+                # Nobody can move a folder over a file. The new checkpoint is whole by now, so nothing is lost.
+                old = _hidden(self.path, _REPLACED)
+                os.rename(self.path, old)
+            os.rename(self.written_at, self.path)
+            _make_durable(os.path.dirname(self.path))
+            if old is not None:
+                _remove_hidden(old)
+        except OSError as error:
+            raise UnavailableError(
+                f"{self.path}: the checkpoint is whole at {self.written_at}, but could not get its name: {error}. Move "
+                "it by hand, or save again"
+            ) from error
 
 
 def destination(path: str | os.PathLike[str]) -> CheckpointPath:
@@ -66,12 +74,10 @@ def destination(path: str | os.PathLike[str]) -> CheckpointPath:
         ConflictError: A checkpoint that another integration saved is there, or one of a job without any.
     """
     text = local_path(path)
-    if "://" in text:
-        return CheckpointPath(text, text)
-    if os.path.isdir(text) and not os.path.islink(text):
+    if "://" in text or (os.path.isdir(text) and not os.path.islink(text)):
         _require_replaceable(text)
         return CheckpointPath(text, text)
-    hidden = _hidden(text, "saving-")
+    hidden = _hidden(text, _SAVING)
     _remove_hidden(hidden)
     return CheckpointPath(text, hidden)
 
@@ -80,6 +86,9 @@ def remove(path: str | os.PathLike[str]) -> None:
     """Remove a checkpoint, of Lightning itself too; do nothing if there is none.
 
     On a disk it is gone at once. At a URL its manifest goes first, so what a kill leaves is no checkpoint.
+
+    Raises:
+        UnavailableError: Storage failed.
     """
     text = local_path(path)
     if "://" in text:
@@ -92,23 +101,21 @@ def remove(path: str | os.PathLike[str]) -> None:
     if not os.path.lexists(text):
         return
     hidden = _hidden(text, _REMOVED)
-    _remove_hidden(hidden)
-    os.rename(text, hidden)
-    _make_durable(os.path.dirname(text))
-    _remove_hidden(hidden)
+    try:
+        _remove_hidden(hidden)
+        os.rename(text, hidden)
+        _make_durable(os.path.dirname(text))
+        _remove_hidden(hidden)
+    except OSError as error:
+        raise UnavailableError(f"{text}: could not be removed: {error}") from error
 
 
-def tidy(path: str | os.PathLike[str]) -> None:
-    """Remove what killed removals have left beside a path, and the hidden folder if nothing else is in it."""
-    text = local_path(path)
-    if "://" in text:
-        return
-    folder = os.path.dirname(_hidden_name(text, ""))
+def tidy(folder: str) -> None:
+    """Remove what killed removals have left in a folder of checkpoints."""
     with suppress(OSError):
         for name in os.listdir(folder):
             if name.startswith(_REMOVED):
                 shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
-        os.rmdir(folder)
 
 
 def is_of_lightning(path: str) -> bool:
@@ -140,28 +147,27 @@ def _require_replaceable(path: str) -> None:
         raise InvalidError(f"{error}. It was not replaced, and nothing was touched; save to another folder") from error
 
 
-def _hidden_name(path: str, prefix: str) -> str:
-    parent, name = os.path.split(path)
-    return os.path.join(parent, HIDDEN, prefix + name)
-
-
 def _hidden(path: str, prefix: str) -> str:
-    hidden = _hidden_name(path, prefix)
-    os.makedirs(os.path.dirname(hidden), exist_ok=True)
-    return hidden
+    parent, name = os.path.split(path)
+    return os.path.join(parent, prefix + hashlib.sha256(name.encode("utf-8", "surrogateescape")).hexdigest()[:16])
 
 
 def _remove_hidden(path: str) -> None:
     if os.path.islink(path) or os.path.isfile(path):
         os.unlink(path)
     elif os.path.isdir(path):
-        shutil.rmtree(path)
+        shutil.rmtree(path, onerror=_go_on_if_gone)
+
+
+def _go_on_if_gone(call: object, path: str, error: tuple[type[BaseException], BaseException, object]) -> None:
+    """Raise an error of a removal, unless another rank or job removes the same files: each one tidies at its end."""
+    if not isinstance(error[1], FileNotFoundError):
+        raise error[1]
 
 
 def _make_durable(folder: str) -> None:
-    for each in (os.path.join(folder, HIDDEN), folder):
-        descriptor = os.open(each, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

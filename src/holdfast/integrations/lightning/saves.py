@@ -41,6 +41,10 @@ class PendingSave:
     ended: threading.Event = field(default_factory=threading.Event)
     error: Exception | None = None
 
+    def paths(self) -> list[str]:
+        """Return the path that is saved, and those that are removed afterwards."""
+        return [self.path.path, *map(local_path, self.removals)]
+
 
 class SavesOfProcess:
     """Saves of one process, alone or as one of the ranks of a strategy."""
@@ -62,8 +66,8 @@ class SavesOfProcess:
         self._failures: list[Exception] = []
         self._in_flight: dict[PendingSave, None] = {}
         self._ends_at_exit = False
-        self._beside: dict[str, str] = {}
-        """By folder a path in it that was saved or removed: a hidden folder lies beside it."""
+        self._folders: set[str] = set()
+        """Folders in which it has saved or removed something."""
 
     def save(self, path: CheckpointPath, state: Mapping[str, object], skip: tuple[str, ...] = ()) -> None:
         """Save, and return once it is committed; `path.publish` is left to the caller.
@@ -135,16 +139,18 @@ class SavesOfProcess:
         remove(path)
 
     def await_ends(self, path: Path | None = None) -> None:
-        """Wait until the saves in the background have ended, of one path or of all; raises nothing."""
-        with self._lock:
-            pending = list(self._in_flight)
+        """Wait until the saves in the background have ended, of all or of one path; raises nothing.
+
+        A path that is removed after a save counts as one of it: what is saved there next must not be removed.
+        """
         wanted = None if path is None else local_path(path)
+        with self._lock:
+            pending = [save for save in self._in_flight if wanted is None or wanted in save.paths()]
         for save in pending:
-            if wanted is None or save.path.path == wanted:
-                with suppress(CheckpointError):
-                    # A lazy save is staged only after this thread has checked that the state did not change.
-                    save.handle.wait("staged")
-                save.ended.wait()
+            with suppress(CheckpointError):
+                # A lazy save is staged only after this thread has checked that the state did not change.
+                save.handle.wait("staged")
+            save.ended.wait()
 
     def wait(self) -> None:
         """Wait for every save in the background.
@@ -155,8 +161,8 @@ class SavesOfProcess:
         self.await_ends()
         with self._lock:
             failures, self._failures = self._failures, []
-        while self._beside:
-            tidy(self._beside.popitem()[1])
+        while self._folders:
+            tidy(self._folders.pop())
         if len(failures) > 1:
             raise failures[0] from ExceptionGroup(f"{len(failures)} saves failed", failures)
         if failures:
@@ -173,7 +179,8 @@ class SavesOfProcess:
             handled.add_note(f"a save in the background also failed: {error}")
 
     def _note(self, path: str) -> None:
-        self._beside[os.path.dirname(path)] = path
+        if "://" not in path:
+            self._folders.add(os.path.dirname(path))
 
     def _end(self, pending: PendingSave, committed: Future[SaveReport], publish: Callable[[], None]) -> None:
         """End a save in the background, on the thread that committed it."""
@@ -183,11 +190,8 @@ class SavesOfProcess:
         try:
             if error is None:
                 publish()
-        except OSError as failure:
-            error = UnavailableError(
-                f"{pending.path.path}: the checkpoint is whole at {pending.path.written_at}, but could not be moved "
-                f"to its path: {failure}. Move it there by hand"
-            )
+        except UnavailableError as failure:
+            error = failure
             logger.error("%s", error)
         with self._lock:
             pending.error = error
@@ -206,14 +210,16 @@ class SavesOfProcess:
                 if not pending.removals:
                     pending.ended.set()  # Under the lock: whoever comes later removes by itself.
                     return
-                path = pending.removals.pop(0)
+                path = pending.removals[0]
             if pending.error is not None:
                 self._keep(path, pending)
-                continue
-            try:
-                remove(path)
-            except (OSError, CheckpointError) as error:
-                logger.warning("%s: could not be removed: %s", os.fspath(path), error)
+            else:
+                try:
+                    remove(path)
+                except Exception as error:  # noqa: BLE001 - of the file system of a URL, too; the next save goes on
+                    logger.warning("%s: could not be removed: %s", os.fspath(path), error)
+            with self._lock:
+                pending.removals.pop(0)  # Only now: until then a save to this path waits.
 
     def _keep(self, path: Path, failed: PendingSave) -> None:
         logger.warning(

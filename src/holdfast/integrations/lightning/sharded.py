@@ -10,11 +10,8 @@ from typing import Any, TypeVar
 import holdfast
 from holdfast import Settings
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError, first_three
-from holdfast.integrations.host import MARK
 from holdfast.integrations.lightning.contents import (
-    holds_objects,
     lightning_dict,
-    objects_mark,
     require_free_keys,
     require_readable,
     values_state,
@@ -32,7 +29,7 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class StrategyRanks:
     """The ranks of a strategy, as it lets them talk."""
 
     rank: int
@@ -68,25 +65,16 @@ class FoundCheckpoint:
     object_keys: frozenset[str] = frozenset()
     """Those at or below which a model or an optimizer is."""
 
-    holds_objects: bool = False
-    """Whether a strategy has saved it, with optimizers by parameter."""
-
     def require_optimizers(self, key: str) -> None:
         """Refuse a checkpoint from which optimizers cannot be filled.
 
         Raises:
-            InvalidError: It has none, or they are numbered.
+            InvalidError: It has none.
         """
         if key not in self.keys:
             raise InvalidError(
                 f"{self.path}: has no {key!r}; expected a checkpoint of the whole training. It was saved with "
                 "save_weights_only=True, perhaps; to begin a new training from its weights, load the model alone: "
-                f'holdfast.load(path, {{"state_dict": model}})'
-            )
-        if not self.holds_objects:
-            raise InvalidError(
-                f"{self.path}: HoldfastCheckpointIO saved it, with optimizers by the number of a parameter; expected "
-                "one that a strategy of Holdfast saved, with names. Resume it under DDP, or load its model alone: "
                 f'holdfast.load(path, {{"state_dict": model}})'
             )
 
@@ -102,7 +90,7 @@ class ShardedCheckpoints:
 
     def save(
         self,
-        ranks: Ranks,
+        ranks: StrategyRanks,
         path: Path,
         objects: Mapping[str, object],
         values: Mapping[str, object],
@@ -114,7 +102,7 @@ class ShardedCheckpoints:
 
         Args:
             ranks: The ranks.
-            path: Where.
+            path: Where; that of rank 0 counts.
             objects: What every rank saves its part of.
             values: What rank 0 saves: Lightning keeps those of rank 0, too.
             skip: Patterns of names that are left out of this save.
@@ -123,7 +111,6 @@ class ShardedCheckpoints:
             CheckpointError: The save failed, or was refused.
         """
         saves = self._saves(ranks)
-        path = ranks.broadcast(path)
         saves.await_ends(path)
         state = dict(objects)
 
@@ -131,7 +118,6 @@ class ShardedCheckpoints:
             # A refusal here is one on every rank: no other has begun to save.
             require_free_keys(objects)
             state.update(values_state(values, self._skip))
-            state[MARK] = objects_mark()
             return destination(path)
 
         target = ranks.from_first(prepare)
@@ -139,10 +125,11 @@ class ShardedCheckpoints:
             saves.begin(target, state, skip, publishes=ranks.rank == 0)
             return
         saves.save(target, state, skip)
-        ranks.barrier()  # Every rank has stored its report there.
-        ranks.from_first(target.publish)
+        if not target.is_replaced:
+            ranks.barrier()  # Every rank has stored its report there.
+            ranks.from_first(target.publish)
 
-    def look_at(self, ranks: Ranks, path: Path) -> FoundCheckpoint:
+    def look_at(self, ranks: StrategyRanks, path: Path) -> FoundCheckpoint:
         """Return what is at a path. Every rank calls.
 
         Raises:
@@ -174,7 +161,7 @@ class ShardedCheckpoints:
                 "parameters, also without strict loading. The training is partly filled"
             )
 
-    def rest(self, ranks: Ranks, found: FoundCheckpoint, without: Collection[str]) -> dict[str, Any]:
+    def rest(self, ranks: StrategyRanks, found: FoundCheckpoint, without: Collection[str]) -> dict[str, Any]:
         """Return what else the checkpoint holds, read by rank 0 for all. Every rank calls."""
         wanted = sorted(found.keys - set(without))
         if not wanted:
@@ -199,7 +186,7 @@ class ShardedCheckpoints:
         if self._made is not None:
             self._made.end()
 
-    def _saves(self, ranks: Ranks) -> SavesOfProcess:
+    def _saves(self, ranks: StrategyRanks) -> SavesOfProcess:
         if self._made is None:
             settings = self._settings
             if self._background and ranks.size > 1:
@@ -219,7 +206,6 @@ class ShardedCheckpoints:
             is_of_holdfast=True,
             keys=frozenset(items),
             object_keys=frozenset(key for key, value in items.items() if _holds_object(value)),
-            holds_objects=holds_objects(checkpoint),
         )
 
 

@@ -20,7 +20,7 @@ from holdfast import Settings
 from holdfast.errors import InvalidError, first_three
 from holdfast.integrations.lightning.checkpoint_io import require_no_options
 from holdfast.integrations.lightning.saves import Path, is_needed_at_once
-from holdfast.integrations.lightning.sharded import Ranks, ShardedCheckpoints, require_sharded
+from holdfast.integrations.lightning.sharded import ShardedCheckpoints, StrategyRanks, require_sharded
 
 _DEFAULT = Settings()
 
@@ -47,7 +47,7 @@ class _SavesShards:
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> Any:
         """Return the optimizer: the save takes it itself."""
-        return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Do nothing: `load_checkpoint` has filled the model."""
@@ -177,5 +177,5 @@ class HoldfastFSDPStrategy(_SavesShards, FSDPStrategy):
         return {}
 
 
-def _ranks_of(strategy: Any) -> Ranks:
-    return Ranks(strategy.global_rank, strategy.world_size, strategy.broadcast, strategy.barrier)
+def _ranks_of(strategy: Any) -> StrategyRanks:
+    return StrategyRanks(strategy.global_rank, strategy.world_size, strategy.broadcast, strategy.barrier)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from torchtitan.tools import filesystem
 
 import holdfast
 from holdfast import PerRank
@@ -73,25 +73,23 @@ def load_hugging_face(path: str, model: TitanModel, adapter: Any, settings: Sett
 
 
 def require_no_other_steps(folder: str) -> None:
-    """Refuse to begin anew in a folder that holds steps of torchtitan's own CheckpointManager.
+    """Refuse to begin anew in a local folder that holds steps of torchtitan's own CheckpointManager.
+
+    Behind a URL nothing is looked for: it would take torchtitan's client and its credentials beside ours.
 
     Raises:
         InvalidError: Names the newest of them, and how to go on from it.
     """
-    if not filesystem.isdir(folder):
+    if "://" in folder:
         return
-    steps = [(int(match[1]), name) for name in filesystem.listdir(folder) if (match := _DCP_STEP.fullmatch(name))]
-    whole = [
-        each
-        for each in sorted(steps)
-        if filesystem.isfile(filesystem.join(filesystem.join(folder, each[1]), ".metadata"))
-    ]
-    if whole:
-        newest = filesystem.join(folder, whole[-1][1])
+    names = (path.parent.name for path in Path(folder).glob("step-*/.metadata"))
+    steps = sorted(int(match[1]) for name in names if (match := _DCP_STEP.fullmatch(name)))
+    if steps:
+        newest = Path(folder, f"step-{steps[-1]}").absolute()
         raise InvalidError(
-            f"{folder}: holds {len(whole)} steps that torchtitan's CheckpointManager saved, the newest {newest}, and "
-            "none of Holdfast. To go on from it, set initial_load_path to its absolute path and "
-            "initial_load_model_only=False. To begin anew, choose another folder"
+            f"{folder}: holds {len(steps)} steps that torchtitan's CheckpointManager saved, and none of Holdfast. "
+            f"To go on from the newest, set initial_load_path={str(newest)!r} and initial_load_model_only=False. "
+            "To begin anew, choose another folder"
         )
 
 

@@ -204,20 +204,27 @@ class HoldfastManager(BaseCheckpointManager):
             return self._resume(None if step == -1 else step) or self._load_initially()
 
     def _resume(self, step: int | None) -> bool:
-        """Fill the training from a step of the folder, or from its newest valid one; return whether it has any."""
-        while True:
+        """Fill the training from a step of the folder, or from its newest valid one; return whether it has any.
+
+        Raises:
+            InvalidError: The step does not fit the training, or holds the model alone.
+            ConflictError: Another integration, or a job without one, saves in the folder.
+        """
+        whole = self._whole_state()
+        state = {key: value for key, value in whole.items() if key not in self._config.exclude_from_loading}
+        try:
+            loaded = self._manager.load(state, step)
+        except InvalidError as error:
             found, content = self._find(step)
-            if found is None:
-                return False
-            state = self._state_of(found, content)
-            try:
-                loaded = self._manager.load(state, step)
-            except InvalidError:
-                # A damaged step is in quarantine by now, and the one before holds less: a seed holds the model alone.
-                if step is not None or self._find(step)[0] == found:
-                    raise
-                continue
-            return loaded is not None
+            if found == 0 and content in (_WHOLE, _MODEL):
+                # A seed, made on one rank: its optimizer has not stepped.
+                return self._manager.load({MODEL: self._model.tensors()}, step) is not None
+            if found is None or content == _WHOLE:
+                raise
+            raise self._less_than_whole(found, content) from error
+        if loaded is not None:
+            self._require_own_mark(state[MARK], step)
+        return loaded is not None
 
     def _find(self, step: int | None) -> tuple[int | None, str]:
         """Return the step that a load would take, and what it holds. Reads no tensor.
@@ -229,32 +236,21 @@ class HoldfastManager(BaseCheckpointManager):
         try:
             found = self._manager.load(about, step)
         except InvalidError:
-            self._require_own_root(step)
+            self._require_own_mark({}, step)
             raise
-        if found is not None and about[MARK].get("name") != HOST.integration:
-            self._require_own_root(step)
+        if found is not None:
+            self._require_own_mark(about[MARK], step)
         return found, about[MARK].get(_CONTENT, "")
 
-    def _require_own_root(self, step: int | None) -> None:
-        newest = holdfast.open_checkpoint(
-            self.folder, step="latest" if step is None else step, settings=self._config.settings
-        )
-        HOST.require_own_root(newest)
+    def _require_own_mark(self, mark: Any, step: int | None) -> None:
+        if mark.get("name") != HOST.integration:
+            named = "latest" if step is None else step
+            HOST.require_own_root(holdfast.open_checkpoint(self.folder, step=named, settings=self._config.settings))
 
-    def _state_of(self, step: int, content: str) -> dict[str, object]:
-        """Return what a load fills from a step.
-
-        Raises:
-            InvalidError: The step holds the model alone, and training cannot go on from it.
-        """
-        if step == 0 and content in (_WHOLE, _MODEL):
-            return {MODEL: self._model.tensors()}  # A seed: its optimizer has not stepped.
-        if content == _WHOLE:
-            state = self._whole_state()
-            return {key: value for key, value in state.items() if key not in self._config.exclude_from_loading}
+    def _less_than_whole(self, step: int, content: str) -> InvalidError:
         earlier = [number for number in self._manager.steps() if number < step]
         go_on = f"To train on, set load_step={earlier[-1]} if that step is whole, " if earlier else "To train on, "
-        raise InvalidError(
+        return InvalidError(
             f"{self.folder}: step {step} holds the {content}, as last_save_model_only saved it; expected a whole "
             f"training to resume. {go_on}or choose another folder and begin from these weights with initial_load_path"
         )
