@@ -6,11 +6,14 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
+from holdfast import Settings
+from holdfast.errors import UnavailableError
 from tests.distributed.forked import write_whole
 from tests.distributed.launch import World
 
@@ -108,6 +111,30 @@ def data(world: World, folder: str) -> dict[str, object]:
     return seen
 
 
+class Unknown:
+    """The handle of a save whose end this process does not know."""
+
+    def __init__(self) -> None:
+        self.committed: Future[None] = Future()
+        self.failure = UnavailableError("the outcome is unknown")
+        self.committed.set_exception(self.failure)
+
+    def wait(self, until: str = "committed") -> None:
+        raise self.failure
+
+
+def unknown(world: World, folder: str) -> list[str]:
+    """Have process 1 not know how a save in the background ended, which process 0 has seen committed."""
+    accelerator, *_ = prepared(world, settings=Settings(failed_saves_max=3))
+    accelerator.save_state(Path(folder) / "1", wait=False)
+    if world.rank == 1:
+        accelerator._saves[0][1].wait()
+        accelerator._saves[0] = (accelerator._saves[0][0], Unknown())
+    accelerator._saves[0][1].committed.exception()
+    accelerator.save_state(Path(folder) / "2")
+    return [raised(accelerator.wait_for_saves), raised(accelerator.wait_for_saves)]
+
+
 def damaged(world: World, folder: str) -> list[float]:
     """Load beside a newest checkpoint whose damage lies in bytes that process 1 alone reads; return what was loaded."""
     from accelerate.utils import ProjectConfiguration
@@ -122,10 +149,8 @@ def damaged(world: World, folder: str) -> list[float]:
         torch.nn.init.constant_(own.weight, mark + world.rank)
         newest = accelerator.save_state()
     if world.rank == 1:
-        pack = next(newest.glob("*/r00001.safetensors"))
-        weight = torch.tensor([4322.5]).numpy().tobytes()
-        assert weight in pack.read_bytes()
-        pack.write_bytes(pack.read_bytes().replace(weight, b"hurt"))
+        part = next(newest.glob("*/parts/r00001.msgpack"))
+        part.write_bytes(part.read_bytes()[:-1] + b"x")
     accelerator.wait_for_everyone()
     accelerator.load_state()
     return [own.weight.item(), accelerator.save_iteration]
@@ -148,7 +173,7 @@ def late(world: World, folder: str) -> bool:
     return "Do not call them under `if accelerator.is_main_process:`" in said.read_text()
 
 
-def prepared(world: World) -> tuple[Accelerator, torch.nn.Module, torch.optim.Optimizer, object]:
+def prepared(world: World, **how: object) -> tuple[Accelerator, torch.nn.Module, torch.optim.Optimizer, object]:
     """Return an Accelerator of this world's processes, and what it has prepared."""
     ranks = {"RANK": world.rank, "LOCAL_RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_WORLD_SIZE": world.size}
     os.environ.update({name: str(number) for name, number in ranks.items()})
@@ -159,7 +184,7 @@ def prepared(world: World) -> tuple[Accelerator, torch.nn.Module, torch.optim.Op
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator(cpu=True, **how)
     model = torch.nn.Linear(4, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)

@@ -612,9 +612,16 @@ def test_a_position_within_an_epoch_fits_no_other_number_of_processes(position: 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Results:
     scratch = tmp_path_factory.mktemp("accelerate")
-    names = ("replicas", "background", "hooks", "data", "damaged", "late")
+    names = ("replicas", "background", "hooks", "data", "damaged", "unknown", "late")
     cases = [Case(f"{CASES}:{name}", {"folder": str(scratch / "saved" / name)}) for name in names]
     return run_world(2, cases, scratch)
+
+
+def test_an_end_that_one_process_does_not_know_keeps_all_in_step(world: Results) -> None:
+    assert world.values("unknown") == [
+        ["UnavailableError: process 1: the outcome is unknown", ""],
+        ["UnavailableError: the outcome is unknown", ""],
+    ]
 
 
 def test_all_processes_pass_over_what_one_finds_damaged(world: Results) -> None:

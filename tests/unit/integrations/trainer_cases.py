@@ -18,7 +18,7 @@ class MyTrainer(HoldfastMixin, RecordedTrainer):
 def other_metrics(world: World, folder: str) -> str | None:
     """Train while each rank computes a metric of its own; return the best checkpoint that this rank knows."""
     version = importlib.metadata.version
-    importlib.metadata.version = lambda package: "5.23.0"  # This environment has no Transformers.
+    importlib.metadata.version = lambda distribution_name: "5.23.0"  # This environment has no Transformers.
     try:
         torch.manual_seed(1)
         losses = {2: 0.5, 4: 0.1} if world.rank == 0 else {2: 0.1, 4: 0.5}

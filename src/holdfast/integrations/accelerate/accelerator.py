@@ -58,6 +58,9 @@ class Accelerator(accelerate.Accelerator):
         """Saves in the background whose end no call has seen yet, with their folders; the same on every process."""
         self._failures: list[BaseException] = []
         """Errors of saves in the background that no call has raised yet."""
+        self._is_unasked = False
+        """Whether saves have ended whose errors no call has raised, if they have any. Unlike the errors, it is the same
+        on every process: one may not know how a save ended that another has seen committed."""
         if self.distributed_type not in _DISTRIBUTED or self.device.type not in _DEVICES:
             raise InvalidError(
                 f"holdfast.integrations.accelerate: distributed type {self.distributed_type.value} on "
@@ -98,8 +101,12 @@ class Accelerator(accelerate.Accelerator):
         """
         _require_no_capture()
         self._settle(also_counted=False)
-        place = agreed(lambda: self._place_to_save(output_dir, save_model_func_kwargs))
-        assert place is not None, "process 0 returns one"
+        place = self._agreed_place(output_dir, save_model_func_kwargs)
+        if any(folder == place.folder for folder, _ in self._saves):
+            # A save in the background to this folder must end before another replaces it.
+            self._await_ends()
+            self._settle(also_counted=False)
+            place = self._agreed_place(output_dir, save_model_func_kwargs)
         by_hooks = saved_by_hooks(self, place.folder)
         state = state_to_save(self, kept_by(self, self._per_rank), by_hooks)
         # The other processes learn from the save itself what is wrong with the state of one.
@@ -172,8 +179,7 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             CheckpointError: One of them failed, and no call has raised its error yet. If several did, the first.
         """
-        for _, handle in self._saves:
-            _await_end(handle)
+        self._await_ends()
         self._settle(also_counted=True)
 
     def end_training(self) -> None:
@@ -186,6 +192,16 @@ class Accelerator(accelerate.Accelerator):
             self.wait_for_saves()
         finally:
             super().end_training()
+
+    def _agreed_place(self, output_dir: object, unknown: dict[str, Any]) -> folders.Place:
+        """Require that all processes can save now; return where to. A collective."""
+        place = agreed(lambda: self._place_to_save(output_dir, unknown))
+        assert place is not None, "process 0 returns one"
+        return place
+
+    def _await_ends(self) -> None:
+        for _, handle in self._saves:
+            _await_end(handle)
 
     def _place_to_save(self, output_dir: object, unknown: dict[str, Any]) -> folders.Place | None:
         """Require that this process can save now; return where to, on process 0."""
@@ -220,7 +236,7 @@ class Accelerator(accelerate.Accelerator):
         Args:
             also_counted: Also raise what `Settings.failed_saves_max` counts.
         """
-        if not self._saves and not self._failures:
+        if not self._saves and not self._is_unasked:
             return
         ended = agreed(lambda: [handle.committed.done() for _, handle in self._saves])
         seen = [save for save, has_ended in zip(self._saves, ended, strict=True) if has_ended]
@@ -228,11 +244,12 @@ class Accelerator(accelerate.Accelerator):
             _await_end(handle)
         self._saves = [save for save, has_ended in zip(self._saves, ended, strict=True) if not has_ended]
         self._failures += [handle.failure for _, handle in seen if handle.failure is not None]
+        self._is_unasked |= bool(seen)
         committed = [folder for folder, handle in seen if handle.failure is None]
         if committed:
             self._remove_oldest(committed[-1])
         if also_counted or self._settings.failed_saves_max is None:
-            failures, self._failures = self._failures, []
+            failures, self._failures, self._is_unasked = self._failures, [], False
             together(lambda: _raise_first(failures))
 
     def _remove_oldest(self, newest: str) -> None:

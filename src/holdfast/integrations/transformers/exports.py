@@ -125,6 +125,7 @@ class ModelFolders:
         """Let no folder appear from now on. The next training makes those that are left, perhaps in this process."""
         with self._lock:
             self._is_stopped = True
+        self._steps.put(None)
 
     def prune(self) -> None:
         """Remove the folders of steps that were in the run and no longer are."""
