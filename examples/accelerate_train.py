@@ -1,7 +1,9 @@
-"""Train under Accelerate with Holdfast's checkpoints. Killed and started again, it goes on at the last committed save.
+"""Train under Accelerate with Holdfast's checkpoints; kill it and start it again.
 
     python examples/accelerate_train.py
     accelerate launch --cpu --num_processes 2 examples/accelerate_train.py
+
+The second start goes on where the last committed save was.
 """
 
 from __future__ import annotations

@@ -21,7 +21,11 @@ import holdfast
 from bench.integrations.common import seconds, state_bytes, sync_tree
 from holdfast.integrations.transformers import HoldfastMixin
 
-KEYS = {"trainer_save": ("own", "ours"), "integration_overhead": ("ours_direct", "plain")}
+KEYS = {
+    "trainer_save": ("own", "ours"),
+    "integration_overhead": ("ours", "plain"),
+    "integration_overhead_direct": ("ours_direct", "plain"),
+}
 
 
 class HoldfastTrainer(HoldfastMixin, Trainer):

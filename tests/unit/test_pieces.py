@@ -295,6 +295,20 @@ def test_damage_is_found(tmp_path: Path) -> None:
         read(tmp_path / "it", "model.weight", (8, 6), (0, 0), torch.zeros(8, 6))
 
 
+def test_a_lost_manifest_is_rebuilt_with_the_values_of_all_ranks(tmp_path: Path) -> None:
+    """The coordinator's part has the whole tree: parts are still all that a repair needs."""
+    save(tmp_path / "it", ([half(0)], {"step": 3}), ([half(1)], {"extra": {"a": 1}}))
+    before = holdfast.open_checkpoint(tmp_path / "it")
+    manifest = tmp_path / "it" / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-100])
+    (step,) = holdfast.api.repair(tmp_path / "it").steps
+    assert (step.outcome, step.lost_tensors) == ("repaired", ())
+    after = holdfast.open_checkpoint(tmp_path / "it")
+    assert after.objects == before.objects == {"step": 3, "extra": {"a": 1}}
+    assert sorted(BoxReader(tmp_path / "it").values) == ["extra", "step"]
+    assert torch.equal(read(tmp_path / "it", "model.weight", (8, 6), (0, 0), torch.zeros(8, 6)), WHOLE)
+
+
 def test_memory_that_does_not_fit_is_refused_and_stays_as_it_is(tmp_path: Path) -> None:
     save(tmp_path / "it", ([half(0), half(1)], {}))
     into = torch.full((8, 6), 7, dtype=torch.int8)

@@ -14,7 +14,7 @@ lightning = pytest.importorskip("lightning")
 import holdfast  # noqa: E402
 from tests.integrations.lightning.worlds import Ended, world  # noqa: E402
 
-LAYOUTS = ("sharded", "ddp", "fabric", "fabric-ddp")
+LAYOUTS = ("sharded", "fsdp1", "ddp", "fabric", "fabric-ddp")
 
 
 def results_of(ranks: list[Ended]) -> list[dict[str, Any]]:

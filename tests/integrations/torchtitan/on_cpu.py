@@ -151,6 +151,7 @@ def _small_debug_model() -> Trainer.Config:
     config.activation_checkpoint = None
     config.parallelism.spmd_backend = "partial_dtensor"
     config.debug.seed = 5
+    config.comm.trace_buf_size = 0
     config.validator.enable = False
     return config
 

@@ -108,6 +108,29 @@ def data(world: World, folder: str) -> dict[str, object]:
     return seen
 
 
+def damaged(world: World, folder: str) -> list[float]:
+    """Load beside a newest checkpoint whose damage lies in bytes that process 1 alone reads; return what was loaded."""
+    from accelerate.utils import ProjectConfiguration
+
+    from holdfast import PerRank
+
+    accelerator, *_ = prepared(world)
+    accelerator.project_configuration = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True)
+    own = torch.nn.Linear(1, 1)
+    accelerator.register_for_checkpointing(PerRank(own))
+    for mark in (1234.5, 4321.5):
+        torch.nn.init.constant_(own.weight, mark + world.rank)
+        newest = accelerator.save_state()
+    if world.rank == 1:
+        pack = next(newest.glob("*/r00001.safetensors"))
+        weight = torch.tensor([4322.5]).numpy().tobytes()
+        assert weight in pack.read_bytes()
+        pack.write_bytes(pack.read_bytes().replace(weight, b"hurt"))
+    accelerator.wait_for_everyone()
+    accelerator.load_state()
+    return [own.weight.item(), accelerator.save_iteration]
+
+
 def late(world: World, folder: str) -> bool:
     """Have process 1 call once process 0 has said that it waits; return whether it has said so."""
     from holdfast.integrations.accelerate import ranks

@@ -612,9 +612,13 @@ def test_a_position_within_an_epoch_fits_no_other_number_of_processes(position: 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Results:
     scratch = tmp_path_factory.mktemp("accelerate")
-    names = ("replicas", "background", "hooks", "data", "late")
+    names = ("replicas", "background", "hooks", "data", "damaged", "late")
     cases = [Case(f"{CASES}:{name}", {"folder": str(scratch / "saved" / name)}) for name in names]
     return run_world(2, cases, scratch)
+
+
+def test_all_processes_pass_over_what_one_finds_damaged(world: Results) -> None:
+    assert world.values("damaged") == [[1234.5, 2], [1235.5, 2]]
 
 
 def test_two_processes_resume_as_if_uninterrupted(world: Results) -> None:

@@ -167,6 +167,16 @@ def test_what_dcp_itself_saved_is_loaded_without_its_pickle(tmp_path: Path, trai
         require_equal(into, state)
 
 
+def test_a_step_of_a_run_is_loaded(tmp_path: Path) -> None:
+    with holdfast.CheckpointManager(tmp_path / "run", process_group=False) as manager:
+        for number in (1, 2):
+            manager.save(number, {"w": torch.full((2,), float(number))}).wait()
+    for step, expected in (("latest", 2.0), (1, 1.0)):
+        into = {"w": torch.zeros(2)}
+        dcp.load(into, storage_reader=dcp.HoldfastReader(tmp_path / "run", step=step))
+        assert into["w"].tolist() == [expected] * 2
+
+
 def test_parts_of_a_state_are_loaded(tmp_path: Path, trained: Any) -> None:
     state = state_of(trained)
     dcp.save(state, checkpoint_id=tmp_path / "it")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import logging
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -82,3 +84,14 @@ def test_a_checkpoint_without_a_mark_is_no_checkpoint_of_an_integration(tmp_path
     with pytest.raises(ConflictError, match="a job without an integration saved here"):
         host_of().require_own_root(checkpoint)
     host_of().require_own_root(None)
+
+
+@pytest.mark.parametrize("module", ["accelerate.tested", "transformers.framework"])
+def test_the_extra_installs_the_versions_that_are_taken(module: str) -> None:
+    host = importlib.import_module(f"holdfast.integrations.{module}").HOST
+    (major, minor, patch), (newest_major, newest_minor, _) = host.tested_from, host.tested_to
+    assert patch == 0
+    project = Path(__file__).parents[3] / "pyproject.toml"
+    extras = tomllib.loads(project.read_text())["project"]["optional-dependencies"]
+    wanted = f"{host.package}>={major}.{minor},<{newest_major}.{newest_minor + 1}"
+    assert wanted in extras[host.extra]

@@ -334,6 +334,9 @@ def test_an_object_store_holds_checkpoints_too(
     for step in (1, 2):
         keeper.save_checkpoint({"global_step": step}, "s3://lightning/run/last.ckpt")
         assert keeper.load_checkpoint("s3://lightning/run/last.ckpt") == {"global_step": step}
+    holdfast.save("s3://lightning/run/other.ckpt", {"step": 3}, process_group=False)
+    with pytest.raises(ConflictError, match="a job without an integration saved here"):
+        keeper.save_checkpoint({"global_step": 1}, "s3://lightning/run/other.ckpt")
 
 
 # ---------------------------------------------------------------------------------------------- background

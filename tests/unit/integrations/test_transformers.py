@@ -463,11 +463,12 @@ def test_each_kept_step_has_a_folder_of_save_pretrained(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_a_kill_prevented_is_made_by_the_next_training(tmp_path: Path) -> None:
-    made(tmp_path, model=Described(), max_steps=2).train()
+    made(tmp_path, model=Described(), max_steps=6).train()
     holdfast.api.tag(root_of(tmp_path), 2, "hf-2")  # as the save of a training that was killed before the export
-    made(tmp_path, model=Described(), options={"save_hf": True}).train(resume_from_checkpoint=True)
+    # Step 6 is that of a training that was killed before the tag.
+    made(tmp_path, model=Described(), options={"save_hf": True}, max_steps=8).train(resume_from_checkpoint=True)
     folders = sorted(path.name for path in (tmp_path / "_hf").glob("checkpoint-*"))
-    assert folders == ["checkpoint-2", "checkpoint-4"] and tags_in(tmp_path) == {}
+    assert folders == ["checkpoint-2", "checkpoint-6", "checkpoint-8"] and tags_in(tmp_path) == {}
 
 
 def test_a_model_folder_of_another_training_stays(tmp_path: Path) -> None:

@@ -74,9 +74,7 @@ def destination(path: str | os.PathLike[str]) -> CheckpointPath:
         ConflictError: A checkpoint that another integration saved is there, or one of a job without any.
     """
     text = local_path(path)
-    if "://" in text:
-        return CheckpointPath(text, text)
-    if os.path.isdir(text) and not os.path.islink(text):
+    if "://" in text or (os.path.isdir(text) and not os.path.islink(text)):
         _require_replaceable(text)
         return CheckpointPath(text, text)
     hidden = _hidden(text, _SAVING)

@@ -91,13 +91,19 @@ class ModelFolders:
                 self._thread = threading.Thread(target=self._work, name="holdfast-model-folders", daemon=True)
                 self._thread.start()
 
-    def make_left_behind(self) -> None:
-        """Make the folders that an earlier job did not come to. Call it before the first step of this job."""
+    def make_left_behind(self, resumed: int | None) -> None:
+        """Make the folders that an earlier job did not come to. Call it before the first step of this job.
+
+        Args:
+            resumed: The step that this job goes on from. A kill may have come between its commit and its tag.
+        """
         self._known_steps |= set(self._steps_of_run())
+        left = [] if resumed is None or folder_of(self._parent, resumed).exists() else [resumed]
         with suppress(MissingError):
-            for tag in api.list_steps(self._root, settings=self._settings).tags:
-                if _TAG.fullmatch(tag.name):
-                    self.make(tag.step)
+            tags = api.list_steps(self._root, settings=self._settings).tags
+            left += [tag.step for tag in tags if _TAG.fullmatch(tag.name) and tag.step not in left]
+        for step in left:
+            self.make(step)
 
     def take_newest(self) -> Path | None:
         """Return the newest folder that was made since the last call; None if none was."""

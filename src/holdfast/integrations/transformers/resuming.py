@@ -101,9 +101,7 @@ def by_number(root: str, step: int, settings: Settings) -> ResumeStep:
     return _own(root, step, holdfast.open_checkpoint(root, step=step, settings=settings), is_newest=True)
 
 
-def require_room(
-    root: str, source: ResumeStep | ResumeFolder | None, settings: Settings, *, start_over: bool
-) -> None:
+def require_room(root: str, source: ResumeStep | ResumeFolder | None, settings: Settings, *, start_over: bool) -> None:
     """Refuse a training whose steps would mix with those of another one in its root.
 
     Args:

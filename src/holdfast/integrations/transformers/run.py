@@ -211,11 +211,11 @@ class TrainerRun:
         trainer = self._trainer
         step, state = trainer.state.global_step, trainer.state
         # Ranks may have computed other metrics, or have seen less of the save before.
-        best, is_saved = on_first_rank(lambda: (state.best_global_step, self._is_saved(step)))
+        best, has_failed = on_first_rank(lambda: (state.best_global_step, self._has_failed()))
         is_best = best == step
         if is_best:
             self.best_step, state.best_model_checkpoint = step, self._path_of(step)
-        if is_saved:
+        if step == self._saved_step and not has_failed:
             # Trainer saves a step once. Its just-in-time checkpoint may come right after.
             if is_best:
                 self._tag_best_once_saved(step, self._saved)
@@ -238,6 +238,10 @@ class TrainerRun:
         self._saved_step = step
         if self._folders is not None:
             self._folders.make_when_committed(step, self._saved.committed)
+
+    def _has_failed(self) -> bool:
+        """Return whether the save of the current step has failed; ranks notice that at different times."""
+        return self._saved is not None and self._saved.failure is not None
 
     def settle(self) -> None:
         """Wait for saves and exports. An error is kept for the end of the training, which must finish first."""
@@ -289,9 +293,6 @@ class TrainerRun:
         if self._makes_folders:
             return str(folder_of(Path(self._output_dir, EXPORTS_FOLDER), step))
         return f"{self.root}/step-{step:012d}"
-
-    def _is_saved(self, step: int) -> bool:
-        return step == self._saved_step and (self._saved is None or self._saved.failure is None)
 
     def _tag_best(self, step: int) -> None:
         """Move the tag of the best step to a step that is saved already."""
@@ -360,7 +361,7 @@ class TrainerRun:
                 f"{self._companions}: cannot be written, so no model can be exported: {error}. Make room, or train "
                 "without save_hf"
             ) from error
-        self._folders.make_left_behind()
+        self._folders.make_left_behind(None if self.source is None or not self.source.is_own else self.source.step)
 
     def _complete_folder(self, folder: Path, step: int) -> None:
         copy_files(self._companions, folder)
