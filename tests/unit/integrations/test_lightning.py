@@ -375,8 +375,13 @@ def test_a_checkpoint_stays_if_the_save_after_it_fails(
     with caplog.at_level(logging.WARNING):
         keeper.save_checkpoint({"f": print}, tmp_path / "step=2.ckpt")  # It agreed on one before: nothing is raised.
         keeper.remove_checkpoint(tmp_path / "step=1.ckpt")
-        with pytest.raises(InvalidError, match=r"f: .*cannot be saved.*skip is an argument of HoldfastCheckpointIO"):
+        with pytest.raises(
+            InvalidError, match=r"f: .*cannot be saved.*skip is an argument of HoldfastCheckpointIO"
+        ) as failed:
             keeper.teardown()
+    # What Holdfast names is the hidden name.
+    assert f"is the hidden name of {tmp_path / 'step=2.ckpt'}" in failed.value.__notes__[0]
+    assert "step=2.ckpt: its save failed" in caplog.text
     assert "step=1.ckpt: stays" in caplog.text and "1 in a row" in caplog.text
     assert names_in(tmp_path) == ["step=1.ckpt"]
     keeper.teardown()  # Raised once.

@@ -85,8 +85,8 @@ class SavesOfProcess:
                 process_group=self._group,
                 settings=self._settings,
             )
-        except InvalidError as error:
-            raise with_way_out(error, self._who) from error.__cause__
+        except CheckpointError as error:
+            raise self._explained(error, path) from error.__cause__
         with self._lock:
             self._last = None
 
@@ -116,8 +116,8 @@ class SavesOfProcess:
                 process_group=self._group,
                 settings=self._settings,
             )
-        except InvalidError as error:
-            raise with_way_out(error, self._who) from error.__cause__
+        except CheckpointError as error:
+            raise self._explained(error, path) from error.__cause__
         pending = PendingSave(path, handle)
         with self._lock:
             self._last = pending
@@ -185,8 +185,9 @@ class SavesOfProcess:
     def _end(self, pending: PendingSave, committed: Future[SaveReport], publish: Callable[[], None]) -> None:
         """End a save in the background, on the thread that committed it."""
         error = _error_of(committed)
-        if isinstance(error, InvalidError):
-            error = with_way_out(error, self._who)
+        if error is not None:
+            error = self._explained(error, pending.path)
+            logger.error("%s: its save failed; it was written at %s", pending.path.path, pending.path.written_at)
         try:
             if error is None:
                 publish()
@@ -202,6 +203,14 @@ class SavesOfProcess:
         finally:
             with self._lock:
                 self._in_flight.pop(pending, None)
+
+    def _explained(self, error: Exception, path: CheckpointPath) -> Exception:
+        """Return an error of a save with a way out, and a note on the hidden name that it gives."""
+        if isinstance(error, InvalidError):
+            error = with_way_out(error, self._who)
+        if not path.is_replaced:
+            error.add_note(f"{path.written_at} is the hidden name of {path.path} until that is whole")
+        return error
 
     def _remove_after(self, pending: PendingSave) -> None:
         """Remove what waited for a save."""
