@@ -21,4 +21,5 @@ def test_a_killed_training_resumes_bit_for_bit(tmp_path: Path) -> None:
 
 def test_other_numbers_of_ranks_load_the_same(tmp_path: Path) -> None:
     found = table.Table(FRAMEWORK, tmp_path).on_other_ranks()
-    assert found == {"resumed_from": 2, "equal_on_1": True, "equal_on_3": True}
+    assert found["resumed_from"] == 2
+    assert all(found[f"equal_on_{ranks}"] is True for ranks in table.RANKS_AFTER), found

@@ -401,9 +401,7 @@ def held(ours: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[threadin
     event.set()
 
 
-def test_what_is_saved_again_before_its_removal_stays(
-    ours: ModuleType, tmp_path: Path, held: threading.Event
-) -> None:
+def test_what_is_saved_again_before_its_removal_stays(ours: ModuleType, tmp_path: Path, held: threading.Event) -> None:
     # ModelCheckpoint(enable_version_counter=False) comes back to a name.
     keeper = ours.HoldfastCheckpointIO(background=True)
     held.set()
