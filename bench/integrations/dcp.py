@@ -43,6 +43,8 @@ def state() -> dict[str, Any]:
 
 def round(place: Path, number: int) -> dict[str, float]:
     """Return the seconds of each on this rank."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     found: dict[str, float] = {}
     ways = [_own, _own_unsynced, _own_stall, _ours, _ours_stall, _plain]
     # In another order each round: none is always the first.
