@@ -1,7 +1,6 @@
 """Train with FSDP2 and save by DCP's verbs, as checkpoints of Holdfast; kill it and start it again.
 
-torchrun --nproc-per-node 2 examples/dcp_save.py out
-torchrun --nproc-per-node 3 examples/dcp_save.py out
+torchrun --nproc-per-node 2 examples/dcp_save.py out     # and again with 3
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from holdfast.integrations import dcp  # was: import torch.distributed.checkpoint as dcp
 
 parser = argparse.ArgumentParser()
-parser.add_argument("folder", type=Path)
+parser.add_argument("folder", type=Path, nargs="?", default="out")
 parser.add_argument("--steps", type=int, default=30)
 parser.add_argument("--every", type=int, default=5)
 arguments = parser.parse_args()
