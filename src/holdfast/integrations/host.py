@@ -6,9 +6,10 @@ import importlib.metadata
 import logging
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from holdfast.api import Checkpoint
-from holdfast.errors import ConflictError, InvalidError
+from holdfast.errors import BY_NAME, CheckpointError, ConflictError, InvalidError, UnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -75,8 +76,8 @@ class Host:
 
     def mark(self) -> dict[str, str]:
         """Return what a state of this integration holds under `MARK`."""
-        version = importlib.metadata.version(self.package)
-        return {"name": self.integration, "version": f"{self.package} {version}", "model": self.model_key}
+        version = f"{self.package} {_installed(self.package)}"
+        return {"name": self.integration, "version": version, "model": self.model_key}
 
     def require_own(self, checkpoint: Checkpoint) -> None:
         """Require a checkpoint that this integration wrote.
@@ -122,6 +123,24 @@ def mark_of(checkpoint: Checkpoint) -> dict[str, str] | None:
     if not isinstance(mark, dict):
         return None
     return {key: str(mark.get(key, "unknown")) for key in ("name", "version", "model")}
+
+
+def error_of_rank(where: str, name: str, text: str) -> CheckpointError:
+    """Return the error that a call raised on another rank.
+
+    Args:
+        where: The rank, as in `rank 0`.
+        name: Name of the type of the error. One that is not of Holdfast becomes `UnavailableError`, and is named.
+        text: Its message.
+    """
+    kind = BY_NAME.get(name)
+    return UnavailableError(f"{where}: {name}: {text}") if kind is None else kind(f"{where}: {text}")
+
+
+@cache
+def _installed(package: str) -> str:
+    """Return the version of a package. Asked once: to look it up takes milliseconds, and every save states it."""
+    return importlib.metadata.version(package)
 
 
 def _numbers(version: str) -> tuple[int, int, int]:

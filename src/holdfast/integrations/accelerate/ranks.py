@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 from accelerate.utils import gather_object
 
-from holdfast.errors import BY_NAME, UnavailableError
+from holdfast.errors import UnavailableError
+from holdfast.integrations.host import error_of_rank
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +57,7 @@ def _called(call: Callable[[], T], shown: Callable[[T], T | None]) -> tuple[T, l
         raise error
     for process, (failure, _) in enumerate(told):
         if failure is not None:
-            kind, text = failure
-            named = text if kind in BY_NAME else f"{kind}: {text}"
-            raise BY_NAME.get(kind, UnavailableError)(f"process {process}: {named}")
+            raise error_of_rank(f"process {process}", *failure)
     return own, [each for _, each in told]  # type: ignore[return-value]
 
 

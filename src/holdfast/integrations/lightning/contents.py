@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
 from typing import Any
 
 from holdfast import PerRank, RngState, Sharded
@@ -40,17 +39,11 @@ def values_state(checkpoint: Mapping[str, object], skip: tuple[str, ...]) -> dic
     refused = [text for key, value in checkpoint.items() for text in _objects_in(value, str(key))]
     if refused:
         raise InvalidError(f"{len(refused)} objects of the checkpoint are no values: {first_three(refused)}")
-    state = {**checkpoint, MARK: _mark()}
+    state = {**checkpoint, MARK: HOST.mark()}
     attributes = getattr(checkpoint.get("state_dict"), "__dict__", None)
     if attributes and "state_dict" not in skip:
         state[ATTRIBUTES] = dict(attributes)
     return state
-
-
-@cache
-def _mark() -> dict[str, str]:
-    """Return the mark; reading the version of a package takes as long as a small save."""
-    return HOST.mark()
 
 
 def lightning_dict(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import logging
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import holdfast
@@ -37,7 +36,7 @@ def state_to_save(trainer: Any, best_step: int | None) -> dict[str, object]:
     state_text, arguments_text = on_first_rank(lambda: (_state_text(trainer), trainer.args.to_json_string()))
     record = {"state": state_text, "arguments": arguments_text, "parts": parts, "best_step": best_step}
     objects = _objects(trainer)
-    return {**{part: objects[part] for part in parts}, RECORD: record, MARK: _mark()}
+    return {**{part: objects[part] for part in parts}, RECORD: record, MARK: HOST.mark()}
 
 
 def state_to_fill(trainer: Any, record: Mapping[str, Any], url: str) -> dict[str, object]:
@@ -107,12 +106,6 @@ def _objects(trainer: Any) -> dict[str, object]:
     }
     scaler = getattr(trainer.accelerator, "scaler", None)
     return objects if scaler is None else {**objects, "scaler": scaler}
-
-
-@cache
-def _mark() -> dict[str, str]:
-    """Return the mark of this integration; to look up the version takes milliseconds."""
-    return HOST.mark()
 
 
 def _state_text(trainer: Any) -> str:

@@ -7,9 +7,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from holdfast import errors
-from holdfast.errors import CheckpointError, InvalidError, UnavailableError
-from holdfast.integrations.host import Host
+from holdfast.errors import InvalidError
+from holdfast.integrations.host import Host, error_of_rank
 
 HOST = Host(
     integration="transformers",
@@ -73,15 +72,9 @@ def on_first_rank(call: Callable[[], _Result]) -> _Result:
     if failure is not None:
         raise failure
     if outcome[1] is not None:
-        name, text = outcome[1]
-        raise _error_of(name, text)
+        raise error_of_rank("rank 0", *outcome[1])
     result: _Result = outcome[0]
     return result
-
-
-def _error_of(name: str, text: str) -> CheckpointError:
-    kind = errors.BY_NAME.get(name)
-    return UnavailableError(f"rank 0: {name}: {text}") if kind is None else kind(f"rank 0: {text}")
 
 
 def _has_ranks() -> bool:
