@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import holdfast
 from holdfast import SaveHandle, Settings
@@ -29,6 +30,8 @@ _AT_ONCE = ("hpc_ckpt_", ".temp.ckpt", ".lr_find_", ".scale_batch_size_")
 """How names begin of checkpoints that Lightning reads, or ends the job after, as soon as its call returns."""
 
 Path = str | os.PathLike[str]
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(slots=True, eq=False)
@@ -75,18 +78,7 @@ class SavesOfProcess:
         Raises:
             CheckpointError: The save failed.
         """
-        self._note(path.path)
-        try:
-            holdfast.save(
-                path.written_at,
-                state,
-                skip=[*self._skip, *skip],
-                overwrite=path.is_replaced,
-                process_group=self._group,
-                settings=self._settings,
-            )
-        except CheckpointError as error:
-            raise self._explained(error, path) from error.__cause__
+        self._call(holdfast.save, path, state, skip)
         with self._lock:
             self._last = None
 
@@ -103,12 +95,23 @@ class SavesOfProcess:
         Raises:
             CheckpointError: The state or the call is wrong, or `Settings.failed_saves_max` saves in a row have failed.
         """
-        self._note(path.path)
         if not self._ends_at_exit:
             self._ends_at_exit = True
             atexit.register(self._wait_at_exit)  # Fabric tears nothing down.
+        pending = PendingSave(path, self._call(holdfast.async_save, path, state, skip))
+        with self._lock:
+            self._last = pending
+            self._in_flight[pending] = None
+        publish = path.publish if publishes else _nothing
+        pending.handle.committed.add_done_callback(lambda committed: self._end(pending, committed, publish))
+
+    def _call(
+        self, verb: Callable[..., _Result], path: CheckpointPath, state: Mapping[str, object], skip: tuple[str, ...]
+    ) -> _Result:
+        """Call a verb of Holdfast that saves; its errors have a way out."""
+        self._note(path.path)
         try:
-            handle = holdfast.async_save(
+            return verb(
                 path.written_at,
                 state,
                 skip=[*self._skip, *skip],
@@ -118,12 +121,6 @@ class SavesOfProcess:
             )
         except CheckpointError as error:
             raise self._explained(error, path) from error.__cause__
-        pending = PendingSave(path, handle)
-        with self._lock:
-            self._last = pending
-            self._in_flight[pending] = None
-        publish = path.publish if publishes else _nothing
-        handle.committed.add_done_callback(lambda committed: self._end(pending, committed, publish))
 
     def remove(self, path: Path) -> None:
         """Remove a checkpoint once the save before this call is committed; keep it if that save failed."""
