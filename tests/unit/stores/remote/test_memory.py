@@ -5,13 +5,17 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
 
 import pytest
 
 from holdfast.settings import KIB, MIB, PAGE_BYTES
 from holdfast.stores.parts import PartLedger, address_of
 from holdfast.stores.remote.memory import BytesInFlight, ObjectUpload
+
+T = TypeVar("T")
 
 
 def upload(bound: BytesInFlight, count: int) -> ObjectUpload:
@@ -58,15 +62,20 @@ def holding(data: memoryview) -> Iterator[tuple[bytes]]:
     return struct.iter_unpack("2s", data)
 
 
-def test_memory_of_a_request_that_goes_on_is_not_used_again() -> None:
-    """A try that failed may go on after its error, also if another try has succeeded since."""
+@contextmanager
+def held_by_a_failed_try(hold: Callable[[memoryview], T]) -> Iterator[T]:
+    """Fail the first try of an upload of ones, complete it, and fill another with twos; yield what the first try held.
+
+    Args:
+        hold: What a request that goes on holds of the memory that it was given.
+    """
     bound = BytesInFlight(8 * MIB)
     other = upload(bound, PAGE_BYTES)
-    under_way: list[Iterator[tuple[bytes]]] = []
+    held: list[T] = []
 
     def create(data: memoryview) -> None:
-        if not under_way:
-            under_way.append(holding(data))
+        if not held:
+            held.append(hold(data))
             raise OSError("no answer")
 
     first = ObjectUpload(PartLedger("somewhere", bytes_max=MIB, part_bytes=MIB), bound, create)
@@ -78,34 +87,21 @@ def test_memory_of_a_request_that_goes_on_is_not_used_again() -> None:
     first.complete()
     second = upload(bound, MIB)
     second.room(0, MIB)[:] = b"2" * MIB
-    assert next(under_way[0]) == (b"11",)
+    yield held[0]
     second.abort()
     other.abort()
+
+
+def test_memory_of_a_request_that_goes_on_is_not_used_again() -> None:
+    """A try that failed may go on after its error, also if another try has succeeded since."""
+    with held_by_a_failed_try(holding) as under_way:
+        assert next(under_way) == (b"11",)
 
 
 def test_a_part_of_memory_that_is_held_keeps_all_of_it() -> None:
     """A file system is sent a block at a time: who was given up holds the rest, and not what it was given."""
-    bound = BytesInFlight(8 * MIB)
-    other = upload(bound, PAGE_BYTES)
-    rests: list[memoryview] = []
-
-    def create(data: memoryview) -> None:
-        if not rests:
-            rests.append(data[KIB:])
-            raise OSError("no answer")
-
-    first = ObjectUpload(PartLedger("somewhere", bytes_max=MIB, part_bytes=MIB), bound, create)
-    room = first.room(0, MIB)
-    room[:] = b"1" * MIB
-    first.write(0, room)
-    with pytest.raises(OSError, match="no answer"):
-        first.complete()
-    first.complete()
-    second = upload(bound, MIB)
-    second.room(0, MIB)[:] = b"2" * MIB
-    assert rests[0][:2] == b"11"
-    second.abort()
-    other.abort()
+    with held_by_a_failed_try(lambda data: data[KIB:]) as rest:
+        assert rest[:2] == b"11"
 
 
 def test_the_client_holds_what_it_sends() -> None:
