@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, Protocol
 
 Base = Literal["none", "pair"]
-"""What a chunk is coded against: nothing, or the elements at the same place of a paired tensor in the same checkpoint."""
+"""What a chunk is coded against: nothing, or the same elements of a paired tensor in the same checkpoint."""
 
 RAW_PER_STORED_MAX = 4096
 """Most raw bytes for one stored byte. A reader bounds its memory by it, and an encoder pads what is shorter."""
