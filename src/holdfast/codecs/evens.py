@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from holdfast.codecs.byte_planes import Bytes
-from holdfast.codecs.scratch import scratch
+from holdfast.codecs.scratch import lent, scratch
 from holdfast.errors import CorruptError
 
 _RUNS = 7
@@ -23,7 +23,7 @@ def packed_evens(plane: Bytes) -> Bytes:
         whole = np.zeros(8 * run_bytes, np.uint8)
         whole[: len(plane)] = plane
     runs = whole.reshape(8, run_bytes)
-    packed = np.empty((_RUNS, run_bytes), np.uint8)
+    packed = lent(_RUNS * run_bytes).reshape(_RUNS, run_bytes)
     bit = scratch("one bit", run_bytes)
     for number in range(_RUNS):
         np.bitwise_and(runs[_RUNS], 2 << number, out=bit)

@@ -18,7 +18,7 @@ from holdfast.codecs.byte_planes import (
     sampled_bits,
 )
 from holdfast.codecs.evens import evens_of, packed_evens
-from holdfast.codecs.scratch import scratch
+from holdfast.codecs.scratch import lent, scratch
 from holdfast.codecs.sections import bytes_of, element_count, require_taken, sections_of, stored_form
 from holdfast.errors import CorruptError
 from holdfast.geometry.dtype import DTYPES
@@ -61,9 +61,7 @@ class _PlanesCoder:
         if len(sections[1]):
             middle = plane_of(sections[1], count, "plane of middle bytes")
             if len(sections[2]):
-                raise CorruptError(
-                    f"plane of middle bytes: packed, too, in {len(sections[2])} bytes; expected none"
-                )
+                raise CorruptError(f"plane of middle bytes: packed, too, in {len(sections[2])} bytes; expected none")
         else:
             middle = evens_of(sections[2], count, "packed plane of middle bytes")
         if itemsize == 2:
@@ -106,7 +104,7 @@ def _split_upper(elements: NDArray[np.generic], itemsize: int) -> tuple[Bytes, B
     """
     bits = 8 * itemsize
     count = len(elements)
-    upper, middle = scratch("upper bytes", count), np.empty(count, np.uint8)
+    upper, middle = scratch("upper bytes", count), lent(count)
     np.right_shift(elements, bits - 9, out=upper, casting="unsafe")
     if itemsize == 2:
         np.copyto(middle, elements, casting="unsafe")
@@ -135,8 +133,9 @@ def rest_bytes(raw: memoryview, itemsize: int) -> Bytes:
     """Return all bytes of elements but the two upper ones; a row for each element, its lowest byte first."""
     count = len(raw) // itemsize
     if itemsize == 4:
-        low = np.frombuffer(raw, np.uint32).astype(np.uint16)
-        return low.view(np.uint8).reshape(count, 2)
+        rest = lent(2 * count)
+        np.copyto(rest.view(np.uint16), np.frombuffer(raw, np.uint32), casting="unsafe")
+        return rest.reshape(count, 2)
     quarters = np.frombuffer(raw, np.uint16).reshape(count, 4)
     return np.ascontiguousarray(quarters[:, :3]).view(np.uint8).reshape(count, 6)
 
