@@ -284,11 +284,11 @@ class LoadPlan:
 def _base_runs(bases: Iterable[ChunkRead]) -> Iterator[ReadRun]:
     """Yield distinct chunks of pairs, in the order in which they are needed, neighbours joined."""
     current: list[ChunkRead] = []
-    for base in dict.fromkeys(bases):
+    for base in bases:
         last = current[-1] if current else None
-        if last is not None and (
-            base.piece.pack != last.piece.pack or base.offset != last.offset + last.stored_bytes
-        ):
+        if base is last:  # Two chunks share it.
+            continue
+        if last is not None and (base.piece.pack != last.piece.pack or base.offset != last.offset + last.stored_bytes):
             yield ReadRun.of(last.piece.pack, tuple(current))
             current = []
         current.append(base)
