@@ -10,9 +10,12 @@ from holdfast.errors import InvalidError
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.tensor import Shard, TensorSpec
+from holdfast.geometry.chunking import chunk_count
+from holdfast.plan.coding import CodingChoice
 from holdfast.plan.ownership import Owned
+from holdfast.plan.pairs import WEIGHT_TYPES
 from holdfast.settings import PAGE_BYTES
-from holdfast.types.plan import OPAQUE_FOLDER, PackItem, PackPlan
+from holdfast.types.plan import CODED_FOLDER, OPAQUE_FOLDER, PackItem, PackPlan
 
 _ENTRY_BYTES = 160
 """Upper bound of a header entry without its FQN and numbers, including the sharding note for other readers."""
@@ -20,6 +23,9 @@ _ENTRY_BYTES = 160
 _CHARACTER_BYTES = 32
 """Upper bound of one character of an FQN in a header, which holds the FQN three times: once as UTF-8 (4 bytes), twice
 in JSON inside JSON, where a character beyond ASCII takes two escapes of seven bytes."""
+
+_CODED_ENTRY_BYTES, _CODED_CHUNK_BYTES = 160, 12
+"""Upper bounds of what the header of a coded pack has more, for a piece without the name of its pair, and a chunk."""
 
 _ELEMENT_BYTES_MAX = max(dtype.itemsize for dtype in DTYPES.values())
 
@@ -52,8 +58,12 @@ def packs_of(
     owned: Sequence[Owned],
     header_bytes_max: int,
     sizes: PackSizes | None = None,
+    coding: CodingChoice | None = None,
 ) -> list[PackPlan]:
     """Return the packs of everything a rank writes, their pieces in file order.
+
+    Coded pieces go to packs of their own, behind all others. There the pieces of 16 bits come first: a master is coded
+    against its weight.
 
     Pieces whose size is a multiple of a page come first. The header is padded to pages, so these pieces start on page
     boundaries and can be read directly, without a copy. The other pieces follow by descending element size, so every
@@ -66,17 +76,26 @@ def packs_of(
         owned: What it writes of them.
         header_bytes_max: Bytes of the header of a pack with more than one piece.
         sizes: Sizes of packs; None: packs have any size.
+        coding: Which pieces are coded; None: none.
     Raises:
         InvalidError: One piece alone exceeds the largest pack.
     """
     readable: list[Owned] = []
     opaque: list[Owned] = []
+    coded: list[Owned] = []
     for part in owned:
-        (readable if _is_readable(shards[part.shard_number], part) else opaque).append(part)
-    return [
+        shard = shards[part.shard_number]
+        if coding is not None and coding.codec(shard, part.region):
+            coded.append(part)
+        else:
+            (readable if _is_readable(shard, part) else opaque).append(part)
+    plain = [
         *_packs(f"r{rank:05d}", shards, readable, header_bytes_max, sizes),
         *_packs(f"{OPAQUE_FOLDER}r{rank:05d}", shards, opaque, header_bytes_max, sizes),
     ]
+    if coding is None:
+        return plain
+    return [*plain, *_coded_packs(f"{CODED_FOLDER}r{rank:05d}", shards, coded, header_bytes_max, sizes, coding)]
 
 
 def without(pack: PackPlan, fqns: Collection[str]) -> PackPlan:
@@ -84,7 +103,7 @@ def without(pack: PackPlan, fqns: Collection[str]) -> PackPlan:
     kept, offset = [], 0
     for item in pack.items:
         if item.tensor.fqn not in fqns:
-            kept.append(PackItem(item.tensor, item.region, offset, item.shard_number))
+            kept.append(PackItem(item.tensor, item.region, offset, item.shard_number, item.codec))
             offset += item.bytes
     return PackPlan(pack.name, tuple(kept))
 
@@ -97,8 +116,8 @@ def _is_readable(shard: Shard, owned: Owned) -> bool:
 class _Filling:
     """A pack that is being filled."""
 
-    def __init__(self, header_bytes_max: int, sizes: PackSizes | None) -> None:
-        self._header_bytes_max, self._sizes = header_bytes_max, sizes
+    def __init__(self, header_bytes_max: int, sizes: PackSizes | None, coding: CodingChoice | None = None) -> None:
+        self._header_bytes_max, self._sizes, self._coding = header_bytes_max, sizes, coding
         self._header_bytes, self._data_bytes = PAGE_BYTES, 0
         self._fqns: set[str] = set()
         self.owned: list[Owned] = []
@@ -113,7 +132,12 @@ class _Filling:
             return False
         name_bytes = (3 if _written_as_is(tensor.fqn) else _CHARACTER_BYTES) * len(tensor.fqn)
         header_bytes = self._header_bytes + _ENTRY_BYTES + name_bytes + 66 * len(tensor.global_shape)
-        data_bytes = self._data_bytes + part.region.numel * tensor.itemsize
+        piece_bytes = part.region.numel * tensor.itemsize
+        data_bytes = self._data_bytes + piece_bytes
+        if self._coding is not None:
+            chunks = chunk_count(piece_bytes, self._coding.chunk_bytes)
+            # The name of its pair is as long as any: no more than a name of the state, on average.
+            header_bytes += _CODED_ENTRY_BYTES + name_bytes + _CODED_CHUNK_BYTES * chunks
         if self._sizes is not None and _whole_pages(header_bytes) + data_bytes > self._sizes.bytes_max:
             if not self.owned:
                 raise _too_large(tensor, data_bytes, self._sizes.bytes_max)
@@ -132,7 +156,58 @@ class _Filling:
 def _packs(
     stem: str, shards: Sequence[Shard], owned: Sequence[Owned], header_bytes_max: int, sizes: PackSizes | None
 ) -> list[PackPlan]:
-    """Return packs named `stem`, `stem-1`, `stem-2` and so on.
+    """Return packs named `stem`, `stem-1`, `stem-2` and so on."""
+    return [
+        PackPlan(_pack_name(stem, number), _in_file_order(shards, pack))
+        for number, pack in enumerate(_filled(shards, owned, header_bytes_max, sizes, None))
+    ]
+
+
+def _coded_packs(
+    stem: str,
+    shards: Sequence[Shard],
+    owned: Sequence[Owned],
+    header_bytes_max: int,
+    sizes: PackSizes | None,
+    coding: CodingChoice,
+) -> list[PackPlan]:
+    """Return the packs of coded pieces.
+
+    In a store of objects the pieces of 16 bits have packs of their own, in front of all others. Elsewhere each name
+    has one piece, nearly always, so one pack holds all.
+    """
+
+    def is_weight(part: Owned) -> bool:
+        return shards[part.shard_number].tensor.dtype in WEIGHT_TYPES
+
+    def order(part: Owned) -> tuple[bool, str]:
+        return not is_weight(part), shards[part.shard_number].tensor.fqn
+
+    ordered = sorted(owned, key=order)
+    groups = [ordered]
+    if sizes is not None:
+        groups = [list(filter(is_weight, ordered)), [part for part in ordered if not is_weight(part)]]
+    packs = [pack for group in groups for pack in _filled(shards, group, header_bytes_max, sizes, coding)]
+    plans = []
+    for number, pack in enumerate(packs):
+        items: list[PackItem] = []
+        for part in sorted(pack, key=order):
+            shard = shards[part.shard_number]
+            offset = items[-1].data_offset + items[-1].bytes if items else 0
+            codec = coding.codec(shard, part.region)
+            items.append(PackItem(shard.tensor, part.region, offset, part.shard_number, codec))
+        plans.append(PackPlan(_pack_name(stem, number), tuple(items)))
+    return plans
+
+
+def _filled(
+    shards: Sequence[Shard],
+    owned: Sequence[Owned],
+    header_bytes_max: int,
+    sizes: PackSizes | None,
+    coding: CodingChoice | None,
+) -> list[list[Owned]]:
+    """Return the pieces of each pack.
 
     A piece goes to the first open pack that takes it. Where packs have a size, the first pieces of all tensors come
     first, then the second ones, so that packs are filled although each holds an FQN once. Only the packs that were
@@ -144,7 +219,7 @@ def _packs(
         tensor = shards[part.shard_number].tensor
         into = next((pack for pack in opened if pack.takes(part, tensor)), None)
         if into is None:
-            into = _Filling(header_bytes_max, sizes)
+            into = _Filling(header_bytes_max, sizes, coding)
             into.takes(part, tensor)
             packs.append(into)
             opened.append(into)
@@ -152,10 +227,11 @@ def _packs(
                 del opened[:-_OPEN_MAX]
         if into.is_full:
             opened.remove(into)
-    return [
-        PackPlan(f"{stem}{f'-{number}' if number else ''}.safetensors", _in_file_order(shards, pack.owned))
-        for number, pack in enumerate(packs)
-    ]
+    return [pack.owned for pack in packs]
+
+
+def _pack_name(stem: str, number: int) -> str:
+    return f"{stem}{f'-{number}' if number else ''}.safetensors"
 
 
 def _in_turn(owned: Sequence[Owned]) -> list[Owned]:
