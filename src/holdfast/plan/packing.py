@@ -62,8 +62,8 @@ def packs_of(
 ) -> list[PackPlan]:
     """Return the packs of everything a rank writes, their pieces in file order.
 
-    Coded pieces go to packs of their own, behind all others. There the pieces of 16 bits come first: a master is coded
-    against its weight.
+    Coded pieces go to packs of their own, behind all others. Those of 16 bits come first: a master is coded against its
+    weight.
 
     Pieces whose size is a multiple of a page come first. The header is padded to pages, so these pieces start on page
     boundaries and can be read directly, without a copy. The other pieces follow by descending element size, so every
@@ -82,20 +82,23 @@ def packs_of(
     """
     readable: list[Owned] = []
     opaque: list[Owned] = []
-    coded: list[Owned] = []
+    coded: tuple[list[Owned], list[Owned]] = ([], [])
     for part in owned:
         shard = shards[part.shard_number]
         if coding is not None and coding.codec(shard, part.region):
-            coded.append(part)
+            coded[shard.tensor.dtype not in WEIGHT_TYPES].append(part)
         else:
             (readable if _is_readable(shard, part) else opaque).append(part)
-    plain = [
-        *_packs(f"r{rank:05d}", shards, readable, header_bytes_max, sizes),
-        *_packs(f"{OPAQUE_FOLDER}r{rank:05d}", shards, opaque, header_bytes_max, sizes),
+    return [
+        *_packs(f"r{rank:05d}", shards, _filled(shards, readable, header_bytes_max, sizes)),
+        *_packs(f"{OPAQUE_FOLDER}r{rank:05d}", shards, _filled(shards, opaque, header_bytes_max, sizes)),
+        *_packs(
+            f"{CODED_FOLDER}r{rank:05d}",
+            shards,
+            [pack for alike in coded for pack in _filled(shards, alike, header_bytes_max, sizes, coding)],
+            coding,
+        ),
     ]
-    if coding is None:
-        return plain
-    return [*plain, *_coded_packs(f"{CODED_FOLDER}r{rank:05d}", shards, coded, header_bytes_max, sizes, coding)]
 
 
 def without(pack: PackPlan, fqns: Collection[str]) -> PackPlan:
@@ -154,50 +157,13 @@ class _Filling:
 
 
 def _packs(
-    stem: str, shards: Sequence[Shard], owned: Sequence[Owned], header_bytes_max: int, sizes: PackSizes | None
+    stem: str, shards: Sequence[Shard], packs: Sequence[Sequence[Owned]], coding: CodingChoice | None = None
 ) -> list[PackPlan]:
     """Return packs named `stem`, `stem-1`, `stem-2` and so on."""
     return [
-        PackPlan(_pack_name(stem, number), _in_file_order(shards, pack))
-        for number, pack in enumerate(_filled(shards, owned, header_bytes_max, sizes, None))
+        PackPlan(f"{stem}{f'-{number}' if number else ''}.safetensors", _in_file_order(shards, pack, coding))
+        for number, pack in enumerate(packs)
     ]
-
-
-def _coded_packs(
-    stem: str,
-    shards: Sequence[Shard],
-    owned: Sequence[Owned],
-    header_bytes_max: int,
-    sizes: PackSizes | None,
-    coding: CodingChoice,
-) -> list[PackPlan]:
-    """Return the packs of coded pieces.
-
-    In a store of objects the pieces of 16 bits have packs of their own, in front of all others. Elsewhere each name
-    has one piece, nearly always, so one pack holds all.
-    """
-
-    def is_weight(part: Owned) -> bool:
-        return shards[part.shard_number].tensor.dtype in WEIGHT_TYPES
-
-    def order(part: Owned) -> tuple[bool, str]:
-        return not is_weight(part), shards[part.shard_number].tensor.fqn
-
-    ordered = sorted(owned, key=order)
-    groups = [ordered]
-    if sizes is not None:
-        groups = [list(filter(is_weight, ordered)), [part for part in ordered if not is_weight(part)]]
-    packs = [pack for group in groups for pack in _filled(shards, group, header_bytes_max, sizes, coding)]
-    plans = []
-    for number, pack in enumerate(packs):
-        items: list[PackItem] = []
-        for part in sorted(pack, key=order):
-            shard = shards[part.shard_number]
-            offset = items[-1].data_offset + items[-1].bytes if items else 0
-            codec = coding.codec(shard, part.region)
-            items.append(PackItem(shard.tensor, part.region, offset, part.shard_number, codec))
-        plans.append(PackPlan(_pack_name(stem, number), tuple(items)))
-    return plans
 
 
 def _filled(
@@ -205,7 +171,7 @@ def _filled(
     owned: Sequence[Owned],
     header_bytes_max: int,
     sizes: PackSizes | None,
-    coding: CodingChoice | None,
+    coding: CodingChoice | None = None,
 ) -> list[list[Owned]]:
     """Return the pieces of each pack.
 
@@ -228,10 +194,6 @@ def _filled(
         if into.is_full:
             opened.remove(into)
     return [pack.owned for pack in packs]
-
-
-def _pack_name(stem: str, number: int) -> str:
-    return f"{stem}{f'-{number}' if number else ''}.safetensors"
 
 
 def _in_turn(owned: Sequence[Owned]) -> list[Owned]:
@@ -260,7 +222,9 @@ def _written_as_is(fqn: str) -> bool:
     return fqn.isascii() and fqn.isprintable() and '"' not in fqn and "\\" not in fqn
 
 
-def _in_file_order(shards: Sequence[Shard], owned: list[Owned]) -> tuple[PackItem, ...]:
+def _in_file_order(
+    shards: Sequence[Shard], owned: Sequence[Owned], coding: CodingChoice | None
+) -> tuple[PackItem, ...]:
     def order(part: Owned) -> tuple[bool, int, str]:
         tensor = shards[part.shard_number].tensor
         piece_bytes = part.region.numel * tensor.itemsize
@@ -269,7 +233,9 @@ def _in_file_order(shards: Sequence[Shard], owned: list[Owned]) -> tuple[PackIte
     items = []
     offset = 0
     for part in sorted(owned, key=order):
-        item = PackItem(shards[part.shard_number].tensor, part.region, offset, part.shard_number)
+        shard = shards[part.shard_number]
+        codec = "" if coding is None else coding.codec(shard, part.region)
+        item = PackItem(shard.tensor, part.region, offset, part.shard_number, codec)
         items.append(item)
         offset += item.bytes
     return tuple(items)
