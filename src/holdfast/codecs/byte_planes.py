@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from holdfast.codecs.scratch import scratch
 from holdfast.codecs.sections import bytes_of, joined, split
-from holdfast.codecs.zstd import decoded_frame, huffman_frame
+from holdfast.codecs.zstd import decode_frame, huffman_frame
 from holdfast.errors import CorruptError
 
 Bytes = NDArray[np.uint8]
 
-BLOCK = 32 << 10
+BLOCK = 64 << 10
 """Elements that one pass of several operations covers: what they hand on stays in the processor's cache."""
 
 _SAMPLE_PLACES, _SAMPLE_RUN = 16, 256
@@ -22,7 +23,7 @@ _WORTH_CODING_BITS = 7.7
 
 
 def coded_plane(plane: Bytes, *, sampled: bool = True) -> memoryview:
-    """Return a plane as it is stored.
+    """Return a plane as it is stored: a frame, or the memory of the plane.
 
     Args:
         plane: Contiguous bytes.
@@ -36,8 +37,12 @@ def coded_plane(plane: Bytes, *, sampled: bool = True) -> memoryview:
 
 
 def plane_of(section: memoryview, plane_bytes: int, what: str) -> Bytes:
-    """Return the plane of a section; read-only if it is stored as it is.
+    """Return the plane of a section: read-only, or memory of this thread until it asks for the same plane again.
 
+    Args:
+        section: As stored.
+        plane_bytes: Bytes of the plane.
+        what: Names the plane.
     Raises:
         CorruptError: The section holds no plane of so many bytes.
     """
@@ -45,7 +50,9 @@ def plane_of(section: memoryview, plane_bytes: int, what: str) -> Bytes:
         raise CorruptError(f"{what}: {len(section)} bytes; expected at most {plane_bytes}")
     if len(section) == plane_bytes:
         return np.frombuffer(section, np.uint8)
-    return np.frombuffer(decoded_frame(section, plane_bytes, what), np.uint8)
+    plane = scratch(what, plane_bytes)
+    decode_frame(section, plane.data, what)
+    return plane
 
 
 def coded_rest(rest: Bytes) -> memoryview:
@@ -63,7 +70,7 @@ def coded_rest(rest: Bytes) -> memoryview:
 
 
 def rest_of(section: memoryview, count: int, width: int, what: str) -> Bytes:
-    """Return the low bytes of elements: a row for each, its lowest byte first; read-only if stored as they are.
+    """Return the low bytes of elements: a row for each, its lowest byte first; memory as of `plane_of`.
 
     Raises:
         CorruptError: The section does not hold them.
@@ -76,7 +83,7 @@ def rest_of(section: memoryview, count: int, width: int, what: str) -> Bytes:
     if len(beyond):
         raise CorruptError(f"{what}: {len(beyond)} bytes after the last plane; expected none")
     planes = [plane_of(lane, count, f"{what}, byte {number}") for number, lane in enumerate(lanes)]
-    rest = np.empty((count, width), np.uint8)
+    rest = scratch(what, count * width).reshape(count, width)
     if width == 2:
         # As 16-bit numbers: writing every other byte takes three times as long.
         pairs = rest.reshape(-1).view(np.uint16)

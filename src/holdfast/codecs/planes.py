@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.codecs.byte_planes import BLOCK, Bytes, coded_plane, coded_rest, plane_of, rest_of
-from holdfast.codecs.sections import require_taken, sections_of, stored_form
+from holdfast.codecs.scratch import scratch
+from holdfast.codecs.sections import bytes_of, element_count, require_taken, sections_of, stored_form
 from holdfast.geometry.dtype import DTYPES
 from holdfast.ports.codec import Base, Coder
 
@@ -23,11 +24,13 @@ class _PlanesCoder:
 
     def encode(self, raw: memoryview, base: memoryview | None = None) -> list[memoryview] | None:
         """Return the stored form, or None."""
-        count, odd = divmod(len(raw), self.itemsize)
-        if odd or not count:
+        count = element_count(raw, self.itemsize)
+        if not count:
             return None
         upper, middle = _split_upper(np.frombuffer(raw, f"u{self.itemsize}"), self.itemsize)
-        sections = [coded_plane(upper, sampled=False), coded_plane(middle)]
+        first = coded_plane(upper, sampled=False)
+        # The next chunk of this thread overwrites the plane; a stored form is the caller's.
+        sections = [first if len(first) < count else bytes_of(upper.copy()), coded_plane(middle)]
         if self.itemsize > 2:
             sections.append(coded_rest(rest_bytes(raw, self.itemsize)))
         return stored_form(sections, len(raw))
@@ -45,7 +48,7 @@ class _PlanesCoder:
                 _join_upper(upper[block], middle[block], np.frombuffer(raw, np.uint16)[block])
             return
         rest = rest_of(sections[2], count, itemsize - 2, "plane of low bytes")
-        halves = np.empty(min(count, BLOCK), np.uint16)
+        halves = scratch("halves", 2 * min(count, BLOCK)).view(np.uint16)
         for start in range(0, count, BLOCK):
             block = slice(start, min(start + BLOCK, count))
             half = halves[: block.stop - start]
@@ -73,27 +76,27 @@ def _split_upper(elements: NDArray[np.generic], itemsize: int) -> tuple[Bytes, B
     """Return the two upper bytes of elements as planes, after the sign moved to the lowest bit of the two.
 
     Only operations that numpy has vector instructions for: shifting 16-bit numbers to the left is not one.
+    The plane of upper bytes is memory of this thread.
     """
     bits = 8 * itemsize
     count = len(elements)
-    upper, middle = np.empty(count, np.uint8), np.empty(count, np.uint8)
-    for start in range(0, count, BLOCK):
-        block = slice(start, start + BLOCK)
-        some = elements[block]
-        np.right_shift(some, bits - 9, out=upper[block], casting="unsafe")
-        low = middle[block]
-        if itemsize == 2:
-            np.copyto(low, some, casting="unsafe")
-        else:
-            np.right_shift(some, bits - 16, out=low, casting="unsafe")
-        np.add(low, low, out=low)
-        low += np.less(some.view(f"i{itemsize}"), 0).view(np.uint8)
+    upper, middle = scratch("upper bytes", count), np.empty(count, np.uint8)
+    np.right_shift(elements, bits - 9, out=upper, casting="unsafe")
+    if itemsize == 2:
+        np.copyto(middle, elements, casting="unsafe")
+    else:
+        np.right_shift(elements, bits - 16, out=middle, casting="unsafe")
+    np.add(middle, middle, out=middle)
+    signs = scratch("signs", count)
+    np.less(elements.view(f"i{itemsize}"), 0, out=signs.view(np.bool_))
+    np.add(middle, signs, out=middle)
     return upper, middle
 
 
 def _join_upper(upper: Bytes, middle: Bytes, halves: NDArray[np.uint16]) -> None:
     """Fill 16-bit halves from their two planes: the reverse of `_split_upper`."""
-    turned = np.multiply(upper, 256, dtype=np.uint16)
+    turned = scratch("turned halves", 2 * len(upper)).view(np.uint16)
+    np.multiply(upper, 256, out=turned, dtype=np.uint16)
     np.bitwise_or(turned, middle, out=turned)
     np.right_shift(turned, 1, out=halves)
     np.multiply(turned, 1 << 15, out=turned)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.codecs.byte_planes import BLOCK, coded_rest, rest_of
-from holdfast.codecs.sections import bytes_of, require_taken, sections_of, stored_form
+from holdfast.codecs.sections import bytes_of, element_count, require_taken, sections_of, stored_form
 from holdfast.errors import CorruptError
 from holdfast.ports.codec import Base, Coder
 
@@ -29,8 +29,8 @@ class _ResidualCoder:
 
     def encode(self, raw: memoryview, base: memoryview | None = None) -> list[memoryview] | None:
         """Return the stored form, or None."""
-        count, odd = divmod(len(raw), 4)
-        if odd or not count:
+        count = element_count(raw, 4)
+        if not count:
             return None
         assert base is not None and len(base) == 2 * count, "a pair has as many elements"
         elements, pair = np.frombuffer(raw, np.uint32), np.frombuffer(base, np.uint16)

@@ -6,7 +6,7 @@ import sys
 import threading
 from dataclasses import dataclass
 
-from holdfast.codecs.sections import require_taken, sections_of, stored_form
+from holdfast.codecs.sections import element_count, require_taken, sections_of, stored_form
 from holdfast.errors import CorruptError
 from holdfast.geometry.dtype import DTYPES
 from holdfast.ports.codec import Base, Coder
@@ -47,6 +47,9 @@ _LEVEL_1: dict[int, int] = {CompressionParameter.compression_level: 1, Compressi
 
 _MAGIC = b"\x28\xb5\x2f\xfd"
 
+_PIECE_BYTES = 64 << 10
+"""Bytes decoded by one call."""
+
 _SAMPLE_BYTES = 64 << 10
 """Bytes on which the two ways are tried."""
 
@@ -72,28 +75,40 @@ def repeats_frame(data: memoryview) -> memoryview:
     return memoryview(_contexts.level_1.compress(data, ZstdCompressor.FLUSH_FRAME))
 
 
-def decoded_frame(frame: memoryview, raw_bytes: int, what: str) -> bytes:
-    """Return what is in a frame.
+def decode_frame(frame: memoryview, raw: memoryview, what: str) -> None:
+    """Fill `raw` with what is in a frame.
 
     Args:
         frame: One frame and nothing else.
-        raw_bytes: How many bytes must be in it.
+        raw: As many bytes as must be in it.
         what: Names it in a message.
     Raises:
         CorruptError: It is not one sound frame of so many bytes, or asks for more memory than a reader grants.
     """
-    _require_bounded(frame, raw_bytes, what)
+    _require_bounded(frame, len(raw), what)
     decompressor = ZstdDecompressor(options={DecompressionParameter.window_log_max: WINDOW_LOG_MAX})
+    data: memoryview | bytes = frame
+    filled = 0
     try:
-        # A byte more than is expected, so that a frame that holds more than it says is found out.
-        raw = decompressor.decompress(frame, raw_bytes + 1)
+        # Piece by piece: memory for pieces is used again, where a whole chunk would be fresh memory each time.
+        while filled < len(raw):
+            piece = decompressor.decompress(data, min(_PIECE_BYTES, len(raw) - filled))
+            if not piece:
+                break
+            raw[filled : filled + len(piece)] = piece
+            filled += len(piece)
+            data = b""
+            if decompressor.eof:
+                break
+        beyond = b"" if decompressor.eof else decompressor.decompress(b"", 1)
     except ZstdError as error:
         raise CorruptError(f"{what}: damaged zstd frame of {len(frame)} bytes: {error}") from error
-    if len(raw) != raw_bytes or not decompressor.eof:
-        raise CorruptError(f"{what}: {len(raw)} bytes in its zstd frame before it breaks off; expected {raw_bytes}")
+    if filled != len(raw) or beyond or not decompressor.eof:
+        raise CorruptError(
+            f"{what}: {filled + len(beyond)} bytes in its zstd frame, or it breaks off; expected {len(raw)}"
+        )
     if decompressor.unused_data:
         raise CorruptError(f"{what}: {len(decompressor.unused_data)} bytes after its zstd frame; expected none")
-    return raw
 
 
 def _require_bounded(frame: memoryview, raw_bytes: int, what: str) -> None:
@@ -130,6 +145,8 @@ class _ZstdCoder:
 
     def encode(self, raw: memoryview, base: memoryview | None = None) -> list[memoryview] | None:
         """Return the stored form, or None."""
+        if not element_count(raw, self.itemsize):
+            return None
         start = max((len(raw) - _SAMPLE_BYTES) // 2, 0)
         sample = raw[start : start + _SAMPLE_BYTES]
         by_huffman, by_repeats = huffman_frame(sample), repeats_frame(sample)
@@ -142,7 +159,7 @@ class _ZstdCoder:
     def decode(self, stored: memoryview, base: memoryview | None, raw: memoryview) -> None:
         """Fill `raw`."""
         (frame,) = sections_of(stored, 1, len(raw), self.itemsize)
-        raw[:] = decoded_frame(frame, len(raw), "chunk")
+        decode_frame(frame, raw, "chunk")
 
 
 class ZstdCodec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 Base = Literal["none", "pair"]
@@ -77,3 +77,7 @@ class Codec(Protocol):
             InvalidError: It does not take the type.
         """
         ...
+
+
+Codecs = Mapping[str, Codec]
+"""The codecs by name."""
