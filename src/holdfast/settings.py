@@ -24,6 +24,9 @@ class Tuning:
     unchanged_bytes_min: int = 64 * KIB
     """Smallest piece that deduplication looks at. A smaller piece takes less time to write than to compare."""
 
+    coded_bytes_min: int = 64 * KIB
+    """Smallest piece that is compressed. A smaller piece saves less than it costs in headers and reads."""
+
     zero_copy_bytes_min: int = 64 * KIB
     """Smallest chunk that is read straight into the target's memory. For a smaller chunk, finding that memory costs
     more than a copy out of the read buffer."""
@@ -309,7 +312,9 @@ class Settings:
         self._require("max_bytes_per_second", cap is None or cap >= 1, "a whole number from 1, or None")
         self._require("compression", self.compression in ("off", "auto", "on"), "'off', 'auto' or 'on'")
         threads = self.compression_threads
-        is_count = threads is None or (isinstance(threads, int) and not isinstance(threads, bool) and 1 <= threads <= 64)
+        is_count = threads is None or (
+            isinstance(threads, int) and not isinstance(threads, bool) and 1 <= threads <= 64
+        )
         self._require("compression_threads", is_count, "a whole number from 1 to 64, or None")
         self._require("compression_skip", _are_texts(self.compression_skip), "a tuple of patterns")
         roots = self.allowed_roots

@@ -55,8 +55,8 @@ class CodingChoice:
     skip: tuple[str, ...]
     """Patterns of tensors that stay plain."""
 
-    plain_kinds: frozenset[Kind]
-    """Kinds that stay plain."""
+    plain_kinds: tuple[Kind, ...]
+    """Kinds that stay plain, in a fixed order."""
 
     def codec(self, shard: Shard, region: Region) -> str:
         """Return the codec of a piece; empty if it is stored as it is."""
@@ -82,9 +82,9 @@ class CodingHistory:
         self._saves_left: dict[Kind, int] = {}
 
     @property
-    def plain_kinds(self) -> frozenset[Kind]:
+    def plain_kinds(self) -> tuple[Kind, ...]:
         """The kinds that the next save leaves plain."""
-        return frozenset(self._saves_left)
+        return tuple(sorted(self._saves_left, key=lambda kind: (kind.dtype, kind.key)))
 
     def record(self, found: Mapping[Kind, tuple[int, int]]) -> None:
         """Take note of a save.

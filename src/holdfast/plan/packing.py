@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from holdfast.errors import InvalidError
 from holdfast.geometry.box import Box
+from holdfast.geometry.chunking import chunk_count
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.tensor import Shard, TensorSpec
-from holdfast.geometry.chunking import chunk_count
 from holdfast.plan.coding import CodingChoice
 from holdfast.plan.ownership import Owned
 from holdfast.plan.pairs import WEIGHT_TYPES

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from holdfast.geometry.region import Region
 from holdfast.geometry.tensor import TensorSpec
+from holdfast.types.plan import PieceKey
 
 WEIGHT_TYPES = ("bfloat16", "float16")
 """Element types of weights that are kept in 16 bits."""
@@ -43,9 +44,6 @@ MOMENT_KEYS = frozenset(
 _MASTER_WORDS = ("master", "fp32")
 """Parts of a name that say that a tensor is a master."""
 
-PieceKey = tuple[str, Region]
-"""A piece of a tensor: FQN and region."""
-
 Pairs = Mapping[PieceKey, str]
 """By master piece, the FQN of its weight, of which the piece has the same region."""
 
@@ -62,7 +60,7 @@ def pairs_of(pieces: Iterable[tuple[TensorSpec, Region]]) -> dict[PieceKey, str]
     alike: dict[tuple[tuple[int, ...], Region], tuple[list[str], list[str]]] = {}
     for tensor, region in pieces:
         is_weight = tensor.dtype in WEIGHT_TYPES
-        if (is_weight or tensor.dtype == MASTER_TYPE) and not _is_moment(tensor.fqn):
+        if (is_weight or tensor.dtype == MASTER_TYPE) and not is_moment(tensor.fqn):
             weights, masters = alike.setdefault((tensor.global_shape, region), ([], []))
             (weights if is_weight else masters).append(tensor.fqn)
     return {
@@ -73,7 +71,8 @@ def pairs_of(pieces: Iterable[tuple[TensorSpec, Region]]) -> dict[PieceKey, str]
     }
 
 
-def _is_moment(fqn: str) -> bool:
+def is_moment(fqn: str) -> bool:
+    """Return whether a name is that of a moment or a gradient."""
     return fqn.rpartition(".")[2] in MOMENT_KEYS
 
 
@@ -89,9 +88,9 @@ def matched(weights: Sequence[str], masters: Sequence[str]) -> dict[str, str]:
             by_suffix.setdefault(suffix, []).append(weight)
     claims: dict[str, dict[tuple[int, int], list[str]]] = {}
     for master in masters:
-        weight, rank = _weight_of(master, by_suffix)
-        if weight is not None:
-            claims.setdefault(weight, {}).setdefault(rank, []).append(master)
+        found, rank = _weight_of(master, by_suffix)
+        if found is not None:
+            claims.setdefault(found, {}).setdefault(rank, []).append(master)
     best = {weight: ranked[max(ranked)] for weight, ranked in claims.items()}
     return {claimants[0]: weight for weight, claimants in best.items() if len(claimants) == 1}
 

@@ -11,7 +11,6 @@ from holdfast.engine.casting import cast
 from holdfast.engine.nonfinite import nonfinite_count
 from holdfast.format.digest import digest_of, new_digest
 from holdfast.geometry.value_class import value_class
-from holdfast.plan.pairs import MASTER_TYPE
 from holdfast.ports.codec import Codecs
 from holdfast.types.plan import Digest, PackItem
 
@@ -20,6 +19,8 @@ _LOOK_BYTES = 16 << 10
 
 _LOOK_ELEMENTS = 512
 """Elements whose mantissas are counted."""
+
+_MASTER_TYPE = "float32"
 
 _MANTISSA = (1 << 23) - 1
 
@@ -102,12 +103,12 @@ class ChunkEncoder:
         state = new_digest()
         bases = []
         for raw in chunks:
-            base = _rounded(raw, weight.dtype)
+            base = rounded(raw, weight.dtype)
             state.update(base)
             bases.append(base)
         if state.digest() != weight.digest:
             return None
-        coder = self._codecs["residual"].coder(MASTER_TYPE, weight.dtype)
+        coder = self._codecs["residual"].coder(_MASTER_TYPE, weight.dtype)
         found = []
         for raw, base in zip(chunks, bases, strict=True):
             stored = coder.encode(raw, base)
@@ -117,19 +118,14 @@ class ChunkEncoder:
         return found
 
 
-def is_rounded_from(weight: memoryview, weight_dtype: str, master: memoryview) -> bool:
-    """Return whether float32 elements, rounded, are those of a weight."""
-    return _rounded(master, weight_dtype) == weight
-
-
-def _rounded(master: memoryview, dtype: str) -> memoryview:
+def rounded(master: memoryview, dtype: str) -> memoryview:
     """Return float32 elements rounded to a type of 16 bits."""
     elements = np.frombuffer(master, np.float32)
-    rounded = np.empty(len(elements), np.uint16)
+    halves = np.empty(len(elements), np.uint16)
     for start in range(0, len(elements), _CAST_ELEMENTS):
         some = slice(start, start + _CAST_ELEMENTS)
-        rounded[some] = cast(elements[some], MASTER_TYPE, dtype).view(np.uint16)
-    return memoryview(rounded).cast("B")
+        halves[some] = cast(elements[some], _MASTER_TYPE, dtype).view(np.uint16)
+    return halves.data.cast("B")
 
 
 def _tried(item: PackItem, raw: memoryview) -> Iterator[str]:
@@ -137,7 +133,7 @@ def _tried(item: PackItem, raw: memoryview) -> Iterator[str]:
     looked_at = np.frombuffer(_middle(raw, _LOOK_BYTES), np.uint8)
     if 4 * np.count_nonzero(looked_at) <= len(looked_at):
         yield "sparse"
-    if item.tensor.dtype == MASTER_TYPE and _has_few_mantissas(raw):
+    if item.tensor.dtype == _MASTER_TYPE and _has_few_mantissas(raw):
         yield "dictionary"
     yield item.codec
 
