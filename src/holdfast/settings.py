@@ -312,10 +312,9 @@ class Settings:
         self._require("max_bytes_per_second", cap is None or cap >= 1, "a whole number from 1, or None")
         self._require("compression", self.compression in ("off", "auto", "on"), "'off', 'auto' or 'on'")
         threads = self.compression_threads
-        is_count = threads is None or (
-            isinstance(threads, int) and not isinstance(threads, bool) and 1 <= threads <= 64
+        self._require(
+            "compression_threads", threads is None or 1 <= threads <= 64, "a whole number from 1 to 64, or None"
         )
-        self._require("compression_threads", is_count, "a whole number from 1 to 64, or None")
         self._require("compression_skip", _are_texts(self.compression_skip), "a tuple of patterns")
         roots = self.allowed_roots
         self._require("allowed_roots", _are_texts(roots) and all(map(_is_path, roots)), "a tuple of paths of folders")
