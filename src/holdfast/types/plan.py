@@ -19,6 +19,9 @@ OPAQUE_FOLDER = "enc/"
 CODED_FOLDER = "coded/"
 """Folder in an attempt's folder for packs of coded pieces. Stock readers see the entries of its packs as bytes (U8)."""
 
+PAIR_CODECS = frozenset({"residual"})
+"""Codecs that code a chunk against its pair. What a name means is part of the format."""
+
 Digest = bytes
 """Bytes of the xxh3-128 of a chunk's raw bytes."""
 
@@ -164,6 +167,10 @@ class Piece:
         """Return the codec of a chunk; empty if it is stored raw."""
         coded_by = 0 if self.coding is None else self.coding.numbers[number]
         return self.coding.codecs[coded_by - 1] if self.coding is not None and coded_by else ""
+
+    def needs_pair(self, number: int) -> bool:
+        """Return whether a chunk is coded against the pair."""
+        return self.coding is not None and self.codec_of(number) in PAIR_CODECS
 
 
 @value_class
