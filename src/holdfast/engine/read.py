@@ -117,7 +117,7 @@ def execute(
 
 
 def _buffer_bytes(run: ReadRun) -> int:
-    return sum(give_slot_bytes(stop - start) for _, start, stop in run.ranges)
+    return sum(give_slot_bytes(part.stop - part.start) for part in (run, *run.bases))
 
 
 @dataclass(frozen=True, slots=True)

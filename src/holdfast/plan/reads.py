@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 
 from holdfast.errors import CorruptError
+from holdfast.format.coded_chunks import PAIR_RATIO, base_number
 from holdfast.geometry.box import Box
-from holdfast.geometry.chunking import chunk_count, chunk_range, pair_range
+from holdfast.geometry.chunking import chunk_count, chunk_range
 from holdfast.geometry.region import elements_spanned, run_boxes
 from holdfast.settings import PAGE_BYTES
 from holdfast.types.plan import ChunkRead, LoadPlan, Part, Piece, ReadRun, WantedBoxes
@@ -58,7 +59,7 @@ def load_plan(
                 for chunk_number, part in _parts(number, piece, box):
                     place = _place_of(piece, chunk_number)
                     chunks.setdefault(place, (piece, chunk_number, []))[2].append(part)
-                    if piece.needs_pair(chunk_number):
+                    if piece.coding is not None and base_number(piece, chunk_number) is not None:
                         coded_by_pair[place] = None
     bases = _with_bases(chunks, coded_by_pair, whole_units=whole_units) if coded_by_pair else {}
     reads = (
@@ -115,35 +116,34 @@ def _with_bases(chunks: _Chunks, coded_by_pair: dict[_Place, None], *, whole_uni
     made: dict[_Place, ChunkRead] = {}
     for place in list(coded_by_pair):
         piece, number, _ = chunks[place]
-        assert piece.coding is not None, "its codec needs a pair"
-        pair = piece.coding.pair
-        if pair is None:
-            raise CorruptError(
-                f"{piece.tensor.fqn}: {piece.pack}: chunk {number} is coded against {piece.coding.pair_fqn!r}, which "
-                "has no stored piece of the same region; expected one. Read another copy or another step"
-            )
-        ratio = piece.tensor.itemsize // pair.tensor.itemsize
-        base_number = pair_range(piece.chunk_bytes, number, _raw_bytes(piece, number), ratio)[0]
-        base_place = _place_of(pair, base_number)
-        if pair.needs_pair(base_number):
-            raise CorruptError(
-                f"{piece.tensor.fqn}: {piece.pack}: chunk {number} is coded against chunk {base_number} of "
-                f"{pair.tensor.fqn}, which is coded against a pair itself; expected one that is not. Read another copy"
-            )
+        pair, base = _base_of(piece, number)
+        base_place = _place_of(pair, base)
         if base_place not in made:
-            parts = chunks.pop(base_place, (pair, base_number, []))[2]
-            made[base_place] = ChunkRead(
-                pair, base_number, base_place[1], _raw_bytes(pair, base_number), tuple(parts)
-            )
+            parts = chunks.pop(base_place, (pair, base, []))[2]
+            made[base_place] = ChunkRead(pair, base, base_place[1], _raw_bytes(pair, base), tuple(parts))
         bases[place] = made[base_place]
         if whole_units:
-            last = chunk_count(piece.bytes, piece.chunk_bytes)
-            for other in range(base_number * ratio, min((base_number + 1) * ratio, last)):
-                if piece.needs_pair(other):
+            count = chunk_count(piece.bytes, piece.chunk_bytes)
+            for other in range(base * PAIR_RATIO, min((base + 1) * PAIR_RATIO, count)):
+                if base_number(piece, other) is not None:
                     other_place = _place_of(piece, other)
                     chunks.setdefault(other_place, (piece, other, []))
                     bases[other_place] = made[base_place]
     return bases
+
+
+def _base_of(piece: Piece, number: int) -> tuple[Piece, int]:
+    """Return the stored piece of the pair, and the number of its chunk against which a chunk is coded."""
+    base = base_number(piece, number)
+    assert piece.coding is not None and base is not None, "its codec needs a pair"
+    pair = piece.coding.pair
+    if pair is None or not pair.region == piece.region or base_number(pair, base) is not None:
+        raise CorruptError(
+            f"{piece.tensor.fqn}: {piece.pack}: chunk {number} is coded against chunk {base} of "
+            f"{piece.coding.pair_fqn!r}; expected a piece of the same region that is coded against none. Read another "
+            "copy or another step"
+        )
+    return pair, base
 
 
 def _parts(wanted_number: int, piece: Piece, wanted: Box) -> Iterator[tuple[int, Part]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 Base = Literal["none", "pair"]
@@ -77,3 +78,10 @@ class Codec(Protocol):
             InvalidError: It does not take the type.
         """
         ...
+
+
+Codecs = Mapping[str, Codec]
+"""Codecs by their names."""
+
+NO_CODECS: Codecs = MappingProxyType({})
+"""For what reads and writes no coded chunk."""

@@ -19,9 +19,6 @@ OPAQUE_FOLDER = "enc/"
 CODED_FOLDER = "coded/"
 """Folder in an attempt's folder for packs of coded pieces. Stock readers see the entries of its packs as bytes (U8)."""
 
-PAIR_CODECS = frozenset({"residual"})
-"""Codecs that code a chunk against its pair. What a name means is part of the format."""
-
 Digest = bytes
 """Bytes of the xxh3-128 of a chunk's raw bytes."""
 
@@ -168,10 +165,6 @@ class Piece:
         coded_by = 0 if self.coding is None else self.coding.numbers[number]
         return self.coding.codecs[coded_by - 1] if self.coding is not None and coded_by else ""
 
-    def needs_pair(self, number: int) -> bool:
-        """Return whether a chunk is coded against the pair."""
-        return self.coding is not None and self.codec_of(number) in PAIR_CODECS
-
 
 @value_class
 class WantedBoxes:
@@ -264,7 +257,7 @@ class ReadRun:
     @property
     def bytes(self) -> int:
         """Stored bytes of the run and of its bases."""
-        return self.stop - self.start + sum(base.stop - base.start for base in self.bases)
+        return sum(part.stop - part.start for part in (self, *self.bases))
 
     @staticmethod
     def of(pack: str, chunks: tuple[ChunkRead, ...]) -> ReadRun:
