@@ -306,8 +306,9 @@ class Checkpoint:
         """
         if self._listing is not None:
             return  # The listing was checked against the sizes of the files.
-        self._pack_bytes |= sizes_of({run.pack for run in plan.runs} - self._pack_bytes.keys(), self.packs)
-        for run in plan.runs:
+        runs = [part for run in plan.runs for part in (run, *run.bases)]
+        self._pack_bytes |= sizes_of({run.pack for run in runs} - self._pack_bytes.keys(), self.packs)
+        for run in runs:
             known, record = self._pack_bytes[run.pack], self._pack_records[run.pack]
             if run.stop > known or (not is_pack_name(run.pack) and known != record.bytes):
                 check_pack(self.packs(run.pack), record, self.step)

@@ -1,8 +1,8 @@
 """Executes a load in which ranks send bytes to each other: threads read and check, the caller's thread communicates.
 
 While one round is exchanged, the next is read and the one before is placed. Every round begins with a status word from
-every rank, so that all ranks stop together if one has failed. Bytes that failed their check are never sent. Bytes travel
-as they are stored; a run travels with its bases.
+every rank, so that all ranks stop together if one has failed. Bytes that failed their check are never sent. Stored
+bytes travel, and a run travels with its bases.
 
 A round passes through these states on each rank:
 

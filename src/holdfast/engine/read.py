@@ -415,7 +415,7 @@ def require_digest(chunk: ChunkRead, raw: memoryview, where: str) -> None:
     """Require that the raw bytes of a chunk are those that were saved.
 
     Raises:
-        CorruptError: They are not; the message names tensor, file and stored byte range, and the chunk of a coded piece.
+        CorruptError: They are not; the message names tensor, file, stored byte range, and the chunk of a coded piece.
     """
     expected = chunk.expected
     # A foreign checkpoint that is read in place has no digests.

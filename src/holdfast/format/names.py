@@ -24,9 +24,7 @@ COPY_CLAIM_FILE = f"{COPYING_FOLDER}run.json"
 
 _STEP_FOLDER = re.compile(r"step-(\d{12})", re.ASCII)
 _ATTEMPT_FOLDER = re.compile(r"[0-9a-f]{16}")
-_PACK = re.compile(
-    r"(?:step-(\d{12})/[0-9a-f]{16}/)?(?:enc/|(coded/))?r(\d{5})(?:-\d{1,6})?\.safetensors", re.ASCII
-)
+_PACK = re.compile(r"(?:step-(\d{12})/[0-9a-f]{16}/)?(?:enc/|(coded/))?r(\d{5})(?:-\d{1,6})?\.safetensors", re.ASCII)
 _LINK = re.compile(r"step-\d{12}\.[0-9a-f]{16}\.(?:(?:enc|coded)\.)?r\d{5}(?:-\d{1,6})?\.link", re.ASCII)
 _PART = re.compile(r"parts/r(\d{5})\.msgpack", re.ASCII)
 _EPOCH = re.compile(r"(\d{12})(\.json|\.accepted\.json|\.beat)", re.ASCII)

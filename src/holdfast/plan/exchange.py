@@ -1,8 +1,8 @@
 """Plans an exchange: which rank reads bytes that several ranks want, who receives them, and whether it saves time.
 
 Every rank describes what its load plan reads. From all descriptions each rank computes the same exchange. Segments are
-cut only at bounds in some rank's description. These are bounds of chunks, so a chunk is never divided. Bytes are counted
-as stored. A run with bases lies at its own bytes, and counts with those of its bases.
+cut only at bounds in some rank's description. These are bounds of chunks, so a chunk is never divided. Bytes count as
+they are stored. A run with bases lies at its own bytes, and counts with those of its bases.
 """
 
 from __future__ import annotations
@@ -78,9 +78,8 @@ def description_of(plan: LoadPlan, pack_numbers: Mapping[str, int], round_bytes:
         forced: Whether the description may have any length; otherwise one that is too long is empty.
     """
     cell = max(round_bytes // _CELLS_IN_ROUND, 1)
-    rows = [
-        (pack_numbers[run.pack], part.start, part.stop, part.bytes) for run in plan.runs for part in _in_cells(run, cell)
-    ]
+    parts = (part for run in plan.runs for part in _in_cells(run, cell))
+    rows = [(pack_numbers[part.pack], part.start, part.stop, part.bytes) for part in parts]
     table = np.array(rows, dtype=np.int64).reshape(len(rows), 4)
     # Gaps and lengths repeat from layer to layer, so differences compress well.
     table[:, 2] -= table[:, 1]
@@ -189,8 +188,8 @@ class JobExchange:
                 chunk = run.chunks[int(divided[0])]
                 raise CorruptError(
                     f"{chunk.piece.tensor.fqn}: {run.pack}: another piece begins or ends inside the chunk at bytes "
-                    f"{chunk.offset}–{chunk.offset + chunk.stored_bytes}; expected pieces that do not overlap. Read another "
-                    "copy or another step"
+                    f"{chunk.offset}–{chunk.offset + chunk.stored_bytes}; expected pieces that do not overlap. Read "
+                    "another copy or another step"
                 )
             # Adjacent chunks of unshared segments stay one run.
             segments = np.where(self.readers[segments] < 0, -1, segments)

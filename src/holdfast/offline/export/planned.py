@@ -10,8 +10,10 @@ from functools import cached_property
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.clock import Clock
 from holdfast.errors import ConflictError, InvalidError
+from holdfast.format.names import is_coded_pack_name
 from holdfast.offline.export.window_writer import ExportSource
 from holdfast.offline.export.windows import FilePlan
+from holdfast.plan.reads import longest_read
 from holdfast.ports.foreign import Writer
 from holdfast.ports.observer import Observer
 from holdfast.settings import MIB, PAGE_BYTES, Settings
@@ -212,7 +214,7 @@ class PlannedExport:
         return replace(self._checkpoint.settings, read_window_bytes=read_bytes, windows_in_flight=4)
 
     def _read_bytes_max(self, settings: Settings) -> int:
-        coded = any(map(is_coded_name, (pack.name for pack in self._checkpoint.manifest.packs)))
+        coded = any(map(is_coded_pack_name, (pack.name for pack in self._checkpoint.manifest.packs)))
         return longest_read(settings.read_window_bytes, self._checkpoint.index.chunk_bytes, coded=coded)
 
     def _window_plans(self, windows: Sequence[ExportWindow], settings: Settings) -> Iterator[WindowPlan]:
