@@ -81,7 +81,7 @@ class Codec(Protocol):
 
 
 Codecs = Mapping[str, Codec]
-"""Codecs by their names."""
+"""The codecs by name."""
 
 NO_CODECS: Codecs = MappingProxyType({})
 """For what reads and writes no coded chunk."""
