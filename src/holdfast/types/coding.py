@@ -61,6 +61,11 @@ class Coded:
     codecs: Mapping[str, int] = field(default_factory=dict)
     """By codec, the raw bytes of its chunks; the empty name counts chunks that gained nothing, and are stored raw."""
 
+    @property
+    def codec(self) -> str:
+        """The codec of most of the bytes; empty if none was coded."""
+        return max(self.codecs, key=lambda name: (self.codecs[name], name), default="")
+
 
 @dataclass(frozen=True, slots=True)
 class Measured:
