@@ -46,6 +46,26 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
+class Sampling:
+    """Which parts of a kind that is written raw are coded to measure it."""
+
+    count: int
+    """How many samples."""
+
+    first_bytes: int
+    """Bytes of the kind before the first sample."""
+
+    every_bytes: int
+    """Bytes of the kind from one sample to the next."""
+
+    bytes_min: int
+    """Bytes of a sample at least: of less, speed and ratio are not those of a chunk."""
+
+    bytes_max: int
+    """Bytes of a sample at most: a chunk."""
+
+
+@dataclass(frozen=True, slots=True)
 class Coded:
     """What was coded of one kind in one save, in packs or to measure it."""
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from holdfast.plan.coding.choice import Amounts, Choice, SaveModel, chosen, chosen_for_size
-from holdfast.types.coding import Coded, Compression, Kind, KindCoding, Measured, Rates
+from holdfast.types.coding import Coded, Compression, Kind, KindCoding, Measured, Rates, Sampling
 
 SLOWER_ABOVE = 1.03
 """A coded save that takes more than this part of the predicted time of a raw one was a mistake."""
@@ -16,6 +16,14 @@ RAW_SAVES = 10
 
 PROBE_SHARE = 0.005
 """Part of the processor time of saves that goes into measuring kinds that stay raw."""
+
+_CHUNKS_PER_SAMPLE = 64
+"""Of a kind that was never measured, one chunk in so many is coded to measure it."""
+
+_SAMPLE_BYTES_MIN = 64 << 10
+
+_GOLDEN = 0.618034
+"""Multiples of it, modulo 1, spread evenly: the samples of successive saves lie far from each other."""
 
 _SAVES_OF_CREDIT_MAX = 64
 """A chunk costs more than a small save may spend, so the allowance of so many saves adds up, and no more."""
@@ -43,6 +51,12 @@ class Knowledge:
     probe_seconds: float = 0.0
     """Processor seconds that later saves may spend on measuring."""
 
+    saves: int = 0
+    """Saves that have ended."""
+
+    measured_at: Mapping[Kind, int] = field(default_factory=dict)
+    """By kind, `saves` when it was last measured."""
+
     def model(self, threads: int) -> SaveModel | None:
         """Return what is known; None if nothing was written yet."""
         if self.store_bytes_per_second is None:
@@ -58,6 +72,26 @@ class Knowledge:
             choice = chosen(amounts, model, self.choice, self.withheld)
         withheld = {kind: saves - 1 for kind, saves in self.withheld.items() if saves > 1}
         return replace(self, choice=choice, withheld=withheld), choice
+
+    def samplings(self, choice: Choice, amounts: Amounts, chunk_bytes: int) -> dict[Kind, Sampling]:
+        """Return where a save measures the kinds that it writes raw: all that are unknown, others as time allows."""
+        samplings = {}
+        seconds_left = self.probe_seconds
+        raw = sorted(amounts.kinds.keys() - choice.coded, key=lambda kind: (self.measured_at.get(kind, -1), kind))
+        bytes_min = min(_SAMPLE_BYTES_MIN, chunk_bytes // 2)
+        for kind in raw:
+            every_bytes = _CHUNKS_PER_SAMPLE * chunk_bytes
+            if kind not in self.rates:
+                count = -(-amounts.kinds[kind] // every_bytes)
+                samplings[kind] = Sampling(count, 0, every_bytes, bytes_min, chunk_bytes)
+                continue
+            seconds_left -= chunk_bytes / self.rates[kind].bytes_per_second
+            if seconds_left < 0:
+                break
+            # The first chunk of a kind is the same tensor every time, so each save takes another one.
+            first_bytes = int(self.saves * _GOLDEN % 1 * max(amounts.kinds[kind] - chunk_bytes, 0))
+            samplings[kind] = Sampling(1, first_bytes, every_bytes, bytes_min, chunk_bytes)
+        return samplings
 
     def ended(self, choice: Choice, measured: Measured, compression: Compression) -> Knowledge:
         """Return the knowledge once a save has ended.
@@ -81,6 +115,8 @@ class Knowledge:
         return replace(
             self,
             rates=self._rates(measured),
+            saves=self.saves + 1,
+            measured_at={**self.measured_at, **dict.fromkeys((*measured.probed, *measured.coded), self.saves + 1)},
             store_bytes_per_second=store_bytes_per_second,
             withheld=withheld,
             # The first save spends more than its allowance. That is not held against the later ones.

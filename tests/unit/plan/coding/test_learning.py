@@ -171,3 +171,33 @@ def test_on_tries_every_kind_and_leaves_out_what_does_not_shrink() -> None:
     assert not knowledge.withheld, "size comes first"
     knowledge, choice = knowledge.begun(STATE, 1, "on")
     assert choice.coded == {WEIGHTS, MASTERS}
+
+
+def test_the_first_raw_save_samples_one_chunk_in_64_of_each_kind() -> None:
+    knowledge, choice = Knowledge().begun(STATE, 1, "auto")
+    samplings = knowledge.samplings(choice, STATE, 1 << 20)
+    assert {kind: each.count for kind, each in samplings.items()} == {WEIGHTS: 4, MASTERS: 7, MOMENTS: 7}
+    assert {(each.first_bytes, each.every_bytes) for each in samplings.values()} == {(0, 64 << 20)}
+
+
+def test_later_raw_saves_sample_in_turn_what_they_have_time_for() -> None:
+    chunk = 1 << 20
+    cost = max(chunk / rates.bytes_per_second for rates in RATES.values())
+    knowledge = Knowledge(
+        RATES, 5e9, probe_seconds=2.2 * cost, measured_at={WEIGHTS: 3, MASTERS: 1, MOMENTS: 2}, saves=3
+    )
+    knowledge, choice = knowledge.begun(STATE, 1, "auto")
+    assert not choice.coded
+    assert list(knowledge.samplings(choice, STATE, chunk)) == [MASTERS, MOMENTS], "longest ago first"
+    poor = Knowledge(RATES, 5e9, probe_seconds=0.1 * cost)
+    assert not poor.samplings(choice, STATE, chunk)
+    firsts = {
+        Knowledge(RATES, 5e9, probe_seconds=1, saves=n).samplings(choice, STATE, chunk)[WEIGHTS].first_bytes
+        for n in range(9)
+    }
+    assert len(firsts) == 9 and max(firsts) < STATE.kinds[WEIGHTS]
+
+
+def test_coded_kinds_are_not_sampled() -> None:
+    knowledge, choice = Knowledge(RATES, 0.1e9, probe_seconds=1.0).begun(STATE, 1, "auto")
+    assert choice.coded and not knowledge.samplings(choice, STATE, 1 << 20)
