@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from holdfast.clock import SystemClock
-from holdfast.engine.coding.meter import SaveMeter
-from holdfast.engine.coding.probe import Probe
+from holdfast.engine.encoding.meter import SaveMeter
+from holdfast.engine.encoding.probe import Probe
 from holdfast.geometry.box import Box
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.types.coding import Kind, Sampling

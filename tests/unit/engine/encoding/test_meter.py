@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from holdfast.clock import SystemClock
-from holdfast.engine.coding.meter import SaveMeter
+from holdfast.engine.encoding.meter import SaveMeter
 from holdfast.types.coding import Coded, Kind
 
 WEIGHTS, MOMENTS = Kind("bfloat16", "parameter"), Kind("float32", "exp_avg")

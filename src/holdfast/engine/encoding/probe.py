@@ -6,7 +6,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 
-from holdfast.engine.coding.meter import SaveMeter
+from holdfast.engine.encoding.meter import SaveMeter
 from holdfast.types.coding import Kind, Sampling
 from holdfast.types.plan import PackItem, PlannedPack
 
