@@ -68,17 +68,18 @@ def _fields(report: RankReport) -> dict[str, object]:
     }
 
 
-def reports_in(store: Readable, folder: str) -> Iterator[tuple[str, RankReport | CheckpointError]]:
+def reports_in(store: Readable, folder: str, begins: str = "") -> Iterator[tuple[str, RankReport | CheckpointError]]:
     """Yield key and report of every report beside a checkpoint, by key; for an unreadable file, key and error.
 
     Args:
         store: The store of the checkpoint.
         folder: Its folder in the store: empty, or ending in a slash.
+        begins: Only files whose names begin like this, such as `save-` and an attempt.
     Raises:
         CheckpointError: The folder cannot be listed.
     """
     prefix = folder + REPORTS_FOLDER
-    for key in sorted(entry.key for entry in store.list(prefix)):
+    for key in sorted(entry.key for entry in store.list(prefix) if entry.key.startswith(prefix + begins)):
         match = _REPORT.fullmatch(key.removeprefix(prefix))
         if match is None:
             continue
