@@ -20,7 +20,7 @@ from bench import compression_rivals as rivals
 from bench import conditions
 from bench.compression_rivals import raw_bytes
 from bench.compression_state import KINDS, State, bytes_of, repeated, snapshots, split
-from bench.part import Measured, Params, Part, Round, Spread, in_turn, spread_of
+from bench.part import Measured, Params, Part, Round, Spread, in_turn, spreads_of
 from bench.state import MIB
 from holdfast import wiring
 from holdfast.engine.casting import cast
@@ -191,7 +191,7 @@ def measure(root: Path, params: Params) -> Measured:
     return Measured(rounds, [])
 
 
-def keys(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:
+def values(rounds: Sequence[Round], params: Params) -> dict[str, list[float]]:
     """Return how many times as fast as the rivals ours is, and two threads as one."""
     ratios = {
         "encode_vs_zipnn": ("zipnn_encode", "encode"),
@@ -199,9 +199,12 @@ def keys(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:
         "decode_vs_zipnn": ("zipnn_decode", "decode"),
         "encode_two_threads": ("wall_1", "wall_2"),
     }
-    return {
-        key: spread_of([each[theirs] / each[ours] for each in rounds]) for key, (theirs, ours) in ratios.items()
-    }
+    return {key: [each[theirs] / each[ours] for each in rounds] for key, (theirs, ours) in ratios.items()}
+
+
+def keys(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:
+    """Return the same over all rounds."""
+    return spreads_of(values(rounds, params))
 
 
 PART = Part(
@@ -212,4 +215,5 @@ PART = Part(
     quick={"mib": 96, "rounds": 3},
     measure=measure,
     keys=keys,
+    values=values,
 )

@@ -20,7 +20,7 @@ from bench import compression_rivals as rivals
 from bench import conditions
 from bench.compression_rivals import folder_bytes
 from bench.compression_state import KINDS, Gpt, State, bytes_of, snapshots, split
-from bench.part import Measured, Params, Part, Round, Spread, present, spread_of
+from bench.part import Measured, Params, Part, Round, Spread, present, spread_of, spreads_of
 from bench.settings import settings
 
 
@@ -70,13 +70,15 @@ def measure(root: Path, params: Params) -> Measured:
 
 
 def keys(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:
-    """Return the ratios, and ours over those of the rivals."""
-    return {
-        "ratio_state": spread_of([each["ours"] for each in rounds]),
-        "ratio_state_plain_weights": spread_of([each["plain_weights"] for each in rounds]),
-        "ratio_vs_zipnn": spread_of([each["ours"] / each["zipnn"] for each in rounds]),
-        "ratio_vs_dcp_zstd": spread_of([each["ours"] / each["dcp_zstd"] for each in rounds]),
-    }
+    """Return the ratios, and ours over those of the rivals; a round is a snapshot."""
+    return spreads_of(
+        {
+            "ratio_state": [each["ours"] for each in rounds],
+            "ratio_state_plain_weights": [each["plain_weights"] for each in rounds],
+            "ratio_vs_zipnn": [each["ours"] / each["zipnn"] for each in rounds],
+            "ratio_vs_dcp_zstd": [each["ours"] / each["dcp_zstd"] for each in rounds],
+        }
+    )
 
 
 RATIOS = Part(
