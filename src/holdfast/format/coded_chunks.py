@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.errors import CorruptError, InvalidError
+from holdfast.errors import CorruptError
 from holdfast.format.codec_names import needs_pair, require_known_codecs
 from holdfast.geometry.chunking import pair_range
 from holdfast.ports.codec import RAW_PER_STORED_MAX, Codecs
@@ -109,13 +109,10 @@ def decode_chunk(
         base, base_dtype = base[first:last], pair.tensor.dtype
     else:
         base = None
-    try:
-        coder = codec.coder(piece.tensor.dtype, base_dtype)
-    except InvalidError as error:
-        raise CorruptError(
-            f"{place}: coded by {name}, which takes no {piece.tensor.dtype} {base_dtype and f'against {base_dtype}'}: "
-            f"{error}. Read another copy"
-        ) from error
+    if not codec.takes(piece.tensor.dtype, base_dtype):
+        against = f" against {base_dtype}" if base_dtype else ""
+        raise CorruptError(f"{place}: coded by {name}, which takes no {piece.tensor.dtype}{against}. Read another copy")
+    coder = codec.coder(piece.tensor.dtype, base_dtype)
     try:
         coder.decode(stored, base, raw)
     except CorruptError as error:

@@ -83,10 +83,10 @@ def coding_in(
         return None
     if not coded.any():
         raise CorruptError(f"{where}: codings of no piece; expected a piece in a coded pack. Read another copy")
-    require_known_codecs(document.codecs, where)
     for kind, names in (("codec", document.codecs), ("pair", document.pairs)):
         if len(set(names)) < len(names) or "" in names:
             raise CorruptError(f"{where}: a {kind} is listed twice, or has no name. Read another copy")
+    require_known_codecs(document.codecs, where)
     of_coded = np.where(coded, chunks, 0)
     count = int(of_coded.sum())
     if len(document.chunk_codecs) != count:
