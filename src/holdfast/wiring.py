@@ -411,7 +411,7 @@ def shared_job(process_group: ProcessGroup, settings: Settings) -> Job:
 def checkpoint_at(path: object, settings: Settings, step: object = None) -> Checkpoint:
     """Return the checkpoint at a path; with a step, that step of the run at the path."""
     location = location_at(path, settings) if step is None else step_at(path, step, settings)
-    return Checkpoint(location, settings, _to_torch)
+    return Checkpoint(location, settings, _to_torch, codecs=codecs())
 
 
 def _to_torch(array: object, dtype: str) -> object:

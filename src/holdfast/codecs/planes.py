@@ -40,7 +40,7 @@ class _PlanesCoder:
         count = element_count(raw, self.itemsize)
         if not count:
             return None
-        upper, middle, is_any_negative = _split_upper(np.frombuffer(raw, f"u{self.itemsize}"), self.itemsize)
+        upper, middle, is_any_negative = _split_upper(_upper_halves(raw, self.itemsize))
         first = coded_plane(upper, sampled=False)
         # The next chunk of this thread overwrites the plane; a stored form is the caller's.
         sections = [first if len(first) < count else bytes_of(upper.copy())]
@@ -94,29 +94,31 @@ class PlanesCodec:
         return _PlanesCoder(DTYPES[dtype].itemsize)
 
 
-def _split_upper(elements: NDArray[np.generic], itemsize: int) -> tuple[Bytes, Bytes, bool]:
-    """Return the two upper bytes of elements as planes, after the sign moved to the lowest bit of the two.
+def _split_upper(halves: NDArray[np.uint16]) -> tuple[Bytes, Bytes, bool]:
+    """Return the two bytes of upper halves as planes, after the sign moved to the lowest bit of each half.
 
-    Third: whether any element is negative.
-
-    Only operations that numpy has vector instructions for: shifting 16-bit numbers to the left is not one.
-    The plane of upper bytes is memory of this thread.
+    Third: whether any element is negative. Only operations that numpy has vector instructions for: shifting 16-bit
+    numbers to the left is not one. The plane of upper bytes is memory of this thread.
     """
-    bits = 8 * itemsize
-    count = len(elements)
-    upper, middle = scratch("upper bytes", count), lent(count)
-    np.right_shift(elements, bits - 9, out=upper, casting="unsafe")
-    if itemsize == 2:
-        np.copyto(middle, elements, casting="unsafe")
-    else:
-        np.right_shift(elements, bits - 16, out=middle, casting="unsafe")
+    count = len(halves)
+    upper, middle, signs = scratch("upper bytes", count), lent(count), scratch("signs", count)
+    np.right_shift(halves, 7, out=upper, casting="unsafe")
+    np.copyto(middle, halves, casting="unsafe")
     np.add(middle, middle, out=middle)
-    signs = scratch("signs", count)
-    np.less(elements.view(f"i{itemsize}"), 0, out=signs.view(np.bool_))
+    np.less(halves.view(np.int16), 0, out=signs.view(np.bool_))
     is_any_negative = bool(signs.any())
     if is_any_negative:
         np.add(middle, signs, out=middle)
     return upper, middle, is_any_negative
+
+
+def _upper_halves(raw: memoryview, itemsize: int) -> NDArray[np.uint16]:
+    """Return the two upper bytes of each element: the elements themselves, or memory of this thread."""
+    if itemsize == 2:
+        return np.frombuffer(raw, np.uint16)
+    halves = scratch("upper halves", 2 * (len(raw) // itemsize)).view(np.uint16)
+    np.right_shift(np.frombuffer(raw, f"u{itemsize}"), 8 * itemsize - 16, out=halves, casting="unsafe")
+    return halves
 
 
 def _join_upper(upper: Bytes, middle: Bytes, halves: NDArray[np.uint16]) -> None:

@@ -16,7 +16,7 @@ from holdfast.engine.background import BackgroundQueue, WriteProgress
 from holdfast.engine.memory_limits import MemoryShare, memory_statement
 from holdfast.errors import BY_NAME, CheckpointError, CorruptError, MissingError, UnavailableError
 from holdfast.format.digest import short_digest_of
-from holdfast.plan.coding import CodingHistory
+from holdfast.plan.coding.coded_pieces import CodingHistory
 from holdfast.plan.declared_parts import SumCache
 from holdfast.plan.plan_cache import PlanCache
 from holdfast.ports.codec import NO_CODECS, Codecs

@@ -14,7 +14,7 @@ from holdfast.format.index.tensor_table import require_listable
 from holdfast.format.values import values
 from holdfast.geometry.mesh_packing import unpacked
 from holdfast.geometry.tensor import Mesh, Role
-from holdfast.plan.coding import matches
+from holdfast.plan.coding.coded_pieces import matches
 from holdfast.plan.declared_parts import (
     DeclaredParts,
     DeclaredTensor,

@@ -15,7 +15,7 @@ from holdfast.engine.gc_pause import is_small_transfer
 from holdfast.engine.write import WrittenPack
 from holdfast.format.pack import coded_header_body
 from holdfast.format.part import RankPart
-from holdfast.plan.coding import CodingChoice, Kind, kind_of
+from holdfast.plan.coding.coded_pieces import CodingChoice, Kind, kind_of
 from holdfast.plan.grid import cut_at_grid
 from holdfast.plan.ownership import owned_by
 from holdfast.plan.packing import PackSizes, cell_elements_max, packs_of

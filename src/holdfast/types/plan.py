@@ -272,7 +272,7 @@ class ReadRun:
     @property
     def bytes(self) -> int:
         """Stored bytes of the run and of its bases."""
-        return self.stop - self.start + sum(base.stop - base.start for base in self.bases)
+        return sum(part.stop - part.start for part in (self, *self.bases))
 
     @staticmethod
     def of(pack: str, chunks: tuple[ChunkRead, ...]) -> ReadRun:
