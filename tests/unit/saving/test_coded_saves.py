@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,8 +12,8 @@ import torch
 import holdfast
 from holdfast.errors import InvalidError
 from holdfast.format.names import step_folder
-from holdfast.settings import Settings
 from holdfast.ports.store import Store
+from holdfast.settings import Settings
 from holdfast.types.reports import SaveReport
 from holdfast.wiring import store_at
 from tests.decoded import stored_pieces, stored_tensors
@@ -130,7 +128,10 @@ def test_unchanged_pieces_stay_where_they_are_coded_and_masters_with_their_weigh
         saved(manager, 3, state)
     assert report.bytes < 0.2 * report.unchanged_bytes
     for step in (1, 2, 3):
-        assert stored_tensors(store_of(tmp_path), step_folder(step)).items() >= flat(state if step > 1 else mixed_state()).items()
+        assert (
+            stored_tensors(store_of(tmp_path), step_folder(step)).items()
+            >= flat(state if step > 1 else mixed_state()).items()
+        )
     pieces = stored_pieces(store_of(tmp_path), step_folder(3))
     assert {piece.pack[:17] for piece in pieces["master.layers.0.weight"]} == {"step-000000000001"}
     assert {piece.pack[:17] for piece in pieces["master.layers.1.weight"]} == {"step-000000000002"}
