@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
+from fuzz import codec
 from fuzz.dcp import DATA, checkpoint
 from fuzz.deepspeed import pickle_of
 from holdfast.foreign.dcp.reader import METADATA
@@ -87,6 +88,8 @@ def seeds_of(target: str) -> list[bytes]:
         return [*whole, *map(_referencing, whole)]
     if target == "part":
         return [path.read_bytes() for path in sorted(GOLDEN.rglob("parts/*.msgpack"))]
+    if target == "codec":
+        return codec.seeds()
     if target == "overview":
         return [encode_overview(split(_by_rows(), 1)[1])]
     if target in ("pack", "pack-length"):
