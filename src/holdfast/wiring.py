@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
 
@@ -19,7 +18,7 @@ from holdfast.format.names import RUN_FILE, is_superseded_name, step_and_digest,
 from holdfast.frameworks.alone import AloneComm
 from holdfast.loading.named_step import finder_of, location_named
 from holdfast.loading.step_choice import find_step, location_of
-from holdfast.ports.codec import Codec
+from holdfast.ports.codec import Codec, Codecs
 from holdfast.ports.comm import Comm
 from holdfast.ports.foreign import Format, any_names_of
 from holdfast.ports.framework import Framework
@@ -125,16 +124,18 @@ def formats() -> tuple[Format, ...]:
 
 
 @cache
-def codecs() -> Mapping[str, Codec]:
+def codecs() -> Codecs:
     """Return the codecs by name, in the order in which they are tried.
 
     Imported when a chunk is to be coded or decoded: a plain save does without.
     """
+    from holdfast.codecs.dictionary import DictionaryCodec
     from holdfast.codecs.planes import PlanesCodec
     from holdfast.codecs.residual import ResidualCodec
+    from holdfast.codecs.sparse import SparseCodec
     from holdfast.codecs.zstd import ZstdCodec
 
-    known: tuple[Codec, ...] = (ResidualCodec(), PlanesCodec(), ZstdCodec())
+    known: tuple[Codec, ...] = (ResidualCodec(), SparseCodec(), DictionaryCodec(), PlanesCodec(), ZstdCodec())
     return MappingProxyType({codec.name: codec for codec in known})
 
 

@@ -12,6 +12,7 @@ from functools import cached_property
 from types import EllipsisType
 from typing import TypeVar
 
+from holdfast.checkpoint.codings import codings_in
 from holdfast.checkpoint.coverage import require_covered
 from holdfast.checkpoint.index_loading import index_for, manifest_or_listing, split_index_at
 from holdfast.checkpoint.location import CheckpointLocation, manifest_in_place_of
@@ -38,6 +39,7 @@ from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs
 from holdfast.repository.catalog import read_file, read_index, read_per_rank
 from holdfast.settings import Settings
+from holdfast.types.coding import KindCoding
 from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.plan import LoadPlan, Piece, WantedBoxes
 from holdfast.types.values import PIECES_RECORD, Group, Value
@@ -129,6 +131,11 @@ class Checkpoint:
     def remarks(self) -> tuple[str, ...]:
         """Parts of another system's checkpoint that were left out or ignored, each with the reason."""
         return () if self._listing is None else tuple(self._listing.remarks)
+
+    @cached_property
+    def codings(self) -> Mapping[int, tuple[KindCoding, ...]]:
+        """By rank, how the save stored each kind of tensors and why, as reports beside the checkpoint say."""
+        return codings_in(self._location, self.manifest)
 
     @cached_property
     def packs(self) -> Packs:

@@ -30,6 +30,12 @@ def bytes_of(array: NDArray[np.generic]) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
+def element_count(raw: memoryview, itemsize: int) -> int:
+    """Return how many elements a chunk holds; 0 if it does not hold whole ones, so nothing is coded."""
+    count, beyond = divmod(len(raw), itemsize)
+    return 0 if beyond else count
+
+
 def joined(sections: Sequence[memoryview]) -> list[memoryview]:
     """Return the lengths of sections and the sections, without padding."""
     lengths = struct.pack(f"<{len(sections)}I", *(len(section) for section in sections))

@@ -16,6 +16,7 @@ from holdfast.engine.background import BackgroundQueue, WriteProgress
 from holdfast.engine.memory_limits import MemoryShare, memory_statement
 from holdfast.errors import BY_NAME, CheckpointError, CorruptError, MissingError, UnavailableError
 from holdfast.format.digest import short_digest_of
+from holdfast.plan.coding.coded_pieces import CodingHistory
 from holdfast.plan.declared_parts import SumCache
 from holdfast.plan.plan_cache import PlanCache
 from holdfast.ports.codec import NO_CODECS, Codecs
@@ -128,6 +129,8 @@ class Job:
         """Memory for copies of the state."""
         self.plan_cache = PlanCache()
         """Plans of earlier saves."""
+        self.coding_history = CodingHistory()
+        """What coding gained in earlier saves."""
         self.part_sums = SumCache()
         """Sums of the declared parts of earlier saves."""
         if queues is None:
@@ -159,6 +162,11 @@ class Job:
         # Its saves end in one order with those of this job: one overwrites what another publishes.
         job.attempts_under_way = self.attempts_under_way
         return job
+
+    @property
+    def ranks_beside(self) -> int:
+        """How many ranks share the processors of this host, this one included; 1 if they did not say."""
+        return len(self.node_reports.ranks)
 
     @property
     def framework(self) -> Framework:
