@@ -18,7 +18,9 @@ STANDARD_LIBRARY_ONLY = ("errors", "settings", "clock", "geometry", "types", "po
 """Rooms that import nothing but Python and Holdfast itself."""
 
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
-NEVER_AT_IMPORT = {"torch", "typer", "rich", "numpy", "safetensors", "xxhash", "msgspec", "prometheus_client"}
+NEVER_AT_IMPORT = {
+    "torch", "typer", "rich", "numpy", "safetensors", "xxhash", "msgspec", "backports", "prometheus_client",
+}  # fmt: skip
 
 
 def room_of(path: Path) -> str:

@@ -1,0 +1,125 @@
+"""Planes: runs of bytes of one kind, each stored as it is or as a zstd frame, whichever is shorter."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.codecs.scratch import scratch
+from holdfast.codecs.sections import bytes_of, joined, split
+from holdfast.codecs.zstd import decode_frame, huffman_frame
+from holdfast.errors import CorruptError
+
+Bytes = NDArray[np.uint8]
+
+BLOCK = 64 << 10
+"""Elements that one pass of several operations covers: what they hand on stays in the processor's cache."""
+
+_SAMPLE_PLACES, _SAMPLE_RUN = 16, 256
+"""A sample is so many runs of so many bytes, evenly spaced: 4 KiB show the entropy of a plane to 0.05 bits."""
+
+_PIECE = 32
+"""Bytes that are all equal in a run and never by chance."""
+
+_PIECES_PER_RUN_MAX = 32
+"""Fewer runs than one for so many pieces are not worth the search for them, which takes half as long as the codes."""
+
+WORTH_CODING_BITS = 7.7
+"""Planes of more bits a byte than this are stored as they are: coding would take time for next to nothing."""
+
+
+def coded_plane(plane: Bytes, *, sampled: bool = True) -> memoryview:
+    """Return a plane as it is stored: a frame, or the memory of the plane.
+
+    Args:
+        plane: Contiguous bytes.
+        sampled: Whether to look at a sample first.
+    """
+    whole = bytes_of(plane)
+    if sampled and sampled_bits(plane) >= WORTH_CODING_BITS:
+        return whole
+    frame = huffman_frame(whole, has_runs=_has_runs(plane))
+    return frame if len(frame) < len(whole) else whole
+
+
+def plane_of(section: memoryview, plane_bytes: int, what: str) -> Bytes:
+    """Return the plane of a section: read-only, or memory of this thread until it asks for the same plane again.
+
+    Args:
+        section: As stored.
+        plane_bytes: Bytes of the plane.
+        what: Names the plane.
+    Raises:
+        CorruptError: The section holds no plane of so many bytes.
+    """
+    if len(section) > plane_bytes:
+        raise CorruptError(f"{what}: {len(section)} bytes; expected at most {plane_bytes}")
+    if len(section) == plane_bytes:
+        return np.frombuffer(section, np.uint8)
+    plane = scratch(what, plane_bytes)
+    decode_frame(section, plane.data, what)
+    return plane
+
+
+def coded_rest(rest: Bytes) -> memoryview:
+    """Return the low bytes of elements as they are stored: together, or byte by byte if one of them is worth coding.
+
+    Args:
+        rest: Contiguous; a row for each element, its lowest byte first.
+    """
+    count, width = rest.shape
+    if all(sampled_bits(rest[:, lane]) >= WORTH_CODING_BITS for lane in range(width)):
+        return bytes_of(rest)
+    lanes = joined([coded_plane(np.ascontiguousarray(rest[:, lane])) for lane in range(width)])
+    together = b"".join(lanes)
+    return memoryview(together) if len(together) < count * width else bytes_of(rest)
+
+
+def rest_of(section: memoryview, count: int, width: int, what: str) -> Bytes:
+    """Return the low bytes of elements: a row for each, its lowest byte first; memory as of `plane_of`.
+
+    Raises:
+        CorruptError: The section does not hold them.
+    """
+    if len(section) > count * width:
+        raise CorruptError(f"{what}: {len(section)} bytes; expected at most {count * width}")
+    if len(section) == count * width:
+        return np.frombuffer(section, np.uint8).reshape(count, width)
+    lanes, beyond = split(section, width, what)
+    if len(beyond):
+        raise CorruptError(f"{what}: {len(beyond)} bytes after the last plane; expected none")
+    planes = [plane_of(lane, count, f"{what}, byte {number}") for number, lane in enumerate(lanes)]
+    rest = scratch(what, count * width).reshape(count, width)
+    if width == 2:
+        # As 16-bit numbers: writing every other byte takes three times as long.
+        pairs = rest.reshape(-1).view(np.uint16)
+        np.multiply(planes[1], 256, out=pairs, dtype=np.uint16)
+        np.bitwise_or(pairs, planes[0], out=pairs)
+    else:
+        for number, plane in enumerate(planes):
+            rest[:, number] = plane
+    return rest
+
+
+def sampled_bits(plane: Bytes) -> float:
+    """Return the entropy of a sample of a plane, in bits a byte."""
+    sample = _sample(plane)
+    counts = np.bincount(sample, minlength=256)
+    counts = counts[counts > 0]
+    return float(np.log2(len(sample)) - counts @ np.log2(counts) / len(sample))
+
+
+def _has_runs(plane: Bytes) -> bool:
+    """Return whether a sample of a plane has enough runs of one byte, as rows of zeros have."""
+    sample = _sample(plane)
+    pieces = sample[: len(sample) // _PIECE * _PIECE].reshape(-1, _PIECE)
+    runs = np.count_nonzero((pieces == pieces[:, :1]).all(axis=1))
+    return bool(runs * _PIECES_PER_RUN_MAX > len(pieces))
+
+
+def _sample(plane: Bytes) -> Bytes:
+    """Return some bytes of a plane, all of a short one."""
+    apart = len(plane) // _SAMPLE_PLACES
+    if apart <= _SAMPLE_RUN:
+        return plane
+    return plane[: apart * _SAMPLE_PLACES].reshape(_SAMPLE_PLACES, apart)[:, :_SAMPLE_RUN].reshape(-1)

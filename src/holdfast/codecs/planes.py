@@ -1,0 +1,161 @@
+"""The codec `planes`: exponents apart from the rest, since trained numbers use few exponents and all mantissas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.codecs.byte_planes import (
+    BLOCK,
+    WORTH_CODING_BITS,
+    Bytes,
+    coded_plane,
+    coded_rest,
+    plane_of,
+    rest_of,
+    sampled_bits,
+)
+from holdfast.codecs.evens import evens_of, packed_evens
+from holdfast.codecs.scratch import lent, scratch
+from holdfast.codecs.sections import bytes_of, element_count, require_taken, sections_of, stored_form
+from holdfast.errors import CorruptError
+from holdfast.geometry.dtype import DTYPES
+from holdfast.ports.codec import Base, Coder
+
+_NOTHING = memoryview(b"")
+
+_TYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+@dataclass(frozen=True, slots=True)
+class _PlanesCoder:
+    """Elements of 2, 4 or 8 bytes: upper bytes, middle bytes, rest."""
+
+    itemsize: int
+
+    def encode(self, raw: memoryview, base: memoryview | None = None) -> list[memoryview] | None:
+        """Return the stored form, or None."""
+        count = element_count(raw, self.itemsize)
+        if not count:
+            return None
+        upper, middle, is_any_negative = _split_upper(_upper_halves(raw, self.itemsize))
+        first = coded_plane(upper, sampled=False)
+        # The next chunk of this thread overwrites the plane; a stored form is the caller's.
+        sections = [first if len(first) < count else bytes_of(upper.copy())]
+        if is_any_negative or sampled_bits(middle) < WORTH_CODING_BITS - 1:
+            sections += [coded_plane(middle), _NOTHING]
+        else:
+            sections += [_NOTHING, bytes_of(packed_evens(middle))]
+        if self.itemsize > 2:
+            sections.append(coded_rest(rest_bytes(raw, self.itemsize)))
+        return stored_form(sections, len(raw))
+
+    def decode(self, stored: memoryview, base: memoryview | None, raw: memoryview) -> None:
+        """Fill `raw`."""
+        itemsize = self.itemsize
+        sections = sections_of(stored, 3 if itemsize == 2 else 4, len(raw), itemsize)
+        count = len(raw) // itemsize
+        upper = plane_of(sections[0], count, "plane of upper bytes")
+        if len(sections[1]):
+            middle = plane_of(sections[1], count, "plane of middle bytes")
+            if len(sections[2]):
+                raise CorruptError(f"plane of middle bytes: packed, too, in {len(sections[2])} bytes; expected none")
+        else:
+            middle = evens_of(sections[2], count, "packed plane of middle bytes")
+        if itemsize == 2:
+            for start in range(0, count, BLOCK):
+                block = slice(start, start + BLOCK)
+                _join_upper(upper[block], middle[block], np.frombuffer(raw, np.uint16)[block])
+            return
+        rest = rest_of(sections[3], count, itemsize - 2, "plane of low bytes")
+        halves = scratch("halves", 2 * min(count, BLOCK)).view(np.uint16)
+        for start in range(0, count, BLOCK):
+            block = slice(start, min(start + BLOCK, count))
+            half = halves[: block.stop - start]
+            _join_upper(upper[block], middle[block], half)
+            join_rest(half, rest[block], raw[start * itemsize : block.stop * itemsize])
+
+
+class PlanesCodec:
+    """Floating-point numbers."""
+
+    name = "planes"
+    base: Base = "none"
+
+    def takes(self, dtype: str, base_dtype: str = "") -> bool:
+        """Return whether it codes elements of a type."""
+        return dtype in _TYPES and not base_dtype
+
+    def coder(self, dtype: str, base_dtype: str = "") -> Coder:
+        """Return the coder for elements of a type."""
+        require_taken(self, dtype, base_dtype)
+        return _PlanesCoder(DTYPES[dtype].itemsize)
+
+
+def _split_upper(halves: NDArray[np.uint16]) -> tuple[Bytes, Bytes, bool]:
+    """Return the two bytes of upper halves as planes, after the sign moved to the lowest bit of each half.
+
+    Third: whether any element is negative. Only operations that numpy has vector instructions for: shifting 16-bit
+    numbers to the left is not one. The plane of upper bytes is memory of this thread.
+    """
+    count = len(halves)
+    upper, middle, signs = scratch("upper bytes", count), lent(count), scratch("signs", count)
+    np.right_shift(halves, 7, out=upper, casting="unsafe")
+    np.copyto(middle, halves, casting="unsafe")
+    np.add(middle, middle, out=middle)
+    np.less(halves.view(np.int16), 0, out=signs.view(np.bool_))
+    is_any_negative = bool(signs.any())
+    if is_any_negative:
+        np.add(middle, signs, out=middle)
+    return upper, middle, is_any_negative
+
+
+def _upper_halves(raw: memoryview, itemsize: int) -> NDArray[np.uint16]:
+    """Return the two upper bytes of each element: the elements themselves, or memory of this thread."""
+    if itemsize == 2:
+        return np.frombuffer(raw, np.uint16)
+    halves = scratch("upper halves", 2 * (len(raw) // itemsize)).view(np.uint16)
+    np.right_shift(np.frombuffer(raw, f"u{itemsize}"), 8 * itemsize - 16, out=halves, casting="unsafe")
+    return halves
+
+
+def _join_upper(upper: Bytes, middle: Bytes, halves: NDArray[np.uint16]) -> None:
+    """Fill 16-bit halves from their two planes: the reverse of `_split_upper`."""
+    turned = scratch("turned halves", 2 * len(upper)).view(np.uint16)
+    np.multiply(upper, 256, out=turned, dtype=np.uint16)
+    np.bitwise_or(turned, middle, out=turned)
+    np.right_shift(turned, 1, out=halves)
+    np.multiply(turned, 1 << 15, out=turned)
+    np.bitwise_or(halves, turned, out=halves)
+
+
+def rest_bytes(raw: memoryview, itemsize: int) -> Bytes:
+    """Return all bytes of elements but the two upper ones; a row for each element, its lowest byte first."""
+    count = len(raw) // itemsize
+    if itemsize == 4:
+        rest = lent(2 * count)
+        np.copyto(rest.view(np.uint16), np.frombuffer(raw, np.uint32), casting="unsafe")
+        return rest.reshape(count, 2)
+    quarters = np.frombuffer(raw, np.uint16).reshape(count, 4)
+    return np.ascontiguousarray(quarters[:, :3]).view(np.uint8).reshape(count, 6)
+
+
+def join_rest(halves: NDArray[np.uint16], rest: Bytes, raw: memoryview) -> None:
+    """Fill elements from their upper halves and the rest: the reverse of `rest_bytes`.
+
+    Args:
+        halves: The two upper bytes of each element.
+        rest: A row for each element.
+        raw: The elements, of 4 or 8 bytes.
+    """
+    low = rest.reshape(-1).view(np.uint16)
+    if rest.shape[1] == 2:
+        elements = np.frombuffer(raw, np.uint32)
+        np.left_shift(halves, 16, out=elements, dtype=np.uint32)
+        np.bitwise_or(elements, low, out=elements)
+        return
+    quarters = np.frombuffer(raw, np.uint16).reshape(-1, 4)
+    quarters[:, 3] = halves
+    quarters[:, :3] = low.reshape(-1, 3)

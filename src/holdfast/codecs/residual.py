@@ -1,0 +1,130 @@
+"""The codec `residual`: of float32 masters it stores what their 16-bit weights lack, the bits that rounding dropped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.codecs.byte_planes import BLOCK, coded_rest, rest_of
+from holdfast.codecs.scratch import lent
+from holdfast.codecs.sections import bytes_of, element_count, require_taken, sections_of, stored_form
+from holdfast.errors import CorruptError
+from holdfast.ports.codec import Base, Coder
+
+_DROPPED_BITS = {"bfloat16": 16, "float16": 13}
+"""Mantissa bits that a float32 has more, by the type of the pair."""
+
+_HALF_BIAS = 112 << 10
+"""Added to the bits of a float16, without the sign, it gives the upper bits of the same number as a float32."""
+
+_ENTRY_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _ResidualCoder:
+    """float32 numbers against the same numbers rounded to 16 bits."""
+
+    base_dtype: str
+
+    def encode(self, raw: memoryview, base: memoryview | None = None) -> list[memoryview] | None:
+        """Return the stored form, or None."""
+        count = element_count(raw, 4)
+        if not count:
+            return None
+        assert base is not None and len(base) == 2 * count, "a pair has as many elements"
+        elements, pair = np.frombuffer(raw, np.uint32), np.frombuffer(base, np.uint16)
+        dropped = _DROPPED_BITS[self.base_dtype]
+        rest = lent(2 * count)
+        low = rest.view(np.uint16)
+        np.copyto(low, elements, casting="unsafe")
+        if dropped < 16:
+            low &= (1 << dropped) - 1
+        found = []
+        for start in range(0, count, BLOCK):
+            block = slice(start, start + BLOCK)
+            upper = _predicted(pair[block], low[block], dropped)
+            actual = np.empty_like(upper)
+            np.right_shift(elements[block], dropped, out=actual, casting="unsafe")
+            differs = np.not_equal(actual, upper)
+            if differs.any():
+                found.append(np.flatnonzero(differs) + start)
+        places = np.concatenate(found).astype(np.uint32) if found else np.empty(0, np.uint32)
+        if 2 * _ENTRY_BYTES * len(places) > len(raw) // 2:
+            return None
+        uppers = elements[places] >> dropped
+        return stored_form([coded_rest(rest.reshape(count, 2)), bytes_of(places), bytes_of(uppers)], len(raw))
+
+    def decode(self, stored: memoryview, base: memoryview | None, raw: memoryview) -> None:
+        """Fill `raw`."""
+        sections = sections_of(stored, 3, len(raw), 4)
+        count = len(raw) // 4
+        if base is None or len(base) != 2 * count:
+            raise CorruptError(f"pair of {0 if base is None else len(base)} bytes; expected {2 * count}")
+        places, uppers = _exceptions(sections[1], sections[2], count)
+        low = rest_of(sections[0], count, 2, "plane of low bits").reshape(-1).view(np.uint16)
+        dropped = _DROPPED_BITS[self.base_dtype]
+        if dropped < 16 and (low >> dropped).any():
+            raise CorruptError(f"plane of low bits: a value of {int(low.max())}; expected less than {1 << dropped}")
+        pair, elements = np.frombuffer(base, np.uint16), np.frombuffer(raw, np.uint32)
+        for start in range(0, count, BLOCK):
+            block = slice(start, start + BLOCK)
+            some = elements[block]
+            np.left_shift(_predicted(pair[block], low[block], dropped), dropped, out=some, dtype=np.uint32)
+            np.bitwise_or(some, low[block], out=some)
+        elements[places] = uppers << dropped | low[places]
+
+
+class ResidualCodec:
+    """float32 numbers whose pair is bfloat16 or float16."""
+
+    name = "residual"
+    base: Base = "pair"
+
+    def takes(self, dtype: str, base_dtype: str = "") -> bool:
+        """Return whether it codes elements of a type."""
+        return dtype == "float32" and base_dtype in _DROPPED_BITS
+
+    def coder(self, dtype: str, base_dtype: str = "") -> Coder:
+        """Return the coder for elements of a type."""
+        require_taken(self, dtype, base_dtype)
+        return _ResidualCoder(base_dtype)
+
+
+def _predicted(pair: NDArray[np.uint16], low: NDArray[np.uint16], dropped: int) -> NDArray[np.unsignedinteger]:
+    """Return the upper bits that float32 numbers have which were rounded to their pair.
+
+    A number whose low bits are more than half of a step was rounded up: its upper bits are one less. Exactly half may
+    have gone either way; it counts as rounded down.
+
+    Args:
+        pair: The rounded numbers.
+        low: The bits that rounding dropped.
+        dropped: How many those are.
+    """
+    rounded_up = np.greater(low, 1 << (dropped - 1))
+    if dropped == 16:
+        return np.subtract(pair, rounded_up, dtype=np.uint16)
+    upper = np.bitwise_and(pair, 0x7FFF, dtype=np.uint32)
+    upper += np.multiply(np.not_equal(upper, 0), _HALF_BIAS, dtype=np.uint32)
+    upper |= np.right_shift(pair, 15, dtype=np.uint32) << 18
+    upper -= rounded_up
+    upper &= (1 << 19) - 1
+    return upper
+
+
+def _exceptions(places: memoryview, uppers: memoryview, count: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
+    """Return the elements whose upper bits are stated, and what they are.
+
+    Raises:
+        CorruptError: The lists differ in length, or name an element that the chunk does not have.
+    """
+    if len(places) % _ENTRY_BYTES or len(places) != len(uppers):
+        raise CorruptError(
+            f"exceptions: {len(places)} bytes of places for {len(uppers)} of bits; expected as many of each"
+        )
+    at, bits = np.frombuffer(places, np.uint32), np.frombuffer(uppers, np.uint32)
+    if len(at) and int(at.max()) >= count:
+        raise CorruptError(f"exceptions: names element {int(at.max())}; expected less than {count}")
+    return at, bits
