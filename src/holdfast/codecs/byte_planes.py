@@ -18,7 +18,13 @@ BLOCK = 64 << 10
 _SAMPLE_PLACES, _SAMPLE_RUN = 16, 256
 """A sample is so many runs of so many bytes, evenly spaced: 4 KiB show the entropy of a plane to 0.05 bits."""
 
-_WORTH_CODING_BITS = 7.7
+_PIECE = 32
+"""Bytes that are all equal in a run and never by chance."""
+
+_PIECES_PER_RUN_MAX = 32
+"""Fewer runs than one for so many pieces are not worth the search for them, which takes half as long as the codes."""
+
+WORTH_CODING_BITS = 7.7
 """Planes of more bits a byte than this are stored as they are: coding would take time for next to nothing."""
 
 
@@ -30,9 +36,9 @@ def coded_plane(plane: Bytes, *, sampled: bool = True) -> memoryview:
         sampled: Whether to look at a sample first.
     """
     whole = bytes_of(plane)
-    if sampled and not _is_worth_coding(plane):
+    if sampled and sampled_bits(plane) >= WORTH_CODING_BITS:
         return whole
-    frame = huffman_frame(whole)
+    frame = huffman_frame(whole, has_runs=_has_runs(plane))
     return frame if len(frame) < len(whole) else whole
 
 
@@ -62,7 +68,7 @@ def coded_rest(rest: Bytes) -> memoryview:
         rest: Contiguous; a row for each element, its lowest byte first.
     """
     count, width = rest.shape
-    if not any(_is_worth_coding(rest[:, lane]) for lane in range(width)):
+    if all(sampled_bits(rest[:, lane]) >= WORTH_CODING_BITS for lane in range(width)):
         return bytes_of(rest)
     lanes = joined([coded_plane(np.ascontiguousarray(rest[:, lane])) for lane in range(width)])
     together = b"".join(lanes)
@@ -95,14 +101,25 @@ def rest_of(section: memoryview, count: int, width: int, what: str) -> Bytes:
     return rest
 
 
-def _is_worth_coding(plane: Bytes) -> bool:
-    """Return whether a sample has few enough bits a byte."""
-    apart = len(plane) // _SAMPLE_PLACES
-    if apart > _SAMPLE_RUN:
-        sample = plane[: apart * _SAMPLE_PLACES].reshape(_SAMPLE_PLACES, apart)[:, :_SAMPLE_RUN].reshape(-1)
-    else:
-        sample = plane
+def sampled_bits(plane: Bytes) -> float:
+    """Return the entropy of a sample of a plane, in bits a byte."""
+    sample = _sample(plane)
     counts = np.bincount(sample, minlength=256)
     counts = counts[counts > 0]
-    bits = np.log2(len(sample)) - float(counts @ np.log2(counts)) / len(sample)
-    return bool(bits < _WORTH_CODING_BITS)
+    return float(np.log2(len(sample)) - counts @ np.log2(counts) / len(sample))
+
+
+def _has_runs(plane: Bytes) -> bool:
+    """Return whether a sample of a plane has enough runs of one byte, as rows of zeros have."""
+    sample = _sample(plane)
+    pieces = sample[: len(sample) // _PIECE * _PIECE].reshape(-1, _PIECE)
+    runs = np.count_nonzero((pieces == pieces[:, :1]).all(axis=1))
+    return bool(runs * _PIECES_PER_RUN_MAX > len(pieces))
+
+
+def _sample(plane: Bytes) -> Bytes:
+    """Return some bytes of a plane, all of a short one."""
+    apart = len(plane) // _SAMPLE_PLACES
+    if apart <= _SAMPLE_RUN:
+        return plane
+    return plane[: apart * _SAMPLE_PLACES].reshape(_SAMPLE_PLACES, apart)[:, :_SAMPLE_RUN].reshape(-1)

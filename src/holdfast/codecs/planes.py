@@ -7,11 +7,24 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.codecs.byte_planes import BLOCK, Bytes, coded_plane, coded_rest, plane_of, rest_of
-from holdfast.codecs.scratch import scratch
+from holdfast.codecs.byte_planes import (
+    BLOCK,
+    WORTH_CODING_BITS,
+    Bytes,
+    coded_plane,
+    coded_rest,
+    plane_of,
+    rest_of,
+    sampled_bits,
+)
+from holdfast.codecs.evens import evens_of, packed_evens
+from holdfast.codecs.scratch import lent, scratch
 from holdfast.codecs.sections import bytes_of, element_count, require_taken, sections_of, stored_form
+from holdfast.errors import CorruptError
 from holdfast.geometry.dtype import DTYPES
 from holdfast.ports.codec import Base, Coder
+
+_NOTHING = memoryview(b"")
 
 _TYPES = ("bfloat16", "float16", "float32", "float64")
 
@@ -27,10 +40,14 @@ class _PlanesCoder:
         count = element_count(raw, self.itemsize)
         if not count:
             return None
-        upper, middle = _split_upper(np.frombuffer(raw, f"u{self.itemsize}"), self.itemsize)
+        upper, middle, is_any_negative = _split_upper(_upper_halves(raw, self.itemsize))
         first = coded_plane(upper, sampled=False)
         # The next chunk of this thread overwrites the plane; a stored form is the caller's.
-        sections = [first if len(first) < count else bytes_of(upper.copy()), coded_plane(middle)]
+        sections = [first if len(first) < count else bytes_of(upper.copy())]
+        if is_any_negative or sampled_bits(middle) < WORTH_CODING_BITS - 1:
+            sections += [coded_plane(middle), _NOTHING]
+        else:
+            sections += [_NOTHING, bytes_of(packed_evens(middle))]
         if self.itemsize > 2:
             sections.append(coded_rest(rest_bytes(raw, self.itemsize)))
         return stored_form(sections, len(raw))
@@ -38,16 +55,21 @@ class _PlanesCoder:
     def decode(self, stored: memoryview, base: memoryview | None, raw: memoryview) -> None:
         """Fill `raw`."""
         itemsize = self.itemsize
-        sections = sections_of(stored, 2 if itemsize == 2 else 3, len(raw), itemsize)
+        sections = sections_of(stored, 3 if itemsize == 2 else 4, len(raw), itemsize)
         count = len(raw) // itemsize
         upper = plane_of(sections[0], count, "plane of upper bytes")
-        middle = plane_of(sections[1], count, "plane of middle bytes")
+        if len(sections[1]):
+            middle = plane_of(sections[1], count, "plane of middle bytes")
+            if len(sections[2]):
+                raise CorruptError(f"plane of middle bytes: packed, too, in {len(sections[2])} bytes; expected none")
+        else:
+            middle = evens_of(sections[2], count, "packed plane of middle bytes")
         if itemsize == 2:
             for start in range(0, count, BLOCK):
                 block = slice(start, start + BLOCK)
                 _join_upper(upper[block], middle[block], np.frombuffer(raw, np.uint16)[block])
             return
-        rest = rest_of(sections[2], count, itemsize - 2, "plane of low bytes")
+        rest = rest_of(sections[3], count, itemsize - 2, "plane of low bytes")
         halves = scratch("halves", 2 * min(count, BLOCK)).view(np.uint16)
         for start in range(0, count, BLOCK):
             block = slice(start, min(start + BLOCK, count))
@@ -72,25 +94,31 @@ class PlanesCodec:
         return _PlanesCoder(DTYPES[dtype].itemsize)
 
 
-def _split_upper(elements: NDArray[np.generic], itemsize: int) -> tuple[Bytes, Bytes]:
-    """Return the two upper bytes of elements as planes, after the sign moved to the lowest bit of the two.
+def _split_upper(halves: NDArray[np.uint16]) -> tuple[Bytes, Bytes, bool]:
+    """Return the two bytes of upper halves as planes, after the sign moved to the lowest bit of each half.
 
-    Only operations that numpy has vector instructions for: shifting 16-bit numbers to the left is not one.
-    The plane of upper bytes is memory of this thread.
+    Third: whether any element is negative. Only operations that numpy has vector instructions for: shifting 16-bit
+    numbers to the left is not one. The plane of upper bytes is memory of this thread.
     """
-    bits = 8 * itemsize
-    count = len(elements)
-    upper, middle = scratch("upper bytes", count), np.empty(count, np.uint8)
-    np.right_shift(elements, bits - 9, out=upper, casting="unsafe")
-    if itemsize == 2:
-        np.copyto(middle, elements, casting="unsafe")
-    else:
-        np.right_shift(elements, bits - 16, out=middle, casting="unsafe")
+    count = len(halves)
+    upper, middle, signs = scratch("upper bytes", count), lent(count), scratch("signs", count)
+    np.right_shift(halves, 7, out=upper, casting="unsafe")
+    np.copyto(middle, halves, casting="unsafe")
     np.add(middle, middle, out=middle)
-    signs = scratch("signs", count)
-    np.less(elements.view(f"i{itemsize}"), 0, out=signs.view(np.bool_))
-    np.add(middle, signs, out=middle)
-    return upper, middle
+    np.less(halves.view(np.int16), 0, out=signs.view(np.bool_))
+    is_any_negative = bool(signs.any())
+    if is_any_negative:
+        np.add(middle, signs, out=middle)
+    return upper, middle, is_any_negative
+
+
+def _upper_halves(raw: memoryview, itemsize: int) -> NDArray[np.uint16]:
+    """Return the two upper bytes of each element: the elements themselves, or memory of this thread."""
+    if itemsize == 2:
+        return np.frombuffer(raw, np.uint16)
+    halves = scratch("upper halves", 2 * (len(raw) // itemsize)).view(np.uint16)
+    np.right_shift(np.frombuffer(raw, f"u{itemsize}"), 8 * itemsize - 16, out=halves, casting="unsafe")
+    return halves
 
 
 def _join_upper(upper: Bytes, middle: Bytes, halves: NDArray[np.uint16]) -> None:
@@ -107,8 +135,9 @@ def rest_bytes(raw: memoryview, itemsize: int) -> Bytes:
     """Return all bytes of elements but the two upper ones; a row for each element, its lowest byte first."""
     count = len(raw) // itemsize
     if itemsize == 4:
-        low = np.frombuffer(raw, np.uint32).astype(np.uint16)
-        return low.view(np.uint8).reshape(count, 2)
+        rest = lent(2 * count)
+        np.copyto(rest.view(np.uint16), np.frombuffer(raw, np.uint32), casting="unsafe")
+        return rest.reshape(count, 2)
     quarters = np.frombuffer(raw, np.uint16).reshape(count, 4)
     return np.ascontiguousarray(quarters[:, :3]).view(np.uint8).reshape(count, 6)
 

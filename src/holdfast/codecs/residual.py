@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.codecs.byte_planes import BLOCK, coded_rest, rest_of
+from holdfast.codecs.scratch import lent
 from holdfast.codecs.sections import bytes_of, element_count, require_taken, sections_of, stored_form
 from holdfast.errors import CorruptError
 from holdfast.ports.codec import Base, Coder
@@ -35,7 +36,9 @@ class _ResidualCoder:
         assert base is not None and len(base) == 2 * count, "a pair has as many elements"
         elements, pair = np.frombuffer(raw, np.uint32), np.frombuffer(base, np.uint16)
         dropped = _DROPPED_BITS[self.base_dtype]
-        low = elements.astype(np.uint16)
+        rest = lent(2 * count)
+        low = rest.view(np.uint16)
+        np.copyto(low, elements, casting="unsafe")
         if dropped < 16:
             low &= (1 << dropped) - 1
         found = []
@@ -51,8 +54,7 @@ class _ResidualCoder:
         if 2 * _ENTRY_BYTES * len(places) > len(raw) // 2:
             return None
         uppers = elements[places] >> dropped
-        rest = coded_rest(low.view(np.uint8).reshape(count, 2))
-        return stored_form([rest, bytes_of(places), bytes_of(uppers)], len(raw))
+        return stored_form([coded_rest(rest.reshape(count, 2)), bytes_of(places), bytes_of(uppers)], len(raw))
 
     def decode(self, stored: memoryview, base: memoryview | None, raw: memoryview) -> None:
         """Fill `raw`."""

@@ -16,8 +16,10 @@ from holdfast.engine.background import BackgroundQueue, WriteProgress
 from holdfast.engine.memory_limits import MemoryShare, memory_statement
 from holdfast.errors import BY_NAME, CheckpointError, CorruptError, MissingError, UnavailableError
 from holdfast.format.digest import short_digest_of
+from holdfast.plan.coding.coded_pieces import CodingHistory
 from holdfast.plan.declared_parts import SumCache
 from holdfast.plan.plan_cache import PlanCache
+from holdfast.ports.codec import NO_CODECS, Codecs
 from holdfast.ports.comm import Comm, KeyValueStore
 from holdfast.ports.framework import Framework
 from holdfast.settings import Settings
@@ -90,6 +92,7 @@ class Job:
         settings: Settings,
         framework: Framework | None = None,
         *,
+        codecs: Codecs = NO_CODECS,
         saves: bool = True,
         queues: tuple[BackgroundQueue, BackgroundQueue] | None = None,
     ) -> None:
@@ -100,10 +103,13 @@ class Job:
             clock: Time and randomness.
             settings: How the job saves and loads.
             framework: Takes states apart and fills them; None for a job that only moves stored bytes.
+            codecs: What chunks are coded and decoded by.
             saves: False for a job that only loads: it needs no keys, so construction is no collective then.
             queues: The queues for copies and commits of a job that shares them; None: make new ones.
         """
         self.comm, self.clock, self.settings, self._framework = comm, clock, settings, framework
+        self.codecs = codecs
+        """What chunks are coded and decoded by."""
         statements = _statements(comm, clock, settings) if saves else []
         self.nonce = statements[0][:_NONCE_BYTES].hex() if saves else ""
         memory = MemoryShare(statement[_STATED_BYTES:] for statement in statements)
@@ -123,6 +129,8 @@ class Job:
         """Memory for copies of the state."""
         self.plan_cache = PlanCache()
         """Plans of earlier saves."""
+        self.coding_history = CodingHistory()
+        """What coding gained in earlier saves."""
         self.part_sums = SumCache()
         """Sums of the declared parts of earlier saves."""
         if queues is None:
@@ -150,10 +158,15 @@ class Job:
         A collective. Close neither of the jobs: `close` ends the threads of both.
         """
         queues = self.copies, self.commits
-        job = Job(self.comm, self.clock, settings, self._framework, queues=queues)
+        job = Job(self.comm, self.clock, settings, self._framework, codecs=self.codecs, queues=queues)
         # Its saves end in one order with those of this job: one overwrites what another publishes.
         job.attempts_under_way = self.attempts_under_way
         return job
+
+    @property
+    def ranks_beside(self) -> int:
+        """How many ranks share the processors of this host, this one included; 1 if they did not say."""
+        return len(self.node_reports.ranks)
 
     @property
     def framework(self) -> Framework:

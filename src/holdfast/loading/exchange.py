@@ -72,11 +72,16 @@ class AgreedExchange:
 
 def offer_of(plan: LoadPlan, manifest: Manifest, settings: Settings, world_size: int) -> Offer:
     """Return this rank's offer."""
-    if settings.share_reads == "never" or world_size == 1:
+    if not may_exchange(settings, world_size):
         return Offer()
     round_bytes, forced = settings._tuning.exchange_bytes_max // 4, settings.share_reads == "always"
     description = description_of(plan, _pack_numbers(manifest), round_bytes, forced=forced)
     return Offer(settings.share_reads, round_bytes, description, forced or reads_enough(plan))
+
+
+def may_exchange(settings: Settings, world_size: int) -> bool:
+    """Return whether a rank takes part in an exchange if the others do."""
+    return settings.share_reads != "never" and world_size > 1
 
 
 def agree_on_exchange(offers: Sequence[Offer]) -> AgreedExchange | None:
@@ -129,13 +134,13 @@ def read_or_exchange(
     """
     settings = job.settings
     if exchange is None:
-        execute(plan, packs, targets, settings, moved=on_bytes)
+        execute(plan, packs, targets, settings, job.codecs, moved=on_bytes)
         return TransferStats(plan.bytes, 0)
     rounds = exchange.job
     probe = None if exchange.forced else ExchangeProbe(PROBE_ROUNDS, partial(exchanging_beats_reading, rounds.left))
     planned = partial(_own_part, rounds, job.comm.rank, plan, _pack_numbers(manifest))
     rank_exchange = PlannedExchange(planned, rounds.round_count, probe)
-    return execute_exchange(rank_exchange, job.comm, job.clock, packs, targets, settings, on_bytes)
+    return execute_exchange(rank_exchange, job.comm, job.clock, packs, targets, settings, job.codecs, on_bytes)
 
 
 def _own_part(rounds: JobExchange, rank: int, plan: LoadPlan, pack_numbers: Mapping[str, int]) -> ExchangePlan:

@@ -95,7 +95,7 @@ class BoxReader:
             wanted.append(WantedBoxes(self._names.tensors[piece.fqn], target.boxes))
         with self._checkpoint.blaming_overwrite():
             plan = self._checkpoint.reads_for(wanted, self._settings.read_window_bytes)
-            execute(plan, self._checkpoint.packs, targets, self._settings)
+            execute(plan, self._checkpoint.packs, targets, self._settings, self._checkpoint.codecs)
 
     def torch_bytes(self, name: str) -> bytes:
         """Return a value as `torch.save` would write it: made now, of the stored value.

@@ -226,7 +226,7 @@ class PieceWriter:
 
     def _job(self, rank: int, ranks: int) -> Job:
         # It exchanges nothing: the caller does. So construction is no collective.
-        return Job(_PlannedRank(rank, ranks), SystemClock(), self._settings, saves=False)
+        return Job(_PlannedRank(rank, ranks), SystemClock(), self._settings, codecs=wiring.codecs(), saves=False)
 
     def _attempt_of(self, ticket: _Ticket) -> SaveAttempt:
         """Return the attempt on a rank that is not the coordinator."""

@@ -5,21 +5,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 from holdfast.coordination.job import Job
 from holdfast.engine.gc_pause import is_small_transfer
-from holdfast.format.pack import header_body
+from holdfast.engine.write import WrittenPack
+from holdfast.format.pack import coded_header_body
 from holdfast.format.part import RankPart
+from holdfast.plan.coding.coded_pieces import CodingChoice, Kind, kind_of
 from holdfast.plan.grid import cut_at_grid
 from holdfast.plan.ownership import owned_by
 from holdfast.plan.packing import PackSizes, cell_elements_max, packs_of
-from holdfast.plan.plan_cache import SavePlan, save_plan
+from holdfast.plan.pairs import Pairs
+from holdfast.plan.plan_cache import SavePlan, save_plan, with_header
 from holdfast.ports.framework import Collected
 from holdfast.saving.attempt import SaveAttempt
 from holdfast.saving.fingerprint import StateFingerprint
 from holdfast.saving.handle import SaveHandle
+from holdfast.saving.pairing import known_weights, pairs_of_plan
 from holdfast.saving.rank_part import PartBuilder
 from holdfast.saving.request import SaveRequest
 from holdfast.saving.transfer import Transfer
@@ -103,13 +109,19 @@ class RankShare:
             self._plan, self._is_new_plan = plan_packs(attempt, collected, fingerprint)
         with trace.phase("compare"):
             sources = [local.source for local in collected.shards]
+            pairs = pairs_of_plan(self._plan, sources, request.writer)
             self._plan = self._deduplicator.without_unchanged(self._plan, sources, agreement.context, attempt.link_pack)
-            self._packs = name_packs(attempt, self._plan)
+            weights = known_weights(pairs, self._deduplicator.unchanged_pieces)
+            self._packs = name_packs(attempt, self._plan, weights.pairs)
         with trace.phase("replicas") if job.settings.compare_replicas else nullcontext():
             self._part_builder = PartBuilder(job, collected, fingerprint, agreement)
         writer = request.writer.through(attempt.location.store)
         on_written = attempt.commit_vote.note_written
-        self._transfer = Transfer(job, attempt.handle, writer, self._packs, trace, on_written)
+        self._transfer = Transfer(job, attempt.handle, writer, self._packs, trace, on_written, weights)
+        coded = {item.shard_number for pack in self._packs if pack.plan.is_coded for item in pack.plan.items}
+        shards = {number: collected.shards[number].shard for number in coded}
+        self._kinds = {number: kind_of(shard.tensor, shard.role) for number, shard in shards.items()}
+        self._stored_bytes = 0
         self._skipped = tuple(collected.skipped)
         attempt.attach_transfer(self._transfer)
 
@@ -119,12 +131,27 @@ class RankShare:
 
     def part(self) -> RankPart:
         """Return the part of this rank, once its packs are durable; raises as `Transfer.written`."""
-        return self._part_builder.part(self._deduplicator, self._packs, self._transfer.written())
+        written = self._transfer.written()
+        self._note_sizes(written)
+        return self._part_builder.part(self._deduplicator, self._packs, written)
+
+    def _note_sizes(self, written: Sequence[WrittenPack]) -> None:
+        """Take note of how many bytes were stored, and of how well each kind of tensor shrank."""
+        found: dict[Kind, tuple[int, int]] = {}
+        for pack, result in zip(self._packs, written, strict=True):
+            self._stored_bytes += result.stored_bytes(pack.plan)
+            for item, coding in zip(pack.plan.items, result.codings, strict=False):
+                kind = self._kinds[item.shard_number]
+                raw, stored = found.get(kind, (0, 0))
+                found[kind] = raw + item.bytes, stored + coding.starts[-1]
+        if found:
+            self._attempt.job.coding_history.record(found)
 
     def report(self) -> SaveReport:
         """Return the report of this rank."""
         unchanged_bytes = self._deduplicator.unchanged_bytes
-        return _report(self._attempt, self._plan, self._is_new_plan, unchanged_bytes, self._transfer, self._skipped)
+        report = _report(self._attempt, self._plan, self._is_new_plan, unchanged_bytes, self._transfer, self._skipped)
+        return replace(report, stored_bytes=self._stored_bytes)
 
 
 def plan_packs(attempt: SaveAttempt, collected: Collected, fingerprint: StateFingerprint) -> tuple[SavePlan, bool]:
@@ -138,19 +165,31 @@ def plan_packs(attempt: SaveAttempt, collected: Collected, fingerprint: StateFin
     # Parameters and their moments must come from one rank if replicas differ.
     is_drifted = agreement.drift is not None
     sizes = sizes_of_packs(attempt.location.store.object_bytes_max, settings)
+    coding = coding_choice(job)
 
     def plan() -> SavePlan:
-        owned = owned_by(rank, shards, holders, settings.chunk_bytes, lowest_only=is_drifted)
+        keeps_pairs = coding is not None
+        owned = owned_by(rank, shards, holders, settings.chunk_bytes, lowest_only=is_drifted, keeps_pairs=keeps_pairs)
         if sizes is not None:
             owned = cut_at_grid(shards, owned, sizes.cell_elements)
-        packs = packs_of(rank, shards, owned, settings._tuning.pack_header_bytes_max, sizes)
-        return save_plan(tuple((pack, header_body(pack)) for pack in packs), settings._tuning.unchanged_bytes_min)
+        packs = packs_of(rank, shards, owned, settings._tuning.pack_header_bytes_max, sizes, coding)
+        return save_plan(tuple(map(with_header, packs)), settings._tuning.unchanged_bytes_min)
 
-    key = fingerprint.shards + f"{is_drifted} {sizes}".encode()
+    key = fingerprint.shards + f"{is_drifted} {sizes} {coding}".encode()
     chosen, is_new = job.plan_cache.of(key, holders, plan)
     if not is_small_transfer(chosen.bytes):
         attempt.gc_pause.end()
     return chosen, is_new
+
+
+def coding_choice(job: Job) -> CodingChoice | None:
+    """Return which pieces the next save codes; None if it codes none."""
+    settings = job.settings
+    if settings.compression == "off":
+        return None
+    coded_bytes_min = settings._tuning.coded_bytes_min
+    plain_kinds = job.coding_history.plain_kinds
+    return CodingChoice(settings.chunk_bytes, coded_bytes_min, settings.compression_skip, plain_kinds)
 
 
 def sizes_of_packs(object_bytes_max: int | None, settings: Settings) -> PackSizes | None:
@@ -169,11 +208,26 @@ def sizes_of_packs(object_bytes_max: int | None, settings: Settings) -> PackSize
     )
 
 
-def name_packs(attempt: SaveAttempt, plan: SavePlan) -> list[PlannedPack]:
-    """Return the packs of a plan with their keys and headers; their keys count as this rank's files from now on."""
+def name_packs(attempt: SaveAttempt, plan: SavePlan, pairs: Pairs) -> list[PlannedPack]:
+    """Return the packs of a plan with their keys and headers; their keys count as this rank's files from now on.
+
+    Args:
+        attempt: The save.
+        plan: The packs.
+        pairs: The weights that masters among the pieces were perhaps rounded from.
+    """
     step = "" if attempt.location.step is None else str(attempt.location.step)
     provenance = {"step": step, "attempt": attempt.agreement.attempt, "rank": str(attempt.job.comm.rank)}
-    packs = [PlannedPack(attempt.key(pack.name), body.header(provenance), pack) for pack, body in plan.packs]
+    packs = []
+    for pack, body in plan.packs:
+        key = attempt.key(pack.name)
+        if body is not None:
+            packs.append(PlannedPack(key, body.header(provenance), pack))
+            continue
+        weights = {item.tensor.fqn: pairs.get((item.tensor.fqn, item.region), "") for item in pack.items}
+        coded = coded_header_body(pack, attempt.job.settings.chunk_bytes, weights)
+        header = partial(coded.header, provenance)
+        packs.append(PlannedPack(key, b"", pack, coded.header_bytes(provenance), header))
     attempt.file_keys += [pack.key for pack in packs]
     return packs
 

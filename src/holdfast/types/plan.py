@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.geometry.box import Box
@@ -21,6 +21,10 @@ CODED_FOLDER = "coded/"
 
 Digest = bytes
 """Bytes of the xxh3-128 of a chunk's raw bytes."""
+
+
+PieceKey = tuple[str, Region]
+"""A piece of a tensor: FQN and region."""
 
 
 @value_class
@@ -84,15 +88,26 @@ class PlannedPack:
     """Key of its file."""
 
     header: bytes
-    """Its header: the first bytes of the file."""
+    """Its header: the first bytes of the file. Empty in a coded pack, whose header is made once all data is written."""
 
     plan: PackPlan
     """Its pieces."""
 
+    coded_header_bytes: int = 0
+    """In a coded pack, the bytes before the data; else 0."""
+
+    coded_header: Callable[[Sequence[Coding]], bytes] | None = None
+    """In a coded pack, returns the header, by the codings of its pieces."""
+
     @property
     def bytes(self) -> int:
-        """Bytes of the file."""
-        return len(self.header) + self.plan.data_bytes
+        """Bytes of the file; a coded one has fewer."""
+        return self.header_bytes + self.plan.data_bytes
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes before the data."""
+        return self.coded_header_bytes or len(self.header)
 
 
 @value_class
@@ -257,7 +272,7 @@ class ReadRun:
     @property
     def bytes(self) -> int:
         """Stored bytes of the run and of its bases."""
-        return self.stop - self.start + sum(base.stop - base.start for base in self.bases)
+        return sum(part.stop - part.start for part in (self, *self.bases))
 
     @staticmethod
     def of(pack: str, chunks: tuple[ChunkRead, ...]) -> ReadRun:
