@@ -24,7 +24,7 @@ from holdfast.format.digest import digest_of
 from holdfast.geometry.box import Box
 from holdfast.geometry.chunking import DIGEST_BYTES, chunk_range, pair_range
 from holdfast.geometry.tensor import TensorSpec
-from holdfast.plan.coding import codec_for
+from holdfast.plan.coding.coded_pieces import codec_for
 from holdfast.ports.codec import Coder
 from holdfast.types.plan import PackItem, PackPlan
 
