@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
+from fuzz import codec
 from fuzz.coded import header_seed, index_seed
 from fuzz.dcp import DATA, checkpoint
 from fuzz.deepspeed import pickle_of
@@ -89,6 +90,8 @@ def seeds_of(target: str) -> list[bytes]:
         return [*whole, *map(_referencing, whole)]
     if target == "part":
         return [path.read_bytes() for path in sorted(GOLDEN.rglob("parts/*.msgpack"))]
+    if target == "codec":
+        return codec.seeds()
     if target == "overview":
         return [encode_overview(split(_by_rows(), 1)[1])]
     if target in ("pack", "pack-length"):

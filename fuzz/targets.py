@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from fuzz import coded, dcp, deepspeed
+from fuzz import codec, coded, dcp, deepspeed
 from holdfast.checkpoint.coverage import uncovered_names
 from holdfast.cli.tree import tree_lines
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, printable
@@ -410,5 +410,6 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "dcp-metadata": dcp.metadata,
     "dcp-items": dcp.items,
     "dcp-document": dcp.document,
+    "codec": codec.codec,
 }
 """Every target by name."""

@@ -287,7 +287,7 @@ def repair(
     repair_class = SingleRepair if number is None and exists(store, MANIFEST_FILE) else Repair
     return repair_class(
         store, References(settings.allowed_roots), SystemClock(), settings,
-        dry_run=bool(dry_run), unfinished=bool(unfinished), observer=observer,
+        codecs=wiring.codecs(), dry_run=bool(dry_run), unfinished=bool(unfinished), observer=observer,
     ).run(number)  # fmt: skip
 
 
@@ -315,7 +315,15 @@ def relink(
         UnavailableError: Storage failed; the same call continues.
     """
     store = wiring.store_at(root, settings)
-    return Relinking(store, SystemClock(), settings.lease_seconds, dry_run=bool(dry_run), observer=observer).run()
+    relinking = Relinking(
+        store,
+        SystemClock(),
+        settings.lease_seconds,
+        codecs=wiring.codecs(),
+        dry_run=bool(dry_run),
+        observer=observer,
+    )
+    return relinking.run()
 
 
 def copy_run(
@@ -347,7 +355,8 @@ def copy_run(
     """
     source, target = wiring.store_at(root, settings), wiring.store_at(destination, settings)
     wiring.require_apart(source, target)
-    return RunCopy(source, target, SystemClock(), observer, skip_damaged=bool(skip_damaged)).run()
+    copy = RunCopy(source, target, SystemClock(), observer, codecs=wiring.codecs(), skip_damaged=bool(skip_damaged))
+    return copy.run()
 
 
 def copy_checkpoint(
@@ -379,7 +388,7 @@ def copy_checkpoint(
     location = wiring.location_at(src, settings) if step is None else wiring.step_at(src, step, settings)
     target = wiring.store_at(destination, settings)
     wiring.require_apart(location.store, target)
-    return CheckpointCopy(location, target, SystemClock(), observer).run()
+    return CheckpointCopy(location, target, SystemClock(), observer, codecs=wiring.codecs()).run()
 
 
 def collect(

@@ -71,9 +71,6 @@ class SaveReport:
     skipped: tuple[str, ...]
     """Names that `only` and `skip` left out."""
 
-    stored_bytes: int = 0
-    """Bytes of packs that `bytes` take: fewer if they were compressed (`Settings.compression`)."""
-
     unhealthy: tuple[str, ...] = ()
     """Findings against the checkpoint, one text each; of many, the first. They name tensors with new non-finite values,
     and replicas that differ. Empty without findings, and without checks (`Settings.count_nonfinite`,
