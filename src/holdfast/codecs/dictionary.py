@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.codecs.byte_planes import BLOCK, Bytes, coded_plane, plane_of
+from holdfast.codecs.byte_planes import BLOCK_OF_FRESH_MEMORY, Bytes, coded_plane, plane_of
 from holdfast.codecs.sections import bytes_of, element_count, require_taken, sections_of, stored_form
 from holdfast.errors import CorruptError
 from holdfast.ports.codec import Base, Coder
@@ -86,8 +86,8 @@ class _DictionaryCoder:
         if not table.add(np.bitwise_and(elements[:: -(-count // _FIRST_LOOK)], _MANTISSA)):
             return None
         index, exponents, signs = np.empty(count, np.uint8), np.empty(count, np.uint8), np.empty(count, np.uint8)
-        for start in range(0, count, BLOCK):
-            block = slice(start, start + BLOCK)
+        for start in range(0, count, BLOCK_OF_FRESH_MEMORY):
+            block = slice(start, start + BLOCK_OF_FRESH_MEMORY)
             some = elements[block]
             if not table.index(np.bitwise_and(some, _MANTISSA), index[block]):
                 return None
@@ -126,8 +126,8 @@ class _DictionaryCoder:
         if has_signs:
             table = np.stack([table, table | np.uint32(1 << 31)], axis=1).reshape(-1)
         elements = np.frombuffer(raw, np.uint32)
-        for start in range(0, count, BLOCK):
-            block = slice(start, start + BLOCK)
+        for start in range(0, count, BLOCK_OF_FRESH_MEMORY):
+            block = slice(start, start + BLOCK_OF_FRESH_MEMORY)
             some = elements[block]
             np.left_shift(exponents[block], _MANTISSA_BITS, out=some, dtype=np.uint32)
             some &= (1 << 31) - 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.codecs.byte_planes import BLOCK, coded_rest, rest_of
+from holdfast.codecs.byte_planes import BLOCK_OF_FRESH_MEMORY, coded_rest, rest_of
 from holdfast.codecs.scratch import lent
 from holdfast.codecs.sections import bytes_of, element_count, require_taken, sections_of, stored_form
 from holdfast.errors import CorruptError
@@ -42,8 +42,8 @@ class _ResidualCoder:
         if dropped < 16:
             low &= (1 << dropped) - 1
         found = []
-        for start in range(0, count, BLOCK):
-            block = slice(start, start + BLOCK)
+        for start in range(0, count, BLOCK_OF_FRESH_MEMORY):
+            block = slice(start, start + BLOCK_OF_FRESH_MEMORY)
             upper = _predicted(pair[block], low[block], dropped)
             actual = np.empty_like(upper)
             np.right_shift(elements[block], dropped, out=actual, casting="unsafe")
@@ -68,8 +68,8 @@ class _ResidualCoder:
         if dropped < 16 and (low >> dropped).any():
             raise CorruptError(f"plane of low bits: a value of {int(low.max())}; expected less than {1 << dropped}")
         pair, elements = np.frombuffer(base, np.uint16), np.frombuffer(raw, np.uint32)
-        for start in range(0, count, BLOCK):
-            block = slice(start, start + BLOCK)
+        for start in range(0, count, BLOCK_OF_FRESH_MEMORY):
+            block = slice(start, start + BLOCK_OF_FRESH_MEMORY)
             some = elements[block]
             np.left_shift(_predicted(pair[block], low[block], dropped), dropped, out=some, dtype=np.uint32)
             np.bitwise_or(some, low[block], out=some)

@@ -11,14 +11,15 @@ from concurrent.futures import Future
 from typing import NoReturn
 
 from holdfast.clock import Clock
+from holdfast.coordination.coding_history import CodingHistories
 from holdfast.engine.arena import Arena
 from holdfast.engine.background import BackgroundQueue, WriteProgress
 from holdfast.engine.memory_limits import MemoryShare, memory_statement
 from holdfast.errors import BY_NAME, CheckpointError, CorruptError, MissingError, UnavailableError
 from holdfast.format.digest import short_digest_of
-from holdfast.plan.coding.coded_pieces import CodingHistory
+from holdfast.plan.coding.kinds import OwnedKinds
 from holdfast.plan.declared_parts import SumCache
-from holdfast.plan.plan_cache import PlanCache
+from holdfast.plan.plan_cache import PlanCache, SavePlan
 from holdfast.ports.codec import NO_CODECS, Codecs
 from holdfast.ports.comm import Comm, KeyValueStore
 from holdfast.ports.framework import Framework
@@ -127,10 +128,12 @@ class Job:
         """How the saves of this job ended so far."""
         self.arena = Arena(settings.window_bytes, settings.arena_bytes_max, clock, memory)
         """Memory for copies of the state."""
-        self.plan_cache = PlanCache()
+        self.plan_cache: PlanCache[SavePlan] = PlanCache()
         """Plans of earlier saves."""
-        self.coding_history = CodingHistory()
-        """What coding gained in earlier saves."""
+        self.owned_kinds: PlanCache[OwnedKinds] = PlanCache()
+        """What this rank owns of the layouts of earlier saves, by kind; only with compression."""
+        self.coding_histories = CodingHistories()
+        """What earlier saves have shown about coding."""
         self.part_sums = SumCache()
         """Sums of the declared parts of earlier saves."""
         if queues is None:
@@ -161,6 +164,7 @@ class Job:
         job = Job(self.comm, self.clock, settings, self._framework, codecs=self.codecs, queues=queues)
         # Its saves end in one order with those of this job: one overwrites what another publishes.
         job.attempts_under_way = self.attempts_under_way
+        job.coding_histories = self.coding_histories
         return job
 
     @property

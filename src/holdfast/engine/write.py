@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -17,6 +17,8 @@ from typing import Self
 
 from holdfast.engine.buffers import BufferPool, allocate_aligned
 from holdfast.engine.encoding.encode import NO_WEIGHTS, EncodedPiece, Encoder, KnownWeights
+from holdfast.engine.encoding.meter import SaveMeter
+from holdfast.engine.encoding.probe import PackProbe, Prepare, Probe
 from holdfast.engine.encoding.raw_chunks import RawChunks
 from holdfast.engine.nonfinite import NonFinite
 from holdfast.engine.parallel_map import CALLS_AT_ONCE, WorkerThreads
@@ -29,6 +31,8 @@ from holdfast.ports.store import Release, Store, Upload
 from holdfast.settings import Settings
 from holdfast.types.manifest import FileRecord
 from holdfast.types.plan import Coding, PackPlan, PlannedPack
+
+_UNMEASURED: AbstractContextManager[None] = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +68,14 @@ class Completions:
     it raises. A file was written window by window, so it is completed at once.
     """
 
-    def __init__(self, completed: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, completed: Callable[[], None] = lambda: None, meter: SaveMeter | None = None) -> None:
         """Start no thread yet.
 
         Args:
             completed: Called after each upload, on any thread.
+            meter: Measures the uploads; None: nothing does.
         """
+        self._meter = meter
         self._threads = WorkerThreads(CALLS_AT_ONCE, "holdfast-complete")
         self._completed = completed
         self._failures: list[BaseException] = []
@@ -101,7 +107,8 @@ class Completions:
             if self._given_up or self._failures:
                 upload.abort()
                 return
-            upload.complete(total_bytes)
+            with _in_flight(self._meter, 0):
+                upload.complete(total_bytes)
             self._completed()
         except BaseException as error:  # noqa: BLE001 - `begin` and the end of the block raise it
             self._failures.append(error)
@@ -129,6 +136,28 @@ class PackWriter:
         self._store, self._settings = store, settings
         self._encoder = Encoder(codecs, settings, ranks_beside)
         self._buffers = BufferPool(settings.windows_in_flight + 1, settings.window_bytes)
+        self.meter: SaveMeter | None = None
+        """Measures what this writer does; None: nothing does."""
+        self._probe: Probe | None = None
+
+    @property
+    def coding_threads(self) -> int:
+        """Threads that code."""
+        return self._encoder.threads
+
+    def sampler(self, weight_types: Mapping[str, str], codec_for: Callable[[str], str]) -> Prepare:
+        """Return what codes samples as this writer codes chunks; arguments as `Encoder.sampler`."""
+        return self._encoder.sampler(weight_types, codec_for)
+
+    def measured_by(self, meter: SaveMeter, probe: Probe | None) -> PackWriter:
+        """Return a writer with the same buffers that a meter measures, and that takes the samples of a probe."""
+        writer = copy.copy(self)
+        writer.meter, writer._probe = meter, probe
+        return writer
+
+    def measuring_save(self) -> AbstractContextManager[None]:
+        """Return a block within which all packs of a save are written."""
+        return nullcontext() if self.meter is None else self.meter.saving()
 
     @property
     def sends_whole_packs(self) -> bool:
@@ -219,8 +248,11 @@ class PackWriter:
         settings = self._settings
         nonfinite = NonFinite() if settings.count_nonfinite else None
 
+        probe = None if self._probe is None else self._probe.of(pack)
+
         def write(upload: Upload) -> WrittenPack:
-            with _WrittenWindows(upload, pack.bytes, buffers, settings, written) as windows:
+            windows = _WrittenWindows(upload, pack.bytes, buffers, settings, written, meter=self.meter, probe=probe)
+            with windows, nullcontext() if self.meter is None else self.meter.working():
                 digests = stream(pack.header, pack.plan, windows, settings.chunk_bytes, sources, nonfinite)
                 windows.close()
             record = FileRecord(pack.plan.name, pack.bytes, pack_digest(pack.header, b"".join(digests)))
@@ -241,8 +273,9 @@ class PackWriter:
 
         def write(upload: Upload) -> WrittenPack:
             # What counts as written are raw bytes: how many of them there are is known before.
-            with _WrittenWindows(upload, pack.bytes, self._buffers, settings, lambda _: note(0), start) as windows:
-                pieces = self._encoder.encode(pack.plan, chunks, weights, windows.append, note)
+            raw, meter = pack.bytes, self.meter
+            with _WrittenWindows(upload, raw, self._buffers, settings, lambda _: note(0), start, meter) as windows:
+                pieces = self._encoder.encode(pack.plan, chunks, weights, windows.append, note, meter)
                 assert pack.coded_header is not None, "a coded pack is planned with its header"
                 header = pack.coded_header([piece.coding for piece in pieces])
                 windows.close_behind(header)
@@ -265,7 +298,8 @@ class PackWriter:
             result = write(upload)
             total_bytes = result.record.bytes if pack.plan.is_coded else None
             if later is None:
-                upload.complete(total_bytes)
+                with _in_flight(self.meter, 0):
+                    upload.complete(total_bytes)
         except BaseException:
             upload.abort()
             raise
@@ -302,8 +336,11 @@ class _WrittenWindows:
         settings: Settings,
         written: Callable[[int], None] | None,
         data_start: int = 0,
+        meter: SaveMeter | None = None,
+        probe: PackProbe | None = None,
     ) -> None:
         """Begin at the start of the pack, or at the start of its data if its header is written last."""
+        self._meter, self._probe = meter, probe
         self._upload, self._pack_bytes, self._buffers, self._written = upload, pack_bytes, buffers, written
         self._is_staged = isinstance(buffers, Staging)
         self._may_be_kept = isinstance(buffers, Staging) and buffers.may_be_kept(pack_bytes)
@@ -404,9 +441,12 @@ class _WrittenWindows:
         try:
             if self._given_up or self._failures:
                 return
+            if self._probe is not None:
+                self._probe.look(offset, data)
             # The store returns what it may keep.
             is_returned = self._may_be_kept
-            self._upload.write(offset, data, give_back if self._may_be_kept else None)
+            with _in_flight(self._meter, len(data)):
+                self._upload.write(offset, data, give_back if self._may_be_kept else None)
             if self._written is not None:
                 self._written(len(data))
         except BaseException as error:  # noqa: BLE001 - `room` and `close` raise it on the thread that copies
@@ -419,6 +459,11 @@ class _WrittenWindows:
         """Raise the error of the first window that failed."""
         if self._failures:
             raise self._failures[0]
+
+
+def _in_flight(meter: SaveMeter | None, count: int) -> AbstractContextManager[None]:
+    """Return a block that counts as a write of some bytes."""
+    return _UNMEASURED if meter is None else meter.writing(count)
 
 
 def _ignore(_: int) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
 
 from holdfast.format.pack import HeaderBody, header_body
 from holdfast.plan.packing import without
 from holdfast.plan.pairs import Pairs
 from holdfast.types.plan import PackItem, PackPlan
+
+T = TypeVar("T")
 
 _PLANS_MAX = 4
 """Plans kept: a job may save several layouts in turn, such as a whole state, a part of it, or gradients too."""
@@ -88,17 +91,17 @@ def save_plan(packs: tuple[tuple[PackPlan, HeaderBody | None], ...], large_bytes
     return SavePlan(packs, sum(item.bytes for item in items), len({item.tensor.fqn for item in items}), large)
 
 
-class PlanCache:
-    """The plans of the layouts that were saved last.
+class PlanCache(Generic[T]):
+    """The plans of the layouts that were saved last, or what else follows from a layout.
 
     A plan depends only on this rank's shards and on the holders that the shards do not state. Both are
     compared at every save, so a layout that has changed on this rank or another is planned again.
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[bytes, tuple[Holders, SavePlan]] = OrderedDict()
+        self._known: OrderedDict[bytes, tuple[Holders, T]] = OrderedDict()
 
-    def of(self, shards: bytes, holders: Holders, plan: Callable[[], SavePlan]) -> tuple[SavePlan, bool]:
+    def of(self, shards: bytes, holders: Holders, plan: Callable[[], T]) -> tuple[T, bool]:
         """Return the plan of a layout, and whether it is a new one.
 
         Args:

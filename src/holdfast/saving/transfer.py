@@ -263,7 +263,8 @@ class Transfer:
         with (
             self._trace.phase("write"),
             progress.writing(self._name, limit),
-            Completions(lambda: on_progress(0)) as completions,
+            self._writer.measuring_save(),
+            Completions(lambda: on_progress(0), self._writer.meter) as completions,
         ):
             for pack in self._packs:
                 with gc_paused_for(pack.plan.data_bytes):

@@ -26,7 +26,7 @@ def saved_line(report: SaveReport, tensor_bytes: int, metrics: Mapping[str, floa
         f"{what} saved: {shown_bytes(tensor_bytes)} in {shown_seconds(report.committed_seconds)} "
         f"(training waited {shown_seconds(blocked)})"
     ]
-    if report.stored_bytes < report.bytes:
+    if 0 < report.stored_bytes < report.bytes:
         parts.append(f"coded to {report.stored_bytes / report.bytes:.0%}")
     return ", ".join(parts + [f"{name}={value:.4g}" for name, value in metrics.items()])
 

@@ -13,11 +13,14 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
-from holdfast.engine.encoding.chunk_encoder import ChunkEncoder, EncodedChunk, PairedWeight
+from holdfast.engine.encoding.chunk_encoder import ChunkEncoder, EncodedChunk, PairedWeight, rounded
+from holdfast.engine.encoding.meter import SaveMeter
+from holdfast.engine.encoding.probe import Prepare
 from holdfast.engine.encoding.raw_chunks import ChunkMemory, CopiedChunks, RawChunk, RawChunks, StagedChunks
 from holdfast.engine.parallel_map import WorkerThreads
 from holdfast.engine.staging import Staging
 from holdfast.format.coded_chunks import PAIR_RATIO
+from holdfast.format.digest import digest_of
 from holdfast.geometry.chunking import DIGEST_BYTES, chunk_count, chunk_range
 from holdfast.geometry.region import Region
 from holdfast.geometry.tensor import TensorSpec
@@ -101,6 +104,29 @@ class Encoder:
         """Return raw chunks in staged windows."""
         return StagedChunks(staging, self._memory, is_in_place=staging.holds(_windows_max(self.threads)))
 
+    def sampler(self, weight_types: Mapping[str, str], codec_for: Callable[[str], str]) -> Prepare:
+        """Return what codes samples of pieces that are written raw, as chunks are coded.
+
+        Args:
+            weight_types: By FQN of each master, the element type of its weight. A sample of one counts as proven: it is
+                coded against its own bytes, rounded.
+            codec_for: Returns the codec that is tried first for an element type.
+        """
+
+        def prepare(item: PackItem, raw: memoryview) -> Callable[[], tuple[str, int]]:
+            dtype = weight_types.get(item.tensor.fqn)
+            weight = None if dtype is None else PairedWeight(dtype, digest_of(rounded(raw, dtype)))
+            codec = codec_for(item.tensor.dtype)
+            coded = PackItem(item.tensor, item.region, item.data_offset, item.shard_number, codec)
+
+            def encode() -> tuple[str, int]:
+                (chunk,) = self._chunks.encoded(coded, [raw], weight)
+                return chunk.codec, chunk.stored_bytes
+
+            return encode
+
+        return prepare
+
     def encode(
         self,
         pack: PackPlan,
@@ -108,6 +134,7 @@ class Encoder:
         weights: KnownWeights,
         append: Callable[[Sequence[memoryview]], None],
         encoded: Callable[[int], None],
+        meter: SaveMeter | None = None,
     ) -> list[EncodedPiece]:
         """Encode a pack; return what is known of each piece.
 
@@ -117,6 +144,7 @@ class Encoder:
             weights: The weights that its masters were perhaps rounded from.
             append: Writes the stored bytes of a chunk, in file order; it keeps none of the memory.
             encoded: Called with the raw bytes of each unit once they were appended.
+            meter: Measures what coding takes; None: nothing does.
         """
         found = []
         with _UnitsUnderWay(self.threads, append, encoded) as units:
@@ -125,7 +153,7 @@ class Encoder:
                 piece = _PieceRecord("" if weight is None else weight[0])
                 found.append(piece)
                 for ranges, part in self._units_of(item, weight):
-                    units.begin(_Unit(self._chunks, item, part, piece), chunks, ranges)
+                    units.begin(_Unit(self._chunks, item, part, piece, meter), chunks, ranges)
             units.finish_all()
         return [piece.encoded() for piece in found]
 
@@ -173,20 +201,27 @@ class _PieceRecord:
 class _Unit:
     """Chunks that are encoded at once."""
 
-    def __init__(self, encoder: ChunkEncoder, item: PackItem, weight: PairedWeight | None, piece: _PieceRecord) -> None:
-        self._encoder, self._item, self._weight, self.piece = encoder, item, weight, piece
+    def __init__(
+        self,
+        encoder: ChunkEncoder,
+        item: PackItem,
+        weight: PairedWeight | None,
+        piece: _PieceRecord,
+        meter: SaveMeter | None,
+    ) -> None:
+        self._encoder, self._item, self._weight, self.piece, self._meter = encoder, item, weight, piece, meter
         self._future: Future[list[EncodedChunk]] = Future()
         self._raw: list[RawChunk] = []
         self._lock = threading.Lock()
-        self.raw_bytes = 0
-        """Raw bytes of its chunks."""
+        self._sizes: list[int] = []
+        """Raw bytes of each chunk."""
 
     def take(self, chunks: RawChunks, ranges: Sequence[tuple[int, int]]) -> None:
         """Take its raw chunks, all or none."""
         try:
             for start, stop in ranges:
                 self._raw.append(chunks.take(self._item, start, stop))
-                self.raw_bytes += stop - start
+                self._sizes.append(stop - start)
         except BaseException:
             self.release()
             raise
@@ -196,16 +231,35 @@ class _Unit:
         try:
             if is_given_up():
                 return
-            encoded = self._encoder.encoded(self._item, [raw.bytes() for raw in self._raw], self._weight)
+            encoded = self._measured() if self._meter is not None else self._encoded()
             if all(chunk.codec for chunk in encoded):
                 self.release()
             self._future.set_result(encoded)
         except BaseException as error:  # noqa: BLE001 - the thread that waits for the unit raises it
             self._future.set_exception(error)
 
+    def _encoded(self) -> list[EncodedChunk]:
+        return self._encoder.encoded(self._item, [raw.bytes() for raw in self._raw], self._weight)
+
+    def _measured(self) -> list[EncodedChunk]:
+        """Encode, and let the meter count what it took to copy, hash and encode each chunk."""
+        meter, sizes = self._meter, self._sizes
+        assert meter is not None
+        start = meter.thread_seconds()
+        encoded = self._encoded()
+        seconds = (meter.thread_seconds() - start) / len(encoded)
+        for chunk, raw_bytes in zip(encoded, sizes, strict=True):
+            meter.note_chunk(self._item.tensor.fqn, chunk.codec, raw_bytes, chunk.stored_bytes, seconds)
+        return encoded
+
     def encoded(self) -> list[EncodedChunk]:
         """Wait for the encoded chunks; raise what `run` met."""
         return self._future.result()
+
+    @property
+    def raw_bytes(self) -> int:
+        """Raw bytes of its chunks."""
+        return sum(self._sizes)
 
     def release(self) -> None:
         """Release the raw chunks, unless that was done."""

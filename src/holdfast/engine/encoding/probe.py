@@ -10,8 +10,8 @@ from holdfast.engine.encoding.meter import SaveMeter
 from holdfast.types.coding import Kind, Sampling
 from holdfast.types.plan import PackItem, PlannedPack
 
-Encode = Callable[[PackItem, memoryview], tuple[str, int]]
-"""Codes a part of a piece as an encoder does a chunk; returns the codec, empty for none, and the stored bytes."""
+Prepare = Callable[[PackItem, memoryview], Callable[[], tuple[str, int]]]
+"""Takes a part of a piece; returns what codes it as an encoder does a chunk, and returns codec and stored bytes."""
 
 
 class Probe:
@@ -21,7 +21,7 @@ class Probe:
     """
 
     def __init__(
-        self, meter: SaveMeter, kinds: Mapping[str, Kind], samplings: Mapping[Kind, Sampling], encode: Encode
+        self, meter: SaveMeter, kinds: Mapping[str, Kind], samplings: Mapping[Kind, Sampling], prepare: Prepare
     ) -> None:
         """Take no sample yet.
 
@@ -29,9 +29,9 @@ class Probe:
             meter: Counts them.
             kinds: The kind of each tensor that may be coded, by FQN.
             samplings: The kinds to measure, and where.
-            encode: Codes a sample.
+            prepare: Prepares to code a sample, outside the measured time.
         """
-        self._meter, self._kinds, self._samplings, self._encode = meter, kinds, samplings, encode
+        self._meter, self._kinds, self._samplings, self._prepare = meter, kinds, samplings, prepare
         self._lock = threading.Lock()
         self._seen = dict.fromkeys(samplings, 0)
         self._taken = dict.fromkeys(samplings, 0)
@@ -54,8 +54,11 @@ class Probe:
         start = self._meter.thread_seconds()
         # A copy, as an encoder makes it: so both measure the same work.
         sample = memoryview(bytearray(data[: sampling.bytes_max]))
-        codec, stored_bytes = self._encode(item, sample)
         seconds = self._meter.thread_seconds() - start
+        encode = self._prepare(item, sample)
+        start = self._meter.thread_seconds()
+        codec, stored_bytes = encode()
+        seconds += self._meter.thread_seconds() - start
         self._meter.note_chunk(item.tensor.fqn, codec, len(sample), stored_bytes, seconds, is_probe=True)
 
 

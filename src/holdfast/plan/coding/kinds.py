@@ -3,33 +3,60 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from holdfast.geometry.tensor import Role, Shard, TensorSpec
 from holdfast.plan.coding.choice import Amounts
+from holdfast.plan.coding.coded_pieces import matches
+from holdfast.plan.ownership import Owned
+from holdfast.plan.pairs import MOMENT_KEYS, pairs_of
 from holdfast.types.coding import Kind
 
 MASTER = "master"
 """Name of the kinds of tensors with a 16-bit pair."""
 
-CODED_BYTES_MIN = 64 << 10
-"""Smallest piece that is coded: a smaller one saves less than its entries in header and index take."""
-
 _KEY_LENGTH_MAX = 40
 
 
-def kinds_of(shards: Sequence[Shard], pairs: Collection[str], skipped: Collection[str] = ()) -> dict[str, Kind]:
-    """Return the kind of each tensor of a rank by FQN, without those that are never coded.
+@dataclass(frozen=True, slots=True)
+class OwnedKinds:
+    """What one rank owns of a layout, by kind."""
+
+    owned: Sequence[Owned]
+    """The pieces."""
+
+    kinds: Mapping[str, Kind]
+    """The kind of each tensor that may be coded, by FQN."""
+
+    weight_types: Mapping[str, str]
+    """By FQN of each master, the element type of its weight."""
+
+    amounts: Amounts
+    """Bytes of the pieces."""
+
+
+def kinds_owned(
+    shards: Sequence[Shard], owned: Sequence[Owned], skip: Collection[str], coded_bytes_min: int
+) -> OwnedKinds:
+    """Return what a rank owns, by kind.
 
     Args:
         shards: The rank's shards.
-        pairs: FQNs of the tensors that have a 16-bit pair.
-        skipped: FQNs that `compression_skip` leaves plain.
+        owned: What it owns of them.
+        skip: Patterns of tensors that stay plain.
+        coded_bytes_min: Smallest piece that is coded.
     """
-    return {
-        shard.tensor.fqn: kind_of(shard.tensor, shard.role, is_master=shard.tensor.fqn in pairs)
-        for shard in shards
-        if shard.tensor.fqn not in skipped
+    pieces = [(shards[part.shard_number], part.region) for part in owned]
+    types = {shard.tensor.fqn: shard.tensor.dtype for shard, _ in pieces}
+    pairs = pairs_of((shard.tensor, region) for shard, region in pieces)
+    weight_types = {fqn: types[weight] for (fqn, _), weight in pairs.items()}
+    kinds = {
+        shard.tensor.fqn: kind_of(shard.tensor, shard.role, is_master=shard.tensor.fqn in weight_types)
+        for shard, _ in pieces
+        if not matches(shard.tensor.fqn, skip)
     }
+    sizes = [(shard.tensor.fqn, region.numel * shard.tensor.itemsize) for shard, region in pieces]
+    return OwnedKinds(owned, kinds, weight_types, amounts_of(sizes, kinds, coded_bytes_min))
 
 
 def kind_of(tensor: TensorSpec, role: Role, *, is_master: bool = False) -> Kind:
@@ -42,21 +69,23 @@ def kind_of(tensor: TensorSpec, role: Role, *, is_master: bool = False) -> Kind:
         return Kind(tensor.dtype, MASTER)
     key = tensor.fqn.rpartition(".")[2]
     is_key = role is Role.OPTIMIZER and key.isidentifier() and len(key) <= _KEY_LENGTH_MAX
-    return Kind(tensor.dtype, key if is_key else role.value)
+    # Moments in a dict of the caller's own have the role of a buffer.
+    return Kind(tensor.dtype, key if is_key or key in MOMENT_KEYS else role.value)
 
 
-def amounts_of(pieces: Iterable[tuple[str, int]], kinds: Mapping[str, Kind]) -> Amounts:
+def amounts_of(pieces: Iterable[tuple[str, int]], kinds: Mapping[str, Kind], coded_bytes_min: int) -> Amounts:
     """Return what a rank writes by kind.
 
     Args:
         pieces: FQN and bytes of each piece.
         kinds: The kind of each tensor that may be coded.
+        coded_bytes_min: Smallest piece that is coded.
     """
     by_kind: dict[Kind, int] = {}
     plain_bytes = 0
     for fqn, piece_bytes in pieces:
         kind = kinds.get(fqn)
-        if kind is None or piece_bytes < CODED_BYTES_MIN:
+        if kind is None or piece_bytes < max(coded_bytes_min, 1):
             plain_bytes += piece_bytes
         else:
             by_kind[kind] = by_kind.get(kind, 0) + piece_bytes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from holdfast.clock import SystemClock
 from holdfast.engine.encoding.meter import SaveMeter
 from holdfast.engine.encoding.probe import Probe
@@ -29,12 +31,12 @@ def sampled(
     """Return the tensors and bytes that are coded while a pack is written in windows."""
     taken = []
 
-    def encode(item: PackItem, raw: memoryview) -> tuple[str, int]:
+    def prepare(item: PackItem, raw: memoryview) -> Callable[[], tuple[str, int]]:
         taken.append((item.tensor.fqn, bytes(raw)))
-        return "zstd", len(raw) // 2
+        return lambda: ("zstd", len(raw) // 2)
 
     meter = SaveMeter(SystemClock(), kinds)
-    probe = Probe(meter, kinds, samplings, encode).of(pack)
+    probe = Probe(meter, kinds, samplings, prepare).of(pack)
     file = HEADER + b"".join(bytes([number]) * item.bytes for number, item in enumerate(pack.plan.items))
     for offset in range(0, len(file), WINDOW) if probe is not None else ():
         probe.look(offset, memoryview(file)[offset : offset + WINDOW])
