@@ -92,6 +92,9 @@ class SaveReport:
     throttled: int = 0
     """Requests that the store refused or left unanswered because it had too much to do."""
 
+    stored_bytes: int = 0
+    """Bytes that the packs of this rank hold for these tensors: fewer than `bytes` where they are coded."""
+
     codings: tuple[KindCoding, ...] = ()
     """How this rank stored each kind of tensors, and why, the largest kinds first. Empty without `compression`."""
 
