@@ -372,6 +372,40 @@ def test_failed_saves_end_the_training_at_their_limit(tmp_path: Path) -> None:
     assert trainer.state.global_step < 20 and steps_in(tmp_path) == [2]
 
 
+def test_a_save_that_is_not_in_the_background_is_committed_when_it_returns(tmp_path: Path) -> None:
+    found: dict[int, list[int]] = {}
+    trainer = made(tmp_path, options={"background": False})
+    trainer.on_step = lambda step: found.__setitem__(step, steps_in(tmp_path) if step > 2 else [])
+    trainer.train()
+    assert found[3] == [2] and steps_in(tmp_path) == [2, 4]
+    assert trainer._holdfast_options.settings == SETTINGS
+
+
+def test_a_failed_save_ends_a_training_that_waits_for_it(tmp_path: Path) -> None:
+    def spoil(step: int) -> None:
+        if step == 4:
+            trainer.lr_scheduler.spoiled = object()
+
+    trainer = made(tmp_path, on_step=spoil, options={"background": False}, max_steps=8)
+    with pytest.raises(InvalidError, match="spoiled"):
+        trainer.train()
+    assert trainer.state.global_step == 4 and steps_in(tmp_path) == [2], "as Trainer's own save would end it"
+
+
+def test_a_failed_save_that_is_counted_lets_a_training_go_on(tmp_path: Path) -> None:
+    def spoil(step: int) -> None:
+        if step == 4:
+            trainer.lr_scheduler.spoiled = object()
+        if step == 5:
+            del trainer.lr_scheduler.spoiled
+
+    settings = holdfast.Settings(failed_saves_max=2, collect_grace_seconds=0)
+    trainer = made(tmp_path, on_step=spoil, options={"background": False, "settings": settings}, max_steps=6)
+    with pytest.raises(InvalidError, match="spoiled"):
+        trainer.train()
+    assert trainer.state.global_step == 6 and steps_in(tmp_path) == [2, 6], "raised once the training is over"
+
+
 def test_the_model_alone_is_saved_and_the_rest_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made(tmp_path, save_only_model=True).train()
     names = set(holdfast.open_checkpoint(root_of(tmp_path), step=4).tensors)

@@ -63,6 +63,9 @@ class TrainerOptions:
     start_over: bool
     """Whether to begin anew beside the steps of an earlier training."""
 
+    background: bool
+    """Whether a save returns once the state is copied; if not, once the step is committed."""
+
     settings: Settings
     """How to save and load."""
 
@@ -206,7 +209,8 @@ class TrainerRun:
         """Begin to save the current step, and return once training may go on. Every rank calls.
 
         Raises:
-            CheckpointError: The first save shows that the state cannot be saved, or `failed_saves_max` saves failed.
+            CheckpointError: The first save shows that the state cannot be saved, or `failed_saves_max` saves failed;
+                without that limit also a save that is not in the background.
         """
         trainer = self._trainer
         step, state = trainer.state.global_step, trainer.state
@@ -238,6 +242,16 @@ class TrainerRun:
         self._saved_step = step
         if self._folders is not None:
             self._folders.make_when_committed(step, self._saved.committed)
+        if not self._options.background:
+            self._await(self._saved)
+
+    def _await(self, saved: holdfast.SaveHandle) -> None:
+        try:
+            saved.wait()
+        except CheckpointError as error:
+            if self._options.settings.failed_saves_max is None:
+                raise
+            self._failure = self._failure or error
 
     def _has_failed(self) -> bool:
         """Return whether the save of the current step has failed; ranks notice that at different times."""
@@ -278,13 +292,16 @@ class TrainerRun:
     def _open(self, *, start_over: bool) -> holdfast.CheckpointManager:
         limit = self._trainer.args.save_total_limit
         keep = AnyOf(LatestN(limit), Tagged()) if limit is not None and limit > 0 else None
+        settings = self._options.settings
+        if not self._options.background:
+            settings = replace(settings, arena_bytes_max=0)  # The call writes, so nothing is copied first.
         # Trainer has a just-in-time checkpoint of its own.
         return holdfast.CheckpointManager(
             self.root,
             keep=keep,
             start_over=start_over,
             preemption=False,
-            settings=self._options.settings,
+            settings=settings,
             observers=self._options.observers,
         )
 
