@@ -20,8 +20,11 @@ from holdfast.foreign.file_layout import FileLayout
 from holdfast.foreign.torch.archive_writer import put_archive
 from holdfast.integrations import host
 from holdfast.pieces import BoxReader, PickledValue, PieceWriter, TensorPiece, names
+from holdfast.pieces import writer as writer_module
+from holdfast.pieces.torch_bytes import torch_bytes
 from holdfast.saving import attempt
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
+from holdfast.types.values import FrameworkValue, Group, Value
 
 Given = tuple[Sequence[TensorPiece], Mapping[str, object]]
 
@@ -403,3 +406,28 @@ def test_what_an_abandoned_call_wrote_is_no_part_of_the_next_save(
     found = holdfast.open_checkpoint(tmp_path / "it")
     assert list(found.verify()) == []
     assert np.array_equal(found.read("model.weight"), WHOLE.numpy())
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "expected"),
+    [
+        ({"dtype": "float13", "shape": (1,), "data": b"1234"}, InvalidError, "dtype 'float13'; expected one of"),
+        ({"dtype": "float32", "shape": (2,), "data": b"1234"}, CorruptError, r"float32 \[2\] with 4 bytes"),
+        ({"dtype": "float32", "shape": (-1, -1), "data": b"1234"}, CorruptError, r"float32 \[-1, -1\]"),
+        ({"dtype": 7, "shape": (1,), "data": b"1234"}, CorruptError, "expected a text, a tuple and bytes"),
+        ({"shape": (1,)}, CorruptError, "without dtype, shape and data"),
+    ],
+)
+def test_a_crafted_small_tensor_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: Value, kind: type[Exception], expected: str
+) -> None:
+    value: Value = [FrameworkValue("torch.tensor", fields)]
+    tree = Group("dict", {"extra": value})
+    monkeypatch.setattr(writer_module, "tree_of_pieces", lambda *_: tree)
+    save(tmp_path / "it", ([], {}))
+    with pytest.raises(kind, match=rf"extra.*{expected}"):
+        BoxReader(tmp_path / "it").torch_bytes("extra")
+    with pytest.raises(kind, match=rf"extra.*{expected}"):
+        holdfast.export(tmp_path / "it", tmp_path / "it.pt", to="torch", model_only=False)
+    with pytest.raises(kind, match=rf"extra.*{expected}"):
+        torch_bytes(value, "extra", lambda fqn: pytest.fail(fqn))
