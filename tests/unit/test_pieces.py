@@ -6,6 +6,7 @@ import gc
 import io
 import os
 import signal
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -154,6 +155,27 @@ def test_a_rank_that_fails_removes_its_files(tmp_path: Path, monkeypatch: pytest
     assert files_below(tmp_path / "it") == []
     with pytest.raises(MissingError):
         holdfast.open_checkpoint(tmp_path / "it")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_store_that_does_not_answer_ends_the_claim_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """The other ranks wait for their tickets meanwhile."""
+    answers = threading.Event()
+    at = wiring.store_at
+    silent = Faults(lambda _: answers.wait(60), lasting=True)
+    monkeypatch.setattr(wiring, "store_at", lambda path, settings: FaultyStore(at(path, settings), silent))
+    settings = Settings(agreement_timeout_seconds=0.2)
+    for overwrite in (False, True):
+        answers.set()
+        writer = PieceWriter(tmp_path / "it", overwrite=overwrite, settings=settings)
+        answers.clear()
+        with pytest.raises(UnavailableError, match=r"the look at .*it did not end within 0\.\d s.*look at the storage"):
+            writer.open(ranks)
+    answers.set()
+    monkeypatch.undo()
+    save(tmp_path / "it", ([half(0), half(1)], {"step": 1}), overwrite=True)
 
 
 @pytest.mark.parametrize("names", [("put_if_absent",), ("sync",), ("get",)])
