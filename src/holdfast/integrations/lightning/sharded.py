@@ -22,6 +22,7 @@ from holdfast.integrations.lightning.folders import (
     is_of_lightning,
     local_path,
     remove,
+    restore,
 )
 from holdfast.integrations.lightning.saves import Path, SavesOfProcess
 
@@ -121,7 +122,7 @@ class ShardedCheckpoints:
             return destination(path)
 
         target = ranks.from_first(prepare)
-        if self._background and not now:
+        if self._background and not target.is_linked and not now:
             saves.begin(target, state, skip, publishes=ranks.rank == 0)
             return
         saves.save(target, state, skip)
@@ -137,7 +138,13 @@ class ShardedCheckpoints:
             InvalidError: Another integration wrote it.
         """
         self._saves(ranks).await_ends()
-        return ranks.from_first(lambda: self._found(local_path(path)))
+
+        def found() -> FoundCheckpoint:
+            text = local_path(path)
+            restore(text)
+            return self._found(text)
+
+        return ranks.from_first(found)
 
     def fill(
         self, found: FoundCheckpoint, state: MutableMapping[str, Any], *, strict: bool, whole: Collection[str]
