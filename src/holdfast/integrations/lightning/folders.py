@@ -38,8 +38,8 @@ class CheckpointPath:
     """Where it is saved: the path itself, if a checkpoint there is replaced, and at a URL."""
 
     is_linked: bool = False
-    """Whether links to checkpoints are beside it, as `ModelCheckpoint(save_last="link")` makes them. Lightning moves one
-    as soon as the save returns, so the checkpoint must be whole by then."""
+    """Whether links to checkpoints are beside it: those of `ModelCheckpoint(save_last="link")`. Lightning moves one as
+    soon as the save returns, so the checkpoint must be whole by then."""
 
     @property
     def is_replaced(self) -> bool:

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import holdfast
 from holdfast import Settings
-from holdfast.errors import CheckpointError, InvalidError, UnavailableError, first_three
+from holdfast.errors import InvalidError, first_three
+from holdfast.integrations.host import from_first
 from holdfast.integrations.lightning.contents import (
     lightning_dict,
     require_free_keys,
@@ -39,19 +40,8 @@ class StrategyRanks:
     barrier: Callable[[], None]
 
     def from_first(self, call: Callable[[], _Result]) -> _Result:
-        """Return on every rank what a call returns on rank 0, or raise its error on every rank. Every rank calls."""
-        outcome: tuple[Exception | None, Any] = (None, None)
-        if self.rank == 0:
-            try:
-                outcome = (None, call())
-            except CheckpointError as error:
-                outcome = (type(error)(str(error)), None)  # Without its cause, which may not travel.
-            except Exception as error:  # noqa: BLE001 - the others must not wait for this rank
-                outcome = (UnavailableError(f"rank 0: {type(error).__name__}: {error}"), None)
-        failure, result = self.broadcast(outcome)
-        if failure is not None:
-            raise failure
-        return result
+        """Return on every rank what a call returns on rank 0, or raise its error there. Every rank calls."""
+        return from_first(call, is_first=self.rank == 0, broadcast=self.broadcast)
 
 
 @dataclass(frozen=True, slots=True)
