@@ -20,6 +20,7 @@ from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingEr
 from holdfast.integrations.host import MARK, mark_of
 from holdfast.integrations.transformers import HoldfastMixin
 from holdfast.integrations.transformers.exports import Complete, ModelFolders
+from holdfast.integrations.transformers.resuming import ResumeStep, find, say_other_ranks
 from tests.distributed.launch import Case, run_world
 from tests.unit.integrations.recorded_trainer import RecordedArguments, RecordedTrainer, fail_at_no_step
 
@@ -415,6 +416,36 @@ def test_the_model_alone_is_saved_and_the_rest_begins_anew(tmp_path: Path, caplo
     with caplog.at_level(logging.WARNING):
         trainer.train(resume_from_checkpoint=True)
     assert begun == [5, 6] and "does not hold optimizer, scheduler, rng; they begin anew" in caplog.text
+
+
+def test_another_model_is_refused_with_a_way_out_that_works(tmp_path: Path) -> None:
+    made(tmp_path).train()
+    larger = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(2, 2))
+    first = torch.nn.Sequential(torch.nn.Linear(4, 2))
+    made(tmp_path / "other", model=first).train()
+    root = root_of(tmp_path / "other")
+    for wanted, step in ((True, 4), (2, 2)):
+        with pytest.raises(InvalidError, match=r"missing.*train\(\) takes none of these.*strict=False\)") as refused:
+            made(tmp_path / "other", model=larger).train(resume_from_checkpoint=wanted)
+        assert f"holdfast.load('{root}', {{\"model\": model}}, step={step}, strict=False)" in str(refused.value)
+    holdfast.load(root, {"model": larger}, step=4, strict=False)
+    assert torch.equal(larger[0].weight, first[0].weight)
+    made(tmp_path / "other", model=larger, options={"start_over": True}).train()
+
+
+def test_another_batch_or_number_of_ranks_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made(tmp_path).train()
+    with caplog.at_level(logging.WARNING):
+        made(tmp_path, max_steps=6, gradient_accumulation_steps=1).train(resume_from_checkpoint=True)
+        assert "samples" not in caplog.text and "random generators" not in caplog.text
+        made(tmp_path, max_steps=8, gradient_accumulation_steps=3).train(resume_from_checkpoint=True)
+    assert "step-000000000006: a step was of 8 samples, and is of 24 now" in caplog.text
+    caplog.clear()
+    found = find(str(root_of(tmp_path)), str(tmp_path), True, SETTINGS)
+    assert isinstance(found, ResumeStep)
+    with caplog.at_level(logging.WARNING):
+        say_other_ranks(found, json.dumps({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 1}), 4)
+    assert "ranks: 1 saved it, and 4 go on" in caplog.text and "samples" not in caplog.text
 
 
 def test_a_scaler_is_saved_where_there_is_one(tmp_path: Path) -> None:

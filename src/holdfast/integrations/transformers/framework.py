@@ -52,6 +52,11 @@ def is_first_rank() -> bool:
     return not _has_ranks() or dist.get_rank() == 0
 
 
+def rank_count() -> int:
+    """Return how many ranks the job has."""
+    return dist.get_world_size() if _has_ranks() else 1
+
+
 def on_first_rank(call: Callable[[], _Result]) -> _Result:
     """Return on every rank what a call returns on rank 0, or raise there what it raises. Every rank calls.
 

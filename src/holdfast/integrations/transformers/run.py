@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import holdfast
 from holdfast.api import Checkpoint
-from holdfast.errors import CheckpointError, MissingError, UnavailableError
+from holdfast.errors import CheckpointError, InvalidError, MissingError, UnavailableError
 from holdfast.integrations.transformers.contents import (
     has_adapters,
     metrics_at,
@@ -23,7 +23,7 @@ from holdfast.integrations.transformers.contents import (
     state_to_save,
 )
 from holdfast.integrations.transformers.exports import ModelFolders, copy_files, folder_of, tag_of
-from holdfast.integrations.transformers.framework import is_first_rank, on_first_rank
+from holdfast.integrations.transformers.framework import is_first_rank, on_first_rank, rank_count
 from holdfast.integrations.transformers.resuming import (
     STATE_FILE,
     OlderStepError,
@@ -32,6 +32,7 @@ from holdfast.integrations.transformers.resuming import (
     by_number,
     find,
     require_room,
+    say_other_ranks,
 )
 from holdfast.observers import Observer
 from holdfast.policies import AnyOf, LatestN, Tagged
@@ -143,6 +144,8 @@ class TrainerRun:
 
         source = on_first_rank(found)
         self.source = source if isinstance(source, ResumeStep) else None
+        if self.source is not None and is_first_rank():
+            say_other_ranks(self.source, self._trainer.args.to_json_string(), rank_count())
         return source
 
     def write_state_file(self, folder: Path) -> None:
@@ -171,14 +174,23 @@ class TrainerRun:
 
         Raises:
             OlderStepError: The newest step was damaged, and an older one was loaded.
+            InvalidError: Another model or optimizer was saved; nothing was changed.
         """
         source = self.source
         assert source is not None, "a training that begins anew loads nothing"
         state = state_to_fill(self._trainer, source.record, source.url)
-        if not source.is_own:
-            holdfast.load(source.path, state, step=source.name, settings=self._options.settings)
-            return
-        loaded = self._manager.load(state, None if source.is_newest else source.name)
+        try:
+            if not source.is_own:
+                holdfast.load(source.path, state, step=source.name, settings=self._options.settings)
+                return
+            loaded = self._manager.load(state, None if source.is_newest else source.name)
+        except InvalidError as error:
+            step = "" if source.name is None else f", step={source.name!r}"
+            raise InvalidError(
+                f"{error}. train() takes none of these arguments. To begin a training from what fits, fill the model "
+                f'before it: holdfast.load({source.path!r}, {{"model": model}}{step}, strict=False). Then train with '
+                "start_over=True, or in another output_dir"
+            ) from error
         if loaded is not None and loaded != source.step:
             raise OlderStepError(loaded)
         self._saved_step, self._saved = loaded, None
