@@ -9,6 +9,9 @@
 #   make bench-stores   saves to an object store and loads from it, beside its bare client and DCP's ways, on Ceph, which
 #                   it installs and starts (25 minutes, 16 GiB of memory); QUICK=1, ONLY=store_speed for some parts; the
 #                   same command continues after Ctrl-C
+#   make bench-compression   what compression saves, how fast it is and what it costs, beside zipnn, zstd and DCP with
+#                   ZStandard (20 minutes; the first run trains its state); QUICK=1, ONLY=ratio_state,encode_vs_zipnn.
+#                   zipnn is compiled, so a C compiler and Python's headers are needed
 #   make bench-compare   Holdfast's own times with two checkouts in turn: BEFORE=path [AFTER=.] [ROUNDS=7]
 #                   [ONLY=large,tiny] [QUICK=1]; two to three hours for all, and the same command continues after Ctrl-C
 #   make integrations FRAMEWORK=accelerate   trains with a real framework through its integration: tests, examples, kills
@@ -35,7 +38,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The suite starts hundreds of processes: each would compile all of Holdfast anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test check bench bench-interop bench-scale bench-stores bench-compare integrations fuzz campaign campaign-stores test-torch dist clean
+.PHONY: help demo test check bench bench-interop bench-scale bench-stores bench-compression bench-compare integrations fuzz campaign campaign-stores test-torch dist clean
 
 PINNED_TORCH := torch==2.13.0
 TORCH ?=
@@ -43,6 +46,7 @@ TORCH_VENV := .venv-torch
 VENV := .venv
 DIST_VENVS := .venv-dist
 STORES_VENV := .venv-stores
+COMPRESSION_VENV := .venv-compression
 INTEGRATIONS_VENVS := .venv-integrations
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -116,6 +120,14 @@ bench-stores: $(READY)
 	@QUICK=$(QUICK) ONLY=$(ONLY) $(PY) -m tests.servers.beside \
 	    $(STORES_VENV)/bin/python -m bench.stores '{url}' --server '{server}'
 
+# The rivals get an environment above the other one: zipnn brings another setuptools.
+bench-compression: $(READY)
+	@test -x $(COMPRESSION_VENV)/bin/python || $(PY) -m venv --system-site-packages $(COMPRESSION_VENV)
+	@$(PY) -c '$(PURELIB); print(f"import site; site.addsitedir({path!r})")' \
+	    > "$$($(COMPRESSION_VENV)/bin/python -c '$(PURELIB); print(path)')/below.pth"
+	@$(COMPRESSION_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[cli,bench-compression]'
+	@QUICK=$(QUICK) ONLY=$(ONLY) $(COMPRESSION_VENV)/bin/python -m bench.compression
+
 # ROUNDS has another default for `campaign`.
 bench-compare: $(READY)
 	@test -n "$(BEFORE)" || { echo "holdfast: which checkout to compare with? BEFORE=path/to/checkout" >&2; exit 2; }
@@ -158,7 +170,7 @@ campaign: $(READY)
 	    tests/crash/test_overwrite_kill.py tests/distributed/test_preemption.py \
 	    tests/crash/test_discard_kill.py tests/crash/test_remove_kill.py tests/crash/test_remove_beside.py
 	@LIFE_EXAMPLES=$$((5 * $(ROUNDS))) $(PY) -m pytest -q --timeout 3600 -o faulthandler_timeout=3660 tests/property/test_life_of_a_run.py
-	@PROPERTY_TIMES=20 $(PY) -m pytest -q --timeout 7200 -o faulthandler_timeout=7260 \
+	@PROPERTY_TIMES=30 $(PY) -m pytest -q --timeout 7200 -o faulthandler_timeout=7260 \
 	    tests/property/test_any_mesh_to_any_mesh.py tests/property/test_unchanged.py
 	@FAULTS=$(FAULTS) $(PY) -m pytest -q -s tests/distributed/test_failed_saves.py
 
@@ -208,5 +220,5 @@ dist:
 	@echo "holdfast: ready for an index:" dist/*
 
 clean:
-	rm -rf $(VENV) $(DIST_VENVS) $(STORES_VENV) $(INTEGRATIONS_VENVS) $(TORCH_VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache runs
+	rm -rf $(VENV) $(DIST_VENVS) $(STORES_VENV) $(COMPRESSION_VENV) $(INTEGRATIONS_VENVS) $(TORCH_VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache runs
 	find src tests demo bench fuzz release -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

@@ -30,11 +30,11 @@ def measure(root: Path, params: Params) -> Measured:
     return Measured(rounds, [])
 
 
-def measured(root: str, mib: int, remove: Callable[[], None]) -> Round:
+def measured(root: str, mib: int, remove: Callable[[], None], module: str = "bench.memory") -> Round:
     """Save in each way below a path or a URL, and remove what was saved; return the additional MiB of each."""
     each = {}
     for way in WAYS:
-        command = [sys.executable, "-m", "bench.memory", way, root, str(mib)]
+        command = [sys.executable, "-m", module, way, root, str(mib)]
         ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         each[way] = float(json.loads(ended.stdout))
         remove()
@@ -44,13 +44,29 @@ def measured(root: str, mib: int, remove: Callable[[], None]) -> Round:
 
 def extra_mib(way: str, root: str, mib: int) -> float:
     """Save a state several times in this process; return the growth of its memory in MiB, without the arena."""
-    state = {str(n): torch.rand(MIB // 4, 16) for n in range(mib // 16)}
-    model = torch.nn.ParameterDict(state)
+    model = torch.nn.ParameterDict({str(n): torch.rand(MIB // 4, 16) for n in range(mib // 16)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return growth_mib(way, root, {"model": model, "optimizer": optimizer}, optimizer, mib * MIB)
+
+
+def growth_mib(
+    way: str, root: str, state: dict[str, object], optimizer: torch.optim.Optimizer, total_bytes: int, **more: object
+) -> float:
+    """Save a state several times in this process; return the growth of its memory in MiB, without the arena.
+
+    Args:
+        way: One of `WAYS`.
+        root: Where to save.
+        state: What to save.
+        optimizer: Its optimizer, whose step is a fence. Nothing has gradients, so it changes nothing.
+        total_bytes: Bytes of the state.
+        more: Further settings.
+    """
+    mib = -(-total_bytes // MIB)
     holdfast.save(f"{root}/warm", {"x": torch.zeros(4)}, process_group=False)
     staging, arena_mib_max = ("lazy", LAZY_ARENA_MIB) if way == "lazy" else ("copy", 2 * mib)
     # The state does not change between the saves, and each save shall write all of it.
-    chosen = settings(staging=staging, arena_bytes_max=arena_mib_max * MIB, deduplicate=False)
+    chosen = settings(staging=staging, arena_bytes_max=arena_mib_max * MIB, deduplicate=False, **more)
     # A pack of an object store has 32 MiB and a header, and every pack begins with a window of its own.
     packs = mib // OBJECT_PACK_MIB if "://" in root else 0
     arena_mib = {"blocking": 0, "copy": mib + packs, "lazy": LAZY_ARENA_MIB}[way]
@@ -59,9 +75,9 @@ def extra_mib(way: str, root: str, mib: int) -> float:
         before = _memory_mib("VmRSS")
         for step in range(SAVES):
             if way == "blocking":
-                holdfast.save(f"{root}/{step}", {"model": model}, process_group=False)
+                holdfast.save(f"{root}/{step}", state, process_group=False, settings=chosen)
             else:
-                handle = manager.save(step, {"model": model, "optimizer": optimizer})
+                handle = manager.save(step, state)
                 # Nothing was computed meanwhile: the fence finds almost everything still to be copied.
                 optimizer.step()
                 report = handle.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -70,10 +70,18 @@ class Part:
     devices: tuple[str, ...] = ("cpu",)
     """Where its states may lie."""
 
+    values: Callable[[Sequence[Round], Params], dict[str, list[float]]] | None = None
+    """What each round says by itself, by key; for the 95 % interval of a median. None: no interval is stated."""
+
 
 def spread_of(values: Sequence[float]) -> Spread:
     """Return median, lowest and highest."""
     return Spread(statistics.median(values), min(values), max(values))
+
+
+def spreads_of(values: Mapping[str, Sequence[float]]) -> dict[str, Spread]:
+    """Return median, lowest and highest of each key."""
+    return {key: spread_of(each) for key, each in values.items()}
 
 
 def times_as_fast(rounds: Sequence[Round], ours: str, theirs: Sequence[str]) -> Spread:

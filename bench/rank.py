@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from bench import device, job
-from bench.parts import PARTS, STORE_PARTS
+from bench.parts import COMPRESSION_PARTS, PARTS, STORE_PARTS
 
 
 def main() -> None:
@@ -25,7 +25,7 @@ def main() -> None:
     is_job = int(os.environ["WORLD_SIZE"]) > 1
     if is_job:
         dist.init_process_group("gloo")
-    part = PARTS.get(name) or STORE_PARTS[name]
+    part = {**PARTS, **STORE_PARTS, **COMPRESSION_PARTS}[name]
     measured = part.measure(Path(folder) / "work", json.loads(params))
     measured.notes.extend(device.notes())
     if not is_job or dist.get_rank() == 0:

@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from bench.goals import GOALS, Goal
+from bench.paired import median_interval
 from bench.part import Measured, Params, Part, Round
 
 RESULTS = Path(__file__).parent / "results"
@@ -47,6 +48,11 @@ def merged(latest: Latest, part: Part, params: Params, measured: Measured) -> La
         "notes": measured.notes,
         "rounds": [{name: round(value, 5) for name, value in each.items()} for each in measured.rounds],
     }
+    if part.values is not None:
+        intervals = {key: median_interval(each) for key, each in part.values(measured.rounds, params).items()}
+        parts[part.name]["intervals"] = {
+            key: [round(bound, 4) for bound in interval] for key, interval in intervals.items() if interval is not None
+        }
     flat = {name: value for name, value in latest.items() if name != "parts" and name not in gone}
     for key, spread in keys.items():
         flat |= dict(zip(names_of(key), (round(value, 4) for value in asdict(spread).values()), strict=True))

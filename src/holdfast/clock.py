@@ -19,6 +19,10 @@ class Clock(Protocol):
         """Return wall-clock seconds since 1970, for people to read."""
         ...
 
+    def thread_seconds(self) -> float:
+        """Return the processor seconds that the calling thread has taken so far."""
+        ...
+
     def sleep(self, seconds: float) -> None:
         """Return after this many seconds."""
         ...
@@ -38,6 +42,10 @@ class SystemClock:
     def unix_seconds(self) -> float:
         """Return wall-clock seconds since 1970."""
         return time.time()
+
+    def thread_seconds(self) -> float:
+        """Return the processor seconds of the calling thread, without those of its waits."""
+        return time.thread_time()
 
     def sleep(self, seconds: float) -> None:
         """Return after this many seconds; other threads run meanwhile."""

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from holdfast.errors import InvalidError
 from holdfast.ports.observer import Observer
-from holdfast.types.events import Began, Ended, Entered, Event, Failed, Operation, Phase, Progress, RankReport
+from holdfast.types.coding import Decision, KindCoding
+from holdfast.types.events import Began, Decided, Ended, Entered, Event, Failed, Operation, Phase, Progress, RankReport
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -23,12 +24,15 @@ __all__ = [
     "Event",
     "Began",
     "Entered",
+    "Decided",
     "Progress",
     "Ended",
     "Failed",
     "Operation",
     "Phase",
     "RankReport",
+    "Decision",
+    "KindCoding",
 ]
 
 

@@ -24,6 +24,9 @@ class Tuning:
     unchanged_bytes_min: int = 64 * KIB
     """Smallest piece that deduplication looks at. A smaller piece takes less time to write than to compare."""
 
+    coded_bytes_min: int = 64 * KIB
+    """Smallest piece that is compressed. A smaller piece saves less than it costs in headers and reads."""
+
     zero_copy_bytes_min: int = 64 * KIB
     """Smallest chunk that is read straight into the target's memory. For a smaller chunk, finding that memory costs
     more than a copy out of the read buffer."""
@@ -208,6 +211,17 @@ class Settings:
     nonfinite_expected: tuple[str, ...] = ()
     """Patterns, as in `skip`, of tensors that hold such values on purpose: counted, never marked."""
 
+    compression: Literal["off", "auto", "on"] = "off"
+    """Whether saves compress large tensors, without a change of a bit. `on`: whatever shrinks by 5 %. `auto`: what
+    measured rates say makes the save faster, or no slower. The same on every rank. Off, since stock safetensors readers
+    see nothing of compressed tensors (`docs/compression.md`)."""
+
+    compression_threads: int | None = None
+    """Threads per rank that compress. None: a quarter of the rank's cores, at least one."""
+
+    compression_skip: tuple[str, ...] = ()
+    """Patterns, as in `skip`, of tensors that stay as they are: `("model.*",)` leaves weights to stock readers."""
+
     compare_replicas: bool = False
     """Whether a save compares complete replicas: each rank hashes its copies during the call, and ranks whose copy
     differs are named. Finds what samples miss: a flipped bit, a replica that missed a step. Off, since the call then
@@ -296,6 +310,12 @@ class Settings:
         self._require("bytes_per_second_min", self.bytes_per_second_min >= 1, "a whole number from 1")
         cap = self.max_bytes_per_second
         self._require("max_bytes_per_second", cap is None or cap >= 1, "a whole number from 1, or None")
+        self._require("compression", self.compression in ("off", "auto", "on"), "'off', 'auto' or 'on'")
+        threads = self.compression_threads
+        self._require(
+            "compression_threads", threads is None or 1 <= threads <= 64, "a whole number from 1 to 64, or None"
+        )
+        self._require("compression_skip", _are_texts(self.compression_skip), "a tuple of patterns")
         roots = self.allowed_roots
         self._require("allowed_roots", _are_texts(roots) and all(map(_is_path, roots)), "a tuple of paths of folders")
         self._require("nonfinite_expected", _are_texts(self.nonfinite_expected), "a tuple of patterns")

@@ -305,7 +305,7 @@ def repairable_at(path: object, settings: Settings) -> tuple[Store, int | None]:
 
 def lone_job(settings: Settings) -> Job:
     """Return a job of this process alone that needs no torch."""
-    return Job(AloneComm(), SystemClock(), settings)
+    return Job(AloneComm(), SystemClock(), settings, codecs=codecs())
 
 
 def comm_of(process_group: ProcessGroup) -> Comm:
@@ -355,7 +355,7 @@ def framework_of(comm: Comm) -> Framework:
 def loading_job(process_group: ProcessGroup, settings: Settings) -> Job:
     """Return a job over a group that only loads; no collective."""
     comm = comm_of(process_group)
-    return Job(comm, SystemClock(), settings, framework_of(comm), saves=False)
+    return Job(comm, SystemClock(), settings, framework_of(comm), codecs=codecs(), saves=False)
 
 
 def saving_job(process_group: ProcessGroup, settings: Settings, root: object) -> Job:
@@ -367,7 +367,7 @@ def saving_job(process_group: ProcessGroup, settings: Settings, root: object) ->
     comm = comm_of(process_group)
     require_group(process_group, comm)
     with CallWatch(comm, f"CheckpointManager({root})", "CheckpointManager(...)"):
-        return Job(comm, SystemClock(), settings, framework_of(comm))
+        return Job(comm, SystemClock(), settings, framework_of(comm), codecs=codecs())
 
 
 _JOBS_MAX = 4
@@ -397,7 +397,9 @@ def shared_job(process_group: ProcessGroup, settings: Settings) -> Job:
     if settings not in jobs or jobs[settings].is_inherited:
         with CallWatch(comm, "the first save by path with these settings", "save(path, state)"):
             jobs[settings] = (
-                living[0].with_settings(settings) if living else Job(comm, SystemClock(), settings, framework_of(comm))
+                living[0].with_settings(settings)
+                if living
+                else Job(comm, SystemClock(), settings, framework_of(comm), codecs=codecs())
             )
     jobs.move_to_end(settings)
     # Every rank drops the same ones: each makes the same calls. A save in flight keeps its job until it ends.
@@ -409,7 +411,7 @@ def shared_job(process_group: ProcessGroup, settings: Settings) -> Job:
 def checkpoint_at(path: object, settings: Settings, step: object = None) -> Checkpoint:
     """Return the checkpoint at a path; with a step, that step of the run at the path."""
     location = location_at(path, settings) if step is None else step_at(path, step, settings)
-    return Checkpoint(location, settings, _to_torch)
+    return Checkpoint(location, settings, _to_torch, codecs=codecs())
 
 
 def _to_torch(array: object, dtype: str) -> object:

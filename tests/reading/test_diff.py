@@ -207,9 +207,9 @@ def test_batches_are_sized_by_the_wider_side(tmp_path: Path, monkeypatch: pytest
     read: list[int] = []
     execute = windows.execute
 
-    def counted(plan: Any, packs: Any, targets: Any, settings: Settings) -> None:
+    def counted(plan: Any, packs: Any, targets: Any, settings: Settings, codecs: Any) -> None:
         read.append(sum(target.array.nbytes for target in targets))
-        execute(plan, packs, targets, settings)
+        execute(plan, packs, targets, settings, codecs)
 
     monkeypatch.setattr(windows, "execute", counted)
     for pair in ((a, b), (b, a)):

@@ -24,6 +24,7 @@ from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.types.manifest import Manifest
 from holdfast.types.plan import Piece
+from holdfast.wiring import codecs
 
 PATIENT = Settings(chunk_bytes=4096, window_bytes=8192, windows_in_flight=2, commit_timeout_seconds=20.0)
 HASTY = Settings(chunk_bytes=4096, window_bytes=8192, windows_in_flight=2, commit_timeout_seconds=1.0)
@@ -39,7 +40,7 @@ def run_of(
     comm: ThreadComm, store: Store, settings: Settings = PATIENT, observers: Sequence[Observer] = ()
 ) -> CheckpointManager:
     return CheckpointManager.over(
-        store, Job(comm, SystemClock(), settings, NumpyFramework(comm.rank)), observers=observers
+        store, Job(comm, SystemClock(), settings, NumpyFramework(comm.rank), codecs=codecs()), observers=observers
     )
 
 
@@ -71,11 +72,15 @@ class World:
     observers: Sequence[Observer] = ()
     """Who hears of every rank's saves and loads."""
 
+    chosen: Mapping[int, Settings] = field(default_factory=dict)
+    """Ranks with other settings."""
+
     def play(self, part: Callable[[int, CheckpointManager], object]) -> list[object]:
         """Return for each rank what its part returned or raised; every run is closed afterwards."""
 
         def work(comm: ThreadComm) -> object:
-            run = run_of(comm, self.stores.get(comm.rank, self.store), self.settings, self.observers)
+            settings = self.chosen.get(comm.rank, self.settings)
+            run = run_of(comm, self.stores.get(comm.rank, self.store), settings, self.observers)
             try:
                 return part(comm.rank, run)
             finally:

@@ -12,6 +12,7 @@ from functools import cached_property
 from types import EllipsisType
 from typing import TypeVar
 
+from holdfast.checkpoint.codings import codings_in
 from holdfast.checkpoint.coverage import require_covered
 from holdfast.checkpoint.index_loading import index_for, manifest_or_listing, split_index_at
 from holdfast.checkpoint.location import CheckpointLocation, manifest_in_place_of
@@ -33,10 +34,12 @@ from holdfast.geometry.box import Box
 from holdfast.geometry.mesh import described_mesh
 from holdfast.plan.forecast import Forecast, forecast
 from holdfast.plan.reads import load_plan
+from holdfast.ports.codec import NO_CODECS, Codecs
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs
 from holdfast.repository.catalog import read_file, read_index, read_per_rank
 from holdfast.settings import Settings
+from holdfast.types.coding import KindCoding
 from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.plan import LoadPlan, Piece, WantedBoxes
 from holdfast.types.values import PIECES_RECORD, Group, Value
@@ -64,7 +67,11 @@ class TensorInfo:
 class Checkpoint:
     """A committed checkpoint. Opening it reads the manifest. Later calls read the parts of the index that they need."""
 
-    def __init__(self, location: CheckpointLocation, settings: Settings, to_torch: ToFramework) -> None:
+    def __init__(
+        self, location: CheckpointLocation, settings: Settings, to_torch: ToFramework, *, codecs: Codecs = NO_CODECS
+    ) -> None:
+        self.codecs = codecs
+        """What decodes coded chunks."""
         self._location, self._settings, self._to_torch, self._clock = location, settings, to_torch, SystemClock()
         self._pack_bytes: dict[str, int] = {}
         self._split: SplitIndex | None = None
@@ -124,6 +131,11 @@ class Checkpoint:
     def remarks(self) -> tuple[str, ...]:
         """Parts of another system's checkpoint that were left out or ignored, each with the reason."""
         return () if self._listing is None else tuple(self._listing.remarks)
+
+    @cached_property
+    def codings(self) -> Mapping[int, tuple[KindCoding, ...]]:
+        """By rank, how the save stored each kind of tensors and why, as reports beside the checkpoint say."""
+        return codings_in(self._location, self.manifest)
 
     @cached_property
     def packs(self) -> Packs:
@@ -189,7 +201,7 @@ class Checkpoint:
         )
         self._require_stored(plan)
         target = HostTarget(spec.dtype, box)
-        execute(plan, self.packs, [target], self.settings)
+        execute(plan, self.packs, [target], self.settings, self.codecs)
         # The Ellipsis keeps a 0-d result an array; numpy would return a scalar.
         array = target.array[(*rest, ...)]
         return self.as_framework(array, spec.dtype, framework)
@@ -214,7 +226,7 @@ class Checkpoint:
         boxes = {fqn: Box.whole(spec.global_shape) for fqn, spec in specs.items()}
         plan = self.reads_for([WantedBoxes(fqn, (box,)) for fqn, box in boxes.items()], self.settings.read_window_bytes)
         targets = {fqn: HostTarget(spec.dtype, boxes[fqn]) for fqn, spec in specs.items()}
-        execute(plan, self.packs, list(targets.values()), self.settings)
+        execute(plan, self.packs, list(targets.values()), self.settings, self.codecs)
         return {fqn: self.as_framework(target.array, target.dtype, framework) for fqn, target in targets.items()}
 
     @property
@@ -271,7 +283,7 @@ class Checkpoint:
     @property
     def source(self) -> TensorReader:
         """Reads windows of its tensors."""
-        return TensorReader(self.index.pieces_near, self.packs, self.settings)
+        return TensorReader(self.index.pieces_near, self.packs, self.settings, self.codecs)
 
     def _loaded_index(self) -> Index | SplitIndex:
         """Return the index; of an index in several files, the overview, which lists every tensor."""
@@ -301,8 +313,9 @@ class Checkpoint:
         """
         if self._listing is not None:
             return  # The listing was checked against the sizes of the files.
-        self._pack_bytes |= sizes_of({run.pack for run in plan.runs} - self._pack_bytes.keys(), self.packs)
-        for run in plan.runs:
+        runs = [part for run in plan.runs for part in (run, *run.bases)]
+        self._pack_bytes |= sizes_of({run.pack for run in runs} - self._pack_bytes.keys(), self.packs)
+        for run in runs:
             known, record = self._pack_bytes[run.pack], self._pack_records[run.pack]
             if run.stop > known or (not is_pack_name(run.pack) and known != record.bytes):
                 check_pack(self.packs(run.pack), record, self.step)
@@ -388,7 +401,7 @@ class Checkpoint:
         if self._listing is not None and self._location.foreign is not None:
             files = self._location.foreign.files
             return ListedVerification(self._listing, self.index, files, self.settings, observer, deep=deep)
-        return Verification(self._location, self.manifest, self.settings, self._clock, observer)
+        return Verification(self._location, self.manifest, self.settings, self._clock, self.codecs, observer)
 
     def verify(self, observer: Observer | None = None, *, deep: bool = False) -> Iterator[Damage]:
         """Yield every damage; nothing if all bytes are as they were saved.

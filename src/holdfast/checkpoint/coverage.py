@@ -72,13 +72,19 @@ def stored_by(index: Index | SplitIndex, short: Mapping[str, tuple[int, Checkpoi
     # By index file, on demand: a split index has thousands, of which a rank reads few.
     errors_of: dict[int, Mapping[str, CheckpointError]] = {}
 
-    def require(fqn: str) -> None:
-        if not short:
-            return
+    def error_of(fqn: str) -> CheckpointError | None:
         for file_index in index.files_of(fqn) if isinstance(index, SplitIndex) else (index,):
             if id(file_index) not in errors_of:
                 errors_of[id(file_index)] = cut_short(file_index, short)
             error = errors_of[id(file_index)].get(fqn)
+            if error is not None:
+                return error
+        return None
+
+    def require(fqn: str) -> None:
+        # What is coded against a tensor needs the bytes of both.
+        for stored in (fqn, *index.pairs_of(fqn)) if short else ():
+            error = error_of(stored)
             if error is not None:
                 raise type(error)(f"{fqn}: {error}")
 

@@ -10,6 +10,7 @@ from holdfast.engine.target import HostTarget
 from holdfast.geometry.box import Box
 from holdfast.plan.compare import CompareWindow
 from holdfast.plan.reads import load_plan
+from holdfast.ports.codec import Codecs
 from holdfast.ports.store import Packs
 from holdfast.settings import MIB, Settings
 from holdfast.types.plan import Piece, WantedBoxes
@@ -36,6 +37,9 @@ class TensorReader:
     settings: Settings
     """Reads in flight."""
 
+    codecs: Codecs
+    """What decodes coded chunks."""
+
     def read(
         self, wanted: Sequence[tuple[str, CompareWindow]], dtypes: Sequence[str]
     ) -> tuple[list[list[HostTarget]], int]:
@@ -52,5 +56,5 @@ class TensorReader:
         ]
         boxes = [WantedBoxes(name, (box,)) for name, window in wanted for box in window.boxes]
         plan = load_plan(boxes, self.pieces_near, min(self.settings.read_window_bytes, _RUN_BYTES_MAX))
-        execute(plan, self.packs, [part for parts in window_parts for part in parts], self.settings)
+        execute(plan, self.packs, [part for parts in window_parts for part in parts], self.settings, self.codecs)
         return window_parts, plan.bytes

@@ -16,6 +16,7 @@ from holdfast.format.index.foreign_index import CHUNK_BYTES, require_within
 from holdfast.format.index.index import Index
 from holdfast.geometry.box import Box
 from holdfast.plan.compare import CompareWindow, batches, sampled, windows_of
+from holdfast.ports.codec import NO_CODECS
 from holdfast.ports.observer import ByteProgress, Observer
 from holdfast.ports.store import Readable, packs_under
 from holdfast.settings import MIB, PAGE_BYTES, Settings
@@ -90,10 +91,10 @@ class ListedVerification:
         """Yield every difference; nothing for an undamaged checkpoint."""
         yield from self._damages_of_sizes()
         yield from self._invalid
-        whole = TensorReader(self._index.pieces_near, self._packs, self._settings)
+        whole = TensorReader(self._index.pieces_near, self._packs, self._settings, NO_CODECS)
         yield from self._damages_of(self._copies, self._copy_windows, whole, CHUNK_BYTES)
         if self.sampled:
-            page_reader = TensorReader(_cut_to_pages(self._index.pieces_near), self._packs, self._settings)
+            page_reader = TensorReader(_cut_to_pages(self._index.pieces_near), self._packs, self._settings, NO_CODECS)
             yield from self._damages_of(self._casts, self._cast_windows, page_reader, PAGE_BYTES)
         else:
             yield from self._damages_of(self._casts, self._cast_windows, whole, CHUNK_BYTES)
@@ -167,7 +168,7 @@ class ListedVerification:
             chunk_bytes: Bytes in which the pieces are read.
         """
         pieces = [_cut_to(expected.piece, chunk_bytes) for expected in checked]
-        reader = TensorReader(lambda number, _: [pieces[int(number)]], against.packs, self._settings)
+        reader = TensorReader(lambda number, _: [pieces[int(number)]], against.packs, self._settings, NO_CODECS)
 
         def compare(batch: Sequence[CompareWindow]) -> list[tuple[CompareWindow, Disagreement | str | None]]:
             expected = [checked[window.number] for window in batch]

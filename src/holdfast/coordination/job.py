@@ -11,13 +11,16 @@ from concurrent.futures import Future
 from typing import NoReturn
 
 from holdfast.clock import Clock
+from holdfast.coordination.coding_history import CodingHistories
 from holdfast.engine.arena import Arena
 from holdfast.engine.background import BackgroundQueue, WriteProgress
 from holdfast.engine.memory_limits import MemoryShare, memory_statement
 from holdfast.errors import BY_NAME, CheckpointError, CorruptError, MissingError, UnavailableError
 from holdfast.format.digest import short_digest_of
+from holdfast.plan.coding.kinds import OwnedKinds
 from holdfast.plan.declared_parts import SumCache
-from holdfast.plan.plan_cache import PlanCache
+from holdfast.plan.plan_cache import PlanCache, SavePlan
+from holdfast.ports.codec import NO_CODECS, Codecs
 from holdfast.ports.comm import Comm, KeyValueStore
 from holdfast.ports.framework import Framework
 from holdfast.settings import Settings
@@ -90,6 +93,7 @@ class Job:
         settings: Settings,
         framework: Framework | None = None,
         *,
+        codecs: Codecs = NO_CODECS,
         saves: bool = True,
         queues: tuple[BackgroundQueue, BackgroundQueue] | None = None,
     ) -> None:
@@ -100,10 +104,11 @@ class Job:
             clock: Time and randomness.
             settings: How the job saves and loads.
             framework: Takes states apart and fills them; None for a job that only moves stored bytes.
+            codecs: What chunks are coded and decoded by.
             saves: False for a job that only loads: it needs no keys, so construction is no collective then.
             queues: The queues for copies and commits of a job that shares them; None: make new ones.
         """
-        self.comm, self.clock, self.settings, self._framework = comm, clock, settings, framework
+        self.comm, self.clock, self.settings, self._framework, self.codecs = comm, clock, settings, framework, codecs
         statements = _statements(comm, clock, settings) if saves else []
         self.nonce = statements[0][:_NONCE_BYTES].hex() if saves else ""
         memory = MemoryShare(statement[_STATED_BYTES:] for statement in statements)
@@ -121,8 +126,12 @@ class Job:
         """How the saves of this job ended so far."""
         self.arena = Arena(settings.window_bytes, settings.arena_bytes_max, clock, memory)
         """Memory for copies of the state."""
-        self.plan_cache = PlanCache()
+        self.plan_cache: PlanCache[SavePlan] = PlanCache()
         """Plans of earlier saves."""
+        self.owned_kinds: PlanCache[OwnedKinds] = PlanCache()
+        """What this rank owns of the layouts of earlier saves, by kind; only with compression."""
+        self.coding_histories = CodingHistories()
+        """What earlier saves have shown about coding."""
         self.part_sums = SumCache()
         """Sums of the declared parts of earlier saves."""
         if queues is None:
@@ -150,10 +159,16 @@ class Job:
         A collective. Close neither of the jobs: `close` ends the threads of both.
         """
         queues = self.copies, self.commits
-        job = Job(self.comm, self.clock, settings, self._framework, queues=queues)
+        job = Job(self.comm, self.clock, settings, self._framework, codecs=self.codecs, queues=queues)
         # Its saves end in one order with those of this job: one overwrites what another publishes.
         job.attempts_under_way = self.attempts_under_way
+        job.coding_histories = self.coding_histories
         return job
+
+    @property
+    def ranks_beside(self) -> int:
+        """How many ranks share the processors of this host, this one included; 1 if they did not say."""
+        return len(self.node_reports.ranks)
 
     @property
     def framework(self) -> Framework:

@@ -1,7 +1,8 @@
 """Executes a load in which ranks send bytes to each other: threads read and check, the caller's thread communicates.
 
 While one round is exchanged, the next is read and the one before is placed. Every round begins with a status word from
-every rank, so that all ranks stop together if one has failed. Bytes that failed their check are never sent.
+every rank, so that all ranks stop together if one has failed. Bytes that failed their check are never sent. Stored
+bytes travel, and a run travels with its bases.
 
 A round passes through these states on each rank:
 
@@ -20,7 +21,9 @@ from dataclasses import astuple, dataclass, replace
 
 from holdfast.clock import Clock
 from holdfast.engine.buffers import allocate_aligned
-from holdfast.engine.read import execute, read_through, verify_and_place_all
+from holdfast.engine.decoding.decode import Decoder
+from holdfast.engine.read import Placing, execute, read_through, verify_and_place_all
+from holdfast.ports.codec import Codecs
 from holdfast.ports.comm import Comm
 from holdfast.ports.framework import Target
 from holdfast.ports.store import Packs
@@ -92,9 +95,10 @@ def execute_exchange(
     packs: Packs,
     targets: Sequence[Target],
     settings: Settings,
+    codecs: Codecs,
     moved: Callable[[int], None] | None = None,
 ) -> TransferStats:
-    """Read, send, check and place everything a plan lists; a collective of all ranks.
+    """Read, send, decode, check and place everything a plan lists; a collective of all ranks.
 
     A receiver checks every chunk again: the reader's check covers neither the network nor the receiver's memory.
 
@@ -105,6 +109,7 @@ def execute_exchange(
         packs: Where each pack is stored.
         targets: Where to place, by wanted number.
         settings: Reads in flight.
+        codecs: What decodes coded chunks.
         moved: Called with byte counts of what was read or received, on any thread.
     Raises:
         CorruptError: A chunk that this rank read or received differs from what was saved.
@@ -114,7 +119,7 @@ def execute_exchange(
     with ThreadPoolExecutor(settings.windows_in_flight, thread_name_prefix="holdfast-exchange") as threads:
         try:
             probe_rounds = exchange.probe.after_rounds if exchange.probe else 0
-            rounds = _Rounds(threads, clock, packs, targets, probe_rounds, moved)
+            rounds = _Rounds(threads, clock, Placing(packs, targets, Decoder(codecs)), probe_rounds, moved)
             rest = _exchange(exchange, comm, rounds)
         except BaseException:
             threads.shutdown(wait=True, cancel_futures=True)
@@ -126,7 +131,7 @@ def execute_exchange(
     plan = LoadPlan(_joined(runs, settings.read_window_bytes))
     if moved is not None:
         moved(given_bytes + received_bytes - rounds.moved_bytes)
-    execute(plan, packs, targets, settings, moved=moved)
+    execute(plan, packs, targets, settings, codecs, moved=moved)
     return TransferStats(given_bytes + plan.bytes, received_bytes, exchanging_seconds=seconds)
 
 
@@ -170,8 +175,8 @@ def _exchange(exchange: PlannedExchange, comm: Comm, state: _Rounds) -> tuple[li
     # round and the next; everybody else still has to read what they would have received.
     takes = [take.run for later in rounds[number:] for take in later.takes]
     gives = [give.run for later in rounds[number + _AREAS :] for give in later.gives]
-    given_bytes = sum(_bytes(give.run) for early in rounds[: number + _AREAS] for give in early.gives)
-    received_bytes = sum(_bytes(take.run) for early in rounds[:number] for take in early.takes)
+    given_bytes = sum(give.run.bytes for early in rounds[: number + _AREAS] for give in early.gives)
+    received_bytes = sum(take.run.bytes for early in rounds[:number] for take in early.takes)
     return [*takes, *gives, *alone.runs], given_bytes, received_bytes
 
 
@@ -182,8 +187,7 @@ class _Rounds:
         self,
         threads: ThreadPoolExecutor,
         clock: Clock,
-        packs: Packs,
-        targets: Sequence[Target],
+        placing: Placing,
         probe_rounds: int,
         moved: Callable[[int], None] | None,
     ) -> None:
@@ -191,13 +195,13 @@ class _Rounds:
         self.moved_bytes = 0
         """Bytes of the rounds that were exchanged."""
         self._threads, self._clock, self._probe_rounds = threads, clock, probe_rounds
-        self._packs, self._targets = packs, targets
+        self._placing = placing
         self._rounds: Sequence[ExchangeRound] = ()
-        self._reads: dict[int, list[Future[memoryview]]] = {}
+        self._reads: dict[int, list[Future[list[memoryview]]]] = {}
         self._places: dict[int, list[Future[None]]] = {}
         self._gives: dict[int, list[memoryview]] = {}
         self._takes: dict[int, list[memoryview]] = {}
-        self._taken: list[memoryview] = []
+        self._taken: list[list[memoryview]] = []
         self._rounds_begun = 0
         self._exchange_began = 0.0
         self.throughput = Throughput(0, 0.0, 0, 0.0)
@@ -245,49 +249,46 @@ class _Rounds:
         this = self._rounds[number]
         slots = _slots(self._give_areas[self._area(number)], _give_sizes(this))
         self._reads[number] = [
-            self._threads.submit(read_through, give.run, self._packs(give.run.pack), self._targets, slot)
+            self._threads.submit(read_through, give.run, self._placing, slot)
             for give, slot in zip(this.gives, slots, strict=True)
         ]
 
-    def _assign_memory(self, number: int, read: Sequence[memoryview]) -> None:
+    def _assign_memory(self, number: int, read: Sequence[list[memoryview]]) -> None:
         """Assign memory to the receivers and the senders of a round."""
         this = self._rounds[number]
         self._gives, self._takes = {}, {}
         for give, data in zip(this.gives, read, strict=True):
             for rank in give.receivers:
-                self._gives.setdefault(rank, []).append(data)
+                self._gives.setdefault(rank, []).extend(data)
         slots = _slots(self._take_areas[self._area(number)], _take_sizes(this))
-        self._taken = [slot[: _bytes(take.run)] for slot, take in zip(slots, this.takes, strict=True)]
+        self._taken = [_views(slot, take.run) for slot, take in zip(slots, this.takes, strict=True)]
         for take, data in zip(this.takes, self._taken, strict=True):
-            self._takes.setdefault(take.reader, []).append(data)
+            self._takes.setdefault(take.reader, []).extend(data)
 
     def exchange(self, number: int, comm: Comm) -> None:
         """Exchange a prepared round, and let the threads check and place what was received."""
         self._exchange_began = self._clock.monotonic_seconds()
         comm.exchange(self._gives, self._takes)
         self._places[number] = [
-            self._threads.submit(verify_and_place_all, take.run, data, self._origin_of(take), self._targets)
+            self._threads.submit(verify_and_place_all, take.run, data, self._placing, _sender_of(take))
             for take, data in zip(self._rounds[number].takes, self._taken, strict=True)
         ]
         if self._moved is not None:
             this = self._rounds[number]
-            count = sum(_bytes(give.run) for give in this.gives) + sum(_bytes(take.run) for take in this.takes)
+            count = sum(give.run.bytes for give in this.gives) + sum(take.run.bytes for take in this.takes)
             self.moved_bytes += count
             self._moved(count)
 
-    def _origin_of(self, take: Take) -> str:
-        return f"{self._packs(take.run.pack).url}, as rank {take.reader} read and sent it"
-
     def _measure_reading(self, number: int, start: float) -> None:
-        read_bytes = sum(_bytes(give.run) for give in self._rounds[number].gives)
+        read_bytes = sum(give.run.bytes for give in self._rounds[number].gives)
         seconds = self._clock.monotonic_seconds() - start
         if read_bytes * self.throughput.read_seconds >= self.throughput.read_bytes * seconds:
             self.throughput = replace(self.throughput, read_bytes=read_bytes, read_seconds=seconds)
 
     def _measure_exchange(self, number: int) -> None:
         this = self._rounds[number]
-        sent_bytes = sum(_bytes(give.run) * len(give.receivers) for give in this.gives)
-        moved_bytes = max(sent_bytes, sum(_bytes(take.run) for take in this.takes))
+        sent_bytes = sum(give.run.bytes * len(give.receivers) for give in this.gives)
+        moved_bytes = max(sent_bytes, sum(take.run.bytes for take in this.takes))
         seconds = self._clock.monotonic_seconds() - self._exchange_began
         if moved_bytes * self.throughput.moved_seconds >= self.throughput.moved_bytes * seconds:
             self.throughput = replace(self.throughput, moved_bytes=moved_bytes, moved_seconds=seconds)
@@ -306,20 +307,30 @@ class _Rounds:
             self._finish_placing(number)
 
 
+def _sender_of(take: Take) -> str:
+    return f", as rank {take.reader} read and sent it"
+
+
 def _joined(runs: Sequence[ReadRun], run_bytes_max: int) -> tuple[ReadRun, ...]:
     """Return runs by pack and offset, adjacent ones joined up to `run_bytes_max` bytes."""
     joined: list[ReadRun] = []
     for run in sorted(runs, key=lambda run: (run.pack, run.start)):
         last = joined[-1] if joined else None
-        if last and (last.pack, last.stop) == (run.pack, run.start) and run.stop - last.start <= run_bytes_max:
-            joined[-1] = ReadRun(run.pack, last.start, run.stop, last.chunks + run.chunks)
+        if (
+            last
+            and (last.pack, last.stop) == (run.pack, run.start)
+            and last.bytes + run.bytes <= run_bytes_max
+            and bool(last.bases) == bool(run.bases)
+        ):
+            joined[-1] = ReadRun.of(run.pack, last.chunks + run.chunks)
         else:
             joined.append(run)
     return tuple(joined)
 
 
-def _bytes(run: ReadRun) -> int:
-    return run.stop - run.start
+def _views(slot: memoryview, run: ReadRun) -> list[memoryview]:
+    """Return the memory of a received run and of each of its bases."""
+    return _slots(slot, map(_length, (run, *run.bases)))
 
 
 def _slots(area: memoryview, sizes: Iterable[int]) -> list[memoryview]:
@@ -330,9 +341,13 @@ def _slots(area: memoryview, sizes: Iterable[int]) -> list[memoryview]:
     return slots
 
 
+def _length(run: ReadRun) -> int:
+    return run.stop - run.start
+
+
 def _give_sizes(this: ExchangeRound) -> list[int]:
-    return [give_slot_bytes(_bytes(give.run)) for give in this.gives]
+    return [sum(map(give_slot_bytes, map(_length, (give.run, *give.run.bases)))) for give in this.gives]
 
 
 def _take_sizes(this: ExchangeRound) -> list[int]:
-    return [take_slot_bytes(_bytes(take.run)) for take in this.takes]
+    return [take_slot_bytes(take.run.bytes) for take in this.takes]

@@ -1,5 +1,6 @@
-"""Executes a load plan: several reads in flight, every chunk checked before it is placed.
+"""Executes a load plan: several reads in flight, every chunk decoded and checked before it is placed.
 
+Whatever is read passes `verify_and_place_all`: bytes of this rank's own reads, and bytes that another rank has sent.
 Bytes that fail their check are read once more: a network may flip a bit on the way, and then the object is whole. What
 the second read finds decides.
 """
@@ -16,15 +17,17 @@ from dataclasses import dataclass
 from typing import Self
 
 from holdfast.engine.buffers import BufferPool
+from holdfast.engine.decoding.decode import Decoder, stored_place
 from holdfast.engine.memory_limits import ranks_on_host
 from holdfast.errors import CorruptError, MissingError
 from holdfast.format.digest import digest_of, new_digest
 from holdfast.geometry.box import Box
 from holdfast.geometry.chunking import TINY_BYTES_MAX
+from holdfast.ports.codec import Codecs
 from holdfast.ports.framework import Target
 from holdfast.ports.store import Packs, Stored, read_range, view_for_range
-from holdfast.settings import MIB, PAGE_BYTES, Settings
-from holdfast.types.plan import ChunkRead, LoadPlan, Part, ReadRun
+from holdfast.settings import MIB, Settings
+from holdfast.types.plan import ChunkRead, LoadPlan, Part, ReadRun, give_slot_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +43,9 @@ class ReadPool:
     Python discards a Ctrl-C.
     """
 
-    def __init__(self, count: int, read_bytes_max: int) -> None:
-        """Allocate `count` buffers for reads of at most `read_bytes_max` bytes."""
-        self.buffers = BufferPool(count, read_bytes_max + PAGE_BYTES)
+    def __init__(self, count: int, buffer_bytes: int) -> None:
+        """Allocate `count` buffers for runs that need at most `buffer_bytes` with their bases."""
+        self.buffers = BufferPool(count, buffer_bytes)
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="holdfast-read")
 
     def execute(self, read: Callable[[ReadRun], None], runs: Sequence[ReadRun]) -> None:
@@ -71,16 +74,18 @@ def execute(
     packs: Packs,
     targets: Sequence[Target],
     settings: Settings,
+    codecs: Codecs,
     pool: ReadPool | None = None,
     moved: Callable[[int], None] | None = None,
 ) -> None:
-    """Read, check and place everything a plan lists.
+    """Read, decode, check and place everything a plan lists.
 
     Args:
         plan: What to read.
         packs: Where each pack is stored.
         targets: Where to place, by wanted number.
         settings: Reads in flight, and the size from which on chunks are read straight into targets.
+        codecs: What decodes coded chunks.
         pool: What to read with, for a caller that executes several plans. None: a new one.
         moved: Called with the byte count of each run once it is read, on any thread.
     Raises:
@@ -92,28 +97,54 @@ def execute(
         return
     if pool is None:
         count = min(settings.windows_in_flight, len(plan.runs))
-        with ReadPool(count, max(run.stop - run.start for run in plan.runs)) as pool:
-            execute(plan, packs, targets, settings, pool, moved)
+        with ReadPool(count, max(map(_buffer_bytes, plan.runs))) as pool:
+            execute(plan, packs, targets, settings, codecs, pool, moved)
         return
     buffers = pool.buffers
+    placing = Placing(packs, targets, Decoder(codecs))
     copying = threading.Semaphore(max(len(os.sched_getaffinity(0)) // ranks_on_host(), 1))
 
     def read(run: ReadRun) -> None:
         with buffers.lent() as buffer:
-            _RunRead(run, packs(run.pack), targets, settings._tuning.zero_copy_bytes_min, copying).execute(buffer)
+            if run.bases:
+                read_through(run, placing, buffer)
+            else:
+                _RunRead(run, packs(run.pack), placing, settings._tuning.zero_copy_bytes_min, copying).execute(buffer)
         if moved is not None:
-            moved(run.stop - run.start)
+            moved(run.bytes)
 
     pool.execute(read, plan.runs)
 
 
+def _buffer_bytes(run: ReadRun) -> int:
+    return sum(give_slot_bytes(part.stop - part.start) for part in (run, *run.bases))
+
+
+@dataclass(frozen=True, slots=True)
+class Placing:
+    """Where chunks come from and go to, and what decodes them."""
+
+    packs: Packs
+    """Locates packs by name."""
+
+    targets: Sequence[Target]
+    """Where to place, by wanted number."""
+
+    decoder: Decoder
+    """Decodes on any thread."""
+
+    def url_of(self, pack: str) -> str:
+        """Return the place of a pack, for messages."""
+        return self.packs(pack).url
+
+
 @dataclass(slots=True)
 class _RunRead:
-    """Reads one run: cached bytes straight into the targets, the rest through a buffer."""
+    """Reads one run without bases: cached bytes straight into the targets, the rest through a buffer."""
 
     _run: ReadRun
     _stored: Stored
-    _targets: Sequence[Target]
+    _placing: Placing
     _zero_copy_bytes_min: int
     _copying: threading.Semaphore
 
@@ -140,7 +171,7 @@ class _RunRead:
 
         def place_part(number: int, data: memoryview) -> None:
             try:
-                verify_and_place_all(parts[number], data, self._stored.url, self._targets)
+                verify_and_place_all(parts[number], [data], self._placing)
             except CorruptError:
                 # Not read again in here: this read may hold the only request that the store allows.
                 doubtful.append(parts[number])
@@ -157,17 +188,20 @@ class _RunRead:
                 raise failures[0] from None
             raise
         for part in doubtful:
-            _read_again(part, self._stored, self._targets, buffer)
+            _read_again(part, self._placing, buffer)
 
     def _home(self, chunk: ChunkRead) -> list[memoryview]:
-        """Return the memory of targets that holds all of a chunk, in its order; empty if a buffer is needed."""
-        if chunk.bytes < self._zero_copy_bytes_min:
+        """Return the memory of targets that holds all of a chunk, in its order; empty if a buffer is needed.
+
+        A chunk of a coded piece needs one: what is stored is not what is placed.
+        """
+        if chunk.bytes < self._zero_copy_bytes_min or chunk.piece.coding is not None:
             return []
         home, at = [], 0
         for part in chunk.parts:
             memory = None
             if part.source_start == at and part.box == part.source_box:
-                memory = self._targets[part.wanted_number].memory(part.box)
+                memory = self._placing.targets[part.wanted_number].memory(part.box)
             if memory is None:
                 return []
             home.append(memory)
@@ -199,9 +233,8 @@ class _RunRead:
                 if chunk.expected and hashing.digests[number] != chunk.expected:
                     return number
             else:
-                verify_and_place(
-                    chunk, buffer[chunk.offset - run.start :][: chunk.bytes], self._stored.url, self._targets
-                )
+                raw = buffer[chunk.offset - run.start :][: chunk.bytes]
+                verify_and_place(chunk, raw, self._stored.url, self._placing.targets)
         return len(run.chunks)
 
 
@@ -209,7 +242,8 @@ def _parts_of(run: ReadRun, bytes_max: int) -> Iterator[ReadRun]:
     """Yield a run in parts of at most `bytes_max` bytes, or of one chunk."""
     chunks, first = run.chunks, 0
     for number, chunk in enumerate(chunks):
-        if number > first and chunk.offset + chunk.bytes - chunks[first].offset > bytes_max:
+        length = chunk.bytes if chunk.piece.coding is None else chunk.stored_bytes
+        if number > first and chunk.offset + length - chunks[first].offset > bytes_max:
             yield ReadRun.of(run.pack, chunks[first:number])
             first = number
     yield ReadRun.of(run.pack, chunks[first:])
@@ -251,48 +285,77 @@ def pack_expected(run: ReadRun, stored: Stored) -> Iterator[None]:
         ) from missing
 
 
-def read_through(run: ReadRun, stored: Stored, targets: Sequence[Target], buffer: memoryview) -> memoryview:
-    """Read a run into a buffer, check and place every chunk, and return the view of its bytes."""
-    with pack_expected(run, stored):
-        data = read_range(stored.files, stored.key, run.start, run.stop, buffer)
+def read_through(run: ReadRun, placing: Placing, buffer: memoryview) -> list[memoryview]:
+    """Read a run with its bases into a buffer; decode, check and place every chunk.
+
+    Args:
+        run: The run.
+        placing: Where its chunks come from and go to.
+        buffer: Page-aligned, with `give_slot_bytes` for the run and for each base.
+    Returns:
+        The views of its bytes, as stored, and of those of each base.
+    """
+    data = _read(run, placing, buffer)
     try:
-        verify_and_place_all(run, data, stored.url, targets)
+        verify_and_place_all(run, data, placing)
     except CorruptError:
-        return _read_again(run, stored, targets, buffer)
+        return _read_again(run, placing, buffer)
     return data
 
 
-def _read_again(run: ReadRun, stored: Stored, targets: Sequence[Target], buffer: memoryview) -> memoryview:
-    """Read a run whose first read failed its check into a buffer; check and place it, and return the view of its bytes.
+def _read(run: ReadRun, placing: Placing, buffer: memoryview) -> list[memoryview]:
+    """Read a run and its bases into a buffer; return a view for each."""
+    views, at = [], 0
+    for part in (run, *run.bases):
+        stored = placing.packs(part.pack)
+        slot = buffer[at:] if not run.bases else buffer[at : at + give_slot_bytes(part.stop - part.start)]
+        with pack_expected(part, stored):
+            views.append(read_range(stored.files, stored.key, part.start, part.stop, slot))
+        at += len(slot)
+    return views
+
+
+def _read_again(run: ReadRun, placing: Placing, buffer: memoryview) -> list[memoryview]:
+    """Read a run whose first read failed its check into a buffer; check and place it, and return the views.
 
     Raises:
         CorruptError: A chunk differs from what was saved, this time too.
     """
-    with pack_expected(run, stored):
-        data = read_range(stored.files, stored.key, run.start, run.stop, buffer)
-    verify_and_place_all(run, data, stored.url, targets)
+    data = _read(run, placing, buffer)
+    verify_and_place_all(run, data, placing)
     logger.warning(
         "%s: bytes %d–%d were wrong when they were read first, and right when they were read again: memory or network "
         "of this machine changes bytes",
-        stored.url,
+        placing.url_of(run.pack),
         run.start,
         run.stop,
     )
     return data
 
 
-def verify_and_place_all(run: ReadRun, data: memoryview, where: str, targets: Sequence[Target]) -> None:
-    """Check every chunk of a run and copy its wanted parts to the targets.
+def verify_and_place_all(run: ReadRun, data: Sequence[memoryview], placing: Placing, sender: str = "") -> None:
+    """Decode and check every chunk of a run and of its bases, and copy the wanted parts to the targets.
 
+    Args:
+        run: The run.
+        data: Its bytes as stored, and those of each of its bases.
+        placing: Where the chunks go.
+        sender: Who sent the bytes, for messages; empty: this rank has read them.
     Raises:
         CorruptError: A chunk differs from what was saved; earlier chunks may be placed.
     """
-    assert len(data) >= run.stop - run.start, "all of a run has been read"
+    own, targets = data[0], placing.targets
+    assert len(own) >= run.stop - run.start, "all of a run has been read"
+    where = placing.url_of(run.pack) + sender
+    coded = _CodedChunks(run, data[1:], placing, sender)
     tiny: list[tuple[Target, Box, tuple[int, int]]] = []
     for chunk in run.chunks:
         start = chunk.offset - run.start
+        if chunk.piece.coding is not None:
+            coded.place(chunk, own[start : start + chunk.stored_bytes], where)
+            continue
         stop = start + chunk.bytes
-        raw, part = data[start:stop], chunk.parts[0]
+        raw, part = own[start:stop], chunk.parts[0]
         if chunk.bytes <= TINY_BYTES_MAX and len(chunk.parts) == 1 and _is_all(chunk, part):
             require_digest(chunk, raw, where)
             tiny.append((targets[part.wanted_number], part.box, (start, stop)))
@@ -300,7 +363,38 @@ def verify_and_place_all(run: ReadRun, data: memoryview, where: str, targets: Se
             verify_and_place(chunk, raw, where, targets)
     if tiny:
         tiny_targets, boxes, ranges = zip(*tiny, strict=True)
-        tiny_targets[0].place_together(tiny_targets, boxes, data, ranges)
+        tiny_targets[0].place_together(tiny_targets, boxes, own, ranges)
+
+
+class _CodedChunks:
+    """Decodes, checks and places the coded chunks of one run, in order, each base before what is coded against it."""
+
+    def __init__(self, run: ReadRun, base_data: Sequence[memoryview], placing: Placing, sender: str) -> None:
+        self._placing, self._sender = placing, sender
+        self._bases = (
+            (chunk, view[chunk.offset - base.start :][: chunk.stored_bytes])
+            for base, view in zip(run.bases, base_data, strict=True)
+            for chunk in base.chunks
+        )
+        self._base: ChunkRead | None = None
+        self._raw_base: memoryview | None = None
+
+    def place(self, chunk: ChunkRead, stored: memoryview, where: str) -> None:
+        """Decode, check and place the next chunk."""
+        placing, base = self._placing, chunk.base
+        if base is not None and base is not self._base:
+            self._base, base_stored = next(self._bases)
+            assert self._base is base, "bases come in the order in which they are needed"
+            base_where = placing.url_of(base.piece.pack) + self._sender
+            try:
+                self._raw_base = placing.decoder.raw_base(base, base_stored, base_where)
+                verify_and_place(base, self._raw_base, base_where, placing.targets)
+            except CorruptError as error:
+                raise CorruptError(
+                    f"{chunk.piece.tensor.fqn}: {where}: chunk {chunk.number} is coded against a damaged one: {error}"
+                ) from error
+        raw = placing.decoder.raw(chunk, stored, self._raw_base if base is not None else None, where)
+        verify_and_place(chunk, raw, where, placing.targets)
 
 
 def _is_all(chunk: ChunkRead, part: Part) -> bool:
@@ -318,16 +412,15 @@ def verify_and_place(chunk: ChunkRead, raw: memoryview, where: str, targets: Seq
 
 
 def require_digest(chunk: ChunkRead, raw: memoryview, where: str) -> None:
-    """Require that the bytes of a chunk are those that were saved.
+    """Require that the raw bytes of a chunk are those that were saved.
 
     Raises:
-        CorruptError: They are not; the message names tensor, file and byte range.
+        CorruptError: They are not; the message names tensor, file, stored byte range, and the chunk of a coded piece.
     """
     expected = chunk.expected
     # A foreign checkpoint that is read in place has no digests.
     if expected and (actual := digest_of(raw)) != expected:
         raise CorruptError(
-            f"{chunk.piece.tensor.fqn}: {where}: bytes "
-            f"{chunk.offset}–{chunk.offset + chunk.bytes} hash to {actual.hex()}; expected "
+            f"{chunk.piece.tensor.fqn}: {where}: {stored_place(chunk)} hash to {actual.hex()}; expected "
             f"{expected.hex()}. Read another copy or another step"
         )

@@ -93,7 +93,11 @@ class Staging:
 
     def may_be_kept(self, pack_bytes: int) -> bool:
         """Return whether a store may keep the windows of a pack until it is complete: the arena holds all of them."""
-        return self._arena.holds(-(-pack_bytes // self._arena.buffer_bytes), self._bytes_max)
+        return self.holds(-(-pack_bytes // self._arena.buffer_bytes))
+
+    def holds(self, count: int) -> bool:
+        """Return whether the arena has room for this many windows of the save."""
+        return self._arena.holds(count, self._bytes_max)
 
     def give(self, buffer: memoryview) -> None:
         """Return the buffer of a written window to the arena."""

@@ -10,7 +10,15 @@ import msgspec
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.format.health import decode_health, encode_health
-from holdfast.format.names import OVERVIEW_FILE, is_file_url, is_index_name, is_pack_name, is_part_name, step_of_pack
+from holdfast.format.names import (
+    OVERVIEW_FILE,
+    is_coded_pack_name,
+    is_file_url,
+    is_index_name,
+    is_pack_name,
+    is_part_name,
+    step_of_pack,
+)
 from holdfast.format.sealed_json import (
     Count,
     Digest,
@@ -26,6 +34,7 @@ from holdfast.format.sealed_json import (
 from holdfast.format.timeline import TimelineDocument, decode_timeline, encode_timeline
 from holdfast.format.values import values
 from holdfast.types.manifest import (
+    FORMAT_MINOR_CODED,
     FORMAT_MINOR_IMPORTED,
     FORMAT_MINOR_RUN,
     FORMAT_MINOR_TIMELINES,
@@ -168,6 +177,8 @@ def _encoded_optimizers(optimizers: Mapping[str, OptimizerRecord]) -> dict[str, 
 
 def _minor_of(manifest: Manifest) -> int:
     """Return the lowest minor version of the format that has every field of a manifest."""
+    if any(is_coded_pack_name(pack.name) for pack in manifest.packs):
+        return FORMAT_MINOR_CODED
     if manifest.timeline.number > 1:
         return FORMAT_MINOR_TIMELINES
     shares_packs = any(step_of_pack(pack.name) is not None for pack in manifest.packs)

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from holdfast.errors import InvalidError
 from holdfast.format.digest import hex_digest_of
+from holdfast.types.plan import CODED_FOLDER
 
 FILE_SCHEME = "file://"
 RUN_FILE = "holdfast.json"
@@ -23,8 +24,8 @@ COPY_CLAIM_FILE = f"{COPYING_FOLDER}run.json"
 
 _STEP_FOLDER = re.compile(r"step-(\d{12})", re.ASCII)
 _ATTEMPT_FOLDER = re.compile(r"[0-9a-f]{16}")
-_PACK = re.compile(r"(?:step-(\d{12})/[0-9a-f]{16}/)?(?:enc/)?r(\d{5})(?:-\d{1,6})?\.safetensors", re.ASCII)
-_LINK = re.compile(r"step-\d{12}\.[0-9a-f]{16}\.(?:enc\.)?r\d{5}(?:-\d{1,6})?\.link", re.ASCII)
+_PACK = re.compile(r"(?:step-(\d{12})/[0-9a-f]{16}/)?(?:enc/|(coded/))?r(\d{5})(?:-\d{1,6})?\.safetensors", re.ASCII)
+_LINK = re.compile(r"step-\d{12}\.[0-9a-f]{16}\.(?:(?:enc|coded)\.)?r\d{5}(?:-\d{1,6})?\.link", re.ASCII)
 _PART = re.compile(r"parts/r(\d{5})\.msgpack", re.ASCII)
 _EPOCH = re.compile(r"(\d{12})(\.json|\.accepted\.json|\.beat)", re.ASCII)
 _SUPERSEDED = re.compile(r"superseded/(\d{12})\.([0-9a-f]{16})\.json", re.ASCII)
@@ -146,6 +147,13 @@ def is_pack_name(name: str) -> bool:
     return match is not None and match[1] is None
 
 
+def is_coded_pack_name(name: str) -> bool:
+    """Return whether a name is that of a pack of coded pieces, of this or another step."""
+    # A manifest names up to hundreds of thousands of packs, most often none of them coded.
+    match = _PACK.fullmatch(name) if CODED_FOLDER in name else None
+    return match is not None and match[2] is not None
+
+
 def step_pack_name(step: int, attempt: str, name: str) -> str:
     """Return the path of a pack from the root of the run, by which other steps refer to it."""
     return f"{step_folder(step)}{attempt}/{name}"
@@ -212,7 +220,7 @@ def rank_of_pack(name: str) -> int:
     """Return the rank that wrote a pack of this or another step, from its name."""
     match = _PACK.fullmatch(name)
     assert match is not None, name
-    return int(match[2])
+    return int(match[3])
 
 
 def is_step(step: object) -> bool:

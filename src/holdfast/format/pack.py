@@ -10,7 +10,9 @@ from typing import Any
 import msgspec
 
 from holdfast.errors import CorruptError, InvalidError
+from holdfast.format.coded_notes import CodedNote, chunk_bytes_in, coded_piece, longest_note, note_of
 from holdfast.format.digest import hex_digest_of
+from holdfast.format.names import is_coded_pack_name
 from holdfast.format.sealed_json import convert
 from holdfast.format.values.json_text import loads
 from holdfast.geometry.box import Box
@@ -18,7 +20,7 @@ from holdfast.geometry.dtype import BY_SAFETENSORS, DTYPES
 from holdfast.geometry.region import FlatRange, Region, corners
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.settings import PAGE_BYTES
-from holdfast.types.plan import OPAQUE_FOLDER, PackItem, PackPlan
+from holdfast.types.plan import CODED_FOLDER, OPAQUE_FOLDER, Coding, PackItem, PackPlan, Piece
 
 HEADER_BYTES_MAX = 100_000_000
 """The safetensors library opens no larger header."""
@@ -48,16 +50,60 @@ class HeaderBody:
         Raises:
             InvalidError: The header would be too large for the safetensors library.
         """
-        origin = msgspec.json.encode({f"holdfast.{name}": text for name, text in provenance.items()})[1:-1]
-        members = b",".join(filter(None, (self.metadata, origin)))
+        members = b",".join(filter(None, (self.metadata, _origin(provenance))))
         text = b'{"__metadata__":{%b}%b}' % (members, self.entries)
-        padded = -(-(8 + len(text)) // PAGE_BYTES) * PAGE_BYTES - 8
-        if padded > HEADER_BYTES_MAX:
-            raise InvalidError(
-                f"pack {self.pack}: header of {padded} bytes for {self.pieces} pieces; expected at most "
-                f"{HEADER_BYTES_MAX}. Give its tensors shorter names"
-            )
-        return struct.pack("<Q", padded) + text.ljust(padded)
+        padded = _padded_bytes(len(text), self.pack, self.pieces)
+        return struct.pack("<Q", padded - 8) + text.ljust(padded - 8)
+
+
+@dataclass(frozen=True, slots=True)
+class CodedHeaderBody:
+    """The header of a coded pack, whose numbers are known only once all data is written."""
+
+    plan: PackPlan
+    """The pack."""
+
+    chunk_bytes: int
+    """Raw bytes of each chunk but the last of a piece."""
+
+    longest_bytes: int
+    """Bytes of its longest JSON, without provenance."""
+
+    def header_bytes(self, provenance: Mapping[str, str]) -> int:
+        """Return the bytes of every header with this provenance: the start of the data.
+
+        Raises:
+            InvalidError: The header would be too large for the safetensors library.
+        """
+        return _padded_bytes(self.longest_bytes + len(_origin(provenance)) + 1, self.plan.name, len(self.plan.items))
+
+    def header(self, provenance: Mapping[str, str], codings: Sequence[Coding]) -> bytes:
+        """Return the bytes before the data: length, JSON, and spaces up to `header_bytes`.
+
+        Args:
+            provenance: Step, attempt and rank, as text.
+            codings: How the chunks of each piece are stored.
+        """
+        notes = list(map(note_of, self.plan.items, codings))
+        body = _coded_body(self.plan, self.chunk_bytes, notes, [coding.starts[-1] for coding in codings])
+        padded, header = self.header_bytes(provenance), body.header(provenance)
+        assert len(header) <= padded, f"{self.plan.name}: a header of {len(header)} bytes; expected at most {padded}"
+        return struct.pack("<Q", padded - 8) + header[8:].ljust(padded - 8)
+
+
+def _origin(provenance: Mapping[str, str]) -> bytes:
+    return msgspec.json.encode({f"holdfast.{name}": text for name, text in provenance.items()})[1:-1]
+
+
+def _padded_bytes(text_bytes: int, pack: str, pieces: int) -> int:
+    """Return the bytes of a header with its length and spaces up to a whole number of pages."""
+    padded = -(-(8 + text_bytes) // PAGE_BYTES) * PAGE_BYTES
+    if padded - 8 > HEADER_BYTES_MAX:
+        raise InvalidError(
+            f"pack {pack}: header of {padded - 8} bytes for {pieces} pieces; expected at most {HEADER_BYTES_MAX}. Give "
+            "its tensors shorter names"
+        )
+    return padded
 
 
 def header_of(pack: PackPlan, provenance: Mapping[str, str]) -> bytes:
@@ -85,10 +131,46 @@ def header_body(pack: PackPlan) -> HeaderBody:
             "shape": list(shape),
             "data_offsets": [item.data_offset, item.data_offset + item.bytes],
         }
+    return _body(pack, metadata, entries)
+
+
+def _body(pack: PackPlan, metadata: Mapping[str, str], entries: Mapping[str, object]) -> HeaderBody:
     written = msgspec.json.encode(entries)[1:-1]
     return HeaderBody(
         pack.name, len(pack.items), msgspec.json.encode(metadata)[1:-1], b"," + written if written else b""
     )
+
+
+def coded_header_body(pack: PackPlan, chunk_bytes: int, pairs: Mapping[str, str] | None = None) -> CodedHeaderBody:
+    """Return the header of a coded pack without provenance and lengths.
+
+    Args:
+        pack: The pack.
+        chunk_bytes: Raw bytes of each chunk but the last of a piece.
+        pairs: For the FQN of each piece whose chunks may be coded against a paired tensor, the FQN of that tensor.
+    """
+    notes = [longest_note(item, chunk_bytes, (pairs or {}).get(item.tensor.fqn, "")) for item in pack.items]
+    body = _coded_body(pack, chunk_bytes, notes, [item.bytes for item in pack.items])
+    return CodedHeaderBody(pack, chunk_bytes, len(b'{"__metadata__":{}}') + len(body.metadata) + len(body.entries))
+
+
+def _coded_body(
+    pack: PackPlan, chunk_bytes: int, notes: Sequence[Mapping[str, object]], stored_bytes: Sequence[int]
+) -> HeaderBody:
+    """Return the header of a coded pack, without provenance and padding."""
+    shapes, pieces, entries, start = {}, {}, {}, 0
+    for item, note, size in zip(pack.items, notes, stored_bytes, strict=True):
+        fqn = item.tensor.fqn
+        shapes[fqn], pieces[fqn] = list(item.tensor.global_shape), note
+        entries[fqn] = {"dtype": "U8", "shape": [size], "data_offsets": [start, start + size]}
+        start += size
+    metadata = {
+        "format": "pt",
+        "holdfast.global_shapes": _compact(shapes),
+        "holdfast.pieces": _compact(pieces),
+        "holdfast.chunk_bytes": str(chunk_bytes),
+    }
+    return _body(pack, metadata, entries)
 
 
 def header_entry(dtype: str, region: Region, *, apart: bool) -> tuple[str, tuple[int, ...]]:
@@ -167,6 +249,20 @@ def entries_of(header: bytes, where: str) -> Sequence[HeaderEntry]:
     ]
 
 
+def entry_of(piece: Piece) -> HeaderEntry:
+    """Return the entry that a piece of an index has in the header of its pack."""
+    if piece.coding is None:
+        dtype, shape = header_entry(piece.tensor.dtype, piece.region, apart=is_apart(piece.pack))
+    else:
+        dtype, shape = "U8", (piece.stored_bytes,)
+    return HeaderEntry(piece.tensor.fqn, dtype, shape, piece.offset, piece.offset + piece.stored_bytes)
+
+
+def is_apart(pack: str) -> bool:
+    """Return whether the entries of a pack, of this or another step, declare bytes, not elements of a dtype."""
+    return f"/{OPAQUE_FOLDER}" in f"/{pack}" or f"/{CODED_FOLDER}" in f"/{pack}"
+
+
 @dataclass(frozen=True, slots=True)
 class StatedPiece:
     """One piece of a pack, with the tensor and region that the header states."""
@@ -178,10 +274,16 @@ class StatedPiece:
     """Its region of the tensor."""
 
     start: int
-    """First byte in the pack."""
+    """First stored byte in the pack."""
 
     stop: int
     """Byte past the last."""
+
+    coding: Coding | None = None
+    """How its chunks are stored; None: as they are. The pair is named only."""
+
+    chunk_bytes: int = 0
+    """Raw bytes of each chunk but the last, in a coded pack; 0 in any other, whose header does not state it."""
 
 
 def stated_pieces(header: bytes, pack: str, where: str) -> Sequence[StatedPiece]:
@@ -193,15 +295,24 @@ def stated_pieces(header: bytes, pack: str, where: str) -> Sequence[StatedPiece]
         where: The pack, for messages.
     Raises:
         CorruptError: The bytes are not the header of a pack, or the header has an impossible value.
+        InvalidError: A codec is of a newer version of the format.
     """
-    is_opaque = f"/{OPAQUE_FOLDER}" in f"/{pack}"
+    entries = entries_of(header, where)
+    document: Any = loads(header[8:])
+    metadata = document.get("__metadata__")
+    if is_coded_pack_name(pack):
+        pieces = _coded_pieces(metadata, entries, where)
+    else:
+        pieces = _plain_pieces(metadata, entries, where, is_opaque=is_apart(pack))
+    return sorted(pieces, key=lambda piece: (piece.start, piece.stop))
+
+
+def _plain_pieces(metadata: Any, entries: Sequence[HeaderEntry], where: str, *, is_opaque: bool) -> list[StatedPiece]:
     try:
-        document: Any = loads(header[8:])
-        metadata = document["__metadata__"]
-        shapes: Any = loads(metadata["holdfast.global_shapes"].encode())
-        notes: Any = loads(metadata["holdfast.pieces" if is_opaque else "DCP_SHARDING_INFO"].encode())
+        shapes = _member(metadata, "holdfast.global_shapes", where)
+        notes = _member(metadata, "holdfast.pieces" if is_opaque else "DCP_SHARDING_INFO", where)
         pieces = []
-        for entry in entries_of(header, where):
+        for entry in entries:
             note = notes[entry.fqn]
             if is_opaque:
                 dtype, region = note["dtype"], _region_of(note)
@@ -217,10 +328,46 @@ def stated_pieces(header: bytes, pack: str, where: str) -> Sequence[StatedPiece]
                 )
             pieces.append(StatedPiece(tensor, region, entry.start, entry.stop))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, InvalidError) as error:
-        raise CorruptError(
-            f"{where}: the header lacks the regions of its pieces: {error}. Read another copy"
-        ) from error
-    return sorted(pieces, key=lambda piece: (piece.start, piece.stop))
+        raise _lacks_regions(where, error) from error
+    return pieces
+
+
+def _coded_pieces(metadata: Any, entries: Sequence[HeaderEntry], where: str) -> list[StatedPiece]:
+    try:
+        shapes = convert(_member(metadata, "holdfast.global_shapes", where), dict[str, tuple[int, ...]], where)
+        notes = convert(_member(metadata, "holdfast.pieces", where), dict[str, CodedNote], where)
+        chunk_bytes = chunk_bytes_in(metadata["holdfast.chunk_bytes"])
+        stated = [(entry, notes[entry.fqn], shapes[entry.fqn]) for entry in entries]
+        unknown = [note.dtype for _, note, _ in stated if note.dtype not in DTYPES]
+        if unknown:
+            raise ValueError(f"dtype {unknown[0][:80]!r}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise _lacks_regions(where, error) from error
+    return [
+        StatedPiece(
+            tensor=TensorSpec(entry.fqn, note.dtype, shape),
+            region=region,
+            start=entry.start,
+            stop=entry.stop,
+            coding=coding,
+            chunk_bytes=chunk_bytes,
+        )
+        for entry, note, shape in stated
+        for region, coding in [coded_piece(note, entry.fqn, shape, entry.stop - entry.start, chunk_bytes, where)]
+    ]
+
+
+def _member(metadata: Any, name: str, where: str) -> Any:
+    """Return the document in a member of the metadata, which is JSON in JSON."""
+    text = metadata[name].encode()
+    try:
+        return loads(text)
+    except CorruptError as error:
+        raise CorruptError(f"{where}: {name}: {error}") from error
+
+
+def _lacks_regions(where: str, error: Exception) -> CorruptError:
+    return CorruptError(f"{where}: the header lacks the regions of its pieces: {error}. Read another copy")
 
 
 def _region_of(note: Mapping[str, Any]) -> Region:

@@ -12,6 +12,7 @@ from holdfast.coordination.job import Job
 from holdfast.engine.exchange import ExchangeProbe, PlannedExchange, TransferStats, execute_exchange
 from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.read import execute
+from holdfast.format.index.index import Index
 from holdfast.format.names import is_file_url
 from holdfast.plan.exchange import (
     PROBE_ROUNDS,
@@ -21,12 +22,13 @@ from holdfast.plan.exchange import (
     job_exchange,
     reads_enough,
 )
+from holdfast.plan.reads import load_plan
 from holdfast.ports.framework import Target
 from holdfast.ports.store import Packs
 from holdfast.settings import Settings
 from holdfast.types.inspected import inspected
 from holdfast.types.manifest import Manifest
-from holdfast.types.plan import ExchangePlan, LoadPlan
+from holdfast.types.plan import ExchangePlan, LoadPlan, WantedBoxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,12 @@ class AgreedExchange:
 
     forced: bool
     """Whether the ranks exchange everything, without measuring if that is faster than reading."""
+
+
+def planned_reads(wanted: Sequence[WantedBoxes], index: Index, job: Job) -> LoadPlan:
+    """Return this rank's reads: of whole units if it may exchange bytes, so that all ranks cut at the same places."""
+    may_exchange = job.settings.share_reads != "never" and job.comm.world_size > 1
+    return load_plan(wanted, index.pieces_near, job.settings.read_window_bytes, whole_units=may_exchange)
 
 
 def offer_of(plan: LoadPlan, manifest: Manifest, settings: Settings, world_size: int) -> Offer:
@@ -129,13 +137,13 @@ def read_or_exchange(
     """
     settings = job.settings
     if exchange is None:
-        execute(plan, packs, targets, settings, moved=on_bytes)
+        execute(plan, packs, targets, settings, job.codecs, moved=on_bytes)
         return TransferStats(plan.bytes, 0)
     rounds = exchange.job
     probe = None if exchange.forced else ExchangeProbe(PROBE_ROUNDS, partial(exchanging_beats_reading, rounds.left))
     planned = partial(_own_part, rounds, job.comm.rank, plan, _pack_numbers(manifest))
     rank_exchange = PlannedExchange(planned, rounds.round_count, probe)
-    return execute_exchange(rank_exchange, job.comm, job.clock, packs, targets, settings, on_bytes)
+    return execute_exchange(rank_exchange, job.comm, job.clock, packs, targets, settings, job.codecs, on_bytes)
 
 
 def _own_part(rounds: JobExchange, rank: int, plan: LoadPlan, pack_numbers: Mapping[str, int]) -> ExchangePlan:

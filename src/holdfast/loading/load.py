@@ -43,6 +43,7 @@ from holdfast.loading.exchange import (
     divides_chunks,
     has_files_elsewhere,
     offer_of,
+    planned_reads,
     read_or_exchange,
 )
 from holdfast.loading.load_request import LoadRequest
@@ -69,8 +70,8 @@ from holdfast.loading.step_choice import (
     StepSelector,
     raise_or_fall_back,
 )
-from holdfast.plan.reads import load_plan
 from holdfast.plan.unmatched_patterns import judge_unmatched
+from holdfast.ports.codec import Codecs
 from holdfast.ports.framework import Catalog, Restoration, Wanted
 from holdfast.repository.catalog import read_per_rank
 from holdfast.settings import Settings
@@ -297,7 +298,7 @@ def _request_and_plan(attempt: LoadAttempt, resolved: Resolved) -> PlannedLoad |
     try:
         with attempt.trace.phase("plan"):
             _require_same_discarding(attempt, resolved)
-            renamed = renamed_catalog(_catalog(resolved, job.settings), request.rename, location.url)
+            renamed = renamed_catalog(_catalog(resolved, job.settings, job.codecs), request.rename, location.url)
             restoration = job.framework.restoration(request.state, renamed.catalog, request.selection)
             warn_of_misfits(job, restoration.misfits, location.url, strict=request.strict)
             wanted = renamed.as_stored(restoration.wanted) if request.rename.rules else restoration.wanted
@@ -306,7 +307,7 @@ def _request_and_plan(attempt: LoadAttempt, resolved: Resolved) -> PlannedLoad |
             boxes = ((tensor.stored_fqn, box) for tensor in wanted for box in tensor.boxes)
             index = index_for(resolved.index, boxes, job.clock, location)
             unfit = unfit_names(restoration, wanted, index.tensors, strict=request.strict, cast=request.cast)
-            plan = load_plan(wanted, index.pieces_near, job.settings.read_window_bytes)
+            plan = planned_reads(wanted, index, job)
             count = filled_bytes(restoration, plan)
             require_begun_filled(attempt.begun, restoration, location.url, strict=request.strict)
             offer = offer_of(plan, resolved.manifest, job.settings, job.comm.world_size)
@@ -315,7 +316,7 @@ def _request_and_plan(attempt: LoadAttempt, resolved: Resolved) -> PlannedLoad |
         return error
 
 
-def _catalog(resolved: Resolved, settings: Settings) -> Catalog:
+def _catalog(resolved: Resolved, settings: Settings, codecs: Codecs) -> Catalog:
     location, manifest, index = resolved.location, resolved.manifest, resolved.index
     return Catalog(
         tensors=index.tensors,
@@ -325,7 +326,7 @@ def _catalog(resolved: Resolved, settings: Settings) -> Catalog:
         step=manifest.step,
         world_size=manifest.world_size,
         per_rank=lambda rank: read_per_rank(location.store, location.folder, manifest, rank),
-        same_content=partial(same_content, index, location.packs_of(manifest), settings),
+        same_content=partial(same_content, index, location.packs_of(manifest), settings, codecs),
         optimizers=manifest.optimizers,
         masters=manifest.masters,
         drops_ties=manifest.origin is not None,

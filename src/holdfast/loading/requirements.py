@@ -111,7 +111,7 @@ def filled_bytes(restoration: Restoration, plan: LoadPlan) -> int:
         InvalidError: They differ.
     """
     itemsizes = [DTYPES[wanted.dtype].itemsize for wanted in restoration.wanted]
-    parts = (part for run in plan.runs for chunk in run.chunks for part in chunk.parts)
+    parts = (part for run in plan.runs for read in (run, *run.bases) for chunk in read.chunks for part in chunk.parts)
     filled = sum(part.box.numel * itemsizes[part.wanted_number] for part in parts)
     partly = {tensor.fqn for tensor in restoration.partly}
     held = sum(restoration.held.values())

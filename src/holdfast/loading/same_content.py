@@ -9,11 +9,14 @@ from holdfast.checkpoint.tensor_reader import BATCH_BYTES, TensorReader
 from holdfast.format.index.index import Index
 from holdfast.format.index.split_index import SplitIndex
 from holdfast.plan.compare import batches, windows_of
+from holdfast.ports.codec import Codecs
 from holdfast.ports.store import Packs
 from holdfast.settings import Settings
 
 
-def same_content(index: Index | SplitIndex, packs: Packs, settings: Settings, first: str, second: str) -> bool:
+def same_content(
+    index: Index | SplitIndex, packs: Packs, settings: Settings, codecs: Codecs, first: str, second: str
+) -> bool:
     """Return whether two stored tensors are known to hold the same bytes.
 
     Digests decide. Another system's checkpoint has none; its bytes are compared, unless both tensors are one range.
@@ -22,6 +25,7 @@ def same_content(index: Index | SplitIndex, packs: Packs, settings: Settings, fi
         index: The checkpoint's.
         packs: Locates its packs by name.
         settings: Reads in flight.
+        codecs: What decodes coded chunks.
         first, second: Stored FQNs.
     Raises:
         CorruptError: A file ends before a piece does.
@@ -37,7 +41,7 @@ def same_content(index: Index | SplitIndex, packs: Packs, settings: Settings, fi
     if [*map(place_of, pieces_1)] == [*map(place_of, pieces_2)]:
         return True
     assert isinstance(index, Index), "an index in several files has every digest"
-    reader = TensorReader(index.pieces_near, packs, settings)
+    reader = TensorReader(index.pieces_near, packs, settings, codecs)
     windows = [window for piece in pieces_1 for window in windows_of(0, piece)]
     for batch in batches([windows], BATCH_BYTES):
         dtypes = [spec_1.dtype] * len(batch)

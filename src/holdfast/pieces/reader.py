@@ -95,7 +95,7 @@ class BoxReader:
             wanted.append(WantedBoxes(self._names.tensors[piece.fqn], target.boxes))
         with self._checkpoint.blaming_overwrite():
             plan = self._checkpoint.reads_for(wanted, self._settings.read_window_bytes)
-            execute(plan, self._checkpoint.packs, targets, self._settings)
+            execute(plan, self._checkpoint.packs, targets, self._settings, self._checkpoint.codecs)
 
     def torch_bytes(self, name: str) -> bytes:
         """Return a value as `torch.save` would write it: made now, of the stored value.
@@ -103,11 +103,12 @@ class BoxReader:
         Raises:
             MissingError: No such value.
             InvalidError: It holds a value that torch cannot load.
+            CorruptError: It holds a small tensor whose fields are none.
         """
         values = self._names.values
         if name not in values:
             raise MissingError(f"{self._checkpoint.url}: no value {name!r}; `values` has all")
-        return torch_bytes(values[name], self._with_elements)
+        return torch_bytes(values[name], name, self._with_elements)
 
     def _with_elements(self, fqn: str) -> SmallTensor:
         info = self._checkpoint.tensors[fqn]

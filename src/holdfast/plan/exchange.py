@@ -1,14 +1,15 @@
 """Plans an exchange: which rank reads bytes that several ranks want, who receives them, and whether it saves time.
 
 Every rank describes what its load plan reads. From all descriptions each rank computes the same exchange. Segments are
-cut only at bounds in some rank's description. These are bounds of chunks, so a chunk is never divided.
+cut only at bounds in some rank's description. These are bounds of chunks, so a chunk is never divided. Bytes count as
+they are stored. A run with bases lies at its own bytes, and counts with those of its bases.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -68,7 +69,7 @@ def description_of(plan: LoadPlan, pack_numbers: Mapping[str, int], round_bytes:
     """Return a description of a rank's reads for the other ranks: a few bytes per run, cut at bounds of chunks.
 
     A pack is divided into cells of equal size. A run is cut before each chunk that starts in a new cell, so ranks that
-    read the same bytes from different starts cut them at the same offsets.
+    read the same bytes from different starts cut them at the same offsets. No cut is inside a unit.
 
     Args:
         plan: What the rank would read alone.
@@ -77,21 +78,29 @@ def description_of(plan: LoadPlan, pack_numbers: Mapping[str, int], round_bytes:
         forced: Whether the description may have any length; otherwise one that is too long is empty.
     """
     cell = max(round_bytes // _CELLS_IN_ROUND, 1)
-    rows: list[tuple[int, int, int]] = []
-    for run in plan.runs:
-        pack, start = pack_numbers[run.pack], run.start
-        if start // cell != (run.stop - 1) // cell:
-            for chunk in run.chunks:
-                if chunk.offset // cell != start // cell:
-                    rows.append((pack, start, chunk.offset))
-                    start = chunk.offset
-        rows.append((pack, start, run.stop))
-    table = np.array(rows, dtype=np.int64).reshape(len(rows), 3)
+    parts = (part for run in plan.runs for part in _in_cells(run, cell))
+    rows = [(pack_numbers[part.pack], part.start, part.stop, part.bytes) for part in parts]
+    table = np.array(rows, dtype=np.int64).reshape(len(rows), 4)
     # Gaps and lengths repeat from layer to layer, so differences compress well.
     table[:, 2] -= table[:, 1]
+    table[:, 3] -= table[:, 2]
     table[1:, :2] = np.diff(table[:, :2], axis=0)
     packed = zlib.compress(np.ascontiguousarray(table.T).tobytes(), 1)
     return packed if forced or len(packed) <= _DESCRIPTION_BYTES_MAX else b""
+
+
+def _in_cells(run: ReadRun, cell: int) -> Iterator[ReadRun]:
+    """Yield a run, cut before each unit that starts in another cell than the unit after the last cut."""
+    if run.start // cell == (run.stop - 1) // cell:
+        yield run
+        return
+    first = 0
+    for number, chunk in enumerate(run.chunks):
+        is_new_cell = chunk.offset // cell != run.chunks[first].offset // cell
+        if is_new_cell and (chunk.base is None or chunk.base is not run.chunks[number - 1].base):
+            yield ReadRun.of(run.pack, run.chunks[first:number])
+            first = number
+    yield ReadRun.of(run.pack, run.chunks[first:])
 
 
 def reads_enough(plan: LoadPlan) -> bool:
@@ -100,8 +109,8 @@ def reads_enough(plan: LoadPlan) -> bool:
 
 
 def _rows_of(description: bytes) -> Ints:
-    """Return pack, start and stop of each described run; shape (runs, 3)."""
-    table = np.frombuffer(zlib.decompress(description), dtype=np.int64).reshape(3, -1).T.copy()
+    """Return pack, start, stop and bytes of the bases of each described run; shape (runs, 4)."""
+    table = np.frombuffer(zlib.decompress(description), dtype=np.int64).reshape(4, -1).T.copy()
     table[:, :2] = np.cumsum(table[:, :2], axis=0)
     table[:, 2] += table[:, 1]
     return table
@@ -179,8 +188,8 @@ class JobExchange:
                 chunk = run.chunks[int(divided[0])]
                 raise CorruptError(
                     f"{chunk.piece.tensor.fqn}: {run.pack}: another piece begins or ends inside the chunk at bytes "
-                    f"{chunk.offset}–{chunk.offset + chunk.bytes}; expected pieces that do not overlap. Read another "
-                    "copy or another step"
+                    f"{chunk.offset}–{chunk.offset + chunk.stored_bytes}; expected pieces that do not overlap. Read "
+                    "another copy or another step"
                 )
             # Adjacent chunks of unshared segments stay one run.
             segments = np.where(self.readers[segments] < 0, -1, segments)
@@ -216,7 +225,7 @@ class JobExchange:
         """Return the segment in which each chunk of a run begins, and the numbers of chunks that end in another one."""
         pack_start = int(self.pack_starts[pack_numbers[run.pack]])
         starts = pack_start + np.array([chunk.offset for chunk in run.chunks], dtype=np.int64)
-        stops = starts + np.array([chunk.bytes for chunk in run.chunks], dtype=np.int64)
+        stops = starts + np.array([chunk.stored_bytes for chunk in run.chunks], dtype=np.int64)
         segments = np.searchsorted(self.bounds, starts, side="right") - 1
         return segments, np.flatnonzero(stops > self.bounds[segments + 1])
 
@@ -261,7 +270,8 @@ def job_exchange(descriptions: Sequence[bytes], round_bytes: int, *, forced: boo
         return None
     segments, wanters = _wanters(first, last, owners)
     group_of, groups = _groups(segments, wanters, list(classes.values()), len(bounds) - 1)
-    return _with_readers(pack_starts, bounds, group_of, groups, len(descriptions), round_bytes, forced=forced)
+    costs = np.diff(bounds) + _base_bytes(rows[:, 3], starts, stops, first, last, bounds)
+    return _with_readers(pack_starts, bounds, costs, group_of, groups, len(descriptions), round_bytes, forced=forced)
 
 
 def _tables_of(descriptions: Iterable[bytes], *, forced: bool) -> list[Ints]:
@@ -270,7 +280,7 @@ def _tables_of(descriptions: Iterable[bytes], *, forced: bool) -> list[Ints]:
     count = longest = 0
     for description in descriptions:
         table = _rows_of(description)
-        count, longest = count + len(table), max(longest, int((table[:, 2] - table[:, 1]).sum()))
+        count, longest = count + len(table), max(longest, int((table[:, 2] - table[:, 1] + table[:, 3]).sum()))
         if count > _PAIRS_MAX and not forced:
             return []
         tables.append(table)
@@ -296,11 +306,38 @@ def _wanters(first: Ints, last: Ints, owners: Ints) -> tuple[Ints, Ints]:
         owners: Class of each row.
     """
     counts = last - first
-    before = np.cumsum(counts) - counts
-    segments = np.repeat(first - before, counts) + np.arange(int(counts.sum()))
+    segments = _positions(first, counts)
     classes = int(owners[-1]) + 1
     keys = _distinct(segments * classes + np.repeat(owners, counts))
     return keys // classes, keys % classes
+
+
+def _positions(first: Ints, counts: Ints) -> Ints:
+    """Return the numbers of several runs, one after the other, each from its first number on."""
+    before = np.cumsum(counts) - counts
+    return np.repeat(first - before, counts) + np.arange(int(counts.sum()))
+
+
+def _base_bytes(of_rows: Ints, starts: Ints, stops: Ints, first: Ints, last: Ints, bounds: Ints) -> Ints:
+    """Return about how many bytes of bases go with each segment: the share of the run that is described there.
+
+    Only memory and balance depend on it. Whoever reads or receives a segment knows its bases exactly.
+
+    Args:
+        of_rows: Bytes of the bases of each row.
+        starts, stops: Half-open range of bytes of each row.
+        first, last: Half-open range of segments of each row.
+        bounds: Bounds of the segments.
+    """
+    found = np.zeros(len(bounds) - 1, dtype=np.int64)
+    with_bases = np.flatnonzero(of_rows)
+    if not len(with_bases):
+        return found
+    counts = (last - first)[with_bases]
+    segments = _positions(first[with_bases], counts)
+    ratios = np.repeat(of_rows[with_bases] / (stops - starts)[with_bases], counts)
+    np.maximum.at(found, segments, np.ceil(ratios * np.diff(bounds)[segments]).astype(np.int64))
+    return found
 
 
 def _groups(segments: Ints, wanters: Ints, members_of: Sequence[list[int]], count: int) -> tuple[Ints, list[Ints]]:
@@ -324,6 +361,7 @@ def _groups(segments: Ints, wanters: Ints, members_of: Sequence[list[int]], coun
 def _with_readers(
     pack_starts: Ints,
     bounds: Ints,
+    lengths: Ints,
     group_of: Ints,
     groups: Sequence[Ints],
     world_size: int,
@@ -331,8 +369,10 @@ def _with_readers(
     *,
     forced: bool,
 ) -> JobExchange | None:
-    """Return the exchange with a reader and a round for each shared segment; None if it is not worth a probe."""
-    lengths = np.diff(bounds)
+    """Return the exchange with a reader and a round for each shared segment; None if it is not worth a probe.
+
+    `lengths` are bytes of segments with their bases.
+    """
     order = np.argsort(group_of, kind="stable")
     cuts = np.searchsorted(group_of[order], np.arange(len(groups) + 1))
     sizes = np.array([len(ranks) for ranks in groups], dtype=np.int64)

@@ -8,11 +8,14 @@ from dataclasses import dataclass
 
 from holdfast.errors import InvalidError
 from holdfast.geometry.box import Box
+from holdfast.geometry.chunking import chunk_count
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.tensor import Shard, TensorSpec
+from holdfast.plan.coding.coded_pieces import CodingChoice
 from holdfast.plan.ownership import Owned
+from holdfast.plan.pairs import WEIGHT_TYPES
 from holdfast.settings import PAGE_BYTES
-from holdfast.types.plan import OPAQUE_FOLDER, PackItem, PackPlan
+from holdfast.types.plan import CODED_FOLDER, OPAQUE_FOLDER, PackItem, PackPlan
 
 _ENTRY_BYTES = 160
 """Upper bound of a header entry without its FQN and numbers, including the sharding note for other readers."""
@@ -20,6 +23,9 @@ _ENTRY_BYTES = 160
 _CHARACTER_BYTES = 32
 """Upper bound of one character of an FQN in a header, which holds the FQN three times: once as UTF-8 (4 bytes), twice
 in JSON inside JSON, where a character beyond ASCII takes two escapes of seven bytes."""
+
+_CODED_ENTRY_BYTES, _CODED_CHUNK_BYTES = 160, 12
+"""Upper bounds of what the header of a coded pack has more, for a piece without the name of its pair, and a chunk."""
 
 _ELEMENT_BYTES_MAX = max(dtype.itemsize for dtype in DTYPES.values())
 
@@ -52,8 +58,12 @@ def packs_of(
     owned: Sequence[Owned],
     header_bytes_max: int,
     sizes: PackSizes | None = None,
+    coding: CodingChoice | None = None,
 ) -> list[PackPlan]:
     """Return the packs of everything a rank writes, their pieces in file order.
+
+    Coded pieces go to packs of their own, behind all others. Those of 16 bits come first: a master is coded against its
+    weight.
 
     Pieces whose size is a multiple of a page come first. The header is padded to pages, so these pieces start on page
     boundaries and can be read directly, without a copy. The other pieces follow by descending element size, so every
@@ -66,16 +76,28 @@ def packs_of(
         owned: What it writes of them.
         header_bytes_max: Bytes of the header of a pack with more than one piece.
         sizes: Sizes of packs; None: packs have any size.
+        coding: Which pieces are coded; None: none.
     Raises:
         InvalidError: One piece alone exceeds the largest pack.
     """
     readable: list[Owned] = []
     opaque: list[Owned] = []
+    coded: tuple[list[Owned], list[Owned]] = ([], [])
     for part in owned:
-        (readable if _is_readable(shards[part.shard_number], part) else opaque).append(part)
+        shard = shards[part.shard_number]
+        if coding is not None and coding.codec(shard, part.region):
+            coded[shard.tensor.dtype not in WEIGHT_TYPES].append(part)
+        else:
+            (readable if _is_readable(shard, part) else opaque).append(part)
     return [
-        *_packs(f"r{rank:05d}", shards, readable, header_bytes_max, sizes),
-        *_packs(f"{OPAQUE_FOLDER}r{rank:05d}", shards, opaque, header_bytes_max, sizes),
+        *_packs(f"r{rank:05d}", shards, _filled(shards, readable, header_bytes_max, sizes)),
+        *_packs(f"{OPAQUE_FOLDER}r{rank:05d}", shards, _filled(shards, opaque, header_bytes_max, sizes)),
+        *_packs(
+            f"{CODED_FOLDER}r{rank:05d}",
+            shards,
+            [pack for alike in coded for pack in _filled(shards, alike, header_bytes_max, sizes, coding)],
+            coding,
+        ),
     ]
 
 
@@ -84,7 +106,7 @@ def without(pack: PackPlan, fqns: Collection[str]) -> PackPlan:
     kept, offset = [], 0
     for item in pack.items:
         if item.tensor.fqn not in fqns:
-            kept.append(PackItem(item.tensor, item.region, offset, item.shard_number))
+            kept.append(PackItem(item.tensor, item.region, offset, item.shard_number, item.codec))
             offset += item.bytes
     return PackPlan(pack.name, tuple(kept))
 
@@ -97,8 +119,8 @@ def _is_readable(shard: Shard, owned: Owned) -> bool:
 class _Filling:
     """A pack that is being filled."""
 
-    def __init__(self, header_bytes_max: int, sizes: PackSizes | None) -> None:
-        self._header_bytes_max, self._sizes = header_bytes_max, sizes
+    def __init__(self, header_bytes_max: int, sizes: PackSizes | None, coding: CodingChoice | None = None) -> None:
+        self._header_bytes_max, self._sizes, self._coding = header_bytes_max, sizes, coding
         self._header_bytes, self._data_bytes = PAGE_BYTES, 0
         self._fqns: set[str] = set()
         self.owned: list[Owned] = []
@@ -113,7 +135,12 @@ class _Filling:
             return False
         name_bytes = (3 if _written_as_is(tensor.fqn) else _CHARACTER_BYTES) * len(tensor.fqn)
         header_bytes = self._header_bytes + _ENTRY_BYTES + name_bytes + 66 * len(tensor.global_shape)
-        data_bytes = self._data_bytes + part.region.numel * tensor.itemsize
+        piece_bytes = part.region.numel * tensor.itemsize
+        data_bytes = self._data_bytes + piece_bytes
+        if self._coding is not None:
+            chunks = chunk_count(piece_bytes, self._coding.chunk_bytes)
+            # The name of its pair is as long as any: no more than a name of the state, on average.
+            header_bytes += _CODED_ENTRY_BYTES + name_bytes + _CODED_CHUNK_BYTES * chunks
         if self._sizes is not None and _whole_pages(header_bytes) + data_bytes > self._sizes.bytes_max:
             if not self.owned:
                 raise _too_large(tensor, data_bytes, self._sizes.bytes_max)
@@ -130,9 +157,23 @@ class _Filling:
 
 
 def _packs(
-    stem: str, shards: Sequence[Shard], owned: Sequence[Owned], header_bytes_max: int, sizes: PackSizes | None
+    stem: str, shards: Sequence[Shard], packs: Sequence[Sequence[Owned]], coding: CodingChoice | None = None
 ) -> list[PackPlan]:
-    """Return packs named `stem`, `stem-1`, `stem-2` and so on.
+    """Return packs named `stem`, `stem-1`, `stem-2` and so on."""
+    return [
+        PackPlan(f"{stem}{f'-{number}' if number else ''}.safetensors", _in_file_order(shards, pack, coding))
+        for number, pack in enumerate(packs)
+    ]
+
+
+def _filled(
+    shards: Sequence[Shard],
+    owned: Sequence[Owned],
+    header_bytes_max: int,
+    sizes: PackSizes | None,
+    coding: CodingChoice | None = None,
+) -> list[list[Owned]]:
+    """Return the pieces of each pack.
 
     A piece goes to the first open pack that takes it. Where packs have a size, the first pieces of all tensors come
     first, then the second ones, so that packs are filled although each holds an FQN once. Only the packs that were
@@ -144,7 +185,7 @@ def _packs(
         tensor = shards[part.shard_number].tensor
         into = next((pack for pack in opened if pack.takes(part, tensor)), None)
         if into is None:
-            into = _Filling(header_bytes_max, sizes)
+            into = _Filling(header_bytes_max, sizes, coding)
             into.takes(part, tensor)
             packs.append(into)
             opened.append(into)
@@ -152,10 +193,7 @@ def _packs(
                 del opened[:-_OPEN_MAX]
         if into.is_full:
             opened.remove(into)
-    return [
-        PackPlan(f"{stem}{f'-{number}' if number else ''}.safetensors", _in_file_order(shards, pack.owned))
-        for number, pack in enumerate(packs)
-    ]
+    return [pack.owned for pack in packs]
 
 
 def _in_turn(owned: Sequence[Owned]) -> list[Owned]:
@@ -184,7 +222,9 @@ def _written_as_is(fqn: str) -> bool:
     return fqn.isascii() and fqn.isprintable() and '"' not in fqn and "\\" not in fqn
 
 
-def _in_file_order(shards: Sequence[Shard], owned: list[Owned]) -> tuple[PackItem, ...]:
+def _in_file_order(
+    shards: Sequence[Shard], owned: Sequence[Owned], coding: CodingChoice | None
+) -> tuple[PackItem, ...]:
     def order(part: Owned) -> tuple[bool, int, str]:
         tensor = shards[part.shard_number].tensor
         piece_bytes = part.region.numel * tensor.itemsize
@@ -193,7 +233,9 @@ def _in_file_order(shards: Sequence[Shard], owned: list[Owned]) -> tuple[PackIte
     items = []
     offset = 0
     for part in sorted(owned, key=order):
-        item = PackItem(shards[part.shard_number].tensor, part.region, offset, part.shard_number)
+        shard = shards[part.shard_number]
+        codec = "" if coding is None else coding.codec(shard, part.region)
+        item = PackItem(shard.tensor, part.region, offset, part.shard_number, codec)
         items.append(item)
         offset += item.bytes
     return tuple(items)

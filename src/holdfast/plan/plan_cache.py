@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
 
 from holdfast.format.pack import HeaderBody, header_body
 from holdfast.plan.packing import without
+from holdfast.plan.pairs import Pairs
 from holdfast.types.plan import PackItem, PackPlan
+
+T = TypeVar("T")
 
 _PLANS_MAX = 4
 """Plans kept: a job may save several layouts in turn, such as a whole state, a part of it, or gradients too."""
@@ -21,12 +25,20 @@ LeftOut = frozenset[tuple[str, str]]
 """Pieces that are not written: name of their pack, and FQN."""
 
 
+@dataclass(slots=True)
+class Pairing:
+    """The pairs among the pieces of a plan, which the first save by the plan looks for."""
+
+    pairs: Pairs | None = None
+    """What it found; None until then."""
+
+
 @dataclass(frozen=True, slots=True)
 class SavePlan:
     """What one rank writes at every save of one layout."""
 
-    packs: tuple[tuple[PackPlan, HeaderBody], ...]
-    """Its packs, each with the part of its header that is the same at every save."""
+    packs: tuple[tuple[PackPlan, HeaderBody | None], ...]
+    """Its packs, each with the part of its header that is the same at every save; None for a coded pack."""
 
     bytes: int
     """Bytes of tensors to write."""
@@ -36,6 +48,9 @@ class SavePlan:
 
     large: tuple[tuple[str, PackItem], ...]
     """Pieces large enough to compare with the base step, each with the name of its pack."""
+
+    pairing: Pairing = field(default_factory=Pairing, compare=False)
+    """Its pairs."""
 
     _without: dict[LeftOut, SavePlan] = field(default_factory=dict, compare=False)
 
@@ -49,13 +64,18 @@ class SavePlan:
                 fqns = {fqn for name, fqn in left_out if name == pack.name}
                 rest = without(pack, fqns)
                 if rest.items:
-                    packs.append((rest, header_body(rest)) if fqns else (pack, body))
+                    packs.append(with_header(rest) if fqns else (pack, body))
             self._without.clear()
-            self._without[left_out] = save_plan(tuple(packs))
+            self._without[left_out] = replace(save_plan(tuple(packs)), pairing=self.pairing)
         return self._without[left_out]
 
 
-def save_plan(packs: tuple[tuple[PackPlan, HeaderBody], ...], large_bytes_min: int | None = None) -> SavePlan:
+def with_header(pack: PackPlan) -> tuple[PackPlan, HeaderBody | None]:
+    """Return a pack with the part of its header that is known before a save; None for a coded pack."""
+    return pack, None if pack.is_coded else header_body(pack)
+
+
+def save_plan(packs: tuple[tuple[PackPlan, HeaderBody | None], ...], large_bytes_min: int | None = None) -> SavePlan:
     """Return a plan with its totals.
 
     Args:
@@ -71,17 +91,17 @@ def save_plan(packs: tuple[tuple[PackPlan, HeaderBody], ...], large_bytes_min: i
     return SavePlan(packs, sum(item.bytes for item in items), len({item.tensor.fqn for item in items}), large)
 
 
-class PlanCache:
-    """The plans of the layouts that were saved last.
+class PlanCache(Generic[T]):
+    """The plans of the layouts that were saved last, or what else follows from a layout.
 
     A plan depends only on this rank's shards and on the holders that the shards do not state. Both are
     compared at every save, so a layout that has changed on this rank or another is planned again.
     """
 
     def __init__(self) -> None:
-        self._known: OrderedDict[bytes, tuple[Holders, SavePlan]] = OrderedDict()
+        self._known: OrderedDict[bytes, tuple[Holders, T]] = OrderedDict()
 
-    def of(self, shards: bytes, holders: Holders, plan: Callable[[], SavePlan]) -> tuple[SavePlan, bool]:
+    def of(self, shards: bytes, holders: Holders, plan: Callable[[], T]) -> tuple[T, bool]:
         """Return the plan of a layout, and whether it is a new one.
 
         Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 Base = Literal["none", "pair"]
@@ -81,3 +82,6 @@ class Codec(Protocol):
 
 Codecs = Mapping[str, Codec]
 """The codecs by name."""
+
+NO_CODECS: Codecs = MappingProxyType({})
+"""For what reads and writes no coded chunk."""

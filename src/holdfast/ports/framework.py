@@ -337,15 +337,19 @@ class Selection:
 class UnmatchedPattern:
     """A pattern of a selection that matches no name: most likely misspelt."""
 
-    argument: Literal["only", "skip", "partial"]
-    """The argument that holds it."""
+    argument: Literal["only", "skip", "partial", "compression_skip"]
+    """The argument or setting that holds it."""
 
     pattern: str
     """The pattern."""
 
     @property
     def is_error(self) -> bool:
-        """Whether the call is refused. A glob in `skip` is not: names that it leaves out may come and go."""
+        """Whether the call is refused. A glob in `skip` is not: names that it leaves out may come and go. Nor is a
+        setting: it is for all saves of a job, whatever their states are.
+        """
+        if self.argument == "compression_skip":
+            return False
         return self.argument != "skip" or not any(wildcard in self.pattern for wildcard in "*?[")
 
     def __str__(self) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -16,6 +17,7 @@ import msgspec
 from holdfast.errors import CheckpointError, CorruptError
 from holdfast.format.sealed_json import Count, RankNumber, StepNumber, Text, WorldSize, decode_sealed, header, sealed
 from holdfast.ports.store import Readable, Store
+from holdfast.types.coding import KindCoding
 from holdfast.types.events import Operation, Phase, RankReport, Verb
 
 REPORTS_FOLDER = "reports/"
@@ -24,6 +26,7 @@ REPORTS_FOLDER = "reports/"
 _REPORT = re.compile(r"(save|load)-([0-9a-f]{16})-r(\d{5})\.json", re.ASCII)
 _REPORT_BYTES_MAX = 1 << 20
 _PHASES_MAX = 10_000
+_CODINGS_MAX = 1000
 
 
 def put_reports(store: Store, folder: str, reports: Sequence[RankReport]) -> None:
@@ -61,20 +64,22 @@ def _fields(report: RankReport) -> dict[str, object]:
         "bytes_per_second": report.bytes_per_second,
         "facts": dict(report.facts),
         "phases": [[phase.name, phase.start_seconds, phase.seconds] for phase in report.phases],
+        **({"codings": [asdict(coding) for coding in report.codings]} if report.codings else {}),
     }
 
 
-def reports_in(store: Readable, folder: str) -> Iterator[tuple[str, RankReport | CheckpointError]]:
+def reports_in(store: Readable, folder: str, begins: str = "") -> Iterator[tuple[str, RankReport | CheckpointError]]:
     """Yield key and report of every report beside a checkpoint, by key; for an unreadable file, key and error.
 
     Args:
         store: The store of the checkpoint.
         folder: Its folder in the store: empty, or ending in a slash.
+        begins: Only files whose names begin like this, such as `save-` and an attempt.
     Raises:
         CheckpointError: The folder cannot be listed.
     """
     prefix = folder + REPORTS_FOLDER
-    for key in sorted(entry.key for entry in store.list(prefix)):
+    for key in sorted(entry.key for entry in store.list(prefix) if entry.key.startswith(prefix + begins)):
         match = _REPORT.fullmatch(key.removeprefix(prefix))
         if match is None:
             continue
@@ -91,6 +96,20 @@ def reports_in(store: Readable, folder: str) -> Iterator[tuple[str, RankReport |
 
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0, lt=1e12)]
+_Rate = Annotated[float, msgspec.Meta(ge=0, lt=1e18)]
+
+
+class _CodingDocument(msgspec.Struct):
+    kind: Text
+    codec: Text
+    raw_bytes: Count
+    stored_bytes: Count
+    found_seconds: _Seconds
+    why: Text
+    ratio: _Rate | None = None
+    encode_bytes_per_second: _Rate | None = None
+    store_bytes_per_second: _Rate | None = None
+    predicted_seconds: _Seconds | None = None
 
 
 class _ReportDocument(msgspec.Struct):
@@ -106,6 +125,7 @@ class _ReportDocument(msgspec.Struct):
     facts: dict[Text, bool | int | float | Text]
     phases: Annotated[list[tuple[Text, _Seconds, _Seconds]], msgspec.Meta(max_length=_PHASES_MAX)]
     step: StepNumber | None = None
+    codings: Annotated[list[_CodingDocument], msgspec.Meta(max_length=_CODINGS_MAX)] = []
 
 
 class _FileDocument(_ReportDocument):
@@ -138,4 +158,5 @@ def _report(document: _ReportDocument, url: str) -> RankReport:
         phases=tuple(Phase(*phase) for phase in document.phases),
         bytes=document.bytes,
         facts=document.facts,
+        codings=tuple(KindCoding(**msgspec.structs.asdict(coding)) for coding in document.codings),
     )

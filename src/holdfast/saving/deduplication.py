@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,7 @@ from holdfast.format.index.split_index import SplitIndex
 from holdfast.format.names import step_of_pack, step_pack_name
 from holdfast.geometry.box import Box
 from holdfast.geometry.chunking import DIGEST_BYTES
-from holdfast.geometry.region import FlatRange, Region, region_boxes
+from holdfast.geometry.region import FlatRange, region_boxes
 from holdfast.plan.plan_cache import SavePlan
 from holdfast.ports.framework import Source
 from holdfast.ports.paged import entries_per_page
@@ -35,16 +35,28 @@ from holdfast.ports.store import packs_under
 from holdfast.repository.publish import pack_paths
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.types.manifest import FileRecord, Manifest
-from holdfast.types.plan import PackItem, Piece, PlannedPack
+from holdfast.types.plan import PackItem, Piece, PieceKey, PlannedPack
 
 logger = logging.getLogger(__name__)
 
-Key = tuple[str, Region]
-"""A piece of a tensor: FQN and region."""
+Key = PieceKey
 
 
 def _key(item: PackItem | Piece) -> Key:
     return item.tensor.fqn, item.region
+
+
+def _with_weights(unchanged: Mapping[tuple[str, str], Piece]) -> dict[tuple[str, str], Piece]:
+    """Return unchanged pieces without those that are coded against a weight which is not among them.
+
+    Such a weight is written anew, so nothing says that its bytes are those that the piece was coded against.
+    """
+    known = set(map(_key, unchanged.values()))
+    return {
+        key: piece
+        for key, piece in unchanged.items()
+        if piece.coding is None or not piece.coding.pair_fqn or (piece.coding.pair_fqn, piece.region) in known
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +204,11 @@ class Deduplicator:
                 for pack, item in plan.large
                 if _key(item) in candidates and self._is_stored(item, sources, candidates[_key(item)], buffer)
             }
+        unchanged = _with_weights(unchanged)
         # A store of objects has no links, and would be asked for each pack, one after the other.
         if self._settings.link_unchanged and entries_per_page(self._location.store) is None:
             gone = {pack for pack in {piece.pack for piece in unchanged.values()} if not self._is_linkable(pack, link)}
-            unchanged = {key: piece for key, piece in unchanged.items() if piece.pack not in gone}
+            unchanged = _with_weights({key: piece for key, piece in unchanged.items() if piece.pack not in gone})
         self.unchanged_pieces = list(unchanged.values())
         return plan.without(frozenset(unchanged))
 
@@ -226,11 +239,13 @@ class Deduplicator:
             return
         name = step_pack_name(self._location.step, attempt, pack.plan.name)
         self._new_packs[name] = written.record._replace(name=name)
-        for item, digests in zip(pack.plan.items, written.digests, strict=True):
+        chunk_bytes = self._settings.chunk_bytes
+        codings = written.codings or [None] * len(written.offsets)
+        by_piece = zip(pack.plan.items, written.digests, written.offsets, codings, strict=True)
+        for item, digests, offset, coding in by_piece:
             # Skip small pieces: there may be thousands, and no save compares them.
             if item.bytes >= self._settings._tuning.unchanged_bytes_min:
-                offset = len(pack.header) + item.data_offset
-                piece = Piece(item.tensor, item.region, name, offset, digests, self._settings.chunk_bytes)
+                piece = Piece(item.tensor, item.region, name, offset, digests, chunk_bytes, coding)
                 self._written[_key(item)] = piece
 
     def committed(self, digest: str) -> BaseStep:
@@ -306,7 +321,11 @@ def first_page_digests(items: Sequence[PackItem], sources: Sequence[Source], buf
         sources: Bytes by shard number.
         buffer: Scratch memory of at least one page.
     """
-    digests: list[bytes] = []
+    return [digest_of(page) for page in first_pages(items, sources, buffer)]
+
+
+def first_pages(items: Sequence[PackItem], sources: Sequence[Source], buffer: memoryview) -> Iterator[memoryview]:
+    """Yield the first page of each piece, valid until the next one is taken; arguments as `first_page_digests`."""
     pages_per_batch = len(buffer) // PAGE_BYTES
     for first in range(0, len(items), pages_per_batch):
         batch = items[first : first + pages_per_batch]
@@ -317,5 +336,4 @@ def first_page_digests(items: Sequence[PackItem], sources: Sequence[Source], buf
                 # After a failure wait for the other copies. The failed copy may still write into the buffer, so the
                 # lender of the buffer must not reuse it.
                 copies.callback(ticket.wait)
-        digests += map(digest_of, pages)
-    return digests
+        yield from pages

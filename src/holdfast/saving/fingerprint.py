@@ -14,6 +14,7 @@ from holdfast.format.index.tensor_table import require_listable
 from holdfast.format.values import values
 from holdfast.geometry.mesh_packing import unpacked
 from holdfast.geometry.tensor import Mesh, Role
+from holdfast.plan.coding.coded_pieces import matches
 from holdfast.plan.declared_parts import (
     DeclaredParts,
     DeclaredTensor,
@@ -25,7 +26,7 @@ from holdfast.plan.declared_parts import (
     sums_of_parts,
 )
 from holdfast.plan.siblings import NO_FAMILY, TensorOnMesh
-from holdfast.ports.framework import Collected, LocalShard
+from holdfast.ports.framework import Collected, LocalShard, UnmatchedPattern
 from holdfast.saving.mesh_slots import MeshSlots
 from holdfast.types.values import Group, Value
 
@@ -88,10 +89,17 @@ class StateFingerprint:
             other=other,
             known=known,
             parts=encode_sum(self._sums.held),
-            unmatched=tuple(self._collected.unmatched),
+            unmatched=(*self._collected.unmatched, *self._unmatched_settings()),
             meshes=self._meshes,
             overwrites=overwrites,
+            compresses=self._settings.compression != "off",
         )
+
+    def _unmatched_settings(self) -> Iterator[UnmatchedPattern]:
+        """Yield the patterns of settings that match no tensor of this rank."""
+        for pattern in self._settings.compression_skip:
+            if not any(matches(shard.tensor.fqn, [pattern]) for shard in self._shards):
+                yield UnmatchedPattern("compression_skip", pattern)
 
     def details(self) -> Details:
         """Return the same facts by name; published only if ranks differ."""

@@ -49,10 +49,10 @@ class PartBuilder:
         with GcPause():
             builder = IndexBuilder(settings.chunk_bytes, self._tensors)
             for pack, result in zip(packs, written, strict=True):
-                builder.add_pack(pack.plan, len(pack.header), result.digests)
+                builder.add_pack(pack.plan, pack.header_bytes, result.digests, result.codings)
                 deduplicator.record_written(pack, result, self._attempt_id)
             for piece in deduplicator.unchanged_pieces:
-                builder.add(piece.tensor, piece.region, piece.pack, piece.offset, piece.digests)
+                builder.add(piece.tensor, piece.region, piece.pack, piece.offset, piece.digests, piece.coding)
             index = builder.index()
         counts = (*(result.nonfinite for result in written), deduplicator.nonfinite)
         return RankPart(

@@ -7,24 +7,30 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 from holdfast.coordination.job import Job
 from holdfast.engine.gc_pause import is_small_transfer
-from holdfast.format.pack import header_body
+from holdfast.format.pack import coded_header_body
 from holdfast.format.part import RankPart
+from holdfast.plan.coding.kinds import OwnedKinds, kinds_owned
 from holdfast.plan.grid import cut_at_grid
-from holdfast.plan.ownership import owned_by
+from holdfast.plan.ownership import Owned, owned_by
 from holdfast.plan.packing import PackSizes, cell_elements_max, packs_of
-from holdfast.plan.plan_cache import SavePlan, save_plan
+from holdfast.plan.pairs import Pairs
+from holdfast.plan.plan_cache import SavePlan, save_plan, with_header
 from holdfast.ports.framework import Collected
 from holdfast.saving.attempt import SaveAttempt
+from holdfast.saving.coding import SaveCoding
 from holdfast.saving.fingerprint import StateFingerprint
 from holdfast.saving.handle import SaveHandle
+from holdfast.saving.pairing import known_weights, pairs_of_plan
 from holdfast.saving.rank_part import PartBuilder
 from holdfast.saving.request import SaveRequest
 from holdfast.saving.transfer import Transfer
 from holdfast.settings import Settings
 from holdfast.telemetry.dispatcher import EventDispatcher
+from holdfast.types.coding import KindCoding
 from holdfast.types.plan import PlannedPack
 from holdfast.types.reports import SaveReport
 
@@ -100,16 +106,23 @@ class RankShare:
         self._attempt, job, request, trace = attempt, attempt.job, attempt.request, attempt.trace
         agreement, self._deduplicator = attempt.agreement, request.deduplicator
         with trace.phase("plan"):
-            self._plan, self._is_new_plan = plan_packs(attempt, collected, fingerprint)
+            self._plan, self._is_new_plan, self._coding = plan_packs(attempt, collected, fingerprint)
         with trace.phase("compare"):
             sources = [local.source for local in collected.shards]
+            pairs = pairs_of_plan(self._plan, sources, request.writer)
             self._plan = self._deduplicator.without_unchanged(self._plan, sources, agreement.context, attempt.link_pack)
-            self._packs = name_packs(attempt, self._plan)
+            weights = known_weights(pairs, self._deduplicator.unchanged_pieces)
+            self._packs = name_packs(attempt, self._plan, weights.pairs)
         with trace.phase("replicas") if job.settings.compare_replicas else nullcontext():
             self._part_builder = PartBuilder(job, collected, fingerprint, agreement)
         writer = request.writer.through(attempt.location.store)
+        if self._coding is not None:
+            writer = writer.measured_by(self._coding.meter, self._coding.probe)
+            self._coding.announce(trace)
         on_written = attempt.commit_vote.note_written
-        self._transfer = Transfer(job, attempt.handle, writer, self._packs, trace, on_written)
+        self._transfer = Transfer(job, attempt.handle, writer, self._packs, trace, on_written, weights)
+        self._stored_bytes = 0
+        self._codings: tuple[KindCoding, ...] = ()
         self._skipped = tuple(collected.skipped)
         attempt.attach_transfer(self._transfer)
 
@@ -119,16 +132,27 @@ class RankShare:
 
     def part(self) -> RankPart:
         """Return the part of this rank, once its packs are durable; raises as `Transfer.written`."""
-        return self._part_builder.part(self._deduplicator, self._packs, self._transfer.written())
+        written = self._transfer.written()
+        self._stored_bytes = sum(each.stored_bytes(pack.plan) for pack, each in zip(self._packs, written, strict=True))
+        if self._coding is not None:
+            self._codings = self._coding.end(self._packs)
+        return self._part_builder.part(self._deduplicator, self._packs, written)
 
     def report(self) -> SaveReport:
         """Return the report of this rank."""
         unchanged_bytes = self._deduplicator.unchanged_bytes
-        return _report(self._attempt, self._plan, self._is_new_plan, unchanged_bytes, self._transfer, self._skipped)
+        report = _report(self._attempt, self._plan, self._is_new_plan, unchanged_bytes, self._transfer, self._skipped)
+        return replace(report, stored_bytes=self._stored_bytes, codings=self._codings)
 
 
-def plan_packs(attempt: SaveAttempt, collected: Collected, fingerprint: StateFingerprint) -> tuple[SavePlan, bool]:
-    """Decide what this rank writes, or find that an earlier save decided it; return whether the plan is new."""
+def plan_packs(
+    attempt: SaveAttempt, collected: Collected, fingerprint: StateFingerprint
+) -> tuple[SavePlan, bool, SaveCoding | None]:
+    """Decide what this rank writes, or find that an earlier save decided it.
+
+    Returns:
+        The plan, whether it is new, and what is coded; None without compression.
+    """
     job, agreement = attempt.job, attempt.agreement
     rank, settings = job.comm.rank, job.settings
     shards = [local.shard for local in collected.shards]
@@ -138,19 +162,31 @@ def plan_packs(attempt: SaveAttempt, collected: Collected, fingerprint: StateFin
     # Parameters and their moments must come from one rank if replicas differ.
     is_drifted = agreement.drift is not None
     sizes = sizes_of_packs(attempt.location.store.object_bytes_max, settings)
+    compresses, tuning = settings.compression != "off", settings._tuning
 
-    def plan() -> SavePlan:
-        owned = owned_by(rank, shards, holders, settings.chunk_bytes, lowest_only=is_drifted)
-        if sizes is not None:
-            owned = cut_at_grid(shards, owned, sizes.cell_elements)
-        packs = packs_of(rank, shards, owned, settings._tuning.pack_header_bytes_max, sizes)
-        return save_plan(tuple((pack, header_body(pack)) for pack in packs), settings._tuning.unchanged_bytes_min)
+    def own() -> list[Owned]:
+        owned = owned_by(rank, shards, holders, settings.chunk_bytes, lowest_only=is_drifted, keeps_pairs=compresses)
+        return owned if sizes is None else cut_at_grid(shards, owned, sizes.cell_elements)
+
+    def own_by_kind() -> OwnedKinds:
+        return kinds_owned(shards, own(), settings.compression_skip, tuning.coded_bytes_min)
 
     key = fingerprint.shards + f"{is_drifted} {sizes}".encode()
+    coding = None
+    if compresses:
+        by_kind, _ = job.owned_kinds.of(key, holders, own_by_kind)
+        coding = SaveCoding(job, attempt.location, by_kind, attempt.request.writer)
+        key += f" {coding.key}".encode()
+
+    def plan() -> SavePlan:
+        owned, pieces = (own(), None) if coding is None else (by_kind.owned, coding.pieces)
+        packs = packs_of(rank, shards, owned, tuning.pack_header_bytes_max, sizes, pieces)
+        return save_plan(tuple(map(with_header, packs)), tuning.unchanged_bytes_min)
+
     chosen, is_new = job.plan_cache.of(key, holders, plan)
     if not is_small_transfer(chosen.bytes):
         attempt.gc_pause.end()
-    return chosen, is_new
+    return chosen, is_new, coding
 
 
 def sizes_of_packs(object_bytes_max: int | None, settings: Settings) -> PackSizes | None:
@@ -169,11 +205,26 @@ def sizes_of_packs(object_bytes_max: int | None, settings: Settings) -> PackSize
     )
 
 
-def name_packs(attempt: SaveAttempt, plan: SavePlan) -> list[PlannedPack]:
-    """Return the packs of a plan with their keys and headers; their keys count as this rank's files from now on."""
+def name_packs(attempt: SaveAttempt, plan: SavePlan, pairs: Pairs) -> list[PlannedPack]:
+    """Return the packs of a plan with their keys and headers; their keys count as this rank's files from now on.
+
+    Args:
+        attempt: The save.
+        plan: The packs.
+        pairs: The weights that masters among the pieces were perhaps rounded from.
+    """
     step = "" if attempt.location.step is None else str(attempt.location.step)
     provenance = {"step": step, "attempt": attempt.agreement.attempt, "rank": str(attempt.job.comm.rank)}
-    packs = [PlannedPack(attempt.key(pack.name), body.header(provenance), pack) for pack, body in plan.packs]
+    packs = []
+    for pack, body in plan.packs:
+        key = attempt.key(pack.name)
+        if body is not None:
+            packs.append(PlannedPack(key, body.header(provenance), pack))
+            continue
+        weights = {item.tensor.fqn: pairs.get((item.tensor.fqn, item.region), "") for item in pack.items}
+        coded = coded_header_body(pack, attempt.job.settings.chunk_bytes, weights)
+        header = partial(coded.header, provenance)
+        packs.append(PlannedPack(key, b"", pack, coded.header_bytes(provenance), header))
     attempt.file_keys += [pack.key for pack in packs]
     return packs
 

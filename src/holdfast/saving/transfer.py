@@ -14,6 +14,7 @@ from concurrent.futures import wait
 
 from holdfast.coordination.job import Job
 from holdfast.engine.background import CALLS, SLICE_SECONDS, wait_in_slices
+from holdfast.engine.encoding.encode import NO_WEIGHTS, KnownWeights
 from holdfast.engine.gc_pause import gc_paused_for
 from holdfast.engine.staging import Staging
 from holdfast.engine.write import Completions, PackWriter, WrittenPack
@@ -52,6 +53,7 @@ class Transfer:
         packs: Sequence[PlannedPack],
         trace: OperationTrace,
         on_written: Callable[[], None] = lambda: None,
+        weights: KnownWeights = NO_WEIGHTS,
     ) -> None:
         """Start no copy yet.
 
@@ -62,6 +64,7 @@ class Transfer:
             packs: The packs of this rank.
             trace: Records the phases and the bytes written.
             on_written: Called whenever bytes were written, on any thread.
+            weights: The weights that masters in coded packs were perhaps rounded from.
         """
         self._trace, self._report_bytes = trace, trace.progress_callback(sum(pack.bytes for pack in packs))
         self._job, self._handle, self._name, self._writer, self._packs = job, handle, handle.name, writer, packs
@@ -71,7 +74,7 @@ class Transfer:
         """Seconds from the call until training may change the state."""
         self.waited_seconds = 0.0
         """Seconds that copies waited for buffers."""
-        self._on_written = on_written
+        self._on_written, self._weights = on_written, weights
         self._stall_seconds = job.stall_seconds + _capped_seconds(packs, writer, job)
         """After this time without a written byte the save counts as hung."""
         self._staging = Staging(job.arena)
@@ -252,7 +255,7 @@ class Transfer:
 
     def _write_packs(
         self,
-        write: Callable[[PlannedPack, Callable[[int], None], Completions], WrittenPack],
+        write: Callable[[PlannedPack, Callable[[int], None], Completions, KnownWeights], WrittenPack],
         on_progress: Callable[[int], None],
     ) -> list[WrittenPack]:
         written = []
@@ -260,11 +263,15 @@ class Transfer:
         with (
             self._trace.phase("write"),
             progress.writing(self._name, limit),
-            Completions(lambda: on_progress(0)) as completions,
+            self._writer.measuring_save(),
+            Completions(lambda: on_progress(0), self._writer.meter) as completions,
         ):
             for pack in self._packs:
                 with gc_paused_for(pack.plan.data_bytes):
-                    written.append(write(pack, on_progress, completions))
+                    result = write(pack, on_progress, completions, self._weights)
+                written.append(result)
+                for item, digests in zip(pack.plan.items, result.digests, strict=True):
+                    self._weights.record(item.tensor, item.region, digests)
         return written
 
     def _on_progress(self, count: int) -> None:

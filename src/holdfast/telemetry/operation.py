@@ -6,7 +6,7 @@ import logging
 import os
 import platform
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -18,8 +18,10 @@ from holdfast.ports.store import Store
 from holdfast.ports.temporary import RetryCounts, retry_counts_of
 from holdfast.telemetry.dispatcher import EventDispatcher
 from holdfast.telemetry.node_reports import NodeReports
+from holdfast.types.coding import Decision
 from holdfast.types.events import (
     Began,
+    Decided,
     Ended,
     Entered,
     Fact,
@@ -37,7 +39,10 @@ logger = logging.getLogger(__name__)
 _PROGRESS_SECONDS = 0.1
 """Shortest time between two progress events of one operation."""
 
-_NO_FACTS = ("step", "url", "attempt", "phases", "bytes")
+_CODINGS_MAX = 16
+"""Kinds of tensors in a stored report, the largest: a state has about five, and reports of a node share a file."""
+
+_NO_FACTS = ("step", "url", "attempt", "phases", "bytes", "codings")
 """Fields of an outcome that a report holds elsewhere, or not at all."""
 
 
@@ -118,6 +123,10 @@ class OperationTrace:
             self._dispatcher.dispatch(Entered(self.operation, name))
         return self.seconds
 
+    def decide(self, decisions: Mapping[str, Decision], predicted_seconds: float | None) -> None:
+        """Dispatch which kinds of tensors a save codes, and how long it is expected to write."""
+        self._dispatcher.dispatch(Decided(self.operation, decisions, predicted_seconds, self._clock.unix_seconds()))
+
     def add_phase(self, name: str, start_seconds: float, stop_seconds: float) -> None:
         """Record a phase that has ended; both times are seconds since the operation started."""
         start, stop = round(start_seconds, 6), round(stop_seconds, 6)
@@ -190,6 +199,7 @@ class OperationTrace:
             phases=self.phases,
             bytes=outcome.bytes,
             facts=facts,
+            codings=outcome.codings[:_CODINGS_MAX] if isinstance(outcome, SaveReport) else (),
         )
 
     def fail(self, error: BaseException) -> None:

@@ -125,6 +125,8 @@ def _events(report: RankReport, first: float, lanes: _Lanes) -> Iterator[Fields]
     arguments = {"id": report.id, "host": report.host, "pid": report.pid, "bytes": report.bytes}
     # An operation of zero seconds has infinite bandwidth, which JSON cannot hold.
     arguments |= {"bytes_per_second": round(min(report.bytes_per_second, 1e18)), **report.facts}
+    if report.codings:
+        arguments["codings"] = {each.kind: f"{each.codec or 'raw'}: {each.why}" for each in report.codings}
     name = verb if operation.step is None else f"{verb} {operation.step}"
     yield {"ph": "b", "name": name, "ts": _microseconds(start), **common, "args": arguments}
     for phase in report.phases:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from holdfast.types.coding import Decision, KindCoding
+
 Verb = Literal["save", "load"]
 Fact = int | float | str | bool
 
@@ -88,6 +90,9 @@ class RankReport:
     facts: Mapping[str, Fact] = field(default_factory=dict)
     """Other fields of its `SaveReport` or `LoadReport`, by name; the length of fields that are lists of names."""
 
+    codings: tuple[KindCoding, ...] = ()
+    """How it stored each kind of tensors, and why: the 16 largest kinds. Empty for a load, and without compression."""
+
     @property
     def bytes_per_second(self) -> float:
         """Bytes per second of the phases that move bytes; 0 without such phases."""
@@ -115,6 +120,23 @@ class Entered:
 
     phase: str
     """Its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A save has decided which kinds of tensors it codes; sent before it writes, if compression is not off."""
+
+    operation: Operation
+    """The save."""
+
+    decisions: Mapping[str, Decision]
+    """The decision on each kind, such as `float32 exp_avg`, with its reason."""
+
+    predicted_seconds: float | None
+    """How long this rank is expected to write; None if that is unknown."""
+
+    unix_seconds: float
+    """Wall-clock time of the decision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,4 +187,4 @@ class Failed:
     """Whether `Began` was sent; not for a load that found no step."""
 
 
-Event = Began | Entered | Progress | Ended | Failed
+Event = Began | Entered | Decided | Progress | Ended | Failed

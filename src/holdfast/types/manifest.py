@@ -22,7 +22,10 @@ added the records of quarantine and epochs."""
 FORMAT_MINOR_TIMELINES = 3
 """Minor version that brought timelines, superseded manifests, moved tags, and the classes of optimizers."""
 
-FORMAT_MINOR_MAX = FORMAT_MINOR_TIMELINES
+FORMAT_MINOR_CODED = 4
+"""Minor version that brought packs of coded pieces."""
+
+FORMAT_MINOR_MAX = FORMAT_MINOR_CODED
 """Newest minor version that this Holdfast reads; a newer one is refused."""
 
 METRIC_CHARACTERS_MAX = 200

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.geometry.box import Box
+from holdfast.geometry.chunking import chunk_range
 from holdfast.geometry.region import Region
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.geometry.value_class import value_class
@@ -14,8 +16,15 @@ OPAQUE_FOLDER = "enc/"
 """Folder in an attempt's folder. Stock readers see the entries of its packs as bytes (U8): flat ranges, foreign dtypes.
 """
 
+CODED_FOLDER = "coded/"
+"""Folder in an attempt's folder for packs of coded pieces. Stock readers see the entries of its packs as bytes (U8)."""
+
 Digest = bytes
 """Bytes of the xxh3-128 of a chunk's raw bytes."""
+
+
+PieceKey = tuple[str, Region]
+"""A piece of a tensor: FQN and region."""
 
 
 @value_class
@@ -33,6 +42,9 @@ class PackItem:
 
     shard_number: int
     """Number of the rank's shard that has its bytes."""
+
+    codec: str = ""
+    """In a coded pack, the codec that is tried first for each of its chunks; else empty."""
 
     bytes: int = field(init=False, repr=False, compare=False)
     """Bytes of the piece."""
@@ -55,11 +67,16 @@ class PackPlan:
     @property
     def apart(self) -> bool:
         """Whether its entries declare bytes, not elements of a dtype."""
-        return self.name.startswith(OPAQUE_FOLDER)
+        return self.name.startswith((OPAQUE_FOLDER, CODED_FOLDER))
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether its chunks go through codecs."""
+        return self.name.startswith(CODED_FOLDER)
 
     @property
     def data_bytes(self) -> int:
-        """Bytes of all pieces."""
+        """Raw bytes of all pieces; a coded pack stores fewer."""
         return self.items[-1].data_offset + self.items[-1].bytes if self.items else 0
 
 
@@ -71,15 +88,46 @@ class PlannedPack:
     """Key of its file."""
 
     header: bytes
-    """Its header: the first bytes of the file."""
+    """Its header: the first bytes of the file. Empty in a coded pack, whose header is made once all data is written."""
 
     plan: PackPlan
     """Its pieces."""
 
+    coded_header_bytes: int = 0
+    """In a coded pack, the bytes before the data; else 0."""
+
+    coded_header: Callable[[Sequence[Coding]], bytes] | None = None
+    """In a coded pack, returns the header, by the codings of its pieces."""
+
     @property
     def bytes(self) -> int:
-        """Bytes of the file."""
-        return len(self.header) + self.plan.data_bytes
+        """Bytes of the file; a coded one has fewer."""
+        return self.header_bytes + self.plan.data_bytes
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes before the data."""
+        return self.coded_header_bytes or len(self.header)
+
+
+@value_class
+class Coding:
+    """How the chunks of a coded piece are stored: one after the other, without gaps."""
+
+    codecs: tuple[str, ...]
+    """Names of the codecs of its chunks."""
+
+    numbers: bytes
+    """For each chunk 0 if it is stored raw, else the number of its codec in `codecs`, from 1 on."""
+
+    starts: tuple[int, ...]
+    """Bytes from the start of the piece to each stored chunk, and to the end of the last."""
+
+    pair_fqn: str = ""
+    """The tensor against which chunks are coded; empty if none is."""
+
+    pair: Piece | None = None
+    """Its stored piece of the same region; None if no chunk needs it, or if the index at hand does not list it."""
 
 
 @value_class
@@ -102,14 +150,35 @@ class Piece:
     """xxh3-128 of each chunk's raw bytes, 16 bytes each, in order."""
 
     chunk_bytes: int
-    """Bytes of each chunk but the last."""
+    """Raw bytes of each chunk but the last."""
+
+    coding: Coding | None = None
+    """How its chunks are stored; None: as they are."""
 
     bytes: int = field(init=False, repr=False, compare=False)
-    """Bytes of the piece."""
+    """Raw bytes of the piece."""
 
     def __post_init__(self) -> None:
         # Asked for many times a piece, and there may be a hundred thousand of them.
         object.__setattr__(self, "bytes", self.region.numel * self.tensor.itemsize)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the piece in its pack."""
+        return self.bytes if self.coding is None else self.coding.starts[-1]
+
+    def stored_range(self, number: int) -> tuple[int, int]:
+        """Return the half-open byte range of a stored chunk in the pack."""
+        if self.coding is None:
+            start, stop = chunk_range(self.bytes, self.chunk_bytes, number)
+        else:
+            start, stop = self.coding.starts[number], self.coding.starts[number + 1]
+        return self.offset + start, self.offset + stop
+
+    def codec_of(self, number: int) -> str:
+        """Return the codec of a chunk; empty if it is stored raw."""
+        coded_by = 0 if self.coding is None else self.coding.numbers[number]
+        return self.coding.codecs[coded_by - 1] if self.coding is not None and coded_by else ""
 
 
 @value_class
@@ -151,18 +220,33 @@ class ChunkRead:
     """Number of the chunk in the piece."""
 
     offset: int
-    """Bytes from the start of the pack to the chunk."""
+    """Bytes from the start of the pack to the stored chunk."""
 
     bytes: int
-    """Its size."""
+    """Its raw size."""
 
     parts: tuple[Part, ...]
-    """Its boxes and their targets; never empty."""
+    """Its boxes and their targets; empty only if it is read for the sake of another chunk."""
+
+    base: ChunkRead | None = None
+    """The chunk of the pair against which this one is coded. The chunks of a pair that share a base share this object.
+    """
 
     @property
     def expected(self) -> Digest:
-        """The expected digest of its bytes."""
+        """The expected digest of its raw bytes."""
         return self.piece.digests[16 * self.number : 16 * self.number + 16]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Its bytes in the pack."""
+        coding = self.piece.coding
+        return self.bytes if coding is None else coding.starts[self.number + 1] - coding.starts[self.number]
+
+    @property
+    def codec(self) -> str:
+        """Its codec; empty if it is stored raw."""
+        return self.piece.codec_of(self.number)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,10 +265,22 @@ class ReadRun:
     chunks: tuple[ChunkRead, ...]
     """The chunks, in file order, without gaps."""
 
+    bases: tuple[ReadRun, ...] = ()
+    """The chunks of pairs that its chunks are coded against, read with it. A run and its bases are one unit: they are
+    read by one rank, and sent together."""
+
+    @property
+    def bytes(self) -> int:
+        """Stored bytes of the run and of its bases."""
+        return sum(part.stop - part.start for part in (self, *self.bases))
+
     @staticmethod
     def of(pack: str, chunks: tuple[ChunkRead, ...]) -> ReadRun:
-        """Return consecutive chunks of a pack as one run."""
-        return ReadRun(pack, chunks[0].offset, chunks[-1].offset + chunks[-1].bytes, chunks)
+        """Return consecutive chunks of a pack as one run, with the runs of their bases."""
+        bases = [chunk.base for chunk in chunks if chunk.base is not None]
+        return ReadRun(
+            pack, chunks[0].offset, chunks[-1].offset + chunks[-1].stored_bytes, chunks, tuple(_base_runs(bases))
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +293,22 @@ class LoadPlan:
     @property
     def bytes(self) -> int:
         """Bytes read."""
-        return sum(run.stop - run.start for run in self.runs)
+        return sum(run.bytes for run in self.runs)
+
+
+def _base_runs(bases: Iterable[ChunkRead]) -> Iterator[ReadRun]:
+    """Yield distinct chunks of pairs, in the order in which they are needed, neighbours joined."""
+    current: list[ChunkRead] = []
+    for base in bases:
+        last = current[-1] if current else None
+        if base is last:  # Two chunks share it.
+            continue
+        if last is not None and (base.piece.pack != last.piece.pack or base.offset != last.offset + last.stored_bytes):
+            yield ReadRun.of(last.piece.pack, tuple(current))
+            current = []
+        current.append(base)
+    if current:
+        yield ReadRun.of(current[-1].piece.pack, tuple(current))
 
 
 def take_slot_bytes(count: int) -> int:

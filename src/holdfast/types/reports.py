@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from holdfast.types.coding import KindCoding
 from holdfast.types.events import Phase
 
 
@@ -90,6 +91,12 @@ class SaveReport:
 
     throttled: int = 0
     """Requests that the store refused or left unanswered because it had too much to do."""
+
+    stored_bytes: int = 0
+    """Bytes that the packs of this rank hold for these tensors: fewer than `bytes` where they are coded."""
+
+    codings: tuple[KindCoding, ...] = ()
+    """How this rank stored each kind of tensors, and why, the largest kinds first. Empty without `compression`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,8 @@ from safetensors.numpy import load as load_safetensors
 from holdfast.clock import SystemClock
 from holdfast.engine.arena import Arena
 from holdfast.engine.buffers import BufferPool, allocate_aligned
-from holdfast.engine.read import execute, read_through
+from holdfast.engine.decoding.decode import Decoder
+from holdfast.engine.read import Placing, execute, read_through
 from holdfast.engine.staging import Staging
 from holdfast.engine.target import HostTarget
 from holdfast.engine.write import PackWriter, WrittenPack
@@ -30,9 +31,10 @@ from holdfast.geometry.box import Box
 from holdfast.plan.ownership import Owned
 from holdfast.plan.packing import packs_of
 from holdfast.plan.reads import load_plan
+from holdfast.ports.codec import NO_CODECS
 from holdfast.ports.forwarding import ForwardingStore
 from holdfast.ports.framework import LocalShard, Selection
-from holdfast.ports.store import Buffers, ByteRanges, OnBytes, OnRange, Stored, hand_out, packs_under
+from holdfast.ports.store import Buffers, ByteRanges, OnBytes, OnRange, Packs, Readable, hand_out, packs_under
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
@@ -43,6 +45,10 @@ from tests.tuned import tuned
 
 KEY = "0123456789abcdef/r00000.safetensors"
 SMALL = Settings(chunk_bytes=PAGE_BYTES, window_bytes=PAGE_BYTES, windows_in_flight=1)
+
+
+def packs_in(files: Readable) -> Packs:
+    return packs_under(files, "0123456789abcdef/")
 
 
 def memory() -> MemoryStore:
@@ -142,7 +148,7 @@ def test_what_is_written_is_read_back(
         targets.append((HostTarget("uint8", each.shard.pieces[0]), bytes(expected)))
         wanted.append(WantedBoxes(each.shard.tensor.fqn, each.shard.pieces))
     plan = load_plan(wanted, lambda fqn, _: pieces[fqn], chosen.window_bytes)
-    execute(plan, packs_under(store, "0123456789abcdef/"), [target for target, _ in targets], chosen)
+    execute(plan, packs_in(store), [target for target, _ in targets], chosen, NO_CODECS)
     assert [target.array.tobytes() for target, _ in targets] == [expected for _, expected in targets]
 
 
@@ -176,7 +182,7 @@ def test_any_part_of_a_run_may_lie_at_hand(zero_copy_bytes_min: int) -> None:
     for count in range(0, plan.bytes + 500, 499):
         store.count = count
         targets = [HostTarget("uint8", each.shard.pieces[0]) for each in shards]
-        execute(plan, packs_under(store, "0123456789abcdef/"), targets, chosen)
+        execute(plan, packs_in(store), targets, chosen, NO_CODECS)
         for target, each in zip(targets, shards, strict=True):
             expected = bytearray(each.shard.tensor.global_bytes)
             each.source.copy_into(each.shard.pieces[0], 0, len(expected), memoryview(expected)).wait()
@@ -201,7 +207,7 @@ def test_targets_that_overlap_are_no_damage() -> None:
     plan = load_plan(wanted, lambda fqn, _: pieces[fqn], chosen.window_bytes)
     memory_of_both = np.zeros(2 * PAGE_BYTES, dtype=np.uint8)
     targets = [Shared(memory_of_both), Shared(memory_of_both[:PAGE_BYTES])]
-    execute(plan, packs_under(store, "0123456789abcdef/"), targets, chosen)
+    execute(plan, packs_in(store), targets, chosen, NO_CODECS)
     assert memory_of_both.any()
 
 
@@ -217,8 +223,8 @@ def test_damage_in_what_lies_at_hand_is_found() -> None:
     plan = load_plan([WantedBoxes("t0", shards[0].shard.pieces)], lambda fqn, _: pieces[fqn], SMALL.window_bytes)
     with pytest.raises(CorruptError, match=r"t0.*r00000\.safetensors: bytes .* hash to"):
         execute(
-            plan, packs_under(store, "0123456789abcdef/"), [HostTarget("uint8", shards[0].shard.pieces[0])],
-            tuned(SMALL, zero_copy_bytes_min=1),
+            plan, packs_in(store), [HostTarget("uint8", shards[0].shard.pieces[0])],
+            tuned(SMALL, zero_copy_bytes_min=1), NO_CODECS,
         )  # fmt: skip
 
 
@@ -243,7 +249,7 @@ def test_an_error_of_a_target_is_not_taken_for_one_of_the_store(tmp_path: Path, 
     pieces = pieces_of(shards, write(store, shards, SMALL), SMALL.chunk_bytes)
     plan = load_plan([WantedBoxes("t0", shards[0].shard.pieces)], lambda fqn, _: pieces[fqn], SMALL.window_bytes)
     with pytest.raises(type(error)) as raised:
-        execute(plan, packs_under(store, "0123456789abcdef/"), [Refusing(error)], SMALL)
+        execute(plan, packs_in(store), [Refusing(error)], SMALL, NO_CODECS)
     assert raised.value is error
 
 
@@ -408,11 +414,11 @@ def test_a_damaged_chunk_is_named_and_not_placed() -> None:
     target.array[:] = 0
     plan = load_plan([WantedBoxes("t0", (Box((0,), (30000,)),))], lambda fqn, _: pieces[fqn], SMALL.window_bytes)
     with pytest.raises(CorruptError, match=rf"t0: .*{KEY}: bytes {at - 77}–{at - 77 + PAGE_BYTES}"):
-        execute(plan, packs_under(store, "0123456789abcdef/"), [target], SMALL)
+        execute(plan, packs_in(store), [target], SMALL, NO_CODECS)
     assert not target.array[2 * PAGE_BYTES : 3 * PAGE_BYTES].any()
     untouched = HostTarget("uint8", Box((0,), (PAGE_BYTES,)))
     beside = load_plan([WantedBoxes("t0", (Box((0,), (PAGE_BYTES,)),))], lambda fqn, _: pieces[fqn], SMALL.window_bytes)
-    execute(beside, packs_under(store, "0123456789abcdef/"), [untouched], SMALL)
+    execute(beside, packs_in(store), [untouched], SMALL, NO_CODECS)
 
 
 class FlipsOnTheWay(ForwardingStore):
@@ -439,14 +445,20 @@ def test_a_bit_that_was_flipped_on_the_way_is_read_again(number: int, caplog: py
     whole = shards[0].shard.pieces
     plan = load_plan([WantedBoxes("t0", whole)], lambda fqn, _: pieces[fqn], Settings().read_window_bytes)
     target = HostTarget("uint8", whole[0])
-    execute(plan, packs_under(FlipsOnTheWay(inner, number=number, reads=1), "0123456789abcdef/"), [target], Settings())
+    execute(
+        plan,
+        packs_in(FlipsOnTheWay(inner, number=number, reads=1)),
+        [target],
+        Settings(),
+        NO_CODECS,
+    )
     assert np.array_equal(target.array, shards[0].source.array)  # type: ignore[attr-defined]
     (said,) = caplog.records
     assert "right when they were read again" in said.message
     # Twice wrong is damage.
     with pytest.raises(CorruptError, match="hash to"):
         store = FlipsOnTheWay(inner, number=0, reads=2)
-        execute(plan, packs_under(store, "0123456789abcdef/"), [target], Settings())
+        execute(plan, packs_in(store), [target], Settings(), NO_CODECS)
 
 
 def test_what_is_read_for_others_is_read_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -455,9 +467,9 @@ def test_what_is_read_for_others_is_read_again(caplog: pytest.LogCaptureFixture)
     pieces = pieces_of(shards, write(inner, shards, SMALL), SMALL.chunk_bytes)
     whole = shards[0].shard.pieces
     (run,) = load_plan([WantedBoxes("t0", whole)], lambda fqn, _: pieces[fqn], SMALL.read_window_bytes).runs
-    stored = Stored(FlipsOnTheWay(inner, number=0, reads=1), KEY)
+    packs = packs_in(FlipsOnTheWay(inner, number=0, reads=1))
     target = HostTarget("uint8", whole[0])
-    data = read_through(run, stored, [target], allocate_aligned(4 * PAGE_BYTES))
+    (data,) = read_through(run, Placing(packs, [target], Decoder(NO_CODECS)), allocate_aligned(4 * PAGE_BYTES))
     assert bytes(data) == target.array.tobytes() == shards[0].source.array.tobytes()  # type: ignore[attr-defined]
     assert "read again" in caplog.text
 
@@ -471,13 +483,21 @@ def test_a_missing_and_a_truncated_pack_are_corrupt() -> None:
     for change in (lambda: store.put(KEY, raw[:-1]), lambda: store.delete([KEY])):
         change()
         with pytest.raises(CorruptError, match="r00000"):
-            execute(plan, packs_under(store, "0123456789abcdef/"), [HostTarget("uint8", Box((0,), (30000,)))], SMALL)
+            execute(
+                plan,
+                packs_in(store),
+                [HostTarget("uint8", Box((0,), (30000,)))],
+                SMALL,
+                NO_CODECS,
+            )
 
 
 def test_an_empty_plan_reads_nothing() -> None:
     faults = Faults()
     plan = load_plan([WantedBoxes("t0", (Box((0,), (0,)),))], lambda *_: [], 4096)
-    execute(plan, packs_under(FaultyStore(memory(), faults), "x/"), [HostTarget("uint8", Box((0,), (0,)))], SMALL)
+    execute(
+        plan, packs_under(FaultyStore(memory(), faults), "x/"), [HostTarget("uint8", Box((0,), (0,)))], SMALL, NO_CODECS
+    )
     assert faults.seen == []
 
 

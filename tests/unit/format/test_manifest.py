@@ -16,6 +16,8 @@ from holdfast.format.sealed_json import sealed, unsealed
 from holdfast.types.manifest import FileRecord, OptimizerRecord
 from tests.unit.format.documents import little_memory, manifest
 
+OTHER = "step-000000000003/89abcdef01234567/"
+
 
 def test_a_manifest_comes_back_with_its_digest() -> None:
     for each in (manifest(), replace(manifest(), step=None, parent=None, layouts=(), aliases={})):
@@ -48,6 +50,15 @@ def test_optimizers_come_back_and_leave_the_version_as_it_is() -> None:
     format_of = {unsealed(each, "here")[0]["holdfast"]["format"][1] for each in (data, encode_manifest(manifest()))}
     assert len(format_of) == 1
     assert b"optimizers" not in encode_manifest(manifest())
+
+
+@pytest.mark.parametrize("pack", ["coded/r00000.safetensors", f"{OTHER}coded/r00001.safetensors"])
+def test_a_pack_of_coded_pieces_states_the_version_that_brought_them(pack: str) -> None:
+    coded = replace(manifest(), packs=(*manifest().packs, FileRecord(pack, 4096, "e" * 32)))
+    data = encode_manifest(coded)
+    assert b'"format":[1,4]' in b"".join(data.split())
+    assert decode_manifest(data, "here").packs == coded.packs
+    assert b'"format":[1,0]' in b"".join(encode_manifest(manifest()).split())
 
 
 def test_every_flipped_bit_of_a_manifest_is_found() -> None:

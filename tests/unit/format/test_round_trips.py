@@ -21,6 +21,7 @@ from holdfast.format.names import (
     STEP_MAX,
     index_name,
     is_attempt_folder,
+    is_coded_pack_name,
     is_index_name,
     is_pack_name,
     is_part_name,
@@ -28,6 +29,7 @@ from holdfast.format.names import (
     rank_of_pack,
     step_folder,
     step_of_folder,
+    step_of_pack,
 )
 from holdfast.format.pack import entries_of, header_of
 from holdfast.format.part import RankPart, decode_part, encode_part
@@ -357,13 +359,25 @@ def test_names_are_a_closed_set() -> None:
         assert is_part_name(part_name(rank))
         assert is_pack_name(f"r{rank:05d}.safetensors")
         assert rank_of_pack(f"enc/r{rank:05d}-12.safetensors") == rank
+        assert rank_of_pack(f"coded/r{rank:05d}.safetensors") == rank
     assert is_index_name(index_name(12))
     assert is_attempt_folder("0123456789abcdef")
     for bad in ("", "..", "../r00000.safetensors", "r00000.safetensors\n", "r0.safetensors", "/r00000.safetensors",
                 "r00000.safetensors/x", "enc/enc/r00000.safetensors", "R00000.safetensors", "r00000.safetensors\0",
-                "r٠٠٠٠٠.safetensors", "parts/r00000.safetensors"):  # fmt: skip
+                "r٠٠٠٠٠.safetensors", "parts/r00000.safetensors", "coded/enc/r00000.safetensors",
+                "coded/coded/r00000.safetensors", "Coded/r00000.safetensors"):  # fmt: skip
         assert not is_pack_name(bad), bad
         assert not is_part_name(bad.replace("safetensors", "msgpack").removeprefix("parts/")), bad
         assert not is_index_name(bad)
         assert not is_attempt_folder(bad)
     assert not is_attempt_folder("0123456789abcdeF")
+
+
+def test_packs_of_coded_pieces_are_told_from_others() -> None:
+    attempt = "step-000000001000/0123456789abcdef/"
+    for name in ("coded/r00003.safetensors", "coded/r00003-1.safetensors", f"{attempt}coded/r00003.safetensors"):
+        assert is_coded_pack_name(name), name
+    assert step_of_pack(f"{attempt}coded/r00003.safetensors") == 1000
+    for name in ("r00003.safetensors", "enc/r00003.safetensors", f"{attempt}enc/r00003.safetensors",
+                 "file:///models/coded/r00003.safetensors", "coded/r00003.link", "coded/"):  # fmt: skip
+        assert not is_coded_pack_name(name), name

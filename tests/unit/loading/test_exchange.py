@@ -23,6 +23,7 @@ from holdfast.geometry.box import Box
 from holdfast.geometry.tensor import Role
 from holdfast.loading.exchange import AgreedExchange, Offer, agree_on_exchange, offer_of, read_or_exchange
 from holdfast.plan.reads import load_plan
+from holdfast.ports.codec import NO_CODECS
 from holdfast.ports.framework import Target
 from holdfast.ports.store import Store, packs_under
 from holdfast.repository.catalog import read_index, read_manifest
@@ -365,6 +366,7 @@ def test_ranks_may_stop_exchanging_and_read_the_rest(store: MemoryStore, after_r
             packs_under(store, f"{step_folder(1)}{manifest.attempt}/"),
             targets,
             ALWAYS,
+            NO_CODECS,
         )
         return moved, [target.array for target in targets]
 
@@ -395,7 +397,7 @@ def test_a_rank_that_cannot_plan_stops_all(store: MemoryStore) -> None:
             raise InvalidError("no memory")
 
         exchange = PlannedExchange(planned, agreed.job.round_count, None)
-        return execute_exchange(exchange, comm, SystemClock(), packs, targets, ALWAYS)
+        return execute_exchange(exchange, comm, SystemClock(), packs, targets, ALWAYS, NO_CODECS)
 
     first, second, third = outcomes_of_ranks(RANKS, load)
     assert isinstance(second, InvalidError)

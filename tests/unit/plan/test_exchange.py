@@ -238,7 +238,7 @@ def test_what_could_save_too_little_is_planned_by_force_only() -> None:
 def test_what_would_take_seconds_to_plan_is_planned_by_force_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that differ describe many runs, or many ranks want each of many segments."""
     same, differing = [described(0, 100, 80 * CHUNK)] * 4, [described(rank, 100, 80 * CHUNK) for rank in range(4)]
-    runs = sum(len(zlib.decompress(each)) // 24 for each in differing)
+    runs = sum(len(zlib.decompress(each)) // 32 for each in differing)
     monkeypatch.setattr("holdfast.plan.exchange._PAIRS_MAX", runs)
     assert job_exchange(differing, ROUND, forced=False) is not None
     monkeypatch.setattr("holdfast.plan.exchange._PAIRS_MAX", runs - 1)

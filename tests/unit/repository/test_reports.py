@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from holdfast.errors import CheckpointError, CorruptError, InvalidError
 from holdfast.format.sealed_json import sealed, unsealed
 from holdfast.repository.reports import decode_reports, encode_reports, put_reports, reports_in
 from holdfast.stores.memory import MemoryStore
+from holdfast.types.coding import KindCoding
 from holdfast.types.events import Operation, Phase, RankReport
 
 seconds = st.floats(0, 1e6).map(lambda value: round(value, 6))
@@ -26,6 +28,20 @@ operations = st.builds(
     st.integers(0, 99_999),
     st.integers(1, 100_000),
 )
+rates = st.none() | st.floats(0, 1e12)
+codings = st.builds(
+    KindCoding,
+    words,
+    words,
+    st.integers(0, 1 << 50),
+    st.integers(0, 1 << 50),
+    rates,
+    rates,
+    rates,
+    rates,
+    seconds,
+    words,
+)
 reports = st.builds(
     RankReport,
     operations,
@@ -37,6 +53,7 @@ reports = st.builds(
     st.lists(phases, max_size=5).map(tuple),
     st.integers(0, 1 << 50),
     st.dictionaries(words, st.integers(-5, 5) | st.floats(0, 1) | words | st.booleans(), max_size=4),
+    st.lists(codings, max_size=2).map(tuple),
 )
 
 
@@ -62,6 +79,7 @@ def test_no_flipped_bit_is_taken_for_a_report(report: RankReport, at: float, bit
         decode_reports(bytes(data), "there", "x")
 
 
+CODING = asdict(KindCoding("float32 exp_avg", "planes", 12, 10, 1.2, None, 1e9, 0.5, 0.6, "why"))
 WRONG = {
     "verb": ["export", 3, None],
     "id": [3, None],
@@ -74,6 +92,7 @@ WRONG = {
     "seconds": [-0.5, None, [], True],
     "bytes": [-1, 1.5, None],
     "facts": [None, [], {"a": []}, {"a": None}],
+    "codings": [None, {}, [[]], [{}], [{**CODING, "why": 3}], [{**CODING, "ratio": -1}], [CODING] * 1001],
     "phases": [None, {}, [[]], [["a", 1]], [["a", 1, -1]], [[1, 1, 1]], [["a", "1", 1]], [["a", 1, True]]],
 }
 
@@ -92,6 +111,11 @@ def test_more_phases_than_any_operation_has_are_refused() -> None:
     report = RankReport(Operation("save", 1, "x", 0, 1), "0" * 16, "h", 1, 0.0, 1.0, told, 0)
     with pytest.raises(CorruptError, match=r"phases is .*length <= 10000"):
         decode_reports(encode_reports([report]), "there", "x")
+
+
+def test_a_report_without_codings_is_written_as_before() -> None:
+    report = RankReport(Operation("save", 1, "x", 0, 1), "0" * 16, "h", 1, 0.0, 1.0, (), 0)
+    assert "codings" not in json.loads(encode_reports([report]))
 
 
 def test_another_kind_and_a_newer_format_are_refused() -> None:

@@ -55,7 +55,10 @@ def store_of(root: Path) -> LocalStore:
     return LocalStore(root, settings=SMALL)
 
 
-@pytest.mark.parametrize("name", ["r00003.safetensors", "r00003-12.safetensors", "enc/r00003.safetensors"])
+@pytest.mark.parametrize(
+    "name",
+    ["r00003.safetensors", "r00003-12.safetensors", "enc/r00003.safetensors", "coded/r00003-1.safetensors"],
+)
 def test_the_name_of_a_link_follows_from_that_of_the_pack(name: str) -> None:
     pack = f"step-000000001000/0123456789abcdef/{name}"
     link = link_name(pack)

@@ -10,10 +10,12 @@ from typing import Annotated
 import typer
 
 from holdfast import api
+from holdfast.checkpoint.codings import StoredForm, stored_form
 from holdfast.cli.commands.ls import health_document, json_number, shown_metrics, shown_time
 from holdfast.cli.ending import ended_well
 from holdfast.cli.opening import AsJson, Step, opened
 from holdfast.cli.screen import Screen, attributes, counted, shown_ranks, stdout
+from holdfast.cli.stored_forms import codings_document, show_codings, shown_codecs, shown_ratio
 from holdfast.cli.tree import tree_lines
 from holdfast.errors import printable
 from holdfast.telemetry.log_lines import shown_bytes
@@ -25,7 +27,9 @@ VALUE_LINES_MAX = 60
 _MORE_LINES = " lines: --all shows them"
 
 _COLUMNS = ("TENSOR", "DTYPE", "SHAPE", ">BYTES", ">PIECES", "WRITTEN BY")
+_CODED_COLUMNS = (*_COLUMNS, ">RATIO", "CODEC")
 _TOTAL_COLUMNS = ("KEY", ">TENSORS", ">BYTES")
+_CODED_TOTAL_COLUMNS = (*_TOTAL_COLUMNS, ">STORED", ">RATIO")
 _PLAN_COLUMNS = (">RANK", ">HOLDS", ">READS", ">CHUNKS", ">RUNS")
 
 
@@ -65,10 +69,12 @@ def inspect(
         else:
             names.sort(key=_natural)
             _show_provenance(screen, checkpoint)
-            _show_totals(screen, _totals(checkpoint, names), TENSORS_MAX if is_short else None)
+            forms = _coded_forms(checkpoint, names)
+            _show_totals(screen, _totals(checkpoint, names, forms), TENSORS_MAX if is_short else None)
+            show_codings(screen, checkpoint.codings)
             if tensors is None:
                 _show_values(screen, checkpoint, VALUE_LINES_MAX if is_short else None)
-            _show_tensors(screen, checkpoint, names, TENSORS_MAX if is_short else None)
+            _show_tensors(screen, checkpoint, names, forms, TENSORS_MAX if is_short else None)
             _show_aliases(screen, checkpoint.aliases, names, TENSORS_MAX if is_short else None)
 
 
@@ -140,13 +146,24 @@ def _layouts(layouts: tuple[dict[str, object], ...]) -> Iterator[str]:
         yield printable(text)
 
 
-def _totals(checkpoint: api.Checkpoint, names: list[str]) -> dict[str, dict[str, int]]:
-    """Return number and bytes of tensors by the first part of their names, the key of the state."""
+def _coded_forms(checkpoint: api.Checkpoint, names: list[str]) -> dict[str, StoredForm]:
+    """Return how each tensor is stored; nothing for a checkpoint whose tensors are all stored as they are."""
+    forms = {fqn: stored_form(checkpoint.pieces(fqn)) for fqn in names}
+    return forms if any(form.codecs for form in forms.values()) else {}
+
+
+def _totals(checkpoint: api.Checkpoint, names: list[str], forms: Mapping[str, StoredForm]) -> dict[str, dict[str, int]]:
+    """Return number and bytes of tensors by the first part of their names, the key of the state.
+
+    Where some are coded, their stored bytes too.
+    """
     totals: dict[str, dict[str, int]] = {}
     for fqn in names:
         total = totals.setdefault(fqn.partition(".")[0], {"tensors": 0, "bytes": 0})
         total["tensors"] += 1
         total["bytes"] += checkpoint.tensors[fqn].bytes
+        if forms:
+            total["stored_bytes"] = total.get("stored_bytes", 0) + forms[fqn].stored_bytes
     return totals
 
 
@@ -154,11 +171,17 @@ def _show_totals(screen: Screen, totals: Mapping[str, Mapping[str, int]], limit:
     if totals:
         screen.line()
         rows = [[printable(key), f"{each['tensors']:,}", shown_bytes(each["bytes"])] for key, each in totals.items()]
-        screen.table(_TOTAL_COLUMNS, rows[:limit])
+        is_coded = any("stored_bytes" in each for each in totals.values())
+        for row, each in zip(rows, totals.values(), strict=True):
+            if is_coded:
+                row += [shown_bytes(each["stored_bytes"]), shown_ratio(each["bytes"], each["stored_bytes"])]
+        screen.table(_CODED_TOTAL_COLUMNS if is_coded else _TOTAL_COLUMNS, rows[:limit])
         screen.note_left_out(len(totals), limit, " keys: --all shows them")
 
 
-def _show_tensors(screen: Screen, checkpoint: api.Checkpoint, names: list[str], limit: int | None) -> None:
+def _show_tensors(
+    screen: Screen, checkpoint: api.Checkpoint, names: list[str], forms: Mapping[str, StoredForm], limit: int | None
+) -> None:
     if not names:
         screen.line()
         screen.line("no tensors" if not checkpoint.tensors else "no tensor matches", style="yellow")
@@ -178,7 +201,9 @@ def _show_tensors(screen: Screen, checkpoint: api.Checkpoint, names: list[str], 
                 f"rank{'s' * (len(writers) != 1)} {ranks}" if writers else "-",
             ]
         )
-    screen.table(_COLUMNS, rows)
+        if forms:
+            rows[-1] += [shown_ratio(info.bytes, forms[fqn].stored_bytes), shown_codecs(forms[fqn])]
+    screen.table(_CODED_COLUMNS if forms else _COLUMNS, rows)
     screen.note_left_out(len(names), limit, " tensors: --all shows them, --tensors 'GLOB' chooses")
 
 
@@ -211,7 +236,8 @@ def _document(checkpoint: api.Checkpoint, names: list[str], glob: str | None) ->
         "tensor_count": manifest.tensors,
         "tensor_bytes": manifest.tensor_bytes,
         "packs": [attributes(pack, "name", "bytes", "digest") for pack in manifest.packs],
-        "totals": _totals(checkpoint, names),
+        "totals": _totals(checkpoint, names, _coded_forms(checkpoint, names)),
+        "codings": codings_document(checkpoint.codings),
         "tensors": {fqn: _tensor_document(checkpoint, fqn) for fqn in names},
         "aliases": {alias: fqn for alias, fqn in sorted(checkpoint.aliases.items()) if fqn in chosen},
     }
@@ -221,12 +247,15 @@ def _document(checkpoint: api.Checkpoint, names: list[str], glob: str | None) ->
 
 
 def _tensor_document(checkpoint: api.Checkpoint, fqn: str) -> dict[str, object]:
-    info = checkpoint.tensors[fqn]
+    info, pieces = checkpoint.tensors[fqn], checkpoint.pieces(fqn)
+    form = stored_form(pieces)
     return {
         **attributes(info, "dtype", "shape", "bytes"),
+        "stored_bytes": form.stored_bytes,
+        "codecs": {name or "raw": count for name, count in form.chunks.items()},
         "pieces": [
-            {**_region(piece.region), **attributes(piece, "pack", "offset", "bytes")}
-            for piece in checkpoint.pieces(fqn)
+            {**_region(piece.region), **attributes(piece, "pack", "offset", "bytes", "stored_bytes")}
+            for piece in pieces
         ],
         "pieces_by_rank": {str(rank): count for rank, count in sorted(checkpoint.written_by(fqn).items())},
     }

@@ -24,6 +24,7 @@ from holdfast.coordination.opening.records import (
     SaveVerdict,
     Stated,
     Statement,
+    compression_error_of,
     is_misuse,
     overwrite_error_of,
     ranks_listed,
@@ -99,6 +100,9 @@ class Decision:
         overwrite_error = overwrite_error_of(self._save.name, stated)
         if overwrite_error is not None:
             return self._save.refusal(overwrite_error, is_misuse=True)
+        compression_error = compression_error_of(self._save.name, stated)
+        if compression_error is not None:
+            return self._save.refusal(compression_error)
         unmatched_error, warnings = judge_unmatched(self._save.name, [each.statement.unmatched for each in stated])
         if unmatched_error is not None:
             return self._save.refusal(unmatched_error)

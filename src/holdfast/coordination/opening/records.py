@@ -84,22 +84,36 @@ class Statement:
     is_loaded: bool = False
     """Whether the rank holds the step that is saved, as it loaded it."""
 
+    compresses: bool = False
+    """Whether the rank's settings let saves compress: then a weight and its master have one owner."""
+
     def encode(self) -> bytes:
         """Return the statement as 56 bytes, followed by patterns and meshes if there are any."""
         digests = self.location, self.layout, self.agreeing, self.other, self.known, self.parts
         head = _STATEMENT.pack(_OVERWRITES if self.overwrites else self.step, *digests)
-        tail = self.unmatched, self.meshes, self.is_loaded
+        tail = self.unmatched, self.meshes, self.is_loaded, self.compresses
         return head + encode_message(tail) if any(tail) else head
 
     @classmethod
     def decode(cls, record: bytes) -> Statement:
         """Return the statement that `encode` wrote."""
-        unmatched, meshes, is_loaded = _decoded_tail(record[_STATEMENT.size :])
+        unmatched, meshes, is_loaded, compresses = _decoded_tail(record[_STATEMENT.size :])
         step, location, layout, agreeing, other, known, parts = _STATEMENT.unpack(record[: _STATEMENT.size])
         overwrites = step == _OVERWRITES
         step = -1 if overwrites else step
         return cls(
-            step, location, layout, agreeing, other, known, parts, unmatched, meshes, overwrites, is_loaded=is_loaded
+            step,
+            location,
+            layout,
+            agreeing,
+            other,
+            known,
+            parts,
+            unmatched,
+            meshes,
+            overwrites,
+            is_loaded=is_loaded,
+            compresses=compresses,
         )
 
 
@@ -116,11 +130,11 @@ class Stated:
 
 
 @lru_cache(maxsize=1024)
-def _decoded_tail(tail: bytes) -> tuple[tuple[UnmatchedPattern, ...], tuple[StatedMesh, ...], bool]:
+def _decoded_tail(tail: bytes) -> tuple[tuple[UnmatchedPattern, ...], tuple[StatedMesh, ...], bool, bool]:
     # Cached: rank 0 decodes one statement per rank, and thousands of them have equal meshes.
     if not tail:
-        return (), (), False
-    return decode_message(tail, tuple[tuple[UnmatchedPattern, ...], tuple[StatedMesh, ...], bool])
+        return (), (), False, False
+    return decode_message(tail, tuple[tuple[UnmatchedPattern, ...], tuple[StatedMesh, ...], bool, bool])
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,6 +433,19 @@ def overwrite_error_of(name: str, stated: Sequence[Stated]) -> InvalidError | No
     return InvalidError(
         f"{name}: ranks {ranks_listed(overwriting)} pass overwrite=True and ranks {ranks_listed(others)} do not; "
         "expected the same on every rank. Nothing was saved, and nothing was replaced. Make it the same on every rank"
+    )
+
+
+def compression_error_of(name: str, stated: Sequence[Stated]) -> InvalidError | None:
+    """Return the error if only some ranks may compress: they would disagree about who writes what."""
+    compressing = ranks_of(each for each in stated if each.statement.compresses)
+    others = ranks_of(each for each in stated if not each.statement.compresses)
+    if not compressing or not others:
+        return None
+    return InvalidError(
+        f"{name}: settings.compression is 'on' or 'auto' on ranks {ranks_listed(compressing)} and 'off' on ranks "
+        f"{ranks_listed(others)}; expected the same on every rank. Nothing was saved. Pass the same settings on every "
+        "rank"
     )
 
 

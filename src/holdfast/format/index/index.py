@@ -14,13 +14,14 @@ import numpy as np
 
 from holdfast.errors import InvalidError
 from holdfast.format.index.columns import Ints
+from holdfast.format.index.pairing import pair_pieces
 from holdfast.format.index.piece_columns import PieceColumns, PieceIntervals, PieceJoiner, in_order
 from holdfast.format.index.tensor_table import TensorTable
 from holdfast.geometry.box import Box
 from holdfast.geometry.chunking import DIGEST_BYTES
 from holdfast.geometry.region import FlatRange, Region
 from holdfast.geometry.tensor import TensorSpec
-from holdfast.types.plan import Piece
+from holdfast.types.plan import Coding, Piece
 
 _FEW = 8
 """Up to this many pieces of a tensor, testing each is faster than sorting them."""
@@ -56,9 +57,10 @@ class Index:
         if known is not None or fqn not in self.table.specs:
             return known or ()
         if self.pieces.count > min(_MADE_AT_ONCE_MAX, _FEW * self.table.count):
-            pieces = self._pieces_of[fqn] = self._values(self.pieces.between(*self._run_of(fqn)))
+            run = self._run_of(fqn)
+            pieces = self._pieces_of[fqn] = self._values(self.pieces.between(*run), slice(*run))
             return pieces
-        pieces, first = self._values(self.pieces), self._first.tolist()
+        pieces, first = self._values(self.pieces, slice(None)), self._first.tolist()
         self._pieces_of = {
             name: pieces[start:stop] for name, start, stop in zip(self.table.fqns, first, first[1:], strict=False)
         }
@@ -78,7 +80,8 @@ class Index:
         if nearby is None:
             nearby = PieceIntervals(self.pieces.between(first, stop), self.table.specs[fqn].global_shape)
             self._nearby[fqn] = nearby
-        return self._values(self.pieces.taken(first + nearby.near(box)))
+        numbers = first + nearby.near(box)
+        return self._values(self.pieces.taken(numbers), numbers)
 
     def all_pieces(self) -> Iterator[Piece]:
         """Yield every piece, by FQN."""
@@ -91,14 +94,28 @@ class Index:
         if number is None:
             return []
         order, first = self._by_pack
-        return self._values(self.pieces.taken(order[first[number] : first[number + 1]]))
+        numbers = order[first[number] : first[number + 1]]
+        return self._values(self.pieces.taken(numbers), numbers)
+
+    def pairs_of(self, fqn: str) -> Sequence[str]:
+        """Return the FQNs of the tensors that pieces of a tensor are coded against."""
+        coding = self.pieces.coding
+        if coding is None or not coding.pair_fqns or fqn not in self.table.numbers:
+            return ()
+        first, stop = self._run_of(fqn)
+        return [coding.pair_fqns[number - 1] for number in np.unique(coding.pairs[first:stop]).tolist() if number]
 
     @cached_property
     def bytes_by_pack(self) -> Mapping[str, int]:
-        """Bytes of the pieces in each pack, by pack name; bytes that two pieces share count twice."""
+        """Stored bytes of the pieces in each pack, by pack name; bytes that two pieces share count twice."""
         totals = np.zeros(len(self.packs), dtype=np.int64)
-        np.add.at(totals, self.pieces.packs, self.pieces.bytes)
+        np.add.at(totals, self.pieces.packs, self.pieces.stored)
         return dict(zip(self.packs, totals.tolist(), strict=True))
+
+    @cached_property
+    def pair_pieces(self) -> Ints:
+        """For each piece the number of the piece that it is coded against; negative if there is none."""
+        return pair_pieces(self.table, self.pieces)
 
     @cached_property
     def _first(self) -> Ints:
@@ -112,7 +129,7 @@ class Index:
     @cached_property
     def _by_pack(self) -> tuple[Ints, Ints]:
         """The numbers of all pieces by pack and offset, and the start of each pack among them."""
-        order = np.lexsort((self.pieces.bytes, self.pieces.offsets, self.pieces.packs))
+        order = np.lexsort((self.pieces.stored, self.pieces.offsets, self.pieces.packs))
         return order, np.searchsorted(self.pieces.packs[order], np.arange(len(self.packs) + 1))
 
     @cached_property
@@ -123,11 +140,33 @@ class Index:
         number = self.table.numbers[fqn]
         return int(self._first[number]), int(self._first[number + 1])
 
-    def _values(self, pieces: PieceColumns) -> list[Piece]:
-        """Return pieces as Python values."""
+    def _values(self, pieces: PieceColumns, numbers: Ints | slice) -> list[Piece]:
+        """Return pieces as Python values.
+
+        Args:
+            pieces: The pieces.
+            numbers: Their numbers in the index.
+        """
+        codings = None
+        if pieces.coding is not None and pieces.coding.coded.any():
+            codings = pieces.coding.values(self._pairs(self.pair_pieces[numbers]))
+        return self._plain_values(pieces, codings)
+
+    def _pairs(self, numbers: Ints) -> list[Piece | None]:
+        """Return the pieces with these numbers, which others are coded against; None for a negative number."""
+        chosen, places = np.unique(numbers, return_inverse=True)
+        known = chosen[chosen >= 0]
+        pieces = self.pieces.taken(known)
+        # Nothing is coded against what is coded against something, so these have no pairs of their own.
+        codings = None if pieces.coding is None else pieces.coding.values([None] * len(known))
+        values: list[Piece | None] = [None] * (len(chosen) - len(known))
+        values += self._plain_values(pieces, codings)
+        return [values[place] for place in places.tolist()]
+
+    def _plain_values(self, pieces: PieceColumns, codings: Sequence[Coding | None] | None) -> list[Piece]:
         specs, packs, digests = self._specs, self.packs, bytes(pieces.digests)
         starts, stops = pieces.starts.tolist(), pieces.stops.tolist()
-        values = []
+        values: list[Piece] = []
         at = digest_at = 0
         for number, pack, offset, flat, width, chunks in zip(
             pieces.tensors.tolist(),
@@ -148,7 +187,9 @@ class Index:
             else:
                 region = Box(start, stop)
             digest_stop = digest_at + DIGEST_BYTES * chunks
-            values.append(Piece(tensor, region, packs[pack], offset, digests[digest_at:digest_stop], self.chunk_bytes))
+            coding = codings[len(values)] if codings else None
+            piece_digests = digests[digest_at:digest_stop]
+            values.append(Piece(tensor, region, packs[pack], offset, piece_digests, self.chunk_bytes, coding))
             digest_at = digest_stop
         return values
 

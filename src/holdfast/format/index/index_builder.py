@@ -7,6 +7,7 @@ from itertools import chain
 
 import numpy as np
 
+from holdfast.format.index.coding_columns import CodingJoiner
 from holdfast.format.index.columns import Ints
 from holdfast.format.index.index import Index, register_tensor
 from holdfast.format.index.piece_columns import in_order
@@ -14,7 +15,7 @@ from holdfast.format.index.tensor_table import TensorTable
 from holdfast.geometry.chunking import DIGEST_BYTES
 from holdfast.geometry.region import FlatRange, Region, corners
 from holdfast.geometry.tensor import TensorSpec
-from holdfast.types.plan import PackPlan
+from holdfast.types.plan import Coding, PackPlan
 
 
 class IndexBuilder:
@@ -36,10 +37,26 @@ class IndexBuilder:
         self._regions: list[Region] = []
         self._bytes: list[int] = []
         self._digests: list[bytes] = []
+        self._coding = CodingJoiner()
 
-    def add(self, tensor: TensorSpec, region: Region, pack: str, offset: int, digests: bytes) -> None:
+    def add(
+        self,
+        tensor: TensorSpec,
+        region: Region,
+        pack: str,
+        offset: int,
+        digests: bytes,
+        coding: Coding | None = None,
+    ) -> None:
         """Add one piece.
 
+        Args:
+            tensor: Its tensor.
+            region: Its region of the tensor.
+            pack: Name of the pack that holds it.
+            offset: Bytes from the start of the pack to the piece.
+            digests: The digests of its chunks, 16 bytes each.
+            coding: How its chunks are stored, in a coded pack.
         Raises:
             InvalidError: The tensor was added with another dtype or shape.
         """
@@ -50,17 +67,27 @@ class IndexBuilder:
         self._regions.append(region)
         self._bytes.append(region.numel * tensor.itemsize)
         self._digests.append(digests)
+        self._coding.add_piece(coding)
 
-    def add_pack(self, pack: PackPlan, header_bytes: int, digests: Sequence[bytes]) -> None:
+    def add_pack(
+        self, pack: PackPlan, header_bytes: int, digests: Sequence[bytes], codings: Sequence[Coding] = ()
+    ) -> None:
         """Add every piece of a written pack.
 
         Args:
             pack: The pack.
             header_bytes: Bytes before its data.
             digests: For each piece, the digests of its chunks, 16 bytes each.
+            codings: For each piece of a coded pack, how its chunks are stored.
         """
         items = pack.items
         assert len(items) == len(digests), f"{len(digests)} digests of {len(items)} pieces"
+        if pack.is_coded:
+            offset = header_bytes
+            for item, piece_digests, coding in zip(items, digests, codings, strict=True):
+                self.add(item.tensor, item.region, pack.name, offset, piece_digests, coding)
+                offset += coding.starts[-1]
+            return
         for item in items:
             register_tensor(self._tensors, item.tensor, pack.name)
         number = self._packs.setdefault(pack.name, len(self._packs))
@@ -70,6 +97,7 @@ class IndexBuilder:
         self._regions += [item.region for item in items]
         self._bytes += [item.bytes for item in items]
         self._digests += digests
+        self._coding.add(len(items), None)
 
     def index(self) -> Index:
         """Return the index of all pieces added so far."""
@@ -87,6 +115,7 @@ class IndexBuilder:
             "bytes": _column(self._bytes),
             "chunks": _column(map(len, self._digests)) // DIGEST_BYTES,
             "digests": memoryview(b"".join(self._digests)),
+            "coding": self._coding.columns(),
         }
         return Index(self._chunk_bytes, table, list(self._packs), in_order(columns))
 

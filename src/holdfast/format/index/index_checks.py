@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
+from holdfast.format.coded_chunks import PAIRED_DTYPES
 from holdfast.format.index.index import Index, IndexMerger
 from holdfast.format.index.index_file import decode_index
 from holdfast.format.index.overview import Overview, decode_overview
 from holdfast.format.index.tensor_table import TensorTable
-from holdfast.format.names import MANIFEST_FILE, OVERVIEW_FILE, is_file_url
+from holdfast.format.names import MANIFEST_FILE, OVERVIEW_FILE, is_coded_pack_name, is_file_url
+from holdfast.ports.codec import RAW_PER_STORED_MAX
 from holdfast.types.manifest import Manifest
 
 
@@ -44,6 +46,7 @@ def index_from(manifest: Manifest, files: Sequence[bytes], where: str) -> Index:
     else:
         index = indexes[0]
     require_places(index, manifest, where)
+    require_pairs(index, f"{where}{manifest.attempt}")
     _require_totals(index.table, manifest, where)
     return index
 
@@ -57,11 +60,12 @@ def overview_from(manifest: Manifest, data: bytes, where: str) -> Overview:
     overview = decode_overview(data, len(manifest.indexes), f"{where}{manifest.attempt}/{OVERVIEW_FILE}")
     _require_totals(overview.table, manifest, where)
     pack_bytes = sum(pack.bytes for pack in manifest.packs)
+    coded_bytes = sum(pack.bytes for pack in manifest.packs if is_coded_pack_name(pack.name))
     # Only a whole index proves the shapes. A reader of one part must not allocate memory for a false shape.
-    if manifest.tensor_bytes > pack_bytes:
+    if manifest.tensor_bytes > pack_bytes + (RAW_PER_STORED_MAX - 1) * coded_bytes:
         raise CorruptError(
-            f"{where}{MANIFEST_FILE}: {manifest.tensor_bytes} bytes of tensors in packs of {pack_bytes} bytes. Read "
-            "another copy"
+            f"{where}{MANIFEST_FILE}: {manifest.tensor_bytes} bytes of tensors in packs of {pack_bytes} bytes, "
+            f"{coded_bytes} of them coded. Read another copy"
         )
     return overview
 
@@ -86,7 +90,7 @@ def require_places(index: Index, manifest: Manifest, where: str) -> None:
     known = {pack.name: pack.bytes for pack in manifest.packs}
     # A pack that the manifest does not name gets size -1, so that every piece in it is beyond its end.
     ends = np.array([min(known.get(name, -1), np.iinfo(np.int64).max) for name in index.packs], dtype=np.int64)
-    room = ends[pieces.packs] - pieces.bytes
+    room = ends[pieces.packs] - pieces.stored
     beyond = pieces.offsets > room
     if beyond.any():
         at = int(beyond.argmax())
@@ -94,12 +98,12 @@ def require_places(index: Index, manifest: Manifest, where: str) -> None:
         fqn = list(index.tensors)[int(pieces.tensors[at])]
         start = int(pieces.offsets[at])
         raise CorruptError(
-            f"{where}{manifest.attempt}/{pack}: {fqn} at bytes {start}–{start + int(pieces.bytes[at])}; "
+            f"{where}{manifest.attempt}/{pack}: {fqn} at bytes {start}–{start + int(pieces.stored[at])}; "
             f"expected it within the {known.get(pack)} bytes of the pack. Read another copy"
         )
-    filled = np.flatnonzero(pieces.bytes)
+    filled = np.flatnonzero(pieces.stored)
     order = filled[np.lexsort((pieces.offsets[filled], pieces.packs[filled]))]
-    stops = pieces.offsets[order] + pieces.bytes[order]
+    stops = pieces.offsets[order] + pieces.stored[order]
     # Referenced files of other systems may store tied tensors once, so pieces may share bytes there.
     is_ours = np.array([not is_file_url(name) for name in index.packs], dtype=bool)[pieces.packs[order]]
     same_pack = pieces.packs[order][1:] == pieces.packs[order][:-1]
@@ -110,6 +114,46 @@ def require_places(index: Index, manifest: Manifest, where: str) -> None:
         raise CorruptError(
             f"{where}{manifest.attempt}/{name}: two pieces hold byte {byte}; expected one. Read another copy"
         )
+
+
+def require_pairs(index: Index, where: str, *, whole: bool = True) -> None:
+    """Refuse pieces that are coded against a pair that they cannot have.
+
+    Args:
+        index: The index.
+        where: The checkpoint, for messages.
+        whole: Whether it lists every piece of the checkpoint. If not, a pair may be in an index file that was not read.
+    Raises:
+        CorruptError: A pair is missing, of another shape or element type, coded against a pair itself, or the pair of
+            two pieces. The message names the first such piece.
+    """
+    pieces, coding, fqns = index.pieces, index.pieces.coding, index.table.fqns
+    if coding is None or not coding.pairs.any():
+        return
+    asking = np.flatnonzero(coding.pairs)
+    pairs = index.pair_pieces[asking]
+    lacking = asking[pairs < 0]
+    if whole and len(lacking):
+        at = int(lacking[0])
+        pair_fqn = coding.pair_fqns[int(coding.pairs[at]) - 1]
+        raise CorruptError(
+            f"{where}: {fqns[int(pieces.tensors[at])]} is coded against {pair_fqn[:200]}, of which no piece has its "
+            "region; expected one. Read another copy"
+        )
+    asking, pairs = asking[pairs >= 0], pairs[pairs >= 0]
+    tensors = np.unique(np.stack((pieces.tensors[asking], pieces.tensors[pairs])), axis=1)
+    for number, pair_number in tensors.T.tolist():
+        tensor, pair = index.table.specs[fqns[number]], index.table.specs[fqns[pair_number]]
+        # What is coded against a pair is of 32 bits, so no pair is coded against a pair: there are no circles.
+        if pair.dtype not in PAIRED_DTYPES.get(tensor.dtype, ()) or pair.global_shape != tensor.global_shape:
+            raise CorruptError(
+                f"{where}: {tensor} is coded against {pair}; expected a float32 tensor, and one of 16 bits and of "
+                "the same shape. Read another copy"
+            )
+    shared, counts = np.unique(pairs, return_counts=True)
+    if (counts > 1).any():
+        fqn = fqns[int(pieces.tensors[int(shared[int(counts.argmax())])])]
+        raise CorruptError(f"{where}: two pieces are coded against one piece of {fqn}. Read another copy")
 
 
 def _require_totals(table: TensorTable, manifest: Manifest, where: str) -> None:
@@ -135,7 +179,7 @@ def cut_short(index: Index, short: Mapping[str, tuple[int, CheckpointError]]) ->
     pieces, packs, names = index.pieces, index.packs, list(index.tensors)
     cut = np.array([name in short for name in packs], dtype=bool)
     ends = np.array([short[name][0] if name in short else 0 for name in packs], dtype=np.int64)
-    beyond = np.flatnonzero(cut[pieces.packs] & (pieces.offsets > ends[pieces.packs] - pieces.bytes))
+    beyond = np.flatnonzero(cut[pieces.packs] & (pieces.offsets > ends[pieces.packs] - pieces.stored))
     tensors, first = np.unique(pieces.tensors[beyond], return_index=True)
     first_packs = zip(tensors.tolist(), pieces.packs[beyond[first]].tolist(), strict=True)
     return {names[tensor]: short[packs[pack]][1] for tensor, pack in first_packs}

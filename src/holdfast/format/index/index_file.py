@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
+from msgspec import UNSET, UnsetType
 
 from holdfast.errors import CorruptError
+from holdfast.format.coded_notes import CHUNK_BYTES_MAX
+from holdfast.format.index.coding_columns import Bools
+from holdfast.format.index.coding_file import CodingDocument, coding_document, with_coding
 from holdfast.format.index.columns import Ints, decode_column, encode_column, products
 from holdfast.format.index.index import Index
-from holdfast.format.index.piece_columns import Bools, PieceColumns, bounds_of
+from holdfast.format.index.piece_columns import PieceColumns, bounds_of
 from holdfast.format.index.tensor_table import Column, TensorsDocument, TensorTable, TensorTables, decode_tensors
-from holdfast.format.names import is_file_url, is_pack_name, step_of_pack
+from holdfast.format.names import is_coded_pack_name, is_file_url, is_pack_name, step_of_pack
 from holdfast.format.sealed_json import decode_msgpack
 from holdfast.geometry.chunking import DIGEST_BYTES
-from holdfast.settings import MIB, PAGE_BYTES
+from holdfast.settings import PAGE_BYTES
 
 _BOX, _FLAT = 0, 1
 """Kinds of pieces in the column `piece_kinds`."""
 
 _OWN, _FILE, _STEP = "own", "file", "step"
 """Kinds of packs: written by this attempt, a file that another system wrote, or a pack of another step."""
-
-_CHUNK_BYTES_MAX = 4 * MIB
-"""Largest chunk of one digest. It bounds the tensor bytes that a small index can claim."""
 
 INDEX_BYTES_MAX = 1 << 30
 """Readers refuse a larger index file or part as damaged, without reading it."""
@@ -39,6 +40,7 @@ class IndexDocument(TensorsDocument):
     piece_stops: Column
     digests: bytes
     piece_kinds: Column | None = None
+    coding: CodingDocument | UnsetType = UNSET
 
 
 def document_of(index: Index) -> IndexDocument:
@@ -59,6 +61,7 @@ def document_of(index: Index) -> IndexDocument:
         piece_stops=encode_column(pieces.stops),
         digests=bytes(pieces.digests),
         piece_kinds=encode_column(pieces.flat) if pieces.flat.any() else None,
+        coding=coding_document(pieces.coding),
     )
 
 
@@ -81,8 +84,8 @@ def index_of(
     Raises:
         CorruptError: A count, name, shape or range is impossible; the message names it.
     """
-    if not PAGE_BYTES <= document.chunk_bytes <= _CHUNK_BYTES_MAX or document.chunk_bytes % PAGE_BYTES:
-        expected = f"a multiple of {PAGE_BYTES}, at most {_CHUNK_BYTES_MAX}"
+    if not PAGE_BYTES <= document.chunk_bytes <= CHUNK_BYTES_MAX or document.chunk_bytes % PAGE_BYTES:
+        expected = f"a multiple of {PAGE_BYTES}, at most {CHUNK_BYTES_MAX}"
         raise CorruptError(f"{where}: chunk_bytes={document.chunk_bytes}; expected {expected}. Read another copy")
     table = decode_tensors(document, where) if tables is None else tables.of(document, where)
     for kind, name in document.packs:
@@ -120,7 +123,9 @@ def index_of(
     chunks = np.zeros(count, dtype=np.int64) if unhashed else -(-piece_bytes // document.chunk_bytes)
     _require_digests(table, tensors, chunks, len(document.digests), where)
     digests = memoryview(document.digests)
+    coded = np.array([not unhashed and is_coded_pack_name(name) for _, name in document.packs], dtype=bool)[packs]
     pieces = PieceColumns(tensors, packs, offsets, flat, widths, starts, stops, piece_bytes, chunks, digests)
+    pieces = with_coding(pieces, document.coding, coded, table, document.chunk_bytes, where)
     return Index(document.chunk_bytes, table, [name for _, name in document.packs], pieces)
 
 

@@ -8,15 +8,13 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from holdfast.format.index.coding_columns import Bools, CodingColumns, CodingJoiner
 from holdfast.format.index.columns import Ints, positions, run_starts, runs_taken
 from holdfast.format.index.tensor_table import TensorTable
 from holdfast.geometry.box import Box
 from holdfast.geometry.chunking import DIGEST_BYTES
 from holdfast.geometry.region import row_major
-
-Bools = NDArray[np.bool_]
 
 _BY_PIECE = ("tensors", "packs", "offsets", "flat", "widths", "bytes", "chunks")
 """Columns of `PieceColumns` with one number for each piece."""
@@ -59,6 +57,9 @@ class PieceColumns:
     digests: memoryview
     """16 bytes for each chunk, piece after piece."""
 
+    coding: CodingColumns | None = None
+    """How the coded pieces are coded; None if none is."""
+
     @cached_property
     def first_coordinate(self) -> Ints:
         """Start of each piece's coordinates, and the end of the last; shape (pieces + 1,)."""
@@ -69,6 +70,11 @@ class PieceColumns:
         """Number of each piece's first chunk, and one past the last chunk; shape (pieces + 1,)."""
         return run_starts(self.chunks)
 
+    @cached_property
+    def stored(self) -> Ints:
+        """Bytes of each piece in its pack."""
+        return self.bytes if self.coding is None else np.where(self.coding.coded, self.coding.stored, self.bytes)
+
     @property
     def count(self) -> int:
         """Number of pieces."""
@@ -77,19 +83,23 @@ class PieceColumns:
     def taken(self, numbers: Ints) -> PieceColumns:
         """Return the pieces with these numbers, in this order."""
         digests = runs_taken(np.frombuffer(self.digests, dtype=f"V{DIGEST_BYTES}"), self.first_chunk, numbers)
-        return self._select(numbers, positions(self.first_coordinate, numbers), digests.view(np.uint8).data)
+        coding = None if self.coding is None else self.coding.taken(numbers)
+        return self._select(numbers, positions(self.first_coordinate, numbers), digests.view(np.uint8).data, coding)
 
     def between(self, first: int, stop: int) -> PieceColumns:
         """Return the pieces of a half-open run of numbers, without a copy."""
         coordinates = slice(int(self.first_coordinate[first]), int(self.first_coordinate[stop]))
         chunk_first, chunk_stop = int(self.first_chunk[first]), int(self.first_chunk[stop])
         digests = self.digests[DIGEST_BYTES * chunk_first : DIGEST_BYTES * chunk_stop]
-        return self._select(slice(first, stop), coordinates, digests)
+        coding = None if self.coding is None else self.coding.between(first, stop)
+        return self._select(slice(first, stop), coordinates, digests, coding)
 
-    def _select(self, pieces: Ints | slice, coordinates: Ints | slice, digests: memoryview) -> PieceColumns:
+    def _select(
+        self, pieces: Ints | slice, coordinates: Ints | slice, digests: memoryview, coding: CodingColumns | None
+    ) -> PieceColumns:
         columns = {name: getattr(self, name)[pieces] for name in _BY_PIECE}
         columns |= {name: getattr(self, name)[coordinates] for name in _BY_COORDINATE}
-        return PieceColumns(**columns, digests=digests)
+        return PieceColumns(**columns, digests=digests, coding=coding)
 
     def order(self) -> Ints:
         """Return the numbers of the pieces in order of tensor and start."""
@@ -112,18 +122,21 @@ class PieceJoiner:
     def __init__(self) -> None:
         """Begin with no pieces."""
         self._columns = {name: bytearray() for name in (*_BY_PIECE, *_BY_COORDINATE, "digests")}
+        self._coding = CodingJoiner()
 
     def add(self, pieces: PieceColumns) -> None:
         """Append pieces."""
         for name, column in self._columns.items():
             column.extend(getattr(pieces, name))
+        self._coding.add(pieces.count, pieces.coding)
 
     def columns(self) -> dict[str, Any]:
         """Return the columns of all pieces. Nothing can be added afterwards."""
         columns, self._columns = self._columns, {}
         digests = memoryview(columns.pop("digests"))
         dtypes = {name: bool if name == "flat" else np.int64 for name in columns}
-        return {**{name: np.frombuffer(columns[name], dtypes[name]) for name in dtypes}, "digests": digests}
+        joined = {name: np.frombuffer(columns[name], dtypes[name]) for name in dtypes}
+        return {**joined, "digests": digests, "coding": self._coding.columns()}
 
 
 def in_order(columns: dict[str, Any]) -> PieceColumns:
@@ -141,7 +154,9 @@ def in_order(columns: dict[str, Any]) -> PieceColumns:
     first = run_starts(columns["widths"])
     ordered = {name: runs_taken(columns.pop(name), first, order) for name in _BY_COORDINATE}
     ordered |= {name: columns.pop(name)[order] for name in _BY_PIECE}
-    return PieceColumns(**ordered, digests=digests.view(np.uint8).data)
+    coding: CodingColumns | None = columns.pop("coding")
+    coding = None if coding is None else coding.taken(order)
+    return PieceColumns(**ordered, digests=digests.view(np.uint8).data, coding=coding)
 
 
 def bounds_of(table: TensorTable, tensors: Ints, flat: Bools, widths: Ints) -> Ints:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
+from holdfast.errors import CorruptError
 from holdfast.format.index.index import Index, IndexMerger
-from holdfast.format.index.index_checks import require_places
+from holdfast.format.index.index_checks import require_pairs, require_places
 from holdfast.format.index.index_file import decode_index
 from holdfast.format.index.overview import Overview
 from holdfast.geometry.box import Box
-from holdfast.geometry.region import corners
+from holdfast.geometry.region import Region, corners
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.plan import Piece
@@ -32,6 +34,8 @@ class SplitIndex:
         """
         self._overview, self._manifest, self._read_files, self._where = overview, manifest, read_files, where
         self._files: dict[int, Index] = {}
+        self._by_region: dict[str, dict[Region, Piece]] = {}
+        """Pieces by region, of tensors that others are coded against."""
 
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:
@@ -45,11 +49,18 @@ class SplitIndex:
 
     def pieces_of(self, fqn: str) -> Sequence[Piece]:
         """Return the stored pieces of a tensor, in order of start."""
-        pieces = [piece for index in self.files_of(fqn) for piece in index.pieces_of(fqn)]
+        pieces = [self._with_pair(piece) for index in self.files_of(fqn) for piece in index.pieces_of(fqn)]
         return sorted(pieces, key=lambda piece: corners(piece.region))
 
+    def pairs_of(self, fqn: str) -> Sequence[str]:
+        """Return the FQNs of the tensors that pieces of a tensor are coded against."""
+        return sorted({pair for index in self.files_of(fqn) for pair in index.pairs_of(fqn)})
+
     def files_of(self, fqn: str) -> list[Index]:
-        """Return the index files that list pieces of a tensor. Offsets in packs are not checked."""
+        """Return the index files that list pieces of a tensor. Offsets in packs are not checked.
+
+        Such a file may lack the pieces that others are coded against.
+        """
         if fqn not in self.tensors:
             return []
         needed = self._overview.files_for(fqn, Box.whole(self.tensors[fqn].global_shape))
@@ -59,21 +70,59 @@ class SplitIndex:
     def read_for(self, wanted: Iterable[tuple[str, Box]]) -> Index:
         """Return an index of every tensor, and of all pieces that overlap the wanted boxes; others may be missing.
 
+        It lists the pieces that these are coded against too.
+
         Raises:
             CorruptError: A file contradicts the manifest or the overview, or a piece is outside its pack.
         """
-        needed = self._needed(wanted)
+        boxes = list(wanted)
+        needed = self._needed(boxes)
         self._read(needed)
+        if any(self._files[number].pieces.coding is not None for number in needed):
+            paired = self._needed(self._paired(boxes))
+            self._read(paired)
+            needed = sorted({*needed, *paired})
         merging = IndexMerger(self._overview.chunk_bytes, self._overview.table)
         for number in needed:
             merging.add(self._files[number], self._name_of(number))
         merged = merging.merged()
         require_places(merged, self._manifest, self._where)
+        require_pairs(merged, self._where, whole=False)
         return merged
 
     def bytes_for(self, wanted: Iterable[tuple[str, Box]]) -> int:
         """Return the bytes of the index files that list the pieces of the wanted boxes, read already or not."""
         return sum(self._manifest.indexes[number].bytes for number in self._needed(wanted))
+
+    def _paired(self, boxes: Sequence[tuple[str, Box]]) -> Iterator[tuple[str, Box]]:
+        """Yield what the pieces that overlap boxes are coded against, which has the same regions.
+
+        Raises:
+            CorruptError: A pair is not listed, or has another shape.
+        """
+        for fqn, box in boxes:
+            pairs = {
+                pair for number in self._overview.files_for(fqn, box) for pair in self._files[number].pairs_of(fqn)
+            }
+            for pair in sorted(pairs):
+                tensor, spec = self.tensors[fqn], self.tensors.get(pair)
+                if spec is None or spec.global_shape != tensor.global_shape:
+                    raise CorruptError(
+                        f"{self._where}: {tensor} is coded against {pair[:200]}, which is {spec}; expected a tensor of "
+                        "the same shape. Read another copy"
+                    )
+                yield pair, box
+
+    def _with_pair(self, piece: Piece) -> Piece:
+        """Return a piece with the piece that it is coded against, if one is listed."""
+        coding = piece.coding
+        if coding is None or not coding.pair_fqn:
+            return piece
+        known = self._by_region.get(coding.pair_fqn)
+        if known is None:
+            pairs = (pair for index in self.files_of(coding.pair_fqn) for pair in index.pieces_of(coding.pair_fqn))
+            known = self._by_region[coding.pair_fqn] = {pair.region: pair for pair in pairs}
+        return replace(piece, coding=replace(coding, pair=known.get(piece.region)))
 
     def _needed(self, wanted: Iterable[tuple[str, Box]]) -> list[int]:
         return sorted({number for fqn, box in wanted for number in self._overview.files_for(fqn, box)})

@@ -161,7 +161,7 @@ class Export(PlannedExport):
         """
         worker_bytes = self._worker_bytes(request)
         settings = self._reading(worker_bytes)
-        reads = settings.windows_in_flight * (self._read_bytes_max(settings) + PAGE_BYTES)
+        reads = settings.windows_in_flight * self._read_bytes_max(settings)
         room = (worker_bytes - reads - CAST_BYTES) // WINDOWS
         wanted = max(self._bytes // (8 * request.workers), 16 * MIB)
         return min(max(min(room, wanted), _WINDOW_BYTES_MIN), request.window_bytes_max) // PAGE_BYTES * PAGE_BYTES

@@ -10,8 +10,10 @@ from functools import cached_property
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.clock import Clock
 from holdfast.errors import ConflictError, InvalidError
+from holdfast.format.names import is_coded_pack_name
 from holdfast.offline.export.window_writer import ExportSource
 from holdfast.offline.export.windows import FilePlan
+from holdfast.plan.reads import longest_read
 from holdfast.ports.foreign import Writer
 from holdfast.ports.observer import Observer
 from holdfast.settings import MIB, PAGE_BYTES, Settings
@@ -203,14 +205,17 @@ class PlannedExport:
 
     def _source(self, settings: Settings) -> ExportSource:
         dtypes = {fqn: spec.dtype for fqn, spec in self._checkpoint.index.tensors.items()}
-        return ExportSource(dtypes, self._checkpoint.packs, settings, self._read_bytes_max(settings))
+        return ExportSource(
+            dtypes, self._checkpoint.packs, settings, self._checkpoint.codecs, self._read_bytes_max(settings)
+        )
 
     def _reading(self, memory_bytes: int) -> Settings:
         read_bytes = min(max(memory_bytes // 32, MIB), _READ_BYTES_MAX) // PAGE_BYTES * PAGE_BYTES
         return replace(self._checkpoint.settings, read_window_bytes=read_bytes, windows_in_flight=4)
 
     def _read_bytes_max(self, settings: Settings) -> int:
-        return max(settings.read_window_bytes, self._checkpoint.index.chunk_bytes)
+        coded = any(map(is_coded_pack_name, (pack.name for pack in self._checkpoint.manifest.packs)))
+        return longest_read(settings.read_window_bytes, self._checkpoint.index.chunk_bytes, coded=coded)
 
     def _window_plans(self, windows: Sequence[ExportWindow], settings: Settings) -> Iterator[WindowPlan]:
         for window in windows:

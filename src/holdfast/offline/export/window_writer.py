@@ -21,6 +21,7 @@ from holdfast.errors import CheckpointError
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import DTYPES
 from holdfast.offline.export.destination import OutputFile
+from holdfast.ports.codec import Codecs
 from holdfast.ports.framework import Target
 from holdfast.ports.store import Packs
 from holdfast.settings import MIB, Settings
@@ -62,8 +63,11 @@ class ExportSource:
     settings: Settings
     """Reads in flight."""
 
+    codecs: Codecs
+    """What decodes coded chunks."""
+
     read_bytes_max: int
-    """Bytes of the longest read."""
+    """Memory for the longest read."""
 
 
 class WindowWriter:
@@ -178,7 +182,7 @@ def fill(plan: WindowPlan, buffer: memoryview, source: ExportSource, reads: Read
     for at, data in plan.literals:
         memory[at : at + len(data)] = data
     targets = [_target(fill, memory, source.dtypes[fill.tensor.fqn]) for fill in plan.fills]
-    execute(plan.reads, source.packs, targets, source.settings, reads)
+    execute(plan.reads, source.packs, targets, source.settings, source.codecs, reads)
     for fill, target in zip(plan.fills, targets, strict=True):
         if target.cut is not None:
             memory[fill.at : fill.at + fill.bytes] = target.cut[fill.skipped : fill.skipped + fill.bytes]

@@ -82,7 +82,7 @@ class CopyRequest(NeverLoaded):
         """Do nothing yet; arguments as `saved_again`."""
         self._source, self._job, self._observer, self._writer_lease = source, job, observer, writer_lease
         self.location = location
-        self.writer = PackWriter(location.store, job.settings)
+        self.writer = PackWriter(location.store, job.settings, job.codecs, job.ranks_beside)
         self.deduplicator = Deduplicator(location, None, self.writer, job.settings)
 
     def collect(self) -> Collected:
@@ -98,7 +98,8 @@ class CopyRequest(NeverLoaded):
         require_sizes(manifest.packs, source.packs, manifest.step)
         tensors = source.index.tensors.values()
         pack_bytes = {pack.name: pack.bytes for pack in manifest.packs}
-        reader = PieceReader(source.packs, pack_bytes, sum(spec.global_bytes for spec in tensors), self._observer)
+        total_bytes = sum(spec.global_bytes for spec in tensors)
+        reader = PieceReader(source.packs, pack_bytes, total_bytes, source.codecs, self._observer)
         shards = []
         for spec in tensors:
             regions = _regions(spec, [piece for piece in source.index.pieces_of(spec.fqn) if piece.bytes])

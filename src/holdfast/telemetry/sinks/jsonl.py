@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from datetime import UTC, datetime
 
 from holdfast.errors import InvalidError
-from holdfast.types.events import Began, Ended, Event, Failed, Operation, Phase
+from holdfast.types.events import Began, Decided, Ended, Event, Failed, Operation, Phase
 
 
 class JsonLines:
@@ -33,12 +34,17 @@ class JsonLines:
             raise InvalidError(f"jsonl: {self._path}: there is no folder {folder}; expected one. Create it first")
 
     def on_event(self, event: Event) -> None:
-        """Write a line for a begin or an end; ignore other events."""
+        """Write a line for a begin, an end, or decisions on codecs; ignore other events."""
+        fields: dict[str, object]
         if isinstance(event, Began):
             self._write(event.operation, "began", event.unix_seconds, {})
+        elif isinstance(event, Decided):
+            decisions = {kind: asdict(decision) for kind, decision in event.decisions.items()}
+            fields = {"predicted_seconds": event.predicted_seconds, "decisions": decisions}
+            self._write(event.operation, "decided", event.unix_seconds, fields)
         elif isinstance(event, Ended):
             report = event.report
-            fields: dict[str, object] = {
+            fields = {
                 "id": report.id,
                 "host": report.host,
                 "pid": report.pid,
@@ -48,6 +54,8 @@ class JsonLines:
                 **report.facts,
                 "phases": _seconds_of(report.phases),
             }
+            if report.codings:
+                fields["codings"] = [asdict(coding) for coding in report.codings]
             self._write(report.operation, "ended", report.began_unix_seconds + report.seconds, fields)
         elif isinstance(event, Failed):
             fields = {

@@ -57,6 +57,16 @@ class PrometheusMetrics:
         self.throttled = counter(
             "holdfast_throttled", "Requests that an object store refused or left unanswered under load.", by_rank
         )
+        by_kind = ("rank", "kind", "codec")
+        self.codings = counter(
+            "holdfast_codings", "Saves that stored a kind of tensors by a codec; codec raw: as they are.", by_kind
+        )
+        self.coding_raw_bytes = counter(
+            "holdfast_coding_raw_bytes", "Bytes of these tensors, before they were coded.", by_kind
+        )
+        self.coding_stored_bytes = counter(
+            "holdfast_coding_stored_bytes", "Bytes that packs hold for these tensors.", by_kind
+        )
         self.last_step = gauge(
             "holdfast_last_step", "Step of the last save that was committed, or of the last load.", by_rank
         )
@@ -98,6 +108,11 @@ class PrometheusMetrics:
             self.last_step.labels(verb, rank).set(report.operation.step)
         if verb == "save":
             self.held_seconds.labels(rank).observe(_blocked_seconds(report))
+        for coding in report.codings:
+            labels = rank, coding.kind, coding.codec or "raw"
+            self.codings.labels(*labels).inc()
+            self.coding_raw_bytes.labels(*labels).inc(coding.raw_bytes)
+            self.coding_stored_bytes.labels(*labels).inc(coding.stored_bytes)
         self._count_phases(verb, rank, report.phases)
 
     def _count_phases(self, verb: str, rank: int, phases: tuple[Phase, ...]) -> None:

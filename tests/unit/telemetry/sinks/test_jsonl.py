@@ -11,7 +11,17 @@ import torch
 
 import holdfast
 from holdfast.errors import InvalidError, MissingError
-from holdfast.observers import Began, Operation, Progress, jsonl
+from holdfast.observers import (
+    Began,
+    Decided,
+    Decision,
+    Ended,
+    KindCoding,
+    Operation,
+    Progress,
+    RankReport,
+    jsonl,
+)
 
 
 def lines(path: Path) -> list[dict]:
@@ -36,6 +46,25 @@ def test_a_run_in_lines(tmp_path: Path) -> None:
     assert ended["time"] >= began["time"]
     assert (failed["event"], failed["verb"], failed["error"]) == ("failed", "load", "MissingError")
     assert "no committed step 9" in failed["message"]
+
+
+def test_decisions_on_codecs_are_lines_and_a_field_of_the_end(tmp_path: Path) -> None:
+    own = jsonl(tmp_path / "events.jsonl")
+    operation = Operation("save", 3, "x", 0, 1)
+    own.on_event(Decided(operation, {"float32 exp_avg": Decision(True, "because")}, 0.5, 100.0))
+    coding = KindCoding("float32 exp_avg", "planes", 120, 100, 1.2, 7e8, 1e9, 0.5, 0.6, "because")
+    own.on_event(Ended(RankReport(operation, "0" * 16, "h", 1, 0.0, 1.0, (), 120, {}, (coding,))))
+    decided, ended = lines(tmp_path / "events.jsonl")
+    assert (decided["event"], decided["step"], decided["predicted_seconds"]) == ("decided", 3, 0.5)
+    assert decided["time"] == "1970-01-01T00:01:40.000+00:00"
+    assert decided["decisions"] == {"float32 exp_avg": {"is_coded": True, "why": "because"}}
+    (shown,) = ended["codings"]
+    assert (shown["kind"], shown["codec"], shown["ratio"], shown["why"]) == (
+        "float32 exp_avg",
+        "planes",
+        1.2,
+        "because",
+    )
 
 
 def test_lines_of_many_writers_stay_whole(tmp_path: Path) -> None:

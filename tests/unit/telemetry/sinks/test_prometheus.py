@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import holdfast
 from holdfast.errors import InvalidError, MissingError, UnavailableError
-from holdfast.observers import prometheus
+from holdfast.observers import Ended, KindCoding, Operation, RankReport, prometheus
 
 SOURCE = Path(__file__).resolve().parents[4] / "src"
 
@@ -117,3 +117,24 @@ def test_without_its_library_an_observer_says_how_to_get_it(absent: str, call: s
 def test_an_address_that_is_none_is_refused(address: object) -> None:
     with pytest.raises(InvalidError, match="address"):
         prometheus(9464, address=address)  # type: ignore[arg-type]
+
+
+def test_decisions_on_codecs_are_counted_by_kind() -> None:
+    registry = CollectorRegistry()
+    observer = prometheus(registry=registry)
+    codings = tuple(
+        KindCoding(kind, codec, 120, stored_bytes, None, None, None, None, 0.5, "because")
+        for kind, codec, stored_bytes in (("float32 exp_avg", "planes", 100), ("bfloat16 parameter", "", 120))
+    )
+    facts = {"staging": "none", "staged_seconds": 0.0, "fence_seconds": 0.0}
+    for step in (1, 2):
+        report = RankReport(Operation("save", step, "x", 3, 4), "0" * 16, "h", 1, 0.0, 1.0, (), 240, facts, codings)
+        observer.on_event(Ended(report))
+
+    def value(name: str, kind: str, codec: str) -> float | None:
+        return registry.get_sample_value(name, {"rank": "3", "kind": kind, "codec": codec})
+
+    assert value("holdfast_codings_total", "float32 exp_avg", "planes") == 2
+    assert value("holdfast_codings_total", "bfloat16 parameter", "raw") == 2
+    assert value("holdfast_coding_raw_bytes_total", "float32 exp_avg", "planes") == 240
+    assert value("holdfast_coding_stored_bytes_total", "float32 exp_avg", "planes") == 200

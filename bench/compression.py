@@ -1,0 +1,115 @@
+"""What compression saves, how fast it is and what it costs, beside its rivals: `python -m bench.compression`.
+
+`make bench-compression` installs the rivals and runs it. The first run trains the state: a small GPT, kept at three
+steps under the folder. Then each part runs in processes of its own, and writes its keys to
+`bench/results/compression.json` when it ends; after Ctrl-C, `--only` runs the parts that are missing. `--table` prints
+the ratios by element type and kind of tensor instead, for docs/compression.md.
+
+Exit status: 0 if no key is below its floor, 1 if one is, 2 for a wrong call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from bench import job, report
+from bench.compression_rivals import PACKAGES, missing
+from bench.compression_state import FULL, QUICK, VARIABLE, made
+from bench.goals import GOALS
+from bench.job import ROOT
+from bench.part import Measured, Part
+from bench.parts import COMPRESSION_PARTS
+
+RESULTS = report.RESULTS / "compression.json"
+
+KEYS: dict[str, tuple[str, ...]] = {
+    "ratios": ("ratio_state", "ratio_state_plain_weights", "ratio_vs_zipnn", "ratio_vs_dcp_zstd"),
+    "ddp2": ("ratio_ddp2",),
+    "hsdp": ("ratio_hsdp",),
+    "fp32_fsdp2": ("ratio_fp32_fsdp2",),
+    "codecs": ("encode_vs_zipnn", "encode_vs_zstd3", "decode_vs_zipnn", "encode_two_threads"),
+    "speed": ("save_on_vs_dcp_zstd", "load_on_vs_dcp_zstd"),
+    "auto": ("auto_vs_raw_worst", "auto_vs_raw_slow"),
+    "slowdown": ("coding_slowdown",),
+    "reads": ("weights_only_read", "masters_only_read"),
+    "reshard": ("coded_read_amplification",),
+    "peak": ("compression_peak_extra_mib",),
+    "paper": ("index_bytes_per_chunk_coded",),
+}
+"""What each part measures."""
+
+Run = Callable[..., Measured]
+"""Runs one part, as `job.run` does."""
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    parts: Mapping[str, Part] = COMPRESSION_PARTS,
+    run: Run = job.run,
+    train: Callable[..., Path] = made,
+) -> int:
+    """Measure the chosen keys; return the exit status."""
+    parser = _parser()
+    chosen = parser.parse_args(arguments)
+    if lacking := missing():
+        parser.error(f"{', '.join(lacking)}: not installed; make bench-compression installs it, in its own environment")
+    schedule = QUICK if chosen.quick else FULL
+    if chosen.table:
+        from bench import compression_table
+
+        print("\n".join(compression_table.lines(chosen.folder, schedule)))
+        return 0
+    names = _parts_of(parser, chosen.only, parts)
+    trained = train(chosen.folder / "state", schedule)
+    latest = report.read(chosen.json)
+    for name in names:
+        part = parts[name]
+        params = dict(part.quick if chosen.quick else part.full)
+        start, load = time.perf_counter(), os.getloadavg()[0]
+        print(f"{name}: {part.question}", flush=True)
+        measured = run(part, params, chosen.folder / "job", variables={VARIABLE: str(trained.resolve())})
+        latest = report.merged(latest, part, params, measured)
+        # What else ran is a fact of the results.
+        found = {"load_average_before": load, **{package: report.version_of(package) for package in PACKAGES}}
+        latest["parts"][name]["with"] |= found  # type: ignore[index]
+        report.write(latest, chosen.json)
+        print(f"    {time.perf_counter() - start:.0f} s; load average before it {load:.1f}", flush=True)
+    print("\n".join(report.lines(latest)))
+    print(f"written to {chosen.json}; python -m bench --readme brings the pages up to date")
+    measured_keys = [key for name in names for key in KEYS[name]]
+    return int(any(goal.reached(float(latest[goal.key])) == "missed" for goal in GOALS if goal.key in measured_keys))  # type: ignore[arg-type]
+
+
+def _parts_of(parser: argparse.ArgumentParser, only: str, parts: Mapping[str, Part]) -> list[str]:
+    """Return the parts that measure the chosen keys."""
+    wanted = [name for name in only.split(",") if name]
+    known = {key: name for name in parts for key in (name, *KEYS[name])}
+    if unknown := [name for name in wanted if name not in known]:
+        parser.error(f"--only {','.join(unknown)}: unknown; expected keys or parts, some of {', '.join(known)}")
+    chosen = {known[name] for name in wanted} or set(parts)
+    return [name for name in parts if name in chosen]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.compression", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default=os.environ.get("ONLY", ""), help="keys or parts, by comma; parts run whole")
+    parser.add_argument(
+        "--quick", action="store_true", default=bool(os.environ.get("QUICK")), help="a small trial (also QUICK=1)"
+    )
+    parser.add_argument("--table", action="store_true", help="print ratios by element type and kind of tensor")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="where the results go")
+    parser.add_argument(
+        "--folder", type=Path, default=ROOT / "runs" / "compression", help="for the trained state and for checkpoints"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

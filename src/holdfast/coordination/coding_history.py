@@ -1,0 +1,69 @@
+"""What the saves of a job have shown about coding and its stores, for the choices of later saves."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from holdfast.plan.coding.choice import Amounts, Choice
+from holdfast.plan.coding.learning import Knowledge, codings_of
+from holdfast.types.coding import Compression, Kind, KindCoding, Measured, Sampling
+
+_PLACES_MAX = 16
+"""Roots of which a job remembers the saves."""
+
+
+class CodingHistory:
+    """The saves of one job to one place. The training thread begins saves, the commit thread ends them."""
+
+    def __init__(self) -> None:
+        """Know nothing."""
+        self._knowledge, self._lock = Knowledge(), threading.Lock()
+
+    def begin(
+        self, amounts: Amounts, threads: int, compression: Compression, chunk_bytes: int
+    ) -> tuple[Choice, dict[Kind, Sampling]]:
+        """Begin a save: return what it codes, and what it samples of the rest.
+
+        Args:
+            amounts: What the rank owns.
+            threads: Threads that code.
+            compression: The setting.
+            chunk_bytes: Raw bytes of a chunk.
+        """
+        with self._lock:
+            self._knowledge, choice = self._knowledge.begun(amounts, threads, compression)
+            return choice, self._knowledge.samplings(choice, amounts, chunk_bytes)
+
+    def end(
+        self, choice: Choice, amounts: Amounts, measured: Measured, compression: Compression
+    ) -> tuple[KindCoding, ...]:
+        """Learn from a save that is written; return what it did with each kind.
+
+        Args:
+            choice: Its choice.
+            amounts: What it wrote, without the pieces that an earlier step holds.
+            measured: What it measured.
+            compression: The setting.
+        """
+        with self._lock:
+            self._knowledge = self._knowledge.ended(choice, measured, compression)
+            return codings_of(self._knowledge, choice, amounts, measured)
+
+
+class CodingHistories:
+    """The histories of a job, one for each place that it saves to."""
+
+    def __init__(self) -> None:
+        """Know nothing."""
+        self._by_place: OrderedDict[str, CodingHistory] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, place: str) -> CodingHistory:
+        """Return the history of a place, a URL; forget the place used longest ago."""
+        with self._lock:
+            history = self._by_place.setdefault(place, CodingHistory())
+            self._by_place.move_to_end(place)
+            while len(self._by_place) > _PLACES_MAX:
+                self._by_place.popitem(last=False)
+            return history

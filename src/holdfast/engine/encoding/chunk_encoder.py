@@ -1,0 +1,145 @@
+"""Encodes single chunks, and proves that masters and their weights are pairs. Any thread may call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.engine.casting import cast
+from holdfast.engine.nonfinite import nonfinite_count
+from holdfast.format.digest import digest_of, new_digest
+from holdfast.geometry.value_class import value_class
+from holdfast.ports.codec import Codecs
+from holdfast.types.plan import Digest, PackItem
+
+_LOOK_BYTES = 16 << 10
+"""Bytes of a chunk that are looked at before a codec is tried that takes few chunks."""
+
+_LOOK_ELEMENTS = 512
+"""Elements whose mantissas are counted."""
+
+_MASTER_TYPE = "float32"
+
+_MANTISSA = (1 << 23) - 1
+
+_CAST_ELEMENTS = 16 << 10
+"""Elements cast at once: few enough that they stay in the processor's cache."""
+
+
+@value_class
+class EncodedChunk:
+    """A chunk as it is stored."""
+
+    digest: Digest
+    """The digest of its raw bytes."""
+
+    codec: str
+    """Its codec; empty if it is stored raw."""
+
+    parts: Sequence[memoryview]
+    """Its stored bytes, to be written one after the other. If it is stored raw, the memory that it was encoded from."""
+
+    nonfinite: int
+    """NaN and infinite elements in it; 0 if they are not counted."""
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that are stored."""
+        return sum(map(len, self.parts))
+
+
+@value_class
+class PairedWeight:
+    """The part of a weight that some chunks of its master were rounded to, perhaps."""
+
+    dtype: str
+    """Element type of the weight."""
+
+    digest: Digest
+    """Digest of the chunk of the weight."""
+
+
+class ChunkEncoder:
+    """Encodes chunks; keeps nothing between calls."""
+
+    def __init__(self, codecs: Codecs, *, counts_nonfinite: bool) -> None:
+        self._codecs, self._counts_nonfinite = codecs, counts_nonfinite
+
+    def encoded(
+        self, item: PackItem, chunks: Sequence[memoryview], weight: PairedWeight | None = None
+    ) -> list[EncodedChunk]:
+        """Return consecutive chunks of a piece as they are stored.
+
+        Args:
+            item: The piece.
+            chunks: Their raw bytes.
+            weight: The chunk of a weight that all of them together were rounded to, perhaps. If that is proven, those
+                that shrink are coded against it; else none is.
+        """
+        residuals: Sequence[Sequence[memoryview] | None] = (
+            [None] * len(chunks) if weight is None else self._residuals(chunks, weight)
+        )
+        return [self._encoded(item, raw, residual) for raw, residual in zip(chunks, residuals, strict=True)]
+
+    def _encoded(self, item: PackItem, raw: memoryview, residual: Sequence[memoryview] | None) -> EncodedChunk:
+        digest = digest_of(raw)
+        nonfinite = nonfinite_count(item.tensor.dtype, raw) if self._counts_nonfinite else 0
+        if residual is not None:
+            return EncodedChunk(digest, "residual", residual, nonfinite)
+        for name in _tried(item, raw):
+            codec = self._codecs[name]
+            if not codec.takes(item.tensor.dtype):
+                continue
+            stored = codec.coder(item.tensor.dtype).encode(raw)
+            if stored is not None:
+                return EncodedChunk(digest, name, stored, nonfinite)
+        return EncodedChunk(digest, "", (raw,), nonfinite)
+
+    def _residuals(self, chunks: Sequence[memoryview], weight: PairedWeight) -> Sequence[Sequence[memoryview] | None]:
+        """Return what each chunk has more than the weight; None if the weight is not theirs, or nothing is gained."""
+        state = new_digest()
+        bases = []
+        for raw in chunks:
+            base = rounded(raw, weight.dtype)
+            state.update(base)
+            bases.append(base)
+        if state.digest() != weight.digest:
+            return [None] * len(chunks)
+        coder = self._codecs["residual"].coder(_MASTER_TYPE, weight.dtype)
+        return [coder.encode(raw, base) for raw, base in zip(chunks, bases, strict=True)]
+
+
+def rounded(master: memoryview, dtype: str) -> memoryview:
+    """Return float32 elements rounded to a type of 16 bits."""
+    elements = np.frombuffer(master, np.float32)
+    halves = np.empty(len(elements), np.uint16)
+    for start in range(0, len(elements), _CAST_ELEMENTS):
+        some = slice(start, start + _CAST_ELEMENTS)
+        halves[some] = cast(elements[some], _MASTER_TYPE, dtype).view(np.uint16)
+    return halves.data.cast("B")
+
+
+def _tried(item: PackItem, raw: memoryview) -> Iterator[str]:
+    """Yield the codecs to try for a chunk, in order: first those that a look at some of its bytes suggests."""
+    looked_at = np.frombuffer(_middle(raw, _LOOK_BYTES), np.uint8)
+    if 4 * np.count_nonzero(looked_at) <= len(looked_at):
+        yield "sparse"
+    if item.tensor.dtype == _MASTER_TYPE and _has_few_mantissas(raw):
+        yield "dictionary"
+    yield item.codec
+
+
+def _has_few_mantissas(raw: memoryview) -> bool:
+    """Return whether float32 elements have few different mantissas, as 16-bit numbers times a factor have."""
+    elements: NDArray[np.uint32] = np.frombuffer(raw, np.uint32)
+    step = max(len(elements) // _LOOK_ELEMENTS, 1)
+    mantissas = elements[::step][:_LOOK_ELEMENTS] & _MANTISSA
+    return 2 * len(np.unique(mantissas)) <= len(mantissas)
+
+
+def _middle(raw: memoryview, count: int) -> memoryview:
+    """Return bytes from the middle of a chunk, from a whole page on."""
+    start = max(len(raw) - count, 0) // 2 // 4096 * 4096
+    return raw[start : start + count]
