@@ -13,10 +13,11 @@ from holdfast.errors import CorruptError
 Bytes = NDArray[np.uint8]
 
 BLOCK = 128 << 10
-"""Elements that one pass of several operations covers: what they hand on stays in the processor's cache."""
+"""Elements that one pass of several operations covers.
 
-BLOCK_OF_FRESH_MEMORY = 32 << 10
-"""The same where operations hand on fresh memory: so little of it comes from the heap, without page faults."""
+Few enough that what they hand on stays in the processor's cache, and enough that threads seldom wait for each other to
+start the next operation.
+"""
 
 _SAMPLE_PLACES, _SAMPLE_RUN = 16, 256
 """A sample is so many runs of so many bytes, evenly spaced: 4 KiB show the entropy of a plane to 0.05 bits."""
