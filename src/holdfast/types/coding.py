@@ -109,6 +109,9 @@ class Measured:
     probed: Mapping[Kind, Coded]
     """What was coded to measure it, and then discarded."""
 
+    probe_seconds: float = 0.0
+    """Processor seconds that the samples took in all: each is coded twice, and measured the second time."""
+
 
 @dataclass(frozen=True, slots=True)
 class KindCoding:

@@ -130,7 +130,10 @@ def test_unchanged_pieces_stay_where_they_are_coded_and_masters_with_their_weigh
         saved(manager, 3, state)
     assert report.bytes < 0.2 * report.unchanged_bytes
     for step in (1, 2, 3):
-        assert stored_tensors(store_of(tmp_path), step_folder(step)).items() >= flat(state if step > 1 else mixed_state()).items()
+        assert (
+            stored_tensors(store_of(tmp_path), step_folder(step)).items()
+            >= flat(state if step > 1 else mixed_state()).items()
+        )
     pieces = stored_pieces(store_of(tmp_path), step_folder(3))
     assert {piece.pack[:17] for piece in pieces["master.layers.0.weight"]} == {"step-000000000001"}
     assert {piece.pack[:17] for piece in pieces["master.layers.1.weight"]} == {"step-000000000002"}

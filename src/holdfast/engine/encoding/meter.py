@@ -44,30 +44,44 @@ class SaveMeter:
         self._probed: dict[Kind, _Sums] = {}
         self._written_bytes = self._in_flight = 0
         self._in_flight_since = self._write_seconds = self._processor_seconds = self._seconds = 0.0
+        self._probe_seconds = 0.0
 
     def thread_seconds(self) -> float:
         """Return the processor seconds of the calling thread: the difference of two calls is what work cost."""
         return self._clock.thread_seconds()
 
-    def note_chunk(
-        self, fqn: str, codec: str, raw_bytes: int, stored_bytes: int, seconds: float, *, is_probe: bool = False
-    ) -> None:
-        """Count a chunk that was coded.
+    def note_chunk(self, fqn: str, codec: str, raw_bytes: int, stored_bytes: int, seconds: float) -> None:
+        """Count a chunk that was coded and is stored.
 
         Args:
             fqn: Its tensor.
             codec: Its codec; empty if it gained nothing and is stored raw.
             raw_bytes, stored_bytes: Its sizes.
             seconds: Processor seconds of all that the thread did to it: to copy, hash and code it.
-            is_probe: Whether it was coded to measure it, and is not stored.
         """
-        kind = self._kinds.get(fqn)
-        if kind is None:
-            return
         with self._lock:
             self._processor_seconds += seconds
-            sums = (self._probed if is_probe else self._coded).setdefault(kind, _Sums())
-            sums.add(codec, raw_bytes, stored_bytes, seconds)
+            self._add(self._coded, fqn, codec, raw_bytes, stored_bytes, seconds)
+
+    def note_sample(
+        self, fqn: str, codec: str, raw_bytes: int, stored_bytes: int, seconds: float, all_seconds: float
+    ) -> None:
+        """Count a sample that was coded and discarded.
+
+        Args:
+            fqn, codec, raw_bytes, stored_bytes, seconds: As `note_chunk`, for the measured run.
+            all_seconds: Processor seconds of all runs. They are not those of a save.
+        """
+        with self._lock:
+            self._probe_seconds += all_seconds
+            self._add(self._probed, fqn, codec, raw_bytes, stored_bytes, seconds)
+
+    def _add(
+        self, sums: dict[Kind, _Sums], fqn: str, codec: str, raw_bytes: int, stored_bytes: int, seconds: float
+    ) -> None:
+        kind = self._kinds.get(fqn)
+        if kind is not None:
+            sums.setdefault(kind, _Sums()).add(codec, raw_bytes, stored_bytes, seconds)
 
     @contextmanager
     def writing(self, count: int) -> Iterator[None]:
@@ -121,4 +135,5 @@ class SaveMeter:
                 processor_seconds=self._processor_seconds,
                 coded={kind: sums.coded() for kind, sums in self._coded.items()},
                 probed={kind: sums.coded() for kind, sums in self._probed.items()},
+                probe_seconds=self._probe_seconds,
             )

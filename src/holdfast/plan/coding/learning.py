@@ -22,6 +22,9 @@ _CHUNKS_PER_SAMPLE = 64
 
 _SAMPLE_BYTES_MIN = 64 << 10
 
+_RUNS_PER_SAMPLE = 2
+"""A sample is coded twice, since the first run on a thread allocates memory: it takes up to twice as long."""
+
 _GOLDEN = 0.618034
 """Multiples of it, modulo 1, spread evenly: the samples of successive saves lie far from each other."""
 
@@ -85,7 +88,7 @@ class Knowledge:
                 count = -(-amounts.kinds[kind] // every_bytes)
                 samplings[kind] = Sampling(count, 0, every_bytes, bytes_min, chunk_bytes)
                 continue
-            seconds_left -= chunk_bytes / self.rates[kind].bytes_per_second
+            seconds_left -= _RUNS_PER_SAMPLE * chunk_bytes / self.rates[kind].bytes_per_second
             if seconds_left < 0:
                 break
             # The first chunk of a kind is the same tensor every time, so each save takes another one.
@@ -109,9 +112,8 @@ class Knowledge:
             slow = slow_kind(measured, min(choice.model.store_bytes_per_second, store_bytes_per_second))
             if slow is not None:
                 withheld[slow] = RAW_SAVES
-        spent_seconds = sum(coded.seconds for coded in measured.probed.values())
         allowance = PROBE_SHARE * measured.processor_seconds
-        credit = min(self.probe_seconds + allowance - spent_seconds, _SAVES_OF_CREDIT_MAX * allowance)
+        credit = min(self.probe_seconds + allowance - measured.probe_seconds, _SAVES_OF_CREDIT_MAX * allowance)
         return replace(
             self,
             rates=self._rates(measured),

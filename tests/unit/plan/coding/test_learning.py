@@ -128,7 +128,7 @@ def test_measuring_takes_half_a_percent_of_the_processor_time_of_saves() -> None
     raw = Measured(1.0, 5 << 30, 1.0, 2.0, {}, {})
     knowledge = knowledge.ended(Choice({}), raw, "auto")
     assert knowledge.probe_seconds == 0.01
-    probe = Measured(1.0, 5 << 30, 1.0, 2.0, {}, {WEIGHTS: Coded(1 << 20, 1 << 19, 0.015)})
+    probe = Measured(1.0, 5 << 30, 1.0, 2.0, {}, {WEIGHTS: Coded(1 << 20, 1 << 19, 0.007)}, 0.015)
     assert abs(knowledge.ended(Choice({}), probe, "auto").probe_seconds - 0.005) < 1e-12
     for _ in range(1000):
         knowledge = knowledge.ended(Choice({}), raw, "auto")
@@ -184,12 +184,12 @@ def test_later_raw_saves_sample_in_turn_what_they_have_time_for() -> None:
     chunk = 1 << 20
     cost = max(chunk / rates.bytes_per_second for rates in RATES.values())
     knowledge = Knowledge(
-        RATES, 5e9, probe_seconds=2.2 * cost, measured_at={WEIGHTS: 3, MASTERS: 1, MOMENTS: 2}, saves=3
+        RATES, 5e9, probe_seconds=4.4 * cost, measured_at={WEIGHTS: 3, MASTERS: 1, MOMENTS: 2}, saves=3
     )
     knowledge, choice = knowledge.begun(STATE, 1, "auto")
     assert not choice.coded
     assert list(knowledge.samplings(choice, STATE, chunk)) == [MASTERS, MOMENTS], "longest ago first"
-    poor = Knowledge(RATES, 5e9, probe_seconds=0.1 * cost)
+    poor = Knowledge(RATES, 5e9, probe_seconds=1.9 * cost)
     assert not poor.samplings(choice, STATE, chunk)
     firsts = {
         Knowledge(RATES, 5e9, probe_seconds=1, saves=n).samplings(choice, STATE, chunk)[WEIGHTS].first_bytes
