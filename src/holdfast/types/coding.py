@@ -78,6 +78,9 @@ class Coded:
     seconds: float
     """Processor seconds of the threads that coded them."""
 
+    elapsed_seconds: float = 0.0
+    """Seconds that passed meanwhile on these threads, with their waits for a processor."""
+
     codecs: Mapping[str, int] = field(default_factory=dict)
     """By codec, the raw bytes of its chunks; the empty name counts chunks that gained nothing, and are stored raw."""
 

@@ -31,6 +31,8 @@ _GOLDEN = 0.618034
 _SAVES_OF_CREDIT_MAX = 64
 """A chunk costs more than a small save may spend, so the allowance of so many saves adds up, and no more."""
 
+_STRETCH_KEPT, _STRETCH_MAX = 0.9, 16.0
+
 _BUSY_SHARE = 0.9
 """Share of its time for which a coded save must have been writing, to say how slow the store is."""
 
@@ -54,6 +56,9 @@ class Knowledge:
     probe_seconds: float = 0.0
     """Processor seconds that later saves may spend on measuring."""
 
+    stretch: float = 1.0
+    """By how much longer coding takes than its processor time, because threads wait for processors."""
+
     saves: int = 0
     """Saves that have ended."""
 
@@ -64,7 +69,7 @@ class Knowledge:
         """Return what is known; None if nothing was written yet."""
         if self.store_bytes_per_second is None:
             return None
-        return SaveModel(self.rates, self.store_bytes_per_second, threads)
+        return SaveModel(self.rates, self.store_bytes_per_second, threads / self.stretch)
 
     def begun(self, amounts: Amounts, threads: int, compression: Compression) -> tuple[Knowledge, Choice]:
         """Return the knowledge once the next save has begun, and the choice of that save."""
@@ -120,6 +125,7 @@ class Knowledge:
             saves=self.saves + 1,
             measured_at={**self.measured_at, **dict.fromkeys((*measured.probed, *measured.coded), self.saves + 1)},
             store_bytes_per_second=store_bytes_per_second,
+            stretch=self._stretch(measured),
             withheld=withheld,
             # The first save spends more than its allowance. That is not held against the later ones.
             probe_seconds=max(credit, 0.0),
@@ -135,6 +141,14 @@ class Knowledge:
         # The store waited for the coding threads, so it had fewer writes at a time than it can take: it is this fast at
         # least. An estimate that is too low would let later saves code what they should not.
         return max(found, known)
+
+    def _stretch(self, measured: Measured) -> float:
+        seconds = sum(coded.seconds for coded in measured.coded.values())
+        elapsed = sum(coded.elapsed_seconds for coded in measured.coded.values())
+        if seconds <= 0:
+            # Raw saves do not show it. It is forgotten within some ten saves, and then tried again.
+            return 1 + (self.stretch - 1) * _STRETCH_KEPT
+        return min(max(elapsed / seconds, 1.0), _STRETCH_MAX)
 
     def _rates(self, measured: Measured) -> dict[Kind, Rates]:
         rates = dict(self.rates)
