@@ -170,7 +170,7 @@ campaign: $(READY)
 	    tests/crash/test_overwrite_kill.py tests/distributed/test_preemption.py \
 	    tests/crash/test_discard_kill.py tests/crash/test_remove_kill.py tests/crash/test_remove_beside.py
 	@LIFE_EXAMPLES=$$((5 * $(ROUNDS))) $(PY) -m pytest -q --timeout 3600 -o faulthandler_timeout=3660 tests/property/test_life_of_a_run.py
-	@PROPERTY_TIMES=20 $(PY) -m pytest -q --timeout 7200 -o faulthandler_timeout=7260 \
+	@PROPERTY_TIMES=30 $(PY) -m pytest -q --timeout 7200 -o faulthandler_timeout=7260 \
 	    tests/property/test_any_mesh_to_any_mesh.py tests/property/test_unchanged.py
 	@FAULTS=$(FAULTS) $(PY) -m pytest -q -s tests/distributed/test_failed_saves.py
 

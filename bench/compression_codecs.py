@@ -1,143 +1,164 @@
 """How fast the codecs are, beside zipnn and zstd, in processor seconds of the whole state.
 
-Ours does what a save does with each chunk: it hashes the raw bytes, proves pairs by the digest of the cast, and codes;
-and what a load does: it decodes, and compares digests. zipnn and zstd code whole tensors, and hash nothing.
+Ours is the encoder of a save: it hashes raw bytes, proves pairs by the digest of the cast, codes, and copies what is to
+be written. Decoding is what a load does with each chunk: it decodes, and compares the digest. zipnn and zstd code whole
+tensors, and hash nothing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import xxhash
 
 from bench import compression_rivals as rivals
 from bench import conditions
 from bench.compression_rivals import raw_bytes
 from bench.compression_state import KINDS, State, bytes_of, repeated, snapshots, split
 from bench.part import Measured, Params, Part, Round, Spread, in_turn, spreads_of
+from bench.settings import settings
 from bench.state import MIB
 from holdfast import wiring
-from holdfast.engine.casting import cast
-from holdfast.geometry.chunking import chunk_count, chunk_range
+from holdfast.engine.encoding.encode import EncodedPiece, Encoder, KnownWeights
+from holdfast.format.digest import digest_of
+from holdfast.geometry.box import Box
+from holdfast.geometry.chunking import DIGEST_BYTES, chunk_range, pair_range
+from holdfast.geometry.tensor import TensorSpec
+from holdfast.plan.coding.coded_pieces import codec_for
 from holdfast.ports.codec import Coder
+from holdfast.types.plan import PackItem, PackPlan
 
-CHUNK_BYTES = MIB
 CODED_BYTES_MIN = 64 << 10
 """Smaller pieces are never coded."""
 
-
-@dataclass(slots=True)
-class Unit:
-    """What one thread codes at a time: a chunk, or the chunks of a master that one chunk of its weight proves."""
-
-    coder: Coder
-    chunks: list[memoryview]
-    windows: memoryview
-    """Memory for what is stored, as long as the chunks; a save has windows that it writes."""
-
-    pair: memoryview | None = None
-    """The chunk of the weight."""
-
-    pair_dtype: str = ""
-    digests: list[bytes] | None = None
-    pair_digest: bytes = b""
-    stored: list[memoryview] | None = None
-    """What `encode` made of the chunks."""
-
-    def encode(self) -> None:
-        """Hash and code the chunks."""
-        self.digests = [xxhash.xxh3_128_digest(chunk) for chunk in self.chunks]
-        base: memoryview | None = None
-        if self.pair is not None:
-            base = memoryview(np.concatenate([_cast(chunk, self.pair_dtype) for chunk in self.chunks])).cast("B")
-            # A save has this digest already: the weight was coded before.
-            assert xxhash.xxh3_128_digest(base) == self.pair_digest, "the weights are not their masters, rounded"
-        self.stored, end = [], 0
-        for number, chunk in enumerate(self.chunks):
-            start = end
-            for part in self.coder.encode(chunk, self._base_of(number, base)) or [chunk]:
-                self.windows[end : end + len(part)] = part
-                end += len(part)
-            self.stored.append(self.windows[start:end])
-
-    def decode(self, scratch: memoryview) -> None:
-        """Decode the chunks and compare their digests. The chunk of a weight was decoded for the weight itself."""
-        assert self.stored is not None and self.digests is not None
-        for number, (stored, chunk, digest) in enumerate(zip(self.stored, self.chunks, self.digests, strict=True)):
-            raw: memoryview = scratch[: len(chunk)]
-            if len(stored) == len(chunk):
-                raw[:] = stored
-            else:
-                self.coder.decode(stored, self._base_of(number, self.pair), raw)
-            assert xxhash.xxh3_128_digest(raw) == digest, "decoded other bytes"
-
-    def _base_of(self, number: int, base: memoryview | None) -> memoryview | None:
-        if base is None:
-            return None
-        start = number * CHUNK_BYTES // 2
-        return base[start : start + len(self.chunks[number]) // 2]
+WEIGHTS, OTHERS = 0, 1
+"""The packs of a save: weights come first, for their digests prove the pairs."""
 
 
-def _cast(chunk: memoryview, dtype: str) -> np.ndarray:
-    return cast(np.frombuffer(chunk, np.float32), "float32", dtype)
+class InPlace:
+    """The raw chunks of a state, encoded where they are."""
+
+    def __init__(self, state: State) -> None:
+        self._raw = {name: raw_bytes(tensor) for name, tensor in state.items()}
+
+    def take(self, item: PackItem, start: int, stop: int) -> Chunk:
+        """Return a chunk of a piece."""
+        return Chunk(self._raw[item.tensor.fqn][start:stop])
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
-def units_of(state: State) -> list[Unit]:
-    """Return the work of coding a state; pieces that are too small to be coded are left out."""
-    codecs = wiring.codecs()
-    units: list[Unit] = []
-    # Every page of it is written here, before any clock starts.
-    windows = memoryview(bytearray(b"\1") * bytes_of(state))
+class Chunk:
+    """A chunk of a tensor, in the memory of the tensor."""
 
-    def add(coder: Coder, chunks: list[memoryview], **pair: Any) -> None:
-        nonlocal windows
-        count = sum(map(len, chunks))
-        units.append(Unit(coder, chunks, windows[:count], **pair))
-        windows = windows[count:]
+    def __init__(self, raw: memoryview) -> None:
+        self._raw = raw
 
-    for name, tensor in state.items():
-        if tensor.nbytes < CODED_BYTES_MIN:
-            continue
-        kind, parameter = split(name)
-        dtype, raw = str(tensor.dtype).removeprefix("torch."), raw_bytes(tensor)
-        chunks = [
-            raw[slice(*chunk_range(len(raw), CHUNK_BYTES, n))] for n in range(chunk_count(len(raw), CHUNK_BYTES))
-        ]
-        weight = state.get(KINDS["weight"].format(parameter)) if kind == "master" else None
-        if weight is None or weight.nbytes < CODED_BYTES_MIN:
-            for chunk in chunks:
-                add(codecs["planes"].coder(dtype), [chunk])
-            continue
-        pair_dtype, pair = str(weight.dtype).removeprefix("torch."), raw_bytes(weight)
-        coder = codecs["residual"].coder(dtype, pair_dtype)
-        for n in range(chunk_count(len(pair), CHUNK_BYTES)):
-            proof = pair[slice(*chunk_range(len(pair), CHUNK_BYTES, n))]
-            digest = xxhash.xxh3_128_digest(proof)
-            add(coder, chunks[2 * n : 2 * n + 2], pair=proof, pair_dtype=pair_dtype, pair_digest=digest)
-    return units
+    def bytes(self) -> memoryview:
+        """Return its bytes."""
+        return self._raw
+
+    def release(self) -> None:
+        """Do nothing: the tensor keeps its memory."""
+
+
+class Ours:
+    """A state, encoded and decoded as a save and a load do it."""
+
+    def __init__(self, state: State) -> None:
+        self.codecs, self.chunk_bytes = wiring.codecs(), settings().chunk_bytes
+        self._state, self._chunks = state, InPlace(state)
+        self._packs = [PackPlan(f"coded/r00000-{number}.safetensors", items) for number, items in _packed(state)]
+        # Every page is written here, before a clock starts. A save has windows that it writes.
+        self._windows = memoryview(bytearray(b"\1") * bytes_of(state))
+        self._end = 0
+        self._encoded: list[tuple[PackItem, EncodedPiece, int]] = []
+        self._scratch = memoryview(bytearray(self.chunk_bytes))
+
+    def encode(self, threads: int = 1) -> None:
+        """Encode the whole state."""
+        encoder = Encoder(self.codecs, settings(compression_threads=threads))
+        pairs = {
+            (item.tensor.fqn, item.region): KINDS["weight"].format(split(item.tensor.fqn)[1])
+            for item in self._packs[OTHERS].items
+            if split(item.tensor.fqn)[0] == "master"
+        }
+        weights, self._end, self._encoded = KnownWeights(pairs), 0, []
+        for pack in self._packs:
+            start = self._end
+            for item, piece in zip(
+                pack.items,
+                encoder.encode(pack, self._chunks, weights, self._append, lambda raw_bytes: None),
+                strict=True,
+            ):
+                weights.record(item.tensor, item.region, piece.digests)
+                self._encoded.append((item, piece, start))
+                start += piece.coding.starts[-1]
+
+    def _append(self, parts: Sequence[memoryview]) -> None:
+        for part in parts:
+            self._windows[self._end : self._end + len(part)] = part
+            self._end += len(part)
+
+    def decode(self) -> None:
+        """Decode the whole state, and compare all digests."""
+        for item, piece, start in self._encoded:
+            for number, coder, base in self._chunks_of(item, piece):
+                first, last = chunk_range(item.bytes, self.chunk_bytes, number)
+                stored = self._windows[start + piece.coding.starts[number] : start + piece.coding.starts[number + 1]]
+                raw = self._scratch[: last - first]
+                if coder is None:
+                    raw[:] = stored
+                else:
+                    coder.decode(stored, base, raw)
+                digest = piece.digests[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]
+                assert digest_of(raw) == digest, f"{item.tensor.fqn}: decoded other bytes"
+
+    def _chunks_of(self, item: PackItem, piece: EncodedPiece) -> Iterator[tuple[int, Coder | None, memoryview | None]]:
+        """Yield each chunk with its coder, and with what it is coded against: a load has decoded that before."""
+        coding = piece.coding
+        pair = self._state[coding.pair_fqn] if coding.pair_fqn else None
+        for number, codec in enumerate(coding.numbers):
+            if not codec:
+                yield number, None, None
+                continue
+            known = self.codecs[coding.codecs[codec - 1]]
+            if known.base == "none" or pair is None:
+                yield number, known.coder(item.tensor.dtype), None
+                continue
+            first, last = chunk_range(item.bytes, self.chunk_bytes, number)
+            of, start, stop = pair_range(self.chunk_bytes, number, last - first, 2)
+            base = raw_bytes(pair)[of * self.chunk_bytes :][start:stop]
+            yield number, known.coder(item.tensor.dtype, str(pair.dtype).removeprefix("torch.")), base
+
+
+def _packed(state: State) -> Iterator[tuple[int, tuple[PackItem, ...]]]:
+    """Yield the pieces of the two packs. Those that are too small to be coded are left out."""
+    for number in (WEIGHTS, OTHERS):
+        items: list[PackItem] = []
+        for name, tensor in state.items():
+            if tensor.nbytes < CODED_BYTES_MIN or (split(name)[0] == "weight") != (number == WEIGHTS):
+                continue
+            spec = TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+            items.append(PackItem(spec, Box.whole(spec.global_shape), 0, 0, codec_for(spec.dtype)))
+        yield number, tuple(items)
 
 
 class Codecs:
     """All contenders, with one state."""
 
     def __init__(self, state: State) -> None:
-        self.state, self.units = state, units_of(state)
+        self.state, self._ours = state, Ours(state)
         self._zipnn, self._zstd = rivals.ZipNn(), rivals.zstd_encoder()
         self._stored: list[bytes] = []
-        self._scratch = memoryview(bytearray(CHUNK_BYTES))
         self.encoders: list[tuple[str, Callable[[], None]]] = [
-            ("encode", self._encode),
+            ("encode", self._ours.encode),
             ("zipnn_encode", self._encode_zipnn),
             ("zstd3_encode", self._encode_zstd),
         ]
         self.decoders: list[tuple[str, Callable[[], None]]] = [
-            ("decode", self._decode),
+            ("decode", self._ours.decode),
             ("zipnn_decode", self._decode_zipnn),
         ]
 
@@ -148,21 +169,12 @@ class Codecs:
             start = time.process_time()
             work()
             each[name] = time.process_time() - start
-        self._stored.clear()
+        self._stored = []
         for threads in in_turn((1, 2), number):
             start = time.perf_counter()
-            with ThreadPoolExecutor(threads) as pool:
-                list(pool.map(Unit.encode, self.units))
+            self._ours.encode(threads)
             each[f"wall_{threads}"] = time.perf_counter() - start
         return each
-
-    def _encode(self) -> None:
-        for unit in self.units:
-            unit.encode()
-
-    def _decode(self) -> None:
-        for unit in self.units:
-            unit.decode(self._scratch)
 
     def _encode_zipnn(self) -> None:
         self._stored = [self._zipnn.encode(tensor) for tensor in self.state.values()]
@@ -180,13 +192,12 @@ def measure(root: Path, params: Params) -> Measured:
     """Warm up with one snapshot, then measure every round."""
     last = snapshots()[-1]
     Codecs(last).round(0)
-    codecs = Codecs(repeated(last, params["mib"] * MIB))
-    rounds: list[Round] = []
-    gb = bytes_of(codecs.state) / 1e9
+    whole = {name: tensor.clone() for name, tensor in repeated(last, params["mib"] * MIB).items()}
+    codecs, rounds = Codecs(whole), []
     for number in range(params["rounds"]):
         each = codecs.round(number)
         rounds.append(each)
-        speeds = ", ".join(f"{name} {gb / seconds:.2f}" for name, seconds in each.items())
+        speeds = ", ".join(f"{name} {bytes_of(whole) / seconds / 1e9:.2f}" for name, seconds in each.items())
         conditions.say(f"round {number + 1} of {params['rounds']}, GB/s: {speeds}")
     return Measured(rounds, [])
 

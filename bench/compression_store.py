@@ -85,10 +85,10 @@ class CappedStore(LocalStore):
         self._line = line
 
     def upload(  # type: ignore[override]
-        self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True
+        self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True, may_be_less: bool = False
     ) -> CappedUpload:
         """Begin an object whose bytes go over the line."""
-        upload = super().upload(key, bytes_max, part_bytes, folders_durable=folders_durable)
+        upload = super().upload(key, bytes_max, part_bytes, folders_durable=folders_durable, may_be_less=may_be_less)
         return CappedUpload(upload, self._line)
 
 

@@ -16,9 +16,12 @@ import msgspec
 import numpy as np
 import torch
 
+from fuzz import codec
+from fuzz.coded import header_seed, index_seed
 from fuzz.dcp import DATA, checkpoint
 from fuzz.deepspeed import pickle_of
 from holdfast.foreign.dcp.reader import METADATA
+from holdfast.format.codec_names import CODEC_BASES
 from holdfast.format.index.index import Index
 from holdfast.format.index.index_builder import IndexBuilder
 from holdfast.format.index.overview import encode_overview, split
@@ -87,6 +90,8 @@ def seeds_of(target: str) -> list[bytes]:
         return [*whole, *map(_referencing, whole)]
     if target == "part":
         return [path.read_bytes() for path in sorted(GOLDEN.rglob("parts/*.msgpack"))]
+    if target == "codec":
+        return codec.seeds()
     if target == "overview":
         return [encode_overview(split(_by_rows(), 1)[1])]
     if target in ("pack", "pack-length"):
@@ -97,7 +102,7 @@ def seeds_of(target: str) -> list[bytes]:
     if target == "column":
         return [bytes((width, count)) + bytes(range(width * count)) for width in (1, 2, 4, 8) for count in (0, 1, 3)]
     if target == "name":
-        names = ("r00000.safetensors", "enc/r00003-1.safetensors", "parts/r00003.msgpack", "index-00000.msgpack")
+        names = ("coded/r00000.safetensors", "enc/r00003-1.safetensors", "parts/r00003.msgpack", "index-00000.msgpack")
         return [name.encode() for name in (*names, "step-000000001000", "../a", "a/./b", "file:///a/b")]
     if target == "shown":
         return [b"plain", "\x1b[31m\u202e\x9b".encode(), b"s\xed\xa0\x80"]
@@ -111,6 +116,8 @@ def seeds_of(target: str) -> list[bytes]:
         return [ZipFile(io.BytesIO(_torch_file(protocol))).read("archive/data.pkl") for protocol in (2, 4)]
     if target.startswith("deepspeed-"):
         return [pickle_of(target.removeprefix("deepspeed-"))]
+    if target in ("coded-index", "coded-header"):
+        return [index_seed() if target == "coded-index" else header_seed()]
     if target in ("dcp-metadata", "dcp-items"):
         return [checkpoint()[METADATA if target == "dcp-metadata" else DATA]]
     return [bytes(range(number, 200, number + 1)) for number in range(1, 9)]
@@ -137,6 +144,8 @@ def words_of(target: str) -> list[str]:
             "torch.device",
             "dtype",
         ]
+    if target.startswith("coded"):
+        return [*CODEC_BASES, "codecs", "chunks", "lengths", "pair", "box", "flat", "chunk_codecs", "chunk_lengths"]
     if target.startswith(("pack", "safetensors")):
         return ["dtype", "shape", "data_offsets", "__metadata__", "BF16", "F32"]
     return []

@@ -30,9 +30,14 @@ Bits = NDArray[np.generic]
 def training_values(shape: Sequence[int], seed: int) -> tuple[Bits, Bits]:
     """Masters as training leaves them, in fp32, and the bits of the bf16 weights to which they round."""
     masters = (np.random.default_rng(seed).standard_normal(tuple(shape)) * 0.02).astype(np.float32)
-    bits = masters.view(np.uint32)
-    weights = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return masters, weights
+    return masters, rounded_to_bfloat16(masters)
+
+
+def rounded_to_bfloat16(numbers: Bits) -> NDArray[np.uint16]:
+    """The bits of float32 numbers rounded to bfloat16, to the nearest, ties to even; NaNs keep their upper bits."""
+    bits = numbers.view(np.uint32)
+    rounded = ((bits.astype(np.uint64) + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16).astype(np.uint16), rounded)
 
 
 def elements_of(region: Region, values: Bits) -> Bits:

@@ -1,7 +1,7 @@
-"""Trainer's own checkpoint, the same through `HoldfastMixin`, and `holdfast.save` of the same state.
+"""Trainer's own checkpoint, the same through `HoldfastMixin`, and Holdfast's own verbs with the same state.
 
-`ours` is what a training does: it copies the state and writes behind training; the copy is part of its time.
-`holdfast.save` copies nothing, so what the integration adds to it is measured without copies too (`ours_direct`).
+`ours` is what a training does: it copies the state, and writes behind training. Its like is a `CheckpointManager` that
+does the same (`behind`). `holdfast.save` waits and copies nothing; its like is `background=False` (`ours_awaited`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from holdfast.integrations.transformers import HoldfastMixin
 
 KEYS = {
     "trainer_save": ("own", "ours"),
-    "integration_overhead": ("ours", "plain"),
-    "integration_overhead_direct": ("ours_direct", "plain"),
+    "integration_overhead": ("ours_awaited", "plain"),
+    "integration_overhead_background": ("ours", "behind"),
+    "background_until_committed": ("ours", "plain"),
 }
 
 
@@ -33,10 +34,10 @@ class HoldfastTrainer(HoldfastMixin, Trainer):
 
 
 def round(place: Path, number: int) -> dict[str, float]:
-    """Return the seconds of this rank, by name. Each round begins with another of the four."""
+    """Return the seconds of this rank, by name. Each round begins with another of the five."""
     times: dict[str, float] = {}
-    saves = [_own, _ours, _plain, _ours_direct]
-    for save in saves[number % 4 :] + saves[: number % 4]:
+    saves = [_own, _ours, _plain, _ours_awaited, _behind]
+    for save in saves[number % 5 :] + saves[: number % 5]:
         folder = place / f"{number}{save.__name__}"
         save(folder, times)
         dist.barrier()
@@ -54,31 +55,47 @@ def _own(folder: Path, times: dict[str, float]) -> None:
 
 
 def _ours(folder: Path, times: dict[str, float]) -> None:
-    times["ours"] = _through_the_mixin(folder, holdfast.Settings())
+    times["ours"] = _through_the_mixin(folder, background=True)
 
 
-def _ours_direct(folder: Path, times: dict[str, float]) -> None:
-    times["ours_direct"] = _through_the_mixin(folder, holdfast.Settings(arena_bytes_max=0))
+def _ours_awaited(folder: Path, times: dict[str, float]) -> None:
+    times["ours_awaited"] = _through_the_mixin(folder, background=False)
 
 
-def _through_the_mixin(folder: Path, settings: holdfast.Settings) -> float:
+def _through_the_mixin(folder: Path, *, background: bool) -> float:
     _, ours = _trainers()
     ours.args.output_dir = str(folder)
-    ours._holdfast_options = replace(ours._holdfast_options, settings=settings)
+    ours._holdfast_options = replace(ours._holdfast_options, background=background)
     with ours._opened_run(None) as run:
 
         def save() -> None:
             ours._save_checkpoint(ours.model, None)
             run.settle()
 
-        # The first save of a training makes the run and its plan. The other two have neither to make.
-        save()
-        with torch.no_grad():
-            for parameter in ours.model.parameters():
-                for tensor in (parameter, *_moments(ours.optimizer, parameter)):
-                    tensor.add_(1e-3)
-        ours.state.global_step += 1
-        return _seconds(save)
+        return _second(save)
+
+
+def _behind(folder: Path, times: dict[str, float]) -> None:
+    _, ours = _trainers()
+    with holdfast.CheckpointManager(folder, preemption=False) as manager:
+
+        def save() -> None:
+            manager.save(ours.state.global_step, _objects())
+            manager.wait()
+
+        times["behind"] = _second(save)
+
+
+def _second(save: Callable[[], None]) -> float:
+    """Return the seconds of the second save of a run: the first makes the run and its plan. Between, all changes."""
+    _, ours = _trainers()
+    save()
+    with torch.no_grad():
+        for parameter in ours.model.parameters():
+            for tensor in (parameter, *_moments(ours.optimizer, parameter)):
+                tensor.add_(1e-3)
+    ours.state.global_step += 1
+    return _seconds(save)
 
 
 def _moments(optimizer: Any, parameter: torch.Tensor) -> list[torch.Tensor]:
@@ -87,9 +104,14 @@ def _moments(optimizer: Any, parameter: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _plain(folder: Path, times: dict[str, float]) -> None:
+    times["plain"] = _seconds(lambda: holdfast.save(folder, _objects()))
+
+
+def _objects() -> dict[str, object]:
+    """What the mixin saves beside Trainer's own record."""
     _, ours = _trainers()
     objects = {"model": ours.model, "optimizer": ours.optimizer, "scheduler": ours.lr_scheduler}
-    times["plain"] = _seconds(lambda: holdfast.save(folder, {**objects, "rng": holdfast.RngState()}))
+    return {**objects, "rng": holdfast.RngState()}
 
 
 def _seconds(call: Callable[[], object]) -> float:

@@ -38,6 +38,9 @@ HOLDFAST = "holdfast"
 """Name of our own format in `export(to=…)`."""
 
 
+EXPORT_DTYPES = ("float32", "float16", "bfloat16")
+"""Dtypes to which an export can cast the floating tensors of a model."""
+
 _SHARDS_IN_FLIGHT = 5
 """Files of the default size that are filled or sent together, where files are sent whole."""
 
@@ -61,6 +64,21 @@ def resources_of(
     share = None if cap is None else max(cap // workers, 1)
     settings = replace(settings, object_bytes_in_flight_max=room, max_bytes_per_second=share)
     return settings, max(min(room // _SHARDS_IN_FLIGHT, SHARD_BYTES), 1) if shard_bytes is None else shard_bytes
+
+
+def require_options(dtype: str | None, shard_bytes: int | None, **counts: object) -> None:
+    """Refuse a dtype that no export casts to, and a count that is not positive; no `shard_bytes` is the default.
+
+    Raises:
+        InvalidError: One of them is wrong.
+    """
+    if shard_bytes is not None:
+        counts = {"shard_bytes": shard_bytes, **counts}
+    if dtype is not None and dtype not in EXPORT_DTYPES:
+        raise InvalidError(f"dtype={dtype!r}; expected one of {', '.join(EXPORT_DTYPES)}, or None")
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise InvalidError(f"{name}={value!r}; expected a positive whole number")
 
 
 def export_of(

@@ -15,6 +15,7 @@ from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import require_no_checkpoint
 from holdfast.clock import SystemClock
 from holdfast.errors import InvalidError
+from holdfast.export_wiring import EXPORT_DTYPES
 from holdfast.format.names import MANIFEST_FILE, step_folder
 from holdfast.format.step_name import step_name
 from holdfast.loading.named_step import find_named, number_of
@@ -102,10 +103,6 @@ def import_checkpoint(
         return import_step(source, store, job, step, copied=copy, observer=observer)
 
 
-EXPORT_DTYPES = ("float32", "float16", "bfloat16")
-"""Dtypes to which an export can cast the floating tensors of a model."""
-
-
 def export(
     src: wiring.Path,
     dst: wiring.Path,
@@ -138,14 +135,14 @@ def export(
         memory_bytes: Memory for data in flight, of all workers together.
         workers: Number of parallel processes.
         observer: Receives progress.
-        settings: How to read.
+        settings: How to read; with `to="holdfast"` also how to write, `compression` too.
     Raises:
         InvalidError: The call is wrong, or the format cannot hold the checkpoint.
         ConflictError: `dst` exists, or another process exports to it; it was not touched.
         UnavailableError: The file system is full, or storage failed.
         CorruptError: Stored bytes are not what was saved.
     """
-    _require_export_options(dtype, shard_bytes, memory_bytes=memory_bytes, workers=workers)
+    export_wiring.require_options(dtype, shard_bytes, memory_bytes=memory_bytes, workers=workers)
     if step is not None:
         src = wiring.step_path(wiring.step_at(src, step, settings))
     if to == export_wiring.HOLDFAST:
@@ -166,17 +163,6 @@ def export(
     planned = export_wiring.export_of(src, dst, to, options, settings)
     pool = export_wiring.export_pool(src, dst, to, options, settings) if workers > 1 else None
     return planned.run(request, pool, observer)
-
-
-def _require_export_options(dtype: str | None, shard_bytes: int | None, **counts: object) -> None:
-    """Refuse a dtype that no export casts to, and a count that is not positive; no `shard_bytes` is the default."""
-    if shard_bytes is not None:
-        counts = {"shard_bytes": shard_bytes, **counts}
-    if dtype is not None and dtype not in EXPORT_DTYPES:
-        raise InvalidError(f"dtype={dtype!r}; expected one of {', '.join(EXPORT_DTYPES)}, or None")
-    for name, value in counts.items():
-        if type(value) is not int or value < 1:
-            raise InvalidError(f"{name}={value!r}; expected a positive whole number")
 
 
 def list_steps(root: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> RunRecord:
@@ -287,7 +273,7 @@ def repair(
     repair_class = SingleRepair if number is None and exists(store, MANIFEST_FILE) else Repair
     return repair_class(
         store, References(settings.allowed_roots), SystemClock(), settings,
-        dry_run=bool(dry_run), unfinished=bool(unfinished), observer=observer,
+        codecs=wiring.codecs(), dry_run=bool(dry_run), unfinished=bool(unfinished), observer=observer,
     ).run(number)  # fmt: skip
 
 
@@ -315,7 +301,10 @@ def relink(
         UnavailableError: Storage failed; the same call continues.
     """
     store = wiring.store_at(root, settings)
-    return Relinking(store, SystemClock(), settings.lease_seconds, dry_run=bool(dry_run), observer=observer).run()
+    return Relinking(
+        store, SystemClock(), settings.lease_seconds,
+        codecs=wiring.codecs(), dry_run=bool(dry_run), observer=observer,
+    ).run()  # fmt: skip
 
 
 def copy_run(
@@ -347,7 +336,8 @@ def copy_run(
     """
     source, target = wiring.store_at(root, settings), wiring.store_at(destination, settings)
     wiring.require_apart(source, target)
-    return RunCopy(source, target, SystemClock(), observer, skip_damaged=bool(skip_damaged)).run()
+    copy = RunCopy(source, target, SystemClock(), observer, codecs=wiring.codecs(), skip_damaged=bool(skip_damaged))
+    return copy.run()
 
 
 def copy_checkpoint(
@@ -379,7 +369,7 @@ def copy_checkpoint(
     location = wiring.location_at(src, settings) if step is None else wiring.step_at(src, step, settings)
     target = wiring.store_at(destination, settings)
     wiring.require_apart(location.store, target)
-    return CheckpointCopy(location, target, SystemClock(), observer).run()
+    return CheckpointCopy(location, target, SystemClock(), observer, codecs=wiring.codecs()).run()
 
 
 def collect(

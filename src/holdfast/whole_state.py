@@ -49,7 +49,8 @@ def read(
             integers of their width, and torch's dtypes and devices their names.
         mmap: Whether tensors are mapped from the files, and read and checked when they are first asked for. The
             result, and each dict in it that holds tensors, is then a read-only mapping, and `copy()` of it a dict; a
-            list or tuple is put together as a whole. A tensor that several ranks saved in parts is read into memory.
+            list or tuple is put together as a whole. A tensor that several ranks saved in parts, or whose chunks are
+            coded, is read into memory.
             Writing to a tensor never changes a file. Files may be deleted or replaced meanwhile, but not cut short or
             overwritten in place.
         settings: How to read.

@@ -50,7 +50,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-STRIDE = int(os.environ.get("GO_BACK_STRIDE", "60"))
+STRIDE = int(os.environ.get("GO_BACK_STRIDE", "90"))
 """Distance of the system calls at which the power goes while a process goes back; `make campaign` tries every one."""
 
 POINTS = 50

@@ -17,7 +17,7 @@ import holdfast
 from tests.distributed.forked import REPOSITORY, environment
 from tests.distributed.preempting import Told, interrupted, require_never_broken, trained_through
 
-ROUNDS = int(os.environ.get("PREEMPTION_ROUNDS", "8"))
+ROUNDS = int(os.environ.get("PREEMPTION_ROUNDS", "5"))
 """How often one training is told to end; `make campaign` asks for more."""
 
 KINDS: list[Told] = ["one", "all", "launcher", "one", "all"]

@@ -13,6 +13,7 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from holdfast import wiring
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
@@ -163,7 +164,8 @@ def empty(store: MemoryStore) -> None:
 
 def run_of(comm: ThreadComm, store: MemoryStore, settings: Settings = SETTINGS) -> CheckpointManager:
     """A run as the public verbs would build it, over threads and numpy."""
-    return CheckpointManager.over(store, Job(comm, SystemClock(), settings, NumpyFramework(comm.rank)))
+    job = Job(comm, SystemClock(), settings, NumpyFramework(comm.rank), codecs=wiring.codecs())
+    return CheckpointManager.over(store, job)
 
 
 def state_on(tensors: tuple[Tensor, ...], view: Callable[[Tensor], GlobalTensor]) -> Mapping[str, object]:

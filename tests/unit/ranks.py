@@ -72,11 +72,15 @@ class World:
     observers: Sequence[Observer] = ()
     """Who hears of every rank's saves and loads."""
 
+    chosen: Mapping[int, Settings] = field(default_factory=dict)
+    """Ranks with other settings."""
+
     def play(self, part: Callable[[int, CheckpointManager], object]) -> list[object]:
         """Return for each rank what its part returned or raised; every run is closed afterwards."""
 
         def work(comm: ThreadComm) -> object:
-            run = run_of(comm, self.stores.get(comm.rank, self.store), self.settings, self.observers)
+            settings = self.chosen.get(comm.rank, self.settings)
+            run = run_of(comm, self.stores.get(comm.rank, self.store), settings, self.observers)
             try:
                 return part(comm.rank, run)
             finally:

@@ -6,6 +6,7 @@ import gc
 import io
 import os
 import signal
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -20,8 +21,11 @@ from holdfast.foreign.file_layout import FileLayout
 from holdfast.foreign.torch.archive_writer import put_archive
 from holdfast.integrations import host
 from holdfast.pieces import BoxReader, PickledValue, PieceWriter, TensorPiece, names
+from holdfast.pieces import writer as writer_module
+from holdfast.pieces.torch_bytes import torch_bytes
 from holdfast.saving import attempt
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
+from holdfast.types.values import FrameworkValue, Group, Value
 
 Given = tuple[Sequence[TensorPiece], Mapping[str, object]]
 
@@ -151,6 +155,27 @@ def test_a_rank_that_fails_removes_its_files(tmp_path: Path, monkeypatch: pytest
     assert files_below(tmp_path / "it") == []
     with pytest.raises(MissingError):
         holdfast.open_checkpoint(tmp_path / "it")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_store_that_does_not_answer_ends_the_claim_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """The other ranks wait for their tickets meanwhile."""
+    answers = threading.Event()
+    at = wiring.store_at
+    silent = Faults(lambda _: answers.wait(60), lasting=True)
+    monkeypatch.setattr(wiring, "store_at", lambda path, settings: FaultyStore(at(path, settings), silent))
+    settings = Settings(agreement_timeout_seconds=0.2)
+    for overwrite in (False, True):
+        answers.set()
+        writer = PieceWriter(tmp_path / "it", overwrite=overwrite, settings=settings)
+        answers.clear()
+        with pytest.raises(UnavailableError, match=r"the look at .*it did not end within 0\.\d s.*look at the storage"):
+            writer.open(ranks)
+    answers.set()
+    monkeypatch.undo()
+    save(tmp_path / "it", ([half(0), half(1)], {"step": 1}), overwrite=True)
 
 
 @pytest.mark.parametrize("names", [("put_if_absent",), ("sync",), ("get",)])
@@ -403,3 +428,28 @@ def test_what_an_abandoned_call_wrote_is_no_part_of_the_next_save(
     found = holdfast.open_checkpoint(tmp_path / "it")
     assert list(found.verify()) == []
     assert np.array_equal(found.read("model.weight"), WHOLE.numpy())
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "expected"),
+    [
+        ({"dtype": "float13", "shape": (1,), "data": b"1234"}, InvalidError, "dtype 'float13'; expected one of"),
+        ({"dtype": "float32", "shape": (2,), "data": b"1234"}, CorruptError, r"float32 \[2\] with 4 bytes"),
+        ({"dtype": "float32", "shape": (-1, -1), "data": b"1234"}, CorruptError, r"float32 \[-1, -1\]"),
+        ({"dtype": 7, "shape": (1,), "data": b"1234"}, CorruptError, "expected a text, a tuple and bytes"),
+        ({"shape": (1,)}, CorruptError, "without dtype, shape and data"),
+    ],
+)
+def test_a_crafted_small_tensor_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: Value, kind: type[Exception], expected: str
+) -> None:
+    value: Value = [FrameworkValue("torch.tensor", fields)]
+    tree = Group("dict", {"extra": value})
+    monkeypatch.setattr(writer_module, "tree_of_pieces", lambda *_: tree)
+    save(tmp_path / "it", ([], {}))
+    with pytest.raises(kind, match=rf"extra.*{expected}"):
+        BoxReader(tmp_path / "it").torch_bytes("extra")
+    with pytest.raises(kind, match=rf"extra.*{expected}"):
+        holdfast.export(tmp_path / "it", tmp_path / "it.pt", to="torch", model_only=False)
+    with pytest.raises(kind, match=rf"extra.*{expected}"):
+        torch_bytes(value, "extra", lambda fqn: pytest.fail(fqn))

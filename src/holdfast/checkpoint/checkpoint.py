@@ -401,7 +401,7 @@ class Checkpoint:
         if self._listing is not None and self._location.foreign is not None:
             files = self._location.foreign.files
             return ListedVerification(self._listing, self.index, files, self.settings, observer, deep=deep)
-        return Verification(self._location, self.manifest, self.settings, self._clock, observer)
+        return Verification(self._location, self.manifest, self.settings, self._clock, self.codecs, observer)
 
     def verify(self, observer: Observer | None = None, *, deep: bool = False) -> Iterator[Damage]:
         """Yield every damage; nothing if all bytes are as they were saved.

@@ -1,7 +1,8 @@
 """Whole tensors of a checkpoint over private maps of its packs. Each is checked when it is first asked for.
 
-A tensor is mapped if one piece holds all of it, its elements are aligned in the file, and the store can map files. Any
-other tensor (pieces of several ranks, an empty tensor, a store in memory) is read into new memory when it is asked for.
+A tensor is mapped if one piece holds all of it as it is, its elements are aligned in the file, and the store can map
+files. Any other tensor (pieces of several ranks, coded, empty, in a store in memory) is read into new memory when it is
+asked for.
 """
 
 from __future__ import annotations
@@ -72,10 +73,12 @@ class MappedTensors:
         return self._checkpoint.read_all([fqn], self._framework)[fqn]
 
     def _whole_piece(self, fqn: str) -> Piece | None:
-        """Return the piece that holds all of a tensor; None if there is none, or it is empty or not aligned."""
+        """Return the piece that holds all of a tensor; None if there is none, or it is empty, not aligned or coded."""
         pieces = self._checkpoint.index.pieces_of(fqn)
         if len(pieces) != 1 or not pieces[0].bytes or pieces[0].offset % pieces[0].tensor.itemsize:
             return None
+        if pieces[0].coding is not None:
+            return None  # The mapped bytes would not be its elements.
         region, tensor = pieces[0].region, pieces[0].tensor
         whole = Box.whole(tensor.global_shape)
         is_whole = region == whole or (isinstance(region, FlatRange) and region.numel == whole.numel)

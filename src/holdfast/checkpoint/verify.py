@@ -10,19 +10,31 @@ from holdfast.checkpoint.location import CheckpointLocation, manifest_in_place_o
 from holdfast.checkpoint.pack_sizes import check_pack
 from holdfast.clock import Clock
 from holdfast.engine.buffers import allocate_aligned
+from holdfast.engine.decoding.chunk_reader import ChunkReader, refutation
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
-from holdfast.format.digest import digest_of
 from holdfast.format.index.index_checks import index_from
-from holdfast.format.names import MANIFEST_FILE, is_file_url, is_pack_name, link_name, rank_of_part, step_of_pack
-from holdfast.format.pack import HEADER_BYTES_MAX, entries_of, header_entry, pack_digest
+from holdfast.format.names import (
+    MANIFEST_FILE,
+    is_coded_pack_name,
+    is_file_url,
+    is_pack_name,
+    link_name,
+    rank_of_part,
+    step_of_pack,
+)
+from holdfast.format.pack import HEADER_BYTES_MAX, StatedPiece, entries_of, entry_of, pack_digest, stated_pieces
 from holdfast.format.part import decode_part, require_part_of
 from holdfast.geometry.chunking import DIGEST_BYTES
+from holdfast.ports.codec import Codecs
 from holdfast.ports.observer import ByteProgress, Observer
 from holdfast.ports.store import Stored, read_range
 from holdfast.repository.catalog import check_size, exists, read_file
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.types.manifest import FileRecord, Manifest
-from holdfast.types.plan import OPAQUE_FOLDER, Piece
+from holdfast.types.plan import Piece
+
+_READS_MAX = 2
+"""How often a chunk is read that is not what was saved."""
 
 
 class Verification:
@@ -40,6 +52,7 @@ class Verification:
         manifest: Manifest,
         settings: Settings,
         clock: Clock,
+        codecs: Codecs,
         observer: Observer | None = None,
     ) -> None:
         """Prepare; `damages` does the work.
@@ -49,12 +62,15 @@ class Verification:
             manifest: Its manifest.
             settings: Bytes of a read.
             clock: Randomness for the proof that the pieces cover every tensor.
+            codecs: What decodes coded chunks.
             observer: Receives progress.
         """
         self._location, self._settings, self._clock, self._observer = location, settings, clock, observer
+        self._codecs = codecs
         self._take(manifest)
-        # `damages` allocates it after it reads the index, which states the chunk size.
+        # `damages` allocates after it reads the index, which states the chunk size.
         self._buffer = memoryview(b"")
+        self._chunks: ChunkReader | None = None
 
     def _take(self, manifest: Manifest) -> None:
         """Begin with a manifest."""
@@ -135,7 +151,8 @@ class Verification:
             for pack in manifest.packs
             if pack.name in self._elsewhere
         )
-        self._buffer = allocate_aligned(max(self._settings.window_bytes * 2, index.chunk_bytes) + PAGE_BYTES)
+        self._buffer = allocate_aligned(self._settings.window_bytes * 2 + PAGE_BYTES)
+        self._chunks = ChunkReader(self._packs, self._codecs, index.chunk_bytes)
         for pack in manifest.packs:
             pieces = index.pieces_in(pack.name)
             yield from self._damages_of_pack(pack, pieces, self._packs(pack.name))
@@ -150,7 +167,7 @@ class Verification:
             check_pack(stored, pack, self._manifest.step)
         except CheckpointError as error:
             yield self._damage(pack.name, error)
-            self._progress.add(sum(piece.bytes for piece in pieces) if is_elsewhere else pack.bytes)
+            self._progress.add(sum(piece.stored_bytes for piece in pieces) if is_elsewhere else pack.bytes)
             return
         if not is_elsewhere:
             yield from self._damages_of_layout(pack, pieces)
@@ -193,12 +210,12 @@ class Verification:
         except CheckpointError as error:
             yield self._damage(name, error)
             return
-        self._progress.total_bytes += sum(piece.bytes for piece in pieces)
+        self._progress.total_bytes += sum(piece.stored_bytes for piece in pieces)
         try:
             check_size(copy.files, copy.key, pack)
         except CheckpointError as error:
             yield self._damage(name, error)
-            self._progress.add(sum(piece.bytes for piece in pieces))
+            self._progress.add(sum(piece.stored_bytes for piece in pieces))
             return
         for piece in pieces:
             for damage in self._damages_of_piece(copy, piece):
@@ -210,26 +227,22 @@ class Verification:
         for piece in pieces:
             if piece.offset != end:
                 yield self._damage(pack.name, "the index leaves a gap or overlaps", end, piece.offset, piece.tensor.fqn)
-            end = piece.offset + piece.bytes
+            end = piece.offset + piece.stored_bytes
         if end != pack.bytes:
             yield self._damage(pack.name, "bytes that belong to no piece of the index", end, pack.bytes)
 
     def _damages_of_piece(self, stored: Stored, piece: Piece) -> Iterator[Damage]:
-        for chunk in range(len(piece.digests) // DIGEST_BYTES):
-            start = piece.offset + chunk * piece.chunk_bytes
-            stop = min(start + piece.chunk_bytes, piece.offset + piece.bytes)
-            expected = piece.digests[DIGEST_BYTES * chunk : DIGEST_BYTES * (chunk + 1)]
-            try:
-                digest = digest_of(read_range(stored.files, stored.key, start, stop, self._buffer))
-                if digest != expected:
-                    # As a load: a network may flip a bit on the way. What the second read finds decides.
-                    digest = digest_of(read_range(stored.files, stored.key, start, stop, self._buffer))
-            except CheckpointError as error:
-                yield self._damage(piece.pack, error, start, stop, piece.tensor.fqn)
-            else:
-                if digest != expected:
-                    message = f"chunk hashes to {digest.hex()}; expected {expected.hex()}"
-                    yield self._damage(piece.pack, message, start, stop, piece.tensor.fqn)
+        assert self._chunks is not None, "the index is read"
+        for number in range(len(piece.digests) // DIGEST_BYTES):
+            start, stop = piece.stored_range(number)
+            # As a load: a network may flip a bit on the way. What the second read finds decides.
+            message = ""
+            for _ in range(_READS_MAX):
+                message = refutation(self._chunks, piece, number, stored)
+                if not message:
+                    break
+            if message:
+                yield self._damage(piece.pack, message, start, stop, piece.tensor.fqn)
             self._progress.add(stop - start)
 
     def _damages_of_header(self, stored: Stored, pack: FileRecord, pieces: Sequence[Piece]) -> Iterator[Damage]:
@@ -249,21 +262,16 @@ class Verification:
                 message = f"header and chunk digests hash to {digest}; expected {pack.digest}"
                 yield self._damage(pack.name, message, 0, header_bytes)
                 return
-            listed = {
-                (entry.fqn, entry.dtype, entry.shape, entry.start, entry.stop)
-                for entry in entries_of(header, stored.url)
-            }
+            listed = set(entries_of(header, stored.url))
+            disagreeing = {entry.fqn for entry in listed.symmetric_difference(map(entry_of, pieces))}
+            if is_coded_pack_name(pack.name):
+                disagreeing |= _otherwise_coded(stated_pieces(header, pack.name, stored.url), pieces)
         except CheckpointError as error:
             yield self._damage(pack.name, error, 0, header_bytes)
             return
         finally:
             self._progress.add(header_bytes)
-        apart = pack.name.startswith(OPAQUE_FOLDER)
-        indexed = {
-            (p.tensor.fqn, *header_entry(p.tensor.dtype, p.region, apart=apart), p.offset, p.offset + p.bytes)
-            for p in pieces
-        }
-        for fqn, *_ in sorted(listed ^ indexed):
+        for fqn in sorted(disagreeing):
             yield self._damage(pack.name, "the pack's header and the index disagree", 0, header_bytes, fqn)
 
     def _header(self, stored: Stored, header_bytes: int) -> bytes:
@@ -290,6 +298,17 @@ class Verification:
     ) -> Damage:
         file = name if name in self._elsewhere else f"{self._manifest.attempt}/{name}"
         return Damage(file, start, stop, fqn, str(message))
+
+
+def _otherwise_coded(stated: Sequence[StatedPiece], indexed: Sequence[Piece]) -> set[str]:
+    """Return the FQNs of pieces of a coded pack of which header and index say different things."""
+
+    def said(piece: StatedPiece | Piece) -> tuple[object, ...]:
+        coding = piece.coding
+        return piece.region, coding and (coding.codecs, coding.numbers, coding.starts, coding.pair_fqn)
+
+    by_fqn = {piece.tensor.fqn: said(piece) for piece in indexed}
+    return {piece.tensor.fqn for piece in stated if by_fqn.get(piece.tensor.fqn) != said(piece)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import typer
 
 from holdfast import api, wiring
 from holdfast.cli.screen import stderr
-from holdfast.errors import CheckpointError, printable
+from holdfast.errors import CheckpointError, InvalidError, printable
 from holdfast.format.step_name import NEWEST_NAME
 from holdfast.loading.named_step import is_run
 from holdfast.settings import ObjectSettings, Settings
@@ -98,11 +98,22 @@ def _say(path: str, named: str | None, step: int | None) -> None:
         stderr().line(printable(f"{path}: step {step}, {how}"), style="dim")
 
 
-def settings_with(allow_root: list[str] | None = None, *, single_writer: bool = False) -> Settings:
+def settings_with(
+    allow_root: list[str] | None = None, *, single_writer: bool = False, compression: str | None = None
+) -> Settings:
     """Return the settings of a command. How stores are reached is in the vendors' variables (docs/stores.md).
 
     Args:
         allow_root: Folders under which checkpoints may reference files.
         single_writer: Whether a store is accepted that lets two writers create one object.
+        compression: Whether what is written is compressed, `on` or `off`; None: off.
+    Raises:
+        InvalidError: `compression` is neither.
     """
-    return Settings(allowed_roots=tuple(allow_root or ()), object_store=ObjectSettings(single_writer=single_writer))
+    if compression not in (None, "on", "off"):
+        raise InvalidError(f"--compression {compression[:80]!r}; expected on or off")
+    return Settings(
+        allowed_roots=tuple(allow_root or ()),
+        object_store=ObjectSettings(single_writer=single_writer),
+        compression="on" if compression == "on" else "off",
+    )

@@ -12,8 +12,12 @@ from holdfast.errors import CorruptError
 
 Bytes = NDArray[np.uint8]
 
-BLOCK = 64 << 10
-"""Elements that one pass of several operations covers: what they hand on stays in the processor's cache."""
+BLOCK = 128 << 10
+"""Elements that one pass of several operations covers.
+
+Few enough that what they hand on stays in the processor's cache, and enough that threads seldom wait for each other to
+start the next operation.
+"""
 
 _SAMPLE_PLACES, _SAMPLE_RUN = 16, 256
 """A sample is so many runs of so many bytes, evenly spaced: 4 KiB show the entropy of a plane to 0.05 bits."""

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.codecs.byte_planes import BLOCK, Bytes, coded_plane, plane_of
+from holdfast.codecs.scratch import lent, scratch
 from holdfast.codecs.sections import bytes_of, element_count, require_taken, sections_of, stored_form
 from holdfast.errors import CorruptError
 from holdfast.ports.codec import Base, Coder
@@ -61,15 +62,24 @@ class _Table:
 
     def index(self, mantissas: NDArray[np.uint32], index: Bytes) -> bool:
         """Fill the index of mantissas. Return False if there are too many different ones."""
-        at = mantissas.astype(np.intp)
-        np.take(_entries.by_mantissa, at, out=index, mode="clip")
-        missing = np.not_equal(np.take(self.mantissas, index, mode="clip"), mantissas)
+        _take(_entries.by_mantissa, mantissas, index)
+        found = scratch("found mantissas", 4 * len(index)).view(np.uint32)
+        _take(self.mantissas, index, found)
+        missing = np.not_equal(found, mantissas, out=scratch("missing", len(index)).view(np.bool_))
         if not missing.any():
             return True
         if not self.add(mantissas[missing]):
             return False
-        np.take(_entries.by_mantissa, at, out=index, mode="clip")
+        _take(_entries.by_mantissa, mantissas, index)
         return True
+
+
+def _take(table: NDArray[np.generic], places: NDArray[np.unsignedinteger], out: NDArray[np.generic]) -> None:
+    """Fill `out` with the entries of a table at some places."""
+    # numpy takes by places of this type alone, and would make them of fresh memory.
+    at = scratch("places", 8 * len(places)).view(np.intp)
+    np.copyto(at, places, casting="same_kind")
+    np.take(table, at, out=out, mode="clip")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +95,13 @@ class _DictionaryCoder:
         table = _Table()
         if not table.add(np.bitwise_and(elements[:: -(-count // _FIRST_LOOK)], _MANTISSA)):
             return None
-        index, exponents, signs = np.empty(count, np.uint8), np.empty(count, np.uint8), np.empty(count, np.uint8)
+        index, exponents, signs = lent(count), lent(count), scratch("signs", count)
         for start in range(0, count, BLOCK):
             block = slice(start, start + BLOCK)
             some = elements[block]
-            if not table.index(np.bitwise_and(some, _MANTISSA), index[block]):
+            mantissas = scratch("mantissas", some.nbytes).view(np.uint32)
+            np.bitwise_and(some, _MANTISSA, out=mantissas)
+            if not table.index(mantissas, index[block]):
                 return None
             np.right_shift(some, _MANTISSA_BITS, out=exponents[block], casting="unsafe")
             np.less(some.view(np.int32), 0, out=signs[block].view(np.bool_))
@@ -131,7 +143,9 @@ class _DictionaryCoder:
             some = elements[block]
             np.left_shift(exponents[block], _MANTISSA_BITS, out=some, dtype=np.uint32)
             some &= (1 << 31) - 1
-            some |= np.take(table, index[block], mode="clip")
+            mantissas = scratch("mantissas", some.nbytes).view(np.uint32)
+            _take(table, index[block], mantissas)
+            some |= mantissas
         if not has_signs:
             signs = np.unpackbits(np.frombuffer(sign_section, np.uint8), count=count, bitorder="little")
             elements |= np.left_shift(signs, 31, dtype=np.uint32)

@@ -40,7 +40,9 @@ class _PlanesCoder:
         count = element_count(raw, self.itemsize)
         if not count:
             return None
-        upper, middle, is_any_negative = _split_upper(_upper_halves(raw, self.itemsize))
+        beyond = self.itemsize - 2
+        rest = (lent(beyond * count) if beyond else np.empty(0, np.uint8)).reshape(count, beyond)
+        upper, middle, is_any_negative = _split(raw, self.itemsize, rest)
         first = coded_plane(upper, sampled=False)
         # The next chunk of this thread overwrites the plane; a stored form is the caller's.
         sections = [first if len(first) < count else bytes_of(upper.copy())]
@@ -49,7 +51,7 @@ class _PlanesCoder:
         else:
             sections += [_NOTHING, bytes_of(packed_evens(middle))]
         if self.itemsize > 2:
-            sections.append(coded_rest(rest_bytes(raw, self.itemsize)))
+            sections.append(coded_rest(rest))
         return stored_form(sections, len(raw))
 
     def decode(self, stored: memoryview, base: memoryview | None, raw: memoryview) -> None:
@@ -75,7 +77,7 @@ class _PlanesCoder:
             block = slice(start, min(start + BLOCK, count))
             half = halves[: block.stop - start]
             _join_upper(upper[block], middle[block], half)
-            join_rest(half, rest[block], raw[start * itemsize : block.stop * itemsize])
+            _join_rest(half, rest[block], raw[start * itemsize : block.stop * itemsize])
 
 
 class PlanesCodec:
@@ -94,21 +96,35 @@ class PlanesCodec:
         return _PlanesCoder(DTYPES[dtype].itemsize)
 
 
-def _split_upper(halves: NDArray[np.uint16]) -> tuple[Bytes, Bytes, bool]:
-    """Return the two bytes of upper halves as planes, after the sign moved to the lowest bit of each half.
+def _split(raw: memoryview, itemsize: int, rest: Bytes) -> tuple[Bytes, Bytes, bool]:
+    """Return the two upper bytes of elements as planes, after the sign moved to the lowest bit of the two.
 
-    Third: whether any element is negative. Only operations that numpy has vector instructions for: shifting 16-bit
-    numbers to the left is not one. The plane of upper bytes is memory of this thread.
+    Only operations that numpy has vector instructions for: shifting 16-bit numbers to the left is not one.
+
+    Args:
+        raw: The elements.
+        itemsize: Bytes of one element.
+        rest: Memory for their other bytes; a row for each element, its lowest byte first.
+    Returns:
+        The plane of upper bytes, memory of this thread; the plane of middle bytes; whether any element is negative.
     """
-    count = len(halves)
-    upper, middle, signs = scratch("upper bytes", count), lent(count), scratch("signs", count)
-    np.right_shift(halves, 7, out=upper, casting="unsafe")
-    np.copyto(middle, halves, casting="unsafe")
-    np.add(middle, middle, out=middle)
-    np.less(halves.view(np.int16), 0, out=signs.view(np.bool_))
-    is_any_negative = bool(signs.any())
-    if is_any_negative:
-        np.add(middle, signs, out=middle)
+    count = len(raw) // itemsize
+    upper, middle = scratch("upper bytes", count), lent(count)
+    is_any_negative = False
+    for start in range(0, count, BLOCK):
+        block = slice(start, min(start + BLOCK, count))
+        some = raw[start * itemsize : block.stop * itemsize]
+        halves = _upper_halves(some, itemsize)
+        if itemsize > 2:
+            _copy_rest(some, itemsize, rest[block])
+        np.right_shift(halves, 7, out=upper[block], casting="unsafe")
+        low, signs = middle[block], scratch("signs", len(halves))
+        np.copyto(low, halves, casting="unsafe")
+        np.add(low, low, out=low)
+        np.less(halves.view(np.int16), 0, out=signs.view(np.bool_))
+        if signs.any():
+            is_any_negative = True
+            np.add(low, signs, out=low)
     return upper, middle, is_any_negative
 
 
@@ -121,8 +137,17 @@ def _upper_halves(raw: memoryview, itemsize: int) -> NDArray[np.uint16]:
     return halves
 
 
+def _copy_rest(raw: memoryview, itemsize: int, rest: Bytes) -> None:
+    """Fill the rest of elements of 4 or 8 bytes: all their bytes but the two upper ones."""
+    low = rest.reshape(-1).view(np.uint16)
+    if itemsize == 4:
+        np.copyto(low, np.frombuffer(raw, np.uint32), casting="unsafe")
+    else:
+        np.copyto(low.reshape(-1, 3), np.frombuffer(raw, np.uint16).reshape(-1, 4)[:, :3])
+
+
 def _join_upper(upper: Bytes, middle: Bytes, halves: NDArray[np.uint16]) -> None:
-    """Fill 16-bit halves from their two planes: the reverse of `_split_upper`."""
+    """Fill 16-bit halves from their two planes: the reverse of what `_split` does to them."""
     turned = scratch("turned halves", 2 * len(upper)).view(np.uint16)
     np.multiply(upper, 256, out=turned, dtype=np.uint16)
     np.bitwise_or(turned, middle, out=turned)
@@ -131,19 +156,8 @@ def _join_upper(upper: Bytes, middle: Bytes, halves: NDArray[np.uint16]) -> None
     np.bitwise_or(halves, turned, out=halves)
 
 
-def rest_bytes(raw: memoryview, itemsize: int) -> Bytes:
-    """Return all bytes of elements but the two upper ones; a row for each element, its lowest byte first."""
-    count = len(raw) // itemsize
-    if itemsize == 4:
-        rest = lent(2 * count)
-        np.copyto(rest.view(np.uint16), np.frombuffer(raw, np.uint32), casting="unsafe")
-        return rest.reshape(count, 2)
-    quarters = np.frombuffer(raw, np.uint16).reshape(count, 4)
-    return np.ascontiguousarray(quarters[:, :3]).view(np.uint8).reshape(count, 6)
-
-
-def join_rest(halves: NDArray[np.uint16], rest: Bytes, raw: memoryview) -> None:
-    """Fill elements from their upper halves and the rest: the reverse of `rest_bytes`.
+def _join_rest(halves: NDArray[np.uint16], rest: Bytes, raw: memoryview) -> None:
+    """Fill elements from their upper halves and the rest: the reverse of `_copy_rest`.
 
     Args:
         halves: The two upper bytes of each element.

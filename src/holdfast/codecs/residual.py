@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.codecs.byte_planes import BLOCK, coded_rest, rest_of
-from holdfast.codecs.scratch import lent
+from holdfast.codecs.scratch import lent, scratch
 from holdfast.codecs.sections import bytes_of, element_count, require_taken, sections_of, stored_form
 from holdfast.errors import CorruptError
 from holdfast.ports.codec import Base, Coder
@@ -45,9 +45,10 @@ class _ResidualCoder:
         for start in range(0, count, BLOCK):
             block = slice(start, start + BLOCK)
             upper = _predicted(pair[block], low[block], dropped)
-            actual = np.empty_like(upper)
+            actual = scratch("actual upper bits", upper.nbytes).view(upper.dtype)
             np.right_shift(elements[block], dropped, out=actual, casting="unsafe")
-            differs = np.not_equal(actual, upper)
+            differs = scratch("differs", len(upper)).view(np.bool_)
+            np.not_equal(actual, upper, out=differs)
             if differs.any():
                 found.append(np.flatnonzero(differs) + start)
         places = np.concatenate(found).astype(np.uint32) if found else np.empty(0, np.uint32)
@@ -93,7 +94,7 @@ class ResidualCodec:
 
 
 def _predicted(pair: NDArray[np.uint16], low: NDArray[np.uint16], dropped: int) -> NDArray[np.unsignedinteger]:
-    """Return the upper bits that float32 numbers have which were rounded to their pair.
+    """Return the upper bits that float32 numbers have which were rounded to their pair: memory of this thread.
 
     A number whose low bits are more than half of a step was rounded up: its upper bits are one less. Exactly half may
     have gone either way; it counts as rounded down.
@@ -103,12 +104,19 @@ def _predicted(pair: NDArray[np.uint16], low: NDArray[np.uint16], dropped: int) 
         low: The bits that rounding dropped.
         dropped: How many those are.
     """
-    rounded_up = np.greater(low, 1 << (dropped - 1))
+    count = len(pair)
+    rounded_up = scratch("rounded up", count).view(np.bool_)
+    np.greater(low, 1 << (dropped - 1), out=rounded_up)
     if dropped == 16:
-        return np.subtract(pair, rounded_up, dtype=np.uint16)
-    upper = np.bitwise_and(pair, 0x7FFF, dtype=np.uint32)
-    upper += np.multiply(np.not_equal(upper, 0), _HALF_BIAS, dtype=np.uint32)
-    upper |= np.right_shift(pair, 15, dtype=np.uint32) << 18
+        return np.subtract(pair, rounded_up, out=scratch("predicted", 2 * count).view(np.uint16))
+    upper, more = scratch("predicted", 4 * count).view(np.uint32), scratch("bias or sign", 4 * count).view(np.uint32)
+    np.bitwise_and(pair, 0x7FFF, out=upper)
+    np.not_equal(upper, 0, out=more)
+    np.multiply(more, _HALF_BIAS, out=more)
+    upper += more
+    np.right_shift(pair, 15, out=more)
+    np.left_shift(more, 18, out=more)
+    upper |= more
     upper -= rounded_up
     upper &= (1 << 19) - 1
     return upper

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,25 +34,24 @@ def scratch(purpose: str, count: int) -> NDArray[np.uint8]:
 
 
 _LENT_KEPT_MAX = 8
-"""Buffers kept for later: at 1 MiB a chunk, all of them hold 4 MiB."""
+"""Buffers of each capacity kept for later: at 1 MiB a chunk, all of them together hold less than 8 MiB."""
 
-_kept: deque[memoryview] = deque(maxlen=_LENT_KEPT_MAX)
-"""Buffers that are in use no more, those given back last at the end. A deque: its operations are atomic."""
+_kept: defaultdict[int, deque[memoryview]] = defaultdict(lambda: deque(maxlen=_LENT_KEPT_MAX))
+"""Buffers in use no more, by capacity: a power of two. Operations of a deque are atomic."""
 
 
 def lent(count: int) -> NDArray[np.uint8]:
     """Return memory of its own whose content is undefined. It is used again once nothing refers to it.
 
     Args:
-        count: How many bytes; at most those of a chunk.
+        count: How many bytes, at least 1; at most those of a chunk.
     """
+    kept = _kept[(count - 1).bit_length()]
     try:
-        buffer = _kept.pop()
+        buffer = kept.pop()
     except IndexError:
-        buffer = None
-    if buffer is None or not count <= len(buffer) <= 4 * count:
-        buffer = np.empty(count, np.uint8).data
+        buffer = np.empty(1 << (count - 1).bit_length(), np.uint8).data
     # Of a memoryview, so that numpy keeps this array, and not the memory below it, as the owner of every view of it.
     array = np.frombuffer(buffer, np.uint8, count)
-    weakref.finalize(array, _kept.append, buffer).atexit = False
+    weakref.finalize(array, kept.append, buffer).atexit = False
     return array

@@ -108,9 +108,7 @@ class Job:
             saves: False for a job that only loads: it needs no keys, so construction is no collective then.
             queues: The queues for copies and commits of a job that shares them; None: make new ones.
         """
-        self.comm, self.clock, self.settings, self._framework = comm, clock, settings, framework
-        self.codecs = codecs
-        """What chunks are coded and decoded by."""
+        self.comm, self.clock, self.settings, self._framework, self.codecs = comm, clock, settings, framework, codecs
         statements = _statements(comm, clock, settings) if saves else []
         self.nonce = statements[0][:_NONCE_BYTES].hex() if saves else ""
         memory = MemoryShare(statement[_STATED_BYTES:] for statement in statements)

@@ -13,6 +13,9 @@ CAST_TO = ("float16", "bfloat16", "float32", "float64")
 
 _BFLOAT16_NAN = 0x7FC0
 
+_BLOCK = 32 << 10
+"""Elements cast at once."""
+
 
 def widened(stored: NDArray[np.generic], dtype: str) -> NDArray[np.generic]:
     """Return elements as numbers that numpy computes with, without rounding.
@@ -92,18 +95,23 @@ def _bfloat16(single: NDArray[np.generic]) -> NDArray[np.uint16]:
 
     Source: adding 0x7FFF plus the lowest kept bit carries into the upper half exactly if the number rounds up.
     """
-    bits = single.view(np.uint32)
-    rounded = bits >> 16
-    rounded &= 1
-    rounded += 0x7FFF
-    rounded += bits
-    rounded >>= 16
-    upper = rounded.astype(np.uint16)
-    # The carry can turn a NaN into an infinity or a negative zero, so NaNs are set by hand.
-    nan = np.isnan(single.view(np.float32))
-    if nan.any():
-        upper[nan] = _BFLOAT16_NAN
-    return upper
+    numbers = single.view(np.float32).reshape(-1)
+    upper = np.empty(len(numbers), np.uint16)
+    # In blocks that stay in the processor's cache: two thirds of the time, since fresh memory costs page faults.
+    sums = np.empty(min(len(numbers), _BLOCK), np.uint32)
+    for start in range(0, len(numbers), _BLOCK):
+        some = numbers[start : start + _BLOCK]
+        bits, halves, rounded = some.view(np.uint32), upper[start : start + _BLOCK], sums[: len(some)]
+        np.right_shift(bits, 16, out=rounded)
+        np.bitwise_and(rounded, 1, out=rounded)
+        np.add(rounded, 0x7FFF, out=rounded)
+        np.add(rounded, bits, out=rounded)
+        np.right_shift(rounded, 16, out=halves, casting="unsafe")
+        # The carry can turn a NaN into an infinity or a negative zero, so NaNs are set by hand.
+        nan = np.isnan(some)
+        if nan.any():
+            halves[nan] = _BFLOAT16_NAN
+    return upper.reshape(single.shape)
 
 
 def _float8_table(

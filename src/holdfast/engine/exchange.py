@@ -21,7 +21,7 @@ from dataclasses import astuple, dataclass, replace
 
 from holdfast.clock import Clock
 from holdfast.engine.buffers import allocate_aligned
-from holdfast.engine.decode import Decoder
+from holdfast.engine.decoding.decode import Decoder
 from holdfast.engine.read import Placing, execute, read_through, verify_and_place_all
 from holdfast.ports.codec import Codecs
 from holdfast.ports.comm import Comm

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from holdfast.engine.buffers import BufferPool
-from holdfast.engine.decode import Decoder, stored_place
+from holdfast.engine.decoding.decode import Decoder, stored_place
 from holdfast.engine.memory_limits import ranks_on_host
 from holdfast.errors import CorruptError, MissingError
 from holdfast.format.digest import digest_of, new_digest

@@ -293,10 +293,13 @@ class PackWriter:
         """Begin an upload, let its parts be written, and complete it; if anything fails, nothing of it is left."""
         # A file was written window by window: to complete it later would gain nothing.
         later = completions if self.sends_whole_packs else None
-        upload = self._store.upload(pack.key, pack.bytes, self._settings.window_bytes, folders_durable=False)
+        is_coded = pack.plan.is_coded
+        upload = self._store.upload(
+            pack.key, pack.bytes, self._settings.window_bytes, folders_durable=False, may_be_less=is_coded
+        )
         try:
             result = write(upload)
-            total_bytes = result.record.bytes if pack.plan.is_coded else None
+            total_bytes = result.record.bytes if is_coded else None
             if later is None:
                 with _in_flight(self.meter, 0):
                     upload.complete(total_bytes)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from math import prod
+
+from holdfast.errors import CorruptError, InvalidError
+from holdfast.foreign.typed_values import DIMENSIONS_MAX
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.value_class import value_class
 from holdfast.types.export import Checksum, ExportFile, ExportTensor
+from holdfast.types.values import FrameworkValue
 
 
 @value_class
@@ -99,3 +104,36 @@ class SmallTensor:
 
     data: bytes
     """Elements in row-major order."""
+
+
+def small_tensor_of(value: FrameworkValue, where: str) -> SmallTensor:
+    """Return a small tensor that was stored as a value.
+
+    Args:
+        value: A value of kind `torch.tensor`.
+        where: Its name, for messages.
+    Raises:
+        InvalidError: This version of Holdfast does not know its element type.
+        CorruptError: Its fields are none of a tensor.
+    """
+    fields = value.value
+    if not isinstance(fields, dict) or fields.keys() != {"dtype", "shape", "data"}:
+        raise CorruptError(f"{where}: a small tensor without dtype, shape and data; expected all three. {_ANOTHER}")
+    dtype, shape, data = fields["dtype"], fields["shape"], fields["data"]
+    if not isinstance(dtype, str) or not isinstance(shape, tuple) or not isinstance(data, bytes):
+        raise CorruptError(f"{where}: a small tensor; expected a text, a tuple and bytes in its fields. {_ANOTHER}")
+    if dtype not in DTYPES:
+        raise InvalidError(
+            f"{where}: a small tensor of dtype {dtype[:80]!r}; expected one of {', '.join(DTYPES)}. Read it with the "
+            "version of Holdfast that saved it"
+        )
+    is_shape = len(shape) <= DIMENSIONS_MAX and all(type(length) is int and length >= 0 for length in shape)
+    if not is_shape or prod(shape) * DTYPES[dtype].itemsize != len(data):
+        raise CorruptError(
+            f"{where}: a small tensor of {dtype} {list(shape)[:DIMENSIONS_MAX]} with {len(data)} bytes; expected as "
+            f"many as its elements take. {_ANOTHER}"
+        )
+    return SmallTensor(dtype, shape, data)
+
+
+_ANOTHER = "Read another copy"

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast.errors import CorruptError, InvalidError, first_three
-from holdfast.foreign.file_layout import SmallTensor, TensorLeaf
+from holdfast.foreign.file_layout import TensorLeaf, small_tensor_of
 from holdfast.foreign.model_names import exported_dtype, model_names
 from holdfast.foreign.values import below
 from holdfast.types.export import ExportContent, ExportOptions
@@ -122,8 +122,7 @@ class _StateBuilder:
         if is_subclass_record(value):
             return self.value(value.value.get("tensors") if isinstance(value.value, dict) else None, path)
         if isinstance(value, FrameworkValue) and value.kind == "torch.tensor":
-            fields: Any = value.value
-            return SmallTensor(fields["dtype"], tuple(fields["shape"]), bytes(fields["data"]))
+            return small_tensor_of(value, path)
         if isinstance(value, dict) and not isinstance(value, Counter):
             items = self.values(value, path)
             if isinstance(value, OrderedDict):

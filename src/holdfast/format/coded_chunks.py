@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.errors import CorruptError, InvalidError
+from holdfast.errors import CorruptError
 from holdfast.format.codec_names import needs_pair, require_known_codecs
 from holdfast.geometry.chunking import pair_range
 from holdfast.ports.codec import RAW_PER_STORED_MAX, Codecs
@@ -95,28 +95,33 @@ def decode_chunk(
             f"{place}: {len(stored)} stored bytes of {length}; expected at least one for {RAW_PER_STORED_MAX}. Read "
             "another copy"
         )
-    codec, base_dtype = codecs[name], ""
-    if needs_pair(name):
-        pair = piece.coding.pair if piece.coding is not None else None
-        if pair is None or base is None:
-            raise CorruptError(f"{place}: coded by {name} without the chunk of its pair. Read another copy")
-        _, first, last = pair_range(piece.chunk_bytes, number, length, PAIR_RATIO)
-        if last > len(base):
-            raise CorruptError(
-                f"{place}: needs bytes {first}–{last} of a chunk of {pair.tensor.fqn}; found {len(base)}. Read another "
-                "copy"
-            )
-        base, base_dtype = base[first:last], pair.tensor.dtype
-    else:
-        base = None
+    codec = codecs[name]
+    part, base_dtype = _part_of_base(piece, number, base, place) if needs_pair(name) else (None, "")
+    if not codec.takes(piece.tensor.dtype, base_dtype):
+        against = f" against {base_dtype}" if base_dtype else ""
+        raise CorruptError(f"{place}: coded by {name}, which takes no {piece.tensor.dtype}{against}. Read another copy")
+    coder = codec.coder(piece.tensor.dtype, base_dtype)
     try:
-        coder = codec.coder(piece.tensor.dtype, base_dtype)
-    except InvalidError as error:
-        raise CorruptError(
-            f"{place}: coded by {name}, which takes no {piece.tensor.dtype} {base_dtype and f'against {base_dtype}'}: "
-            f"{error}. Read another copy"
-        ) from error
-    try:
-        coder.decode(stored, base, raw)
+        coder.decode(stored, part, raw)
     except CorruptError as error:
         raise CorruptError(f"{place}: coded by {name}: {error}. Read another copy") from error
+
+
+def _part_of_base(piece: Piece, number: int, base: memoryview | None, place: str) -> tuple[memoryview, str]:
+    """Return the bytes of a pair's chunk that a chunk is coded against, and their element type.
+
+    Raises:
+        CorruptError: There is no such chunk, or it is too short.
+    """
+    pair = piece.coding.pair if piece.coding is not None else None
+    if pair is None or base is None:
+        raise CorruptError(
+            f"{place}: coded by {piece.codec_of(number)} without the chunk of its pair. Read another copy"
+        )
+    length = min(piece.chunk_bytes, piece.bytes - number * piece.chunk_bytes)
+    _, start, stop = pair_range(piece.chunk_bytes, number, length, PAIR_RATIO)
+    if stop > len(base):
+        raise CorruptError(
+            f"{place}: needs bytes {start}–{stop} of a chunk of {pair.tensor.fqn}; found {len(base)}. Read another copy"
+        )
+    return base[start:stop], pair.tensor.dtype

@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any, TypeVar
 
 from holdfast.api import Checkpoint
 from holdfast.errors import BY_NAME, CheckpointError, ConflictError, InvalidError, UnavailableError
 
 logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 MARK = "holdfast_integration"
 """Key in a state under which an integration names itself."""
@@ -135,6 +139,32 @@ def error_of_rank(where: str, name: str, text: str) -> CheckpointError:
     """
     kind = BY_NAME.get(name)
     return UnavailableError(f"{where}: {name}: {text}") if kind is None else kind(f"{where}: {text}")
+
+
+def from_first(call: Callable[[], _Result], *, is_first: bool, broadcast: Callable[[Any], Any]) -> _Result:
+    """Return on every rank what a call returns on rank 0, or raise there what it raises. Every rank calls.
+
+    Args:
+        call: Is called on rank 0.
+        is_first: Whether this is rank 0.
+        broadcast: Returns on every rank what it is given on rank 0.
+    Raises:
+        CheckpointError: The call raised it, or another error, which it names: as `error_of_rank`.
+    """
+    outcome: tuple[tuple[str, str] | None, Any] = (None, None)
+    failure: Exception | None = None
+    if is_first:
+        try:
+            outcome = (None, call())
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an outcome
+            failure, outcome = error, ((type(error).__name__, str(error)), None)
+    told, result = broadcast(outcome)
+    if isinstance(failure, CheckpointError):
+        raise failure
+    if told is not None:
+        raise error_of_rank("rank 0", *told) from failure
+    found: _Result = result
+    return found
 
 
 @cache

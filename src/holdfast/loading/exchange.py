@@ -12,6 +12,7 @@ from holdfast.coordination.job import Job
 from holdfast.engine.exchange import ExchangeProbe, PlannedExchange, TransferStats, execute_exchange
 from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.read import execute
+from holdfast.format.index.index import Index
 from holdfast.format.names import is_file_url
 from holdfast.plan.exchange import (
     PROBE_ROUNDS,
@@ -21,12 +22,13 @@ from holdfast.plan.exchange import (
     job_exchange,
     reads_enough,
 )
+from holdfast.plan.reads import load_plan
 from holdfast.ports.framework import Target
 from holdfast.ports.store import Packs
 from holdfast.settings import Settings
 from holdfast.types.inspected import inspected
 from holdfast.types.manifest import Manifest
-from holdfast.types.plan import ExchangePlan, LoadPlan
+from holdfast.types.plan import ExchangePlan, LoadPlan, WantedBoxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +72,19 @@ class AgreedExchange:
     """Whether the ranks exchange everything, without measuring if that is faster than reading."""
 
 
+def planned_reads(wanted: Sequence[WantedBoxes], index: Index, job: Job) -> LoadPlan:
+    """Return this rank's reads: of whole units if it may exchange bytes, so that all ranks cut at the same places."""
+    may_exchange = job.settings.share_reads != "never" and job.comm.world_size > 1
+    return load_plan(wanted, index.pieces_near, job.settings.read_window_bytes, whole_units=may_exchange)
+
+
 def offer_of(plan: LoadPlan, manifest: Manifest, settings: Settings, world_size: int) -> Offer:
     """Return this rank's offer."""
-    if not may_exchange(settings, world_size):
+    if settings.share_reads == "never" or world_size == 1:
         return Offer()
     round_bytes, forced = settings._tuning.exchange_bytes_max // 4, settings.share_reads == "always"
     description = description_of(plan, _pack_numbers(manifest), round_bytes, forced=forced)
     return Offer(settings.share_reads, round_bytes, description, forced or reads_enough(plan))
-
-
-def may_exchange(settings: Settings, world_size: int) -> bool:
-    """Return whether a rank takes part in an exchange if the others do."""
-    return settings.share_reads != "never" and world_size > 1
 
 
 def agree_on_exchange(offers: Sequence[Offer]) -> AgreedExchange | None:

@@ -42,8 +42,8 @@ from holdfast.loading.exchange import (
     agree_on_exchange,
     divides_chunks,
     has_files_elsewhere,
-    may_exchange,
     offer_of,
+    planned_reads,
     read_or_exchange,
 )
 from holdfast.loading.load_request import LoadRequest
@@ -70,7 +70,6 @@ from holdfast.loading.step_choice import (
     StepSelector,
     raise_or_fall_back,
 )
-from holdfast.plan.reads import load_plan
 from holdfast.plan.unmatched_patterns import judge_unmatched
 from holdfast.ports.codec import Codecs
 from holdfast.ports.framework import Catalog, Restoration, Wanted
@@ -308,8 +307,7 @@ def _request_and_plan(attempt: LoadAttempt, resolved: Resolved) -> PlannedLoad |
             boxes = ((tensor.stored_fqn, box) for tensor in wanted for box in tensor.boxes)
             index = index_for(resolved.index, boxes, job.clock, location)
             unfit = unfit_names(restoration, wanted, index.tensors, strict=request.strict, cast=request.cast)
-            whole_units = may_exchange(job.settings, job.comm.world_size)
-            plan = load_plan(wanted, index.pieces_near, job.settings.read_window_bytes, whole_units=whole_units)
+            plan = planned_reads(wanted, index, job)
             count = filled_bytes(restoration, plan)
             require_begun_filled(attempt.begun, restoration, location.url, strict=request.strict)
             offer = offer_of(plan, resolved.manifest, job.settings, job.comm.world_size)

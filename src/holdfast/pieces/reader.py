@@ -103,11 +103,12 @@ class BoxReader:
         Raises:
             MissingError: No such value.
             InvalidError: It holds a value that torch cannot load.
+            CorruptError: It holds a small tensor whose fields are none.
         """
         values = self._names.values
         if name not in values:
             raise MissingError(f"{self._checkpoint.url}: no value {name!r}; `values` has all")
-        return torch_bytes(values[name], self._with_elements)
+        return torch_bytes(values[name], name, self._with_elements)
 
     def _with_elements(self, fqn: str) -> SmallTensor:
         info = self._checkpoint.tensors[fqn]

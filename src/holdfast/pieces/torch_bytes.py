@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from holdfast.errors import InvalidError
-from holdfast.foreign.file_layout import FileLayout, SmallTensor, TensorLeaf
+from holdfast.foreign.file_layout import FileLayout, SmallTensor, TensorLeaf, small_tensor_of
 from holdfast.foreign.pickles.tensors import StoredTensor
 from holdfast.foreign.torch.archive_reader import read_torch_file
 from holdfast.foreign.torch.archive_writer import put_archive
@@ -74,22 +73,23 @@ def _tensor(data: bytes, stored: StoredTensor) -> object:
     return tensor_of(np.ndarray(stored.shape, bits, data, stored.offset, strides).copy(), stored.dtype)
 
 
-def torch_bytes(value: Value, read: Callable[[str], SmallTensor]) -> bytes:
+def torch_bytes(value: Value, name: str, read: Callable[[str], SmallTensor]) -> bytes:
     """Return the archive that `torch.save` would write of a value.
 
     Args:
         value: A neutral value, with leaves or references for tensors.
+        name: Its name, for messages.
         read: Returns a stored tensor with its elements, by FQN.
     Raises:
         InvalidError: It holds a value that torch cannot load.
+        CorruptError: It holds a small tensor whose fields are none.
     """
 
     def with_elements(leaf: object) -> object:
         if isinstance(leaf, TensorRef | TensorLeaf):
             return read(leaf.fqn)
         if isinstance(leaf, FrameworkValue) and leaf.kind == "torch.tensor":
-            fields: Any = leaf.value
-            return SmallTensor(fields["dtype"], tuple(fields["shape"]), bytes(fields["data"]))
+            return small_tensor_of(leaf, name)
         return leaf
 
     layout = FileLayout()

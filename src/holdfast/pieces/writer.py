@@ -25,6 +25,7 @@ from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.coordination.opening.records import Agreement
 from holdfast.coordination.outcome import OutcomeKind
 from holdfast.coordination.save_context import SaveContext
+from holdfast.engine.background import is_done_soon
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, first_three, refusal
 from holdfast.foreign.dcp.metadata import Path
 from holdfast.format.part import RankPart
@@ -38,7 +39,7 @@ from holdfast.ports.framework import Selection
 from holdfast.saving.attempt import SaveAttempt
 from holdfast.saving.fingerprint import StateFingerprint
 from holdfast.saving.handle import typed
-from holdfast.saving.request import PathRequest
+from holdfast.saving.request import PathRequest, claim_in_time
 from holdfast.saving.save import RankShare
 from holdfast.settings import Settings
 from holdfast.types.reports import SaveReport
@@ -103,6 +104,8 @@ class PieceWriter:
         Raises:
             ConflictError: The path holds a checkpoint, or another job overwrites it.
             InvalidError: `overwrite` at what Holdfast did not write as one checkpoint.
+            UnavailableError: Storage failed, or gave no answer within `settings.agreement_timeout_seconds`: the other
+                ranks wait for their tickets.
         """
         self.abort()
         _give_up_earlier(self.url)
@@ -110,7 +113,7 @@ class PieceWriter:
         request = PathRequest(job, self._location, {}, Selection(), overwrite=self._overwrite)
         attempt = SaveAttempt(job, request, awaited=True)
         try:
-            context = request.claim()
+            context = claim_in_time(job, request.claim, attempt.name, job.agreement_deadline(), self.url)
         except BaseException:
             if request.on_end is not None:
                 request.on_end()
@@ -310,14 +313,18 @@ def _end(attempt: SaveAttempt, error: BaseException) -> None:
     if handle.may_be_committed or handle.failure is None:
         return
     store, folder = attempt.location.store, f"{attempt.location.folder}{attempt.agreement.attempt}/"
+    why = "their removal hangs"
     try:
-        store.delete([*(entry.key for entry in store.list(folder)), f"{folder}nothing"])
+        # The next save to the path, or an error, waits for it.
+        if is_done_soon(
+            lambda: store.delete([*(entry.key for entry in store.list(folder)), f"{folder}nothing"]), attempt.job.clock
+        ):
+            return
     except CheckpointError as failure:
-        logger.warning(
-            "%s: files of the failed attempt stay for now, the next save to the path removes them: %s",
-            attempt.name,
-            failure,
-        )
+        why = str(failure)
+    logger.warning(
+        "%s: files of the failed attempt stay for now, the next save to the path removes them: %s", attempt.name, why
+    )
 
 
 def _given_up(url: str) -> ConflictError:

@@ -77,10 +77,16 @@ class ForwardingStore(ForwardingReadable):
             "put_if_absent", key, lambda: self._inner.put_if_absent(key, data, folders_durable=folders_durable)
         )
 
-    def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
+    def upload(
+        self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True, may_be_less: bool = False
+    ) -> Upload:
         """Begin an object that must not exist yet."""
         return self._around(
-            "upload", key, lambda: self._inner.upload(key, bytes_max, part_bytes, folders_durable=folders_durable)
+            "upload",
+            key,
+            lambda: self._inner.upload(
+                key, bytes_max, part_bytes, folders_durable=folders_durable, may_be_less=may_be_less
+            ),
         )
 
     def sync(self, prefix: str) -> None:

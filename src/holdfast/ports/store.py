@@ -324,7 +324,9 @@ class Store(Readable, Protocol):
         """
         ...
 
-    def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
+    def upload(
+        self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True, may_be_less: bool = False
+    ) -> Upload:
         """Begin an object that must not exist yet.
 
         Args:
@@ -332,6 +334,8 @@ class Store(Readable, Protocol):
             bytes_max: Its size, or what it will not exceed; the store reserves the space if it can.
             part_bytes: Size of every part but the last; a multiple of `PAGE_BYTES`.
             folders_durable: Whether `complete` makes its name durable too, as for `put_if_absent`.
+            may_be_less: Whether `complete` may state fewer bytes. Then a store without space for `bytes_max` reserves
+                none, and only a part for which there is no space fails.
         Raises:
             ConflictError: The key exists; a store may say so only at `complete`.
             UnavailableError: There is not enough space.

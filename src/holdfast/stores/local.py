@@ -107,13 +107,18 @@ class LocalStore(FileReading):
             self._make_durable(key)
             raise
 
-    def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> LocalUpload:
+    def upload(
+        self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True, may_be_less: bool = False
+    ) -> LocalUpload:
         """Begin an object that must not exist yet, and reserve its space."""
         parts, where = split_key(key), self._where(key)
         ledger = PartLedger(where, bytes_max=bytes_max, part_bytes=part_bytes)
         with translated("begin", where, writing=True):
             upload = self._in_folder(
-                parts[:-1], lambda folder: LocalUpload(self._syscalls, self._folders, folder, parts, self._mode, ledger)
+                parts[:-1],
+                lambda folder: LocalUpload(
+                    self._syscalls, self._folders, folder, parts, self._mode, ledger, may_be_less=may_be_less
+                ),
             )
         upload.makes_folders_durable = folders_durable
         return upload

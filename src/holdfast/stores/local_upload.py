@@ -43,6 +43,8 @@ class LocalUpload:
         parts: tuple[str, ...],
         mode: int,
         ledger: PartLedger,
+        *,
+        may_be_less: bool = False,
     ) -> None:
         """Create the file in the open `folder` and reserve its space; if that fails, remove the file.
 
@@ -53,6 +55,7 @@ class LocalUpload:
             parts: Parts of the key.
             mode: Permission bits of the file.
             ledger: Sizes and place of the object; no part is written yet.
+            may_be_less: Whether the file may become smaller than that.
         """
         self._syscalls = syscalls
         self._folders = folders
@@ -73,7 +76,7 @@ class LocalUpload:
         self._fd = syscalls.open(parts[-1], _NEW, mode, dir_fd=folder)
         try:
             self._direct = switch_to_direct(syscalls, self._fd)
-            reserve_space(syscalls, self._fd, ledger.bytes_max)
+            reserve_space(syscalls, self._fd, ledger.bytes_max, is_bound=may_be_less)
         except BaseException:
             try:
                 self._remove()

@@ -90,7 +90,9 @@ class MemoryStore:
                 raise self._conflict(key)
             self._objects[key] = _Kept(data)
 
-    def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> _MemoryUpload:
+    def upload(
+        self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True, may_be_less: bool = False
+    ) -> _MemoryUpload:
         """Begin an object that must not exist yet; it is invisible until complete."""
         self._split(key)
         ledger = PartLedger(f"{self.url}/{key}", bytes_max=bytes_max, part_bytes=part_bytes)

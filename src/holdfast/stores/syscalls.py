@@ -147,13 +147,22 @@ def switch_to_direct(syscalls: Syscalls, fd: int) -> bool:
     return True
 
 
-def reserve_space(syscalls: Syscalls, fd: int, total_bytes: int) -> None:
-    """Reserve the space of a new file, if its file system can."""
+def reserve_space(syscalls: Syscalls, fd: int, total_bytes: int, *, is_bound: bool = False) -> None:
+    """Reserve the space of a new file, if its file system can.
+
+    Args:
+        syscalls: The operating system.
+        fd: The file.
+        total_bytes: Its size.
+        is_bound: Whether it may become smaller: then nothing is reserved if there is too little space.
+    """
     try:
         if total_bytes:
             syscalls.fallocate(fd, total_bytes)
     except OSError as error:
-        if error.errno not in UNSUPPORTED:
+        if is_bound and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            syscalls.ftruncate(fd, 0)  # It may have reserved a part.
+        elif error.errno not in UNSUPPORTED:
             raise
 
 

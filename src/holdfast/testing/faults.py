@@ -186,9 +186,11 @@ class FaultyStore(ForwardingStore):
     def _around(self, name: str, subject: str, call: Callable[[], _Result]) -> _Result:
         return self._faults.around(name, subject, call)
 
-    def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
+    def upload(
+        self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True, may_be_less: bool = False
+    ) -> Upload:
         """Begin an upload that meets the same fault."""
-        inner = super().upload(key, bytes_max, part_bytes, folders_durable=folders_durable)
+        inner = super().upload(key, bytes_max, part_bytes, folders_durable=folders_durable, may_be_less=may_be_less)
         return _FaultyUpload(inner, key, self._faults)
 
 

@@ -71,9 +71,6 @@ class SaveReport:
     skipped: tuple[str, ...]
     """Names that `only` and `skip` left out."""
 
-    stored_bytes: int = 0
-    """Bytes of packs that `bytes` take: fewer if they were compressed (`Settings.compression`)."""
-
     unhealthy: tuple[str, ...] = ()
     """Findings against the checkpoint, one text each; of many, the first. They name tensors with new non-finite values,
     and replicas that differ. Empty without findings, and without checks (`Settings.count_nonfinite`,
@@ -94,6 +91,9 @@ class SaveReport:
 
     throttled: int = 0
     """Requests that the store refused or left unanswered because it had too much to do."""
+
+    stored_bytes: int = 0
+    """Bytes that the packs of this rank hold for these tensors: fewer than `bytes` where they are coded."""
 
     codings: tuple[KindCoding, ...] = ()
     """How this rank stored each kind of tensors, and why, the largest kinds first. Empty without `compression`."""

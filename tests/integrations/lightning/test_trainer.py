@@ -121,10 +121,22 @@ def test_the_best_and_the_last_are_kept_and_a_resumed_training_is_the_same(tmp_p
     assert checkpoints_in(tmp_path / "kept") == ["last.ckpt", "step=3.ckpt", "step=4.ckpt"]
 
 
-def test_a_link_to_the_last_resumes(tmp_path: Path) -> None:
-    saving = ModelCheckpoint(tmp_path / "kept", "{step}", save_last="link", every_n_train_steps=2)
-    trained = Model()
-    trainer_with(tmp_path, 4, saving).fit(trained, loader())
+class LooksAtLink(lightning.Callback):
+    """Notes at each step whether the link to the last checkpoint points to a whole one."""
+
+    def __init__(self, link: Path) -> None:
+        self.link, self.found = link, {}
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.found[trainer.global_step] = (self.link / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("keeper", KEEPERS)
+def test_a_link_to_the_last_resumes(tmp_path: Path, keeper: str) -> None:
+    saving = ModelCheckpoint(tmp_path / "kept", "{step}", save_last="link", every_n_train_steps=1)
+    trained, link = Model(), LooksAtLink(tmp_path / "kept" / "last.ckpt")
+    trainer_with(tmp_path, 4, saving, link, plugins=[KEEPERS[keeper]()]).fit(trained, loader())
+    assert link.found[2] and link.found[3], "from the second save on it is whole as soon as it is there"
     assert (tmp_path / "kept" / "last.ckpt").is_symlink()
     resumed = Model()
     trainer = trainer_with(tmp_path, 4, ModelCheckpoint(tmp_path / "kept", save_last="link"))

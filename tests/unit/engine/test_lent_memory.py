@@ -117,8 +117,12 @@ class Wrapping(ForwardingStore):
         self._wrap = wrap
         self.uploads: list[Passing] = []
 
-    def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
-        upload = self._wrap(super().upload(key, bytes_max, part_bytes, folders_durable=folders_durable))
+    def upload(
+        self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True, may_be_less: bool = False
+    ) -> Upload:
+        upload = self._wrap(
+            super().upload(key, bytes_max, part_bytes, folders_durable=folders_durable, may_be_less=may_be_less)
+        )
         self.uploads.append(upload)
         return upload
 

@@ -19,7 +19,7 @@ from safetensors.numpy import load as load_safetensors
 from holdfast.clock import SystemClock
 from holdfast.engine.arena import Arena
 from holdfast.engine.buffers import BufferPool, allocate_aligned
-from holdfast.engine.decode import Decoder
+from holdfast.engine.decoding.decode import Decoder
 from holdfast.engine.read import Placing, execute, read_through
 from holdfast.engine.staging import Staging
 from holdfast.engine.target import HostTarget

@@ -39,6 +39,8 @@ class RecordedArguments:
     save_only_model: bool = False
     save_on_each_node: bool = False
     load_best_model_at_end: bool = False
+    per_device_train_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
     push_to_hub: bool = False
     hub_strategy: str = "every_save"
 

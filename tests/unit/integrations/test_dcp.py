@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle  # noqa: TID251 - as DCP sends a save to another process
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
@@ -476,13 +478,67 @@ def test_a_copy_that_does_not_fit_fails_the_save_where_dcp_gathers(tmp_path: Pat
     assert holdfast.open_checkpoint(tmp_path / "it").tensors["w"].shape == (4,)
 
 
-def test_a_save_beside_one_that_writes_is_refused(tmp_path: Path) -> None:
+class WaitingPlanner(DefaultSavePlanner):
+    """Waits within its plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.began, self.may_go_on = threading.Event(), threading.Event()
+
+    def create_local_plan(self) -> SavePlan:
+        self.began.set()
+        assert self.may_go_on.wait(60)
+        return super().create_local_plan()
+
+
+def test_a_save_beside_one_that_is_planned_is_refused_and_leaves_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dcp.writer, "_WAIT_SECONDS", 0.1)
+    writer, planner = dcp.HoldfastWriter(tmp_path / "it"), WaitingPlanner()
+    first = torch_dcp.async_save({"w": torch.ones(2)}, storage_writer=writer, planner=planner)
+    assert planner.began.wait(60)
+    for save in (torch_dcp.async_save, dcp.async_save):
+        with pytest.raises(CheckpointException, match=r"this HoldfastWriter is still under way.*result\(\)"):
+            result_of(save({"w": torch.zeros(2)}, storage_writer=writer))
+    for save in (torch_dcp.save, dcp.save):
+        with pytest.raises(CheckpointException, match=r"this HoldfastWriter is still under way.*result\(\)"):
+            save({"w": torch.zeros(2)}, storage_writer=writer)
+    planner.may_go_on.set()
+    result_of(first)
+    assert np.array_equal(holdfast.open_checkpoint(tmp_path / "it").read("w"), [1, 1])
+    torch_dcp.save({"w": torch.zeros(2)}, storage_writer=writer, checkpoint_id=tmp_path / "next")
+
+
+def test_a_save_beside_one_that_writes_is_refused_and_leaves_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, may_go_on = threading.Event(), threading.Event()
+
+    def wait(operation: object) -> None:
+        began.set()
+        assert may_go_on.wait(60)
+
+    at = wiring.store_at
+    slow = Faults(wait, names=("upload.complete",))
+    monkeypatch.setattr(wiring, "store_at", lambda path, settings: FaultyStore(at(path, settings), slow))
     writer = dcp.HoldfastWriter(tmp_path / "it")
-    writer._is_writing = True
-    assert writer.stage({"w": torch.ones(2)}) == {}
-    writer._is_writing = False
-    with pytest.raises(ConflictError, match=r"an async save of this HoldfastWriter is still writing.*result\(\)"):
-        writer.set_up_storage_writer(True, rank=0)
+    first = torch_dcp.async_save({"w": torch.ones(2)}, storage_writer=writer)
+    assert began.wait(60)
+    with pytest.raises(CheckpointException, match=r"this HoldfastWriter is still writing.*result\(\)"):
+        result_of(dcp.async_save({"w": torch.zeros(2)}, storage_writer=writer))
+    may_go_on.set()
+    result_of(first)
+    assert np.array_equal(holdfast.open_checkpoint(tmp_path / "it").read("w"), [1, 1])
+
+
+def test_a_process_that_saves_never_commits_a_state_that_was_not_copied(tmp_path: Path) -> None:
+    writer = dcp.HoldfastWriter(tmp_path / "it", settings=Settings(arena_bytes_max=1 << 20))
+    sent = pickle.dumps((writer, writer.stage({"w": torch.ones(2)})))
+    there, state = pickle.loads(sent)
+    with pytest.raises(CheckpointException, match="a staged copy needs 2097152 bytes"):
+        torch_dcp.save(state, storage_writer=there)
+    assert files_below(tmp_path / "it") == []
 
 
 def test_a_failed_async_save_fails_its_future_and_removes_its_files(

@@ -153,6 +153,10 @@ def test_the_model_of_a_checkpoint_loads_without_lightning(ours: ModuleType, tmp
     assert mark == {"name": "lightning", "version": f"lightning {VERSION}", "model": "state_dict"}
 
 
+def folders() -> ModuleType:
+    return sys.modules["holdfast.integrations.lightning.folders"]
+
+
 def test_a_save_replaces_the_checkpoint_at_its_path(ours: ModuleType, tmp_path: Path) -> None:
     keeper = ours.HoldfastCheckpointIO()
     for step in (1, 2, 3):
@@ -191,6 +195,77 @@ def test_a_link_at_the_path_is_replaced_and_not_what_it_points_to(ours: ModuleTy
     keeper.save_checkpoint({"global_step": 2}, tmp_path / "last.ckpt")
     assert keeper.load_checkpoint(tmp_path / "best.ckpt") == {"global_step": 1}
     assert keeper.load_checkpoint(tmp_path / "last.ckpt") == {"global_step": 2}
+
+
+class Killed(BaseException):
+    """Ends a save as a kill would."""
+
+
+@pytest.mark.parametrize("swaps", [True, False], ids=["swapped", "two renames"])
+@pytest.mark.parametrize("is_link", [True, False], ids=["link", "file"])
+def test_a_kill_while_a_checkpoint_takes_the_place_of_a_link_or_file_loses_neither(
+    ours: ModuleType, tmp_path: Path, swaps: bool, is_link: bool
+) -> None:
+    keeper, last, done = ours.HoldfastCheckpointIO(), tmp_path / "last.ckpt", [0]
+    keeper.save_checkpoint({"global_step": 1}, tmp_path / "best.ckpt")
+    if is_link:
+        last.symlink_to("best.ckpt")
+    else:
+        last.write_bytes(b"of torch.save")
+    rename, sync = os.rename, folders()._make_durable
+
+    def counted(call: Any, number: int) -> Any:
+        def killed(*arguments: Any) -> None:
+            done[0] += 1
+            if done[0] == number:
+                raise Killed
+            call(*arguments)
+
+        return killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        if swaps:
+            patch.setattr(folders(), "_make_durable", counted(sync, 1))  # Right after the swap.
+        else:
+            patch.setattr(folders(), "_RENAMEAT2", None)
+            patch.setattr(os, "rename", counted(rename, 2))
+        with pytest.raises(Killed):
+            keeper.save_checkpoint({"global_step": 2}, last)
+        assert last.exists() == swaps, "with two renames there is nothing in between"
+        again = ours.HoldfastCheckpointIO()
+        read = {"global_step": 1} if is_link else {"read_by_lightning": str(last), "weights_only": None}
+        assert again.load_checkpoint(last) == ({"global_step": 2} if swaps else read)
+        again.save_checkpoint({"global_step": 3}, last)
+        assert again.load_checkpoint(last) == {"global_step": 3}
+        again.teardown()
+    assert names_in(tmp_path) == ["best.ckpt", "last.ckpt"]
+
+
+def test_what_a_killed_replacement_left_is_tidied_once_its_place_is_taken(ours: ModuleType, tmp_path: Path) -> None:
+    left = {name: Path(folders()._hidden(str(tmp_path / name), ".holdfast-replaced-")) for name in ("a", "b")}
+    for path in left.values():
+        path.write_bytes(b"of torch.save")
+    saved = Path(folders()._hidden(str(tmp_path / "a"), ".holdfast-saving-"))
+    saved.symlink_to("elsewhere")
+    keeper = ours.HoldfastCheckpointIO()
+    keeper.save_checkpoint({"global_step": 1}, tmp_path / "c")
+    (tmp_path / "a").mkdir()
+    keeper.teardown()
+    assert names_in(tmp_path) == sorted(["a", "c", left["b"].name]), "b's own is its only copy"
+
+
+def test_a_save_beside_links_to_checkpoints_is_whole_when_it_returns(
+    ours: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning moves `last.ckpt` to the checkpoint at once: a failed save would leave a link to nothing."""
+    monkeypatch.setattr(holdfast, "async_save", lambda *_, **__: pytest.fail("saved in the background"))
+    for beside in (tmp_path, tmp_path / "epoch=1"):
+        keeper = ours.HoldfastCheckpointIO(background=True)
+        beside.mkdir(exist_ok=True)
+        (tmp_path / "last.ckpt").unlink(missing_ok=True)
+        (tmp_path / "last.ckpt").symlink_to("step=1.ckpt")
+        keeper.save_checkpoint({"global_step": 2}, beside / "step=2.ckpt")
+        assert keeper.load_checkpoint(beside / "step=2.ckpt") == {"global_step": 2}
 
 
 def test_a_file_of_lightnings_is_read_by_it_and_replaced_once_the_new_checkpoint_is_whole(

@@ -20,6 +20,7 @@ from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingEr
 from holdfast.integrations.host import MARK, mark_of
 from holdfast.integrations.transformers import HoldfastMixin
 from holdfast.integrations.transformers.exports import Complete, ModelFolders
+from holdfast.integrations.transformers.resuming import ResumeStep, find, say_other_ranks
 from tests.distributed.launch import Case, run_world
 from tests.unit.integrations.recorded_trainer import RecordedArguments, RecordedTrainer, fail_at_no_step
 
@@ -372,6 +373,40 @@ def test_failed_saves_end_the_training_at_their_limit(tmp_path: Path) -> None:
     assert trainer.state.global_step < 20 and steps_in(tmp_path) == [2]
 
 
+def test_a_save_that_is_not_in_the_background_is_committed_when_it_returns(tmp_path: Path) -> None:
+    found: dict[int, list[int]] = {}
+    trainer = made(tmp_path, options={"background": False})
+    trainer.on_step = lambda step: found.__setitem__(step, steps_in(tmp_path) if step > 2 else [])
+    trainer.train()
+    assert found[3] == [2] and steps_in(tmp_path) == [2, 4]
+    assert trainer._holdfast_options.settings == SETTINGS
+
+
+def test_a_failed_save_ends_a_training_that_waits_for_it(tmp_path: Path) -> None:
+    def spoil(step: int) -> None:
+        if step == 4:
+            trainer.lr_scheduler.spoiled = object()
+
+    trainer = made(tmp_path, on_step=spoil, options={"background": False}, max_steps=8)
+    with pytest.raises(InvalidError, match="spoiled"):
+        trainer.train()
+    assert trainer.state.global_step == 4 and steps_in(tmp_path) == [2], "as Trainer's own save would end it"
+
+
+def test_a_failed_save_that_is_counted_lets_a_training_go_on(tmp_path: Path) -> None:
+    def spoil(step: int) -> None:
+        if step == 4:
+            trainer.lr_scheduler.spoiled = object()
+        if step == 5:
+            del trainer.lr_scheduler.spoiled
+
+    settings = holdfast.Settings(failed_saves_max=2, collect_grace_seconds=0)
+    trainer = made(tmp_path, on_step=spoil, options={"background": False, "settings": settings}, max_steps=6)
+    with pytest.raises(InvalidError, match="spoiled"):
+        trainer.train()
+    assert trainer.state.global_step == 6 and steps_in(tmp_path) == [2, 6], "raised once the training is over"
+
+
 def test_the_model_alone_is_saved_and_the_rest_begins_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made(tmp_path, save_only_model=True).train()
     names = set(holdfast.open_checkpoint(root_of(tmp_path), step=4).tensors)
@@ -381,6 +416,36 @@ def test_the_model_alone_is_saved_and_the_rest_begins_anew(tmp_path: Path, caplo
     with caplog.at_level(logging.WARNING):
         trainer.train(resume_from_checkpoint=True)
     assert begun == [5, 6] and "does not hold optimizer, scheduler, rng; they begin anew" in caplog.text
+
+
+def test_another_model_is_refused_with_a_way_out_that_works(tmp_path: Path) -> None:
+    made(tmp_path).train()
+    larger = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.Linear(2, 2))
+    first = torch.nn.Sequential(torch.nn.Linear(4, 2))
+    made(tmp_path / "other", model=first).train()
+    root = root_of(tmp_path / "other")
+    for wanted, step in ((True, 4), (2, 2)):
+        with pytest.raises(InvalidError, match=r"missing.*train\(\) takes none of these.*strict=False\)") as refused:
+            made(tmp_path / "other", model=larger).train(resume_from_checkpoint=wanted)
+        assert f"holdfast.load('{root}', {{\"model\": model}}, step={step}, strict=False)" in str(refused.value)
+    holdfast.load(root, {"model": larger}, step=4, strict=False)
+    assert torch.equal(larger[0].weight, first[0].weight)
+    made(tmp_path / "other", model=larger, options={"start_over": True}).train()
+
+
+def test_another_batch_or_number_of_ranks_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made(tmp_path).train()
+    with caplog.at_level(logging.WARNING):
+        made(tmp_path, max_steps=6, gradient_accumulation_steps=1).train(resume_from_checkpoint=True)
+        assert "samples" not in caplog.text and "random generators" not in caplog.text
+        made(tmp_path, max_steps=8, gradient_accumulation_steps=3).train(resume_from_checkpoint=True)
+    assert "step-000000000006: a step was of 8 samples, and is of 24 now" in caplog.text
+    caplog.clear()
+    found = find(str(root_of(tmp_path)), str(tmp_path), True, SETTINGS)
+    assert isinstance(found, ResumeStep)
+    with caplog.at_level(logging.WARNING):
+        say_other_ranks(found, json.dumps({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 1}), 4)
+    assert "ranks: 1 saved it, and 4 go on" in caplog.text and "samples" not in caplog.text
 
 
 def test_a_scaler_is_saved_where_there_is_one(tmp_path: Path) -> None:

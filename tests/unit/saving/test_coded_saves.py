@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +11,14 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.errors import InvalidError
+from holdfast.errors import InvalidError, UnavailableError
 from holdfast.format.names import step_folder
-from holdfast.settings import Settings
 from holdfast.ports.store import Store
+from holdfast.settings import Settings
+from holdfast.stores.local import LocalStore
+from holdfast.stores.syscalls import Syscalls
 from holdfast.types.reports import SaveReport
-from holdfast.wiring import store_at
+from holdfast.wiring import saving_job, store_at
 from tests.decoded import stored_pieces, stored_tensors
 from tests.tuned import tuned
 
@@ -195,3 +196,43 @@ def test_a_wrong_setting_is_refused() -> None:
     for wrong in ({"compression": "yes"}, {"compression_threads": 0}, {"compression_skip": "model.*"}):
         with pytest.raises(InvalidError, match=next(iter(wrong))):
             Settings(**wrong)  # type: ignore[arg-type]
+
+
+class SmallDisk(Syscalls):
+    """A disk with room for fewer bytes than are reserved."""
+
+    def __init__(self, room_bytes: int) -> None:
+        super().__init__()
+        self.room_bytes = room_bytes
+        self.refused: list[str] = []
+
+    def fallocate(self, fd: int, total_bytes: int) -> None:
+        if total_bytes > self.room_bytes:
+            self.refused.append("fallocate")
+            raise OSError(errno.ENOSPC, "no space")
+        super().fallocate(fd, total_bytes)
+
+    def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
+        if offset + len(data) > self.room_bytes:
+            self.refused.append("pwrite")
+            raise OSError(errno.ENOSPC, "no space")
+        return super().pwrite(fd, data, offset)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_pack_that_fits_once_it_is_coded_is_written_and_one_that_does_not_leaves_nothing(
+    tmp_path: Path, is_full: bool
+) -> None:
+    state = {"master": drawn(200_000, 0), "zeros": torch.zeros(200_000)}
+    disk = SmallDisk(300_000 if is_full else 1_000_000)
+    store = LocalStore(tmp_path, settings=ON, syscalls=disk)
+    with holdfast.CheckpointManager.over(store, saving_job(False, ON, tmp_path)) as manager:
+        if is_full:
+            with pytest.raises(UnavailableError, match="ENOSPC"):
+                manager.save(1, state).wait()
+            assert disk.refused[:2] == ["fallocate", "pwrite"]
+            assert list(tmp_path.rglob("*.safetensors")) == []
+            disk.room_bytes = 1_000_000
+        assert isinstance(manager.save(2, state).wait(), SaveReport)
+    assert set(disk.refused) == {"fallocate", "pwrite"} if is_full else {"fallocate"}
+    assert stored_tensors(store, step_folder(2)) == {name: tensor.numpy().tobytes() for name, tensor in state.items()}

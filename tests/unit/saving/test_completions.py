@@ -32,8 +32,14 @@ class Meeting(MemoryStore):
         self.failing: int | None = None
         self.begun = self.completed = self.aborted = 0
 
-    def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:  # type: ignore[override]
-        upload = _Met(self, super().upload(key, bytes_max, part_bytes, folders_durable=folders_durable), self.begun)
+    def upload(
+        self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True, may_be_less: bool = False
+    ) -> Upload:  # type: ignore[override]
+        upload = _Met(
+            self,
+            super().upload(key, bytes_max, part_bytes, folders_durable=folders_durable, may_be_less=may_be_less),
+            self.begun,
+        )
         self.begun += 1
         return upload
 

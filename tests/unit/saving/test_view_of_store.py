@@ -33,10 +33,12 @@ class Viewed(ForwardingStore):
         view.view = f"{name}, rank {rank} of {world_size}"
         return view
 
-    def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
+    def upload(
+        self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True, may_be_less: bool = False
+    ) -> Upload:
         if key.endswith(".safetensors"):
             self.uploads.append(self.view)
-        return super().upload(key, bytes_max, part_bytes, folders_durable=folders_durable)
+        return super().upload(key, bytes_max, part_bytes, folders_durable=folders_durable, may_be_less=may_be_less)
 
 
 @pytest.mark.parametrize("arena_bytes_max", (None, 0))

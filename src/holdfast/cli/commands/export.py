@@ -46,6 +46,9 @@ def export(
     ] = False,
     memory: Annotated[str, typer.Option(help="Memory for data in flight, of all workers together.")] = "1GiB",
     workers: Annotated[int, typer.Option(help="Number of parallel processes.")] = 1,
+    compression: Annotated[
+        str | None, typer.Option(metavar="on|off", help="With --to holdfast: store tensors compressed. Default: off.")
+    ] = None,
     allow_root: AllowRoot = None,
     single_writer: SingleWriter = False,
     as_json: AsJson = False,
@@ -55,6 +58,10 @@ def export(
     After an interruption, the same command resumes (to holdfast: it starts again).
     """
     with ended_well():
+        if compression is not None and to != "holdfast":
+            raise InvalidError(
+                f"--compression with --to {to[:80]}; expected --to holdfast: other systems read no codecs"
+            )
         src = path_of(src, step)
         try:
             with shown_progress("exporting") as bar:
@@ -68,7 +75,7 @@ def export(
                     memory_bytes=bytes_of(memory, "--memory"),
                     workers=workers,
                     observer=bar,
-                    settings=settings_with(allow_root, single_writer=single_writer),
+                    settings=settings_with(allow_root, single_writer=single_writer, compression=compression),
                 )
         except KeyboardInterrupt:
             outcome = "it starts again" if to == "holdfast" else "it resumes"

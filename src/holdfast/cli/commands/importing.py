@@ -12,7 +12,7 @@ from holdfast.cli.ending import complain, ended_well
 from holdfast.cli.opening import AllowRoot, AsJson, SingleWriter, path_of, settings_with
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, print_result
-from holdfast.errors import printable
+from holdfast.errors import InvalidError, printable
 from holdfast.telemetry.log_lines import shown_bytes
 
 
@@ -35,6 +35,9 @@ def import_(
             help="If SRC is a run: the step, as number, tag or latest. Default: the newest valid one.",
         ),
     ] = None,
+    compression: Annotated[
+        str | None, typer.Option(metavar="on|off", help="With --copy: store tensors compressed, exactly. Default: off.")
+    ] = None,
     allow_root: AllowRoot = None,
     single_writer: SingleWriter = False,
     as_json: AsJson = False,
@@ -46,7 +49,9 @@ def import_(
     Every byte is read once, to compute digests.
     """
     with ended_well():
-        settings = settings_with(allow_root, single_writer=single_writer)
+        if compression is not None and not copied:
+            raise InvalidError("--compression without --copy; expected both: without a copy no pack is written")
+        settings = settings_with(allow_root, single_writer=single_writer, compression=compression)
         src = path_of(src, from_step)
         try:
             with shown_progress("importing") as bar:

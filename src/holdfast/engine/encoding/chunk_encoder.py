@@ -75,14 +75,13 @@ class ChunkEncoder:
         Args:
             item: The piece.
             chunks: Their raw bytes.
-            weight: The chunk of a weight that all of them together were rounded to, perhaps. If that is proven, and all
-                of them shrink, all are coded against it; else none is.
+            weight: The chunk of a weight that all of them together were rounded to, perhaps. If that is proven, those
+                that shrink are coded against it; else none is.
         """
-        residuals = None if weight is None else self._residuals(chunks, weight)
-        return [
-            self._encoded(item, raw, None if residuals is None else residuals[number])
-            for number, raw in enumerate(chunks)
-        ]
+        residuals: Sequence[Sequence[memoryview] | None] = (
+            [None] * len(chunks) if weight is None else self._residuals(chunks, weight)
+        )
+        return [self._encoded(item, raw, residual) for raw, residual in zip(chunks, residuals, strict=True)]
 
     def _encoded(self, item: PackItem, raw: memoryview, residual: Sequence[memoryview] | None) -> EncodedChunk:
         digest = digest_of(raw)
@@ -98,8 +97,8 @@ class ChunkEncoder:
                 return EncodedChunk(digest, name, stored, nonfinite)
         return EncodedChunk(digest, "", (raw,), nonfinite)
 
-    def _residuals(self, chunks: Sequence[memoryview], weight: PairedWeight) -> list[Sequence[memoryview]] | None:
-        """Return what chunks have more than their weight; None if it is not theirs, or nothing is gained."""
+    def _residuals(self, chunks: Sequence[memoryview], weight: PairedWeight) -> Sequence[Sequence[memoryview] | None]:
+        """Return what each chunk has more than the weight; None if the weight is not theirs, or nothing is gained."""
         state = new_digest()
         bases = []
         for raw in chunks:
@@ -107,15 +106,9 @@ class ChunkEncoder:
             state.update(base)
             bases.append(base)
         if state.digest() != weight.digest:
-            return None
+            return [None] * len(chunks)
         coder = self._codecs["residual"].coder(_MASTER_TYPE, weight.dtype)
-        found = []
-        for raw, base in zip(chunks, bases, strict=True):
-            stored = coder.encode(raw, base)
-            if stored is None:
-                return None
-            found.append(stored)
-        return found
+        return [coder.encode(raw, base) for raw, base in zip(chunks, bases, strict=True)]
 
 
 def rounded(master: memoryview, dtype: str) -> memoryview:

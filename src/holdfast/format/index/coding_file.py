@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated
 
 import msgspec
@@ -15,6 +16,7 @@ from holdfast.format.coded_chunks import impossible_chunks, raw_lengths
 from holdfast.format.coded_notes import CODECS_MAX
 from holdfast.format.index.coding_columns import Bools, CodingColumns
 from holdfast.format.index.columns import Ints, decode_column, encode_column
+from holdfast.format.index.piece_columns import PieceColumns
 from holdfast.format.index.tensor_table import Column, TensorTable
 
 _LENGTH_MAX = (1 << 32) - 1
@@ -54,23 +56,21 @@ def _renumbered(names: Sequence[str], used: Ints) -> tuple[list[str], Ints]:
     return [names[number - 1] for number in ordered], table
 
 
-def coding_in(
+def with_coding(
+    pieces: PieceColumns,
     document: CodingDocument | UnsetType,
     coded: Bools,
     table: TensorTable,
-    tensors: Ints,
-    piece_bytes: Ints,
-    chunks: Ints,
     chunk_bytes: int,
     where: str,
-) -> CodingColumns | None:
-    """Return the columns of a document; None if no piece is coded.
+) -> PieceColumns:
+    """Return pieces with what a document says of their coding, every number checked.
 
     Args:
+        pieces: The pieces, as if none was coded.
         document: The document, if the index has one.
         coded: Whether the pack of a piece is one of coded pieces.
         table: The tensors.
-        tensors, piece_bytes, chunks: Number of its tensor, raw bytes and number of chunks of each piece.
         chunk_bytes: Raw bytes of each chunk but the last of a piece.
         where: The file, for messages.
     Raises:
@@ -80,64 +80,75 @@ def coding_in(
     if isinstance(document, UnsetType):
         if coded.any():
             raise CorruptError(f"{where}: a piece in a coded pack, but no coding. Read another copy")
-        return None
+        return pieces
     if not coded.any():
         raise CorruptError(f"{where}: codings of no piece; expected a piece in a coded pack. Read another copy")
-    require_known_codecs(document.codecs, where)
     for kind, names in (("codec", document.codecs), ("pair", document.pairs)):
         if len(set(names)) < len(names) or "" in names:
             raise CorruptError(f"{where}: a {kind} is listed twice, or has no name. Read another copy")
-    of_coded = np.where(coded, chunks, 0)
-    count = int(of_coded.sum())
+    require_known_codecs(document.codecs, where)
+    chunks = np.where(coded, pieces.chunks, 0)
+    count = int(chunks.sum())
     if len(document.chunk_codecs) != count:
         raise CorruptError(
             f"{where}: codecs of {len(document.chunk_codecs)} chunks; expected {count}. Read another copy"
         )
     lengths = decode_column(document.chunk_lengths, where, count)
-    pairs = np.zeros(len(coded), dtype=np.int64)
+    pairs = np.zeros(pieces.count, dtype=np.int64)
     pairs[coded] = decode_column(document.piece_pairs, where, int(coded.sum()))
     numbers = np.frombuffer(document.chunk_codecs, np.uint8)
     if int(numbers.max(initial=0)) > len(document.codecs) or int(pairs.max()) > len(document.pairs):
         raise CorruptError(f"{where}: a chunk or piece names a codec or pair that is not listed. Read another copy")
-    columns = CodingColumns(
+    coding = CodingColumns(
         codecs=tuple(document.codecs),
         pair_fqns=tuple(document.pairs),
         coded=coded,
         pairs=pairs,
-        chunks=of_coded,
+        chunks=chunks,
         numbers=numbers,
         lengths=np.minimum(lengths, _LENGTH_MAX).astype(np.uint32),
     )
-    # Before the lengths became shorter numbers, in which a large one might pass for another.
-    wrong = impossible_chunks(raw_lengths(piece_bytes[coded], chunks[coded], chunk_bytes), numbers, lengths)
+    found = replace(pieces, coding=coding)
+    # By the lengths as they were stored: among shorter numbers, a large one might pass for another.
+    _require_lengths(found, coding, lengths, table, chunk_bytes, where)
+    _require_pairs_where_needed(found, coding, table, where)
+    return found
+
+
+def _require_lengths(
+    pieces: PieceColumns, coding: CodingColumns, lengths: Ints, table: TensorTable, chunk_bytes: int, where: str
+) -> None:
+    """Refuse chunks whose stored bytes are too many or too few.
+
+    Raises:
+        CorruptError: The message names the tensor of the first such chunk.
+    """
+    raw = raw_lengths(pieces.bytes[coding.coded], coding.chunks[coding.coded], chunk_bytes)
+    wrong = impossible_chunks(raw, coding.numbers, lengths)
     if wrong.any():
         at = int(wrong.argmax())
-        fqn = table.fqns[int(tensors[_piece_of(columns, at)])]
+        piece = int(np.searchsorted(coding.first_chunk, at, side="right")) - 1
         raise CorruptError(
-            f"{where}: {fqn}: a chunk of {int(lengths[at])} stored bytes, codec {int(numbers[at])}; expected all raw "
-            "bytes and codec 0, or fewer, but at least one for each 4096. Read another copy"
+            f"{where}: {table.fqns[int(pieces.tensors[piece])]}: a chunk of {int(lengths[at])} stored bytes, codec "
+            f"{int(coding.numbers[at])}; expected all raw bytes and codec 0, or fewer, but at least one for each 4096. "
+            "Read another copy"
         )
-    _require_pairs_where_needed(columns, table, tensors, where)
-    return columns
 
 
-def _piece_of(coding: CodingColumns, chunk: int) -> int:
-    return int(np.searchsorted(coding.first_chunk, chunk, side="right")) - 1
-
-
-def _require_pairs_where_needed(coding: CodingColumns, table: TensorTable, tensors: Ints, where: str) -> None:
+def _require_pairs_where_needed(pieces: PieceColumns, coding: CodingColumns, table: TensorTable, where: str) -> None:
     """Refuse a piece with a chunk that needs a pair but names none, and one that names a pair for nothing.
 
     Raises:
         CorruptError: The message names the first such piece.
     """
-    needed = np.zeros(len(coding.coded), dtype=bool)
+    needed = np.zeros(pieces.count, dtype=bool)
     needed[np.searchsorted(coding.first_chunk, np.flatnonzero(coding.paired_chunks()), side="right") - 1] = True
     wrong = needed != (coding.pairs > 0)
     if wrong.any():
         at = int(wrong.argmax())
-        found = "none" if needed[at] else coding.pair_fqns[int(coding.pairs[at]) - 1][:200]
+        fqn, found = table.fqns[int(pieces.tensors[at])], "no pair"
+        if not needed[at]:
+            found = f"a pair {coding.pair_fqns[int(coding.pairs[at]) - 1][:200]}"
         raise CorruptError(
-            f"{where}: {table.fqns[int(tensors[at])]}: pair {found}; expected one exactly where a chunk is coded "
-            "against it. Read another copy"
+            f"{where}: {fqn} names {found}; expected one exactly where a chunk is coded against it. Read another copy"
         )

@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from holdfast.errors import CorruptError
 from holdfast.format.coded_notes import CHUNK_BYTES_MAX
 from holdfast.format.index.coding_columns import Bools
-from holdfast.format.index.coding_file import CodingDocument, coding_document, coding_in
+from holdfast.format.index.coding_file import CodingDocument, coding_document, with_coding
 from holdfast.format.index.columns import Ints, decode_column, encode_column, products
 from holdfast.format.index.index import Index
 from holdfast.format.index.piece_columns import PieceColumns, bounds_of
@@ -124,8 +124,8 @@ def index_of(
     _require_digests(table, tensors, chunks, len(document.digests), where)
     digests = memoryview(document.digests)
     coded = np.array([not unhashed and is_coded_pack_name(name) for _, name in document.packs], dtype=bool)[packs]
-    coding = coding_in(document.coding, coded, table, tensors, piece_bytes, chunks, document.chunk_bytes, where)
-    pieces = PieceColumns(tensors, packs, offsets, flat, widths, starts, stops, piece_bytes, chunks, digests, coding)
+    pieces = PieceColumns(tensors, packs, offsets, flat, widths, starts, stops, piece_bytes, chunks, digests)
+    pieces = with_coding(pieces, document.coding, coded, table, document.chunk_bytes, where)
     return Index(document.chunk_bytes, table, [name for _, name in document.packs], pieces)
 
 

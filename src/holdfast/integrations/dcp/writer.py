@@ -17,7 +17,7 @@ import threading
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,28 @@ def _arrived(data: bytes) -> PlanTicket:
     return ticket
 
 
+_WAIT_SECONDS = 5.0
+"""How long a save that comes too early waits for what is about to happen: DCP's thread begins the save before it, or
+ends after a failure. DCP does not tell a writer that another rank has failed: until then that save seems to go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class _NotStaged:
+    """Stands for a state that was not copied, also in a process that saves for this one: nothing is saved of it."""
+
+    why: CheckpointError
+
+
+class _SaveOfThread(threading.local):
+    """The save that this thread begins; DCP makes all calls of a save in one thread."""
+
+    has_begun = False
+    """Whether a call of it has come, and `set_up_storage_writer` has not."""
+
+    failure: CheckpointError | None = None
+    """Why it fails."""
+
+
 class HoldfastWriter(StorageWriter, AsyncStager):
     """Writes checkpoints of Holdfast for `torch.distributed.checkpoint`: pass it as `storage_writer`.
 
@@ -89,16 +111,25 @@ class HoldfastWriter(StorageWriter, AsyncStager):
         require_tested()
         self.path, self.overwrite, self.settings = path, overwrite, settings or Settings()
         self._save_id = str(uuid.uuid4())
+        self._failure: CheckpointError | None = None
+        """Why the save that was just staged fails; `reset` hands it to the thread of that save."""
+        self._of_thread = _SaveOfThread()
+        self._has_begun = threading.Event()
+        """Set unless a state was staged that no thread has begun to save."""
+        self._has_begun.set()
+        self._saver: threading.Thread | None = None
+        """The thread of an `async_save`, until its save has ended as far as this rank knows."""
         self._begin_anew()
 
     def _begin_anew(self) -> None:
         self._pieces: PieceWriter | None = None
         self._tickets: list[bytes] | None = None
-        self._failure: CheckpointError | None = None
         self._is_writing = False
+        self._saver = None
 
     def __getstate__(self) -> Mapping[str, object]:
         """Keep the arguments alone: a process that saves for this one begins anew."""
+        self._has_begun.set()
         return {"path": self.path, "overwrite": self.overwrite, "settings": self.settings}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -119,7 +150,11 @@ class HoldfastWriter(StorageWriter, AsyncStager):
         return True
 
     def storage_meta(self) -> StorageMeta | None:
-        """Return path and id of this save."""
+        """Return path and id of this save. DCP's first call of a save whose path comes with the writer."""
+        self._begin()
+        return self._meta()
+
+    def _meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=self.path, save_id=self._save_id)
 
     # ------------------------------------------------------------------------------------------------ staging
@@ -134,12 +169,9 @@ class HoldfastWriter(StorageWriter, AsyncStager):
 
         An error here would be this rank's alone, and the others would wait for it. It is raised where DCP gathers.
         """
+        self._has_begun.wait(_WAIT_SECONDS)
         try:
-            if self._is_writing:
-                raise ConflictError(
-                    f"{self.path}: an async save of this HoldfastWriter is still writing; expected one at a time. Call "
-                    "result() of its future first, or make a writer for each save"
-                )
+            self._require_idle()
             # DCP alone refers to it, until the save has ended: then its memory is free for the next one.
             return stage(state_dict, self.settings)
         except CheckpointError as error:
@@ -149,7 +181,33 @@ class HoldfastWriter(StorageWriter, AsyncStager):
                 f"{self.path}: the state cannot be copied: {type(error).__name__}: {error}. Leave out of the "
                 "state what cannot be copied"
             )
-        return {}
+        finally:
+            self._has_begun.clear()
+        return {"not staged": _NotStaged(self._failure)}
+
+    def _require_idle(self) -> None:
+        """Refuse a save beside another one of this writer.
+
+        Raises:
+            ConflictError: An async save is under way.
+        """
+        if self._goes_on_elsewhere():
+            doing = "writing" if self._is_writing else "under way"
+            raise ConflictError(
+                f"{self.path}: an async save of this HoldfastWriter is still {doing}; expected one at a time. Call "
+                "result() of its future first, or make a writer for each save"
+            )
+
+    def _goes_on_elsewhere(self) -> bool:
+        """Return whether an async save of this writer goes on in another thread."""
+        saver = self._saver
+        if saver is threading.current_thread():
+            saver = self._saver = None  # It asks before it begins, so it is in no save.
+        if saver is None:
+            return False
+        if not self._is_writing:
+            saver.join(_WAIT_SECONDS)
+        return saver.is_alive() and self._saver is saver
 
     def synchronize_staging(self) -> None:
         """Do nothing: `stage` returns once the copy is complete."""
@@ -162,22 +220,44 @@ class HoldfastWriter(StorageWriter, AsyncStager):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin another save, to another path if one is given; give up an earlier one that was not finished."""
-        failure = self._failure
+        self._of_thread.has_begun = False
+        self._begin(checkpoint_id)
+
+    def _begin(self, path: str | os.PathLike[str] | None = None) -> None:
+        """Begin a save in this thread, unless it has begun.
+
+        It raises nothing: an error would be this rank's alone. `set_up_storage_writer` raises it.
+        """
+        own = self._of_thread
+        if own.has_begun:
+            return
+        own.has_begun = True
+        is_async = not self._has_begun.is_set()
+        own.failure, self._failure = self._failure, None
+        self._has_begun.set()
+        if own.failure is None:
+            try:
+                self._require_idle()
+            except ConflictError as error:
+                own.failure = error
+        if isinstance(own.failure, ConflictError):
+            return  # The save beside this one goes on.
         self.abort()
-        self._failure = failure
-        if checkpoint_id:
-            self.path = checkpoint_id
+        self._saver = threading.current_thread() if is_async else None
+        self.path = path or self.path
         self._save_id = str(uuid.uuid4())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take the role in this save.
 
         Raises:
+            CheckpointError: The state could not be copied, or an async save of this writer is under way.
             InvalidError: The ranks save without collectives, or another rank than 0 coordinates.
         """
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
+        self._begin()
+        self._of_thread.has_begun = False
+        if self._of_thread.failure is not None:
+            raise self._of_thread.failure
         is_alone = not dist.is_initialized() or dist.get_world_size() == 1
         if not kwargs.get("use_collectives", True) and not is_alone:
             raise InvalidError(
@@ -238,6 +318,8 @@ class HoldfastWriter(StorageWriter, AsyncStager):
             part = self._write(plan, planner)
         finally:
             self._is_writing = False
+        if self._tickets is None:
+            self._saver = None  # The coordinator does the rest.
         written: Future[list[WriteResult]] = Future()
         written.set_result([WriteResult(MetadataIndex("holdfast"), len(part), part)])
         return written
@@ -285,11 +367,16 @@ class HoldfastWriter(StorageWriter, AsyncStager):
         try:
             self._pieces.finish(parts, paths=paths, mark=mark)
         finally:
-            self._is_writing = False
-        metadata.storage_meta = self.storage_meta()
+            self._is_writing, self._saver = False, None
+        metadata.storage_meta = self._meta()
 
     def abort(self) -> None:
-        """Give up a save that DCP did not finish, and remove what the ranks wrote; on the coordinator. Never raises."""
+        """Give up a save that DCP did not finish, and remove what the ranks wrote; on the coordinator. Never raises.
+
+        An async save that goes on in another thread is left alone: then it was not the one that failed.
+        """
+        if self._goes_on_elsewhere():
+            return
         if self._pieces is not None:
             self._pieces.abort()
         self._begin_anew()
@@ -300,7 +387,10 @@ def _object_of(item: WriteItem, planner: SavePlanner) -> object:
     if isinstance(planner, DefaultSavePlanner):
         kind = type(planner)
         if (kind.resolve_data, kind.transform_object) == _PLAIN:
-            return planner.lookup_object(item.index)
+            found = planner.lookup_object(item.index)
+            if isinstance(found, _NotStaged):
+                raise found.why
+            return found
     resolved = planner.resolve_data(item)
     if isinstance(resolved, torch.Tensor):
         return resolved

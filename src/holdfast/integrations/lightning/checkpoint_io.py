@@ -16,7 +16,7 @@ import holdfast
 from holdfast import Settings
 from holdfast.errors import InvalidError
 from holdfast.integrations.lightning.contents import lightning_dict, require_readable, values_state
-from holdfast.integrations.lightning.folders import destination, local_path
+from holdfast.integrations.lightning.folders import destination, local_path, restore
 from holdfast.integrations.lightning.saves import Path, SavesOfProcess, is_needed_at_once
 
 _Loaded = TypeVar("_Loaded")
@@ -80,7 +80,7 @@ class HoldfastCheckpointIO(CheckpointIO):
         state = values_state(checkpoint, self._skip)
         self._saves.await_ends(path)
         target = destination(path)
-        if self._background and not is_needed_at_once(path):
+        if self._background and not target.is_linked and not is_needed_at_once(path):
             self._saves.begin(target, state, publishes=True)
             return
         self._saves.save(target, state)
@@ -102,6 +102,7 @@ class HoldfastCheckpointIO(CheckpointIO):
         """
         self._saves.await_ends()
         text = local_path(path)
+        restore(text)
         if os.path.isfile(text):
             location = {} if map_location is None else {"map_location": map_location}
             own: dict[str, Any] = TorchCheckpointIO().load_checkpoint(text, **location, weights_only=weights_only)

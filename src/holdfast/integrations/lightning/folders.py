@@ -7,6 +7,7 @@ when it is whole. Before it is removed, it gets a hidden name again.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import shutil
@@ -36,6 +37,10 @@ class CheckpointPath:
     written_at: str
     """Where it is saved: the path itself, if a checkpoint there is replaced, and at a URL."""
 
+    is_linked: bool = False
+    """Whether links to checkpoints are beside it: those of `ModelCheckpoint(save_last="link")`. Lightning moves one as
+    soon as the save returns, so the checkpoint must be whole by then."""
+
     @property
     def is_replaced(self) -> bool:
         """Whether the save replaces what is at the path by itself."""
@@ -49,16 +54,14 @@ class CheckpointPath:
         """
         if self.is_replaced:
             return
-        old = None
         try:
             if os.path.islink(self.path) or os.path.isfile(self.path):
-                # Nobody can move a folder over a file. The new checkpoint is whole by now, so nothing is lost.
-                old = _hidden(self.path, _REPLACED)
-                os.rename(self.path, old)
-            os.rename(self.written_at, self.path)
-            _make_durable(os.path.dirname(self.path))
-            if old is not None:
+                old = _take_place(self.written_at, self.path)
+                _make_durable(os.path.dirname(self.path))
                 _remove_hidden(old)
+            else:
+                os.rename(self.written_at, self.path)
+                _make_durable(os.path.dirname(self.path))
         except OSError as error:
             raise UnavailableError(
                 f"{self.path}: the checkpoint is whole at {self.written_at}, but could not get its name: {error}. Move "
@@ -69,17 +72,27 @@ class CheckpointPath:
 def destination(path: str | os.PathLike[str]) -> CheckpointPath:
     """Return where a save to a path writes; remove what a killed save to it has left. On one rank.
 
+    Its folder exists afterwards: Lightning puts a link there as soon as a save in the background returns.
+
     Raises:
         InvalidError: A folder of something else is there.
+        UnavailableError: The folder of the path cannot be made.
         ConflictError: A checkpoint that another integration saved is there, or one of a job without any.
     """
     text = local_path(path)
+    restore(text)
     if "://" in text or (os.path.isdir(text) and not os.path.islink(text)):
         _require_replaceable(text)
-        return CheckpointPath(text, text)
+        return CheckpointPath(text, text, is_linked="://" not in text and _has_links_beside(text))
     hidden = _hidden(text, _SAVING)
-    _remove_hidden(hidden)
-    return CheckpointPath(text, hidden)
+    try:
+        os.makedirs(os.path.dirname(text), exist_ok=True)
+        _remove_hidden(hidden)
+    except OSError as error:
+        raise UnavailableError(
+            f"{text}: no checkpoint can be written beside it: {error}. Make room there, or save elsewhere"
+        ) from error
+    return CheckpointPath(text, hidden, is_linked=_has_links_beside(text))
 
 
 def remove(path: str | os.PathLike[str]) -> None:
@@ -110,12 +123,25 @@ def remove(path: str | os.PathLike[str]) -> None:
         raise UnavailableError(f"{text}: could not be removed: {error}") from error
 
 
+def restore(path: str) -> None:
+    """Give a file or a link its name again, if a kill came while a checkpoint took its place; as `_take_place` says."""
+    if "://" not in path and not os.path.lexists(path):
+        with suppress(OSError):
+            os.rename(_hidden(path, _REPLACED), path)
+
+
 def tidy(folder: str) -> None:
-    """Remove what killed removals have left in a folder of checkpoints."""
+    """Remove what killed removals, and killed replacements of files and links, have left in a folder of checkpoints."""
     with suppress(OSError):
-        for name in os.listdir(folder):
-            if name.startswith(_REMOVED):
-                shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+        names = os.listdir(folder)
+        taken = {_hidden(name, prefix) for name in names for prefix in (_REPLACED, _SAVING)}
+        for name in names:
+            path = os.path.join(folder, name)
+            # A folder that is saved, perhaps by another job, stays. So does a file whose place nothing has taken.
+            is_replaced = name in taken and (os.path.islink(path) or os.path.isfile(path))
+            if name.startswith(_REMOVED) or is_replaced:
+                with suppress(OSError):
+                    _remove_hidden(path)
 
 
 def is_of_lightning(path: str) -> bool:
@@ -132,6 +158,16 @@ def local_path(path: str | os.PathLike[str]) -> str:
     return text if "://" in text else os.path.abspath(os.path.expanduser(text))
 
 
+def _has_links_beside(path: str) -> bool:
+    """Return whether links to checkpoints are in the folder of a path, or one above: names may have folders in them."""
+    folder = os.path.dirname(path)
+    for place in (folder, os.path.dirname(folder)):
+        with suppress(OSError), os.scandir(place) as entries:
+            if any(entry.is_symlink() and entry.name.endswith(".ckpt") for entry in entries):
+                return True
+    return False
+
+
 def _require_replaceable(path: str) -> None:
     """Refuse a folder that the save itself would not refuse: it knows neither Lightning nor other integrations."""
     if is_of_lightning(path):
@@ -145,6 +181,37 @@ def _require_replaceable(path: str) -> None:
         pass  # Damaged, or cut off: it may be replaced.
     except InvalidError as error:
         raise InvalidError(f"{error}. It was not replaced, and nothing was touched; save to another folder") from error
+
+
+def _take_place(new: str, path: str) -> str:
+    """Move a folder to the path of a file or link; return where that is now.
+
+    The two change places at once, where the system can do that. Elsewhere, as on some network file systems, nobody can
+    move a folder over a file: in between, the path has nothing, and `restore` mends that after a kill.
+    """
+    if _exchange(new, path):
+        return new
+    old = _hidden(path, _REPLACED)
+    os.rename(path, old)
+    try:
+        os.rename(new, path)
+    except OSError:
+        os.rename(old, path)
+        raise
+    return old
+
+
+_RENAMEAT2 = getattr(ctypes.CDLL(None), "renameat2", None)
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+"""Of Linux."""
+
+
+def _exchange(one: str, other: str) -> bool:
+    """Let two paths change places; return whether the system could."""
+    if _RENAMEAT2 is None:
+        return False
+    result: int = _RENAMEAT2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    return result == 0
 
 
 def _hidden(path: str, prefix: str) -> str:

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import holdfast
 from holdfast import Settings
-from holdfast.errors import CheckpointError, InvalidError, UnavailableError, first_three
+from holdfast.errors import InvalidError, first_three
+from holdfast.integrations.host import from_first
 from holdfast.integrations.lightning.contents import (
     lightning_dict,
     require_free_keys,
@@ -22,6 +23,7 @@ from holdfast.integrations.lightning.folders import (
     is_of_lightning,
     local_path,
     remove,
+    restore,
 )
 from holdfast.integrations.lightning.saves import Path, SavesOfProcess
 
@@ -38,19 +40,8 @@ class StrategyRanks:
     barrier: Callable[[], None]
 
     def from_first(self, call: Callable[[], _Result]) -> _Result:
-        """Return on every rank what a call returns on rank 0, or raise its error on every rank. Every rank calls."""
-        outcome: tuple[Exception | None, Any] = (None, None)
-        if self.rank == 0:
-            try:
-                outcome = (None, call())
-            except CheckpointError as error:
-                outcome = (type(error)(str(error)), None)  # Without its cause, which may not travel.
-            except Exception as error:  # noqa: BLE001 - the others must not wait for this rank
-                outcome = (UnavailableError(f"rank 0: {type(error).__name__}: {error}"), None)
-        failure, result = self.broadcast(outcome)
-        if failure is not None:
-            raise failure
-        return result
+        """Return on every rank what a call returns on rank 0, or raise its error there. Every rank calls."""
+        return from_first(call, is_first=self.rank == 0, broadcast=self.broadcast)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +112,7 @@ class ShardedCheckpoints:
             return destination(path)
 
         target = ranks.from_first(prepare)
-        if self._background and not now:
+        if self._background and not target.is_linked and not now:
             saves.begin(target, state, skip, publishes=ranks.rank == 0)
             return
         saves.save(target, state, skip)
@@ -137,7 +128,13 @@ class ShardedCheckpoints:
             InvalidError: Another integration wrote it.
         """
         self._saves(ranks).await_ends()
-        return ranks.from_first(lambda: self._found(local_path(path)))
+
+        def found() -> FoundCheckpoint:
+            text = local_path(path)
+            restore(text)
+            return self._found(text)
+
+        return ranks.from_first(found)
 
     def fill(
         self, found: FoundCheckpoint, state: MutableMapping[str, Any], *, strict: bool, whole: Collection[str]

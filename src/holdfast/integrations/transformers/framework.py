@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from holdfast.errors import InvalidError
-from holdfast.integrations.host import Host, error_of_rank
+from holdfast.integrations.host import Host, from_first
 
 HOST = Host(
     integration="transformers",
@@ -52,29 +52,24 @@ def is_first_rank() -> bool:
     return not _has_ranks() or dist.get_rank() == 0
 
 
+def rank_count() -> int:
+    """Return how many ranks the job has."""
+    return dist.get_world_size() if _has_ranks() else 1
+
+
 def on_first_rank(call: Callable[[], _Result]) -> _Result:
     """Return on every rank what a call returns on rank 0, or raise there what it raises. Every rank calls.
 
     Raises:
-        CheckpointError: The call raised it on rank 0; any other error of rank 0 is `UnavailableError` elsewhere.
+        CheckpointError: The call raised it, or with several ranks another error, which it names.
     """
-    if not _has_ranks():
-        return call()
-    outcome: list[Any] = [None, None]
-    failure: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            outcome[0] = call()
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for an outcome
-            failure = error
-            outcome[1] = (type(error).__name__, str(error))
-    dist.broadcast_object_list(outcome, src=0)
-    if failure is not None:
-        raise failure
-    if outcome[1] is not None:
-        raise error_of_rank("rank 0", *outcome[1])
-    result: _Result = outcome[0]
-    return result
+    return from_first(call, is_first=is_first_rank(), broadcast=_broadcast) if _has_ranks() else call()
+
+
+def _broadcast(value: Any) -> Any:
+    held = [value]
+    dist.broadcast_object_list(held, src=0)
+    return held[0]
 
 
 def _has_ranks() -> bool:

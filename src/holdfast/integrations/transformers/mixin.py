@@ -26,6 +26,7 @@ class HoldfastMixin:
         save_hf: bool = False,
         root: str | None = None,
         start_over: bool = False,
+        background: bool = True,
         settings: Settings = Settings(),  # noqa: B008 - frozen
         observers: Sequence[Observer] = (),
         **keywords: Any,
@@ -38,6 +39,8 @@ class HoldfastMixin:
             root: Root of the run, also at a URL; None for `output_dir/_holdfast`.
             start_over: Whether a training that does not resume may begin anew although the root holds steps. They stay
                 stored, superseded.
+            background: Whether a save returns once the state is copied. If not, it returns once the step is committed,
+                and copies nothing: a callback's `on_save` then finds the step.
             settings: How to save and load.
             observers: Receive events of saves and loads.
             **keywords: As Trainer.
@@ -46,7 +49,12 @@ class HoldfastMixin:
         """
         HOST.require()
         self._holdfast_options = TrainerOptions(
-            root=root, save_hf=save_hf, start_over=start_over, settings=settings, observers=observers
+            root=root,
+            save_hf=save_hf,
+            start_over=start_over,
+            background=background,
+            settings=settings,
+            observers=observers,
         )
         self._holdfast: TrainerRun | None = None
         super().__init__(*arguments, **keywords)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Mapping
@@ -17,6 +18,8 @@ from holdfast.errors import ConflictError, InvalidError, MissingError
 from holdfast.integrations.transformers.contents import RECORD
 from holdfast.integrations.transformers.framework import HOST
 from holdfast.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
 """Trainer writes this file last into a folder `checkpoint-N`, and reads it first."""
@@ -48,6 +51,9 @@ class ResumeStep:
 
     record: Mapping[str, Any]
     """Trainer's record in the step."""
+
+    ranks: int
+    """Ranks that saved it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +105,39 @@ def find(root: str, output_dir: str, wanted: object, settings: Settings) -> Resu
 def by_number(root: str, step: int, settings: Settings) -> ResumeStep:
     """Return a step of a run that a load took in place of a newer one."""
     return _own(root, step, holdfast.open_checkpoint(root, step=step, settings=settings), is_newest=True)
+
+
+def say_other_ranks(source: ResumeStep, arguments: str, ranks: int) -> None:
+    """Log what becomes of random states and of the place in the data, if other ranks or batches go on. On rank 0.
+
+    Args:
+        source: The step that a training goes on from.
+        arguments: The training arguments, as JSON.
+        ranks: How many ranks go on.
+    """
+    if ranks > source.ranks and "rng" in source.record["parts"]:
+        logger.warning(
+            "%s: ranks: %d saved it, and %d go on: the random generators of the further ones are seeded anew",
+            source.url,
+            source.ranks,
+            ranks,
+        )
+    before, now = _samples_a_step(source.record["arguments"], source.ranks), _samples_a_step(arguments, ranks)
+    if before != now and before is not None:
+        logger.warning(
+            "%s: a step was of %d samples, and is of %s now. Trainer finds its place in the data by its count of steps, "
+            "so samples of this epoch are trained again or left out. To go on at the same place, keep the product of "
+            "ranks, per_device_train_batch_size and gradient_accumulation_steps",
+            source.url,
+            before,
+            now,
+        )
+
+
+def _samples_a_step(arguments: str, ranks: int) -> int | None:
+    known = json.loads(arguments)
+    each, times = known.get("per_device_train_batch_size"), known.get("gradient_accumulation_steps")
+    return ranks * each * times if isinstance(each, int) and isinstance(times, int) else None
 
 
 def require_room(root: str, source: ResumeStep | ResumeFolder | None, settings: Settings, *, start_over: bool) -> None:
@@ -162,6 +201,7 @@ def _own(root: str, name: int | str, checkpoint: Checkpoint, *, is_newest: bool)
         is_newest=is_newest,
         is_own=True,
         record=_record_of(checkpoint),
+        ranks=checkpoint.manifest.world_size,
     )
 
 
@@ -179,7 +219,16 @@ def _at_path(root: str, path: str, settings: Settings) -> ResumeStep | ResumeFol
         return _own(root, checkpoint.step, checkpoint, is_newest=False)
     record = _record_of(checkpoint)
     step = int(json.loads(record["state"])["global_step"])
-    return ResumeStep(path=path, name=None, step=step, url=checkpoint.url, is_newest=False, is_own=False, record=record)
+    return ResumeStep(
+        path=path,
+        name=None,
+        step=step,
+        url=checkpoint.url,
+        is_newest=False,
+        is_own=False,
+        record=record,
+        ranks=checkpoint.manifest.world_size,
+    )
 
 
 def _record_of(checkpoint: Checkpoint) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import holdfast
 from holdfast.api import Checkpoint
-from holdfast.errors import CheckpointError, MissingError, UnavailableError
+from holdfast.errors import CheckpointError, InvalidError, MissingError, UnavailableError
 from holdfast.integrations.transformers.contents import (
     has_adapters,
     metrics_at,
@@ -23,7 +23,7 @@ from holdfast.integrations.transformers.contents import (
     state_to_save,
 )
 from holdfast.integrations.transformers.exports import ModelFolders, copy_files, folder_of, tag_of
-from holdfast.integrations.transformers.framework import is_first_rank, on_first_rank
+from holdfast.integrations.transformers.framework import is_first_rank, on_first_rank, rank_count
 from holdfast.integrations.transformers.resuming import (
     STATE_FILE,
     OlderStepError,
@@ -32,6 +32,7 @@ from holdfast.integrations.transformers.resuming import (
     by_number,
     find,
     require_room,
+    say_other_ranks,
 )
 from holdfast.observers import Observer
 from holdfast.policies import AnyOf, LatestN, Tagged
@@ -62,6 +63,9 @@ class TrainerOptions:
 
     start_over: bool
     """Whether to begin anew beside the steps of an earlier training."""
+
+    background: bool
+    """Whether a save returns once the state is copied; if not, once the step is committed."""
 
     settings: Settings
     """How to save and load."""
@@ -140,6 +144,8 @@ class TrainerRun:
 
         source = on_first_rank(found)
         self.source = source if isinstance(source, ResumeStep) else None
+        if self.source is not None and is_first_rank():
+            say_other_ranks(self.source, self._trainer.args.to_json_string(), rank_count())
         return source
 
     def write_state_file(self, folder: Path) -> None:
@@ -168,14 +174,23 @@ class TrainerRun:
 
         Raises:
             OlderStepError: The newest step was damaged, and an older one was loaded.
+            InvalidError: Another model or optimizer was saved; nothing was changed.
         """
         source = self.source
         assert source is not None, "a training that begins anew loads nothing"
         state = state_to_fill(self._trainer, source.record, source.url)
-        if not source.is_own:
-            holdfast.load(source.path, state, step=source.name, settings=self._options.settings)
-            return
-        loaded = self._manager.load(state, None if source.is_newest else source.name)
+        try:
+            if not source.is_own:
+                holdfast.load(source.path, state, step=source.name, settings=self._options.settings)
+                return
+            loaded = self._manager.load(state, None if source.is_newest else source.name)
+        except InvalidError as error:
+            step = "" if source.name is None else f", step={source.name!r}"
+            raise InvalidError(
+                f"{error}. train() takes none of these arguments. To begin a training from what fits, fill the model "
+                f'before it: holdfast.load({source.path!r}, {{"model": model}}{step}, strict=False). Then train with '
+                "start_over=True, or in another output_dir"
+            ) from error
         if loaded is not None and loaded != source.step:
             raise OlderStepError(loaded)
         self._saved_step, self._saved = loaded, None
@@ -206,7 +221,8 @@ class TrainerRun:
         """Begin to save the current step, and return once training may go on. Every rank calls.
 
         Raises:
-            CheckpointError: The first save shows that the state cannot be saved, or `failed_saves_max` saves failed.
+            CheckpointError: The first save shows that the state cannot be saved, or `failed_saves_max` saves failed;
+                without that limit also a save that is not in the background.
         """
         trainer = self._trainer
         step, state = trainer.state.global_step, trainer.state
@@ -238,6 +254,16 @@ class TrainerRun:
         self._saved_step = step
         if self._folders is not None:
             self._folders.make_when_committed(step, self._saved.committed)
+        if not self._options.background:
+            self._await(self._saved)
+
+    def _await(self, saved: holdfast.SaveHandle) -> None:
+        try:
+            saved.wait()
+        except CheckpointError as error:
+            if self._options.settings.failed_saves_max is None:
+                raise
+            self._failure = self._failure or error
 
     def _has_failed(self) -> bool:
         """Return whether the save of the current step has failed; ranks notice that at different times."""
@@ -278,13 +304,16 @@ class TrainerRun:
     def _open(self, *, start_over: bool) -> holdfast.CheckpointManager:
         limit = self._trainer.args.save_total_limit
         keep = AnyOf(LatestN(limit), Tagged()) if limit is not None and limit > 0 else None
+        settings = self._options.settings
+        if not self._options.background:
+            settings = replace(settings, arena_bytes_max=0)  # The call writes, so nothing is copied first.
         # Trainer has a just-in-time checkpoint of its own.
         return holdfast.CheckpointManager(
             self.root,
             keep=keep,
             start_over=start_over,
             preemption=False,
-            settings=self._options.settings,
+            settings=settings,
             observers=self._options.observers,
         )
 

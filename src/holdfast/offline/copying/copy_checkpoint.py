@@ -11,6 +11,7 @@ from holdfast.offline.copying.copied_files import CopiedFile, key_alone
 from holdfast.offline.copying.copy_run import CopyReport, shown_damages
 from holdfast.offline.copying.destination import CopyDestination
 from holdfast.offline.copying.file_copies import FileCopies
+from holdfast.ports.codec import NO_CODECS, Codecs
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Store, Stored
 from holdfast.repository.publish import get_or_none, publish
@@ -22,7 +23,13 @@ class CheckpointCopy:
     """Copies one checkpoint."""
 
     def __init__(
-        self, location: CheckpointLocation, destination: Store, clock: Clock, observer: Observer | None = None
+        self,
+        location: CheckpointLocation,
+        destination: Store,
+        clock: Clock,
+        observer: Observer | None = None,
+        *,
+        codecs: Codecs = NO_CODECS,
     ) -> None:
         """Read nothing yet.
 
@@ -31,10 +38,11 @@ class CheckpointCopy:
             destination: A new folder, or one of an unfinished copy of this checkpoint.
             clock: Gives random names.
             observer: Receives progress.
+            codecs: What decodes coded chunks.
         """
         self._location, self._observer = location, observer
         self._destination = CopyDestination(destination, clock)
-        self._files = FileCopies(location.store, destination, clock, lambda _: location.folder)
+        self._files = FileCopies(location.store, destination, clock, codecs, lambda _: location)
 
     def run(self) -> CopyReport:
         """Copy the checkpoint.

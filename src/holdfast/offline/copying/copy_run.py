@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from holdfast.checkpoint.location import require_no_checkpoint
 from holdfast.checkpoint.verify import Damage
@@ -26,7 +27,8 @@ from holdfast.format.names import (
 )
 from holdfast.offline.copying.copied_files import CopiedFile, CopiedManifest, files_of_run, needed_files
 from holdfast.offline.copying.destination import CopyDestination
-from holdfast.offline.copying.file_copies import Copied, FileCopies, folder_in_run
+from holdfast.offline.copying.file_copies import Copied, FileCopies, location_in_run
+from holdfast.ports.codec import NO_CODECS, Codecs
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Store, Stored
 from holdfast.repository.catalog import manifest_in, read_run_id, step_folders
@@ -98,6 +100,7 @@ class RunCopy:
         clock: Clock,
         observer: Observer | None = None,
         *,
+        codecs: Codecs = NO_CODECS,
         skip_damaged: bool = False,
     ) -> None:
         """Read nothing yet.
@@ -106,11 +109,12 @@ class RunCopy:
             source, destination: The roots.
             clock: Gives random names.
             observer: Receives progress.
+            codecs: What decodes coded chunks.
             skip_damaged: Whether to leave out damaged steps, rather than to refuse to complete the copy.
         """
         self._source, self._observer, self._skip_damaged = source, observer, skip_damaged
         self._destination = CopyDestination(destination, clock)
-        self._files = FileCopies(source, destination, clock, folder_in_run)
+        self._files = FileCopies(source, destination, clock, codecs, partial(location_in_run, source))
         self._report = CopyReport(destination.url)
         self._needed: dict[str, CopiedFile] = {}
         self._damages: dict[Damage, None] = {}

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.checkpoint.verify import Damage
 from holdfast.clock import Clock
 from holdfast.engine.buffers import allocate_aligned
@@ -17,6 +18,8 @@ from holdfast.format.index.index_file import decode_index
 from holdfast.format.names import COPYING_FOLDER, step_folder
 from holdfast.offline.copying.copied_files import CopiedFile
 from holdfast.offline.copying.proof import ContentProof, NoProof, PackProof, Proof, damages_of_pack
+from holdfast.offline.links.pack_proof import PackPieces
+from holdfast.ports.codec import Codecs
 from holdfast.ports.observer import ByteProgress, Observer
 from holdfast.ports.store import Store, Stored, read_range
 from holdfast.repository.catalog import read_file, read_index
@@ -60,15 +63,24 @@ class Copied:
 class FileCopies:
     """Copies the files of one run or checkpoint."""
 
-    def __init__(self, source: Store, destination: Store, clock: Clock, folder_of: Callable[[Manifest], str]) -> None:
+    def __init__(
+        self,
+        source: Store,
+        destination: Store,
+        clock: Clock,
+        codecs: Codecs,
+        location_of: Callable[[Manifest], CheckpointLocation],
+    ) -> None:
         """Do no I/O.
 
         Args:
             source, destination: From where and to where.
             clock: Gives random names.
-            folder_of: Returns the folder of a manifest's checkpoint in the source.
+            codecs: What decodes coded chunks, which are proven by their raw bytes.
+            location_of: Returns the checkpoint of a manifest in the source.
         """
-        self._source, self._destination, self._clock, self._folder_of = source, destination, clock, folder_of
+        self._source, self._destination, self._clock, self._codecs = source, destination, clock, codecs
+        self._location_of = location_of
         self._lock = threading.Lock()
         self._changed = threading.Condition()
         self._ended = 0
@@ -270,7 +282,8 @@ class FileCopies:
         failure: CheckpointError | None = None
         for manifest, record in file.named_by:
             try:
-                return PackProof(record.name, self._chunk_bytes_of(manifest), f"{stored.files.url}/{stored.key}")
+                listing = PackPieces(manifest, self._location_of(manifest).packs_of(manifest), self._codecs)
+                return PackProof(record.name, self._chunk_bytes_of(manifest), stored, listing)
             except (CorruptError, MissingError) as error:
                 failure = failure or error
         raise CorruptError(f"{stored.files.url}/{stored.key}: cannot be proven: {failure}") from failure
@@ -281,7 +294,7 @@ class FileCopies:
             if manifest.digest not in self._chunk_bytes:
                 if not manifest.indexes:
                     raise CorruptError(f"{self._source.url}: the manifest of step {manifest.step} names no index")
-                folder, first = self._folder_of(manifest), manifest.indexes[0]
+                folder, first = self._location_of(manifest).folder, manifest.indexes[0]
                 data = read_file(self._source, folder, manifest.attempt, first)
                 where = f"{self._source.url}/{folder}{manifest.attempt}/{first.name}"
                 self._chunk_bytes[manifest.digest] = decode_index(data, where).chunk_bytes
@@ -293,8 +306,9 @@ class FileCopies:
         message = f"the content does not hash to {file.record.digest}, as the manifest says"
         for manifest, record in file.named_by if file.is_pack else ():
             try:
-                index = read_index(self._source, self._folder_of(manifest), manifest)
-                found = damages_of_pack(stored, record, index)
+                location = self._location_of(manifest)
+                index = read_index(self._source, location.folder, manifest)
+                found = damages_of_pack(stored, record, index, location.packs_of(manifest), self._codecs)
             except CheckpointError as error:
                 message = str(error)
                 continue
@@ -307,10 +321,10 @@ class FileCopies:
             self._progress.add(count)
 
 
-def folder_in_run(manifest: Manifest) -> str:
-    """Return the folder of a step."""
+def location_in_run(source: Store, manifest: Manifest) -> CheckpointLocation:
+    """Return the step of a run that a manifest commits."""
     assert manifest.step is not None, "a manifest of a run has a step"
-    return step_folder(manifest.step)
+    return CheckpointLocation(source, step_folder(manifest.step), manifest.step, root=source)
 
 
 def _exists(stored: Stored) -> bool:

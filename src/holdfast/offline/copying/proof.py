@@ -6,15 +6,17 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from holdfast.checkpoint.verify import Damage
-from holdfast.engine.buffers import allocate_aligned
-from holdfast.errors import CheckpointError, CorruptError
+from holdfast.engine.decoding.chunk_reader import ChunkReader, refutation
+from holdfast.errors import CorruptError
 from holdfast.format.digest import digest_of, new_digest
 from holdfast.format.index.index import Index
-from holdfast.format.pack import HEADER_BYTES_MAX, pack_digest, stated_pieces
-from holdfast.geometry.chunking import DIGEST_BYTES
-from holdfast.ports.store import Stored, read_range
-from holdfast.settings import PAGE_BYTES
+from holdfast.format.pack import HEADER_BYTES_MAX, pack_digest
+from holdfast.geometry.chunking import DIGEST_BYTES, chunk_count
+from holdfast.offline.links.pack_proof import PackPieces
+from holdfast.ports.codec import Codecs
+from holdfast.ports.store import Packs, Stored
 from holdfast.types.manifest import FileRecord
+from holdfast.types.plan import Piece
 
 _LENGTH_BYTES = 8
 _DAMAGES_MAX = 1000
@@ -63,20 +65,25 @@ class NoProof:
 class PackProof:
     """Proves a pack, by the digest of its header and of the digests of its chunks."""
 
-    def __init__(self, name: str, chunk_bytes: int, where: str) -> None:
+    def __init__(self, name: str, chunk_bytes: int, stored: Stored, listing: PackPieces) -> None:
         """Begin with no bytes.
 
         Args:
             name: Name of the pack, which tells what its header states.
-            chunk_bytes: Bytes of a chunk.
-            where: The pack, for messages.
+            chunk_bytes: Bytes of a chunk, where the header does not state it.
+            stored: Where its bytes come from. Chunks that others are coded against are read there once more.
+            listing: Lists its pieces, and finds what they are coded against.
         """
-        self._name, self._chunk_bytes, self._where = name, chunk_bytes, where
+        self._name, self._chunk_bytes, self._stored, self._listing = name, chunk_bytes, stored, listing
         self._header = bytearray()
         self._header_bytes = 0
-        self._ends: Iterator[int] = iter(())
+        self._chunks: Iterator[tuple[Piece, int]] = iter(())
+        self._chunk: tuple[Piece, int] | None = None
         self._end = self._at = 0
         self._state = new_digest()
+        self._coded = bytearray()
+        """Stored bytes so far of a chunk of a coded piece."""
+        self._reader: ChunkReader | None = None
         self._digests = bytearray()
         self._is_refuted = False
 
@@ -84,20 +91,22 @@ class PackProof:
         """Take the next bytes."""
         data = self._after_header(data)
         while len(data) and not self._is_refuted:
-            if self._end < 0:
+            if self._chunk is None:
                 self._is_refuted = True  # Bytes that belong to no piece.
                 return
             part = data[: self._end - self._at]
-            self._state.update(part)
+            if self._chunk[0].coding is None:
+                self._state.update(part)
+            else:
+                self._coded += part
             self._at += len(part)
             data = data[len(part) :]
             if self._at == self._end:
-                self._digests += self._state.digest()
-                self._next_chunk()
+                self._end_chunk(*self._chunk)
 
     def holds(self, digest: str) -> bool:
         """Return whether the bytes so far are those of a digest."""
-        is_whole = bool(self._header) and len(self._header) == self._header_bytes and self._end < 0
+        is_whole = bool(self._header) and len(self._header) == self._header_bytes and self._chunk is None
         return is_whole and not self._is_refuted and pack_digest(bytes(self._header), bytes(self._digests)) == digest
 
     def _after_header(self, data: memoryview) -> memoryview:
@@ -119,48 +128,57 @@ class PackProof:
     def _begin_chunks(self) -> None:
         """Find the chunks in the header. Pieces follow one another without a gap."""
         try:
-            pieces = stated_pieces(bytes(self._header), self._name, self._where)
+            pieces = self._listing.of(bytes(self._header), self._name, self._stored.url, self._chunk_bytes)
         except CorruptError:
             self._is_refuted = True
             return
         at = self._header_bytes
         for piece in pieces:
-            self._is_refuted |= piece.start != at
-            at = piece.stop
-        self._ends = (
-            min(start + self._chunk_bytes, piece.stop)
-            for piece in pieces
-            for start in range(piece.start, piece.stop, self._chunk_bytes)
+            self._is_refuted |= piece.offset != at
+            at = piece.offset + piece.stored_bytes
+        self._chunks = (
+            (piece, number) for piece in pieces for number in range(chunk_count(piece.bytes, piece.chunk_bytes))
         )
         self._at = self._header_bytes
         self._next_chunk()
 
+    def _end_chunk(self, piece: Piece, number: int) -> None:
+        """Add the digest of a chunk that has been taken whole."""
+        if piece.coding is None:
+            self._digests += self._state.digest()
+        else:
+            if self._reader is None:
+                self._reader = ChunkReader(self._listing.packs, self._listing.codecs, piece.chunk_bytes)
+            try:
+                self._digests += digest_of(self._reader.decoded(piece, number, memoryview(self._coded), self._stored))
+            except CorruptError:
+                self._is_refuted = True
+        self._next_chunk()
+
     def _next_chunk(self) -> None:
-        self._end = next(self._ends, -1)
-        self._state = new_digest()
+        self._chunk = next(self._chunks, None)
+        self._state, self._coded = new_digest(), bytearray()
+        if self._chunk is not None:
+            self._end = self._chunk[0].stored_range(self._chunk[1])[1]
 
 
-def damages_of_pack(stored: Stored, record: FileRecord, index: Index) -> list[Damage]:
+def damages_of_pack(stored: Stored, record: FileRecord, index: Index, packs: Packs, codecs: Codecs) -> list[Damage]:
     """Return the chunks of a pack that are not what was saved, by reading it again; none if all are.
 
     Args:
         stored: The pack.
         record: Its record in the manifest.
         index: The index of a checkpoint that names it so.
+        packs: Locates the packs of that checkpoint.
+        codecs: What decodes coded chunks.
     """
     file = f"{stored.files.url}/{stored.key}"
     found: list[Damage] = []
-    buffer = allocate_aligned(index.chunk_bytes + PAGE_BYTES)
+    chunks = ChunkReader(packs, codecs, index.chunk_bytes)
     for piece in index.pieces_in(record.name):
         for number in range(len(piece.digests) // DIGEST_BYTES):
-            start = piece.offset + number * piece.chunk_bytes
-            stop = min(start + piece.chunk_bytes, piece.offset + piece.bytes)
-            expected = piece.digests[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)]
-            try:
-                digest = digest_of(read_range(stored.files, stored.key, start, stop, buffer))
-                message = f"chunk hashes to {digest.hex()}; expected {expected.hex()}" if digest != expected else ""
-            except CheckpointError as error:
-                message = str(error)
+            start, stop = piece.stored_range(number)
+            message = refutation(chunks, piece, number, stored)
             if message and len(found) < _DAMAGES_MAX:
                 found.append(Damage(file, start, stop, piece.tensor.fqn, message))
     return found

@@ -98,7 +98,8 @@ class CopyRequest(NeverLoaded):
         require_sizes(manifest.packs, source.packs, manifest.step)
         tensors = source.index.tensors.values()
         pack_bytes = {pack.name: pack.bytes for pack in manifest.packs}
-        reader = PieceReader(source.packs, pack_bytes, sum(spec.global_bytes for spec in tensors), self._observer)
+        total_bytes = sum(spec.global_bytes for spec in tensors)
+        reader = PieceReader(source.packs, pack_bytes, total_bytes, source.codecs, self._observer)
         shards = []
         for spec in tensors:
             regions = _regions(spec, [piece for piece in source.index.pieces_of(spec.fqn) if piece.bytes])

@@ -8,80 +8,91 @@ from itertools import accumulate
 from typing import Self
 
 from holdfast.engine.buffers import allocate_aligned
+from holdfast.engine.decoding.chunk_reader import ChunkReader, chunk_of
+from holdfast.engine.decoding.read_ahead import ReadAhead
+from holdfast.engine.read import require_digest
 from holdfast.errors import CorruptError, MissingError
 from holdfast.format.digest import new_digest
 from holdfast.geometry.region import Region
+from holdfast.ports.codec import Codecs
 from holdfast.ports.observer import ByteProgress, Observer
-from holdfast.ports.store import Packs, Stored, read_range
+from holdfast.ports.store import Packs, Stored
 from holdfast.settings import MIB, PAGE_BYTES
 from holdfast.types.plan import Piece
 
 _READ_BYTES = 4 * MIB
-
-_AHEAD_BYTES_MAX = 32 * MIB
-"""Most bytes of a piece that are asked for together where nothing is cached: the store reads them side by side."""
-
-_AHEAD_BYTES_MIN = MIB
-"""Bytes that are asked for at least there: small pieces are neighbours, and each request takes its time."""
 
 
 class PieceReader:
     """Reads pieces of one checkpoint front to back, in parts, and checks them against their digests if any."""
 
     def __init__(
-        self, packs: Packs, pack_bytes: Mapping[str, int], total_bytes: int, observer: Observer | None
+        self,
+        packs: Packs,
+        pack_bytes: Mapping[str, int],
+        total_bytes: int,
+        codecs: Codecs,
+        observer: Observer | None,
     ) -> None:
         """Read nothing yet.
 
         Args:
             packs: Locates packs by name.
             pack_bytes: Size of each pack, by name.
-            total_bytes: Bytes of all pieces, for the observer.
+            total_bytes: Raw bytes of all pieces, for the observer.
+            codecs: What decodes coded chunks.
             observer: Receives progress.
         """
-        self._packs, self._pack_bytes, self._progress = packs, pack_bytes, ByteProgress(total_bytes, observer)
+        self._packs, self._progress = packs, ByteProgress(total_bytes, observer)
         self._buffer = allocate_aligned(_READ_BYTES + PAGE_BYTES)
-        self._ahead: tuple[str, int, memoryview] | None = None
-        """Name of a pack, and bytes of it from a place on, where a store caches nothing."""
+        self._pieces, bases = ReadAhead(pack_bytes), ReadAhead(pack_bytes)
+        # No chunk is larger than a read.
+        self._chunks = ChunkReader(packs, codecs, _READ_BYTES, self._pieces.read, bases.read)
+        self._chunk: tuple[Piece, int, memoryview] | None = None
+        """The coded chunk that was read last: its piece, its number and its raw bytes."""
         self._digest = new_digest()
         self._checked: tuple[Piece | None, int] = None, 0
 
     def read(self, piece: Piece, start: int, target: memoryview) -> None:
-        """Fill memory with the bytes of a piece from `start` on.
+        """Fill memory with the raw bytes of a piece from `start` on.
 
         Raises:
             CorruptError: The bytes differ from what was saved; the message names tensor, file and byte range.
         """
-        stored, at = self._packs(piece.pack), 0
-        offset = piece.offset + start
+        stored = self._packs(piece.pack)
         try:
-            at = stored.files.get_cached(stored.key, offset, [target])
-            while at < len(target):
-                stop = min(at + _READ_BYTES, len(target))
-                target[at:stop] = self._part(stored, piece, offset + at, offset + stop)
-                at = stop
+            if piece.coding is None:
+                self._read_plain(stored, piece, start, target)
+            else:
+                self._read_coded(stored, piece, start, target)
         except MissingError as missing:
             raise CorruptError(
                 f"{piece.tensor.fqn}: {stored.url}: the file is missing; the checkpoint names it. Read another copy"
             ) from missing
-        if piece.digests:
-            self._check(piece, start, target, stored.url)
         self._progress.add(len(target))
 
-    def _part(self, stored: Stored, piece: Piece, start: int, stop: int) -> memoryview:
-        """Return bytes `[start, stop)` of a pack, at most `_READ_BYTES`."""
-        if stored.files.read_alignment > 1:  # A file: the system reads ahead.
-            return read_range(stored.files, stored.key, start, stop, self._buffer)
-        if self._ahead is not None:
-            pack, first, held = self._ahead
-            if pack == piece.pack and first <= start and stop <= first + len(held):
-                return held[start - first : stop - first]
-        end = min(max(piece.offset + piece.bytes, start + _AHEAD_BYTES_MIN), start + _AHEAD_BYTES_MAX)
-        self._ahead = None  # Its memory is not needed beside that of the next.
-        end = max(min(end, self._pack_bytes[piece.pack]), stop)
-        memory = allocate_aligned(end - start)
-        self._ahead = piece.pack, start, read_range(stored.files, stored.key, start, end, memory)
-        return self._ahead[2][: stop - start]
+    def _read_plain(self, stored: Stored, piece: Piece, start: int, target: memoryview) -> None:
+        offset = piece.offset + start
+        at = stored.files.get_cached(stored.key, offset, [target])
+        while at < len(target):
+            stop = min(at + _READ_BYTES, len(target))
+            target[at:stop] = self._pieces.read(stored, piece, offset + at, offset + stop, self._buffer)
+            at = stop
+        if piece.digests:
+            self._check(piece, start, target, stored.url)
+
+    def _read_coded(self, stored: Stored, piece: Piece, start: int, target: memoryview) -> None:
+        at = 0
+        while at < len(target):
+            number, within = divmod(start + at, piece.chunk_bytes)
+            if self._chunk is None or self._chunk[0] is not piece or self._chunk[1] != number:
+                self._chunk = None
+                raw = self._chunks.raw(piece, number)
+                require_digest(chunk_of(piece, number), raw, stored.url)
+                self._chunk = piece, number, raw
+            part = self._chunk[2][within : within + len(target) - at]
+            target[at : at + len(part)] = part
+            at += len(part)
 
     def _check(self, piece: Piece, start: int, data: memoryview, where: str) -> None:
         """Check bytes against the digests of their chunks; a chunk is checked once its last byte has been read."""

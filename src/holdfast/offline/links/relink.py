@@ -13,7 +13,6 @@ from holdfast.leases.writer import WriterLease
 from holdfast.offline.links.shared_packs import (
     Names,
     SharedPack,
-    chunk_bytes_of,
     manifests_of,
     names_of,
     proven,
@@ -21,6 +20,7 @@ from holdfast.offline.links.shared_packs import (
     replace_by_link,
     shared_packs,
 )
+from holdfast.ports.codec import NO_CODECS, Codecs
 from holdfast.ports.observer import ByteProgress, Observer
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import read_run_id
@@ -55,6 +55,7 @@ class Relinking:
         clock: Clock,
         lease_seconds: float,
         *,
+        codecs: Codecs = NO_CODECS,
         dry_run: bool = False,
         observer: Observer | None = None,
     ) -> None:
@@ -64,10 +65,12 @@ class Relinking:
             store: The root of the run.
             clock: Gives random names.
             lease_seconds: How long the writer lease lives without a heartbeat.
+            codecs: What decodes coded chunks.
             dry_run: Change nothing.
             observer: Receives progress while copies are compared.
         """
         self._store, self._clock, self._dry_run, self._observer = store, clock, dry_run, observer
+        self._codecs = codecs
         self._writer_lease = WriterLease(store, clock, lease_seconds)
         self._report = RelinkReport(store.url)
 
@@ -109,7 +112,7 @@ class Relinking:
         report, groups = self._report, list(names.whole)
         report.differing += names.other
         if len(groups) > 1:
-            groups = proven(self._store, pack.record, groups, chunk_bytes_of(self._store, pack.referring), progress.add)
+            groups = proven(self._store, pack.record, groups, pack.referring, self._codecs, progress.add)
             report.differing += [key for keys in names.whole if keys not in groups for key in keys]
         if not groups:
             return

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import Clock
 from holdfast.errors import CheckpointError, MissingError
 from holdfast.format.names import step_folder, step_of_pack
-from holdfast.offline.links.pack_proof import is_proven
+from holdfast.offline.links.pack_proof import PackPieces, is_proven
+from holdfast.ports.codec import Codecs
 from holdfast.ports.store import Store, Stored
 from holdfast.repository.catalog import manifest_in, read_index, read_manifest_bytes
 from holdfast.repository.publish import pack_paths
@@ -115,11 +117,27 @@ def proven(
     store: Store,
     record: FileRecord,
     groups: Sequence[tuple[str, ...]],
-    chunk_bytes: int,
+    referring: Manifest,
+    codecs: Codecs,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> list[tuple[str, ...]]:
-    """Return the groups of keys whose object is the pack that was saved, as its digest proves."""
-    return [keys for keys in groups if is_proven(Stored(store, keys[0]), record, chunk_bytes, on_bytes)]
+    """Return the groups of keys whose object is the pack that was saved, as its digest proves.
+
+    Args:
+        store: The root of the run.
+        record: The record of the pack, under its path from the root.
+        groups: The keys of each object.
+        referring: A manifest that names the pack.
+        codecs: What decodes coded chunks.
+        on_bytes: Called with the stored bytes of each chunk that was read.
+    Raises:
+        CorruptError: The index of the manifest is damaged.
+    """
+    assert referring.step is not None, "a run holds steps"
+    chunk_bytes = chunk_bytes_of(store, referring)
+    location = CheckpointLocation(store, step_folder(referring.step), referring.step, root=store)
+    listing = PackPieces(referring, location.packs_of(referring), codecs)
+    return [keys for keys in groups if is_proven(Stored(store, keys[0]), record, chunk_bytes, listing, on_bytes)]
 
 
 def replace_by_link(store: Store, clock: Clock, source: str, key: str) -> bool:

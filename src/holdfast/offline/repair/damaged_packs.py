@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 
 from holdfast.clock import Clock
 from holdfast.errors import UnavailableError
+from holdfast.format.names import is_coded_pack_name
 from holdfast.offline.links.shared_packs import (
     Names,
-    chunk_bytes_of,
     manifests_of,
     names_of,
     packs_with_links,
@@ -19,6 +19,7 @@ from holdfast.offline.links.shared_packs import (
     shared_packs,
 )
 from holdfast.offline.repair.overlay import OverlayStore
+from holdfast.ports.codec import Codecs
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists
 from holdfast.repository.quarantine import backup_key
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 _DIGITS_BYTES = 8
 
 
-def plan_packs(store: Store, overlay: OverlayStore, manifest: Manifest) -> list[str]:
+def plan_packs(store: Store, overlay: OverlayStore, manifest: Manifest, codecs: Codecs) -> list[str]:
     """Plan to replace the damaged packs of a step, and damaged copies of them in other steps; return what will be done.
 
     Only packs with several copies are read, and those that the step lacks. A link is no copy: it is damaged with the
@@ -40,16 +41,19 @@ def plan_packs(store: Store, overlay: OverlayStore, manifest: Manifest) -> list[
         store: The root of the run.
         overlay: Receives the plan, and then reads the packs as they will be.
         manifest: Manifest of the step.
+        codecs: What decodes coded chunks.
     Raises:
         CorruptError: The index of the step is damaged.
     """
     done = []
-    for record, links in packs_with_links(manifest, shared_packs(manifests_of(store))):
+    # Coded packs last: their chunks may be coded against those of a plain pack, which is then whole.
+    found = packs_with_links(manifest, shared_packs(manifests_of(store)))
+    for record, links in sorted(found, key=lambda each: is_coded_pack_name(each[0].name)):
         names = names_of(store, record, links)
         lacking = _lacking(manifest, record.name, names)
         if len(names.whole) + bool(names.other) + bool(lacking) < 2:
             continue
-        whole = proven(store, record, names.whole, chunk_bytes_of(overlay, manifest))
+        whole = proven(overlay, record, names.whole, manifest, codecs)
         damaged = [*names.other, *(key for keys in names.whole if keys not in whole for key in keys)]
         if whole:
             overlay.relinked |= dict.fromkeys([*damaged, *lacking], whole[0][0])

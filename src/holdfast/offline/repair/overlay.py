@@ -52,7 +52,9 @@ class OverlayStore(ForwardingStore):
         """Raise: a repair links packs in the store beneath."""
         raise NotImplementedError(key)
 
-    def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
+    def upload(
+        self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True, may_be_less: bool = False
+    ) -> Upload:
         """Raise: a repair writes no packs."""
         raise NotImplementedError(key)
 

@@ -16,6 +16,7 @@ from holdfast.format.index.index_builder import IndexBuilder
 from holdfast.format.index.index_file import INDEX_BYTES_MAX
 from holdfast.format.names import (
     is_attempt_folder,
+    is_coded_pack_name,
     is_pack_name,
     is_part_name,
     part_name,
@@ -23,11 +24,12 @@ from holdfast.format.names import (
     rank_of_part,
     step_of_pack,
 )
-from holdfast.format.pack import pack_digest, stated_pieces
+from holdfast.format.pack import pack_digest
 from holdfast.format.part import decode_part, is_sealed, require_part_of
 from holdfast.format.timeline import timeline_in_damaged
 from holdfast.geometry.region import Region
-from holdfast.offline.links.pack_proof import digests_of, header_of
+from holdfast.offline.links.pack_proof import PackPieces, digests_of, header_of
+from holdfast.ports.codec import Codecs
 from holdfast.repository.catalog import read_file
 from holdfast.repository.timelines import RunTimelines
 from holdfast.saving.commit import build_manifest, write_index
@@ -52,11 +54,15 @@ class Unprovable(Exception):
         """FQNs of tensors that are lost with it."""
 
 
-def rebuilt_index(location: CheckpointLocation, manifest: Manifest) -> tuple[Index, tuple[int, ...]]:
+def rebuilt_index(location: CheckpointLocation, manifest: Manifest, codecs: Codecs) -> tuple[Index, tuple[int, ...]]:
     """Return the index of a checkpoint with a valid manifest, and the ranks whose packs were read for it.
 
     The parts list the pieces of their ranks. The packs of a rank are read if its part is damaged.
 
+    Args:
+        location: The checkpoint.
+        manifest: Its manifest.
+        codecs: What decodes coded chunks.
     Raises:
         Unprovable: A pack differs from its record, and the part that could locate the damage is damaged too.
     """
@@ -81,7 +87,7 @@ def rebuilt_index(location: CheckpointLocation, manifest: Manifest) -> tuple[Ind
     for rank in from_packs:
         packs = packs_of_rank.get(rank)
         if packs:
-            listings.append(_index_of_packs(location, manifest, packs, known))
+            listings.append(_index_of_packs(location, manifest, packs, codecs, known))
             known = {listings[-1].chunk_bytes}
     indexes = [*parts.values(), *listings]
     elsewhere = [pack for pack in manifest.packs if step_of_pack(pack.name) is not None]
@@ -89,7 +95,7 @@ def rebuilt_index(location: CheckpointLocation, manifest: Manifest) -> tuple[Ind
         # A rank without a part may have referenced pieces in packs of other steps. These are the pieces there that no
         # other index lists. If two packs hold such a piece, the pieces overlap, and the merge below proves nothing.
         listed = {(piece.tensor.fqn, piece.region) for part_index in indexes for piece in part_index.all_pieces()}
-        indexes.append(_index_of_packs(location, manifest, elsewhere, known, listed))
+        indexes.append(_index_of_packs(location, manifest, elsewhere, codecs, known, listed))
     if not indexes:
         raise Unprovable("no part and no pack is left from which to rebuild the index")
     merger = IndexMerger(indexes[0].chunk_bytes)
@@ -105,31 +111,37 @@ def _index_of_packs(
     location: CheckpointLocation,
     manifest: Manifest,
     packs: Sequence[FileRecord],
+    codecs: Codecs,
     known: set[int],
     listed: Collection[tuple[str, Region]] = (),
 ) -> Index:
-    """Return an index from the headers of packs. Chunks are hashed again and proven by the digests of the packs.
+    """Return an index from the headers of packs. Chunks are decoded, hashed and proven by the digests of the packs.
 
     Args:
         location: The checkpoint.
         manifest: Its manifest.
         packs: The records of the packs.
+        codecs: What decodes coded chunks.
         known: The bytes of a chunk, if known; empty otherwise.
         listed: FQNs and regions to leave out.
     Raises:
         Unprovable: A pack differs from its record.
     """
     builder = None
+    listing = PackPieces(manifest, location.packs_of(manifest), codecs)
     for record in packs:
-        stored = location.packs_of(manifest)(record.name)
+        stored = listing.packs(record.name)
         try:
-            header = header_of(stored, record)
-            pieces = stated_pieces(header, record.name, stored.url)
+            header = header_of(stored, record.bytes)
             # No part tells the bytes of a chunk: try every possible power of two, the default first. Only the right one
             # gives the recorded digest.
             candidates = known or {1 << power for power in range(12, 23)}
+            if is_coded_pack_name(record.name):
+                candidates = {MIB}  # Its header states another, if it has one.
             for chunk_bytes in sorted(candidates, key=lambda count: (count != MIB, count)):
-                digests = digests_of(stored, pieces, chunk_bytes)
+                pieces = listing.of(header, record.name, stored.url, chunk_bytes)
+                chunk_bytes = pieces[0].chunk_bytes if pieces else chunk_bytes  # The header of a coded pack states it.
+                digests = digests_of(stored, pieces, listing)
                 if pack_digest(header, b"".join(digests)) == record.digest:
                     break
             else:
@@ -145,7 +157,7 @@ def _index_of_packs(
         for piece, piece_digests in zip(pieces, digests, strict=True):
             if (piece.tensor.fqn, piece.region) in listed:
                 continue
-            builder.add(piece.tensor, piece.region, record.name, piece.start, piece_digests)
+            builder.add(piece.tensor, piece.region, record.name, piece.offset, piece_digests, piece.coding)
     assert builder is not None, "there is a pack"
     return builder.index()
 

@@ -38,6 +38,7 @@ from holdfast.offline.repair.rebuild import (
     require_known_format,
     timeline_of_damaged,
 )
+from holdfast.ports.codec import NO_CODECS, Codecs
 from holdfast.ports.observer import Observer
 from holdfast.ports.store import Packs, Store
 from holdfast.repository.catalog import (
@@ -119,6 +120,7 @@ class Repair:
         clock: Clock,
         settings: Settings,
         *,
+        codecs: Codecs = NO_CODECS,
         dry_run: bool = False,
         unfinished: bool = False,
         observer: Observer | None = None,
@@ -130,12 +132,14 @@ class Repair:
             references: Locates files that steps reference by URL.
             clock: Randomness, and the time in rebuilt manifests.
             settings: How an index is split.
+            codecs: What decodes coded chunks.
             dry_run: Write nothing.
             unfinished: Accept the manifest of a fenced writer if every file that it names is undamaged.
             observer: Receives progress while a step is read back.
         """
         self._store, self._references, self._clock, self._settings = store, references, clock, settings
         self._dry_run, self._unfinished, self._observer = dry_run, unfinished, observer
+        self._codecs = codecs
         self._writer_lease = WriterLease(store, clock, settings.lease_seconds)
 
     def run(self, step: int | None) -> RepairReport:
@@ -221,8 +225,9 @@ class Repair:
         if surplus:
             overlay.delete(surplus)
             done.append("index files that the manifest does not name: removed")
-        done += plan_packs(self._store, overlay, manifest)
-        damages = list(Verification(location, manifest, self._settings, self._clock, self._observer).damages())
+        done += plan_packs(self._store, overlay, manifest, self._codecs)
+        verification = Verification(location, manifest, self._settings, self._clock, self._codecs, self._observer)
+        damages = list(verification.damages())
         fqns = sorted({damage.fqn for damage in damages if damage.fqn is not None})
         if damages and _ACCEPTED in done:
             return _not_accepted(step, map(_format_damage, damages), fqns)
@@ -316,7 +321,7 @@ class Repair:
             return manifest
         except CorruptError as error:
             logger.info("%s: the index is rebuilt: %s", location.url, error)
-        index, from_packs = rebuilt_index(location, manifest)
+        index, from_packs = rebuilt_index(location, manifest, self._codecs)
         before = dict(overlay.pending)
         records = write_index(location, manifest.attempt, index, self._settings, [])
         source = f"from the packs of ranks {list(from_packs)} and the parts of the others"

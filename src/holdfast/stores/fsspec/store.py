@@ -90,7 +90,9 @@ class FileSystemStore(FileSystemReading):
         """
         self.create(key, memoryview(data))
 
-    def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> ObjectUpload:
+    def upload(
+        self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True, may_be_less: bool = False
+    ) -> ObjectUpload:
         """Begin an object that must not exist yet; it is invisible until complete, and uses memory of its size."""
         self._split(key)
         where = self.where(key)

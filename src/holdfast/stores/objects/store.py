@@ -131,7 +131,9 @@ class ObjectStore(ObjectReading):
             self._probe.require_exclusive_creates()
         self.create(key, memoryview(data))
 
-    def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
+    def upload(
+        self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True, may_be_less: bool = False
+    ) -> Upload:
         """Begin an object that must not exist yet; it is invisible until complete.
 
         An object of up to `object_bytes_max` is collected in memory, and sent by one request. A larger one is sent in

@@ -253,9 +253,11 @@ class RetryingStore(ForwardingStore):
         except (CorruptError, MissingError):
             return False  # It is longer, or whoever stored it has removed it.
 
-    def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
+    def upload(
+        self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True, may_be_less: bool = False
+    ) -> Upload:
         """Begin an object that must not exist yet."""
-        inner = super().upload(key, bytes_max, part_bytes, folders_durable=folders_durable)
+        inner = super().upload(key, bytes_max, part_bytes, folders_durable=folders_durable, may_be_less=may_be_less)
         is_whole = self.object_bytes_max is not None and bytes_max <= self.object_bytes_max
         return _RetryingUpload(inner, self._where(key), bytes_max, self._retries, is_sent_whole=is_whole)
 

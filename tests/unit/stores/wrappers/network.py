@@ -115,8 +115,10 @@ class NetworkStore(ForwardingStore):
 
         return pages()
 
-    def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
-        inner = super().upload(key, bytes_max, part_bytes, folders_durable=folders_durable)
+    def upload(
+        self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True, may_be_less: bool = False
+    ) -> Upload:
+        inner = super().upload(key, bytes_max, part_bytes, folders_durable=folders_durable, may_be_less=may_be_less)
         return _NetworkUpload(inner, key, self)
 
 

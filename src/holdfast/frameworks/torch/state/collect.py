@@ -41,7 +41,7 @@ from holdfast.geometry.tensor import Role, Shard, TensorSpec
 from holdfast.ports.framework import Collected, LocalShard, Selection
 from holdfast.types.manifest import OptimizerRecord
 from holdfast.types.per_rank import PerRank, RngState
-from holdfast.types.values import FrameworkValue, Group, PerRankRef, Skipped, TensorRef, Value
+from holdfast.types.values import PIECES_RECORD, FrameworkValue, Group, PerRankRef, Skipped, TensorRef, Value
 
 
 def collect(state: Mapping[str, object], selection: Selection, ranks: Ranks) -> Collected:
@@ -53,6 +53,11 @@ def collect(state: Mapping[str, object], selection: Selection, ranks: Ranks) -> 
     root = walk(state, ranks.rank_of_global)
     collector = _Collector(selection, ranks, root)
     tree = collector.dict_group(root)
+    if PIECES_RECORD in tree.items and not isinstance(tree.items[PIECES_RECORD], Skipped):
+        collector.refused.append(
+            f"{PIECES_RECORD}: Holdfast itself keeps names under this key, so exports would leave it out; expected "
+            "another key in the state. Rename it"
+        )
     for side in collector.sides:
         side.follow()
     unfenced = "; ".join(collector.unfenced)
