@@ -162,7 +162,9 @@ class Models:
     def __init__(self, mib: int) -> None:
         last, self.rank = snapshots()[-1], dist.get_rank()
         self._batches, self._rows = Batches(seed=self.rank), 1
-        self._trainings = [_continued(last) for _ in range(max(round(mib * MIB / sum(t.nbytes for t in last.values())), 1))]
+        self._trainings = [
+            continued(last) for _ in range(max(round(mib * MIB / sum(t.nbytes for t in last.values())), 1))
+        ]
         self.step_seconds: list[float] = []
 
     def state(self) -> State:
@@ -204,7 +206,7 @@ class Models:
         assert report is not None and report.staging == "copy", report
 
 
-def _continued(state: State) -> MixedTraining:
+def continued(state: State) -> MixedTraining:
     """Return a training that goes on from a snapshot."""
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in state.items():
@@ -235,7 +237,9 @@ def measure_training(root: Path, params: Params) -> Measured:
                 rounds.append(each)
                 typical.append(conditions.slowest(statistics.median(models.step_seconds)))
                 done = (number + 1 - WARM_SAVES) * STEPS_A_SAVE
-                conditions.say(f"steps {done} of {params['steps']}: {each['auto']:.2f} s with auto, {each['off']:.2f} s raw")
+                conditions.say(
+                    f"steps {done} of {params['steps']}: {each['auto']:.2f} s with auto, {each['off']:.2f} s raw"
+                )
     step = statistics.median(typical)
     off = abs(step - STEP_SECONDS) > STEP_SECONDS_OFF
     return Measured(rounds, [f"slowdown: a step took {step:.2f} s, not {STEP_SECONDS}"] if off else [])
