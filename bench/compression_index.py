@@ -9,10 +9,10 @@ from pathlib import Path
 
 from bench import conditions
 from bench.compression_on_paper import PaperCoding
+from bench.opening_on_paper import opened
 from bench.part import Measured, Params, Part, Round, Spread, spread_of
 from bench.scale import SETTINGS, committed_apart, location_at, write_parts
 from bench.synthetic import dense
-from bench.opening_on_paper import opened
 
 
 def measure(root: Path, params: Params) -> Measured:
@@ -24,9 +24,8 @@ def measure(root: Path, params: Params) -> Measured:
     (root / "votes.json").write_text(json.dumps({"attempt": written.attempt, "votes": votes}))
     found = committed_apart(root, cut=False)
     each: Round = {"index_bytes": found["index_bytes"], "chunks": written.chunks, "pieces": written.pieces}
-    conditions.say(
-        f"{job.name}: {written.pieces:,} pieces, {written.chunks:,} chunks, {found['index_bytes']:,.0f} bytes"
-    )
+    counts = f"{written.pieces:,} pieces, {written.chunks:,} chunks, {found['index_bytes']:,.0f} bytes of index"
+    conditions.say(f"{job.name}: {counts}")
     conditions.removed(root)
     return Measured([each], [])
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import accumulate
 
 from holdfast.geometry.chunking import chunk_count, chunk_range
+from holdfast.geometry.tensor import Shard
 from holdfast.plan.coding.coded_pieces import CodingChoice
+from holdfast.plan.coding.kinds import kinds_owned
+from holdfast.plan.ownership import Owned
 from holdfast.plan.pairs import pairs_of
 from holdfast.settings import Settings
 from holdfast.types.plan import Coding, PackItem, PackPlan
@@ -22,11 +26,15 @@ class PaperCoding:
     """Invents how the chunks of a job are stored. Pairs are found as a save finds them."""
 
     def __init__(self, settings: Settings) -> None:
-        """Code every piece that a save with these settings would code."""
-        self._chunk_bytes = settings.chunk_bytes
-        self.choice = CodingChoice(settings.chunk_bytes, settings._tuning.coded_bytes_min, (), ())
+        """Code every piece that is large enough to be coded."""
+        self._chunk_bytes, self._coded_bytes_min = settings.chunk_bytes, settings._tuning.coded_bytes_min
         self._chance = random.Random(11)
         self._weights: list[PackItem] = []
+
+    def choice_of(self, shards: Sequence[Shard], owned: Sequence[Owned]) -> CodingChoice:
+        """Return which pieces a rank codes."""
+        kinds = kinds_owned(shards, owned, (), self._coded_bytes_min).kinds
+        return CodingChoice(self._chunk_bytes, self._coded_bytes_min, kinds, frozenset(kinds.values()))
 
     def codings_of(self, pack: PackPlan) -> list[Coding]:
         """Return how the pieces of a coded pack are stored. The pack with the weights comes before their masters'."""

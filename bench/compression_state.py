@@ -212,10 +212,8 @@ def made(cache: Path, schedule: Schedule, name: str = "bf16") -> Path:
     folder = folder_of(cache, schedule, name)
     if not all(path_of(folder, step).exists() for step in schedule.kept):
         print(f"state: training a GPT in {name} for {schedule.steps} steps, once", flush=True)
-        steps = [str(schedule.steps), *map(str, schedule.kept)]
-        subprocess.run(
-            [sys.executable, "-m", "bench.compression_state", str(folder), name, *steps], cwd=ROOT, check=True
-        )
+        command = [sys.executable, "-m", "bench.compression_state", str(folder.resolve()), name]
+        subprocess.run([*command, *map(str, (schedule.steps, *schedule.kept))], cwd=ROOT, check=True)
     return folder
 
 

@@ -62,11 +62,8 @@ def _rows(cache: Path, schedule: Schedule, folder: Path) -> Iterator[Row]:
     state = last["bf16"]
     masters = {split(name)[1]: tensor for name, tensor in of_kinds(state, "master").items()}
     yield "weights, no 16-bit copy", "float32", _ratio(of_kinds(state, "master"), folder)
-    yield (
-        "AdamW: fp32 weights, two moments",
-        "float32",
-        _ratio(of_kinds(state, "master", "exp_avg", "exp_avg_sq"), folder),
-    )
+    fp32 = of_kinds(state, "master", "exp_avg", "exp_avg_sq")
+    yield "whole state, 12 bytes a parameter", "float32", _ratio(fp32, folder)
     yield "gradients of bf16, in fp32 and clipped", "float32", _ratio(clipped_gradients(state), folder)
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         quantised = {f"model.{name}": to_float8(tensor, dtype) for name, tensor in masters.items()}

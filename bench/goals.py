@@ -165,7 +165,7 @@ GOALS = (
     _less("object_peak_extra_mib", "object store, peak memory of a save above state and arena, MiB per rank", 264, 320),
     _more(
         "ratio_state",
-        "compressed: bytes of a mixed-precision state, 14 a parameter ÷ bytes of the checkpoint",
+        "compressed: bytes of a bf16 state, 14 a parameter ÷ bytes of the checkpoint",
         1.40,
         1.37,
     ),
@@ -181,9 +181,7 @@ GOALS = (
     _more("encode_two_threads", "encoding: speed of two threads ÷ one", 1.9, 1.6),
     _more("save_on_vs_dcp_zstd", "durable save, compressed: speed ÷ DCP with ZStandard", 2, 1.4),
     _more("load_on_vs_dcp_zstd", "cold load of compressed, all digests checked: speed ÷ DCP with ZStandard", 1.5, 1.1),
-    _more(
-        "auto_vs_raw_worst", "save, compression='auto': speed ÷ raw, at the store speed that suits it least", 1.0, 0.97
-    ),
+    _more("auto_vs_raw_worst", "save, compression='auto': speed ÷ raw, to the store that suits it least", 1.0, 0.97),
     _more("auto_vs_raw_slow", "save, compression='auto', to a store of 0.1 GB/s: speed ÷ raw", 1.35, 1.25),
     _less(
         "coding_slowdown",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from bench.synthetic import SyntheticJob
@@ -18,9 +18,10 @@ from holdfast.coordination.opening.sibling_meshes import encode_tensors
 from holdfast.coordination.save_context import SaveContext
 from holdfast.format.digest import short_digest_of
 from holdfast.format.pack import coded_header_body, header_of
+from holdfast.geometry.tensor import Shard
 from holdfast.plan.coding.coded_pieces import CodingChoice
 from holdfast.plan.grid import cut_at_grid
-from holdfast.plan.ownership import owned_by
+from holdfast.plan.ownership import Owned, owned_by
 from holdfast.plan.packing import PackSizes, packs_of
 from holdfast.ports.framework import Collected
 from holdfast.ports.in_process import InProcessKeyValueStore
@@ -28,6 +29,9 @@ from holdfast.saving.fingerprint import StateFingerprint
 from holdfast.settings import Settings
 from holdfast.testing.comm import ThreadComm, ThreadGroup
 from holdfast.types.plan import PackPlan
+
+Coding = Callable[[Sequence[Shard], Sequence[Owned]], CodingChoice]
+"""Chooses which pieces a rank codes, by its shards and what it owns of them."""
 
 STEP = 1000
 POSITION = "loader.position"
@@ -90,7 +94,7 @@ def packs_on(
     agreement: Agreement,
     settings: Settings,
     sizes: PackSizes | None = None,
-    coding: CodingChoice | None = None,
+    coding: Coding | None = None,
 ) -> list[tuple[PackPlan, bytes]]:
     """Return a rank's packs and their headers; cut for a store of objects if packs have sizes.
 
@@ -102,7 +106,8 @@ def packs_on(
     if sizes is not None:
         owned = cut_at_grid(shards, owned, sizes.cell_elements)
     provenance = {"step": str(STEP), "attempt": agreement.attempt, "rank": str(rank)}
-    packs = packs_of(rank, shards, owned, settings._tuning.pack_header_bytes_max, sizes, coding)
+    choice = None if coding is None else coding(shards, owned)
+    packs = packs_of(rank, shards, owned, settings._tuning.pack_header_bytes_max, sizes, choice)
     return [
         (
             plan,

@@ -125,7 +125,7 @@ def write_parts(
         tensors = [each.shard.tensor for each in collected.shards] if agreement.is_leader else []
         listing = IndexBuilder(SETTINGS.chunk_bytes, tensors)
         records = []
-        choice = None if coding is None else coding.choice
+        choice = None if coding is None else coding.choice_of
         for pack, header in packs_on(rank, collected, agreement, SETTINGS, sizes, choice):
             digests = [
                 chance.randbytes(DIGEST_BYTES * chunk_count(item.bytes, SETTINGS.chunk_bytes)) for item in pack.items

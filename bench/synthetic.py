@@ -128,10 +128,8 @@ class SyntheticJob:
         for layer in self.layers[count * stage // self.stages : count * (stage + 1) // self.stages]:
             for weight in layer:
                 layout = self._layout(stage, weight.lies)
-                yield (
-                    TensorSpec(f"model.{weight.name}", "bfloat16" if self.is_mixed else "float32", weight.shape),
-                    layout,
-                )
+                dtype = "bfloat16" if self.is_mixed else "float32"
+                yield TensorSpec(f"model.{weight.name}", dtype, weight.shape), layout
                 if self.is_mixed:
                     yield TensorSpec(f"optimizer.state.{weight.name}.master", "float32", weight.shape), layout
                 for moment in ("exp_avg", "exp_avg_sq"):
