@@ -128,7 +128,7 @@ def say_other_ranks(source: ResumeStep, arguments: str, ranks: int) -> None:
     before, now = _samples_a_step(source.record["arguments"], source.ranks), _samples_a_step(arguments, ranks)
     if before != now and before is not None:
         logger.warning(
-            "%s: a step was of %d samples, and is of %s now. Trainer finds its place in the data by its count of steps: "
+            "%s: a step was of %d samples, and is of %s now. Trainer finds its place in the data by a count of steps: "
             "samples of this epoch are trained again or left out. To go on at the same place, keep the product of "
             "ranks, per_device_train_batch_size and gradient_accumulation_steps",
             source.url,

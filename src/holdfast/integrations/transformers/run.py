@@ -160,8 +160,8 @@ class TrainerRun:
             (folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
         except OSError as error:
             raise UnavailableError(
-                f"{folder / STATE_FILE}: cannot be written, and Trainer reads its state there: {error}. Make room among "
-                "the temporary files, or set TMPDIR"
+                f"{folder / STATE_FILE}: cannot be written, and Trainer reads its state there: {error}. Make room "
+                "among the temporary files, or set TMPDIR"
             ) from error
 
     def restore_best(self) -> None:
