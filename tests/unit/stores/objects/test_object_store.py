@@ -20,6 +20,7 @@ from holdfast.stores.objects.store import ObjectStore
 from tests.object_proxy import CUT, LOST, Asked, ObjectProxy, object_proxy
 from tests.object_server import ACCESS_KEY, BUCKET, SECRET_KEY, ObjectServer
 from tests.servers.server import S3Server
+from tests.tuned import tuned
 
 TLS = Path(__file__).parents[3] / "fixtures" / "tls"
 
@@ -416,6 +417,10 @@ def test_content_is_signed_over_plain_http_alone(
     store.put("key", b"content")
     (plain,) = [asked for asked in proxy.asked if asked.method == "PUT"]
     assert plain.headers["x-amz-content-sha256"] == hashlib.sha256(b"content").hexdigest()
+    proxy.asked.clear()
+    unsigned = tuned(Settings(object_store=ObjectSettings(endpoint=proxy.endpoint)), signs_over_plain_http=False)
+    ObjectStore(store.url, settings=unsigned).put("key", b"content")
+    assert [each.headers["x-amz-content-sha256"] for each in proxy.asked] == ["UNSIGNED-PAYLOAD"]
     with object_proxy(objects.endpoint, TLS / "server.pem") as secure:
         settings = Settings(object_store=ObjectSettings(endpoint=secure.endpoint, ca_file=str(TLS / "authority.pem")))
         over_tls = ObjectStore(store.url, settings=settings)
