@@ -17,9 +17,10 @@ from holdfast.engine.buffers import BufferPool
 from holdfast.engine.nonfinite import NonFinite
 from holdfast.engine.parallel_map import CALLS_AT_ONCE, WorkerThreads
 from holdfast.engine.staging import Staging
-from holdfast.engine.stream import Scratch, stream
+from holdfast.engine.stream import LentMemory, Scratch, stream
 from holdfast.format.pack import pack_digest
 from holdfast.ports.framework import Source
+from holdfast.ports.lent_memory import TakesLentMemory
 from holdfast.ports.store import Release, Store, Upload
 from holdfast.settings import Settings
 from holdfast.types.manifest import FileRecord
@@ -69,7 +70,7 @@ class Completions:
         if kind is None:
             self._raise_failure()
 
-    def begin(self, upload: Upload) -> None:
+    def begin(self, upload: Upload | _LentUpload) -> None:
         """Complete an upload, or abort it if another one has failed.
 
         Raises:
@@ -78,7 +79,7 @@ class Completions:
         self._threads.begin(lambda: self._complete(upload))
         self._raise_failure()
 
-    def _complete(self, upload: Upload) -> None:
+    def _complete(self, upload: Upload | _LentUpload) -> None:
         try:
             if self._given_up or self._failures:
                 upload.abort()
@@ -131,6 +132,9 @@ class PackWriter:
         Raises:
             CheckpointError: The write failed; nothing of the pack is left.
         """
+        lent = self._lent(pack, sources)
+        if lent is not None:
+            return self._write_lent(pack, *lent, written, completions)
         return self._write(pack, self._buffers, sources, written, completions)
 
     def write_staged(
@@ -171,6 +175,38 @@ class PackWriter:
             raise
         self._buffers.give(buffer)
 
+    def _lent(self, pack: PlannedPack, sources: Sequence[Source]) -> tuple[LentMemory, Upload] | None:
+        """Return a pack as it lies in memory, and its upload; None if it must be copied."""
+        if not isinstance(self._store, TakesLentMemory):
+            return None
+        memory = LentMemory.of(pack.header, pack.plan, sources)
+        upload = None if memory is None else self._store.lent_upload(pack.key, memory.parts)
+        return None if memory is None or upload is None else (memory, upload)
+
+    def _write_lent(
+        self,
+        pack: PlannedPack,
+        memory: LentMemory,
+        upload: Upload,
+        written: Callable[[int], None] | None,
+        completions: Completions | None,
+    ) -> WrittenPack:
+        nonfinite = NonFinite() if self._settings.count_nonfinite else None
+        try:
+            digests = stream(pack.header, pack.plan, memory, self._settings.chunk_bytes, None, nonfinite)
+            checked = _LentUpload(upload, memory, digests, self._settings.chunk_bytes)
+            if written is not None:
+                written(pack.bytes)
+            if completions is None:
+                checked.complete()
+        except BaseException:
+            upload.abort()
+            raise
+        if completions is not None:
+            completions.begin(checked)
+        record = FileRecord(pack.plan.name, pack.bytes, pack_digest(pack.header, b"".join(digests)))
+        return WrittenPack(record, digests, {} if nonfinite is None else nonfinite.counts)
+
     def _write(
         self,
         pack: PlannedPack,
@@ -198,6 +234,22 @@ class PackWriter:
             later.begin(upload)
         record = FileRecord(pack.plan.name, pack.bytes, pack_digest(pack.header, b"".join(digests)))
         return WrittenPack(record, digests, {} if nonfinite is None else nonfinite.counts)
+
+
+class _LentUpload:
+    """An upload out of the memory of a state. What was sent must be what was hashed."""
+
+    def __init__(self, inner: Upload, memory: LentMemory, digests: Sequence[bytes], chunk_bytes: int) -> None:
+        self._inner, self._memory, self._digests, self._chunk_bytes = inner, memory, digests, chunk_bytes
+
+    def complete(self) -> None:
+        self._inner.complete()
+        self._memory.require_unchanged(self._digests, self._chunk_bytes)
+        self._memory.forget()
+
+    def abort(self) -> None:
+        self._inner.abort()
+        self._memory.forget()
 
 
 class _WrittenWindows:

@@ -8,6 +8,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,9 +57,13 @@ def upload(store: ObjectStore, key: str, data: bytes) -> None:
         upload.abort()
 
 
+def lent_upload(store: ObjectStore, key: str, data: bytes) -> None:
+    store.lent_upload(key, [memoryview(data)[:100], memoryview(data)[100:]]).complete()
+
+
 def test_own_object_after_a_lost_reply_is_a_success(store: ObjectStore, proxy: ObjectProxy) -> None:
-    for put in (store.put_if_absent, lambda key, data: upload(store, key, data)):
-        key = f"key-{put is store.put_if_absent}"
+    for number, put in enumerate((store.put_if_absent, partial(upload, store), partial(lent_upload, store))):
+        key = f"key-{number}"
         proxy.rule = first("PUT", LOST, key)
         with pytest.raises(TemporaryError) as lost:
             put(key, b"mine" * 2000)
