@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, UnavailableError
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.ports.temporary import TemporaryError
 from holdfast.settings import PAGE_BYTES, ObjectSettings, Settings
 from holdfast.stores.objects.conditional_delete import _OTHER_TAG
@@ -168,6 +168,13 @@ def test_no_request_is_made_twice_by_the_client(store: ObjectStore, proxy: Objec
         with pytest.raises(TemporaryError):
             store.get("key", 10)
         assert proxy.count("GET", "key") == before + 1
+
+
+def test_a_store_that_has_listed_asks_no_more_whether_there_is_a_bucket(store: ObjectStore, proxy: ObjectProxy) -> None:
+    assert store.folders() == []
+    with pytest.raises(MissingError):
+        store.size("absent")
+    assert [asked.method for asked in proxy.asked] == ["GET", "HEAD"]
 
 
 def test_no_server_is_temporary_and_has_no_effect(objects: ObjectServer) -> None:
