@@ -23,10 +23,11 @@ from holdfast.engine.encoding.raw_chunks import RawChunks
 from holdfast.engine.nonfinite import NonFinite
 from holdfast.engine.parallel_map import CALLS_AT_ONCE, WorkerThreads
 from holdfast.engine.staging import Staging
-from holdfast.engine.stream import Scratch, stream
+from holdfast.engine.stream import LentMemory, Scratch, stream
 from holdfast.format.pack import pack_digest
 from holdfast.ports.codec import NO_CODECS, Codecs
 from holdfast.ports.framework import Source
+from holdfast.ports.lent_memory import TakesLentMemory
 from holdfast.ports.store import Release, Store, Upload
 from holdfast.settings import Settings
 from holdfast.types.manifest import FileRecord
@@ -90,7 +91,7 @@ class Completions:
         if kind is None:
             self._raise_failure()
 
-    def begin(self, upload: Upload, total_bytes: int | None = None) -> None:
+    def begin(self, upload: Upload | _LentUpload, total_bytes: int | None = None) -> None:
         """Complete an upload, or abort it if another one has failed.
 
         Args:
@@ -102,7 +103,7 @@ class Completions:
         self._threads.begin(lambda: self._complete(upload, total_bytes))
         self._raise_failure()
 
-    def _complete(self, upload: Upload, total_bytes: int | None) -> None:
+    def _complete(self, upload: Upload | _LentUpload, total_bytes: int | None) -> None:
         try:
             if self._given_up or self._failures:
                 upload.abort()
@@ -193,6 +194,9 @@ class PackWriter:
         if pack.plan.is_coded:
             chunks = self._encoder.from_sources(sources)
             return self._write_coded(pack, chunks, written, completions, weights)
+        lent = self._lent(pack, sources)
+        if lent is not None:
+            return self._write_lent(pack, *lent, written, completions)
         return self._write(pack, self._buffers, sources, written, completions)
 
     def write_staged(
@@ -237,6 +241,39 @@ class PackWriter:
             raise
         self._buffers.give(buffer)
 
+    def _lent(self, pack: PlannedPack, sources: Sequence[Source]) -> tuple[LentMemory, Upload] | None:
+        """Return a pack as it lies in memory, and its upload; None if it must be copied."""
+        # Samples are taken of copies.
+        if self._probe is not None or not isinstance(self._store, TakesLentMemory):
+            return None
+        memory = LentMemory.of(pack.header, pack.plan, sources)
+        upload = None if memory is None else self._store.lent_upload(pack.key, memory.parts)
+        return None if memory is None or upload is None else (memory, upload)
+
+    def _write_lent(
+        self,
+        pack: PlannedPack,
+        memory: LentMemory,
+        upload: Upload,
+        written: Callable[[int], None] | None,
+        completions: Completions | None,
+    ) -> WrittenPack:
+        nonfinite = NonFinite() if self._settings.count_nonfinite else None
+        try:
+            digests = stream(pack.header, pack.plan, memory, self._settings.chunk_bytes, None, nonfinite)
+            checked = _LentUpload(upload, memory, digests, self._settings.chunk_bytes)
+            with _in_flight(self.meter, pack.bytes):
+                if written is not None:
+                    written(pack.bytes)
+                if completions is None:
+                    checked.complete()
+        except BaseException:
+            upload.abort()
+            raise
+        if completions is not None:
+            completions.begin(checked)
+        return _written_plain(pack, digests, nonfinite)
+
     def _write(
         self,
         pack: PlannedPack,
@@ -255,9 +292,7 @@ class PackWriter:
             with windows, nullcontext() if self.meter is None else self.meter.working():
                 digests = stream(pack.header, pack.plan, windows, settings.chunk_bytes, sources, nonfinite)
                 windows.close()
-            record = FileRecord(pack.plan.name, pack.bytes, pack_digest(pack.header, b"".join(digests)))
-            offsets = tuple(len(pack.header) + item.data_offset for item in pack.plan.items)
-            return WrittenPack(record, digests, {} if nonfinite is None else nonfinite.counts, offsets)
+            return _written_plain(pack, digests, nonfinite)
 
         return self._upload(pack, write, completions)
 
@@ -311,6 +346,12 @@ class PackWriter:
         return result
 
 
+def _written_plain(pack: PlannedPack, digests: tuple[bytes, ...], nonfinite: NonFinite | None) -> WrittenPack:
+    record = FileRecord(pack.plan.name, pack.bytes, pack_digest(pack.header, b"".join(digests)))
+    offsets = tuple(len(pack.header) + item.data_offset for item in pack.plan.items)
+    return WrittenPack(record, digests, {} if nonfinite is None else nonfinite.counts, offsets)
+
+
 def _written_coded(pack: PlannedPack, header: bytes, pieces: Sequence[EncodedPiece]) -> WrittenPack:
     starts = [0, *accumulate(piece.coding.starts[-1] for piece in pieces)]
     digests = tuple(piece.digests for piece in pieces)
@@ -319,6 +360,22 @@ def _written_coded(pack: PlannedPack, header: bytes, pieces: Sequence[EncodedPie
     nonfinite = {item.tensor.fqn: piece.nonfinite for item, piece in by_piece if piece.nonfinite}
     offsets = tuple(len(header) + start for start in starts[:-1])
     return WrittenPack(record, digests, nonfinite, offsets, tuple(piece.coding for piece in pieces))
+
+
+class _LentUpload:
+    """An upload out of the memory of a state. What was sent must be what was hashed."""
+
+    def __init__(self, inner: Upload, memory: LentMemory, digests: Sequence[bytes], chunk_bytes: int) -> None:
+        self._inner, self._memory, self._digests, self._chunk_bytes = inner, memory, digests, chunk_bytes
+
+    def complete(self, total_bytes: int | None = None) -> None:
+        self._inner.complete(total_bytes)
+        self._memory.require_unchanged(self._digests, self._chunk_bytes)
+        self._memory.forget()
+
+    def abort(self) -> None:
+        self._inner.abort()
+        self._memory.forget()
 
 
 class _WrittenWindows:
