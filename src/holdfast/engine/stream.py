@@ -1,7 +1,4 @@
-"""One pass through a pack in file order: fill its windows, or hash them, or both at once.
-
-`LentMemory` are windows that need no filling: a pack as it lies in memory.
-"""
+"""One pass through a pack in file order: fill its windows, or hash them, or both at once."""
 
 from __future__ import annotations
 
@@ -9,9 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Protocol
 
-from holdfast.engine.buffers import QUARANTINED
 from holdfast.engine.nonfinite import NonFinite
-from holdfast.errors import InvalidError
 from holdfast.format.digest import digest_of, new_digest
 from holdfast.geometry.chunking import TINY_BYTES_MAX, chunk_count, chunk_range
 from holdfast.ports.framework import Source, Ticket
@@ -52,7 +47,7 @@ def fill(header: bytes, pack: PackPlan, windows: FilledWindows, sources: Sequenc
         item = pack.items[number]
         if tiny := _tiny_from(pack.items, number, windows, TINY_BYTES_MAX):
             room = _room_for(tiny, windows)
-            windows.await_copy(_copy_together(tiny, room, sources))
+            windows.await_copy(copy_together_into(tiny, room, sources))
             windows.advance(len(room))
             number += len(tiny)
             continue
@@ -133,7 +128,8 @@ def _room_for(items: Sequence[PackItem], windows: BufferStream) -> memoryview:
     return windows.room()[: items[-1].data_offset + items[-1].bytes - items[0].data_offset]
 
 
-def _copy_together(items: Sequence[PackItem], room: memoryview, sources: Sequence[Source]) -> Ticket:
+def copy_together_into(items: Sequence[PackItem], room: memoryview, sources: Sequence[Source]) -> Ticket:
+    """Copy whole pieces, one after the other, in one call."""
     item_sources = [sources[item.shard_number] for item in items]
     return item_sources[0].copy_together(item_sources, [item.region for item in items], room)
 
@@ -144,7 +140,7 @@ def _copy_and_hash_together(
     """Copy and hash consecutive pieces of one chunk each, in one call; return their digests."""
     room, start = _room_for(items, windows), items[0].data_offset
     if sources is not None:
-        _copy_together(items, room, sources).wait()
+        copy_together_into(items, room, sources).wait()
     digests = [digest_of(room[item.data_offset - start :][: item.bytes]) for item in items]
     if nonfinite is not None:
         nonfinite.look_together(items, room)
@@ -196,95 +192,3 @@ class Scratch:
     def advance(self, count: int) -> None:
         """Mark bytes as used; start again at the front when the buffer is full."""
         self._filled = (self._filled + count) % len(self._buffer)
-
-
-class LentMemory:
-    """One pack as it lies in memory: large pieces where their sources have them, the rest copied, in file order.
-
-    Its windows are pieces of memory. What lies in memory of the state may be changed by another thread, so it is hashed
-    again once it has been sent.
-    """
-
-    @classmethod
-    def of(cls, header: bytes, pack: PackPlan, sources: Sequence[Source]) -> LentMemory | None:
-        """Return a pack, with copies of its small pieces; None if most of it would have to be copied.
-
-        Args:
-            header, pack: The pack.
-            sources: Where the bytes come from, by shard number.
-        """
-        memories = [
-            sources[item.shard_number].memory(item.region) if item.bytes > TINY_BYTES_MAX else None
-            for item in pack.items
-        ]
-        if 2 * sum(memory.nbytes for memory in memories if memory is not None) <= pack.data_bytes:
-            return None
-        return cls(header, pack, memories, sources)
-
-    def __init__(
-        self, header: bytes, pack: PackPlan, memories: Sequence[memoryview | None], sources: Sequence[Source]
-    ) -> None:
-        """Copy what is not lent."""
-        self.parts: list[memoryview] = []
-        """All bytes of the pack."""
-        self._lent: list[tuple[int, memoryview]] = []
-        """Number and bytes of each piece that is not copied."""
-        self._items = pack.items
-        before, copied = header, list[PackItem]()
-        for number, memory in enumerate(memories):
-            if memory is None:
-                copied.append(pack.items[number])
-                continue
-            self._add_copies(before, copied, sources)
-            before, copied = b"", []
-            self.parts.append(memory)
-            self._lent.append((number, memory))
-        self._add_copies(before, copied, sources)
-        self._number = self._used = 0
-
-    def _add_copies(self, before: bytes, items: Sequence[PackItem], sources: Sequence[Source]) -> None:
-        items = [item for item in items if item.bytes]
-        if not before and not items:
-            return
-        memory = memoryview(bytearray(len(before) + sum(item.bytes for item in items)))
-        memory[: len(before)] = before
-        if items:
-            try:
-                _copy_together(items, memory[len(before) :], sources).wait()
-            except BaseException:
-                QUARANTINED.append(memory)  # A device may still be copying into it.
-                raise
-        self.parts.append(memory)
-
-    def room(self) -> memoryview:
-        """Return the rest of the current piece of memory."""
-        return self.parts[self._number][self._used :]
-
-    def advance(self, count: int) -> None:
-        """Go on behind the first bytes of `room`."""
-        self._used += count
-        if self._used == len(self.parts[self._number]):
-            self._number, self._used = self._number + 1, 0
-
-    def require_unchanged(self, digests: Sequence[bytes], chunk_bytes: int) -> None:
-        """Require that the pieces which were not copied are still those that were hashed.
-
-        Args:
-            digests: What `stream` returned for the pack.
-            chunk_bytes: As for `stream`.
-        Raises:
-            InvalidError: Another thread or process has changed one.
-        """
-        for number, memory in self._lent:
-            item = self._items[number]
-            if b"".join(chunk_digests(item, Scratch(memory), chunk_bytes, None, None)) != digests[number]:
-                raise InvalidError(
-                    f"{item.tensor.fqn}: changed while it was saved; expected no change before save() returns. Nothing "
-                    "was committed. Let no other thread or process write to it meanwhile, or save with async_save and "
-                    "staging='copy', which copies it first"
-                )
-
-    def forget(self) -> None:
-        """Refer to no memory any more."""
-        self.parts.clear()
-        self._lent.clear()

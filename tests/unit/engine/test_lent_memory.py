@@ -13,7 +13,8 @@ import pytest
 from holdfast.clock import SystemClock
 from holdfast.engine.arena import Arena
 from holdfast.engine.staging import Staging
-from holdfast.engine.write import Completions, PackWriter
+from holdfast.engine.writing.completions import Completions
+from holdfast.engine.writing.write import PackWriter
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.ports.forwarding import ForwardingStore
 from holdfast.ports.framework import Selection
