@@ -52,11 +52,12 @@ def main(
     parts: Mapping[str, Part] = COMPRESSION_PARTS,
     run: Run = job.run,
     train: Callable[..., Path] = made,
+    lacks: Callable[[], list[str]] = missing,
 ) -> int:
     """Measure the chosen keys; return the exit status."""
     parser = _parser()
     chosen = parser.parse_args(arguments)
-    if lacking := missing():
+    if lacking := lacks():
         parser.error(f"{', '.join(lacking)}: not installed; make bench-compression installs it, in its own environment")
     schedule = QUICK if chosen.quick else FULL
     if chosen.table:
