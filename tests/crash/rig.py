@@ -18,6 +18,7 @@ from typing import cast
 import torch
 
 import holdfast
+from holdfast import wiring
 from holdfast.api import list_steps
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import Clock, SystemClock
@@ -118,7 +119,8 @@ def run_at(
     """Return a run as the manager builds it, except that it may save before it loads."""
     comm = SoloComm() if board_faults is None else FaultyComm(board_faults)
     ranks = Ranks(comm.rank, comm.world_size, comm.rank_of_global)
-    return goes_on(CheckpointManager.over(store, Job(comm, clock or SystemClock(), settings, TorchFramework(ranks))))
+    job = Job(comm, clock or SystemClock(), settings, TorchFramework(ranks), codecs=wiring.codecs())
+    return goes_on(CheckpointManager.over(store, job))
 
 
 def committed_at(root: Path, *steps: int, clock: Clock | None = None) -> None:

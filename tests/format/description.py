@@ -26,6 +26,9 @@ CHECKPOINTS = (
     "rewound/step-000000000004",
     "rewound/step-000000000006",
 )
+CODED_FOLDER = Path(__file__).parent / "golden-1.4"
+CODED_CHECKPOINTS = ("every-codec", "reusing/step-000000000002", "reusing/step-000000000004", "sharded", "split")
+"""Checkpoints with coded pieces."""
 
 
 def described(value: object) -> object:

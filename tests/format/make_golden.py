@@ -1,4 +1,7 @@
-"""Write the golden checkpoints anew: `python -m tests.format.make_golden`. Once released they never change."""
+"""Write golden checkpoints anew: `python -m tests.format.make_golden`. Once released they never change.
+
+With the argument `coded` it writes those of format 1.4 alone.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +11,78 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
-from tests.format import state
-from tests.format.description import CHECKPOINTS, EXPECTED, FOLDER, description
+from tests.format import coded_state, state
+from tests.format.description import CHECKPOINTS, CODED_CHECKPOINTS, CODED_FOLDER, EXPECTED, FOLDER, description
 from tests.tuned import tuned
 
 WORLD_SIZE = 2
+CODED = tuned(
+    holdfast.Settings(compression="on", compression_threads=1, chunk_bytes=4096),
+    coded_bytes_min=4096,
+    unchanged_bytes_min=1,
+)
+TUNING = CODED._tuning
 
 
 def make() -> None:
+    make_coded()
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
     with holdfast.CheckpointManager(FOLDER / "run") as manager:
         for step in (5, 7):
             manager.save(step, state.training(step)).wait()
     holdfast.save(FOLDER / "single", state.single(3))
-    make_sharded()
+    run_ranks()
     make_unhealthy()
     make_reusing()
     make_rewound()
-    for reports in list(FOLDER.rglob("reports")):
+    finish(FOLDER, CHECKPOINTS)
+
+
+def finish(folder: Path, names: Sequence[str]) -> None:
+    for reports in list(folder.rglob("reports")):
         shutil.rmtree(reports)  # What they say is of the machine that made them.
-    describe()
-    total = sum(path.stat().st_size for path in FOLDER.rglob("*") if path.is_file())
-    print(f"{FOLDER}: {total} bytes")
+    for link in folder.rglob("*.link"):
+        link.unlink()  # In a checkout it would be a copy.
+    expected = {name: description(folder / name) for name in names}
+    (folder / EXPECTED.name).write_text(json.dumps(expected, indent=1, sort_keys=True) + "\n")
+    total = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    print(f"{folder}: {total} bytes")
+
+
+def make_coded() -> None:
+    """Save with compression: format 1.4."""
+    shutil.rmtree(CODED_FOLDER, ignore_errors=True)
+    CODED_FOLDER.mkdir()
+    holdfast.save(CODED_FOLDER / "every-codec", coded_state.training(3), settings=CODED)
+    with holdfast.CheckpointManager(CODED_FOLDER / "reusing", settings=CODED) as manager:
+        for step in (2, 4):
+            manager.save(step, coded_state.going_on(step)).wait()
+    run_ranks("coded")
+    finish(CODED_FOLDER, CODED_CHECKPOINTS)
+
+
+def save_coded_share() -> None:
+    """Save as one rank of two: masters and weights that are cut along rows, and others that every rank holds."""
+    dist.init_process_group("gloo")
+    mesh = dist.init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("dp",))
+    whole = coded_state.training(9)
+    for group in (whole["model"], whole["master"]):
+        assert isinstance(group, dict)
+        group["layer"] = distribute_tensor(group["layer"], mesh, [Shard(0)])
+    holdfast.save(CODED_FOLDER / "sharded", whole, settings=CODED)
+    holdfast.save(CODED_FOLDER / "split", whole, settings=replace(CODED, _tuning=replace(TUNING, index_chunks_max=8)))
+    dist.destroy_process_group()
 
 
 def make_unhealthy() -> None:
@@ -64,19 +110,16 @@ def make_rewound() -> None:
             manager.save(step, state.single(seed)).wait()
 
 
-def describe() -> None:
-    """Write down what reading each of them tells."""
-    expected = {name: description(FOLDER / name) for name in CHECKPOINTS}
-    EXPECTED.write_text(json.dumps(expected, indent=1, sort_keys=True) + "\n")
-
-
-def make_sharded() -> None:
+def run_ranks(*arguments: str) -> None:
+    """Run this program as the ranks of a job."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(WORLD_SIZE)}
     ranks = [
-        subprocess.Popen([sys.executable, "-m", __spec__.name], env={**os.environ, **world, "RANK": str(rank)})
+        subprocess.Popen(
+            [sys.executable, "-m", __spec__.name, *arguments], env={**os.environ, **world, "RANK": str(rank)}
+        )
         for rank in range(WORLD_SIZE)
     ]
     assert [rank.wait(120) for rank in ranks] == [0] * WORLD_SIZE
@@ -119,7 +162,8 @@ def copy_share(share: torch.Tensor, plain: torch.Tensor, name: str) -> None:
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        save_share()
+    is_rank, is_coded = "RANK" in os.environ, "coded" in sys.argv[1:]
+    if is_coded:
+        save_coded_share() if is_rank else make_coded()
     else:
-        make()
+        save_share() if is_rank else make()

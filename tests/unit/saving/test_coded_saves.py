@@ -13,6 +13,7 @@ import torch
 import holdfast
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.format.names import step_folder
+from holdfast.pieces import PieceWriter, TensorPiece
 from holdfast.ports.store import Store
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
@@ -20,6 +21,7 @@ from holdfast.stores.syscalls import Syscalls
 from holdfast.types.reports import SaveReport
 from holdfast.wiring import saving_job, store_at
 from tests.decoded import stored_pieces, stored_tensors
+from tests.object_server import ObjectServer
 from tests.tuned import tuned
 
 ON = tuned(
@@ -236,3 +238,45 @@ def test_a_pack_that_fits_once_it_is_coded_is_written_and_one_that_does_not_leav
         assert isinstance(manager.save(2, state).wait(), SaveReport)
     assert set(disk.refused) == {"fallocate", "pwrite"} if is_full else {"fallocate"}
     assert stored_tensors(store, step_folder(2)) == {name: tensor.numpy().tobytes() for name, tensor in state.items()}
+
+
+def test_pieces_that_their_caller_has_planned_are_coded_alike(tmp_path: Path) -> None:
+    master = drawn(60_000, 0).reshape(300, 200)
+
+    def pieces(rows: slice) -> list[TensorPiece]:
+        part = master[rows]
+        at = (rows.start, 0)
+        weight = TensorPiece("model.w", (300, 200), at, part.bfloat16())
+        return [weight, TensorPiece("optimizer.w.master", (300, 200), at, part)]
+
+    writers = [PieceWriter(tmp_path / "at", settings=ON) for _ in range(2)]
+    tickets = writers[0].open(2)
+    parts = [
+        writer.write(ticket, pieces(rows), {})
+        for writer, ticket, rows in zip(writers, tickets, (slice(0, 120), slice(120, 300)), strict=True)
+    ]
+    writers[0].finish(parts)
+    store = store_of(tmp_path / "at")
+    assert stored_tensors(store) == {
+        "model.w": master.bfloat16().view(torch.uint8).numpy().tobytes(),
+        "optimizer.w.master": master.numpy().tobytes(),
+    }
+    assert codecs_of(tmp_path / "at") == {"model.w": {"planes"}, "optimizer.w.master": {"residual"}}
+
+
+def test_a_store_of_objects_over_http(objects: ObjectServer) -> None:
+    settings = tuned(
+        replace(ON, chunk_bytes=65536, window_bytes=65536),
+        coded_bytes_min=65536,
+        cell_elements=1 << 17,
+        full_pack_bytes=1 << 19,
+    )
+    settings, url = replace(settings, object_store=objects.settings().object_store), objects.new_url()
+    state = {"model": {"w": drawn(400_000, 0).bfloat16()}, "master": {"w": drawn(400_000, 0)}}
+    with holdfast.CheckpointManager(url, process_group=False, settings=settings) as manager:
+        report = saved(manager, 1, state)
+    store = store_at(url, settings)
+    assert stored_tensors(store, step_folder(1)) == flat(state)
+    assert report.stored_bytes < 0.7 * report.bytes
+    packs = {piece.pack for pieces in stored_pieces(store, step_folder(1)).values() for piece in pieces}
+    assert len([pack for pack in packs if pack.startswith("coded/")]) > 3

@@ -51,15 +51,17 @@ class Probe:
             if self._taken[kind] >= sampling.count or self._seen[kind] <= due or len(data) < sampling.bytes_min:
                 return
             self._taken[kind] += 1
-        start = self._meter.thread_seconds()
-        # A copy, as an encoder makes it: so both measure the same work.
-        sample = memoryview(bytearray(data[: sampling.bytes_max]))
-        seconds = self._meter.thread_seconds() - start
+        data, begin = data[: sampling.bytes_max], self._meter.thread_seconds()
+        sample = memoryview(bytearray(data))
         encode = self._prepare(item, sample)
+        # The first run on a thread allocates what codecs work in. An encoder's threads do that once.
+        encode()
         start = self._meter.thread_seconds()
+        # Copied again, as an encoder copies each chunk: so both measure the same work.
+        sample[:] = data
         codec, stored_bytes = encode()
-        seconds += self._meter.thread_seconds() - start
-        self._meter.note_chunk(item.tensor.fqn, codec, len(sample), stored_bytes, seconds, is_probe=True)
+        stop = self._meter.thread_seconds()
+        self._meter.note_sample(item.tensor.fqn, codec, len(sample), stored_bytes, stop - start, stop - begin)
 
 
 class PackProbe:

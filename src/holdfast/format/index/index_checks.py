@@ -147,8 +147,9 @@ def require_pairs(index: Index, where: str, *, whole: bool = True) -> None:
         # What is coded against a pair is of 32 bits, so no pair is coded against a pair: there are no circles.
         if pair.dtype not in PAIRED_DTYPES.get(tensor.dtype, ()) or pair.global_shape != tensor.global_shape:
             raise CorruptError(
-                f"{where}: {tensor} is coded against {pair}; expected a float32 tensor, and one of 16 bits and of "
-                "the same shape. Read another copy"
+                f"{where}: {tensor.fqn}, {tensor.dtype} of shape {tensor.global_shape}, is coded against {pair.fqn}, "
+                f"{pair.dtype} of shape {pair.global_shape}; expected float32, and 16 bits of the same shape. Read "
+                "another copy"
             )
     shared, counts = np.unique(pairs, return_counts=True)
     if (counts > 1).any():

@@ -107,9 +107,10 @@ class SplitIndex:
             for pair in sorted(pairs):
                 tensor, spec = self.tensors[fqn], self.tensors.get(pair)
                 if spec is None or spec.global_shape != tensor.global_shape:
+                    shape = "not listed" if spec is None else f"of shape {spec.global_shape}"
                     raise CorruptError(
-                        f"{self._where}: {tensor} is coded against {pair[:200]}, which is {spec}; expected a tensor of "
-                        "the same shape. Read another copy"
+                        f"{self._where}: {fqn} is coded against {pair[:200]}, which is {shape}; expected shape "
+                        f"{tensor.global_shape}. Read another copy"
                     )
                 yield pair, box
 

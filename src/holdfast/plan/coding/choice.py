@@ -47,8 +47,8 @@ class SaveModel:
     store_bytes_per_second: float
     """Bytes per second that the store takes from this rank."""
 
-    threads: int
-    """Threads that code."""
+    threads: float
+    """Threads that code, as many as have a processor of their own: fewer if they wait for processors."""
 
     def seconds(self, amounts: Amounts, coded: Collection[Kind]) -> float:
         """Return how long a save takes that codes some kinds, all of them measured."""
