@@ -18,6 +18,7 @@ from holdfast.plan.packing import PackSizes, cell_elements_max, packs_of
 from holdfast.plan.plan_cache import SavePlan, save_plan
 from holdfast.ports.framework import Collected
 from holdfast.saving.attempt import SaveAttempt
+from holdfast.saving.commit import asking_for_exclusive_creates
 from holdfast.saving.fingerprint import StateFingerprint
 from holdfast.saving.handle import SaveHandle
 from holdfast.saving.rank_part import PartBuilder
@@ -75,12 +76,15 @@ def save(attempt: SaveAttempt) -> SaveHandle:
             return attempt.handle
 
         share = RankShare(attempt, collected, fingerprint)
+        require_exclusive = asking_for_exclusive_creates(attempt.location.store, job.comm.rank)
         share.begin(collected)
 
         def finish() -> None:
             # On the commit thread. The committing rank calls `request.parent()` before it publishes. Every rank calls
             # `request.committed()` after the commit.
-            vote = attempt.write_part(share.part())
+            part = share.part()
+            require_exclusive()
+            vote = attempt.write_part(part)
             attempt.conclude(attempt.vote_and_commit(vote), share.report)
 
         attempt.finish_in_background(finish)
