@@ -112,8 +112,9 @@ class Job:
         statements = _statements(comm, clock, settings) if saves else []
         self.nonce = statements[0][:_NONCE_BYTES].hex() if saves else ""
         memory = MemoryShare(statement[_STATED_BYTES:] for statement in statements)
-        identities = [statement[_NONCE_BYTES:_STATED_BYTES] for statement in statements]
-        self.node_reports = NodeReports(comm.rank, identities, self.nonce)
+        self.node_reports = NodeReports(
+            comm.rank, [each[_NONCE_BYTES:_STATED_BYTES] for each in statements], self.nonce
+        )
         """Stores the reports of this rank."""
         self._process = os.getpid()
         self.process_deadline: float | None = None
@@ -134,23 +135,18 @@ class Job:
         """What earlier saves have shown about coding."""
         self.part_sums = SumCache()
         """Sums of the declared parts of earlier saves."""
-        if queues is None:
-            progress = WriteProgress(clock)
-            queues = BackgroundQueue("holdfast-copy", progress), BackgroundQueue("holdfast-commit", progress)
-        copies, commits = queues
+        copies, commits = _new_queues(clock) if queues is None else queues
         self.copies = copies
         """Copies of states. One queue: two concurrent saves could each hold half of the buffers and wait forever."""
         self.commits = commits
         """Writes, votes and commits of saves, away from the training thread."""
         self.differing: dict[bytes, frozenset[str]] = {}
-        """By fingerprint of a layout, buffers and values that differed when it was last saved. The agreement does not
-        compare them again."""
+        """By fingerprint of a layout, buffers and values that differed: the agreement does not compare them again."""
         self.progress = commits.progress
         """The writes of this process. No wait for them lasts for ever if storage does not answer."""
         self.attempts_under_way: set[str] = set()
         """Ids of the attempts of this process that have not ended. No removal of leftovers takes their files."""
-        self._logged: set[str] = set()
-        self._keys_lock = threading.Lock()
+        self._logged, self._keys_lock = set[str](), threading.Lock()
         self._keys: list[tuple[int, str]] = []
 
     def with_settings(self, settings: Settings) -> Job:
@@ -332,6 +328,12 @@ class Job:
     def is_inherited(self) -> bool:
         """Whether this process was forked after the job was made. A fork does not copy the job's threads."""
         return os.getpid() != self._process
+
+
+def _new_queues(clock: Clock) -> tuple[BackgroundQueue, BackgroundQueue]:
+    """Return the queues for copies and commits, which share their progress."""
+    progress = WriteProgress(clock)
+    return BackgroundQueue("holdfast-copy", progress), BackgroundQueue("holdfast-commit", progress)
 
 
 def is_elected(comm: Comm, key: str, seconds: float) -> bool:

@@ -18,7 +18,7 @@ from typing import Self
 from holdfast.engine.buffers import BufferPool, allocate_aligned
 from holdfast.engine.encoding.encode import NO_WEIGHTS, EncodedPiece, Encoder, KnownWeights
 from holdfast.engine.encoding.meter import SaveMeter
-from holdfast.engine.encoding.probe import PackProbe, Prepare, Probe
+from holdfast.engine.encoding.probe import ChunkProbe, PackProbe, Prepare
 from holdfast.engine.encoding.raw_chunks import RawChunks
 from holdfast.engine.nonfinite import NonFinite
 from holdfast.engine.parallel_map import CALLS_AT_ONCE, WorkerThreads
@@ -138,7 +138,7 @@ class PackWriter:
         self._buffers = BufferPool(settings.windows_in_flight + 1, settings.window_bytes)
         self.meter: SaveMeter | None = None
         """Measures what this writer does; None: nothing does."""
-        self._probe: Probe | None = None
+        self._probe: ChunkProbe | None = None
 
     @property
     def coding_threads(self) -> int:
@@ -149,7 +149,7 @@ class PackWriter:
         """Return what codes samples as this writer codes chunks; arguments as `Encoder.sampler`."""
         return self._encoder.sampler(weight_types, codec_for)
 
-    def measured_by(self, meter: SaveMeter, probe: Probe | None) -> PackWriter:
+    def measured_by(self, meter: SaveMeter, probe: ChunkProbe | None) -> PackWriter:
         """Return a writer with the same buffers that a meter measures, and that takes the samples of a probe."""
         writer = copy.copy(self)
         writer.meter, writer._probe = meter, probe

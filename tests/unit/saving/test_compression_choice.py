@@ -68,8 +68,11 @@ class PacedStore(ForwardingStore):
         super().__init__(inner)
         self.clock, self.bytes_per_second, self.lock = clock, SLOW, threading.Lock()
 
-    def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
-        return PacedUpload(self, super().upload(key, bytes_max, part_bytes, folders_durable=folders_durable))
+    def upload(
+        self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True, may_be_less: bool = False
+    ) -> Upload:
+        inner = super().upload(key, bytes_max, part_bytes, folders_durable=folders_durable, may_be_less=may_be_less)
+        return PacedUpload(self, inner)
 
 
 class PacedUpload:
