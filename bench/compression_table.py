@@ -1,14 +1,17 @@
 """Measured ratios by element type and kind of tensor, for docs/compression.md: `python -m bench.compression --table`.
 
 Each state is trained, or made of a trained one in the form that libraries store. It is saved with `compression="on"`,
-loaded again and compared. A ratio is the bytes of the tensors ÷ the bytes of the packs, headers included.
+loaded again and compared. A ratio is the bytes of the tensors ÷ the bytes of the packs, headers included. The rows go
+to `bench/results/compression.json` and into the page.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -30,6 +33,7 @@ from bench.compression_state import (
     split,
 )
 from bench.compression_store import packs_in
+from bench.job import ROOT
 from bench.settings import settings
 
 QUANTISED_BLOCK = 256
@@ -37,72 +41,127 @@ QUANTISED_BLOCK = 256
 
 LORA_RANK, LORA_STEPS = 8, 20
 
-Row = tuple[str, str, float]
-"""Kind of tensor, element type, ratio."""
+PAGE = ROOT / "docs" / "compression.md"
+BEGIN, END = "<!-- ratios: begin; bench/compression.py measures the table -->", "<!-- ratios: end -->"
 
 
-def lines(cache: Path, schedule: Schedule) -> list[str]:
-    """Measure every row; return the table as Markdown. The trainings of fp16 and bf16 are kept in `cache`."""
+class Row(NamedTuple):
+    """One line of the table."""
+
+    tensors: str
+    """Which tensors."""
+
+    dtype: str
+    """Their element type; empty for several."""
+
+    codec: str
+    """The codec of most of their bytes; empty for several, `none` if they are stored raw."""
+
+    ratio: float
+    """Their bytes ÷ the bytes that they are stored in."""
+
+
+def measured(cache: Path, schedule: Schedule) -> list[Row]:
+    """Measure every row. The trainings in bf16 and fp16 are kept in `cache`."""
+    found: list[Row] = []
     folder = cache / "table"
-    shown = ["| state | element type | ratio | bytes stored of 100 |", "|-|-|-|-|"]
     try:
-        for kind, dtype, ratio in _rows(cache, schedule, folder):
-            shown.append(f"| {kind} | {dtype} | {ratio:.2f} | {100 / ratio:.0f} |")
-            print(f"    {kind}, {dtype}: {ratio:.3f}", flush=True)
+        for row in _rows(cache, schedule, folder):
+            found.append(row._replace(ratio=round(row.ratio, 4)))
+            print(f"    {row.tensors}, {row.dtype or 'several types'}: {row.ratio:.3f}", flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def lines(rows: Iterable[Row]) -> list[str]:
+    """Return the table as Markdown."""
+    shown = ["| Tensors | Type | Codec | Raw ÷ stored |", "|---|---|---|---|"]
+    for row in rows:
+        codec = f"`{row.codec}`" if row.codec not in ("", "none") else row.codec
+        shown.append(f"| {row.tensors} | {row.dtype} | {codec} | {row.ratio:.2f} |")
     return shown
 
 
+def block(rows: Iterable[Row]) -> str:
+    """Return the text of the page from marker to marker."""
+    return "\n".join([BEGIN, "", *lines(rows), "", END])
+
+
+def put_block(page: Path, rows: Iterable[Row]) -> None:
+    """Replace the table of a page.
+
+    Raises:
+        ValueError: The page has no markers.
+    """
+    before, begin, rest = page.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{page}: no {BEGIN} … {END}; the table goes between them")
+    page.write_text(before + block(rows) + after)
+
+
 def _rows(cache: Path, schedule: Schedule, folder: Path) -> Iterator[Row]:
-    last: dict[str, State] = {}
-    for name in ("bf16", "fp16"):
-        last[name] = load_file(path_of(made(cache / "state", schedule, name), schedule.steps))
-        yield from _mixed_rows(last[name], "bfloat16" if name == "bf16" else "float16", folder)
-    state = last["bf16"]
-    masters = {split(name)[1]: tensor for name, tensor in of_kinds(state, "master").items()}
-    yield "weights, no 16-bit copy", "float32", _ratio(of_kinds(state, "master"), folder)
-    fp32 = of_kinds(state, "master", "exp_avg", "exp_avg_sq")
-    yield "whole state, 12 bytes a parameter", "float32", _ratio(fp32, folder)
-    yield "gradients of bf16, in fp32 and clipped", "float32", _ratio(clipped_gradients(state), folder)
-    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        quantised = {f"model.{name}": to_float8(tensor, dtype) for name, tensor in masters.items()}
-        yield "weights, one scale a tensor", _name(dtype), _ratio(quantised, folder)
+    bf16, fp16 = (
+        load_file(path_of(made(cache / "state", schedule, name), schedule.steps)) for name in ("bf16", "fp16")
+    )
+    masters = {split(name)[1]: tensor for name, tensor in of_kinds(bf16, "master").items()}
+    saved = partial(_saved, folder)
+    for state, dtype in ((bf16, "bfloat16"), (fp16, "float16")):
+        yield saved("weights", dtype, of_kinds(state, "weight"))
+    for state, dtype in ((bf16, "bfloat16"), (fp16, "float16")):
+        weights = of_kinds(state, "weight")
+        yield saved(f"masters of {dtype} weights", "float32", of_kinds(state, "weight", "master"), besides=weights)
+    yield saved("weights without a 16-bit copy", "float32", of_kinds(bf16, "master"))
+    for key in ("exp_avg", "exp_avg_sq"):
+        yield saved(f"`{key}`", "float32", of_kinds(bf16, key))
+    yield saved("gradients of bfloat16, in float32 and clipped", "float32", clipped_gradients(bf16))
+    for dtype8 in (torch.float8_e4m3fn, torch.float8_e5m2):
+        quantised = {f"model.{name}": to_float8(tensor, dtype8) for name, tensor in masters.items()}
+        yield saved("weights, one scale a tensor", str(dtype8).removeprefix("torch."), quantised)
     rows = {f"model.{name}": to_int8(tensor) for name, tensor in masters.items() if tensor.dim() == 2}
-    yield "weights, one scale a row", "int8", _ratio(rows, folder)
-    for kind, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):
-        moments = {name: to_dynamic_8bit(tensor, is_signed) for name, tensor in of_kinds(state, kind).items()}
-        yield f"8-bit optimizer: {kind}, blocks of {QUANTISED_BLOCK}", "uint8", _ratio(moments, folder)
-    yield f"LoRA of rank {LORA_RANK}: many pieces under 64 KiB", "float32", _ratio(trained_adapters(masters), folder)
+    yield saved("weights, one scale a row", "int8", rows)
+    for key, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):
+        moments = {name: to_dynamic_8bit(tensor, is_signed) for name, tensor in of_kinds(bf16, key).items()}
+        yield saved(f"8-bit optimizer state: `{key}`", "uint8", moments)
+    yield saved("adapters (LoRA): many pieces below 64 KiB", "float32", trained_adapters(masters))
+    for state, dtype in ((bf16, "bfloat16"), (fp16, "float16")):
+        whole = f"whole state: {dtype} weights, float32 masters and moments"
+        yield saved(whole, "", state)
+        yield saved(f"{whole}; weights left plain by `compression_skip`", "", state, skip=("model.*",))
+    fp32 = of_kinds(bf16, "master", "exp_avg", "exp_avg_sq")
+    yield saved("whole state in float32", "", fp32)
 
 
-def _mixed_rows(state: State, dtype: str, folder: Path) -> Iterator[Row]:
-    """Yield the rows of a mixed-precision state."""
-    weights = of_kinds(state, "weight")
-    stored_weights, both = (_stored_bytes(each, folder) for each in (weights, of_kinds(state, "weight", "master")))
-    masters = of_kinds(state, "master")
-    yield "weights", dtype, bytes_of(weights) / stored_weights
-    yield f"masters of {dtype} weights", "float32", bytes_of(masters) / (both - stored_weights)
-    for kind in ("exp_avg", "exp_avg_sq"):
-        yield f"{kind} beside {dtype} weights", "float32", _ratio(of_kinds(state, kind), folder)
-    yield "whole state, 14 bytes a parameter", f"{dtype}, float32", _ratio(state, folder)
-    plain = bytes_of(state) / _stored_bytes(state, folder, skip=("model.*",))
-    yield "the same, weights left plain", f"{dtype}, float32", plain
+def _saved(
+    folder: Path,
+    tensors: str,
+    dtype: str,
+    state: State,
+    *,
+    besides: State | None = None,
+    skip: tuple[str, ...] = (),
+) -> Row:
+    """Save a state and return its row; of a state that needs others beside it, that of its other tensors."""
+    stored, codecs = _stored(folder, state, skip)
+    whole = bytes_of(state)
+    if besides:
+        stored -= _stored(folder, besides, skip)[0]
+        whole -= bytes_of(besides)
+    codec = next((codec for kind, codec in codecs.items() if kind.startswith(f"{dtype} ")), "") or "none"
+    return Row(tensors, dtype, codec if dtype else "", whole / stored)
 
 
-def _ratio(state: State, folder: Path) -> float:
-    return bytes_of(state) / _stored_bytes(state, folder)
-
-
-def _stored_bytes(state: State, folder: Path, *, skip: tuple[str, ...] = ()) -> int:
-    """Save, load and compare; return the bytes of the packs."""
+def _stored(folder: Path, state: State, skip: tuple[str, ...]) -> tuple[int, dict[str, str]]:
+    """Save, load and compare; return the bytes of the packs, headers included, and the codec of each kind."""
     shutil.rmtree(folder, ignore_errors=True)
-    holdfast.save(folder, state, settings=settings(compression="on", compression_skip=skip))
+    report = holdfast.save(folder, state, settings=settings(compression="on", compression_skip=skip))
     target = zeros_like(state)
     holdfast.load(folder, target)
     # As bytes: torch compares no float8.
     conditions.require_equal(*({name: each.view(torch.uint8) for name, each in one.items()} for one in (state, target)))
-    return sum(path.stat().st_size for path in packs_in(folder))
+    stored = sum(path.stat().st_size for path in packs_in(folder))
+    return stored, {coding.kind: coding.codec for coding in report.codings}
 
 
 # ------------------------------------------------------------------------------- states made of the trained one
@@ -176,7 +235,3 @@ def trained_adapters(masters: State) -> State:
             moments = optimizer.state[tensor]
             found |= {f"optimizer.state.{name}.{letter}.{key}": moments[key] for key in ("exp_avg", "exp_avg_sq")}
     return found
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import holdfast
-from bench import compression, compression_reads, compression_table
+from bench import compression, compression_reads, compression_table, report
 from bench.compression_auto import UNCAPPED, continued, decisions, managers
 from bench.compression_codecs import Ours
 from bench.compression_on_paper import PaperCoding
@@ -301,7 +301,26 @@ def test_paper_codings_are_as_long_as_measured(trained: State) -> None:
             assert bool(each.pair_fqn) == (split(item.tensor.fqn)[0] == "master")
 
 
-# ------------------------------------------------------------------------------- states of the table
+# ------------------------------------------------------------------------------- the table
+
+
+def test_the_page_says_what_was_measured_last() -> None:
+    rows = [compression_table.Row(*row) for row in report.read(compression.RESULTS)["table"]]  # type: ignore[attr-defined]
+    said = compression_table.block(rows)
+    assert said in compression_table.PAGE.read_text(), "`python -m bench.compression --table` fills it"
+
+
+def test_a_table_goes_between_the_markers(tmp_path: Path) -> None:
+    rows = [compression_table.Row("weights", "bfloat16", "planes", 1.504), compression_table.Row("all", "", "", 1.4)]
+    page = tmp_path / "page.md"
+    page.write_text("no place\n")
+    with pytest.raises(ValueError, match="no <!-- ratios: begin"):
+        compression_table.put_block(page, rows)
+    page.write_text(f"before\n{compression_table.BEGIN}\nold\n{compression_table.END}\nafter\n")
+    compression_table.put_block(page, rows)
+    text = page.read_text()
+    assert "| weights | bfloat16 | `planes` | 1.50 |\n| all |  |  | 1.40 |\n" in text
+    assert text.startswith("before\n") and text.endswith("after\n") and "old" not in text
 
 
 @pytest.mark.parametrize("is_signed", [True, False])

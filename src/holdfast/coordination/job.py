@@ -112,9 +112,8 @@ class Job:
         statements = _statements(comm, clock, settings) if saves else []
         self.nonce = statements[0][:_NONCE_BYTES].hex() if saves else ""
         memory = MemoryShare(statement[_STATED_BYTES:] for statement in statements)
-        self.node_reports = NodeReports(
-            comm.rank, [each[_NONCE_BYTES:_STATED_BYTES] for each in statements], self.nonce
-        )
+        identities = [statement[_NONCE_BYTES:_STATED_BYTES] for statement in statements]
+        self.node_reports = NodeReports(comm.rank, identities, self.nonce)
         """Stores the reports of this rank."""
         self._process = os.getpid()
         self.process_deadline: float | None = None
@@ -135,19 +134,18 @@ class Job:
         """What earlier saves have shown about coding."""
         self.part_sums = SumCache()
         """Sums of the declared parts of earlier saves."""
-        copies, commits = _new_queues(clock) if queues is None else queues
-        self.copies = copies
-        """Copies of states. One queue: two concurrent saves could each hold half of the buffers and wait forever."""
-        self.commits = commits
-        """Writes, votes and commits of saves, away from the training thread."""
+        self.copies, self.commits = queues or _new_queues(clock)
+        """Copies of states; and writes, votes and commits of saves, away from the training thread. One queue of copies:
+        two concurrent saves could each hold half of the buffers and wait forever."""
         self.differing: dict[bytes, frozenset[str]] = {}
-        """By fingerprint of a layout, buffers and values that differed: the agreement does not compare them again."""
-        self.progress = commits.progress
+        """By fingerprint of a layout, buffers and values that differed when it was last saved. The agreement does not
+        compare them again."""
+        self.progress = self.commits.progress
         """The writes of this process. No wait for them lasts for ever if storage does not answer."""
         self.attempts_under_way: set[str] = set()
         """Ids of the attempts of this process that have not ended. No removal of leftovers takes their files."""
-        self._logged, self._keys_lock = set[str](), threading.Lock()
-        self._keys: list[tuple[int, str]] = []
+        self._logged: set[str] = set()
+        self._keys_lock, self._keys = threading.Lock(), list[tuple[int, str]]()
 
     def with_settings(self, settings: Settings) -> Job:
         """Return a job of the same ranks with other settings, over the same connections and threads.
@@ -331,7 +329,6 @@ class Job:
 
 
 def _new_queues(clock: Clock) -> tuple[BackgroundQueue, BackgroundQueue]:
-    """Return the queues for copies and commits, which share their progress."""
     progress = WriteProgress(clock)
     return BackgroundQueue("holdfast-copy", progress), BackgroundQueue("holdfast-commit", progress)
 
