@@ -8,7 +8,7 @@ from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.job import Job
 from holdfast.engine.encoding.meter import SaveMeter
 from holdfast.engine.encoding.probe import Probe
-from holdfast.engine.write import PackWriter
+from holdfast.engine.writing.write import PackWriter
 from holdfast.plan.coding.coded_pieces import CodingChoice, codec_for
 from holdfast.plan.coding.kinds import OwnedKinds, amounts_of
 from holdfast.telemetry.operation import OperationTrace

@@ -14,6 +14,7 @@ from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.parallel_map import CALLS_AT_ONCE, ordered_parallel_map
 from holdfast.errors import CorruptError, InvalidError, first_three
 from holdfast.format.index.index import Index, IndexMerger
+from holdfast.format.index.index_checks import require_pairs
 from holdfast.format.index.tensor_table import TensorTables
 from holdfast.format.names import part_name
 from holdfast.format.part import RankPart, decode_part, require_part_of
@@ -66,7 +67,7 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
 
     Raises:
         InvalidError: Pieces do not cover a tensor exactly once, or ranks describe one tensor differently.
-        CorruptError: A part or pack differs from what its rank voted for.
+        CorruptError: A part or pack differs from what its rank voted for, or a piece lacks its pair.
     """
     merging = IndexMerger(chunk_bytes)
     packs: list[FileRecord] = []
@@ -103,6 +104,7 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
     with GcPause():
         index = merging.merged()
         require_exact_cover(index, int(attempt, 16) >> 8, location.url)
+        require_pairs(index, location.url)
     packs = _without_repeats(packs, location.url)
     require_sizes(packs, location.packs_in(attempt), location.step)
     provenance = tuple(

@@ -137,6 +137,7 @@ def test_unchanged_pieces_stay_where_they_are_coded_and_masters_with_their_weigh
             stored_tensors(store_of(tmp_path), step_folder(step)).items()
             >= flat(state if step > 1 else mixed_state()).items()
         )
+    assert len(list(tmp_path.glob("step-000000000003/**/*.coded.*.link"))) == 4
     pieces = stored_pieces(store_of(tmp_path), step_folder(3))
     assert {piece.pack[:17] for piece in pieces["master.layers.0.weight"]} == {"step-000000000001"}
     assert {piece.pack[:17] for piece in pieces["master.layers.1.weight"]} == {"step-000000000002"}
@@ -155,11 +156,13 @@ def test_a_master_is_written_anew_with_its_weight(tmp_path: Path) -> None:
     assert codecs_of(tmp_path, step_folder(2))["master.layers.1.weight"] == {"planes", "residual"}
 
 
-def test_after_a_load_coded_pieces_are_referred_to(tmp_path: Path) -> None:
-    with manager_at(tmp_path) as manager:
+@pytest.mark.parametrize("index_chunks_max", [1 << 17, 8], ids=["one index", "split index"])
+def test_after_a_load_coded_pieces_are_referred_to(tmp_path: Path, index_chunks_max: int) -> None:
+    settings = tuned(ON, coded_bytes_min=8192, unchanged_bytes_min=4096, index_chunks_max=index_chunks_max)
+    with manager_at(tmp_path, settings) as manager:
         saved(manager, 1, mixed_state())
     state = mixed_state(7)
-    with manager_at(tmp_path) as manager:
+    with manager_at(tmp_path, settings) as manager:
         manager.load(state)
         assert saved(manager, 2, state).bytes < 100
     assert stored_tensors(store_of(tmp_path), step_folder(2)).items() >= flat(mixed_state()).items()
@@ -233,7 +236,7 @@ def test_a_pack_that_fits_once_it_is_coded_is_written_and_one_that_does_not_leav
             with pytest.raises(UnavailableError, match="ENOSPC"):
                 manager.save(1, state).wait()
             assert disk.refused[:2] == ["fallocate", "pwrite"]
-            assert list(tmp_path.rglob("*.safetensors")) == []
+            assert [*tmp_path.rglob("*.safetensors"), *tmp_path.rglob("coded")] == []
             disk.room_bytes = 1_000_000
         assert isinstance(manager.save(2, state).wait(), SaveReport)
     assert set(disk.refused) == {"fallocate", "pwrite"} if is_full else {"fallocate"}
