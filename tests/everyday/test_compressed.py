@@ -18,6 +18,7 @@ from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.format import sealed_json
 from holdfast.format.names import is_coded_pack_name, step_folder
+from holdfast.pieces import BoxReader, TensorPiece
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
 from tests.everyday.frozen_run import ran, step_path
@@ -154,6 +155,13 @@ def test_mapped_tensors_that_are_coded_are_read(made: Path) -> None:
     for group in ("model", "masters", "moments"):
         for name, value in state[group].items():  # type: ignore[attr-defined]
             assert torch.equal(mapped[group][name], value)  # type: ignore[index]
+
+
+def test_boxes_are_read_into_given_memory(made: Path) -> None:
+    reader = BoxReader(made, step=2)
+    memory = torch.zeros(40, 257)
+    reader.read([TensorPiece("masters.trained.weight", (300, 257), (100, 0), memory)])
+    assert torch.equal(memory, state_at(2)["masters"]["trained.weight"][100:140])  # type: ignore[index]
 
 
 @pytest.mark.parametrize("to", ("safetensors", "torch", "dcp", "holdfast"))
