@@ -15,7 +15,8 @@ import holdfast
 from holdfast import api, wiring
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.errors import CorruptError
+from holdfast.errors import CorruptError, InvalidError
+from holdfast.format import sealed_json
 from holdfast.format.names import is_coded_pack_name, step_folder
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
@@ -334,3 +335,16 @@ def test_every_pack_is_needed(run: Path) -> None:
     with pytest.raises(CorruptError, match=pack.name):
         holdfast.open_checkpoint(step_path(run, 2)).read("masters.trained.weight")
     assert list(itertools.islice(holdfast.open_checkpoint(step_path(run, 2)).verify(), 1))
+
+
+def test_a_reader_of_an_earlier_minor_version_names_the_version(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It neither takes a good step for damaged nor falls back over it."""
+    monkeypatch.setattr(sealed_json, "FORMAT_MINOR_MAX", 3)
+    with pytest.raises(InvalidError, match=r"1\.4"):
+        holdfast.open_checkpoint(step_path(run, 2))
+    with (
+        holdfast.CheckpointManager(run, process_group=False) as manager,
+        pytest.raises(InvalidError, match=r"1\.4"),
+    ):
+        manager.load(state_at(0))
+    assert not list(run.glob("quarantine/*"))

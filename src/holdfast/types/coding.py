@@ -35,7 +35,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class KindDecision:
     """Whether the tensors of one kind are coded in a save."""
 
     is_coded: bool

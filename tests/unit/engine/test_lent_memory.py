@@ -12,6 +12,8 @@ import pytest
 
 from holdfast.clock import SystemClock
 from holdfast.engine.arena import Arena
+from holdfast.engine.encoding.meter import SaveMeter
+from holdfast.engine.encoding.probe import ChunkProbe
 from holdfast.engine.staging import Staging
 from holdfast.engine.writing.completions import Completions
 from holdfast.engine.writing.write import PackWriter
@@ -23,6 +25,8 @@ from holdfast.settings import PAGE_BYTES
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
+from holdfast.types.coding import Kind, Sampling
+from holdfast.types.plan import PackItem
 from tests.unit.engine.test_write_and_read import KEY, SMALL, arena_for, memory, planned, require_all_back, shards_of
 
 CHOSEN = replace(SMALL, window_bytes=2 * PAGE_BYTES, windows_in_flight=3)
@@ -219,6 +223,29 @@ def test_a_count_of_what_is_not_finite_is_the_same_for_lent_memory() -> None:
     counting = replace(CHOSEN, count_nonfinite=True)
     for store in (TakingLent(), memory()):
         assert PackWriter(store, counting).write(planned([shard]), [shard.source]).nonfinite == {"a": 3000}
+
+
+def test_a_sampled_pack_is_still_sent_from_where_it_is() -> None:
+    """Samples come out of the pieces themselves, and a meter counts what is sent."""
+    kind = Kind("uint8", "parameter")
+    store, shards = TakingLent(), shards_of(SIZES)
+    kinds, taken = {"t3": kind, "t7": kind}, list[tuple[str, bytes]]()
+
+    def prepare(item: PackItem, raw: memoryview) -> Callable[[], tuple[str, int]]:
+        taken.append((item.tensor.fqn, bytes(raw)))
+        return lambda: ("", len(raw))
+
+    meter = SaveMeter(SystemClock(), kinds)
+    probe = ChunkProbe(meter, kinds, {kind: Sampling(9, 0, 1, 1, PAGE_BYTES)}, prepare)
+    pack, sources = planned(shards), [each.source for each in shards]
+    PackWriter(store, CHOSEN).measured_by(meter, probe).write(pack, sources)
+    assert len(store.lent) == 1 and store.get(KEY, 1 << 20) == whole()
+    assert {fqn for fqn, _ in taken} == {"t3", "t7"}
+    arrays = {f"t{number}": each.source.array.tobytes() for number, each in enumerate(shards)}  # type: ignore[attr-defined]
+    assert all(data and data in arrays[fqn] for fqn, data in taken)
+    measured = meter.measured()
+    assert measured.probed[kind].raw_bytes == sum(len(data) for _, data in taken)
+    assert measured.written_bytes == pack.bytes and measured.write_seconds > 0
 
 
 def test_a_source_that_breaks_off_in_its_own_copy_begins_no_upload() -> None:

@@ -438,6 +438,10 @@ def test_a_folder_of_trainers_that_is_not_there_is_named_with_the_step(tmp_path:
     for wanted in ("checkpoint-4", str(tmp_path / "checkpoint-4")):
         with pytest.raises(MissingError, match=r"checkpoint-4: is not there.*pass resume_from_checkpoint=4 or True"):
             made(tmp_path).train(resume_from_checkpoint=wanted)
+    holdfast.api.tag(root_of(tmp_path), 2, "checkpoint-4")
+    begun: list[int] = []
+    made(tmp_path, on_step=begun.append).train(resume_from_checkpoint="checkpoint-4")
+    assert begun == [3, 4], "a tag of that name is one"
 
 
 def test_an_exported_model_is_no_unfinished_folder_of_trainer(tmp_path: Path) -> None:

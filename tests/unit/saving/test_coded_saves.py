@@ -156,6 +156,27 @@ def test_a_master_is_written_anew_with_its_weight(tmp_path: Path) -> None:
     assert codecs_of(tmp_path, step_folder(2))["master.layers.1.weight"] == {"planes", "residual"}
 
 
+def test_a_master_that_changed_is_coded_against_its_weight_in_an_earlier_step(tmp_path: Path) -> None:
+    """Of a small step of training the weight keeps its 16 bits."""
+    state = mixed_state()
+    with manager_at(tmp_path) as manager:
+        saved(manager, 1, state)
+        for name, weight in state["model"].items():
+            # As far from the weight, on the other side.
+            state["master"][name].copy_(2 * weight.float() - state["master"][name])
+            state["master"][name].copy_(
+                torch.where(state["master"][name].bfloat16() == weight, state["master"][name], weight)
+            )
+        saved(manager, 2, state)
+        saved(manager, 3, state)
+    for step in (2, 3):
+        pieces = stored_pieces(store_of(tmp_path), step_folder(step))
+        assert stored_tensors(store_of(tmp_path), step_folder(step)).items() >= flat(state).items()
+        assert {piece.pack[:17] for piece in pieces["model.layers.0.weight"]} == {"step-000000000001"}
+        assert codecs_of(tmp_path, step_folder(step))["master.layers.0.weight"] == {"residual"}
+    assert {piece.pack[:17] for piece in pieces["master.layers.0.weight"]} == {"step-000000000002"}
+
+
 @pytest.mark.parametrize("index_chunks_max", [1 << 17, 8], ids=["one index", "split index"])
 def test_after_a_load_coded_pieces_are_referred_to(tmp_path: Path, index_chunks_max: int) -> None:
     settings = tuned(ON, coded_bytes_min=8192, unchanged_bytes_min=4096, index_chunks_max=index_chunks_max)

@@ -14,7 +14,7 @@ Prepare = Callable[[PackItem, memoryview], Callable[[], tuple[str, int]]]
 """Takes a part of a piece; returns what codes it as an encoder does a chunk, and returns codec and stored bytes."""
 
 
-class Probe:
+class ChunkProbe:
     """The samples of one save. The threads that write windows call it, each with a window that is about to be written.
 
     A chunk often spans two windows, so a sample is the part of a piece that lies in one.
@@ -67,7 +67,7 @@ class Probe:
 class PackProbe:
     """Finds the pieces in the windows of one pack."""
 
-    def __init__(self, probe: Probe, header_bytes: int, items: list[PackItem]) -> None:
+    def __init__(self, probe: ChunkProbe, header_bytes: int, items: list[PackItem]) -> None:
         self._probe, self._items = probe, items
         self._starts = [header_bytes + item.data_offset for item in items]
         self._stops = [start + item.bytes for start, item in zip(self._starts, items, strict=True)]

@@ -16,7 +16,7 @@ from itertools import accumulate
 from holdfast.engine.buffers import BufferPool
 from holdfast.engine.encoding.encode import NO_WEIGHTS, EncodedPiece, Encoder, KnownWeights
 from holdfast.engine.encoding.meter import SaveMeter
-from holdfast.engine.encoding.probe import Prepare, Probe
+from holdfast.engine.encoding.probe import ChunkProbe, Prepare
 from holdfast.engine.encoding.raw_chunks import RawChunks
 from holdfast.engine.nonfinite import NonFinite
 from holdfast.engine.staging import Staging
@@ -85,7 +85,7 @@ class PackWriter:
         self._buffers = BufferPool(settings.windows_in_flight + 1, settings.window_bytes)
         self.meter: SaveMeter | None = None
         """Measures what this writer does; None: nothing does."""
-        self._probe: Probe | None = None
+        self._probe: ChunkProbe | None = None
 
     @property
     def coding_threads(self) -> int:
@@ -96,7 +96,7 @@ class PackWriter:
         """Return what codes samples as this writer codes chunks; arguments as `Encoder.sampler`."""
         return self._encoder.sampler(weight_types, codec_for)
 
-    def measured_by(self, meter: SaveMeter, probe: Probe | None) -> PackWriter:
+    def measured_by(self, meter: SaveMeter, probe: ChunkProbe | None) -> PackWriter:
         """Return a writer with the same buffers that a meter measures, and that takes the samples of a probe."""
         writer = copy.copy(self)
         writer.meter, writer._probe = meter, probe
@@ -189,8 +189,7 @@ class PackWriter:
 
     def _lent(self, pack: PlannedPack, sources: Sequence[Source]) -> tuple[LentMemory, Upload] | None:
         """Return a pack as it lies in memory, and its upload; None if it must be copied."""
-        # Samples are taken of copies.
-        if self._probe is not None or not isinstance(self._store, TakesLentMemory):
+        if not isinstance(self._store, TakesLentMemory):
             return None
         memory = LentMemory.of(pack.header, pack.plan, sources)
         upload = None if memory is None else self._store.lent_upload(pack.key, memory.parts)
@@ -206,7 +205,9 @@ class PackWriter:
     ) -> WrittenPack:
         nonfinite = NonFinite() if self._settings.count_nonfinite else None
         try:
-            digests = stream(pack.header, pack.plan, memory, self._settings.chunk_bytes, None, nonfinite)
+            with nullcontext() if self.meter is None else self.meter.working():
+                digests = stream(pack.header, pack.plan, memory, self._settings.chunk_bytes, None, nonfinite)
+            self._sample(pack, memory.parts)
             checked = LentUpload(upload, memory, digests, self._settings.chunk_bytes)
             with in_flight(self.meter, pack.bytes):
                 if written is not None:
@@ -220,6 +221,17 @@ class PackWriter:
             completions.begin(checked)
         return _written_plain(pack, digests, nonfinite)
 
+    def _sample(self, pack: PlannedPack, parts: Sequence[memoryview]) -> None:
+        """Let the probe look at a pack where it lies, as if in windows."""
+        probe = None if self._probe is None else self._probe.of(pack)
+        if probe is None:
+            return
+        offset, window_bytes = 0, self._settings.window_bytes
+        for part in parts:
+            for start in range(0, len(part), window_bytes):
+                probe.look(offset + start, part[start : start + window_bytes])
+            offset += len(part)
+
     def _write(
         self,
         pack: PlannedPack,
@@ -230,7 +242,6 @@ class PackWriter:
     ) -> WrittenPack:
         settings = self._settings
         nonfinite = NonFinite() if settings.count_nonfinite else None
-
         probe = None if self._probe is None else self._probe.of(pack)
 
         def write(upload: Upload) -> WrittenPack:

@@ -101,8 +101,13 @@ def find(root: str, output_dir: str, wanted: object, settings: Settings) -> Resu
         raise InvalidError(
             f"resume_from_checkpoint={wanted!r}; expected True, the number or the tag of a step, or the path of one"
         )
-    is_path = "://" in text or os.sep in text or os.path.exists(text) or _PLAIN.fullmatch(text)
-    return _at_path(root, text, settings) if is_path else _named(root, text, settings)
+    if "://" in text or os.sep in text or os.path.exists(text):
+        return _at_path(root, text, settings)
+    try:
+        return _named(root, text, settings)
+    except MissingError:
+        _require_not_of_trainer(root, text)
+        raise
 
 
 def by_number(root: str, step: int, settings: Settings) -> ResumeStep:
@@ -212,12 +217,9 @@ def _at_path(root: str, path: str, settings: Settings) -> ResumeStep | ResumeFol
     folder = Path(path)
     if (folder / STATE_FILE).is_file():
         return ResumeFolder(path)
+    if "://" not in path and not folder.exists():
+        _require_not_of_trainer(root, path)
     number = _PLAIN.fullmatch(folder.name)
-    if number and "://" not in path and not folder.exists():
-        raise MissingError(
-            f"{path}: is not there; expected a folder that Trainer itself wrote. Holdfast saves steps in {root}: pass "
-            f"resume_from_checkpoint={int(number[1])} or True"
-        )
     if number and folder.parent.name == EXPORTS_FOLDER:
         raise InvalidError(
             f"{path}: is an exported model, without optimizer and state; expected the step that it was made of. Pass "
@@ -243,6 +245,16 @@ def _at_path(root: str, path: str, settings: Settings) -> ResumeStep | ResumeFol
         record=record,
         ranks=checkpoint.manifest.world_size,
     )
+
+
+def _require_not_of_trainer(root: str, path: str) -> None:
+    """Refuse the path that Trainer itself would have saved a step at: nothing is there."""
+    number = _PLAIN.fullmatch(Path(path).name)
+    if number:
+        raise MissingError(
+            f"{path}: is not there; expected a folder that Trainer itself wrote. Holdfast saves steps in {root}: pass "
+            f"resume_from_checkpoint={int(number[1])} or True"
+        )
 
 
 def _record_of(checkpoint: Checkpoint) -> Mapping[str, Any]:

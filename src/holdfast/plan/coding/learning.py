@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from holdfast.plan.coding.choice import Amounts, Choice, SaveModel, chosen, chosen_for_size
+from holdfast.plan.coding.choice import Amounts, KindsChoice, SaveModel, chosen, chosen_for_size
 from holdfast.types.coding import Coded, Compression, Kind, KindCoding, Measured, Rates, Sampling
 
 SLOWER_ABOVE = 1.03
@@ -47,7 +47,7 @@ class Knowledge:
     store_bytes_per_second: float | None = None
     """Bytes per second that the store takes from this rank; None before the first save."""
 
-    choice: Choice | None = None
+    choice: KindsChoice | None = None
     """The choice of the last save that has begun."""
 
     withheld: Mapping[Kind, int] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Knowledge:
             return None
         return SaveModel(self.rates, self.store_bytes_per_second, threads / self.stretch)
 
-    def begun(self, amounts: Amounts, threads: int, compression: Compression) -> tuple[Knowledge, Choice]:
+    def begun(self, amounts: Amounts, threads: int, compression: Compression) -> tuple[Knowledge, KindsChoice]:
         """Return the knowledge once the next save has begun, and the choice of that save."""
         model = self.model(threads)
         if compression == "on":
@@ -81,7 +81,7 @@ class Knowledge:
         withheld = {kind: saves - 1 for kind, saves in self.withheld.items() if saves > 1}
         return replace(self, choice=choice, withheld=withheld), choice
 
-    def samplings(self, choice: Choice, amounts: Amounts, chunk_bytes: int) -> dict[Kind, Sampling]:
+    def samplings(self, choice: KindsChoice, amounts: Amounts, chunk_bytes: int) -> dict[Kind, Sampling]:
         """Return where a save measures the kinds that it writes raw: all that are unknown, others as time allows."""
         samplings = {}
         seconds_left = self.probe_seconds
@@ -101,7 +101,7 @@ class Knowledge:
             samplings[kind] = Sampling(1, first_bytes, every_bytes, bytes_min, chunk_bytes)
         return samplings
 
-    def ended(self, choice: Choice, measured: Measured, compression: Compression) -> Knowledge:
+    def ended(self, choice: KindsChoice, measured: Measured, compression: Compression) -> Knowledge:
         """Return the knowledge once a save has ended.
 
         Args:
@@ -195,7 +195,9 @@ def rates_of(coded: Coded) -> Rates | None:
     return Rates(coded.raw_bytes / coded.stored_bytes, coded.raw_bytes / coded.seconds)
 
 
-def codings_of(knowledge: Knowledge, choice: Choice, amounts: Amounts, measured: Measured) -> tuple[KindCoding, ...]:
+def codings_of(
+    knowledge: Knowledge, choice: KindsChoice, amounts: Amounts, measured: Measured
+) -> tuple[KindCoding, ...]:
     """Return what a save did with each kind, the largest kinds first.
 
     Args:

@@ -131,6 +131,14 @@ class ObjectStore(ObjectReading):
             self._probe.require_exclusive_creates()
         self.create(key, memoryview(data))
 
+    def require_exclusive_creates(self) -> None:
+        """Ask the server, unless this process has asked before, whether it keeps the condition of a create."""
+        self._probe.require_exclusive_creates()
+
+    def trust_exclusive_creates(self) -> None:
+        """Take note that another process of the job has asked."""
+        self._probe.trust()
+
     def upload(
         self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True, may_be_less: bool = False
     ) -> Upload:

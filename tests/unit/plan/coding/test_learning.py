@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.plan.coding.choice import Amounts, Choice, SaveModel
+from holdfast.plan.coding.choice import Amounts, KindsChoice, SaveModel
 from holdfast.plan.coding.learning import RAW_SAVES, Knowledge, codings_of, rates_of, slow_kind
 from holdfast.types.coding import Coded, Kind, Measured, Rates
 
@@ -22,7 +22,7 @@ def coded_at(rates: Rates, raw_bytes: int, stretch: float = 1.0) -> Coded:
 
 
 def saved(
-    choice: Choice, bytes_per_second: float, *, slowdown: float = 1.0, truth: Mapping[Kind, Rates] = RATES
+    choice: KindsChoice, bytes_per_second: float, *, slowdown: float = 1.0, truth: Mapping[Kind, Rates] = RATES
 ) -> Measured:
     """Return what a save measures that takes as long as the model says, or longer by a factor."""
     coded = {kind: coded_at(truth[kind], STATE.kinds[kind]) for kind in choice.coded}
@@ -41,7 +41,7 @@ def saved(
 
 def played(
     bandwidths: Sequence[float], knowledge: Knowledge | None = None, *, slow_saves: Collection[int] = ()
-) -> tuple[list[Choice], Knowledge]:
+) -> tuple[list[KindsChoice], Knowledge]:
     """Return the choices of saves at given bandwidths, and what is known after them."""
     knowledge, choices = knowledge or Knowledge(), []
     for number, bandwidth in enumerate(bandwidths):
@@ -110,7 +110,7 @@ def test_a_store_that_waits_for_the_coding_threads_is_not_taken_for_slower() -> 
     busy = Measured(1.0, 200 << 20, 0.95, 0.1, {MASTERS: coded}, {})
     raw = Measured(1.0, 200 << 20, 0.5, 0.1, {}, {})
     knowledge = Knowledge(RATES, 2e9)
-    choice = Choice({})
+    choice = KindsChoice({})
     assert knowledge.ended(choice, idle, "auto").store_bytes_per_second == 2e9
     assert knowledge.ended(choice, busy, "auto").store_bytes_per_second == (200 << 20) / 0.95
     assert knowledge.ended(choice, raw, "auto").store_bytes_per_second == (200 << 20) / 0.5
@@ -142,24 +142,24 @@ def test_the_guard_compares_with_raw_at_the_bandwidth_of_the_save() -> None:
 def test_measuring_takes_half_a_percent_of_the_processor_time_of_saves() -> None:
     knowledge = Knowledge(RATES, 5e9)
     raw = Measured(1.0, 5 << 30, 1.0, 2.0, {}, {})
-    knowledge = knowledge.ended(Choice({}), raw, "auto")
+    knowledge = knowledge.ended(KindsChoice({}), raw, "auto")
     assert knowledge.probe_seconds == 0.01
     probe = Measured(1.0, 5 << 30, 1.0, 2.0, {}, {WEIGHTS: Coded(1 << 20, 1 << 19, 0.007)}, 0.015)
-    assert abs(knowledge.ended(Choice({}), probe, "auto").probe_seconds - 0.005) < 1e-12
+    assert abs(knowledge.ended(KindsChoice({}), probe, "auto").probe_seconds - 0.005) < 1e-12
     for _ in range(1000):
-        knowledge = knowledge.ended(Choice({}), raw, "auto")
+        knowledge = knowledge.ended(KindsChoice({}), raw, "auto")
     assert knowledge.probe_seconds == 64 * 0.01, "idle hours save up no burst"
 
 
 def test_a_sample_counts_half_and_a_save_whole() -> None:
     knowledge = Knowledge({WEIGHTS: Rates(1.5, 100.0)}, 1e9)
     sample = Measured(1.0, 100, 1.0, 1.0, {}, {WEIGHTS: Coded(100, 100, 0.5), MOMENTS: Coded(100, 50, 0.5)})
-    assert knowledge.ended(Choice({}), sample, "auto").rates == {
+    assert knowledge.ended(KindsChoice({}), sample, "auto").rates == {
         WEIGHTS: Rates(1.25, 150.0),
         MOMENTS: Rates(2.0, 200.0),
     }
     whole = Measured(1.0, 100, 1.0, 1.0, {WEIGHTS: Coded(100, 80, 1.0)}, {})
-    assert knowledge.ended(Choice({}), whole, "auto").rates[WEIGHTS] == Rates(1.25, 100.0)
+    assert knowledge.ended(KindsChoice({}), whole, "auto").rates[WEIGHTS] == Rates(1.25, 100.0)
     assert rates_of(Coded(0, 0, 0.0)) is None
 
 

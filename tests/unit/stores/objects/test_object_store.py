@@ -18,6 +18,7 @@ from holdfast.ports.temporary import TemporaryError
 from holdfast.settings import PAGE_BYTES, ObjectSettings, Settings
 from holdfast.stores.objects.conditional_delete import _OTHER_TAG
 from holdfast.stores.objects.store import ObjectStore
+from holdfast.stores.wrappers.retrying import RetryingStore
 from tests.object_proxy import CUT, LOST, Asked, ObjectProxy, object_proxy
 from tests.object_server import ACCESS_KEY, BUCKET, SECRET_KEY, ObjectServer
 from tests.servers.server import S3Server
@@ -225,6 +226,17 @@ def test_a_server_that_takes_both_creates_is_refused(objects: ObjectServer, prox
     alone = Settings(object_store=ObjectSettings(endpoint=proxy.endpoint, single_writer=True))
     ObjectStore(url, settings=alone).put_if_absent("manifest.json", b"1")
     assert objects.keys(url) == ["manifest.json"]
+
+
+def test_what_another_rank_has_asked_is_not_asked_again(objects: ObjectServer, proxy: ObjectProxy) -> None:
+    settings = Settings(object_store=ObjectSettings(endpoint=proxy.endpoint))
+    for number, ask in enumerate((RetryingStore.trust_exclusive_creates, RetryingStore.require_exclusive_creates)):
+        store = RetryingStore(ObjectStore(objects.new_url(), settings=settings), settings)
+        ask(store)
+        asked = proxy.count("PUT", "probe-")
+        assert asked == 2 * number
+        store.put_if_absent("manifest.json", b"1")
+        assert proxy.count("PUT", "probe-") == asked
 
 
 def test_a_collection_that_removes_a_probe_makes_no_server_a_liar(objects: ObjectServer, proxy: ObjectProxy) -> None:
