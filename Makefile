@@ -171,7 +171,9 @@ campaign: $(READY)
 	    tests/crash/test_discard_kill.py tests/crash/test_remove_kill.py tests/crash/test_remove_beside.py
 	@LIFE_EXAMPLES=$$((5 * $(ROUNDS))) $(PY) -m pytest -q --timeout 3600 -o faulthandler_timeout=3660 tests/property/test_life_of_a_run.py
 	@PROPERTY_TIMES=30 $(PY) -m pytest -q --timeout 7200 -o faulthandler_timeout=7260 \
-	    tests/property/test_any_mesh_to_any_mesh.py tests/property/test_unchanged.py
+	    tests/property/test_any_mesh_to_any_mesh.py tests/property/test_unchanged.py tests/property/test_compressed.py
+	@FLIPPED_BYTES=all COMPRESSED_LAYOUTS=all $(PY) -m pytest -q --timeout 7200 -o faulthandler_timeout=7260 \
+	    tests/crash/test_compressed_flips.py tests/distributed/test_matrix.py
 	@FAULTS=$(FAULTS) $(PY) -m pytest -q -s tests/distributed/test_failed_saves.py
 
 # What is not given on the command line or in the environment has the defaults of tests/campaign/record.py.

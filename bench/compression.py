@@ -2,8 +2,8 @@
 
 `make bench-compression` installs the rivals and runs it. The first run trains the state: a small GPT, kept at three
 steps under the folder. Then each part runs in processes of its own, and writes its keys to
-`bench/results/compression.json` when it ends; after Ctrl-C, `--only` runs the parts that are missing. `--table` prints
-the ratios by element type and kind of tensor instead, for docs/compression.md.
+`bench/results/compression.json` when it ends; after Ctrl-C, `--only` runs the parts that are missing. `--table`
+measures the ratios by type and kind of tensor instead, and brings docs/compression.md up to date.
 
 Exit status: 0 if no key is below its floor, 1 if one is, 2 for a wrong call.
 """
@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from bench import job, report
+from bench import compression_table, job, report
 from bench.compression_rivals import PACKAGES, missing
-from bench.compression_state import FULL, QUICK, VARIABLE, made
+from bench.compression_state import FULL, QUICK, VARIABLE, Schedule, made
 from bench.goals import GOALS
 from bench.job import ROOT
 from bench.part import Measured, Part
@@ -52,18 +52,16 @@ def main(
     parts: Mapping[str, Part] = COMPRESSION_PARTS,
     run: Run = job.run,
     train: Callable[..., Path] = made,
+    lacks: Callable[[], list[str]] = missing,
 ) -> int:
     """Measure the chosen keys; return the exit status."""
     parser = _parser()
     chosen = parser.parse_args(arguments)
-    if lacking := missing():
+    if lacking := lacks():
         parser.error(f"{', '.join(lacking)}: not installed; make bench-compression installs it, in its own environment")
     schedule = QUICK if chosen.quick else FULL
     if chosen.table:
-        from bench import compression_table
-
-        print("\n".join(compression_table.lines(chosen.folder, schedule)))
-        return 0
+        return _table(chosen.folder, schedule, chosen.json)
     names = _parts_of(parser, chosen.only, parts)
     trained = train(chosen.folder / "state", schedule)
     latest = report.read(chosen.json)
@@ -85,6 +83,17 @@ def main(
     return int(any(goal.reached(float(latest[goal.key])) == "missed" for goal in GOALS if goal.key in measured_keys))  # type: ignore[arg-type]
 
 
+def _table(folder: Path, schedule: Schedule, results: Path) -> int:
+    """Measure the table of ratios, write and print it, and bring the page up to date."""
+    rows = compression_table.measured(folder, schedule)
+    report.write({"parts": {}, **report.read(results), "table": [list(row) for row in rows]}, results)
+    print("\n".join(compression_table.lines(rows)))
+    if schedule == FULL:
+        compression_table.put_block(compression_table.PAGE, rows)
+        print(f"written to {results} and {compression_table.PAGE}")
+    return 0
+
+
 def _parts_of(parser: argparse.ArgumentParser, only: str, parts: Mapping[str, Part]) -> list[str]:
     """Return the parts that measure the chosen keys."""
     wanted = [name for name in only.split(",") if name]
@@ -103,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick", action="store_true", default=bool(os.environ.get("QUICK")), help="a small trial (also QUICK=1)"
     )
-    parser.add_argument("--table", action="store_true", help="print ratios by element type and kind of tensor")
+    parser.add_argument("--table", action="store_true", help="measure ratios by type and kind of tensor")
     parser.add_argument("--json", type=Path, default=RESULTS, help="where the results go")
     parser.add_argument(
         "--folder", type=Path, default=ROOT / "runs" / "compression", help="for the trained state and for checkpoints"

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 import holdfast
 from bench import conditions, device
 from bench.compression_speed import sharded
-from bench.compression_state import KINDS, Batches, MixedTraining, State, repeated, snapshots, split
+from bench.compression_state import KINDS, Batches, MixedTraining, State, bytes_of, repeated, snapshots, split
 from bench.compression_store import CappedStore, Line, manager_over
 from bench.part import Measured, Params, Part, Round, Spread, in_turn, spreads_of
 from bench.settings import settings
@@ -83,12 +84,10 @@ def _saves_at(
         each: Round = {}
         for mode in in_turn(MODES, number):
             conditions.quiet_disk()
-            reports: list[holdfast.SaveReport | None] = []
-            run = runs[mode]
-            each[f"{mode}_{cap_mb}"] = conditions.timed(
-                lambda run=run, reports=reports: reports.append(run.save(number, state).wait())
-            )
-            conditions.removed(Path(run_url(reports[0])))
+            reports: list[holdfast.SaveReport] = []
+            save = partial(_save, runs[mode], number, state, reports)
+            each[f"{mode}_{cap_mb}"] = conditions.timed(save)
+            conditions.removed(Path(reports[0].url))
         if number >= WARM_SAVES:
             rounds.append(each)
             seconds = ", ".join(f"{name} {value:.2f}" for name, value in each.items())
@@ -97,10 +96,10 @@ def _saves_at(
     return rounds
 
 
-def run_url(report: holdfast.SaveReport | None) -> str:
-    """Return the folder of a step that was saved."""
+def _save(run: holdfast.CheckpointManager, step: int, state: State, reports: list[holdfast.SaveReport]) -> None:
+    report = run.save(step, state).wait()
     assert report is not None
-    return report.url
+    reports.append(report)
 
 
 def said(cap_mb: int) -> str:
@@ -108,10 +107,13 @@ def said(cap_mb: int) -> str:
     return f"{cap_mb / 1000:g} GB/s" if cap_mb != UNCAPPED else "no cap"
 
 
-def decisions(report: holdfast.SaveReport | None) -> str:
-    """Return how each kind of tensor was coded, as the report of the last save says."""
-    codings = getattr(report, "codings", ())
-    return ", ".join(str(coding) for coding in codings) or "nothing reported"
+def decisions(report: holdfast.SaveReport) -> str:
+    """Return how rank 0 stored each kind of tensor, as the report of its last save says."""
+    found = []
+    for coding in report.codings:
+        ratio = "" if coding.ratio is None else f" {coding.ratio:.2f}"
+        found.append(f"{coding.kind} {coding.codec or 'raw'}{ratio} ({coding.why})")
+    return "; ".join(found) or "nothing reported"
 
 
 def _become(state: State, source: State) -> None:
@@ -157,12 +159,13 @@ RATE = 6e-5
 
 
 class Models:
-    """Several GPTs that one rank trains side by side, as a pipeline stage of its own; all go on from the last snapshot."""
+    """Several GPTs that one rank trains side by side, as a pipeline stage of its own, from the last snapshot on."""
 
     def __init__(self, mib: int) -> None:
         last, self.rank = snapshots()[-1], dist.get_rank()
         self._batches, self._rows = Batches(seed=self.rank), 1
-        self._trainings = [_continued(last) for _ in range(max(round(mib * MIB / sum(t.nbytes for t in last.values())), 1))]
+        count = max(round(mib * MIB / bytes_of(last)), 1)
+        self._trainings = [continued(last) for _ in range(count)]
         self.step_seconds: list[float] = []
 
     def state(self) -> State:
@@ -204,7 +207,7 @@ class Models:
         assert report is not None and report.staging == "copy", report
 
 
-def _continued(state: State) -> MixedTraining:
+def continued(state: State) -> MixedTraining:
     """Return a training that goes on from a snapshot."""
     tensors: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in state.items():
@@ -228,14 +231,14 @@ def measure_training(root: Path, params: Params) -> Measured:
             each: Round = {}
             models.step_seconds.clear()
             for mode in in_turn(MODES, number):
-                run = runs[mode]
-                each[mode] = conditions.timed(lambda run=run: models.steps(run, number))
+                each[mode] = conditions.timed(partial(models.steps, runs[mode], number))
                 conditions.removed(root / mode / f"step-{number:012d}")
             if number >= WARM_SAVES:
                 rounds.append(each)
                 typical.append(conditions.slowest(statistics.median(models.step_seconds)))
                 done = (number + 1 - WARM_SAVES) * STEPS_A_SAVE
-                conditions.say(f"steps {done} of {params['steps']}: {each['auto']:.2f} s with auto, {each['off']:.2f} s raw")
+                seconds = f"{each['auto']:.2f} s with auto, {each['off']:.2f} s raw"
+                conditions.say(f"steps {done} of {params['steps']}: {seconds}")
     step = statistics.median(typical)
     off = abs(step - STEP_SECONDS) > STEP_SECONDS_OFF
     return Measured(rounds, [f"slowdown: a step took {step:.2f} s, not {STEP_SECONDS}"] if off else [])

@@ -1,4 +1,4 @@
-"""The memory that a compressed save needs beyond the state and the arena. Each way of saving has a process of its own."""
+"""The memory that a compressed save needs beyond the state and the arena, each way of saving in its own process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """How many bytes are read of a compressed checkpoint: for a part of the state, and by a job on another layout.
 
-The store counts what is asked of it, index and manifest too. The bytes that tensors are stored in are those that the
-headers of the packs state. Every load is compared bit for bit.
+The store counts what is asked of the packs. What it is asked of index and manifest is in the rounds. The bytes that
+tensors are stored in are those that the headers of the packs state. Every load is compared bit for bit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from bench import conditions
 from bench.compression_ratios import zeros_like
 from bench.compression_state import State, of_kinds, repeated, snapshots, split
-from bench.compression_store import CountingStore, manager_over
+from bench.compression_store import CountingStore, manager_over, pack_bytes
 from bench.part import Measured, Params, Part, Round, Spread, spread_of
 from bench.settings import settings
 from bench.state import MIB
@@ -60,8 +60,10 @@ def measure(root: Path, params: Params) -> Measured:
             run.load(target)
         conditions.require_equal(target, whole)
         needed_bytes = sum(count for fqn, count in stored.items() if split(fqn)[0] in needed)
-        each[name] = sum(store.read_bytes.values()) / needed_bytes
-        conditions.say(f"{name} alone: {each[name]:.4f} of the bytes that they are stored in")
+        each[name] = pack_bytes(store.read_bytes) / needed_bytes
+        each[f"{name}_with_index"] = sum(store.read_bytes.values()) / needed_bytes
+        with_index = f"{each[f'{name}_with_index']:.4f} with the index"
+        conditions.say(f"{name} alone: {each[name]:.4f} of the bytes that they are stored in, {with_index}")
     conditions.removed(root)
     return Measured([each], [])
 
@@ -112,24 +114,26 @@ def measure_reshard(root: Path, params: Params) -> Measured:
             with manager_over(LocalStore(folder, settings=chosen), chosen, mesh.get_group()) as run:
                 run.save(0, on(mesh, whole, columns=False)).wait()
         dist.barrier()
-        read = torch.zeros(1, dtype=torch.int64)
+        read = torch.zeros(2, dtype=torch.int64)
         if dist.get_rank() < loading:
-            read[0] = _read_bytes(folder, on(meshes[loading], whole, columns=columns), meshes[loading])
+            counts = _read_counts(folder, on(meshes[loading], whole, columns=columns), meshes[loading])
+            read = torch.tensor([pack_bytes(counts), sum(counts.values())])
         dist.all_reduce(read)
-        each[name] = int(read) / sum(stored_bytes(folder).values())
-        conditions.say(f"{name}: {each[name]:.4f} of the bytes stored")
+        stored = sum(stored_bytes(folder).values())
+        each[name], each[f"{name}_with_index"] = (float(count) / stored for count in read)
+        conditions.say(f"{name}: {each[name]:.4f} of the bytes stored, {each[f'{name}_with_index']:.4f} with the index")
         conditions.removed(folder)
     return Measured([each], [])
 
 
-def _read_bytes(folder: Path, expected: State, mesh: DeviceMesh) -> int:
-    """Load and compare; return the bytes that this rank read."""
+def _read_counts(folder: Path, expected: State, mesh: DeviceMesh) -> dict[str, int]:
+    """Load and compare; return the bytes that this rank read, by file."""
     chosen = settings(share_reads="always")
     store, target = CountingStore(folder, chosen), zeros_like(expected)
     with manager_over(store, chosen, mesh.get_group()) as run:
         run.load(target)
     conditions.require_equal(expected, target)
-    return sum(store.read_bytes.values())
+    return store.read_bytes
 
 
 def keys_of_reshard(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:

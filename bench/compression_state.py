@@ -193,7 +193,7 @@ def train(
         loss = training.step(batches.next(), rate_of(step, schedule.steps))
         if step + 1 in schedule.kept:
             keep(step + 1, training.state())
-        if (step + 1) % 20 == 0:
+        if (step + 1) % 20 == 0 or step == 0:
             print(f"    step {step + 1}: loss {loss:.2f}, {time.perf_counter() - start:.0f} s", flush=True)
 
 
@@ -212,8 +212,8 @@ def made(cache: Path, schedule: Schedule, name: str = "bf16") -> Path:
     folder = folder_of(cache, schedule, name)
     if not all(path_of(folder, step).exists() for step in schedule.kept):
         print(f"state: training a GPT in {name} for {schedule.steps} steps, once", flush=True)
-        steps = [str(schedule.steps), *map(str, schedule.kept)]
-        subprocess.run([sys.executable, "-m", "bench.compression_state", str(folder), name, *steps], cwd=ROOT, check=True)
+        command = [sys.executable, "-m", "bench.compression_state", str(folder.resolve()), name]
+        subprocess.run([*command, *map(str, (schedule.steps, *schedule.kept))], cwd=ROOT, check=True)
     return folder
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from bench.synthetic import SyntheticJob
@@ -17,9 +17,11 @@ from holdfast.coordination.opening.records import Agreement, Details, Statement
 from holdfast.coordination.opening.sibling_meshes import encode_tensors
 from holdfast.coordination.save_context import SaveContext
 from holdfast.format.digest import short_digest_of
-from holdfast.format.pack import header_of
+from holdfast.format.pack import coded_header_body, header_of
+from holdfast.geometry.tensor import Shard
+from holdfast.plan.coding.coded_pieces import CodingChoice
 from holdfast.plan.grid import cut_at_grid
-from holdfast.plan.ownership import owned_by
+from holdfast.plan.ownership import Owned, owned_by
 from holdfast.plan.packing import PackSizes, packs_of
 from holdfast.ports.framework import Collected
 from holdfast.ports.in_process import InProcessKeyValueStore
@@ -27,6 +29,9 @@ from holdfast.saving.fingerprint import StateFingerprint
 from holdfast.settings import Settings
 from holdfast.testing.comm import ThreadComm, ThreadGroup
 from holdfast.types.plan import PackPlan
+
+Coding = Callable[[Sequence[Shard], Sequence[Owned]], CodingChoice]
+"""Chooses which pieces a rank codes, by its shards and what it owns of them."""
 
 STEP = 1000
 POSITION = "loader.position"
@@ -84,17 +89,34 @@ def paper_context() -> SaveContext:
 
 
 def packs_on(
-    rank: int, collected: Collected, agreement: Agreement, settings: Settings, sizes: PackSizes | None = None
+    rank: int,
+    collected: Collected,
+    agreement: Agreement,
+    settings: Settings,
+    sizes: PackSizes | None = None,
+    coding: Coding | None = None,
 ) -> list[tuple[PackPlan, bytes]]:
-    """Return a rank's packs and their headers; cut for a store of objects if packs have sizes."""
+    """Return a rank's packs and their headers; cut for a store of objects if packs have sizes.
+
+    The header of a coded pack is not known before its data: it is as many zero bytes.
+    """
     shards = [each.shard for each in collected.shards]
     holders = agreement.holders_of_each([each.tensor.fqn for each in shards if each.holders is None])
-    owned = owned_by(rank, shards, holders, settings.chunk_bytes)
+    owned = owned_by(rank, shards, holders, settings.chunk_bytes, keeps_pairs=coding is not None)
     if sizes is not None:
         owned = cut_at_grid(shards, owned, sizes.cell_elements)
     provenance = {"step": str(STEP), "attempt": agreement.attempt, "rank": str(rank)}
-    packs = packs_of(rank, shards, owned, settings._tuning.pack_header_bytes_max, sizes)
-    return [(plan, header_of(plan, provenance)) for plan in packs]
+    choice = None if coding is None else coding(shards, owned)
+    packs = packs_of(rank, shards, owned, settings._tuning.pack_header_bytes_max, sizes, choice)
+    return [
+        (
+            plan,
+            bytes(coded_header_body(plan, settings.chunk_bytes).header_bytes(provenance))
+            if plan.is_coded
+            else header_of(plan, provenance),
+        )
+        for plan in packs
+    ]
 
 
 def opened(job: SyntheticJob, place: CheckpointLocation, settings: Settings, sizes: PackSizes | None = None) -> Opened:

@@ -6,6 +6,7 @@ from bench import (
     amplification,
     compression_auto,
     compression_codecs,
+    compression_index,
     compression_memory,
     compression_ratios,
     compression_reads,
@@ -56,6 +57,7 @@ COMPRESSION_PARTS: dict[str, Part] = {
         compression_reads.PARTLY,
         compression_reads.RESHARD,
         compression_memory.PART,
+        compression_index.PART,
     )
 }
 """Those of `python -m bench.compression`: they need a trained state, and rivals of their own."""

@@ -23,6 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+from bench.compression_on_paper import PaperCoding
 from bench.load_on_paper import Given, bytes_into_rank
 from bench.objects_on_paper import OBJECT_BYTES_MAX, PACKS_FILE, PaperObjects, write_packs
 from bench.opening_on_paper import STEP, Opened, opened, opened_with_a_difference, packs_on, paper_context
@@ -103,10 +104,13 @@ def location_at(root: Path, reply_seconds: float = 0.0) -> CheckpointLocation:
     return CheckpointLocation(store, step_folder(STEP), STEP)
 
 
-def write_parts(root: Path, job: SyntheticJob, done: Opened, sizes: PackSizes | None) -> Written:
+def write_parts(
+    root: Path, job: SyntheticJob, done: Opened, sizes: PackSizes | None, coding: PaperCoding | None = None
+) -> Written:
     """Plan every rank of a job, write its part file, and create an empty file of the right size for each of its packs.
 
-    The digests are invented; everything else is what the rank would write. Packs that are cut are noted, not created.
+    Digests and stored lengths are invented; everything else is what the rank would write. Packs that are cut are noted,
+    not created.
     """
     chance = random.Random(7)
     noted: list[tuple[str, int]] = []
@@ -121,17 +125,21 @@ def write_parts(root: Path, job: SyntheticJob, done: Opened, sizes: PackSizes | 
         tensors = [each.shard.tensor for each in collected.shards] if agreement.is_leader else []
         listing = IndexBuilder(SETTINGS.chunk_bytes, tensors)
         records = []
-        for pack, header in packs_on(rank, collected, agreement, SETTINGS, sizes):
+        choice = None if coding is None else coding.choice_of
+        for pack, header in packs_on(rank, collected, agreement, SETTINGS, sizes, choice):
             digests = [
                 chance.randbytes(DIGEST_BYTES * chunk_count(item.bytes, SETTINGS.chunk_bytes)) for item in pack.items
             ]
-            listing.add_pack(pack, len(header), digests)
+            codings = coding.codings_of(pack) if coding is not None and pack.is_coded else []
+            listing.add_pack(pack, len(header), digests, codings)
             pieces += len(digests)
             chunks += sum(map(len, digests)) // DIGEST_BYTES
-            pack_bytes = len(header) + pack.data_bytes
+            data_bytes = sum(each.starts[-1] for each in codings) if pack.is_coded else pack.data_bytes
+            pack_bytes = len(header) + data_bytes
             records.append(FileRecord(pack.name, pack_bytes, pack_digest(header, b"".join(digests))))
             noted.append((f"{step_folder(STEP)}{attempt.name}/{pack.name}", pack_bytes))
             if sizes is None:
+                (attempt / pack.name).parent.mkdir(exist_ok=True)
                 (attempt / pack.name).touch()
                 os.truncate(attempt / pack.name, pack_bytes)
         digests_of = done.digests[job.stage_of(rank)]

@@ -36,7 +36,7 @@ PACKAGES = ("obstore", "s3fs", "s3torchconnector")
 LIMITS = (
     "The server runs on the machine of the clients and shares its cores: a wall time has the server's work in it.",
     "Loopback has no latency and no lost packet. Only `stream_scaling` and `stall_100ms_seconds` have a proxy for it.",
-    "Over plain HTTP Holdfast and its limit sign all that they send; each rival does what it does by default.",
+    "Over plain HTTP Holdfast and its limit sign what they send. s3torchconnector does not: beside it neither signs.",
     "Two ranks save at most. No number here says how a service behaves under thousands.",
 )
 """What the numbers cannot say; shown before they are measured, and written beside them."""

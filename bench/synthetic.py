@@ -102,6 +102,8 @@ class SyntheticJob:
     data: int
     tensor: int = 1
     expert: int = 1
+    is_mixed: bool = False
+    """Whether weights are bf16, with fp32 masters; else they are fp32."""
 
     @property
     def ranks_per_stage(self) -> int:
@@ -126,7 +128,10 @@ class SyntheticJob:
         for layer in self.layers[count * stage // self.stages : count * (stage + 1) // self.stages]:
             for weight in layer:
                 layout = self._layout(stage, weight.lies)
-                yield TensorSpec(f"model.{weight.name}", "float32", weight.shape), layout
+                dtype = "bfloat16" if self.is_mixed else "float32"
+                yield TensorSpec(f"model.{weight.name}", dtype, weight.shape), layout
+                if self.is_mixed:
+                    yield TensorSpec(f"optimizer.state.{weight.name}.master", "float32", weight.shape), layout
                 for moment in ("exp_avg", "exp_avg_sq"):
                     fqn = f"optimizer.state.{weight.name}.{moment}"
                     yield TensorSpec(fqn, "float32", weight.shape), layout

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.errors import InvalidError
 from holdfast.ports.observer import Observer
-from holdfast.types.coding import Decision, KindCoding
+from holdfast.types.coding import KindCoding, KindDecision
 from holdfast.types.events import Began, Decided, Ended, Entered, Event, Failed, Operation, Phase, Progress, RankReport
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ __all__ = [
     "Operation",
     "Phase",
     "RankReport",
-    "Decision",
+    "KindDecision",
     "KindCoding",
 ]
 

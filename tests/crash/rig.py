@@ -18,6 +18,7 @@ from typing import cast
 import torch
 
 import holdfast
+from holdfast import wiring
 from holdfast.api import list_steps
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import Clock, SystemClock
@@ -44,6 +45,8 @@ SETTINGS = tuned(
 )
 LAZY = replace(SETTINGS, staging="lazy", arena_bytes_max=2 * SETTINGS.window_bytes, verify_lazy_copy=True)
 """Copies wait for writes, and writes for copies."""
+COMPRESSED = tuned(replace(LAZY, compression="on", compression_threads=2), coded_bytes_min=256)
+"""The same with coded packs, from windows that are copied out, since the arena has two."""
 
 OLD, NEW, NEXT = 10, 20, 30
 """Steps: committed before the fault, saved under the fault, saved after it."""
@@ -118,7 +121,8 @@ def run_at(
     """Return a run as the manager builds it, except that it may save before it loads."""
     comm = SoloComm() if board_faults is None else FaultyComm(board_faults)
     ranks = Ranks(comm.rank, comm.world_size, comm.rank_of_global)
-    return goes_on(CheckpointManager.over(store, Job(comm, clock or SystemClock(), settings, TorchFramework(ranks))))
+    job = Job(comm, clock or SystemClock(), settings, TorchFramework(ranks), codecs=wiring.codecs())
+    return goes_on(CheckpointManager.over(store, job))
 
 
 def committed_at(root: Path, *steps: int, clock: Clock | None = None) -> None:

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 from holdfast.errors import ConflictError
+from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
 from holdfast.testing.faults import Faults, FaultyStore, kill_process
 from tests.crash.judging import Judged
 from tests.crash.rig import (
+    COMPRESSED,
     LAZY,
     NEW,
     OLD,
@@ -55,15 +57,20 @@ def save_over_syscalls(root: Path, faults: Faults) -> None:
     run.save(NEW, training_state(NEW)).wait()
 
 
-def save_lazily_over_store(root: Path, faults: Faults) -> None:
+def save_lazily_over_store(root: Path, faults: Faults, settings: Settings = LAZY) -> None:
     """Every call to the store counts, while what is being saved is trained on."""
-    run = run_at(FaultyStore(local_store(root), faults), settings=LAZY)
+    run = run_at(FaultyStore(local_store(root), faults), settings=settings)
     state = training_state(NEW)
     handle = run.save(NEW, state)
     optimizer = state["optimizer"]
     assert isinstance(optimizer, torch.optim.Optimizer)
     optimizer.step()
     handle.wait()
+
+
+def save_compressed_over_store(root: Path, faults: Faults) -> None:
+    """The same, and tensors are compressed."""
+    save_lazily_over_store(root, faults, COMPRESSED)
 
 
 def save_over_board(root: Path, faults: Faults) -> None:
@@ -162,6 +169,7 @@ def template(in_memory: Path) -> Path:
         save_over_board,
         save_over_store,
         save_lazily_over_store,
+        save_compressed_over_store,
         save_what_is_partly_frozen_over_store,
     ],
 )

@@ -77,6 +77,52 @@ def load(world: World, path: str, layout: str, exchange: str) -> list[int]:
     return [report.bytes, report.exchanged_bytes]
 
 
+COMPRESSED = replace(ROUNDS_OF_32_KIB, compression="on", compression_threads=1)
+
+
+def trained_state() -> dict[str, object]:
+    """Weights in 16 bits, the masters that they were rounded from, and moments."""
+    masters = torch.randn(512, 129, generator=torch.Generator().manual_seed(3)) * 0.02
+    return {
+        "model": {"up": masters.to(torch.bfloat16)},
+        "masters": {"up": masters},
+        "moments": {"up.exp_avg_sq": masters.square()},
+    }
+
+
+def sharded(world: World, state: dict[str, object]) -> dict[str, dict[str, torch.Tensor]]:
+    """The rows of every tensor in even shards."""
+    mesh: DeviceMesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        group: {name: distribute_tensor(tensor.clone(), mesh, [Shard(0)]) for name, tensor in tensors.items()}
+        for group, tensors in state.items()
+        if isinstance(tensors, dict)
+    }
+
+
+def save_compressed(world: World, path: str) -> None:
+    holdfast.save(path, sharded(world, trained_state()), settings=COMPRESSED)
+
+
+def load_compressed(world: World, path: str) -> list[int]:
+    """Load with an exchange, compare every bit, return bytes read, bytes given by others and bytes stored."""
+    target = sharded(world, trained_state())
+    for tensors in target.values():
+        for tensor in tensors.values():
+            tensor.zero_()
+    report = holdfast.load(path, target, settings=replace(COMPRESSED, share_reads="always"))
+    for group, tensors in sharded(world, trained_state()).items():
+        for name, expected in tensors.items():
+            found = target[group][name]
+            assert isinstance(found, DTensor) and isinstance(expected, DTensor)
+            assert torch.equal(found.to_local(), expected.to_local()), name
+    checkpoint = holdfast.open_checkpoint(path)
+    pieces = [piece for fqn in checkpoint.tensors for piece in checkpoint.pieces(fqn)]
+    assert all(piece.coding is not None for piece in pieces)
+    assert any(piece.coding is not None and piece.coding.pair_fqn == "model.up" for piece in pieces)
+    return [report.bytes, report.exchanged_bytes, sum(piece.stored_bytes for piece in pieces)]
+
+
 def load_damaged(world: World, path: str, layout: str, exchange: str) -> list[int]:
     """Load after rank 0 has flipped one bit in the middle of a pack."""
     if world.rank == 0:

@@ -57,11 +57,17 @@ def worlds(tmp_path_factory: pytest.TempPathFactory) -> Worlds:
             case("load_damaged", path=at("damaged"), layout="columns", exchange="always"),
             case("load", "after_damage", path=at("rows-2"), layout="columns", exchange="always"),
             case("load_views", path=at("views")),
+            case("save_compressed", path=at("compressed")),
         ],
         root / "world-2",
     )
     three = run_world(
-        3, [case("load", "2_to_3", path=at("rows-2"), layout="rows", exchange="always")], root / "world-3"
+        3,
+        [
+            case("load", "2_to_3", path=at("rows-2"), layout="rows", exchange="always"),
+            case("load_compressed", path=at("compressed")),
+        ],
+        root / "world-3",
     )
     return Worlds(four, two, three)
 
@@ -104,6 +110,14 @@ def test_reading_is_shared_out_evenly(worlds: Worlds, name: str) -> None:
 def test_what_was_not_read_was_given(worlds: Worlds) -> None:
     assert all(read + given == STATE_BYTES for read, given in counted(worlds.two, "copies"))
     assert sum(given for _, given in counted(worlds.two, "same_rows")) == 8, "only the step lies on every rank"
+
+
+def test_coded_bytes_are_read_once_and_passed_on_as_they_are(worlds: Worlds) -> None:
+    found = worlds.three.values("load_compressed")
+    assert all(isinstance(each, list) for each in found)
+    read, given, stored = (sum(each[at] for each in found) for at in range(3))  # type: ignore[index]
+    assert 1.0 <= read / (stored / 3) <= AMPLIFICATION_MAX
+    assert given > 0
 
 
 @pytest.mark.parametrize("name", ["never", "auto"])

@@ -20,6 +20,11 @@ from tests.distributed.matrix.layouts import KINDS
 
 TABLE = REPOSITORY / "docs" / "layouts.md"
 DEADLINE_SECONDS = 840.0
+
+_DRAWN_BY = os.environ.get("COMPRESSED_LAYOUTS", str(os.getpid()))
+SEED = None if _DRAWN_BY == "all" else int(_DRAWN_BY)
+"""Which pairs of layouts are loaded from a compressed checkpoint too: one in ten, all of them in `make campaign`."""
+
 Digests = dict[str, str]
 
 pytestmark = pytest.mark.timeout(900)
@@ -49,6 +54,9 @@ class Matrix:
     unexpected: Mapping[tuple[str, str], list[str]]
     """Names in the checkpoint that no rank's state has."""
 
+    compressed: Mapping[tuple[str, str], Digests]
+    """Digests after loading what was saved compressed, of the pairs that were drawn."""
+
 
 Found = dict[str, list[dict[str, object]]]
 """What each rank returned, by layout."""
@@ -66,7 +74,11 @@ def _launch(ranks: int, root: Path) -> Launch:
         turn = str(root / f"{function}-{ranks}.turn")
         sequence.append(Case(f"{module}:await_turn", {"turn": turn}, f"{function}-turn"))
         sequence += [
-            Case(f"{module}:{function}", {"kind": kind, "root": str(root)}, f"{function}-{kind}")
+            Case(
+                f"{module}:{function}",
+                {"kind": kind, "root": str(root), **({"seed": SEED} if function == "load" else {})},
+                f"{function}-{kind}",
+            )
             for kind in _kinds_of(ranks)
         ]
     return Launch(ranks, sequence, root / f"world-{ranks}", deadline_seconds=DEADLINE_SECONDS)
@@ -93,7 +105,7 @@ def _run(root: Path) -> tuple[Found, Found]:
                 for function, found in (("save", saved), ("load", loaded)):
                     values = results.values(f"{function}-{kind}")
                     found[kind] = [each for each in values if isinstance(each, dict)]
-    loaded |= {kind: [cases.load(None, kind, str(root))] for kind in _kinds_of(1)}
+    loaded |= {kind: [cases.load(None, kind, str(root), SEED)] for kind in _kinds_of(1)}
     return saved, loaded
 
 
@@ -120,6 +132,14 @@ def matrix(tmp_path_factory: pytest.TempPathFactory) -> Matrix:
             (source, kind): [str(name) for rank in loaded[kind] for name in _digests(rank[source])["unexpected"]]
             for source, kind in pairs
         },
+        {
+            (source, kind): _joined(
+                (_digests(_digests(rank[source])["compressed"]) for rank in loaded[kind]),
+                f"{source} compressed on {kind}, seed {SEED}",
+            )
+            for source, kind in pairs
+            if cases.is_drawn(source, kind, SEED)
+        },
     )
 
 
@@ -138,6 +158,13 @@ def test_every_layout_stores_every_byte_once(matrix: Matrix, kind: str) -> None:
 @pytest.mark.parametrize("source", KINDS)
 def test_each_to_each(matrix: Matrix, source: str, kind: str) -> None:
     assert matrix.loaded[source, kind] == matrix.saved[source]
+
+
+def test_a_compressed_checkpoint_holds_the_same(matrix: Matrix) -> None:
+    """All of them in `make campaign`."""
+    assert len(matrix.compressed) >= len(KINDS) ** 2 // 40
+    for (source, kind), digests in matrix.compressed.items():
+        assert digests == matrix.saved[source], f"{source} on {kind}: COMPRESSED_LAYOUTS={SEED} draws it again"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -28,6 +28,10 @@ GOALS = {
         Goal(
             "integration_overhead", "a save through the integration ÷ `holdfast.save`", 1.02, 1.1, less_is_better=True
         ),
+        Goal(
+            "integration_overhead_background", "a background save ÷ that of a `CheckpointManager`", less_is_better=True
+        ),
+        Goal("background_until_committed", "a background save until its commit ÷ `holdfast.save`"),
     )
 }
 

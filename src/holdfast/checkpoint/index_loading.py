@@ -31,7 +31,7 @@ def manifest_or_listing(location: CheckpointLocation) -> bytes | ForeignListing:
         CheckpointError: A format recognizes the files but cannot read them.
     """
     foreign = location.foreign
-    if foreign is None:
+    if foreign is None or location.chosen is not None:
         return manifest_bytes_at(location)
     data = None if foreign.is_file else manifest_if_any(location)
     if data is not None:

@@ -194,6 +194,9 @@ class CheckpointLocation:
             ConflictError: A checkpoint is there; it was not touched.
             InvalidError: The path is the root of a run.
         """
+        if self.step is None:
+            # First: once a store has listed, an absent manifest is no sign of an absent bucket, and it asks no more.
+            require_no_run(self.store, "save one checkpoint here")
         if exists(self.store, self.manifest_key) and (
             self.step is None or is_valid(self.store, current_fence(self.store), self.step)
         ):
@@ -207,8 +210,6 @@ class CheckpointLocation:
                 f"{self.url}: a checkpoint is already there; expected none. Nothing was touched. "
                 f"{why}{' ' if why else ''}{way_out or default}"
             )
-        if self.step is None:
-            require_no_run(self.store, "save one checkpoint here")
 
 
 def require_no_run(store: Store, purpose: str) -> None:

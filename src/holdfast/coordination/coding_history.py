@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
-from holdfast.plan.coding.choice import Amounts, Choice
+from holdfast.plan.coding.choice import Amounts, KindsChoice
 from holdfast.plan.coding.learning import Knowledge, codings_of
 from holdfast.types.coding import Compression, Kind, KindCoding, Measured, Sampling
 
@@ -22,7 +22,7 @@ class CodingHistory:
 
     def begin(
         self, amounts: Amounts, threads: int, compression: Compression, chunk_bytes: int
-    ) -> tuple[Choice, dict[Kind, Sampling]]:
+    ) -> tuple[KindsChoice, dict[Kind, Sampling]]:
         """Begin a save: return what it codes, and what it samples of the rest.
 
         Args:
@@ -36,7 +36,7 @@ class CodingHistory:
             return choice, self._knowledge.samplings(choice, amounts, chunk_bytes)
 
     def end(
-        self, choice: Choice, amounts: Amounts, measured: Measured, compression: Compression
+        self, choice: KindsChoice, amounts: Amounts, measured: Measured, compression: Compression
     ) -> tuple[KindCoding, ...]:
         """Learn from a save that is written; return what it did with each kind.
 

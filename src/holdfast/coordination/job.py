@@ -134,24 +134,18 @@ class Job:
         """What earlier saves have shown about coding."""
         self.part_sums = SumCache()
         """Sums of the declared parts of earlier saves."""
-        if queues is None:
-            progress = WriteProgress(clock)
-            queues = BackgroundQueue("holdfast-copy", progress), BackgroundQueue("holdfast-commit", progress)
-        copies, commits = queues
-        self.copies = copies
-        """Copies of states. One queue: two concurrent saves could each hold half of the buffers and wait forever."""
-        self.commits = commits
-        """Writes, votes and commits of saves, away from the training thread."""
+        self.copies, self.commits = queues or _new_queues(clock)
+        """Copies of states; and writes, votes and commits of saves, away from the training thread. One queue of copies:
+        two concurrent saves could each hold half of the buffers and wait forever."""
         self.differing: dict[bytes, frozenset[str]] = {}
         """By fingerprint of a layout, buffers and values that differed when it was last saved. The agreement does not
         compare them again."""
-        self.progress = commits.progress
+        self.progress = self.commits.progress
         """The writes of this process. No wait for them lasts for ever if storage does not answer."""
         self.attempts_under_way: set[str] = set()
         """Ids of the attempts of this process that have not ended. No removal of leftovers takes their files."""
         self._logged: set[str] = set()
-        self._keys_lock = threading.Lock()
-        self._keys: list[tuple[int, str]] = []
+        self._keys_lock, self._keys = threading.Lock(), list[tuple[int, str]]()
 
     def with_settings(self, settings: Settings) -> Job:
         """Return a job of the same ranks with other settings, over the same connections and threads.
@@ -332,6 +326,11 @@ class Job:
     def is_inherited(self) -> bool:
         """Whether this process was forked after the job was made. A fork does not copy the job's threads."""
         return os.getpid() != self._process
+
+
+def _new_queues(clock: Clock) -> tuple[BackgroundQueue, BackgroundQueue]:
+    progress = WriteProgress(clock)
+    return BackgroundQueue("holdfast-copy", progress), BackgroundQueue("holdfast-commit", progress)
 
 
 def is_elected(comm: Comm, key: str, seconds: float) -> bool:

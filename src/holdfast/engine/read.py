@@ -106,10 +106,14 @@ def execute(
 
     def read(run: ReadRun) -> None:
         with buffers.lent() as buffer:
-            if run.bases:
-                read_through(run, placing, buffer)
+            stored = packs(run.pack)
+            if not run.bases:
+                _RunRead(run, stored, placing, settings._tuning.zero_copy_bytes_min, copying).execute(buffer)
+            elif stored.files.read_alignment > 1:
+                for part in _parts_of(run, _PART_BYTES_MAX):
+                    read_through(part, placing, buffer)
             else:
-                _RunRead(run, packs(run.pack), placing, settings._tuning.zero_copy_bytes_min, copying).execute(buffer)
+                read_through(run, placing, buffer)  # Each request takes its time.
         if moved is not None:
             moved(run.bytes)
 
@@ -239,11 +243,15 @@ class _RunRead:
 
 
 def _parts_of(run: ReadRun, bytes_max: int) -> Iterator[ReadRun]:
-    """Yield a run in parts of at most `bytes_max` bytes, or of one chunk."""
+    """Yield a run in parts of at most `bytes_max` bytes without bases, or of one unit."""
     chunks, first = run.chunks, 0
     for number, chunk in enumerate(chunks):
         length = chunk.bytes if chunk.piece.coding is None else chunk.stored_bytes
-        if number > first and chunk.offset + length - chunks[first].offset > bytes_max:
+        if (
+            number > first
+            and chunk.offset + length - chunks[first].offset > bytes_max
+            and (chunk.base is None or chunk.base is not chunks[number - 1].base)
+        ):
             yield ReadRun.of(run.pack, chunks[first:number])
             first = number
     yield ReadRun.of(run.pack, chunks[first:])

@@ -47,7 +47,7 @@ def fill(header: bytes, pack: PackPlan, windows: FilledWindows, sources: Sequenc
         item = pack.items[number]
         if tiny := _tiny_from(pack.items, number, windows, TINY_BYTES_MAX):
             room = _room_for(tiny, windows)
-            windows.await_copy(_copy_together(tiny, room, sources))
+            windows.await_copy(copy_together_into(tiny, room, sources))
             windows.advance(len(room))
             number += len(tiny)
             continue
@@ -128,7 +128,8 @@ def _room_for(items: Sequence[PackItem], windows: BufferStream) -> memoryview:
     return windows.room()[: items[-1].data_offset + items[-1].bytes - items[0].data_offset]
 
 
-def _copy_together(items: Sequence[PackItem], room: memoryview, sources: Sequence[Source]) -> Ticket:
+def copy_together_into(items: Sequence[PackItem], room: memoryview, sources: Sequence[Source]) -> Ticket:
+    """Copy whole pieces, one after the other, in one call."""
     item_sources = [sources[item.shard_number] for item in items]
     return item_sources[0].copy_together(item_sources, [item.region for item in items], room)
 
@@ -139,7 +140,7 @@ def _copy_and_hash_together(
     """Copy and hash consecutive pieces of one chunk each, in one call; return their digests."""
     room, start = _room_for(items, windows), items[0].data_offset
     if sources is not None:
-        _copy_together(items, room, sources).wait()
+        copy_together_into(items, room, sources).wait()
     digests = [digest_of(room[item.data_offset - start :][: item.bytes]) for item in items]
     if nonfinite is not None:
         nonfinite.look_together(items, room)

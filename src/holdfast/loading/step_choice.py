@@ -174,9 +174,9 @@ class PathSelector:
         self._seen: str | None = None
 
     def next(self, damage: StepDamage | None, announce: Announce = unannounced) -> CheckpointLocation:
-        """Return its location, again if another checkpoint is there by now; otherwise raise the damage."""
-        seen, before = self._digest(), self._seen
-        # The manifest is read after that: if it was replaced in between, damage in the new one is looked at once more.
+        """Return its location with its manifest, again if another checkpoint is there by now; else raise the damage."""
+        manifest = self._manifest()
+        seen, before = None if manifest is None else hex_digest_of(manifest), self._seen
         self._tries, self._seen = self._tries + 1, seen
         if damage is not None:
             if seen is None or seen == before:
@@ -187,14 +187,15 @@ class PathSelector:
                     "checkpoint that stays as long. Load again"
                 )
             logger.info("%s: overwritten while it was read; the load begins again", self._location.url)
-        return self._location
+        return replace(self._location, chosen=manifest)
 
     def settle(self) -> None:
         """Do nothing: only a search for the newest step quarantines."""
 
-    def _digest(self) -> str | None:
+    def _manifest(self) -> bytes | None:
+        """Return the stored manifest; None if there is none, or if a later read must say what is wrong."""
         with suppress(CheckpointError):
-            return hex_digest_of(self._location.store.get(self._location.manifest_key, MANIFEST_BYTES_MAX))
+            return self._location.store.get(self._location.manifest_key, MANIFEST_BYTES_MAX)
         return None
 
 

@@ -13,7 +13,7 @@ from holdfast.clock import utc_now_text
 from holdfast.coordination.job import Job
 from holdfast.coordination.save_context import SaveContext
 from holdfast.engine.background import is_done_soon, side_by_side
-from holdfast.engine.write import PackWriter
+from holdfast.engine.writing.write import PackWriter
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, first_three
 from holdfast.format.names import manifest_keys, step_of_pack
 from holdfast.leases.writer import WriterLease

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.job import Job
 from holdfast.engine.encoding.meter import SaveMeter
-from holdfast.engine.encoding.probe import Probe
-from holdfast.engine.write import PackWriter
+from holdfast.engine.encoding.probe import ChunkProbe
+from holdfast.engine.writing.write import PackWriter
 from holdfast.plan.coding.coded_pieces import CodingChoice, codec_for
 from holdfast.plan.coding.kinds import OwnedKinds, amounts_of
 from holdfast.telemetry.operation import OperationTrace
@@ -41,7 +41,7 @@ class SaveCoding:
         self.meter = SaveMeter(job.clock, owned.kinds)
         """Measures the save."""
         prepare = writer.sampler(owned.weight_types, codec_for)
-        self.probe = Probe(self.meter, owned.kinds, samplings, prepare) if samplings else None
+        self.probe = ChunkProbe(self.meter, owned.kinds, samplings, prepare) if samplings else None
         """Samples what is written raw; None: nothing."""
 
     @property

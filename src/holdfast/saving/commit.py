@@ -15,6 +15,7 @@ from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.coordination.commit_vote import Vote
 from holdfast.coordination.opening.records import Agreement
 from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, ask_storage, committed, unknown
+from holdfast.engine.background import CALLS
 from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.parallel_map import ordered_parallel_map
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError
@@ -32,6 +33,7 @@ from holdfast.format.names import (
     step_folder,
 )
 from holdfast.format.sealed_json import stated_digest
+from holdfast.ports.exclusive_creates import AsksForExclusiveCreates
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import confirmed_manifest, exists, manifest_in, read_manifest, read_manifest_bytes
 from holdfast.repository.epochs import current_fence, is_valid_manifest, require_counted, require_newest
@@ -71,6 +73,8 @@ def assemble(
         CorruptError: A part or pack differs from what its rank voted for.
     """
     location, attempt, context = request.location, agreement.attempt, agreement.context
+    if isinstance(location.store, AsksForExclusiveCreates):
+        location.store.trust_exclusive_creates()  # Rank 0 has voted.
     whole = merge_parts(location, attempt, votes, settings.chunk_bytes)
     indexes, overview = write_index(location, attempt, whole.index, settings, written)
     # Every rank made the content of its files durable before it voted, and left their names to this rank. Without their
@@ -153,6 +157,23 @@ def _installed_version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def asking_for_exclusive_creates(store: Store, rank: int) -> Callable[[], None]:
+    """Begin to ask a store on rank 0 whether two writers can create one object, beside the packs that are written.
+
+    Nothing is committed without the vote of rank 0. So it asks for all ranks, and waits for the answer before it votes.
+
+    Args:
+        store: The store.
+        rank: This rank.
+    Returns:
+        What waits for the answer; it raises if the store cannot be used.
+    """
+    if rank or not isinstance(store, AsksForExclusiveCreates):
+        return lambda: None
+    answer = CALLS.submit(store.require_exclusive_creates)
+    return lambda: answer.result()
 
 
 def write_index(

@@ -19,7 +19,7 @@ from holdfast.coordination.save_context import Base, SaveContext
 from holdfast.engine.background import side_by_side
 from holdfast.engine.nonfinite import NonFinite
 from holdfast.engine.stream import Scratch, chunk_digests
-from holdfast.engine.write import PackWriter, WrittenPack
+from holdfast.engine.writing.write import PackWriter, WrittenPack
 from holdfast.errors import CheckpointError, MissingError
 from holdfast.format.digest import digest_of
 from holdfast.format.index.index import Index

@@ -14,7 +14,7 @@ from holdfast.format.index.tensor_table import require_listable
 from holdfast.format.values import values
 from holdfast.geometry.mesh_packing import unpacked
 from holdfast.geometry.tensor import Mesh, Role
-from holdfast.plan.coding.coded_pieces import matches
+from holdfast.plan.coding.coded_pieces import unmatched
 from holdfast.plan.declared_parts import (
     DeclaredParts,
     DeclaredTensor,
@@ -97,8 +97,8 @@ class StateFingerprint:
 
     def _unmatched_settings(self) -> Iterator[UnmatchedPattern]:
         """Yield the patterns of settings that match no tensor of this rank."""
-        for pattern in self._settings.compression_skip:
-            if not any(matches(shard.tensor.fqn, [pattern]) for shard in self._shards):
+        if self._settings.compression != "off":
+            for pattern in unmatched(self._settings.compression_skip, (shard.tensor.fqn for shard in self._shards)):
                 yield UnmatchedPattern("compression_skip", pattern)
 
     def details(self) -> Details:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from holdfast.engine.encoding.chunk_encoder import rounded
 from holdfast.engine.encoding.encode import KnownWeights
-from holdfast.engine.write import PackWriter
+from holdfast.engine.writing.write import PackWriter
 from holdfast.format.digest import digest_of
 from holdfast.plan.pairs import MASTER_TYPE, WEIGHT_TYPES, Pairs, is_moment, pairs_of
 from holdfast.plan.plan_cache import SavePlan

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from holdfast.coordination.job import Job
 from holdfast.coordination.opening.records import Agreement
 from holdfast.engine.gc_pause import GcPause
-from holdfast.engine.write import WrittenPack
+from holdfast.engine.writing.write import WrittenPack
 from holdfast.format.index.index_builder import IndexBuilder
 from holdfast.format.part import RankPart
 from holdfast.ports.framework import Collected

@@ -10,7 +10,7 @@ from holdfast.clock import utc_now_text
 from holdfast.coordination.job import VERDICT_GRACE_SECONDS, Job
 from holdfast.coordination.save_context import SaveContext
 from holdfast.engine.background import CALLS, wait_in_slices
-from holdfast.engine.write import PackWriter
+from holdfast.engine.writing.write import PackWriter
 from holdfast.errors import UnavailableError
 from holdfast.ports.framework import Collected, Selection
 from holdfast.saving.deduplication import Deduplicator

@@ -22,6 +22,7 @@ from holdfast.plan.plan_cache import SavePlan, save_plan, with_header
 from holdfast.ports.framework import Collected
 from holdfast.saving.attempt import SaveAttempt
 from holdfast.saving.coding import SaveCoding
+from holdfast.saving.commit import asking_for_exclusive_creates
 from holdfast.saving.fingerprint import StateFingerprint
 from holdfast.saving.handle import SaveHandle
 from holdfast.saving.pairing import known_weights, pairs_of_plan
@@ -81,12 +82,15 @@ def save(attempt: SaveAttempt) -> SaveHandle:
             return attempt.handle
 
         share = RankShare(attempt, collected, fingerprint)
+        require_exclusive = asking_for_exclusive_creates(attempt.location.store, job.comm.rank)
         share.begin(collected)
 
         def finish() -> None:
             # On the commit thread. The committing rank calls `request.parent()` before it publishes. Every rank calls
             # `request.committed()` after the commit.
-            vote = attempt.write_part(share.part())
+            part = share.part()
+            require_exclusive()
+            vote = attempt.write_part(part)
             attempt.conclude(attempt.vote_and_commit(vote), share.report)
 
         attempt.finish_in_background(finish)

@@ -17,7 +17,8 @@ from holdfast.engine.background import CALLS, SLICE_SECONDS, wait_in_slices
 from holdfast.engine.encoding.encode import NO_WEIGHTS, KnownWeights
 from holdfast.engine.gc_pause import gc_paused_for
 from holdfast.engine.staging import Staging
-from holdfast.engine.write import Completions, PackWriter, WrittenPack
+from holdfast.engine.writing.completions import Completions
+from holdfast.engine.writing.write import PackWriter, WrittenPack
 from holdfast.errors import InvalidError, UnavailableError, first_three
 from holdfast.ports.framework import Collected, LocalShard, Source
 from holdfast.saving.handle import SaveHandle

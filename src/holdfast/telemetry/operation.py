@@ -18,7 +18,7 @@ from holdfast.ports.store import Store
 from holdfast.ports.temporary import RetryCounts, retry_counts_of
 from holdfast.telemetry.dispatcher import EventDispatcher
 from holdfast.telemetry.node_reports import NodeReports
-from holdfast.types.coding import Decision
+from holdfast.types.coding import KindDecision
 from holdfast.types.events import (
     Began,
     Decided,
@@ -123,7 +123,7 @@ class OperationTrace:
             self._dispatcher.dispatch(Entered(self.operation, name))
         return self.seconds
 
-    def decide(self, decisions: Mapping[str, Decision], predicted_seconds: float | None) -> None:
+    def decide(self, decisions: Mapping[str, KindDecision], predicted_seconds: float | None) -> None:
         """Dispatch which kinds of tensors a save codes, and how long it is expected to write."""
         self._dispatcher.dispatch(Decided(self.operation, decisions, predicted_seconds, self._clock.unix_seconds()))
 

@@ -16,7 +16,17 @@ from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingEr
 from holdfast.ports.store import Store, view_for_range
 from holdfast.settings import PAGE_BYTES
 from holdfast.testing.store_links import Links, StoreFixture
-from holdfast.testing.store_uploads import PART_BYTES, TOTALS, Rooms, Sizes, Uploads, aligned_buffer, fill, keys
+from holdfast.testing.store_uploads import (
+    PART_BYTES,
+    TOTALS,
+    LentObjects,
+    Rooms,
+    Sizes,
+    Uploads,
+    aligned_buffer,
+    fill,
+    keys,
+)
 
 BAD_KEYS = (
     "", "/", "/a", "a/", "a//b", ".", "..", "../x", "a/../b", ".hidden", "a/.tmp-1", "a\0", "a\n", "a b", "ä", "a\\b",
@@ -387,7 +397,7 @@ class Listings(StoreFixture):
         assert keys(store) == []
 
 
-class StoreSuite(SmallObjects, Uploads, Rooms, Sizes, Ranges, Listings, Links):
+class StoreSuite(SmallObjects, Uploads, Rooms, LentObjects, Sizes, Ranges, Listings, Links):
     """Every promise of `Store`.
 
     Subclass it in a test module and override the fixture `store`. If the store lists uploads before they are complete,

@@ -14,6 +14,7 @@ from contextlib import suppress
 import pytest
 
 from holdfast.errors import ConflictError, InvalidError, MissingError
+from holdfast.ports.lent_memory import TakesLentMemory
 from holdfast.ports.store import Store, Upload
 from holdfast.settings import PAGE_BYTES
 from holdfast.testing.store_links import StoreFixture
@@ -238,6 +239,68 @@ class Rooms(StoreFixture):
         with pytest.raises(InvalidError, match="part"):
             lent.write(upload, 2 * PART_BYTES + 1)
         lent.require_all_back()
+        upload.abort()
+        assert keys(store) == []
+
+
+class LentObjects(StoreFixture):
+    """Objects that lie in memory of the caller. A store that takes only parts says so, and stores nothing."""
+
+    def lent_upload(self, store: Store, parts: Sequence[memoryview]) -> Upload | None:
+        upload = store.lent_upload("folder/key", parts) if isinstance(store, TakesLentMemory) else None
+        assert keys(store) == [], "nothing is stored before it is complete"
+        return upload
+
+    @pytest.mark.parametrize("sizes", ((1,), (4096, 0, 3), (1, PART_BYTES + 1, 5 * PART_BYTES)))
+    def test_lent_parts_are_stored_one_after_the_other(self, store: Store, sizes: tuple[int, ...]) -> None:
+        data = [random.Random(size).randbytes(size) for size in sizes]
+        upload = self.lent_upload(store, [memoryview(part) for part in data])
+        if upload is None:
+            return
+        with pytest.raises(InvalidError):
+            upload.complete(sum(sizes) + 1)
+        upload.complete()
+        assert store.get("folder/key", sum(sizes)) == b"".join(data)
+        upload.abort()
+        assert store.size("folder/key") == sum(sizes)
+        with pytest.raises(InvalidError):
+            upload.complete()
+
+    def test_lent_memory_is_read_when_the_upload_is_complete(self, store: Store) -> None:
+        memory = memoryview(bytearray(b"before"))
+        upload = self.lent_upload(store, [memory])
+        if upload is None:
+            return
+        memory[:] = b"behind"
+        upload.complete()
+        memory[:] = b"change"
+        assert store.get("folder/key", 6) == b"behind"
+
+    def test_an_object_of_lent_memory_that_exists_is_not_replaced(self, store: Store) -> None:
+        aborted = self.lent_upload(store, [memoryview(b"never")])
+        if aborted is None:
+            return
+        aborted.abort()
+        with pytest.raises(InvalidError):
+            aborted.complete()
+        uploads = [
+            self.lent_upload(store, [memoryview(b"own "), memoryview(word)]) for word in (b"old", b"new", b"old")
+        ]
+        first, other, same = (upload for upload in uploads if upload is not None)
+        first.complete()
+        with pytest.raises(ConflictError):
+            other.complete()
+        other.abort()
+        same.complete()  # As after a lost reply: these are its bytes.
+        assert store.get("folder/key", 7) == b"own old"
+
+    def test_no_part_of_a_lent_object_is_written(self, store: Store) -> None:
+        upload = self.lent_upload(store, [memoryview(b"whole")])
+        if upload is None:
+            return
+        assert upload.room(0, 5) is None
+        with pytest.raises(InvalidError):
+            upload.write(0, memoryview(b"whole"))
         upload.abort()
         assert keys(store) == []
 

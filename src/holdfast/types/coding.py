@@ -35,7 +35,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class KindDecision:
     """Whether the tensors of one kind are coded in a save."""
 
     is_coded: bool
@@ -78,6 +78,9 @@ class Coded:
     seconds: float
     """Processor seconds of the threads that coded them."""
 
+    elapsed_seconds: float = 0.0
+    """Seconds that passed meanwhile on these threads, with their waits for a processor."""
+
     codecs: Mapping[str, int] = field(default_factory=dict)
     """By codec, the raw bytes of its chunks; the empty name counts chunks that gained nothing, and are stored raw."""
 
@@ -108,6 +111,9 @@ class Measured:
 
     probed: Mapping[Kind, Coded]
     """What was coded to measure it, and then discarded."""
+
+    probe_seconds: float = 0.0
+    """Processor seconds that the samples took in all: each is coded twice, and measured the second time."""
 
 
 @dataclass(frozen=True, slots=True)

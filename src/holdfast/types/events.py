@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from holdfast.types.coding import Decision, KindCoding
+from holdfast.types.coding import KindCoding, KindDecision
 
 Verb = Literal["save", "load"]
 Fact = int | float | str | bool
@@ -129,7 +129,7 @@ class Decided:
     operation: Operation
     """The save."""
 
-    decisions: Mapping[str, Decision]
+    decisions: Mapping[str, KindDecision]
     """The decision on each kind, such as `float32 exp_avg`, with its reason."""
 
     predicted_seconds: float | None

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import gc
 import time
+import zlib
+from dataclasses import replace
 from pathlib import Path
 
 import holdfast
+from holdfast.settings import Settings
 from tests.distributed.launch import World
 from tests.distributed.matrix.layouts import KINDS
+from tests.tuned import tuned
 
 SAVED_STEPS = [1, 2]
+
+COMPRESSED = tuned(
+    Settings(compression="on", compression_threads=1, chunk_bytes=4096, window_bytes=8192), coded_bytes_min=256
+)
+"""Small limits, so that the tensors of the model are coded, most of them in several chunks."""
 TURN_SECONDS = 840.0
 
 
@@ -23,16 +32,26 @@ def await_turn(world: World, turn: str) -> None:
 
 
 def save(world: World | None, kind: str, root: str) -> dict[str, object]:
-    """Train a layout for two steps and save it; return the digests of what was saved."""
+    """Train a layout for two steps and save it, plain and compressed; return the digests of what was saved."""
     built = KINDS[kind].build(1)
     built.train(SAVED_STEPS)
-    report = holdfast.save(f"{root}/{kind}", built.state | {"batches": 2}, process_group=None if world else False)
+    state, group = built.state | {"batches": 2}, None if world else False
+    report = holdfast.save(f"{root}/{kind}", state, process_group=group)
+    holdfast.save(f"{root}/{kind}.compressed", state, process_group=group, settings=COMPRESSED)
     return {"digests": built.digests(), "bytes": report.bytes}
 
 
-def load(world: World | None, kind: str, root: str) -> dict[str, object]:
-    """Load what each layout saved, into an optimizer that has stepped and one that has not in turn; then step on."""
-    found: dict[str, object] = {}
+def is_drawn(source: str, kind: str, seed: int | None) -> bool:
+    """Return whether a compressed checkpoint is loaded too: one in ten by chance, all without a seed."""
+    return seed is None or zlib.crc32(f"{source} {kind} {seed}".encode()) % 10 == 0
+
+
+def load(world: World | None, kind: str, root: str, seed: int | None) -> dict[str, object]:
+    """Load what each layout saved, into an optimizer that has stepped and one that has not in turn; then step on.
+
+    What a layout saved compressed is loaded over that, if it is drawn, with and without exchange in turn.
+    """
+    found: dict[str, dict[str, object]] = {}
     gc.collect()
     # What the imports left stays: each collection below would look at it for some 15 ms.
     gc.freeze()
@@ -49,6 +68,12 @@ def load(world: World | None, kind: str, root: str) -> dict[str, object]:
         digests = built.digests()
         built.train([3])
         found[source] = {"digests": digests, "unexpected": list(report.unexpected)}
+        if is_drawn(source, kind, seed):
+            settings = replace(COMPRESSED, share_reads="never" if number % 2 else "always")
+            holdfast.load(
+                f"{root}/{source}.compressed", state, process_group=None if world else False, settings=settings
+            )
+            found[source] |= {"compressed": built.digests()}
         del built, state
         gc.collect()
-    return found
+    return dict(found)

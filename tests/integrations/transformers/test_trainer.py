@@ -68,6 +68,7 @@ def made(
     callbacks: list[Any] | None = None,
     evaluates: bool = False,
     save_hf: bool = False,
+    background: bool = True,
     **options: Any,
 ) -> HoldfastTrainer:
     if evaluates:
@@ -80,6 +81,7 @@ def made(
         callbacks=callbacks,
         settings=SETTINGS,
         save_hf=save_hf,
+        background=background,
     )
 
 
@@ -112,6 +114,17 @@ def test_a_stopped_training_ends_like_one_that_was_not(tmp_path: Path, accumulat
     plain.train()
     assert same(resumed.model, whole.model) and same(resumed.model, plain.model)
     assert resumed.state.log_history[:-1] == whole.state.log_history[:-1], "the history goes on where it was"
+
+
+def test_a_callback_finds_the_step_that_was_not_saved_in_the_background(tmp_path: Path) -> None:
+    found: dict[int, list[int]] = {}
+
+    class Look(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+            found[state.global_step] = steps_in(tmp_path)
+
+    made(tmp_path, callbacks=[Look()], background=False).train()
+    assert found == {2: [2], 4: [2, 4]}
 
 
 def test_a_training_that_ends_in_a_later_epoch_resumes_there(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from holdfast.clock import SystemClock
 from holdfast.engine.arena import Arena
 from holdfast.engine.staging import Staging
-from holdfast.engine.write import PackWriter
+from holdfast.engine.writing.write import PackWriter
 from holdfast.errors import UnavailableError
 from holdfast.geometry.region import Region
 from holdfast.ports.framework import Source, Ticket

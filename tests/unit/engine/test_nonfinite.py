@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.engine.nonfinite import nonfinite_count
-from holdfast.engine.write import PackWriter
+from holdfast.engine.writing.write import PackWriter
 from holdfast.format.pack import header_of
 from holdfast.geometry.dtype import DTYPES
 from holdfast.plan.ownership import Owned

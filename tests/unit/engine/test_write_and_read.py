@@ -23,7 +23,7 @@ from holdfast.engine.decoding.decode import Decoder
 from holdfast.engine.read import Placing, execute, read_through
 from holdfast.engine.staging import Staging
 from holdfast.engine.target import HostTarget
-from holdfast.engine.write import PackWriter, WrittenPack
+from holdfast.engine.writing.write import PackWriter, WrittenPack
 from holdfast.errors import CorruptError, MissingError, UnavailableError
 from holdfast.format.digest import digest_of
 from holdfast.format.pack import header_of

@@ -433,6 +433,36 @@ def test_another_model_is_refused_with_a_way_out_that_works(tmp_path: Path) -> N
     made(tmp_path / "other", model=larger, options={"start_over": True}).train()
 
 
+def test_a_folder_of_trainers_that_is_not_there_is_named_with_the_step(tmp_path: Path) -> None:
+    made(tmp_path).train()
+    for wanted in ("checkpoint-4", str(tmp_path / "checkpoint-4")):
+        with pytest.raises(MissingError, match=r"checkpoint-4: is not there.*pass resume_from_checkpoint=4 or True"):
+            made(tmp_path).train(resume_from_checkpoint=wanted)
+    holdfast.api.tag(root_of(tmp_path), 2, "checkpoint-4")
+    begun: list[int] = []
+    made(tmp_path, on_step=begun.append).train(resume_from_checkpoint="checkpoint-4")
+    assert begun == [3, 4], "a tag of that name is one"
+
+
+def test_an_exported_model_is_no_unfinished_folder_of_trainer(tmp_path: Path) -> None:
+    made(tmp_path).train()
+    exported = tmp_path / "_hf" / "checkpoint-4"
+    exported.mkdir(parents=True)
+    with pytest.raises(
+        InvalidError, match=r"is an exported model.*resume_from_checkpoint=4 in its training"
+    ) as refused:
+        made(tmp_path).train(resume_from_checkpoint=str(exported))
+    assert "Remove" not in str(refused.value)
+
+
+def test_a_full_folder_for_temporary_files_is_named(tmp_path: Path) -> None:
+    made(tmp_path).train()
+    with made(tmp_path)._opened_run(None) as run:
+        assert run.find(True) is not None
+        with pytest.raises(UnavailableError, match=r"gone/trainer_state\.json: cannot be written.*TMPDIR"):
+            run.write_state_file(tmp_path / "gone")
+
+
 def test_another_batch_or_number_of_ranks_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made(tmp_path).train()
     with caplog.at_level(logging.WARNING):

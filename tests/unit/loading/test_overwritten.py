@@ -23,6 +23,7 @@ from holdfast.loading.load_request import LoadRequest
 from holdfast.ports.store import Store
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
+from holdfast.testing.calls import RecordingStore
 from holdfast.testing.comm import ThreadComm, outcomes_of_ranks
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
@@ -86,6 +87,11 @@ class TestLoad:
         settings = tuned(SETTINGS, zero_copy_bytes_min=PAGE_BYTES) if moment == "cached" else SETTINGS
         load(overwrites.over(LocalStore(best, settings=SETTINGS)), state, settings=settings)
         assert number_in(state) == overwrites.number == 3
+
+    def test_a_load_reads_the_manifest_once(self, best: Path) -> None:
+        store = RecordingStore(LocalStore(best, settings=SETTINGS))
+        load(store, state_of(0))
+        assert [call.subject for call in store.take() if call.name == "get"].count("manifest.json") == 1
 
     def test_a_load_that_is_overwritten_twice(self, best: Path) -> None:
         overwrites, state = Overwrites(best, "packs", times=2), state_of(0)

@@ -10,15 +10,16 @@ from hypothesis import strategies as st
 
 from holdfast.errors import InvalidError
 from holdfast.format.names import is_pack_name, rank_of_pack
-from holdfast.format.pack import entries_of, header_entry, header_of
+from holdfast.format.pack import coded_header_body, entries_of, header_entry, header_of
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.region import FlatRange, Region
 from holdfast.geometry.tensor import Role, Shard, TensorSpec
+from holdfast.plan.coding.coded_pieces import CodingChoice, codec_for
 from holdfast.plan.ownership import Owned
 from holdfast.plan.packing import PackSizes, packs_of
 from holdfast.settings import PAGE_BYTES
-from holdfast.types.plan import OPAQUE_FOLDER, PackPlan
+from holdfast.types.plan import CODED_FOLDER, OPAQUE_FOLDER, PackPlan
 
 MIB = 1 << 20
 FQNS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=30).filter(lambda text: text != "__metadata__")
@@ -43,6 +44,39 @@ def shard_lists(draw: st.DrawFn) -> list[Shard]:
         whole = draw(st.sampled_from((plain, flat)))
         shards.append(whole(fqn, draw(st.sampled_from(sorted(DTYPES))), shape))
     return shards
+
+
+class EveryPiece(CodingChoice):
+    """Codes every piece, of any size."""
+
+    def codec(self, shard: Shard, region: Region) -> str:
+        return codec_for(shard.tensor.dtype)
+
+
+@settings(max_examples=100, deadline=None)
+@given(shard_lists(), st.sampled_from((2 * PAGE_BYTES, 16 * PAGE_BYTES, MIB)))
+@example([flat(f"{n}", "float8_e4m3fnuz", (1,) * 40) for n in range(400)], 16 * PAGE_BYTES)
+@example([plain("\x01" * 100 + str(n), "float32", (20000,)) for n in range(80)], 16 * PAGE_BYTES)
+def test_coded_packs_are_in_order_and_their_longest_headers_short(shards: list[Shard], header_bytes_max: int) -> None:
+    owned = [Owned(number, shard.pieces[0]) for number, shard in enumerate(shards)]
+    packs = packs_of(3, shards, owned, header_bytes_max, None, EveryPiece(PAGE_BYTES, 0, {}, ()))
+    assert sorted(item.shard_number for pack in packs for item in pack.items) == list(range(len(shards)))
+    assert [pack.name for pack in packs] == [
+        f"{CODED_FOLDER}r00003{f'-{number}' if number else ''}.safetensors" for number in range(len(packs))
+    ]
+    assert all(is_pack_name(pack.name) and rank_of_pack(pack.name) == 3 for pack in packs)
+    is_weight = [item.tensor.dtype in ("bfloat16", "float16") for pack in packs for item in pack.items]
+    assert is_weight == sorted(is_weight, reverse=True)
+    for pack in packs:
+        assert len({item.tensor.fqn for item in pack.items}) == len(pack.items)
+        offset = 0
+        for item in pack.items:
+            assert item.data_offset == offset and offset % item.tensor.itemsize == 0 and item.codec
+            offset += item.bytes
+        # The name of a pair is as long as its own.
+        pairs = {item.tensor.fqn: item.tensor.fqn for item in pack.items}
+        longest = coded_header_body(pack, PAGE_BYTES, pairs).header_bytes({})
+        assert len(pack.items) == 1 or longest <= header_bytes_max
 
 
 @settings(max_examples=300, deadline=None)

@@ -13,6 +13,7 @@ import torch
 import holdfast
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.format.names import step_folder
+from holdfast.pieces import PieceWriter, TensorPiece
 from holdfast.ports.store import Store
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
@@ -20,6 +21,7 @@ from holdfast.stores.syscalls import Syscalls
 from holdfast.types.reports import SaveReport
 from holdfast.wiring import saving_job, store_at
 from tests.decoded import stored_pieces, stored_tensors
+from tests.object_server import ObjectServer
 from tests.tuned import tuned
 
 ON = tuned(
@@ -135,6 +137,7 @@ def test_unchanged_pieces_stay_where_they_are_coded_and_masters_with_their_weigh
             stored_tensors(store_of(tmp_path), step_folder(step)).items()
             >= flat(state if step > 1 else mixed_state()).items()
         )
+    assert len(list(tmp_path.glob("step-000000000003/**/*.coded.*.link"))) == 4
     pieces = stored_pieces(store_of(tmp_path), step_folder(3))
     assert {piece.pack[:17] for piece in pieces["master.layers.0.weight"]} == {"step-000000000001"}
     assert {piece.pack[:17] for piece in pieces["master.layers.1.weight"]} == {"step-000000000002"}
@@ -153,11 +156,34 @@ def test_a_master_is_written_anew_with_its_weight(tmp_path: Path) -> None:
     assert codecs_of(tmp_path, step_folder(2))["master.layers.1.weight"] == {"planes", "residual"}
 
 
-def test_after_a_load_coded_pieces_are_referred_to(tmp_path: Path) -> None:
+def test_a_master_that_changed_is_coded_against_its_weight_in_an_earlier_step(tmp_path: Path) -> None:
+    """Of a small step of training the weight keeps its 16 bits."""
+    state = mixed_state()
     with manager_at(tmp_path) as manager:
+        saved(manager, 1, state)
+        for name, weight in state["model"].items():
+            # As far from the weight, on the other side.
+            state["master"][name].copy_(2 * weight.float() - state["master"][name])
+            state["master"][name].copy_(
+                torch.where(state["master"][name].bfloat16() == weight, state["master"][name], weight)
+            )
+        saved(manager, 2, state)
+        saved(manager, 3, state)
+    for step in (2, 3):
+        pieces = stored_pieces(store_of(tmp_path), step_folder(step))
+        assert stored_tensors(store_of(tmp_path), step_folder(step)).items() >= flat(state).items()
+        assert {piece.pack[:17] for piece in pieces["model.layers.0.weight"]} == {"step-000000000001"}
+        assert codecs_of(tmp_path, step_folder(step))["master.layers.0.weight"] == {"residual"}
+    assert {piece.pack[:17] for piece in pieces["master.layers.0.weight"]} == {"step-000000000002"}
+
+
+@pytest.mark.parametrize("index_chunks_max", [1 << 17, 8], ids=["one index", "split index"])
+def test_after_a_load_coded_pieces_are_referred_to(tmp_path: Path, index_chunks_max: int) -> None:
+    settings = tuned(ON, coded_bytes_min=8192, unchanged_bytes_min=4096, index_chunks_max=index_chunks_max)
+    with manager_at(tmp_path, settings) as manager:
         saved(manager, 1, mixed_state())
     state = mixed_state(7)
-    with manager_at(tmp_path) as manager:
+    with manager_at(tmp_path, settings) as manager:
         manager.load(state)
         assert saved(manager, 2, state).bytes < 100
     assert stored_tensors(store_of(tmp_path), step_folder(2)).items() >= flat(mixed_state()).items()
@@ -231,8 +257,50 @@ def test_a_pack_that_fits_once_it_is_coded_is_written_and_one_that_does_not_leav
             with pytest.raises(UnavailableError, match="ENOSPC"):
                 manager.save(1, state).wait()
             assert disk.refused[:2] == ["fallocate", "pwrite"]
-            assert list(tmp_path.rglob("*.safetensors")) == []
+            assert [*tmp_path.rglob("*.safetensors"), *tmp_path.rglob("coded")] == []
             disk.room_bytes = 1_000_000
         assert isinstance(manager.save(2, state).wait(), SaveReport)
     assert set(disk.refused) == {"fallocate", "pwrite"} if is_full else {"fallocate"}
     assert stored_tensors(store, step_folder(2)) == {name: tensor.numpy().tobytes() for name, tensor in state.items()}
+
+
+def test_pieces_that_their_caller_has_planned_are_coded_alike(tmp_path: Path) -> None:
+    master = drawn(60_000, 0).reshape(300, 200)
+
+    def pieces(rows: slice) -> list[TensorPiece]:
+        part = master[rows]
+        at = (rows.start, 0)
+        weight = TensorPiece("model.w", (300, 200), at, part.bfloat16())
+        return [weight, TensorPiece("optimizer.w.master", (300, 200), at, part)]
+
+    writers = [PieceWriter(tmp_path / "at", settings=ON) for _ in range(2)]
+    tickets = writers[0].open(2)
+    parts = [
+        writer.write(ticket, pieces(rows), {})
+        for writer, ticket, rows in zip(writers, tickets, (slice(0, 120), slice(120, 300)), strict=True)
+    ]
+    writers[0].finish(parts)
+    store = store_of(tmp_path / "at")
+    assert stored_tensors(store) == {
+        "model.w": master.bfloat16().view(torch.uint8).numpy().tobytes(),
+        "optimizer.w.master": master.numpy().tobytes(),
+    }
+    assert codecs_of(tmp_path / "at") == {"model.w": {"planes"}, "optimizer.w.master": {"residual"}}
+
+
+def test_a_store_of_objects_over_http(objects: ObjectServer) -> None:
+    settings = tuned(
+        replace(ON, chunk_bytes=65536, window_bytes=65536),
+        coded_bytes_min=65536,
+        cell_elements=1 << 17,
+        full_pack_bytes=1 << 19,
+    )
+    settings, url = replace(settings, object_store=objects.settings().object_store), objects.new_url()
+    state = {"model": {"w": drawn(400_000, 0).bfloat16()}, "master": {"w": drawn(400_000, 0)}}
+    with holdfast.CheckpointManager(url, process_group=False, settings=settings) as manager:
+        report = saved(manager, 1, state)
+    store = store_at(url, settings)
+    assert stored_tensors(store, step_folder(1)) == flat(state)
+    assert report.stored_bytes < 0.7 * report.bytes
+    packs = {piece.pack for pieces in stored_pieces(store, step_folder(1)).values() for piece in pieces}
+    assert len([pack for pack in packs if pack.startswith("coded/")]) > 3

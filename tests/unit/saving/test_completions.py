@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.engine.parallel_map import CALLS_AT_ONCE
-from holdfast.engine.write import Completions
+from holdfast.engine.writing.completions import Completions
 from holdfast.errors import UnavailableError
 from holdfast.ports.store import Upload
 from holdfast.settings import PAGE_BYTES

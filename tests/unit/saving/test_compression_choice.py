@@ -68,8 +68,11 @@ class PacedStore(ForwardingStore):
         super().__init__(inner)
         self.clock, self.bytes_per_second, self.lock = clock, SLOW, threading.Lock()
 
-    def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
-        return PacedUpload(self, super().upload(key, bytes_max, part_bytes, folders_durable=folders_durable))
+    def upload(
+        self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True, may_be_less: bool = False
+    ) -> Upload:
+        inner = super().upload(key, bytes_max, part_bytes, folders_durable=folders_durable, may_be_less=may_be_less)
+        return PacedUpload(self, inner)
 
 
 class PacedUpload:
@@ -257,3 +260,32 @@ def test_without_compression_nothing_is_measured(tmp_path: Path) -> None:
     assert not [event for event in heard.events if isinstance(event, Decided)]
     (ended,) = (event for event in heard.events if isinstance(event, Ended))
     assert ended.report.codings == () and ended.report.facts["stored_bytes"] == ended.report.bytes
+
+
+def test_ranks_decide_for_themselves_and_any_rank_reads_all() -> None:
+    """Rank 0 has a slow line to the store, rank 1 a fast one."""
+    store, kinds = fresh_store(), dict[int, set[str]]()
+
+    def work(comm: ThreadComm) -> None:
+        clock = SteppedClock()
+        paced = PacedStore(store, clock)
+        paced.bytes_per_second = FAST if comm.rank else SLOW
+        job = Job(comm, clock, AUTO, NumpyFramework(comm.rank), codecs=codecs())
+        with CheckpointManager.over(paced, job) as manager:
+            for step in (1, 2):
+                report = manager.save(step, both(step)).wait(timeout=25.0)
+            assert isinstance(report, SaveReport)
+            kinds[comm.rank] = {each.kind for each in report.codings if each.codec}
+            target = zeros_like(both(2))
+            manager.load(target)
+            assert bytes_in(target) == bytes_in(both(2))
+
+    for outcome in outcomes_of_ranks(2, work):
+        if isinstance(outcome, BaseException):
+            raise outcome
+    assert kinds == {0: {WEIGHTS, MASTERS}, 1: set()}
+
+
+def both(step: int) -> dict[str, GlobalTensor]:
+    """Two weights and their masters: plain tensors, of which each rank writes one pair."""
+    return {f"{part}.{rank}": state(step + 10 * rank)[f"{part}.w"] for part in ("model", "master") for rank in (0, 1)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+import itertools
 
 import pytest
 
@@ -25,7 +25,7 @@ WEIGHT, MASTER = TensorSpec("w", "bfloat16", (2048,)), TensorSpec("m", "float32"
 @pytest.mark.parametrize("cuts", [(0, 2048), (0, 1024, 2048)])
 def test_a_weight_that_is_cut_otherwise_than_its_master_is_no_pair(cuts: tuple[int, ...]) -> None:
     builder = IndexBuilder(CHUNK)
-    for start, stop in pairwise(cuts):
+    for start, stop in itertools.pairwise(cuts):
         digests = bytes(16)
         builder.add(WEIGHT, Box((start,), (stop,)), "r00000.safetensors", 4096 + 2 * start, digests)
     coding = coding_of(8192, [100, 200], ["residual", "planes"], "w")

@@ -41,6 +41,15 @@ def test_one_line_a_save_and_one_a_load(tmp_path: Path, caplog: pytest.LogCaptur
     assert re.fullmatch(rf"step 300 loaded: 1\.0 MiB in \S+ m?s, 1 tensor, from {where}", loaded)
 
 
+def test_the_line_of_a_coded_save_says_how_much_is_stored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    state = {"weights": torch.randn(1 << 17).bfloat16(), "ids": torch.arange(1 << 15)}
+    settings = holdfast.Settings(compression="on", lease_seconds=8.75)
+    report = holdfast.save(tmp_path / "c", state, process_group=False, settings=settings)
+    (saved,) = lines_of(caplog, "saved:")
+    assert saved.endswith(f"), coded to {report.stored_bytes / report.bytes:.0%}")
+
+
 def test_the_line_of_a_load_by_several_ranks_says_whose_bytes_it_counts(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
 

@@ -94,15 +94,12 @@ class Decision:
                 "(settings.failed_saves_max). Nothing was saved. The log has their errors: look there first"
             )
             return self._save.refusal(UnavailableError(text))
-        skew_error = skew_error_of(self._save.name, stated)
+        skew_error = skew_error_of(self._save.name, stated) or compression_error_of(self._save.name, stated)
         if skew_error is not None:
             return self._save.refusal(skew_error)
         overwrite_error = overwrite_error_of(self._save.name, stated)
         if overwrite_error is not None:
             return self._save.refusal(overwrite_error, is_misuse=True)
-        compression_error = compression_error_of(self._save.name, stated)
-        if compression_error is not None:
-            return self._save.refusal(compression_error)
         unmatched_error, warnings = judge_unmatched(self._save.name, [each.statement.unmatched for each in stated])
         if unmatched_error is not None:
             return self._save.refusal(unmatched_error)

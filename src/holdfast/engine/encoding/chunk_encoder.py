@@ -24,9 +24,6 @@ _MASTER_TYPE = "float32"
 
 _MANTISSA = (1 << 23) - 1
 
-_CAST_ELEMENTS = 16 << 10
-"""Elements cast at once: few enough that they stay in the processor's cache."""
-
 
 @value_class
 class EncodedChunk:
@@ -113,12 +110,7 @@ class ChunkEncoder:
 
 def rounded(master: memoryview, dtype: str) -> memoryview:
     """Return float32 elements rounded to a type of 16 bits."""
-    elements = np.frombuffer(master, np.float32)
-    halves = np.empty(len(elements), np.uint16)
-    for start in range(0, len(elements), _CAST_ELEMENTS):
-        some = slice(start, start + _CAST_ELEMENTS)
-        halves[some] = cast(elements[some], _MASTER_TYPE, dtype).view(np.uint16)
-    return halves.data.cast("B")
+    return cast(np.frombuffer(master, np.float32), _MASTER_TYPE, dtype).view(np.uint8).data
 
 
 def _tried(item: PackItem, raw: memoryview) -> Iterator[str]:

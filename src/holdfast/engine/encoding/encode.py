@@ -245,11 +245,12 @@ class _Unit:
         """Encode, and let the meter count what it took to copy, hash and encode each chunk."""
         meter, sizes = self._meter, self._sizes
         assert meter is not None
-        start = meter.thread_seconds()
+        fqn, begin, start = self._item.tensor.fqn, meter.seconds(), meter.thread_seconds()
         encoded = self._encoded()
-        seconds = (meter.thread_seconds() - start) / len(encoded)
+        seconds, elapsed = meter.thread_seconds() - start, meter.seconds() - begin
+        share = 1 / len(encoded)
         for chunk, raw_bytes in zip(encoded, sizes, strict=True):
-            meter.note_chunk(self._item.tensor.fqn, chunk.codec, raw_bytes, chunk.stored_bytes, seconds)
+            meter.note_chunk(fqn, chunk.codec, raw_bytes, chunk.stored_bytes, seconds * share, elapsed * share)
         return encoded
 
     def encoded(self) -> list[EncodedChunk]:

@@ -15,17 +15,18 @@ class _Sums:
 
     def __init__(self) -> None:
         self.raw_bytes = self.stored_bytes = 0
-        self.seconds = 0.0
+        self.seconds = self.elapsed_seconds = 0.0
         self.codecs: dict[str, int] = {}
 
-    def add(self, codec: str, raw_bytes: int, stored_bytes: int, seconds: float) -> None:
+    def add(self, codec: str, raw_bytes: int, stored_bytes: int, seconds: float, elapsed_seconds: float) -> None:
         self.raw_bytes += raw_bytes
         self.stored_bytes += stored_bytes
         self.seconds += seconds
+        self.elapsed_seconds += elapsed_seconds
         self.codecs[codec] = self.codecs.get(codec, 0) + raw_bytes
 
     def coded(self) -> Coded:
-        return Coded(self.raw_bytes, self.stored_bytes, self.seconds, dict(self.codecs))
+        return Coded(self.raw_bytes, self.stored_bytes, self.seconds, self.elapsed_seconds, dict(self.codecs))
 
 
 class SaveMeter:
@@ -44,30 +45,49 @@ class SaveMeter:
         self._probed: dict[Kind, _Sums] = {}
         self._written_bytes = self._in_flight = 0
         self._in_flight_since = self._write_seconds = self._processor_seconds = self._seconds = 0.0
+        self._probe_seconds = 0.0
 
     def thread_seconds(self) -> float:
         """Return the processor seconds of the calling thread: the difference of two calls is what work cost."""
         return self._clock.thread_seconds()
 
+    def seconds(self) -> float:
+        """Return seconds on the monotonic clock."""
+        return self._clock.monotonic_seconds()
+
     def note_chunk(
-        self, fqn: str, codec: str, raw_bytes: int, stored_bytes: int, seconds: float, *, is_probe: bool = False
+        self, fqn: str, codec: str, raw_bytes: int, stored_bytes: int, seconds: float, elapsed_seconds: float
     ) -> None:
-        """Count a chunk that was coded.
+        """Count a chunk that was coded and is stored.
 
         Args:
             fqn: Its tensor.
             codec: Its codec; empty if it gained nothing and is stored raw.
             raw_bytes, stored_bytes: Its sizes.
             seconds: Processor seconds of all that the thread did to it: to copy, hash and code it.
-            is_probe: Whether it was coded to measure it, and is not stored.
+            elapsed_seconds: Seconds that passed meanwhile.
         """
         kind = self._kinds.get(fqn)
-        if kind is None:
-            return
         with self._lock:
             self._processor_seconds += seconds
-            sums = (self._probed if is_probe else self._coded).setdefault(kind, _Sums())
-            sums.add(codec, raw_bytes, stored_bytes, seconds)
+            if kind is not None:
+                sums = self._coded.setdefault(kind, _Sums())
+                sums.add(codec, raw_bytes, stored_bytes, seconds, elapsed_seconds)
+
+    def note_sample(
+        self, fqn: str, codec: str, raw_bytes: int, stored_bytes: int, seconds: float, all_seconds: float
+    ) -> None:
+        """Count a sample that was coded and discarded.
+
+        Args:
+            fqn, codec, raw_bytes, stored_bytes, seconds: As `note_chunk`, for the measured run.
+            all_seconds: Processor seconds of all runs. They are not those of a save.
+        """
+        kind = self._kinds.get(fqn)
+        with self._lock:
+            self._probe_seconds += all_seconds
+            if kind is not None:
+                self._probed.setdefault(kind, _Sums()).add(codec, raw_bytes, stored_bytes, seconds, seconds)
 
     @contextmanager
     def writing(self, count: int) -> Iterator[None]:
@@ -121,4 +141,5 @@ class SaveMeter:
                 processor_seconds=self._processor_seconds,
                 coded={kind: sums.coded() for kind, sums in self._coded.items()},
                 probed={kind: sums.coded() for kind, sums in self._probed.items()},
+                probe_seconds=self._probe_seconds,
             )

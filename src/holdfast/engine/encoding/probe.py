@@ -14,7 +14,7 @@ Prepare = Callable[[PackItem, memoryview], Callable[[], tuple[str, int]]]
 """Takes a part of a piece; returns what codes it as an encoder does a chunk, and returns codec and stored bytes."""
 
 
-class Probe:
+class ChunkProbe:
     """The samples of one save. The threads that write windows call it, each with a window that is about to be written.
 
     A chunk often spans two windows, so a sample is the part of a piece that lies in one.
@@ -51,21 +51,23 @@ class Probe:
             if self._taken[kind] >= sampling.count or self._seen[kind] <= due or len(data) < sampling.bytes_min:
                 return
             self._taken[kind] += 1
-        start = self._meter.thread_seconds()
-        # A copy, as an encoder makes it: so both measure the same work.
-        sample = memoryview(bytearray(data[: sampling.bytes_max]))
-        seconds = self._meter.thread_seconds() - start
+        data, begin = data[: sampling.bytes_max], self._meter.thread_seconds()
+        sample = memoryview(bytearray(data))
         encode = self._prepare(item, sample)
+        # The first run on a thread allocates what codecs work in. An encoder's threads do that once.
+        encode()
         start = self._meter.thread_seconds()
+        # Copied again, as an encoder copies each chunk: so both measure the same work.
+        sample[:] = data
         codec, stored_bytes = encode()
-        seconds += self._meter.thread_seconds() - start
-        self._meter.note_chunk(item.tensor.fqn, codec, len(sample), stored_bytes, seconds, is_probe=True)
+        stop = self._meter.thread_seconds()
+        self._meter.note_sample(item.tensor.fqn, codec, len(sample), stored_bytes, stop - start, stop - begin)
 
 
 class PackProbe:
     """Finds the pieces in the windows of one pack."""
 
-    def __init__(self, probe: Probe, header_bytes: int, items: list[PackItem]) -> None:
+    def __init__(self, probe: ChunkProbe, header_bytes: int, items: list[PackItem]) -> None:
         self._probe, self._items = probe, items
         self._starts = [header_bytes + item.data_offset for item in items]
         self._stops = [start + item.bytes for start, item in zip(self._starts, items, strict=True)]

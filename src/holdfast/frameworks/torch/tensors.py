@@ -160,14 +160,26 @@ class TorchSource:
 
         The piece is one run of a held region.
         """
+        local, offset = self._place_of(piece)
+        if self.side is None:
+            _copy_run(local, offset + start, offset + stop, buffer)
+            return DONE
+        return self.side.queued(lambda: _queue_run(local, offset + start, offset + stop, buffer))
+
+    def memory(self, piece: Region) -> memoryview | None:
+        """Return the bytes of a piece as they lie in host memory; None if they are not there as one row-major run."""
+        local, offset = self._place_of(piece)
+        if not local.is_cpu or not _is_one_run(local):
+            return None
+        return bits_of(local).data.cast("B")[offset : offset + piece.numel * local.itemsize]
+
+    def _place_of(self, piece: Region) -> tuple[torch.Tensor, int]:
+        """Return the tensor that holds a piece, and how many of its row-major bytes are before the piece."""
         part = self._parts[0]
         if len(self._parts) > 1:
             part = next(held for held in self._parts if contains(held.region, piece))
         offset = 0 if piece is part.region else _first_element(part.region, piece) * part.local.element_size()
-        if self.side is None:
-            _copy_run(part.local, offset + start, offset + stop, buffer)
-            return DONE
-        return self.side.queued(lambda: _queue_run(part.local, offset + start, offset + stop, buffer))
+        return part.local, offset
 
     @classmethod
     def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], buffer: memoryview) -> Ticket:

@@ -79,7 +79,7 @@ class HoldfastCheckpointIO(CheckpointIO):
         _require_caller()
         state = values_state(checkpoint, self._skip)
         self._saves.await_ends(path)
-        target = destination(path)
+        target = destination(path, in_background=self._background)
         if self._background and not target.is_linked and not is_needed_at_once(path):
             self._saves.begin(target, state, publishes=True)
             return

@@ -58,7 +58,8 @@ class CheckpointPath:
             if os.path.islink(self.path) or os.path.isfile(self.path):
                 old = _take_place(self.written_at, self.path)
                 _make_durable(os.path.dirname(self.path))
-                _remove_hidden(old)
+                with suppress(OSError):  # `tidy` tries again.
+                    _remove_hidden(old)
             else:
                 os.rename(self.written_at, self.path)
                 _make_durable(os.path.dirname(self.path))
@@ -69,11 +70,14 @@ class CheckpointPath:
             ) from error
 
 
-def destination(path: str | os.PathLike[str]) -> CheckpointPath:
+def destination(path: str | os.PathLike[str], *, in_background: bool = False) -> CheckpointPath:
     """Return where a save to a path writes; remove what a killed save to it has left. On one rank.
 
     Its folder exists afterwards: Lightning puts a link there as soon as a save in the background returns.
 
+    Args:
+        path: The path.
+        in_background: Whether the save is asked for in the background, so that links count.
     Raises:
         InvalidError: A folder of something else is there.
         UnavailableError: The folder of the path cannot be made.
@@ -83,7 +87,7 @@ def destination(path: str | os.PathLike[str]) -> CheckpointPath:
     restore(text)
     if "://" in text or (os.path.isdir(text) and not os.path.islink(text)):
         _require_replaceable(text)
-        return CheckpointPath(text, text, is_linked="://" not in text and _has_links_beside(text))
+        return CheckpointPath(text, text, is_linked=in_background and "://" not in text and _has_links_beside(text))
     hidden = _hidden(text, _SAVING)
     try:
         os.makedirs(os.path.dirname(text), exist_ok=True)
@@ -92,7 +96,7 @@ def destination(path: str | os.PathLike[str]) -> CheckpointPath:
         raise UnavailableError(
             f"{text}: no checkpoint can be written beside it: {error}. Make room there, or save elsewhere"
         ) from error
-    return CheckpointPath(text, hidden, is_linked=_has_links_beside(text))
+    return CheckpointPath(text, hidden, is_linked=in_background and _has_links_beside(text))
 
 
 def remove(path: str | os.PathLike[str]) -> None:

@@ -109,7 +109,7 @@ class ShardedCheckpoints:
             # A refusal here is one on every rank: no other has begun to save.
             require_free_keys(objects)
             state.update(values_state(values, self._skip))
-            return destination(path)
+            return destination(path, in_background=self._background)
 
         target = ranks.from_first(prepare)
         if self._background and not target.is_linked and not now:

@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "trainer_state.json"
 """Trainer writes this file last into a folder `checkpoint-N`, and reads it first."""
 
+EXPORTS_FOLDER = "_hf"
+"""Folder below `output_dir` with a folder of `save_pretrained` for each kept step."""
+
 _PLAIN = re.compile(r"checkpoint-(\d+)")
 
 
@@ -98,8 +101,13 @@ def find(root: str, output_dir: str, wanted: object, settings: Settings) -> Resu
         raise InvalidError(
             f"resume_from_checkpoint={wanted!r}; expected True, the number or the tag of a step, or the path of one"
         )
-    is_path = "://" in text or os.sep in text or os.path.exists(text)
-    return _at_path(root, text, settings) if is_path else _named(root, text, settings)
+    if "://" in text or os.sep in text or os.path.exists(text):
+        return _at_path(root, text, settings)
+    try:
+        return _named(root, text, settings)
+    except MissingError:
+        _require_not_of_trainer(root, text)
+        raise
 
 
 def by_number(root: str, step: int, settings: Settings) -> ResumeStep:
@@ -125,8 +133,8 @@ def say_other_ranks(source: ResumeStep, arguments: str, ranks: int) -> None:
     before, now = _samples_a_step(source.record["arguments"], source.ranks), _samples_a_step(arguments, ranks)
     if before != now and before is not None:
         logger.warning(
-            "%s: a step was of %d samples, and is of %s now. Trainer finds its place in the data by its count of steps, "
-            "so samples of this epoch are trained again or left out. To go on at the same place, keep the product of "
+            "%s: a step was of %d samples, and is of %s now. Trainer finds its place in the data by a count of steps: "
+            "samples of this epoch are trained again or left out. To go on at the same place, keep the product of "
             "ranks, per_device_train_batch_size and gradient_accumulation_steps",
             source.url,
             before,
@@ -209,7 +217,15 @@ def _at_path(root: str, path: str, settings: Settings) -> ResumeStep | ResumeFol
     folder = Path(path)
     if (folder / STATE_FILE).is_file():
         return ResumeFolder(path)
-    if _PLAIN.fullmatch(folder.name) and folder.is_dir():
+    if "://" not in path and not folder.exists():
+        _require_not_of_trainer(root, path)
+    number = _PLAIN.fullmatch(folder.name)
+    if number and folder.parent.name == EXPORTS_FOLDER:
+        raise InvalidError(
+            f"{path}: is an exported model, without optimizer and state; expected the step that it was made of. Pass "
+            f"resume_from_checkpoint={int(number[1])} in its training, or begin a new one from_pretrained({path!r})"
+        )
+    if number and folder.is_dir():
         raise InvalidError(
             f"{path}: has no {STATE_FILE}, so Trainer did not finish this folder; expected a whole one. Remove it, and "
             "resume from an older one"
@@ -229,6 +245,16 @@ def _at_path(root: str, path: str, settings: Settings) -> ResumeStep | ResumeFol
         record=record,
         ranks=checkpoint.manifest.world_size,
     )
+
+
+def _require_not_of_trainer(root: str, path: str) -> None:
+    """Refuse the path that Trainer itself would have saved a step at: nothing is there."""
+    number = _PLAIN.fullmatch(Path(path).name)
+    if number:
+        raise MissingError(
+            f"{path}: is not there; expected a folder that Trainer itself wrote. Holdfast saves steps in {root}: pass "
+            f"resume_from_checkpoint={int(number[1])} or True"
+        )
 
 
 def _record_of(checkpoint: Checkpoint) -> Mapping[str, Any]:

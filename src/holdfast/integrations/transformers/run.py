@@ -25,6 +25,7 @@ from holdfast.integrations.transformers.contents import (
 from holdfast.integrations.transformers.exports import ModelFolders, copy_files, folder_of, tag_of
 from holdfast.integrations.transformers.framework import is_first_rank, on_first_rank, rank_count
 from holdfast.integrations.transformers.resuming import (
+    EXPORTS_FOLDER,
     STATE_FILE,
     OlderStepError,
     ResumeFolder,
@@ -43,9 +44,6 @@ logger = logging.getLogger(__name__)
 ROOT_FOLDER = "_holdfast"
 """Folder of the run below `output_dir`. Trainer pushes no folder whose name begins with `_`, and takes none for its own
 that is not called `checkpoint-N`."""
-
-EXPORTS_FOLDER = "_hf"
-"""Folder below `output_dir` with a folder of `save_pretrained` for each kept step."""
 
 BEST = "best"
 """Tag of the step with the best metric."""
@@ -149,12 +147,22 @@ class TrainerRun:
         return source
 
     def write_state_file(self, folder: Path) -> None:
-        """Write the `trainer_state.json` of the step that the training goes on from, for Trainer to read."""
+        """Write the `trainer_state.json` of the step that the training goes on from, for Trainer to read.
+
+        Raises:
+            UnavailableError: It cannot be written.
+        """
         assert self.source is not None, "a training that begins anew has no state"
         state = json.loads(self.source.record["state"])
         # Trainer would look for a folder of its own there. `restore_best` sets it.
         state["best_model_checkpoint"] = None
-        (folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+        try:
+            (folder / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+        except OSError as error:
+            raise UnavailableError(
+                f"{folder / STATE_FILE}: cannot be written, and Trainer reads its state there: {error}. Make room "
+                "among the temporary files, or set TMPDIR"
+            ) from error
 
     def restore_best(self) -> None:
         """Set the best step of the state that was just read, if the run has it."""

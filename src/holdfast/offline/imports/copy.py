@@ -11,7 +11,7 @@ from holdfast.checkpoint.location import CheckpointLocation, require_no_checkpoi
 from holdfast.checkpoint.pack_sizes import require_sizes
 from holdfast.coordination.job import Job
 from holdfast.coordination.save_context import SaveContext
-from holdfast.engine.write import PackWriter
+from holdfast.engine.writing.write import PackWriter
 from holdfast.errors import InvalidError, first_three
 from holdfast.format.names import MANIFEST_FILE
 from holdfast.geometry.box import Box

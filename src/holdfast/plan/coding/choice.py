@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from holdfast.types.coding import Decision, Kind, Rates
+from holdfast.types.coding import Kind, KindDecision, Rates
 
 CODED_BELOW = 0.97
 """Kinds are coded only if the save takes less than this part of its time raw: less is within the noise of a store."""
@@ -47,8 +47,8 @@ class SaveModel:
     store_bytes_per_second: float
     """Bytes per second that the store takes from this rank."""
 
-    threads: int
-    """Threads that code."""
+    threads: float
+    """Threads that code, as many as have a processor of their own: fewer if they wait for processors."""
 
     def seconds(self, amounts: Amounts, coded: Collection[Kind]) -> float:
         """Return how long a save takes that codes some kinds, all of them measured."""
@@ -118,10 +118,10 @@ class Basis:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class KindsChoice:
     """What one save codes, and why."""
 
-    decisions: Mapping[Kind, Decision]
+    decisions: Mapping[Kind, KindDecision]
     """The decision on each kind."""
 
     model: SaveModel | None = None
@@ -146,8 +146,8 @@ class Choice:
 
 
 def chosen(
-    amounts: Amounts, model: SaveModel | None, before: Choice | None, withheld: Mapping[Kind, int] | None = None
-) -> Choice:
+    amounts: Amounts, model: SaveModel | None, before: KindsChoice | None, withheld: Mapping[Kind, int] | None = None
+) -> KindsChoice:
     """Return what a save under `compression="auto"` codes. Its predicted time never exceeds that of a raw save.
 
     Kinds are added while the time falls, those first that save most bytes in a processor second. A kind that a thread
@@ -161,7 +161,9 @@ def chosen(
     """
     withheld = withheld or {}
     if model is None:
-        return Choice(dict.fromkeys(amounts.kinds, Decision(False, "nothing is measured yet: the first save is raw")))
+        return KindsChoice(
+            dict.fromkeys(amounts.kinds, KindDecision(False, "nothing is measured yet: the first save is raw"))
+        )
     candidates = frozenset(kind for kind in amounts.kinds if kind in model.rates and kind not in withheld)
     raw_seconds = model.seconds(amounts, ())
     ideal_seconds = model.ideal_seconds(amounts, candidates)
@@ -176,20 +178,21 @@ def chosen(
         basis = Basis(raw_seconds * scale, chosen_seconds * scale, ideal_seconds * scale, candidates)
     share = model.seconds(amounts, coded) / raw_seconds if raw_seconds else 1.0
     decisions = {
-        kind: Decision(kind in coded, _why(kind, model, coded, share, withheld.get(kind, 0))) for kind in amounts.kinds
+        kind: KindDecision(kind in coded, _why(kind, model, coded, share, withheld.get(kind, 0)))
+        for kind in amounts.kinds
     }
-    return Choice(decisions, model, basis)
+    return KindsChoice(decisions, model, basis)
 
 
-def chosen_for_size(amounts: Amounts, model: SaveModel | None) -> Choice:
+def chosen_for_size(amounts: Amounts, model: SaveModel | None) -> KindsChoice:
     """Return what a save under `compression="on"` codes: whatever shrinks by 5 %, and what nobody has measured yet."""
     rates = {} if model is None else model.rates
     decisions = {}
     for kind in amounts.kinds:
         shrinks = kind not in rates or 1 / rates[kind].ratio <= SHRUNK_BELOW
         why = 'compression="on"' if shrinks else 'compression="on", but coding it saves less than 5 %'
-        decisions[kind] = Decision(shrinks, why)
-    return Choice(decisions, model)
+        decisions[kind] = KindDecision(shrinks, why)
+    return KindsChoice(decisions, model)
 
 
 def _best(amounts: Amounts, model: SaveModel, candidates: Collection[Kind]) -> frozenset[Kind]:
@@ -208,7 +211,7 @@ def _best(amounts: Amounts, model: SaveModel, candidates: Collection[Kind]) -> f
     return frozenset(coded) if seconds < CODED_BELOW * raw_seconds else frozenset()
 
 
-def _stands(before: Choice, model: SaveModel, amounts: Amounts, ideal_seconds: float) -> bool:
+def _stands(before: KindsChoice, model: SaveModel, amounts: Amounts, ideal_seconds: float) -> bool:
     """Return whether the predictions on which a choice was made still hold, and it is no slower than raw."""
     basis, scale = before.basis, 1 / max(amounts.bytes, 1)
     assert basis is not None, "the choice was made by predictions"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import fnmatchcase, translate
 
 from holdfast.geometry.region import Region
 from holdfast.geometry.tensor import Shard
@@ -47,5 +48,21 @@ def matches(fqn: str, patterns: Collection[str]) -> bool:
     """Return whether a pattern matches a name, or a name above it."""
     if not patterns:
         return False
-    names = [fqn, *(fqn[:at] for at, letter in enumerate(fqn) if letter == ".")]
-    return any(fnmatchcase(name, pattern) for pattern in patterns for name in names)
+    return any(fnmatchcase(name, pattern) for pattern in patterns for name in _names_above(fqn))
+
+
+def unmatched(patterns: Sequence[str], fqns: Iterable[str]) -> list[str]:
+    """Return the patterns that match none of some names, nor a name above them."""
+    matchers = {pattern: re.compile(translate(pattern)).match for pattern in patterns}
+    for fqn in fqns:
+        if not matchers:
+            break
+        names = _names_above(fqn)
+        for pattern in [pattern for pattern, is_match in matchers.items() if any(map(is_match, names))]:
+            del matchers[pattern]
+    return list(matchers)
+
+
+def _names_above(fqn: str) -> list[str]:
+    """Return a name and all names above it."""
+    return [fqn, *(fqn[:at] for at, letter in enumerate(fqn) if letter == ".")]

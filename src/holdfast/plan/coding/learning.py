@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from holdfast.plan.coding.choice import Amounts, Choice, SaveModel, chosen, chosen_for_size
+from holdfast.plan.coding.choice import Amounts, KindsChoice, SaveModel, chosen, chosen_for_size
 from holdfast.types.coding import Coded, Compression, Kind, KindCoding, Measured, Rates, Sampling
 
 SLOWER_ABOVE = 1.03
@@ -22,11 +22,16 @@ _CHUNKS_PER_SAMPLE = 64
 
 _SAMPLE_BYTES_MIN = 64 << 10
 
+_RUNS_PER_SAMPLE = 2
+"""A sample is coded twice, since the first run on a thread allocates memory: it takes up to twice as long."""
+
 _GOLDEN = 0.618034
 """Multiples of it, modulo 1, spread evenly: the samples of successive saves lie far from each other."""
 
 _SAVES_OF_CREDIT_MAX = 64
 """A chunk costs more than a small save may spend, so the allowance of so many saves adds up, and no more."""
+
+_STRETCH_KEPT, _STRETCH_MAX = 0.9, 16.0
 
 _BUSY_SHARE = 0.9
 """Share of its time for which a coded save must have been writing, to say how slow the store is."""
@@ -42,7 +47,7 @@ class Knowledge:
     store_bytes_per_second: float | None = None
     """Bytes per second that the store takes from this rank; None before the first save."""
 
-    choice: Choice | None = None
+    choice: KindsChoice | None = None
     """The choice of the last save that has begun."""
 
     withheld: Mapping[Kind, int] = field(default_factory=dict)
@@ -50,6 +55,9 @@ class Knowledge:
 
     probe_seconds: float = 0.0
     """Processor seconds that later saves may spend on measuring."""
+
+    stretch: float = 1.0
+    """By how much longer coding takes than its processor time, because threads wait for processors."""
 
     saves: int = 0
     """Saves that have ended."""
@@ -61,9 +69,9 @@ class Knowledge:
         """Return what is known; None if nothing was written yet."""
         if self.store_bytes_per_second is None:
             return None
-        return SaveModel(self.rates, self.store_bytes_per_second, threads)
+        return SaveModel(self.rates, self.store_bytes_per_second, threads / self.stretch)
 
-    def begun(self, amounts: Amounts, threads: int, compression: Compression) -> tuple[Knowledge, Choice]:
+    def begun(self, amounts: Amounts, threads: int, compression: Compression) -> tuple[Knowledge, KindsChoice]:
         """Return the knowledge once the next save has begun, and the choice of that save."""
         model = self.model(threads)
         if compression == "on":
@@ -73,7 +81,7 @@ class Knowledge:
         withheld = {kind: saves - 1 for kind, saves in self.withheld.items() if saves > 1}
         return replace(self, choice=choice, withheld=withheld), choice
 
-    def samplings(self, choice: Choice, amounts: Amounts, chunk_bytes: int) -> dict[Kind, Sampling]:
+    def samplings(self, choice: KindsChoice, amounts: Amounts, chunk_bytes: int) -> dict[Kind, Sampling]:
         """Return where a save measures the kinds that it writes raw: all that are unknown, others as time allows."""
         samplings = {}
         seconds_left = self.probe_seconds
@@ -85,7 +93,7 @@ class Knowledge:
                 count = -(-amounts.kinds[kind] // every_bytes)
                 samplings[kind] = Sampling(count, 0, every_bytes, bytes_min, chunk_bytes)
                 continue
-            seconds_left -= chunk_bytes / self.rates[kind].bytes_per_second
+            seconds_left -= _RUNS_PER_SAMPLE * chunk_bytes / self.rates[kind].bytes_per_second
             if seconds_left < 0:
                 break
             # The first chunk of a kind is the same tensor every time, so each save takes another one.
@@ -93,7 +101,7 @@ class Knowledge:
             samplings[kind] = Sampling(1, first_bytes, every_bytes, bytes_min, chunk_bytes)
         return samplings
 
-    def ended(self, choice: Choice, measured: Measured, compression: Compression) -> Knowledge:
+    def ended(self, choice: KindsChoice, measured: Measured, compression: Compression) -> Knowledge:
         """Return the knowledge once a save has ended.
 
         Args:
@@ -109,15 +117,15 @@ class Knowledge:
             slow = slow_kind(measured, min(choice.model.store_bytes_per_second, store_bytes_per_second))
             if slow is not None:
                 withheld[slow] = RAW_SAVES
-        spent_seconds = sum(coded.seconds for coded in measured.probed.values())
         allowance = PROBE_SHARE * measured.processor_seconds
-        credit = min(self.probe_seconds + allowance - spent_seconds, _SAVES_OF_CREDIT_MAX * allowance)
+        credit = min(self.probe_seconds + allowance - measured.probe_seconds, _SAVES_OF_CREDIT_MAX * allowance)
         return replace(
             self,
             rates=self._rates(measured),
             saves=self.saves + 1,
             measured_at={**self.measured_at, **dict.fromkeys((*measured.probed, *measured.coded), self.saves + 1)},
             store_bytes_per_second=store_bytes_per_second,
+            stretch=self._stretch(measured),
             withheld=withheld,
             # The first save spends more than its allowance. That is not held against the later ones.
             probe_seconds=max(credit, 0.0),
@@ -133,6 +141,14 @@ class Knowledge:
         # The store waited for the coding threads, so it had fewer writes at a time than it can take: it is this fast at
         # least. An estimate that is too low would let later saves code what they should not.
         return max(found, known)
+
+    def _stretch(self, measured: Measured) -> float:
+        seconds = sum(coded.seconds for coded in measured.coded.values())
+        elapsed = sum(coded.elapsed_seconds for coded in measured.coded.values())
+        if seconds <= 0:
+            # Raw saves do not show it. It is forgotten within some ten saves, and then tried again.
+            return 1 + (self.stretch - 1) * _STRETCH_KEPT
+        return min(max(elapsed / seconds, 1.0), _STRETCH_MAX)
 
     def _rates(self, measured: Measured) -> dict[Kind, Rates]:
         rates = dict(self.rates)
@@ -179,7 +195,9 @@ def rates_of(coded: Coded) -> Rates | None:
     return Rates(coded.raw_bytes / coded.stored_bytes, coded.raw_bytes / coded.seconds)
 
 
-def codings_of(knowledge: Knowledge, choice: Choice, amounts: Amounts, measured: Measured) -> tuple[KindCoding, ...]:
+def codings_of(
+    knowledge: Knowledge, choice: KindsChoice, amounts: Amounts, measured: Measured
+) -> tuple[KindCoding, ...]:
     """Return what a save did with each kind, the largest kinds first.
 
     Args:

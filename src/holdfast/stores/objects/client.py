@@ -71,6 +71,7 @@ class Clients:
             settings.silence_timeout_seconds,
             settings.bytes_per_second_min,
         )
+        self._signs_over_plain_http = settings._tuning.signs_over_plain_http
         self._made_here: _Made | None = None
         self._first_contact = FirstContact(f"{address.scheme} {self.endpoint or settings.object_store.region}")
 
@@ -186,7 +187,7 @@ class Clients:
         if self.ca_file is not None:
             options["root_certificate"] = self._certificates()
         is_s3 = address.scheme == "s3"
-        configuration = _s3(self._settings, endpoint) if is_s3 else options_of(address, self._settings, endpoint)
+        configuration = self._s3_options() if is_s3 else options_of(address, self._settings, endpoint)
         if not self._settings.anonymous:
             made.credentials = made.credentials or (
                 _s3_credentials(address, self._settings) if is_s3 else credentials_of(address)
@@ -211,6 +212,33 @@ class Clients:
         return next((os.environ[name] for name in ENDPOINTS[self._address.scheme] if os.environ.get(name)), None)
 
     @property
+    def signs_content(self) -> bool:
+        """Whether requests to S3 sign what they send.
+
+        TLS protects the content already, and hashing it once more would take most of the time. Plain HTTP does not.
+        """
+        is_plain = self.endpoint is not None and self.endpoint.startswith("http://")
+        return is_plain and self._signs_over_plain_http
+
+    def _s3_options(self) -> dict[str, Any]:
+        """Return the options of a client of S3 beside those of all clients."""
+        settings, endpoint = self._settings, self.endpoint
+        configuration: dict[str, Any] = {
+            "unsigned_payload": not self.signs_content,
+            "skip_signature": settings.anonymous,
+        }
+        if settings.virtual_hosted:
+            configuration["virtual_hosted_style_request"] = True
+        if endpoint is not None:
+            configuration["endpoint"] = endpoint
+        region = settings.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        if region:
+            configuration["region"] = region
+        if settings.kms_key is not None:
+            configuration |= {"server_side_encryption": "aws:kms", "sse_kms_key_id": settings.kms_key}
+        return configuration
+
+    @property
     def ca_file(self) -> str | None:
         """File of certificates to trust beside those of the system."""
         return self._settings.ca_file or os.environ.get("AWS_CA_BUNDLE") or None
@@ -225,22 +253,6 @@ class Clients:
                 f"{self._address.url}: cannot read the certificates in {self.ca_file}: {error.strerror}; mend "
                 "ObjectSettings(ca_file=…) or AWS_CA_BUNDLE"
             ) from error
-
-
-def _s3(settings: ObjectSettings, endpoint: str | None) -> dict[str, Any]:
-    plain = endpoint is not None and endpoint.startswith("http://")
-    # TLS protects the content already, and hashing it once more would take most of the time. Plain HTTP does not.
-    configuration: dict[str, Any] = {"unsigned_payload": not plain, "skip_signature": settings.anonymous}
-    if settings.virtual_hosted:
-        configuration["virtual_hosted_style_request"] = True
-    if endpoint is not None:
-        configuration["endpoint"] = endpoint
-    region = settings.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
-    if region:
-        configuration["region"] = region
-    if settings.kms_key is not None:
-        configuration |= {"server_side_encryption": "aws:kms", "sse_kms_key_id": settings.kms_key}
-    return configuration
 
 
 _NATIVE = (

@@ -98,6 +98,7 @@ class ObjectReading:
         found = self.clients.ask(
             "list", self.where(prefix), lambda api, client: api.list_with_delimiter(client, full or None)
         )
+        self._has_bucket = True
         names = (path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"])
         return sorted(name for name in names if is_key(name, self._split))
 

@@ -78,8 +78,7 @@ class SignedRequests:
         keys = self._clients.keys()
         origin, path = self._place(key, keys)
         host = urllib.parse.urlsplit(origin).netloc
-        # TLS protects the content already. Plain HTTP does not.
-        digest = _UNSIGNED if origin.startswith("https://") else hashlib.sha256(data).hexdigest()
+        digest = hashlib.sha256(data).hexdigest() if self._clients.signs_content else _UNSIGNED
         moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         headers |= {"x-amz-content-sha256": digest, "x-amz-date": moment}
         if keys.token:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -21,7 +21,7 @@ from holdfast.stores.objects.parts_of_s3 import PartsOfBucket
 from holdfast.stores.objects.reading import ObjectReading
 from holdfast.stores.objects.signed import SignedRequests
 from holdfast.stores.parts import PartLedger
-from holdfast.stores.remote.memory import BytesInFlight, ObjectUpload
+from holdfast.stores.remote.memory import BytesInFlight, LentObject, ObjectUpload
 from holdfast.stores.remote.probe import Probe
 
 logger = logging.getLogger(__name__)
@@ -131,6 +131,14 @@ class ObjectStore(ObjectReading):
             self._probe.require_exclusive_creates()
         self.create(key, memoryview(data))
 
+    def require_exclusive_creates(self) -> None:
+        """Ask the server, unless this process has asked before, whether it keeps the condition of a create."""
+        self._probe.require_exclusive_creates()
+
+    def trust_exclusive_creates(self) -> None:
+        """Take note that another process of the job has asked."""
+        self._probe.trust()
+
     def upload(
         self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True, may_be_less: bool = False
     ) -> Upload:
@@ -150,6 +158,14 @@ class ObjectStore(ObjectReading):
             )
         return MultipartUpload(ledger, self._in_flight, self._parts, self, key, full)
 
+    def lent_upload(self, key: str, parts: Sequence[memoryview]) -> Upload:
+        """Begin an object that must not exist yet, out of memory that the caller lends; one request sends it."""
+        where, full_bytes = self.where(key), sum(part.nbytes for part in parts)
+        self.full_key(key)
+        if full_bytes > self.object_bytes_max:
+            raise InvalidError(f"{where}: an object of {full_bytes} bytes; expected at most {self.object_bytes_max}")
+        return LentObject(where, parts, self._in_flight, lambda lent: self.create(key, lent))
+
     def abort_uploads(self, prefix: str, is_ours: Callable[[str], bool], *, dry_run: bool = False) -> int:
         """Remove uploads in parts that nobody has ended; see `KeepsUploads`."""
         split_prefix(prefix)
@@ -158,9 +174,12 @@ class ObjectStore(ObjectReading):
         full, where = self.address.prefix + prefix, self.where(prefix)
         return abort_uploads(self._parts, full, where, is_ours, dry_run=dry_run)
 
-    def create(self, key: str, data: memoryview) -> None:
+    def create(self, key: str, data: memoryview | Sequence[memoryview]) -> None:
         """Store an object unless its key exists; an object of the same content counts as this one.
 
+        Args:
+            key: The object.
+            data: Its content, in one place or in several.
         Raises:
             ConflictError: The key exists with other content.
             UnavailableError: It failed, and may take effect later.
@@ -169,7 +188,7 @@ class ObjectStore(ObjectReading):
             self._put("store", key, data, "create")
         except ConflictError as conflict:
             try:
-                if self.holds(key, data):
+                if self.holds(key, data if isinstance(data, memoryview) else memoryview(b"".join(data))):
                     return
             except MissingError:
                 # The server was busy with another request for this key, and that one stored nothing.
@@ -290,9 +309,10 @@ class ObjectStore(ObjectReading):
     def _conflict(self, key: str) -> ConflictError:
         return ConflictError(f"{self.where(key)}: another writer stored it; it was not touched")
 
-    def _put(self, doing: str, key: str, data: bytes | memoryview, mode: Any) -> None:
+    def _put(self, doing: str, key: str, data: bytes | memoryview | Sequence[memoryview], mode: Any) -> None:
         full = self.full_key(key)
-        count = memoryview(data).nbytes
+        parts = (data,) if isinstance(data, bytes | memoryview) else data
+        count = sum(memoryview(part).nbytes for part in parts)
         stored = self.clients.ask(
             doing,
             self.where(key),

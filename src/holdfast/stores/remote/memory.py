@@ -7,11 +7,12 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from holdfast.errors import InvalidError
+from holdfast.ports.store import Release
 from holdfast.settings import KIB, MIB, PAGE_BYTES
 from holdfast.stores.parts import PartLedger, RoomUpload
 
@@ -49,10 +50,8 @@ class BytesInFlight:
 
     def take(self, count: int) -> memoryview:
         """Wait until an object of this many bytes fits, or is alone; return memory that holds it."""
-        counted = _counted(count)
         with self._changed:
-            self._changed.wait_for(lambda: not self._taken or self._taken + counted <= self._bytes_max)
-            self._taken += counted
+            self.reserve(count)
             for number, memory in enumerate(self._free):
                 if count <= memory.nbytes <= count + _SLACK_BYTES_MAX:
                     return self._free.pop(number)
@@ -65,11 +64,18 @@ class BytesInFlight:
             self.give(count)
             raise
 
+    def reserve(self, count: int) -> None:
+        """Wait until an object of this many bytes fits, or is alone; it has memory of its own. `give` ends it."""
+        counted = _counted(count)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._taken or self._taken + counted <= self._bytes_max)
+            self._taken += counted
+
     def give(self, count: int, free: memoryview | None = None) -> None:
-        """Return what `take` took.
+        """Return what `take` took, or `reserve`.
 
         Args:
-            count: As for `take`.
+            count: As for `take` or `reserve`.
             free: Its memory, if nothing reads it any more.
         """
         with self._changed:
@@ -161,6 +167,53 @@ class ObjectUpload(RoomUpload):
             memory, self._memory = self._memory, None
         if memory is not None:
             self._in_flight.give(self._ledger.bytes_max, memory if is_free else None)
+
+
+class LentObject:
+    """An object in memory of its sender, stored by one request in `complete`. It takes its place in the bound."""
+
+    def __init__(
+        self,
+        where: str,
+        parts: Sequence[memoryview],
+        in_flight: BytesInFlight,
+        create: Callable[[Sequence[memoryview]], None],
+    ) -> None:
+        """Begin an object; this may wait for other uploads."""
+        self._where, self._in_flight, self._create = where, in_flight, create
+        self._parts: Sequence[memoryview] | None = parts
+        self._lock = threading.Lock()
+        self._bytes = sum(part.nbytes for part in parts)
+        in_flight.reserve(self._bytes)
+
+    def room(self, offset: int, length_bytes: int) -> None:
+        """Return None: there are no parts to write."""
+
+    def write(self, offset: int, data: memoryview, release: Release | None = None) -> None:
+        """Refuse a part.
+
+        Raises:
+            InvalidError: Always.
+        """
+        if release is not None:
+            release()
+        raise InvalidError(f"upload of {self._where}: all of it is lent; expected no part to be written")
+
+    def complete(self, total_bytes: int | None = None) -> None:
+        """Store the object unless its key exists."""
+        if self._parts is None:
+            raise InvalidError(f"{self._where}: the upload was completed or aborted before")
+        if total_bytes not in (None, self._bytes):
+            raise InvalidError(f"upload of {self._where}: total_bytes={total_bytes}; {self._bytes} bytes are lent")
+        self._create(self._parts)
+        self.abort()
+
+    def abort(self) -> None:
+        """Forget the object. Nothing of it was sent, unless `complete` failed."""
+        with self._lock:
+            parts, self._parts = self._parts, None
+        if parts is not None:
+            self._in_flight.give(self._bytes)
 
 
 class _Sent:

@@ -97,6 +97,10 @@ class Probe:
             return
         if not any(self._refuses_a_second_create() for _ in range(_TRIES)):
             raise takes_both(self._store.url, "keeps the condition If-None-Match")
+        self.trust()
+
+    def trust(self) -> None:
+        """Take note that the server need not be asked."""
         with _lock:
             _asked.add(self._store.url)
 

@@ -23,8 +23,10 @@ from typing import TypeVar
 
 from holdfast.clock import Clock, SystemClock
 from holdfast.errors import ConflictError, CorruptError, MissingError
+from holdfast.ports.exclusive_creates import AsksForExclusiveCreates
 from holdfast.ports.foreign import any_names_of
 from holdfast.ports.forwarding import ForwardingStore
+from holdfast.ports.lent_memory import TakesLentMemory
 from holdfast.ports.replacing import Replacing
 from holdfast.ports.store import (
     Buffers,
@@ -260,6 +262,27 @@ class RetryingStore(ForwardingStore):
         inner = super().upload(key, bytes_max, part_bytes, folders_durable=folders_durable, may_be_less=may_be_less)
         is_whole = self.object_bytes_max is not None and bytes_max <= self.object_bytes_max
         return _RetryingUpload(inner, self._where(key), bytes_max, self._retries, is_sent_whole=is_whole)
+
+    def require_exclusive_creates(self) -> None:
+        """Ask the server whether it keeps the condition of a create, if the store must."""
+        inner = self._inner
+        if isinstance(inner, AsksForExclusiveCreates):
+            request = Request("require_exclusive_creates", self.url, changes=True)
+            self._retries.run(request, lambda _: inner.require_exclusive_creates())
+
+    def trust_exclusive_creates(self) -> None:
+        """Take note that another process of the job has asked."""
+        if isinstance(self._inner, AsksForExclusiveCreates):
+            self._inner.trust_exclusive_creates()
+
+    def lent_upload(self, key: str, parts: Sequence[memoryview]) -> Upload | None:
+        """Begin an object out of memory that the caller lends; None if the store takes only parts."""
+        inner = self._inner
+        upload = inner.lent_upload(key, parts) if isinstance(inner, TakesLentMemory) else None
+        if upload is None:
+            return None
+        full_bytes = sum(part.nbytes for part in parts)
+        return _RetryingUpload(upload, self._where(key), full_bytes, self._retries, is_sent_whole=True)
 
     def abort_uploads(self, prefix: str, is_ours: Callable[[str], bool], *, dry_run: bool = False) -> int:
         """Remove uploads that nobody has ended; none if the store keeps none."""

@@ -54,15 +54,15 @@ def test_a_write_that_failed_took_time_and_no_bytes() -> None:
 
 def test_chunks_count_for_their_kind() -> None:
     meter = SaveMeter(SystemClock(), KINDS)
-    meter.note_chunk("model.a", "planes", 100, 60, 0.5)
-    meter.note_chunk("model.b", "", 50, 50, 0.25)
-    meter.note_chunk("optimizer.state.a.exp_avg", "planes", 10, 9, 0.125, is_probe=True)
-    meter.note_chunk("left.out", "planes", 1000, 1, 1.0)
+    meter.note_chunk("model.a", "planes", 100, 60, 0.5, 1.0)
+    meter.note_chunk("model.b", "", 50, 50, 0.25, 0.5)
+    meter.note_sample("optimizer.state.a.exp_avg", "planes", 10, 9, 0.125, 0.3)
+    meter.note_chunk("left.out", "planes", 1000, 1, 1.0, 1.0)
     measured = meter.measured()
-    assert measured.coded == {WEIGHTS: Coded(150, 110, 0.75, {"planes": 100, "": 50})}
+    assert measured.coded == {WEIGHTS: Coded(150, 110, 0.75, 1.5, {"planes": 100, "": 50})}
     assert measured.coded[WEIGHTS].codec == "planes"
-    assert measured.probed == {MOMENTS: Coded(10, 9, 0.125, {"planes": 10})}
-    assert measured.processor_seconds == 0.875
+    assert measured.probed == {MOMENTS: Coded(10, 9, 0.125, 0.125, {"planes": 10})}
+    assert (measured.processor_seconds, measured.probe_seconds) == (1.75, 0.3)
 
 
 def test_processor_time_is_that_of_the_thread() -> None:
@@ -81,7 +81,7 @@ def test_threads_lose_no_count() -> None:
     def count() -> None:
         for _ in range(500):
             with meter.writing(3):
-                meter.note_chunk("model.a", "planes", 2, 1, 0.0)
+                meter.note_chunk("model.a", "planes", 2, 1, 0.0, 0.0)
 
     threads = [threading.Thread(target=count) for _ in range(4)]
     for thread in threads:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from holdfast.clock import SystemClock
 from holdfast.engine.encoding.meter import SaveMeter
-from holdfast.engine.encoding.probe import Probe
+from holdfast.engine.encoding.probe import ChunkProbe
 from holdfast.geometry.box import Box
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.types.coding import Kind, Sampling
@@ -36,7 +36,7 @@ def sampled(
         return lambda: ("zstd", len(raw) // 2)
 
     meter = SaveMeter(SystemClock(), kinds)
-    probe = Probe(meter, kinds, samplings, prepare).of(pack)
+    probe = ChunkProbe(meter, kinds, samplings, prepare).of(pack)
     file = HEADER + b"".join(bytes([number]) * item.bytes for number, item in enumerate(pack.plan.items))
     for offset in range(0, len(file), WINDOW) if probe is not None else ():
         probe.look(offset, memoryview(file)[offset : offset + WINDOW])

@@ -118,10 +118,13 @@ def test_a_save_of_a_run_holds_the_error_and_the_next_one_is_taken(tmp_path: Pat
         assert manager.steps() == [1, 3]
 
 
-@pytest.mark.parametrize("value", [{"kept": 1}, 7, {"w": torch.ones(1)}])
+@pytest.mark.parametrize("value", [{"kept": 1}, 7, {"w": torch.ones(1)}, {"a": {"b": [torch.ones(1)]}}])
 def test_a_key_that_exports_leave_out_is_refused_by_name(tmp_path: Path, value: object) -> None:
     state = {"w": torch.ones(1), "holdfast_pieces": value}
     text = refusal(tmp_path, state)
     assert text.startswith("holdfast_pieces: Holdfast itself keeps names under this key") and "Rename it" in text
+    for number, pattern in enumerate(("holdfast_pieces", "holdfast_pieces*")):
+        holdfast.save(tmp_path / f"skipped-{number}", state, skip=pattern)
+    holdfast.save(tmp_path / "chosen", state, only="w")
     holdfast.save(tmp_path / "c", {"w": state["w"], "deeper": {"holdfast_pieces": value}})
     assert holdfast.read(tmp_path / "c")["deeper"]

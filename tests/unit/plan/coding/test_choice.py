@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.plan.coding.choice import Amounts, Choice, SaveModel, chosen, chosen_for_size
+from holdfast.plan.coding.choice import Amounts, KindsChoice, SaveModel, chosen, chosen_for_size
 from holdfast.types.coding import Kind, Rates
 
 WEIGHTS, MASTERS = Kind("bfloat16", "parameter"), Kind("float32", "master")
@@ -120,7 +120,7 @@ def test_bandwidth_that_wavers_by_less_than_a_tenth_brings_nothing_back(
     lowest: float, threads: int, wavers: list[float]
 ) -> None:
     """The choice may get away from one that became slower than raw; it never returns."""
-    choice: Choice | None = None
+    choice: KindsChoice | None = None
     past: list[frozenset[Kind]] = []
     for waver in wavers:
         choice = chosen(STATE, at(lowest * waver, threads), choice)

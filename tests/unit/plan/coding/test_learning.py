@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.plan.coding.choice import Amounts, Choice, SaveModel
+from holdfast.plan.coding.choice import Amounts, KindsChoice, SaveModel
 from holdfast.plan.coding.learning import RAW_SAVES, Knowledge, codings_of, rates_of, slow_kind
 from holdfast.types.coding import Coded, Kind, Measured, Rates
 
@@ -16,12 +16,13 @@ RATES = {WEIGHTS: Rates(1.5, 700e6), MASTERS: Rates(2.0, 1600e6), MOMENTS: Rates
 STATE = Amounts({WEIGHTS: 200 << 20, MASTERS: 400 << 20, MOMENTS: 400 << 20}, 1 << 20)
 
 
-def coded_at(rates: Rates, raw_bytes: int, codec: str = "planes") -> Coded:
-    return Coded(raw_bytes, round(raw_bytes / rates.ratio), raw_bytes / rates.bytes_per_second, {codec: raw_bytes})
+def coded_at(rates: Rates, raw_bytes: int, stretch: float = 1.0) -> Coded:
+    seconds = raw_bytes / rates.bytes_per_second
+    return Coded(raw_bytes, round(raw_bytes / rates.ratio), seconds, stretch * seconds, {"planes": raw_bytes})
 
 
 def saved(
-    choice: Choice, bytes_per_second: float, *, slowdown: float = 1.0, truth: Mapping[Kind, Rates] = RATES
+    choice: KindsChoice, bytes_per_second: float, *, slowdown: float = 1.0, truth: Mapping[Kind, Rates] = RATES
 ) -> Measured:
     """Return what a save measures that takes as long as the model says, or longer by a factor."""
     coded = {kind: coded_at(truth[kind], STATE.kinds[kind]) for kind in choice.coded}
@@ -40,7 +41,7 @@ def saved(
 
 def played(
     bandwidths: Sequence[float], knowledge: Knowledge | None = None, *, slow_saves: Collection[int] = ()
-) -> tuple[list[Choice], Knowledge]:
+) -> tuple[list[KindsChoice], Knowledge]:
     """Return the choices of saves at given bandwidths, and what is known after them."""
     knowledge, choices = knowledge or Knowledge(), []
     for number, bandwidth in enumerate(bandwidths):
@@ -109,10 +110,25 @@ def test_a_store_that_waits_for_the_coding_threads_is_not_taken_for_slower() -> 
     busy = Measured(1.0, 200 << 20, 0.95, 0.1, {MASTERS: coded}, {})
     raw = Measured(1.0, 200 << 20, 0.5, 0.1, {}, {})
     knowledge = Knowledge(RATES, 2e9)
-    choice = Choice({})
+    choice = KindsChoice({})
     assert knowledge.ended(choice, idle, "auto").store_bytes_per_second == 2e9
     assert knowledge.ended(choice, busy, "auto").store_bytes_per_second == (200 << 20) / 0.95
     assert knowledge.ended(choice, raw, "auto").store_bytes_per_second == (200 << 20) / 0.5
+
+
+def test_threads_that_wait_for_processors_code_less_until_that_is_forgotten() -> None:
+    """One save in which coding took 2.5 times its processor time makes the next ones raw; later one tries again."""
+    knowledge, choice = Knowledge(RATES, 0.5e9).begun(STATE, 1, "auto")
+    assert choice.coded == STATE.kinds.keys()
+    seconds = 2.5 * sum(STATE.kinds[kind] / RATES[kind].bytes_per_second for kind in choice.coded)
+    coded = {kind: coded_at(RATES[kind], STATE.kinds[kind], 2.5) for kind in choice.coded}
+    written_bytes = STATE.bytes - sum(each.raw_bytes - each.stored_bytes for each in coded.values())
+    measured = Measured(seconds, written_bytes, written_bytes / 0.5e9, 3.0, coded, {})
+    knowledge = knowledge.ended(choice, measured, "auto")
+    assert abs(knowledge.stretch - 2.5) < 1e-9
+    later, _ = played([0.5e9] * 14, knowledge)
+    assert not later[0].coded & {WEIGHTS, MOMENTS}
+    assert later[-1].coded == STATE.kinds.keys()
 
 
 def test_the_guard_compares_with_raw_at_the_bandwidth_of_the_save() -> None:
@@ -126,24 +142,24 @@ def test_the_guard_compares_with_raw_at_the_bandwidth_of_the_save() -> None:
 def test_measuring_takes_half_a_percent_of_the_processor_time_of_saves() -> None:
     knowledge = Knowledge(RATES, 5e9)
     raw = Measured(1.0, 5 << 30, 1.0, 2.0, {}, {})
-    knowledge = knowledge.ended(Choice({}), raw, "auto")
+    knowledge = knowledge.ended(KindsChoice({}), raw, "auto")
     assert knowledge.probe_seconds == 0.01
-    probe = Measured(1.0, 5 << 30, 1.0, 2.0, {}, {WEIGHTS: Coded(1 << 20, 1 << 19, 0.015)})
-    assert abs(knowledge.ended(Choice({}), probe, "auto").probe_seconds - 0.005) < 1e-12
+    probe = Measured(1.0, 5 << 30, 1.0, 2.0, {}, {WEIGHTS: Coded(1 << 20, 1 << 19, 0.007)}, 0.015)
+    assert abs(knowledge.ended(KindsChoice({}), probe, "auto").probe_seconds - 0.005) < 1e-12
     for _ in range(1000):
-        knowledge = knowledge.ended(Choice({}), raw, "auto")
+        knowledge = knowledge.ended(KindsChoice({}), raw, "auto")
     assert knowledge.probe_seconds == 64 * 0.01, "idle hours save up no burst"
 
 
 def test_a_sample_counts_half_and_a_save_whole() -> None:
     knowledge = Knowledge({WEIGHTS: Rates(1.5, 100.0)}, 1e9)
     sample = Measured(1.0, 100, 1.0, 1.0, {}, {WEIGHTS: Coded(100, 100, 0.5), MOMENTS: Coded(100, 50, 0.5)})
-    assert knowledge.ended(Choice({}), sample, "auto").rates == {
+    assert knowledge.ended(KindsChoice({}), sample, "auto").rates == {
         WEIGHTS: Rates(1.25, 150.0),
         MOMENTS: Rates(2.0, 200.0),
     }
     whole = Measured(1.0, 100, 1.0, 1.0, {WEIGHTS: Coded(100, 80, 1.0)}, {})
-    assert knowledge.ended(Choice({}), whole, "auto").rates[WEIGHTS] == Rates(1.25, 100.0)
+    assert knowledge.ended(KindsChoice({}), whole, "auto").rates[WEIGHTS] == Rates(1.25, 100.0)
     assert rates_of(Coded(0, 0, 0.0)) is None
 
 
@@ -184,12 +200,12 @@ def test_later_raw_saves_sample_in_turn_what_they_have_time_for() -> None:
     chunk = 1 << 20
     cost = max(chunk / rates.bytes_per_second for rates in RATES.values())
     knowledge = Knowledge(
-        RATES, 5e9, probe_seconds=2.2 * cost, measured_at={WEIGHTS: 3, MASTERS: 1, MOMENTS: 2}, saves=3
+        RATES, 5e9, probe_seconds=4.4 * cost, measured_at={WEIGHTS: 3, MASTERS: 1, MOMENTS: 2}, saves=3
     )
     knowledge, choice = knowledge.begun(STATE, 1, "auto")
     assert not choice.coded
     assert list(knowledge.samplings(choice, STATE, chunk)) == [MASTERS, MOMENTS], "longest ago first"
-    poor = Knowledge(RATES, 5e9, probe_seconds=0.1 * cost)
+    poor = Knowledge(RATES, 5e9, probe_seconds=1.9 * cost)
     assert not poor.samplings(choice, STATE, chunk)
     firsts = {
         Knowledge(RATES, 5e9, probe_seconds=1, saves=n).samplings(choice, STATE, chunk)[WEIGHTS].first_bytes

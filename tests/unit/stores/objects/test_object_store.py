@@ -8,18 +8,21 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, UnavailableError
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.ports.temporary import TemporaryError
 from holdfast.settings import PAGE_BYTES, ObjectSettings, Settings
 from holdfast.stores.objects.conditional_delete import _OTHER_TAG
 from holdfast.stores.objects.store import ObjectStore
+from holdfast.stores.wrappers.retrying import RetryingStore
 from tests.object_proxy import CUT, LOST, Asked, ObjectProxy, object_proxy
 from tests.object_server import ACCESS_KEY, BUCKET, SECRET_KEY, ObjectServer
 from tests.servers.server import S3Server
+from tests.tuned import tuned
 
 TLS = Path(__file__).parents[3] / "fixtures" / "tls"
 
@@ -55,9 +58,13 @@ def upload(store: ObjectStore, key: str, data: bytes) -> None:
         upload.abort()
 
 
+def lent_upload(store: ObjectStore, key: str, data: bytes) -> None:
+    store.lent_upload(key, [memoryview(data)[:100], memoryview(data)[100:]]).complete()
+
+
 def test_own_object_after_a_lost_reply_is_a_success(store: ObjectStore, proxy: ObjectProxy) -> None:
-    for put in (store.put_if_absent, lambda key, data: upload(store, key, data)):
-        key = f"key-{put is store.put_if_absent}"
+    for number, put in enumerate((store.put_if_absent, partial(upload, store), partial(lent_upload, store))):
+        key = f"key-{number}"
         proxy.rule = first("PUT", LOST, key)
         with pytest.raises(TemporaryError) as lost:
             put(key, b"mine" * 2000)
@@ -164,6 +171,13 @@ def test_no_request_is_made_twice_by_the_client(store: ObjectStore, proxy: Objec
         assert proxy.count("GET", "key") == before + 1
 
 
+def test_a_store_that_has_listed_asks_no_more_whether_there_is_a_bucket(store: ObjectStore, proxy: ObjectProxy) -> None:
+    assert store.folders() == []
+    with pytest.raises(MissingError):
+        store.size("absent")
+    assert [asked.method for asked in proxy.asked] == ["GET", "HEAD"]
+
+
 def test_no_server_is_temporary_and_has_no_effect(objects: ObjectServer) -> None:
     with object_proxy(objects.endpoint) as gone:
         endpoint = gone.endpoint
@@ -212,6 +226,17 @@ def test_a_server_that_takes_both_creates_is_refused(objects: ObjectServer, prox
     alone = Settings(object_store=ObjectSettings(endpoint=proxy.endpoint, single_writer=True))
     ObjectStore(url, settings=alone).put_if_absent("manifest.json", b"1")
     assert objects.keys(url) == ["manifest.json"]
+
+
+def test_what_another_rank_has_asked_is_not_asked_again(objects: ObjectServer, proxy: ObjectProxy) -> None:
+    settings = Settings(object_store=ObjectSettings(endpoint=proxy.endpoint))
+    for number, ask in enumerate((RetryingStore.trust_exclusive_creates, RetryingStore.require_exclusive_creates)):
+        store = RetryingStore(ObjectStore(objects.new_url(), settings=settings), settings)
+        ask(store)
+        asked = proxy.count("PUT", "probe-")
+        assert asked == 2 * number
+        store.put_if_absent("manifest.json", b"1")
+        assert proxy.count("PUT", "probe-") == asked
 
 
 def test_a_collection_that_removes_a_probe_makes_no_server_a_liar(objects: ObjectServer, proxy: ObjectProxy) -> None:
@@ -416,6 +441,10 @@ def test_content_is_signed_over_plain_http_alone(
     store.put("key", b"content")
     (plain,) = [asked for asked in proxy.asked if asked.method == "PUT"]
     assert plain.headers["x-amz-content-sha256"] == hashlib.sha256(b"content").hexdigest()
+    proxy.asked.clear()
+    unsigned = tuned(Settings(object_store=ObjectSettings(endpoint=proxy.endpoint)), signs_over_plain_http=False)
+    ObjectStore(store.url, settings=unsigned).put("key", b"content")
+    assert [each.headers["x-amz-content-sha256"] for each in proxy.asked] == ["UNSIGNED-PAYLOAD"]
     with object_proxy(objects.endpoint, TLS / "server.pem") as secure:
         settings = Settings(object_store=ObjectSettings(endpoint=secure.endpoint, ca_file=str(TLS / "authority.pem")))
         over_tls = ObjectStore(store.url, settings=settings)

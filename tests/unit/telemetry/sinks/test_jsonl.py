@@ -14,9 +14,9 @@ from holdfast.errors import InvalidError, MissingError
 from holdfast.observers import (
     Began,
     Decided,
-    Decision,
     Ended,
     KindCoding,
+    KindDecision,
     Operation,
     Progress,
     RankReport,
@@ -51,7 +51,7 @@ def test_a_run_in_lines(tmp_path: Path) -> None:
 def test_decisions_on_codecs_are_lines_and_a_field_of_the_end(tmp_path: Path) -> None:
     own = jsonl(tmp_path / "events.jsonl")
     operation = Operation("save", 3, "x", 0, 1)
-    own.on_event(Decided(operation, {"float32 exp_avg": Decision(True, "because")}, 0.5, 100.0))
+    own.on_event(Decided(operation, {"float32 exp_avg": KindDecision(True, "because")}, 0.5, 100.0))
     coding = KindCoding("float32 exp_avg", "planes", 120, 100, 1.2, 7e8, 1e9, 0.5, 0.6, "because")
     own.on_event(Ended(RankReport(operation, "0" * 16, "h", 1, 0.0, 1.0, (), 120, {}, (coding,))))
     decided, ended = lines(tmp_path / "events.jsonl")

@@ -53,7 +53,7 @@ def collect(state: Mapping[str, object], selection: Selection, ranks: Ranks) -> 
     root = walk(state, ranks.rank_of_global)
     collector = _Collector(selection, ranks, root)
     tree = collector.dict_group(root)
-    if PIECES_RECORD in tree.items and not isinstance(tree.items[PIECES_RECORD], Skipped):
+    if PIECES_RECORD in tree.items and _is_kept(tree.items[PIECES_RECORD], PIECES_RECORD, collector.shards):
         collector.refused.append(
             f"{PIECES_RECORD}: Holdfast itself keeps names under this key, so exports would leave it out; expected "
             "another key in the state. Rename it"
@@ -76,6 +76,14 @@ def collect(state: Mapping[str, object], selection: Selection, ranks: Ranks) -> 
         accumulators=collector.accumulators,
         subclasses=collector.records,
     )
+
+
+def _is_kept(item: Value, path: str, shards: Sequence[LocalShard]) -> bool:
+    """Return whether anything of a part of the state is saved."""
+    if isinstance(item, Group):
+        has_tensors = any(local.shard.tensor.fqn.startswith(f"{path}.") for local in shards)
+        return has_tensors or any(_is_kept(child, f"{path}.{key}", shards) for key, child in item.items.items())
+    return not isinstance(item, Skipped)
 
 
 class _Collector:

@@ -18,7 +18,8 @@ from holdfast.engine.buffers import QUARANTINED
 from holdfast.engine.casting import cast
 from holdfast.engine.encoding.encode import KnownWeights
 from holdfast.engine.staging import Staging
-from holdfast.engine.write import Completions, PackWriter, WrittenPack
+from holdfast.engine.writing.completions import Completions
+from holdfast.engine.writing.write import PackWriter, WrittenPack
 from holdfast.errors import UnavailableError
 from holdfast.format.digest import digest_of
 from holdfast.format.pack import coded_header_body, stated_pieces
