@@ -46,7 +46,7 @@ def read(store: ObjectStore, ranges: list[tuple[int, int]] = RANGES) -> None:
         buffers = [bytearray(stop - start) for start, stop in ranges]
         seen: list[tuple[int, bytes]] = []
         views = [memoryview(buffer) for buffer in buffers]
-        store.read_into("key", ranges, views, (lambda n, view: seen.append((n, bytes(view)))) if is_told else None)
+        store.read_into("key", ranges, views, (lambda n, view, seen=seen: seen.append((n, bytes(view)))) if is_told else None)
         expected = [DATA[start:stop] for start, stop in ranges]
         assert (seen if is_told else buffers) == (list(enumerate(expected)) if is_told else expected)
 
