@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
@@ -20,6 +21,10 @@ from tests.object_server import ObjectServer
 
 DATA = random.Random(17).randbytes(2 * MIB + 5)
 RANGES = [(3, MIB), (MIB, MIB), (MIB, MIB + 7), (MIB + 100, 2 * MIB + 5)]
+
+
+def _keep(seen: list[tuple[int, bytes]], number: int, view: memoryview) -> None:
+    seen.append((number, bytes(view)))
 
 
 @pytest.fixture
@@ -46,7 +51,8 @@ def read(store: ObjectStore, ranges: list[tuple[int, int]] = RANGES) -> None:
         buffers = [bytearray(stop - start) for start, stop in ranges]
         seen: list[tuple[int, bytes]] = []
         views = [memoryview(buffer) for buffer in buffers]
-        store.read_into("key", ranges, views, (lambda n, view, seen=seen: seen.append((n, bytes(view)))) if is_told else None)
+        take = partial(_keep, seen) if is_told else None
+        store.read_into("key", ranges, views, take)
         expected = [DATA[start:stop] for start, stop in ranges]
         assert (seen if is_told else buffers) == (list(enumerate(expected)) if is_told else expected)
 
