@@ -203,6 +203,16 @@ def test_export_compresses_and_decompresses(made: Path, tmp_path: Path) -> None:
     assert refused.status != 0 and "expected on or off" in refused.err
 
 
+@pytest.mark.parametrize("chunk_pages", (1, 8))
+def test_several_threads_that_compress_copy_the_values(made: Path, tmp_path: Path, chunk_pages: int) -> None:
+    """What is copied is read front to back, however many threads encode it, and whatever the size of their chunks."""
+    step = step_path(made, 2)
+    settings = replace(ON, compression_threads=8, chunk_bytes=chunk_pages * PAGE_BYTES)
+    api.export(step, tmp_path / "again", to="holdfast", settings=settings)
+    assert coded_packs(tmp_path / "again")
+    require_step(tmp_path / "again", 2)
+
+
 def stored_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
 

@@ -36,7 +36,10 @@ Raises:
 
 
 class Source(Protocol):
-    """The bytes of one rank's shard of a tensor, read piece by piece."""
+    """The bytes of one rank's shard of a tensor, read piece by piece.
+
+    Those of a framework are read by several threads at a time, in any order.
+    """
 
     def copy_into(self, piece: Region, start: int, stop: int, buffer: memoryview) -> Ticket:
         """Copy a run of a piece's row-major bytes to the front of `buffer`.

@@ -271,8 +271,9 @@ class Transfer:
                 with gc_paused_for(pack.plan.data_bytes):
                     result = write(pack, on_progress, completions, self._weights)
                 written.append(result)
-                for item, digests in zip(pack.plan.items, result.digests, strict=True):
-                    self._weights.record(item.tensor, item.region, digests)
+                if self._weights.pairs:
+                    for item, digests in zip(pack.plan.items, result.digests, strict=True):
+                        self._weights.record(item.tensor, item.region, digests)
         return written
 
     def _on_progress(self, count: int) -> None:

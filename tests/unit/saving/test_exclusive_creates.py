@@ -1,4 +1,4 @@
-"""Whether two writers could create one object is asked by rank 0, beside its packs, and known before any commit."""
+"""Whether two writers could create one object is asked by rank 0, beside its packs, and known before the commit."""
 
 from __future__ import annotations
 

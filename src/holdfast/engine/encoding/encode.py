@@ -81,14 +81,18 @@ NO_WEIGHTS = KnownWeights({})
 class Encoder:
     """Encodes the packs of one writer."""
 
-    def __init__(self, codecs: Codecs, settings: Settings, ranks_beside: int = 1) -> None:
+    def __init__(
+        self, codecs: Codecs, settings: Settings, ranks_beside: int = 1, *, reads_in_order: bool = False
+    ) -> None:
         """Start no thread yet.
 
         Args:
             codecs: The codecs by name.
             settings: Size of chunks, number of threads, and whether non-finite elements are counted.
             ranks_beside: Ranks that share the processors of this host, this one included.
+            reads_in_order: Whether one thread reads all sources, front to back.
         """
+        self._reads_in_order = reads_in_order
         self._chunks = ChunkEncoder(codecs, counts_nonfinite=settings.count_nonfinite)
         self._chunk_bytes = settings.chunk_bytes
         cores = len(os.sched_getaffinity(0)) // ranks_beside
@@ -97,8 +101,8 @@ class Encoder:
         self._memory = ChunkMemory(settings.chunk_bytes)
 
     def from_sources(self, sources: Sequence[Source]) -> RawChunks:
-        """Return raw chunks that are copied from their sources, each by the thread that encodes it."""
-        return CopiedChunks(sources, self._memory)
+        """Return raw chunks that are copied from their sources: by the thread that encodes each, or all in order."""
+        return CopiedChunks(sources, self._memory, in_order=self._reads_in_order)
 
     def from_staging(self, staging: Staging) -> RawChunks:
         """Return raw chunks in staged windows."""

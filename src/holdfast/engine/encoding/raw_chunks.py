@@ -60,12 +60,22 @@ class ChunkMemory:
 class CopiedChunks:
     """Chunks that are copied from the sources of a pack."""
 
-    def __init__(self, sources: Sequence[Source], memory: ChunkMemory) -> None:
-        self._sources, self._memory = sources, memory
+    def __init__(self, sources: Sequence[Source], memory: ChunkMemory, *, in_order: bool) -> None:
+        """Copy nothing yet.
+
+        Args:
+            sources: Where the bytes come from, by shard number.
+            memory: Where they are copied to.
+            in_order: Whether `take` copies: on its thread, in file order.
+        """
+        self._sources, self._memory, self._in_order = sources, memory, in_order
 
     def take(self, item: PackItem, start: int, stop: int) -> RawChunk:
-        """Return a chunk; nothing is copied yet."""
-        return _CopiedChunk(self._sources[item.shard_number], item, start, stop, self._memory)
+        """Return a chunk."""
+        chunk = _CopiedChunk(self._sources[item.shard_number], item, start, stop, self._memory)
+        if self._in_order:
+            chunk.copy()
+        return chunk
 
     def close(self) -> None:
         """Do nothing: each chunk has memory of its own."""
@@ -78,16 +88,22 @@ class _CopiedChunk:
         self._buffer: memoryview | None = None
 
     def bytes(self) -> memoryview:
+        if self._buffer is None:
+            self.copy()
+        assert self._buffer is not None, "it is copied"
+        return self._buffer[: self._stop - self._start]
+
+    def copy(self) -> None:
+        """Copy the bytes to memory of the encoder."""
         buffer = self._memory.take()
-        raw = buffer[: self._stop - self._start]
         try:
-            self._source.copy_into(self._item.region, self._start, self._stop, raw).wait()
+            room = buffer[: self._stop - self._start]
+            self._source.copy_into(self._item.region, self._start, self._stop, room).wait()
         except BaseException:
             # A device may still be copying into it.
             QUARANTINED.append(buffer)
             raise
         self._buffer = buffer
-        return raw
 
     def release(self) -> None:
         if self._buffer is not None:

@@ -61,7 +61,15 @@ class WrittenPack:
 class PackWriter:
     """Writes packs through a fixed pool of buffers."""
 
-    def __init__(self, store: Store, settings: Settings, codecs: Codecs = NO_CODECS, ranks_beside: int = 1) -> None:
+    def __init__(
+        self,
+        store: Store,
+        settings: Settings,
+        codecs: Codecs = NO_CODECS,
+        ranks_beside: int = 1,
+        *,
+        reads_in_order: bool = False,
+    ) -> None:
         """Allocate the buffers.
 
         Args:
@@ -69,9 +77,11 @@ class PackWriter:
             settings: Sizes, and how packs are coded.
             codecs: What chunks are coded by.
             ranks_beside: Ranks that share the processors of this host, this one included.
+            reads_in_order: Whether sources are read by one thread, front to back, as stored ones must be. If not, the
+                threads that encode read them.
         """
         self._store, self._settings = store, settings
-        self._encoder = Encoder(codecs, settings, ranks_beside)
+        self._encoder = Encoder(codecs, settings, ranks_beside, reads_in_order=reads_in_order)
         self._buffers = BufferPool(settings.windows_in_flight + 1, settings.window_bytes)
         self.meter: SaveMeter | None = None
         """Measures what this writer does; None: nothing does."""
