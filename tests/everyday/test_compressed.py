@@ -267,6 +267,7 @@ def test_verify_names_chunk_and_codec_and_what_is_coded_against_it(run: Path) ->
     assert (weights.fqn, weights.start) == ("model.trained.weight", offset)
     assert "chunk 0" in weights.message and "planes" in weights.message
     assert [damage.fqn for damage in against] == ["masters.trained.weight"] * 2, "both chunks of the base"
+    assert all("is coded against a damaged one" in damage.message for damage in against)
     assert all("model.trained.weight" in damage.message and pack.name in damage.message for damage in against)
     with pytest.raises(CorruptError, match=r"masters\.trained.*model\.trained\.weight.*chunk 0"):
         require_step(step, 2)
