@@ -174,6 +174,7 @@ campaign: $(READY)
 	    tests/property/test_any_mesh_to_any_mesh.py tests/property/test_unchanged.py tests/property/test_compressed.py
 	@FLIPPED_BYTES=all COMPRESSED_LAYOUTS=all $(PY) -m pytest -q --timeout 7200 -o faulthandler_timeout=7260 \
 	    tests/crash/test_compressed_flips.py tests/distributed/test_matrix.py
+	@COMPRESSED_STRIDE=1 $(PY) -m pytest -q -s tests/crash/test_io_errors.py -k compresses
 	@FAULTS=$(FAULTS) $(PY) -m pytest -q -s tests/distributed/test_failed_saves.py
 
 # What is not given on the command line or in the environment has the defaults of tests/campaign/record.py.

@@ -19,6 +19,7 @@ from holdfast.settings import Settings
 from holdfast.testing.faults import FaultPoint, Faults, fail_with
 from tests.crash.mounts import command, mounted, new_image, workplace
 from tests.crash.rig import (
+    COMPRESSED,
     LAZY,
     NEW,
     NEXT,
@@ -60,6 +61,9 @@ EVERY_FAULT = pytest.mark.parametrize(
     FAULTS,
     ids=lambda value: errno.errorcode[value] if isinstance(value, int) else "-".join(sorted(value or {"anything"})),
 )
+STRIDE = int(os.environ.get("COMPRESSED_STRIDE", "11"))
+"""Distance of the operations at which a save that compresses fails; `make campaign` tries every one."""
+
 REMOVAL = {"unlink", "rmdir", "open", "stat", "fstat", "listdir"}
 """What removing takes."""
 
@@ -119,15 +123,36 @@ def test_every_operation_of_a_lazy_save_fails(template: Path, in_memory: Path, l
     require_errors_survived(template, in_memory, errno.EIO, None, lasting, LAZY)
 
 
+@pytest.mark.parametrize(
+    ("code", "names", "lasting", "stride"),
+    [
+        (errno.EIO, None, False, STRIDE),
+        (errno.ENOSPC, WRITING, False, -(-STRIDE // 3)),
+        (errno.ENOSPC, WRITING, True, -(-STRIDE // 3)),
+    ],
+    ids=["any", "full", "full-lasting"],
+)
+def test_every_operation_of_a_save_that_compresses_fails(
+    template: Path, in_memory: Path, code: int, names: set[str] | None, lasting: bool, stride: int
+) -> None:
+    require_errors_survived(template, in_memory, code, names, lasting, COMPRESSED, stride)
+
+
 def require_errors_survived(
-    template: Path, in_memory: Path, code: int, names: set[str] | None, lasting: bool, settings: Settings
+    template: Path,
+    in_memory: Path,
+    code: int,
+    names: set[str] | None,
+    lasting: bool,
+    settings: Settings,
+    stride: int = 1,
 ) -> None:
     failures = unknown = 0
     # What opening the root meets is raised by the manager's making; struck are the operations of a save.
     counting = Faults(names=names)
     run_at(local_store(template, counting))
     opening = counting.counted
-    for at in range(1, 2000):
+    for at in range(1, 2000, stride):
         root = in_memory / str(at)
         shutil.copytree(template, root)
         action = Recorded(code)
