@@ -130,6 +130,7 @@ class PackWriter:
             written: Called with the byte count of each window once it is written, on any thread.
             completions: Makes the pack durable, perhaps later; None: it is durable on return.
         Raises:
+            InvalidError: A piece was changed while it was sent from where it lies; the pack is perhaps stored.
             CheckpointError: The write failed; nothing of the pack is left.
         """
         lent = self._lent(pack, sources)
@@ -180,7 +181,7 @@ class PackWriter:
         if not isinstance(self._store, TakesLentMemory):
             return None
         memory = LentMemory.of(pack.header, pack.plan, sources)
-        upload = None if memory is None else self._store.lent_upload(pack.key, memory.parts)
+        upload = None if memory is None else self._store.lent_upload(pack.key, tuple(memory.parts))
         return None if memory is None or upload is None else (memory, upload)
 
     def _write_lent(
