@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 import urllib.request
@@ -77,6 +78,14 @@ def test_a_proxy_is_late_and_slow_and_keeps_a_record(tmp_path: Path) -> None:
         assert [(each.method, each.is_pack) for each in posts] == 2 * [("POST", False)]
         assert all(each.replied - each.began >= 0.1 for each in (get, *posts))
         assert line.take() == []
+
+
+def test_a_proxy_without_a_speed_passes_every_byte_on(tmp_path: Path) -> None:
+    with server() as upstream, proxy(upstream, tmp_path / "record", adds_tags=True) as line:
+        for _ in range(2):
+            assert asked(f"{line.endpoint}/a")[0] == BODY
+            assert asked(f"{line.endpoint}/b", os.urandom(3 << 20))[0] == b"abcde"
+        assert [each.method for each in line.take()] == 2 * ["GET", "POST"]
 
 
 def test_what_is_measured_becomes_every_key() -> None:

@@ -18,7 +18,7 @@ from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, ask_sto
 from holdfast.engine.background import CALLS
 from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.parallel_map import ordered_parallel_map
-from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError, UnavailableError
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.index.index import Index
 from holdfast.format.index.index_file import encode_index
@@ -172,8 +172,15 @@ def asking_for_exclusive_creates(store: Store, rank: int) -> Callable[[], None]:
     """
     if rank or not isinstance(store, AsksForExclusiveCreates):
         return lambda: None
-    answer = CALLS.submit(store.require_exclusive_creates)
-    return lambda: answer.result()
+    try:
+        answer = CALLS.submit(store.require_exclusive_creates)
+    except UnavailableError:  # No thread could be started: it is asked behind the packs.
+        return store.require_exclusive_creates
+
+    def require() -> None:
+        answer.result()
+
+    return require
 
 
 def write_index(

@@ -82,15 +82,12 @@ def save(attempt: SaveAttempt) -> SaveHandle:
             return attempt.handle
 
         share = RankShare(attempt, collected, fingerprint)
-        require_exclusive = asking_for_exclusive_creates(attempt.location.store, job.comm.rank)
         share.begin(collected)
 
         def finish() -> None:
             # On the commit thread. The committing rank calls `request.parent()` before it publishes. Every rank calls
             # `request.committed()` after the commit.
-            part = share.part()
-            require_exclusive()
-            vote = attempt.write_part(part)
+            vote = attempt.write_part(share.part())
             attempt.conclude(attempt.vote_and_commit(vote), share.report)
 
         attempt.finish_in_background(finish)
@@ -132,11 +129,18 @@ class RankShare:
 
     def begin(self, collected: Collected) -> None:
         """Write or copy the state, or start to copy it lazily; return once training may go on."""
+        attempt = self._attempt
+        self._require_exclusive = asking_for_exclusive_creates(attempt.location.store, attempt.job.comm.rank)
         self._transfer.begin(collected, awaited=self._attempt.awaited)
 
     def part(self) -> RankPart:
-        """Return the part of this rank, once its packs are durable; raises as `Transfer.written`."""
+        """Return the part of this rank, which it votes for, once its packs are durable; raises as `Transfer.written`.
+
+        Raises:
+            InvalidError: On rank 0: two writers can create one object here.
+        """
         written = self._transfer.written()
+        self._require_exclusive()
         self._stored_bytes = sum(each.stored_bytes(pack.plan) for pack, each in zip(self._packs, written, strict=True))
         if self._coding is not None:
             self._codings = self._coding.end(self._packs)

@@ -135,6 +135,7 @@ class PackWriter:
             completions: Makes the pack durable, perhaps later; None: it is durable on return.
             weights: Of a coded pack, the weights that its masters were perhaps rounded from.
         Raises:
+            InvalidError: A piece was changed while it was sent from where it lies; the pack is perhaps stored.
             CheckpointError: The write failed; nothing of the pack is left.
         """
         if pack.plan.is_coded:
@@ -192,7 +193,7 @@ class PackWriter:
         if not isinstance(self._store, TakesLentMemory):
             return None
         memory = LentMemory.of(pack.header, pack.plan, sources)
-        upload = None if memory is None else self._store.lent_upload(pack.key, memory.parts)
+        upload = None if memory is None else self._store.lent_upload(pack.key, tuple(memory.parts))
         return None if memory is None or upload is None else (memory, upload)
 
     def _write_lent(

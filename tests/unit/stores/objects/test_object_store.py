@@ -12,8 +12,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
+import holdfast
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
+from holdfast.pieces import PieceWriter, TensorPiece
 from holdfast.ports.temporary import TemporaryError
 from holdfast.settings import PAGE_BYTES, ObjectSettings, Settings
 from holdfast.stores.objects.conditional_delete import _OTHER_TAG
@@ -226,6 +229,23 @@ def test_a_server_that_takes_both_creates_is_refused(objects: ObjectServer, prox
     alone = Settings(object_store=ObjectSettings(endpoint=proxy.endpoint, single_writer=True))
     ObjectStore(url, settings=alone).put_if_absent("manifest.json", b"1")
     assert objects.keys(url) == ["manifest.json"]
+
+
+def test_no_way_to_save_commits_on_a_server_that_takes_both_creates(objects: ObjectServer, proxy: ObjectProxy) -> None:
+    proxy.rule = Liars.of_creates
+    settings = Settings(object_store=ObjectSettings(endpoint=proxy.endpoint), reports=False)
+    weights = torch.arange(10_000.0)
+
+    def save_pieces(url: str) -> None:
+        writer = PieceWriter(url, settings=settings)
+        (ticket,) = writer.open(1)
+        writer.finish([writer.write(ticket, [TensorPiece("w", (10_000,), (0,), weights)], {})])
+
+    for save in (lambda url: holdfast.save(url, {"w": weights}, settings=settings, process_group=False), save_pieces):
+        url = objects.new_url()
+        with pytest.raises(InvalidError, match="single_writer=True"):
+            save(url)
+        assert objects.keys(url) == []
 
 
 def test_what_another_rank_has_asked_is_not_asked_again(objects: ObjectServer, proxy: ObjectProxy) -> None:
