@@ -5,7 +5,7 @@ steps under the folder. Then each part runs in processes of its own, and writes 
 `bench/results/compression.json` when it ends; after Ctrl-C, `--only` runs the parts that are missing. `--table`
 measures the ratios by type and kind of tensor instead, and brings docs/compression.md up to date.
 
-Exit status: 0 if no key is below its floor, 1 if one is, 2 for a wrong call.
+Exit status: 0 if no key is below its floor, 1 if one is, 2 for a wrong call, 130 after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -63,24 +63,35 @@ def main(
     if chosen.table:
         return _table(chosen.folder, schedule, chosen.json)
     names = _parts_of(parser, chosen.only, parts)
-    trained = train(chosen.folder / "state", schedule)
+    done: list[str] = []
+    try:
+        trained = train(chosen.folder / "state", schedule)
+        for name in names:
+            _measure(name, parts[name], run, trained, chosen)
+            done.append(name)
+    except KeyboardInterrupt:
+        left = ",".join(name for name in names if name not in done)
+        print(f"interrupted; --only {left} measures the rest", flush=True)
+        return 130
     latest = report.read(chosen.json)
-    for name in names:
-        part = parts[name]
-        params = dict(part.quick if chosen.quick else part.full)
-        start, load = time.perf_counter(), os.getloadavg()[0]
-        print(f"{name}: {part.question}", flush=True)
-        measured = run(part, params, chosen.folder / "job", variables={VARIABLE: str(trained.resolve())})
-        latest = report.merged(latest, part, params, measured)
-        # What else ran is a fact of the results.
-        found = {"load_average_before": load, **{package: report.version_of(package) for package in PACKAGES}}
-        latest["parts"][name]["with"] |= found  # type: ignore[index]
-        report.write(latest, chosen.json)
-        print(f"    {time.perf_counter() - start:.0f} s; load average before it {load:.1f}", flush=True)
     print("\n".join(report.lines(latest)))
     print(f"written to {chosen.json}; python -m bench --readme brings the pages up to date")
     measured_keys = [key for name in names for key in KEYS[name]]
     return int(any(goal.reached(float(latest[goal.key])) == "missed" for goal in GOALS if goal.key in measured_keys))  # type: ignore[arg-type]
+
+
+def _measure(name: str, part: Part, run: Run, trained: Path, chosen: argparse.Namespace) -> None:
+    """Run one part and write its results at once, whatever the next part does."""
+    params = dict(part.quick if chosen.quick else part.full)
+    start, load = time.perf_counter(), os.getloadavg()[0]
+    print(f"{name}: {part.question}", flush=True)
+    measured = run(part, params, chosen.folder / "job", variables={VARIABLE: str(trained.resolve())})
+    latest = report.merged(report.read(chosen.json), part, params, measured)
+    # What else ran is a fact of the results.
+    found = {"load_average_before": load, **{package: report.version_of(package) for package in PACKAGES}}
+    latest["parts"][name]["with"] |= found  # type: ignore[index]
+    report.write(latest, chosen.json)
+    print(f"    {time.perf_counter() - start:.0f} s; load average before it {load:.1f}", flush=True)
 
 
 def _table(folder: Path, schedule: Schedule, results: Path) -> int:

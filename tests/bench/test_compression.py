@@ -23,6 +23,7 @@ from bench.compression_state import (
     VARIABLE,
     Gpt,
     MixedTraining,
+    Schedule,
     State,
     bytes_of,
     initial_masters,
@@ -116,11 +117,16 @@ def runs(ran: list[str]) -> Callable[..., Measured]:
     return run
 
 
+def trained_elsewhere(folder: Path, schedule: Schedule) -> Path:
+    """Train nothing."""
+    return Path("/trained")
+
+
 def run_main(tmp_path: Path, ran: list[str], *arguments: str) -> int:
     return compression.main(
         ["--quick", "--folder", str(tmp_path), "--json", str(tmp_path / "out.json"), *arguments],
         run=runs(ran),
-        train=lambda folder, schedule: Path("/trained"),
+        train=trained_elsewhere,
         lacks=list,
     )
 
@@ -146,6 +152,23 @@ def test_everything_is_measured_without_only(tmp_path: Path) -> None:
     assert ran == list(COMPRESSION_PARTS)
     written = json.loads((tmp_path / "out.json").read_text())
     assert {key for keys in compression.KEYS.values() for key in keys} <= set(written)
+
+
+def test_an_interrupted_bench_says_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ran: list[str] = []
+    measure = runs(ran)
+
+    def run(part: Part, *arguments: object, **named: object) -> Measured:
+        if part.name == "reads":
+            raise KeyboardInterrupt
+        return measure(part, *arguments, **named)
+
+    command = ["--quick", "--folder", str(tmp_path), "--json", str(tmp_path / "out.json"), "--only", "ddp2,reads,peak"]
+    assert compression.main(command, run=run, train=trained_elsewhere, lacks=list) == 130
+    assert "--only reads,peak measures the rest" in capsys.readouterr().out
+    assert json.loads((tmp_path / "out.json").read_text())["ratio_ddp2"] == 1.4
+    assert run_main(tmp_path, ran, "--only", "reads,peak") == 0
+    assert ran == ["ddp2", "reads", "peak"]
 
 
 def test_a_wrong_call_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,6 +18,7 @@ from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.format import sealed_json
 from holdfast.format.names import is_coded_pack_name, step_folder
+from holdfast.pieces import BoxReader, TensorPiece
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
 from tests.everyday.frozen_run import ran, step_path
@@ -156,6 +157,13 @@ def test_mapped_tensors_that_are_coded_are_read(made: Path) -> None:
             assert torch.equal(mapped[group][name], value)  # type: ignore[index]
 
 
+def test_boxes_are_read_into_given_memory(made: Path) -> None:
+    reader = BoxReader(made, step=2)
+    memory = torch.zeros(40, 257)
+    reader.read([TensorPiece("masters.trained.weight", (300, 257), (100, 0), memory)])
+    assert torch.equal(memory, state_at(2)["masters"]["trained.weight"][100:140])  # type: ignore[index]
+
+
 @pytest.mark.parametrize("to", ("safetensors", "torch", "dcp", "holdfast"))
 def test_an_export_is_of_the_values(made: Path, tmp_path: Path, to: str) -> None:
     api.export(made, tmp_path / "out", to=to, step=2, model_only=False)
@@ -259,6 +267,7 @@ def test_verify_names_chunk_and_codec_and_what_is_coded_against_it(run: Path) ->
     assert (weights.fqn, weights.start) == ("model.trained.weight", offset)
     assert "chunk 0" in weights.message and "planes" in weights.message
     assert [damage.fqn for damage in against] == ["masters.trained.weight"] * 2, "both chunks of the base"
+    assert all("is coded against a damaged one" in damage.message for damage in against)
     assert all("model.trained.weight" in damage.message and pack.name in damage.message for damage in against)
     with pytest.raises(CorruptError, match=r"masters\.trained.*model\.trained\.weight.*chunk 0"):
         require_step(step, 2)

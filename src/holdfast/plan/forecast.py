@@ -40,8 +40,9 @@ def forecast(
         held_bytes = sum(
             tensor.itemsize * sum(box.numel for box in boxes_of[tensor.global_shape]) for tensor in tensors
         )
-        chunks = sum(len(run.chunks) for run in plan.runs)
-        ranks.append(RankForecast(rank, held_bytes, plan.bytes, chunks, len(plan.runs)))
+        reads = [read for run in plan.runs for read in (run, *run.bases)]
+        chunks = sum(len(read.chunks) for read in reads)
+        ranks.append(RankForecast(rank, held_bytes, plan.bytes, chunks, len(reads)))
     return Forecast(mesh, tuple(ranks), len(tensors), sum(tensor.global_bytes for tensor in tensors))
 
 
@@ -56,7 +57,7 @@ class RankForecast:
     """Bytes that it would hold."""
 
     bytes: int
-    """Bytes that it would read from storage: whole chunks, so at least what it holds."""
+    """Bytes that it would read from storage: whole chunks, as they are stored."""
 
     chunks: int
     """Number of those chunks."""
@@ -79,7 +80,7 @@ class Forecast:
     """Number of tensors that would be loaded."""
 
     stored_bytes: int
-    """Stored bytes of those tensors, each counted once."""
+    """Bytes of those tensors, each counted once and uncompressed."""
 
     @property
     def bytes(self) -> int:

@@ -204,7 +204,7 @@ def test_every_damage_is_named_or_read_by_nobody() -> None:
     stored = stored_training((40, 211), [Box.whole((40, 211))], seed=5)
     (pack,) = stored.packs
     whole = stored.store.get(ATTEMPT + pack, 1 << 30)
-    drawn = np.random.default_rng(1).choice(np.arange(PAGE_BYTES, len(whole)), 400, replace=False)
+    drawn = np.random.default_rng(1).choice(np.arange(PAGE_BYTES, len(whole)), 120, replace=False)
     for at in drawn.tolist():
         changed = bytearray(whole)
         changed[at] ^= 1 << (at % 8)

@@ -1,4 +1,4 @@
-"""Whether two writers could create one object is asked by rank 0, beside its packs, and known before any commit."""
+"""Whether two writers could create one object is asked by rank 0, beside its packs, and known before the commit."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ class Asking(ForwardingStore):
     def trust_exclusive_creates(self) -> None:
         self.done.append("trusted")
 
-    def upload(self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True) -> Upload:
+    def upload(
+        self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True, may_be_less: bool = False
+    ) -> Upload:
         self._has_packs.set()
-        return super().upload(key, bytes_max, part_bytes, folders_durable=folders_durable)
+        return super().upload(key, bytes_max, part_bytes, folders_durable=folders_durable, may_be_less=may_be_less)
 
     def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         if "/manifest" in key or "/parts/" in key:

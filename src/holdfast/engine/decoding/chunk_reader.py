@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from holdfast.engine.buffers import allocate_aligned
-from holdfast.engine.decoding.decode import Decoder
+from holdfast.engine.decoding.decode import Decoder, stored_place
 from holdfast.errors import CheckpointError, CorruptError, MissingError
 from holdfast.format.coded_chunks import base_number
 from holdfast.format.digest import digest_of
@@ -83,28 +83,34 @@ class ChunkReader:
             )
         # A pair in the same pack is read where the piece is: both may lie in a copy of the pack.
         place = stored if pair.pack == piece.pack else self._packs(pair.pack)
-        start, stop = pair.stored_range(base)
+        start = pair.stored_range(base)[0]
         if self._base is None or self._base[:2] != (place.url, start):
             self._base = None
-            if not self._base_buffer:
-                self._base_buffer = allocate_aligned(len(self._buffer))
             try:
-                data = self._read_base(place, pair, start, stop, self._base_buffer)
-            except MissingError as missing:
+                raw = self._checked_base(place, pair, base)
+            except CorruptError as error:
                 raise CorruptError(
-                    f"{pair.tensor.fqn}: {place.url}: the pack is missing, and {piece.tensor.fqn} is coded against it. "
-                    "Read another copy"
-                ) from missing
-            raw = self._decoder.raw_base(chunk_of(pair, base), data, place.url)
-            expected = chunk_of(pair, base).expected
-            if expected and digest_of(raw) != expected:
-                raise CorruptError(
-                    f"{stored.url}: {piece.tensor.fqn}: chunk {number} is coded against chunk {base} of "
-                    f"{pair.tensor.fqn}, at bytes {start}–{stop} of {place.url}, which hashes to "
-                    f"{digest_of(raw).hex()}; expected {expected.hex()}. Read another copy"
-                )
+                    f"{stored.url}: {piece.tensor.fqn}: chunk {number} is coded against a damaged one: {error}"
+                ) from error
             self._base = place.url, start, raw
         return self._base[2]
+
+    def _checked_base(self, place: Stored, pair: Piece, number: int) -> memoryview:
+        """Return the raw bytes of a chunk of a pair, whose digest is compared if it is known."""
+        if not self._base_buffer:
+            self._base_buffer = allocate_aligned(len(self._buffer))
+        chunk, (start, stop) = chunk_of(pair, number), pair.stored_range(number)
+        try:
+            data = self._read_base(place, pair, start, stop, self._base_buffer)
+        except MissingError as missing:
+            raise CorruptError(f"{pair.tensor.fqn}: {place.url}: the pack is missing. Read another copy") from missing
+        raw = self._decoder.raw_base(chunk, data, place.url)
+        if chunk.expected and digest_of(raw) != chunk.expected:
+            raise CorruptError(
+                f"{pair.tensor.fqn}: {place.url}: {stored_place(chunk)} hash to {digest_of(raw).hex()}; expected "
+                f"{chunk.expected.hex()}. Read another copy"
+            )
+        return raw
 
 
 def chunk_of(piece: Piece, number: int) -> ChunkRead:

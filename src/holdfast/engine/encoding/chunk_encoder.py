@@ -127,8 +127,10 @@ def _has_few_mantissas(raw: memoryview) -> bool:
     """Return whether float32 elements have few different mantissas, as 16-bit numbers times a factor have."""
     elements: NDArray[np.uint32] = np.frombuffer(raw, np.uint32)
     step = max(len(elements) // _LOOK_ELEMENTS, 1)
-    mantissas = elements[::step][:_LOOK_ELEMENTS] & _MANTISSA
-    return 2 * len(np.unique(mantissas)) <= len(mantissas)
+    mantissas = np.sort(elements[::step][:_LOOK_ELEMENTS] & _MANTISSA)
+    # `np.unique` takes ten times as long.
+    different = 1 + int(np.count_nonzero(mantissas[1:] != mantissas[:-1]))
+    return 2 * different <= len(mantissas)
 
 
 def _middle(raw: memoryview, count: int) -> memoryview:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import struct
+import sys
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -133,17 +136,17 @@ class CodingJoiner:
             self._add_plain(1)
             return
         names, numbers = used_codecs(coding.codecs, coding.numbers)
-        pair_fqns = (coding.pair_fqn,) if any(map(needs_pair, names)) else ()
-        columns = CodingColumns(
-            codecs=names,
-            pair_fqns=pair_fqns,
-            coded=np.ones(1, dtype=bool),
-            pairs=np.full(1, len(pair_fqns)),
-            chunks=np.full(1, len(numbers)),
-            numbers=np.frombuffer(numbers, np.uint8),
-            lengths=np.diff(np.array(coding.starts, dtype=np.int64)).astype(np.uint32),
-        )
-        self.add(1, columns)
+        is_paired = any(map(needs_pair, names))
+        # Bytes and no arrays: a rank may write tens of thousands of pieces, most of one chunk.
+        columns = self._begun()
+        table = bytes([0, *(self._codecs.setdefault(name, len(self._codecs) + 1) for name in names)])
+        pair = self._pair_fqns.setdefault(coding.pair_fqn, len(self._pair_fqns) + 1) if is_paired else 0
+        lengths = [stop - start for start, stop in pairwise(coding.starts)]
+        columns["coded"].append(1)
+        columns["pairs"].extend(pair.to_bytes(8, sys.byteorder))
+        columns["chunks"].extend(len(numbers).to_bytes(8, sys.byteorder))
+        columns["numbers"].extend(numbers.translate(table.ljust(256, b"\0")))
+        columns["lengths"].extend(struct.pack(f"={len(lengths)}I", *lengths))
 
     def columns(self) -> CodingColumns | None:
         """Return the columns of all pieces; None if none is coded. Nothing can be added afterwards."""

@@ -68,10 +68,10 @@ class SignedRequests:
         Raises:
             CheckpointError: The request failed. No exception of the connection is chained to it: it may repeat headers.
         """
-        url, signed = self._signed(method, key, dict(query or {}), data, dict(headers or {}))
+        url, signed = self.signed(method, key, dict(query or {}), data, dict(headers or {}))
         return sent(self._clients, doing, where, method, url, data, signed)
 
-    def _signed(
+    def signed(
         self, method: str, key: str, query: dict[str, str], data: bytes | memoryview, headers: dict[str, str]
     ) -> tuple[str, dict[str, str]]:
         """Return URL and headers of a request with its signature."""
