@@ -112,6 +112,18 @@ def contains(outer: Region, inner: Region) -> bool:
     return isinstance(inner, FlatRange) and outer.start <= inner.start and inner.stop <= outer.stop
 
 
+def first_element(region: Region, part: Region) -> int:
+    """Return the position of the first element of a part in a region of its kind, in the region's row-major order."""
+    if isinstance(region, FlatRange):
+        assert isinstance(part, FlatRange), "a part is of the kind of the region it is cut from"
+        return part.start - region.start
+    assert isinstance(part, Box), "a part is of the kind of the region it is cut from"
+    element = 0
+    for at, origin, length in zip(part.start, region.start, region.shape, strict=True):
+        element = element * length + at - origin
+    return element
+
+
 def row_major(position: tuple[int, ...], shape: tuple[int, ...]) -> int:
     """Return the row-major number of an element."""
     return sum(coordinate * math.prod(shape[dim + 1 :]) for dim, coordinate in enumerate(position))

@@ -33,7 +33,7 @@ from holdfast.frameworks.torch.side_stream import SideStream, on_stream, side_st
 from holdfast.frameworks.torch.tickets import DONE, Tickets
 from holdfast.geometry.box import Box, flat_range_boxes
 from holdfast.geometry.dtype import DTYPES, dtype_named
-from holdfast.geometry.region import FlatRange, Region, contains, region_boxes
+from holdfast.geometry.region import Region, contains, first_element, region_boxes
 from holdfast.geometry.sharded import Sharded
 from holdfast.ports.framework import Target, Ticket
 
@@ -178,7 +178,7 @@ class TorchSource:
         part = self._parts[0]
         if len(self._parts) > 1:
             part = next(held for held in self._parts if contains(held.region, piece))
-        offset = 0 if piece is part.region else _first_element(part.region, piece) * part.local.element_size()
+        offset = 0 if piece is part.region else first_element(part.region, piece) * part.local.element_size()
         return part.local, offset
 
     @classmethod
@@ -329,18 +329,6 @@ def _gathered(local: torch.Tensor, runs: Sequence[tuple[int, int]]) -> bytes:
     """Return byte ranges of a tensor, joined on its device, so that the host waits once and not for each range."""
     whole = _bytes(local)
     return torch.cat([whole[start:stop] for start, stop in runs]).cpu().numpy().tobytes()
-
-
-def _first_element(held: Region, piece: Region) -> int:
-    """Return the position of a piece's first element in a held region, in the region's row-major order."""
-    if isinstance(held, FlatRange):
-        assert isinstance(piece, FlatRange), "a piece is of the kind of the region it is cut from"
-        return piece.start - held.start
-    assert isinstance(piece, Box), "a piece is of the kind of the region it is cut from"
-    element = 0
-    for at, origin, length in zip(piece.start, held.start, held.shape, strict=True):
-        element = element * length + at - origin
-    return element
 
 
 class TorchTarget(Target):

@@ -13,7 +13,7 @@ from holdfast.engine.decoding.read_ahead import ReadAhead
 from holdfast.engine.read import require_digest
 from holdfast.errors import CorruptError, MissingError
 from holdfast.format.digest import new_digest
-from holdfast.geometry.region import Region
+from holdfast.geometry.region import Region, contains, first_element
 from holdfast.ports.codec import Codecs
 from holdfast.ports.observer import ByteProgress, Observer
 from holdfast.ports.store import Packs, Stored
@@ -24,7 +24,10 @@ _READ_BYTES = 4 * MIB
 
 
 class PieceReader:
-    """Reads pieces of one checkpoint front to back, in parts, and checks them against their digests if any."""
+    """Reads pieces of one checkpoint in parts, most often front to back, and checks them against their digests if any.
+
+    For one thread.
+    """
 
     def __init__(
         self,
@@ -49,22 +52,28 @@ class PieceReader:
         # No chunk is larger than a read.
         self._chunks = ChunkReader(packs, codecs, _READ_BYTES, self._pieces.read, bases.read)
         self._chunk: tuple[Piece, int, memoryview] | None = None
-        """The coded chunk that was read last: its piece, its number and its raw bytes."""
+        """The chunk that was read whole last: its piece, its number and its raw bytes."""
         self._digest = new_digest()
         self._checked: tuple[Piece | None, int] = None, 0
 
-    def read(self, piece: Piece, start: int, target: memoryview) -> None:
+    def read(self, piece: Piece, start: int, target: memoryview, *, by_chunk: bool = False) -> None:
         """Fill memory with the raw bytes of a piece from `start` on.
 
+        Args:
+            piece: The piece.
+            start: The first byte.
+            target: The memory.
+            by_chunk: Whether the piece is not read front to back: then each chunk is read whole, and checked.
         Raises:
             CorruptError: The bytes differ from what was saved; the message names tensor, file and byte range.
         """
         stored = self._packs(piece.pack)
         try:
-            if piece.coding is None:
+            # What another system wrote has no digests, so nothing is checked.
+            if piece.coding is None and not (by_chunk and piece.digests):
                 self._read_plain(stored, piece, start, target)
             else:
-                self._read_coded(stored, piece, start, target)
+                self._read_chunks(stored, piece, start, target)
         except MissingError as missing:
             raise CorruptError(
                 f"{piece.tensor.fqn}: {stored.url}: the file is missing; the checkpoint names it. Read another copy"
@@ -81,7 +90,7 @@ class PieceReader:
         if piece.digests:
             self._check(piece, start, target, stored.url)
 
-    def _read_coded(self, stored: Stored, piece: Piece, start: int, target: memoryview) -> None:
+    def _read_chunks(self, stored: Stored, piece: Piece, start: int, target: memoryview) -> None:
         at = 0
         while at < len(target):
             number, within = divmod(start + at, piece.chunk_bytes)
@@ -135,21 +144,30 @@ class StoredSource:
 
         Args:
             reader: Reads pieces.
-            regions: The regions that can be copied, each with the pieces whose bytes in order are the region's.
+            regions: Regions, each with the pieces whose bytes in order are the region's. They can be copied, and so can
+                parts of them that are one run.
         """
         self._reader = reader
+        self._itemsize = next((pieces[0].tensor.itemsize for pieces in regions.values() if pieces), 0)
         self._regions = {
             region: (pieces, [0, *accumulate(piece.bytes for piece in pieces)]) for region, pieces in regions.items()
         }
 
     def copy_into(self, piece: Region, start: int, stop: int, buffer: memoryview) -> _Read:
         """Copy a run of a region's bytes to the front of `buffer`."""
-        pieces, firsts = self._regions[piece]
+        is_part = piece not in self._regions
+        region = next(region for region in self._regions if contains(region, piece)) if is_part else piece
+        pieces, firsts = self._regions[region]
+        if is_part:
+            # A store of objects gets large regions in parts, and not in their order.
+            first = first_element(region, piece) * self._itemsize
+            start, stop = first + start, first + stop
         at = start
         while at < stop:
             number = bisect_right(firsts, at) - 1
             end = min(stop, firsts[number + 1])
-            self._reader.read(pieces[number], at - firsts[number], buffer[at - start : end - start])
+            room = buffer[at - start : end - start]
+            self._reader.read(pieces[number], at - firsts[number], room, by_chunk=is_part)
             at = end
         return _READ
 
@@ -161,7 +179,7 @@ class StoredSource:
         """Copy several regions, each whole, one after the other."""
         at = 0
         for source, piece in zip(sources, pieces, strict=True):
-            total = source._regions[piece][1][-1]
+            total = piece.numel * source._itemsize
             source.copy_into(piece, 0, total, buffer[at : at + total])
             at += total
         return _READ
