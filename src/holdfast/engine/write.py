@@ -243,8 +243,8 @@ class _LentUpload:
     def __init__(self, inner: Upload, memory: LentMemory, digests: Sequence[bytes], chunk_bytes: int) -> None:
         self._inner, self._memory, self._digests, self._chunk_bytes = inner, memory, digests, chunk_bytes
 
-    def complete(self) -> None:
-        self._inner.complete()
+    def complete(self, total_bytes: int | None = None) -> None:
+        self._inner.complete(total_bytes)
         self._memory.require_unchanged(self._digests, self._chunk_bytes)
         self._memory.forget()
 
