@@ -249,6 +249,31 @@ def test_cp_copies_packs_as_they_are(run: Path, tmp_path: Path) -> None:
     assert ours == theirs
 
 
+def nudged(masters: torch.Tensor) -> torch.Tensor:
+    """Return other masters of the same weights."""
+    low = masters.view(torch.int32) & 0xFFFF
+    return (masters.view(torch.int32) + ((low > 0) & (low < 0x7FF0)).int()).view(torch.float32)
+
+
+def test_packs_are_proven_by_the_values_of_a_pair_that_they_were_written_with(tmp_path: Path) -> None:
+    """Masters change, weights stay in the pack of step 2; that of step 1 has earlier ones beside a frozen layer."""
+    (frozen, _), (before, old), (weights, masters) = map(layer_at, (7, 8, 9))
+    states = ((before, old), (weights, masters), (weights, nudged(masters)))
+    assert torch.equal(nudged(masters).to(torch.bfloat16), weights)
+    run = tmp_path / "run"
+    with holdfast.CheckpointManager(run, process_group=False, settings=ON) as manager:
+        for step, (trained, master) in enumerate(states, 1):
+            state = {"model": {"frozen": frozen, "trained": trained}, "masters": {"trained": master}}
+            manager.save(step, state).wait()
+    (piece,) = holdfast.open_checkpoint(step_path(run, 3)).pieces("masters.trained")
+    assert piece.coding is not None and piece.coding.pair is not None
+    assert piece.coding.pair.pack.startswith(step_folder(2))
+    assert api.copy_run(run, tmp_path / "copy").steps == 3
+    loaded = holdfast.open_checkpoint(step_path(tmp_path / "copy", 3))
+    assert list(loaded.verify()) == []
+    assert torch.equal(loaded.read("masters.trained", framework="torch"), states[2][1])
+
+
 @pytest.mark.parametrize("fqn", ("model.trained.weight", "masters.trained.weight", "moments.trained.weight.exp_avg_sq"))
 def test_cp_names_the_damaged_chunk(run: Path, tmp_path: Path, fqn: str) -> None:
     pack, offset = piece_of(step_path(run, 2), fqn)

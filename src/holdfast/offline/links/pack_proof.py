@@ -62,14 +62,25 @@ class PackPieces:
         return replace(piece, coding=replace(coding, pair=pair))
 
     def _elsewhere(self, piece: Piece, fqn: str) -> Piece | None:
-        """Return the piece of a tensor in another pack; the packs of the same attempt and rank are looked at first."""
-        own_attempt, own_rank = piece.pack.split("/")[:2], rank_of_pack(piece.pack)
+        """Return the piece of a tensor in another pack: the one that a rank saw when it wrote the pack of `piece`.
+
+        A rank writes a piece and its pair together, or leaves the pair in the last earlier pack that has it. Packs of
+        still earlier steps may hold other values of the pair, for the sake of other tensors.
+        """
+        (own_step, own_attempt), own_rank = self._origin_of(piece.pack), rank_of_pack(piece.pack)
+
+        def order(name: str) -> tuple[int, bool, int, bool]:
+            (step, attempt), is_other_rank = self._origin_of(name), rank_of_pack(name) != own_rank
+            if attempt == own_attempt:
+                return (2 if is_other_rank else 0), False, 0, is_other_rank
+            return 1, step > own_step, abs(own_step - step), is_other_rank
+
         names = [
             record.name
             for record in self._manifest.packs
             if is_pack_name(record.name) or step_of_pack(record.name) is not None
         ]
-        names.sort(key=lambda name: (name.split("/")[:2] != own_attempt, rank_of_pack(name) != own_rank))
+        names.sort(key=order)
         for name in names:
             if name not in self._listed:
                 self._listed[name] = self._list(name, piece.chunk_bytes)
@@ -77,6 +88,13 @@ class PackPieces:
             if pair is not None:
                 return pair
         return None
+
+    def _origin_of(self, name: str) -> tuple[int, str]:
+        """Return step and attempt that wrote a pack; -1 for a checkpoint without a step."""
+        step = step_of_pack(name)
+        if step is not None:
+            return step, name.split("/")[1]
+        return -1 if self._manifest.step is None else self._manifest.step, self._manifest.attempt
 
     def _list(self, name: str, chunk_bytes: int) -> Sequence[Piece]:
         try:
