@@ -15,7 +15,7 @@ from holdfast.engine.buffers import allocate_aligned
 from holdfast.engine.parallel_map import WorkerThreads
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.format.index.index_file import decode_index
-from holdfast.format.names import COPYING_FOLDER, step_folder
+from holdfast.format.names import COPYING_FOLDER, is_coded_pack_name, step_folder
 from holdfast.offline.copying.copied_files import CopiedFile
 from holdfast.offline.copying.proof import ContentProof, NoProof, PackProof, Proof, damages_of_pack
 from holdfast.offline.links.pack_proof import PackPieces
@@ -304,6 +304,12 @@ class FileCopies:
         """Return what is wrong with a file, as closely as can be said."""
         where = f"{stored.files.url}/{stored.key}"
         message = f"the content does not hash to {file.record.digest}, as the manifest says"
+        if file.is_pack and is_coded_pack_name(file.record.name):
+            # Of what no step needs any more the pair may be gone, too: nobody can decode and hash it then.
+            message += (
+                ", or a chunk that no step needs is coded against a pair that was removed. If `holdfast verify` finds "
+                "nothing, write the step anew by `holdfast export --to holdfast`"
+            )
         for manifest, record in file.named_by if file.is_pack else ():
             try:
                 location = self._location_of(manifest)
