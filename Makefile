@@ -164,7 +164,7 @@ fuzz: $(READY)
 # libfaketime is built where it is installed, so it is installed for this target alone.
 campaign: $(READY)
 	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[campaign]'
-	@POWER_CUTS_ON=ext4,xfs JUDGE_EVERY=1 COLLECT_STRIDE=1 TAG_STRIDE=1 GO_BACK_STRIDE=1 EPOCH_RACE_ROUNDS=$(ROUNDS) PREEMPTION_ROUNDS=$(ROUNDS) $(PY) -m pytest -q -s tests/crash/test_epoch_races.py \
+	@POWER_CUTS_ON=ext4,xfs JUDGE_EVERY=1 COLLECT_STRIDE=1 TAG_STRIDE=1 GO_BACK_STRIDE=1 SWEEP_STRIDE=1 EPOCH_RACE_ROUNDS=$(ROUNDS) PREEMPTION_ROUNDS=$(ROUNDS) $(PY) -m pytest -q -s tests/crash/test_epoch_races.py \
 	    tests/crash/test_epoch_clock.py tests/crash/test_epoch_kill.py tests/crash/test_collect_kill.py tests/crash/test_tag_move_kill.py \
 	    tests/crash/test_repair_kill.py tests/crash/test_kill_sweep.py tests/crash/test_power_cut.py \
 	    tests/crash/test_overwrite_kill.py tests/distributed/test_preemption.py \
@@ -174,7 +174,7 @@ campaign: $(READY)
 	    tests/property/test_any_mesh_to_any_mesh.py tests/property/test_unchanged.py tests/property/test_compressed.py
 	@FLIPPED_BYTES=all COMPRESSED_LAYOUTS=all $(PY) -m pytest -q --timeout 7200 -o faulthandler_timeout=7260 \
 	    tests/crash/test_compressed_flips.py tests/distributed/test_matrix.py
-	@COMPRESSED_STRIDE=1 $(PY) -m pytest -q -s tests/crash/test_io_errors.py -k compresses
+	@COMPRESSED_STRIDE=1 SWEEP_STRIDE=1 $(PY) -m pytest -q -s tests/crash/test_io_errors.py
 	@FAULTS=$(FAULTS) $(PY) -m pytest -q -s tests/distributed/test_failed_saves.py
 
 # What is not given on the command line or in the environment has the defaults of tests/campaign/record.py.
