@@ -10,14 +10,12 @@ from numpy.typing import NDArray
 from holdfast.errors import CorruptError
 from holdfast.format.codec_names import needs_pair, require_known_codecs
 from holdfast.geometry.chunking import pair_range
+from holdfast.geometry.dtype import DTYPES, MASTER_TYPE, WEIGHT_TYPES
 from holdfast.ports.codec import RAW_PER_STORED_MAX, Codecs
 from holdfast.types.plan import Piece
 
-PAIRED_DTYPES = {"float32": ("bfloat16", "float16")}
-"""Element types whose chunks may be coded against a pair, and the element types of the pair."""
-
-PAIR_RATIO = 2
-"""Bytes of a chunk for one byte of its pair."""
+PAIR_RATIO = DTYPES[MASTER_TYPE].itemsize // DTYPES[WEIGHT_TYPES[0]].itemsize
+"""Bytes of a chunk of a master for one byte of its weight: only masters are coded against a pair."""
 
 
 def raw_lengths(piece_bytes: NDArray[np.int64], chunks: NDArray[np.int64], chunk_bytes: int) -> NDArray[np.int64]:
@@ -96,7 +94,7 @@ def decode_chunk(
             "another copy"
         )
     codec = codecs[name]
-    part, base_dtype = _part_of_base(piece, number, base, place) if needs_pair(name) else (None, "")
+    part, base_dtype = _part_of_base(piece, number, base, length, place) if needs_pair(name) else (None, "")
     if not codec.takes(piece.tensor.dtype, base_dtype):
         against = f" against {base_dtype}" if base_dtype else ""
         raise CorruptError(f"{place}: coded by {name}, which takes no {piece.tensor.dtype}{against}. Read another copy")
@@ -107,7 +105,9 @@ def decode_chunk(
         raise CorruptError(f"{place}: coded by {name}: {error}. Read another copy") from error
 
 
-def _part_of_base(piece: Piece, number: int, base: memoryview | None, place: str) -> tuple[memoryview, str]:
+def _part_of_base(
+    piece: Piece, number: int, base: memoryview | None, length: int, place: str
+) -> tuple[memoryview, str]:
     """Return the bytes of a pair's chunk that a chunk is coded against, and their element type.
 
     Raises:
@@ -118,7 +118,6 @@ def _part_of_base(piece: Piece, number: int, base: memoryview | None, place: str
         raise CorruptError(
             f"{place}: coded by {piece.codec_of(number)} without the chunk of its pair. Read another copy"
         )
-    length = min(piece.chunk_bytes, piece.bytes - number * piece.chunk_bytes)
     _, start, stop = pair_range(piece.chunk_bytes, number, length, PAIR_RATIO)
     if stop > len(base):
         raise CorruptError(

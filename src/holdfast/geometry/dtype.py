@@ -73,3 +73,9 @@ def dtype_named(name: str, where: str) -> DType:
             f"{where}: dtype {name} cannot be stored; expected one of {', '.join(DTYPES)}. "
             "Convert the tensor, or leave it out with skip="
         ) from None
+
+WEIGHT_TYPES = ("bfloat16", "float16")
+"""Element types of weights that are kept in 16 bits."""
+
+MASTER_TYPE = "float32"
+"""Element type of the masters that such weights are rounded from."""

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from holdfast.errors import InvalidError
 from holdfast.geometry.box import Box
 from holdfast.geometry.chunking import chunk_count
-from holdfast.geometry.dtype import DTYPES
+from holdfast.geometry.dtype import DTYPES, WEIGHT_TYPES
 from holdfast.geometry.tensor import Shard, TensorSpec
 from holdfast.plan.coding.coded_pieces import CodingChoice
 from holdfast.plan.ownership import Owned
-from holdfast.plan.pairs import WEIGHT_TYPES
 from holdfast.settings import PAGE_BYTES
 from holdfast.types.plan import CODED_FOLDER, OPAQUE_FOLDER, PackItem, PackPlan
 

@@ -8,15 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from holdfast.geometry.dtype import MASTER_TYPE, WEIGHT_TYPES
 from holdfast.geometry.region import Region
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.types.plan import PieceKey
-
-WEIGHT_TYPES = ("bfloat16", "float16")
-"""Element types of weights that are kept in 16 bits."""
-
-MASTER_TYPE = "float32"
-"""Element type of their masters."""
 
 MOMENT_KEYS = frozenset(
     {

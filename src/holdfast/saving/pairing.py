@@ -11,7 +11,8 @@ from holdfast.engine.encoding.chunk_encoder import rounded
 from holdfast.engine.encoding.encode import KnownWeights
 from holdfast.engine.writing.write import PackWriter
 from holdfast.format.digest import digest_of
-from holdfast.plan.pairs import MASTER_TYPE, WEIGHT_TYPES, Pairs, is_moment, pairs_of
+from holdfast.geometry.dtype import MASTER_TYPE, WEIGHT_TYPES
+from holdfast.plan.pairs import Pairs, is_moment, pairs_of
 from holdfast.plan.plan_cache import SavePlan
 from holdfast.ports.framework import Source
 from holdfast.saving.deduplication import first_pages

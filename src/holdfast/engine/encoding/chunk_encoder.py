@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from holdfast.engine.casting import cast
 from holdfast.engine.nonfinite import nonfinite_count
 from holdfast.format.digest import digest_of, new_digest
+from holdfast.geometry.dtype import MASTER_TYPE
 from holdfast.geometry.value_class import value_class
 from holdfast.ports.codec import Codecs
 from holdfast.types.plan import Digest, PackItem
@@ -19,8 +20,6 @@ _LOOK_BYTES = 16 << 10
 
 _LOOK_ELEMENTS = 512
 """Elements whose mantissas are counted."""
-
-_MASTER_TYPE = "float32"
 
 _MANTISSA = (1 << 23) - 1
 
@@ -104,13 +103,13 @@ class ChunkEncoder:
             bases.append(base)
         if state.digest() != weight.digest:
             return [None] * len(chunks)
-        coder = self._codecs["residual"].coder(_MASTER_TYPE, weight.dtype)
+        coder = self._codecs["residual"].coder(MASTER_TYPE, weight.dtype)
         return [coder.encode(raw, base) for raw, base in zip(chunks, bases, strict=True)]
 
 
 def rounded(master: memoryview, dtype: str) -> memoryview:
     """Return float32 elements rounded to a type of 16 bits."""
-    return cast(np.frombuffer(master, np.float32), _MASTER_TYPE, dtype).view(np.uint8).data
+    return cast(np.frombuffer(master, np.float32), MASTER_TYPE, dtype).view(np.uint8).data
 
 
 def _tried(item: PackItem, raw: memoryview) -> Iterator[str]:
@@ -118,7 +117,7 @@ def _tried(item: PackItem, raw: memoryview) -> Iterator[str]:
     looked_at = np.frombuffer(_middle(raw, _LOOK_BYTES), np.uint8)
     if 4 * np.count_nonzero(looked_at) <= len(looked_at):
         yield "sparse"
-    if item.tensor.dtype == _MASTER_TYPE and _has_few_mantissas(raw):
+    if item.tensor.dtype == MASTER_TYPE and _has_few_mantissas(raw):
         yield "dictionary"
     yield item.codec
 

@@ -30,9 +30,6 @@ from holdfast.ports.framework import Source
 from holdfast.settings import Settings
 from holdfast.types.plan import Coding, PackItem, PackPlan, PieceKey
 
-_CHUNKS_PER_WEIGHT_CHUNK = PAIR_RATIO
-"""Chunks of a master that one chunk of its weight was rounded from."""
-
 
 @value_class
 class EncodedPiece:
@@ -165,7 +162,7 @@ class Encoder:
         self, item: PackItem, weight: tuple[str, str, bytes] | None
     ) -> Iterator[tuple[list[tuple[int, int]], PairedWeight | None]]:
         """Yield for each unit of a piece the byte ranges of its chunks, and the part of the weight that is theirs."""
-        step = 1 if weight is None else _CHUNKS_PER_WEIGHT_CHUNK
+        step = 1 if weight is None else PAIR_RATIO
         count = chunk_count(item.bytes, self._chunk_bytes)
         for first in range(0, count, step):
             numbers = range(first, min(first + step, count))
@@ -332,4 +329,4 @@ def _windows_max(threads: int) -> int:
     A unit of two chunks may hold two windows until it is written. The unit that is being taken has two, and the thread
     that copies fills one.
     """
-    return _CHUNKS_PER_WEIGHT_CHUNK * (_units_max(threads) + 1) + 1
+    return PAIR_RATIO * (_units_max(threads) + 1) + 1

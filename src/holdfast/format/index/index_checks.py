@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
-from holdfast.format.coded_chunks import PAIRED_DTYPES
 from holdfast.format.index.index import Index, IndexMerger
 from holdfast.format.index.index_file import decode_index
 from holdfast.format.index.overview import Overview, decode_overview
 from holdfast.format.index.tensor_table import TensorTable
 from holdfast.format.names import MANIFEST_FILE, OVERVIEW_FILE, is_coded_pack_name, is_file_url
+from holdfast.geometry.dtype import MASTER_TYPE, WEIGHT_TYPES
 from holdfast.ports.codec import RAW_PER_STORED_MAX
 from holdfast.types.manifest import Manifest
 
@@ -145,7 +145,8 @@ def require_pairs(index: Index, where: str, *, whole: bool = True) -> None:
     for number, pair_number in tensors.T.tolist():
         tensor, pair = index.table.specs[fqns[number]], index.table.specs[fqns[pair_number]]
         # What is coded against a pair is of 32 bits, so no pair is coded against a pair: there are no circles.
-        if pair.dtype not in PAIRED_DTYPES.get(tensor.dtype, ()) or pair.global_shape != tensor.global_shape:
+        is_of_types = tensor.dtype == MASTER_TYPE and pair.dtype in WEIGHT_TYPES
+        if not is_of_types or pair.global_shape != tensor.global_shape:
             raise CorruptError(
                 f"{where}: {tensor.fqn}, {tensor.dtype} of shape {tensor.global_shape}, is coded against {pair.fqn}, "
                 f"{pair.dtype} of shape {pair.global_shape}; expected float32, and 16 bits of the same shape. Read "
