@@ -20,7 +20,6 @@ from pathlib import Path
 from bench import compression_table, job, report
 from bench.compression_rivals import PACKAGES, missing
 from bench.compression_state import FULL, QUICK, VARIABLE, Schedule, made
-from bench.goals import GOALS
 from bench.job import ROOT
 from bench.part import Measured, Part
 from bench.parts import COMPRESSION_PARTS
@@ -76,8 +75,7 @@ def main(
     latest = report.read(chosen.json)
     print("\n".join(report.lines(latest)))
     print(f"written to {chosen.json}; python -m bench --readme brings the pages up to date")
-    measured_keys = [key for name in names for key in KEYS[name]]
-    return int(any(goal.reached(float(latest[goal.key])) == "missed" for goal in GOALS if goal.key in measured_keys))  # type: ignore[arg-type]
+    return int(report.is_any_missed(latest, [key for name in names for key in KEYS[name]]))
 
 
 def _measure(name: str, part: Part, run: Run, trained: Path, chosen: argparse.Namespace) -> None:

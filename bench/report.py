@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Collection
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -119,6 +120,11 @@ def lines(latest: Latest) -> list[str]:
     for name, part in latest.get("parts", {}).items():  # type: ignore[attr-defined]
         shown += [f"  {name}: {note}" for note in part["notes"]]
     return shown
+
+
+def is_any_missed(latest: Latest, keys: Collection[str]) -> bool:
+    """Return whether one of some keys is below its floor."""
+    return any(goal.reached(float(latest[goal.key])) == "missed" for goal in GOALS if goal.key in keys)  # type: ignore[arg-type]
 
 
 def names_of(key: str) -> tuple[str, str, str]:

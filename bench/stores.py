@@ -23,7 +23,6 @@ from pathlib import Path
 
 from bench import job, report
 from bench.compare import digest_of
-from bench.goals import GOALS
 from bench.job import ROOT
 from bench.part import Measured, Params, Part, Round
 from bench.parts import STORE_PARTS
@@ -82,7 +81,7 @@ def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] = STO
     kept.unlink()
     print("\n".join(report.lines(flat)))
     print(f"written to {chosen.json}; python -m bench --readme brings the pages up to date")
-    return int(any(goal.reached(float(flat[goal.key])) == "missed" for goal in GOALS if goal.key in flat))  # type: ignore[arg-type]
+    return int(report.is_any_missed(flat, flat))
 
 
 def _parser(parts: Mapping[str, Part]) -> argparse.ArgumentParser:
