@@ -15,14 +15,15 @@ from contextlib import suppress
 import numpy as np
 
 from holdfast.checkpoint.checkpoint import Checkpoint
+from holdfast.engine.decoding.chunk_reader import chunk_of
 from holdfast.engine.read import require_digest
 from holdfast.errors import CorruptError, MissingError
 from holdfast.geometry.box import Box
-from holdfast.geometry.chunking import chunk_count, chunk_range
+from holdfast.geometry.chunking import chunk_count
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.region import FlatRange
 from holdfast.ports.store import Mappable
-from holdfast.types.plan import ChunkRead, Piece
+from holdfast.types.plan import Piece
 
 
 class MappedTensors:
@@ -107,8 +108,7 @@ class MappedTensors:
             )
         data = memoryview(file)[piece.offset : stop]
         for number in range(chunk_count(piece.bytes, piece.chunk_bytes)):
-            first, last = chunk_range(piece.bytes, piece.chunk_bytes, number)
-            chunk = ChunkRead(piece, number, piece.offset + first, last - first, ())
-            require_digest(chunk, data[first:last], where)
+            chunk = chunk_of(piece, number)
+            require_digest(chunk, data[chunk.offset - piece.offset :][: chunk.bytes], where)
         array = np.frombuffer(data, np.dtype(DTYPES[spec.dtype].numpy)).reshape(spec.global_shape)
         return self._checkpoint.as_framework(array, spec.dtype, self._framework)
