@@ -39,10 +39,8 @@ from holdfast.types.plan import PackItem, Piece, PieceKey, PlannedPack
 
 logger = logging.getLogger(__name__)
 
-Key = PieceKey
 
-
-def _key(item: PackItem | Piece) -> Key:
+def _key(item: PackItem | Piece) -> PieceKey:
     return item.tensor.fqn, item.region
 
 
@@ -51,12 +49,13 @@ def _with_weights(unchanged: Mapping[tuple[str, str], Piece]) -> dict[tuple[str,
 
     Such a weight is written anew, so nothing says that its bytes are those that the piece was coded against.
     """
-    known = set(map(_key, unchanged.values()))
-    return {
-        key: piece
+    weights = {
+        key: (piece.coding.pair_fqn, piece.region)
         for key, piece in unchanged.items()
-        if piece.coding is None or not piece.coding.pair_fqn or (piece.coding.pair_fqn, piece.region) in known
+        if piece.coding is not None and piece.coding.pair_fqn
     }
+    known = set(map(_key, unchanged.values())) if weights else set()
+    return {key: piece for key, piece in unchanged.items() if key not in weights or weights[key] in known}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +65,13 @@ class BaseStep:
     identity: Base
     """Its number and manifest digest."""
 
-    find: Callable[[Sequence[PackItem]], Mapping[Key, Piece]]
+    find: Callable[[Sequence[PackItem]], Mapping[PieceKey, Piece]]
     """Returns the stored pieces that match the given ones; their packs are named from the root of the run."""
 
     packs: Mapping[str, FileRecord]
     """Every pack that holds its pieces, by that name."""
 
-    first_page_digests: Mapping[Key, bytes]
+    first_page_digests: Mapping[PieceKey, bytes]
     """Digest of the first page of each piece, where known."""
 
     is_own: bool = False
@@ -100,7 +99,7 @@ def base_from_loaded(manifest: Manifest, stored: Index | SplitIndex, filled: Map
     names = pack_paths(manifest)
     packs = {names[pack.name]: pack._replace(name=names[pack.name]) for pack in manifest.packs if pack.name in names}
 
-    def find(items: Sequence[PackItem]) -> Mapping[Key, Piece]:
+    def find(items: Sequence[PackItem]) -> Mapping[PieceKey, Piece]:
         candidates = [
             item
             for item in items
@@ -152,12 +151,12 @@ class Deduplicator:
         self._location, self._is_enabled = location, settings.deduplicate and location.root is not None
         self._previous, self._writer, self._settings = previous, writer, settings
         self._list_suspects = suspect_steps
-        self._first_page_digests: dict[Key, bytes] = {}
-        self._written: dict[Key, Piece] = {}
+        self._first_page_digests: dict[PieceKey, bytes] = {}
+        self._written: dict[PieceKey, Piece] = {}
         self._new_packs: dict[str, FileRecord] = {}
         self.unchanged_pieces: Sequence[Piece] = ()
         """Pieces that are not written, with their place in earlier steps."""
-        self._counted: dict[Key, Mapping[str, int]] = {}
+        self._counted: dict[PieceKey, Mapping[str, int]] = {}
         self._sizes: dict[str, int] = {}
         """Bytes of the packs that were looked at."""
 
@@ -258,7 +257,7 @@ class Deduplicator:
         pieces = {_key(piece): piece for piece in self.unchanged_pieces} | self._written
         packs = {record.name: record for record in (*self.packs, *self._new_packs.values())}
 
-        def find(items: Sequence[PackItem]) -> Mapping[Key, Piece]:
+        def find(items: Sequence[PackItem]) -> Mapping[PieceKey, Piece]:
             pairs = ((item, pieces.get(_key(item))) for item in items)
             return {_key(item): piece for item, piece in pairs if piece is not None and piece.tensor == item.tensor}
 
@@ -275,7 +274,7 @@ class Deduplicator:
         assert root is not None, "a run has a root"
         self._sizes |= sizes_of(packs, packs_under(root, ""))
 
-    def _candidates(self, items: Sequence[PackItem], context: SaveContext) -> dict[Key, Piece]:
+    def _candidates(self, items: Sequence[PackItem], context: SaveContext) -> dict[PieceKey, Piece]:
         """Return the stored pieces whose first page has not changed and whose packs may be referred to."""
         previous = self._previous
         if previous is None or previous.identity != context.base:

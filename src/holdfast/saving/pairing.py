@@ -29,6 +29,8 @@ def pairs_of_plan(plan: SavePlan, sources: Sequence[Source], writer: PackWriter)
         writer: Lends a buffer for copies.
     """
     pairing = plan.pairing
+    if not any(pack.is_coded for pack, _ in plan.packs):
+        return {}
     if pairing.pairs is None:
         weights, masters = _alike(plan)
         pairing.pairs = _found(weights, masters, sources, writer) if masters else {}

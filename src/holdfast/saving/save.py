@@ -131,7 +131,7 @@ class RankShare:
         """Write or copy the state, or start to copy it lazily; return once training may go on."""
         attempt = self._attempt
         self._require_exclusive = asking_for_exclusive_creates(attempt.location.store, attempt.job.comm.rank)
-        self._transfer.begin(collected, awaited=self._attempt.awaited)
+        self._transfer.begin(collected, awaited=attempt.awaited)
 
     def part(self) -> RankPart:
         """Return the part of this rank, which it votes for, once its packs are durable; raises as `Transfer.written`.
@@ -148,9 +148,29 @@ class RankShare:
 
     def report(self) -> SaveReport:
         """Return the report of this rank."""
-        unchanged_bytes = self._deduplicator.unchanged_bytes
-        report = _report(self._attempt, self._plan, self._is_new_plan, unchanged_bytes, self._transfer, self._skipped)
-        return replace(report, stored_bytes=self._stored_bytes, codings=self._codings)
+        attempt, transfer, counts = self._attempt, self._transfer, self._attempt.trace.retry_counts
+        return SaveReport(
+            step=attempt.location.step,
+            url=attempt.location.url,
+            attempt=attempt.agreement.attempt,
+            bytes=self._plan.bytes,
+            unchanged_bytes=self._deduplicator.unchanged_bytes,
+            tensors=self._plan.tensors,
+            planned=self._is_new_plan,
+            staging=transfer.staging,
+            staged_seconds=transfer.staged_seconds,
+            fence_seconds=transfer.fence_seconds,
+            waited_seconds=transfer.waited_seconds,
+            committed_seconds=attempt.trace.seconds,
+            divergent=attempt.agreement.differing,
+            skipped=self._skipped,
+            phases=attempt.trace.phases,
+            retries=counts.retries,
+            retry_seconds=counts.seconds,
+            throttled=counts.throttled,
+            stored_bytes=self._stored_bytes,
+            codings=self._codings,
+        )
 
 
 def plan_packs(
@@ -255,37 +275,6 @@ def _unwritten_report(attempt: SaveAttempt) -> SaveReport:
         committed_seconds=attempt.trace.seconds,
         divergent=(),
         skipped=(),
-        phases=attempt.trace.phases,
-        retries=counts.retries,
-        retry_seconds=counts.seconds,
-        throttled=counts.throttled,
-    )
-
-
-def _report(
-    attempt: SaveAttempt,
-    plan: SavePlan,
-    is_new_plan: bool,
-    unchanged_bytes: int,
-    transfer: Transfer,
-    skipped: tuple[str, ...],
-) -> SaveReport:
-    counts = attempt.trace.retry_counts
-    return SaveReport(
-        step=attempt.location.step,
-        url=attempt.location.url,
-        attempt=attempt.agreement.attempt,
-        bytes=plan.bytes,
-        unchanged_bytes=unchanged_bytes,
-        tensors=plan.tensors,
-        planned=is_new_plan,
-        staging=transfer.staging,
-        staged_seconds=transfer.staged_seconds,
-        fence_seconds=transfer.fence_seconds,
-        waited_seconds=transfer.waited_seconds,
-        committed_seconds=attempt.trace.seconds,
-        divergent=attempt.agreement.differing,
-        skipped=skipped,
         phases=attempt.trace.phases,
         retries=counts.retries,
         retry_seconds=counts.seconds,
