@@ -18,6 +18,7 @@ from holdfast.codecs.byte_planes import (
     sampled_bits,
 )
 from holdfast.codecs.evens import evens_of, packed_evens
+from holdfast.codecs.halves import fill_lower_halves, fill_upper_halves
 from holdfast.codecs.scratch import lent, scratch
 from holdfast.codecs.sections import bytes_of, element_count, require_taken, sections_of, stored_form
 from holdfast.errors import CorruptError
@@ -114,15 +115,15 @@ def _split(raw: memoryview, itemsize: int, rest: Bytes) -> tuple[Bytes, Bytes, b
     for start in range(0, count, BLOCK):
         block = slice(start, min(start + BLOCK, count))
         some = raw[start * itemsize : block.stop * itemsize]
-        halves = _upper_halves(some, itemsize)
         if itemsize > 2:
             _copy_rest(some, itemsize, rest[block])
+        halves = _upper_halves(some, itemsize)
         np.right_shift(halves, 7, out=upper[block], casting="unsafe")
         low, signs = middle[block], scratch("signs", len(halves))
         np.copyto(low, halves, casting="unsafe")
         np.add(low, low, out=low)
         np.less(halves.view(np.int16), 0, out=signs.view(np.bool_))
-        if signs.any():
+        if is_any_negative or signs.any():
             is_any_negative = True
             np.add(low, signs, out=low)
     return upper, middle, is_any_negative
@@ -133,7 +134,7 @@ def _upper_halves(raw: memoryview, itemsize: int) -> NDArray[np.uint16]:
     if itemsize == 2:
         return np.frombuffer(raw, np.uint16)
     halves = scratch("upper halves", 2 * (len(raw) // itemsize)).view(np.uint16)
-    np.right_shift(np.frombuffer(raw, f"u{itemsize}"), 8 * itemsize - 16, out=halves, casting="unsafe")
+    fill_upper_halves(np.frombuffer(raw, f"u{itemsize}"), halves)
     return halves
 
 
@@ -141,7 +142,7 @@ def _copy_rest(raw: memoryview, itemsize: int, rest: Bytes) -> None:
     """Fill the rest of elements of 4 or 8 bytes: all their bytes but the two upper ones."""
     low = rest.reshape(-1).view(np.uint16)
     if itemsize == 4:
-        np.copyto(low, np.frombuffer(raw, np.uint32), casting="unsafe")
+        fill_lower_halves(np.frombuffer(raw, np.uint32), low)
     else:
         np.copyto(low.reshape(-1, 3), np.frombuffer(raw, np.uint16).reshape(-1, 4)[:, :3])
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.codecs.byte_planes import BLOCK, coded_rest, rest_of
+from holdfast.codecs.byte_planes import BLOCK, Bytes, coded_rest, rest_of
+from holdfast.codecs.halves import fill_lower_halves, round_to_bfloat16
 from holdfast.codecs.scratch import lent, scratch
 from holdfast.codecs.sections import bytes_of, element_count, require_taken, sections_of, stored_form
 from holdfast.errors import CorruptError
-from holdfast.ports.codec import Base, Coder
+from holdfast.ports.codec import Base, PairCoder, Rounded
 
 _DROPPED_BITS = {"bfloat16": 16, "float16": 13}
 """Mantissa bits that a float32 has more, by the type of the pair."""
@@ -20,6 +21,35 @@ _HALF_BIAS = 112 << 10
 """Added to the bits of a float16, without the sign, it gives the upper bits of the same number as a float32."""
 
 _ENTRY_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _RoundedChunk:
+    """A chunk that was rounded to bfloat16."""
+
+    raw: memoryview
+    base: memoryview
+    rest: Bytes
+    """The bits that rounding dropped, as bytes."""
+    places: NDArray[np.uint32]
+    """The elements whose upper bits are stated."""
+
+    def encode(self) -> list[memoryview] | None:
+        """Return the stored form, or None."""
+        return _stored(self.raw, self.rest, self.places, _DROPPED_BITS["bfloat16"])
+
+
+@dataclass(frozen=True, slots=True)
+class _CastChunk:
+    """A chunk that was cast to float16."""
+
+    coder: _ResidualCoder
+    raw: memoryview
+    base: memoryview
+
+    def encode(self) -> list[memoryview] | None:
+        """Return the stored form, or None."""
+        return self.coder.encode(self.raw, self.base)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,24 +68,37 @@ class _ResidualCoder:
         dropped = _DROPPED_BITS[self.base_dtype]
         rest = lent(2 * count)
         low = rest.view(np.uint16)
-        np.copyto(low, elements, casting="unsafe")
-        if dropped < 16:
-            low &= (1 << dropped) - 1
         found = []
         for start in range(0, count, BLOCK):
             block = slice(start, start + BLOCK)
+            some = elements[block]
+            fill_lower_halves(some, low[block])
+            if dropped < 16:
+                low[block] &= (1 << dropped) - 1
             upper = _predicted(pair[block], low[block], dropped)
             actual = scratch("actual upper bits", upper.nbytes).view(upper.dtype)
-            np.right_shift(elements[block], dropped, out=actual, casting="unsafe")
+            np.right_shift(some, dropped, out=actual, casting="unsafe")
             differs = scratch("differs", len(upper)).view(np.bool_)
             np.not_equal(actual, upper, out=differs)
-            if differs.any():
-                found.append(np.flatnonzero(differs) + start)
-        places = np.concatenate(found).astype(np.uint32) if found else np.empty(0, np.uint32)
-        if 2 * _ENTRY_BYTES * len(places) > len(raw) // 2:
-            return None
-        uppers = elements[places] >> dropped
-        return stored_form([coded_rest(rest.reshape(count, 2)), bytes_of(places), bytes_of(uppers)], len(raw))
+            found.append(np.flatnonzero(differs) + start)
+        return _stored(raw, rest, np.concatenate(found).astype(np.uint32), dropped)
+
+    def rounded(self, raw: memoryview) -> Rounded:
+        """Return a chunk apart: one pass instead of two, over the memory that takes most of the time."""
+        elements = np.frombuffer(raw, np.uint32)
+        count = len(elements)
+        if self.base_dtype != "bfloat16":
+            with np.errstate(over="ignore", invalid="ignore"):
+                return _CastChunk(self, raw, bytes_of(elements.view(np.float32).astype(np.float16)))
+        rest, base = lent(2 * count), scratch("rounded", 2 * count)
+        low, upper = rest.view(np.uint16), base.view(np.uint16)
+        found = []
+        for start in range(0, count, BLOCK):
+            block = slice(start, start + BLOCK)
+            some = elements[block]
+            differs = scratch("differs", len(some)).view(np.bool_)
+            found.append(round_to_bfloat16(some, upper[block], low[block], differs) + start)
+        return _RoundedChunk(raw, base.data, rest, np.concatenate(found).astype(np.uint32))
 
     def decode(self, stored: memoryview, base: memoryview | None, raw: memoryview) -> None:
         """Fill `raw`."""
@@ -87,10 +130,25 @@ class ResidualCodec:
         """Return whether it codes elements of a type."""
         return dtype == "float32" and base_dtype in _DROPPED_BITS
 
-    def coder(self, dtype: str, base_dtype: str = "") -> Coder:
+    def coder(self, dtype: str, base_dtype: str = "") -> PairCoder:
         """Return the coder for elements of a type."""
         require_taken(self, dtype, base_dtype)
         return _ResidualCoder(base_dtype)
+
+
+def _stored(raw: memoryview, rest: Bytes, places: NDArray[np.uint32], dropped: int) -> list[memoryview] | None:
+    """Return the stored form, or None.
+
+    Args:
+        raw: The chunk.
+        rest: The bits of each element that rounding dropped, as bytes.
+        places: The elements whose upper bits are stated.
+        dropped: How many bits were dropped.
+    """
+    if 2 * _ENTRY_BYTES * len(places) > len(raw) // 2:
+        return None
+    uppers = np.frombuffer(raw, np.uint32)[places] >> dropped
+    return stored_form([coded_rest(rest.reshape(-1, 2)), bytes_of(places), bytes_of(uppers)], len(raw))
 
 
 def _predicted(pair: NDArray[np.uint16], low: NDArray[np.uint16], dropped: int) -> NDArray[np.unsignedinteger]:

@@ -49,6 +49,31 @@ class Coder(Protocol):
         ...
 
 
+class Rounded(Protocol):
+    """A chunk apart: its elements rounded to the type of the pair, and what rounding dropped."""
+
+    @property
+    def base(self) -> memoryview:
+        """The rounded elements. The memory is undefined once the coder rounds another chunk on this thread."""
+        ...
+
+    def encode(self) -> Sequence[memoryview] | None:
+        """Return what `Coder.encode` returns for the chunk and this base. Called at most once."""
+        ...
+
+
+class PairCoder(Coder, Protocol):
+    """A coder against the elements of a pair."""
+
+    def rounded(self, raw: memoryview) -> Rounded:
+        """Return a chunk apart, in one pass over its elements.
+
+        Args:
+            raw: The chunk, whole elements. It is only read.
+        """
+        ...
+
+
 class Codec(Protocol):
     """A reversible transform with a name that stands in the format."""
 
@@ -77,6 +102,14 @@ class Codec(Protocol):
         Raises:
             InvalidError: It does not take the type.
         """
+        ...
+
+
+class PairCodec(Codec, Protocol):
+    """A codec whose base is a pair."""
+
+    def coder(self, dtype: str, base_dtype: str = "") -> PairCoder:
+        """Return the coder for elements of a type."""
         ...
 
 

@@ -4,12 +4,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.geometry.dtype import DTYPES
-from holdfast.ports.codec import GAIN_PARTS, RAW_PER_STORED_MAX, Codec, Coder
+from holdfast.ports.codec import GAIN_PARTS, RAW_PER_STORED_MAX, Codec, Coder, PairCodec
 
 Bytes = NDArray[np.uint8]
 
@@ -233,6 +235,25 @@ class CodecSuite:
                     kept.append((chunk, form))
             for chunk, form in kept:
                 assert chunk.decoded(coder, b"".join(form)) == chunk.raw, chunk.kind
+
+    def test_a_chunk_apart_has_the_same_form(self, codec: Codec) -> None:
+        if codec.base == "none":
+            return
+        for dtype, base_dtype in self.types_of(codec):
+            coder = cast(PairCodec, codec).coder(dtype, base_dtype)
+            for kind in _KINDS:
+                for total in (4, 1 << 12, (1 << 19) + 12, 1 << 20):
+                    chunk = chunk_of(kind, dtype, base_dtype, total, seed=5)
+                    apart = coder.rounded(memoryview(b"x" + chunk.raw)[1:])
+                    again = dataclasses.replace(chunk, base=bytes(apart.base))
+                    form = apart.encode()
+                    assert (None if form is None else b"".join(form)) == again.encoded(coder), kind
+                    self._require_sound(again, coder, None if form is None else b"".join(form))
+                    numbers = ~np.isnan(np.frombuffer(chunk.raw, np.float32))
+                    assert again.base is not None
+                    assert chunk.base is not None
+                    found, expected = (np.frombuffer(base, np.uint16)[numbers] for base in (again.base, chunk.base))
+                    assert np.array_equal(found, expected), kind
 
     def test_threads_do_not_disturb_each_other(self, codec: Codec) -> None:
         found = list(self.gainful(codec, 1 << 15))

@@ -1,4 +1,4 @@
-"""Encodes a coded pack: several threads encode its chunks, one thread takes them and returns them in file order.
+"""Encodes a coded pack: one thread takes its chunks, encodes them with others, and returns them in file order.
 
 A unit is what is encoded at once: a chunk, or the chunks of a master that a chunk of its weight was rounded from. Its
 raw bytes are memory of a staged window, or memory of the encoder into which they are copied. They are released once the
@@ -11,7 +11,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 
 from holdfast.engine.encoding.chunk_encoder import ChunkEncoder, EncodedChunk, PairedWeight, rounded
 from holdfast.engine.encoding.meter import SaveMeter
@@ -94,7 +93,7 @@ class Encoder:
         self._chunk_bytes = settings.chunk_bytes
         cores = len(os.sched_getaffinity(0)) // ranks_beside
         self.threads = settings.compression_threads or max(cores // 4, 1)
-        """Threads that encode."""
+        """Threads that encode, the one that calls `encode` included."""
         self._memory = ChunkMemory(settings.chunk_bytes)
 
     def from_sources(self, sources: Sequence[Source]) -> RawChunks:
@@ -211,9 +210,13 @@ class _Unit:
         meter: SaveMeter | None,
     ) -> None:
         self._encoder, self._item, self._weight, self.piece, self._meter = encoder, item, weight, piece, meter
-        self._future: Future[list[EncodedChunk]] = Future()
+        self._encoded_chunks: list[EncodedChunk] = []
+        self._error: BaseException | None = None
         self._raw: list[RawChunk] = []
-        self._lock = threading.Lock()
+        self._lock, self._is_begun = threading.Lock(), False
+        # Held until the unit is encoded, or failed: a future takes five times as long.
+        self._under_way = threading.Lock()
+        self._under_way.acquire()
         self._sizes: list[int] = []
         """Raw bytes of each chunk."""
 
@@ -228,16 +231,21 @@ class _Unit:
             raise
 
     def run(self, is_given_up: Callable[[], bool]) -> None:
-        """Encode, unless the pack was given up. On any thread; never raises."""
+        """Encode, unless another thread has begun it or the pack was given up. On any thread; never raises."""
+        with self._lock:
+            if self._is_begun:
+                return
+            self._is_begun = True
         try:
             if is_given_up():
                 return
-            encoded = self._measured() if self._meter is not None else self._encoded()
-            if all(chunk.codec for chunk in encoded):
+            self._encoded_chunks = self._measured() if self._meter is not None else self._encoded()
+            if all(chunk.codec for chunk in self._encoded_chunks):
                 self.release()
-            self._future.set_result(encoded)
         except BaseException as error:  # noqa: BLE001 - the thread that waits for the unit raises it
-            self._future.set_exception(error)
+            self._error = error
+        finally:
+            self._under_way.release()
 
     def _encoded(self) -> list[EncodedChunk]:
         return self._encoder.encoded(self._item, [raw.bytes() for raw in self._raw], self._weight)
@@ -254,9 +262,18 @@ class _Unit:
             meter.note_chunk(fqn, chunk.codec, raw_bytes, chunk.stored_bytes, seconds * share, elapsed * share)
         return encoded
 
+    @property
+    def is_done(self) -> bool:
+        """Whether it is encoded, or failed."""
+        return not self._under_way.locked()
+
     def encoded(self) -> list[EncodedChunk]:
-        """Wait for the encoded chunks; raise what `run` met."""
-        return self._future.result()
+        """Wait for the encoded chunks, and hand them over; raise what `run` met."""
+        with self._under_way:
+            encoded, self._encoded_chunks = self._encoded_chunks, []
+        if self._error is not None:
+            raise self._error
+        return encoded
 
     @property
     def raw_bytes(self) -> int:
@@ -272,13 +289,16 @@ class _Unit:
 
 
 class _UnitsUnderWay:
-    """The units of a pack that are encoded, or wait for their turn to be written. When the block ends, none is."""
+    """The units of a pack that are encoded, or wait for their turn to be written. When the block ends, none is.
+
+    The thread that writes encodes too: handing every unit to another thread would cost a fifth of the time of encoding.
+    """
 
     def __init__(
         self, threads: int, append: Callable[[Sequence[memoryview]], None], encoded: Callable[[int], None]
     ) -> None:
         self._append, self._encoded, self._units_max = append, encoded, _units_max(threads)
-        self._threads = WorkerThreads(threads, "holdfast-encode")
+        self._others = WorkerThreads(threads - 1, "holdfast-encode") if threads > 1 else None
         self._under_way: deque[_Unit] = deque()
         self._given_up = False
 
@@ -287,21 +307,23 @@ class _UnitsUnderWay:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._given_up = kind is not None
-        self._threads.join()
+        if self._others is not None:
+            self._others.join()
         for unit in self._under_way:
             unit.release()
 
     def begin(self, unit: _Unit, chunks: RawChunks, ranges: Sequence[tuple[int, int]]) -> None:
-        """Begin a unit, once there is room for it.
+        """Begin a unit, and finish earlier ones until there is room for the next.
 
         Raises:
-            BaseException: An earlier unit failed with this error.
+            BaseException: A unit failed with this error.
         """
-        while len(self._under_way) >= self._units_max:
-            self._finish_first()
         unit.take(chunks, ranges)
         self._under_way.append(unit)
-        self._threads.begin(lambda: unit.run(lambda: self._given_up))
+        if self._others is not None:
+            self._others.begin(lambda: self._run(unit))
+        while len(self._under_way) >= self._units_max:
+            self._finish_first()
 
     def finish_all(self) -> None:
         """Write every unit."""
@@ -310,6 +332,10 @@ class _UnitsUnderWay:
 
     def _finish_first(self) -> None:
         unit = self._under_way[0]
+        for this_or_later in self._under_way:
+            if unit.is_done:
+                break
+            self._run(this_or_later)
         for chunk in unit.encoded():
             self._append(chunk.parts)
             unit.piece.add(chunk)
@@ -317,10 +343,13 @@ class _UnitsUnderWay:
         self._under_way.popleft()
         self._encoded(unit.raw_bytes)
 
+    def _run(self, unit: _Unit) -> None:
+        unit.run(lambda: self._given_up)
+
 
 def _units_max(threads: int) -> int:
     """Return how many units are under way at most: some wait, so that no thread does."""
-    return threads + threads // 2 + 2
+    return threads + threads // 2 + 2 if threads > 1 else 1
 
 
 def _windows_max(threads: int) -> int:
