@@ -219,8 +219,8 @@ class Settings:
     measured rates say makes the save faster, or no slower. The same on every rank. Off, since stock safetensors readers
     see nothing of compressed tensors (`docs/compression.md`)."""
 
-    compression_threads: int | None = None
-    """Threads per rank that compress. None: a quarter of the rank's cores, at least one."""
+    compression_threads: int = 1
+    """Threads per rank that compress. More than one pay where codes take most of the time: they share Python's lock."""
 
     compression_skip: tuple[str, ...] = ()
     """Patterns, as in `skip`, of tensors that stay as they are: `("model.*",)` leaves weights to stock readers."""
@@ -314,10 +314,7 @@ class Settings:
         cap = self.max_bytes_per_second
         self._require("max_bytes_per_second", cap is None or cap >= 1, "a whole number from 1, or None")
         self._require("compression", self.compression in ("off", "auto", "on"), "'off', 'auto' or 'on'")
-        threads = self.compression_threads
-        self._require(
-            "compression_threads", threads is None or 1 <= threads <= 64, "a whole number from 1 to 64, or None"
-        )
+        self._require("compression_threads", 1 <= self.compression_threads <= 64, "a whole number from 1 to 64")
         self._require("compression_skip", _are_texts(self.compression_skip), "a tuple of patterns")
         roots = self.allowed_roots
         self._require("allowed_roots", _are_texts(roots) and all(map(_is_path, roots)), "a tuple of paths of folders")

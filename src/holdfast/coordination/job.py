@@ -160,11 +160,6 @@ class Job:
         return job
 
     @property
-    def ranks_beside(self) -> int:
-        """How many ranks share the processors of this host, this one included; 1 if they did not say."""
-        return len(self.node_reports.ranks)
-
-    @property
     def framework(self) -> Framework:
         """What takes states apart and fills them."""
         assert self._framework is not None, "this job moves stored bytes only"

@@ -7,7 +7,6 @@ unit is encoded, or written if it is stored raw, or once the pack is given up.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,22 +76,18 @@ NO_WEIGHTS = KnownWeights({})
 class Encoder:
     """Encodes the packs of one writer."""
 
-    def __init__(
-        self, codecs: Codecs, settings: Settings, ranks_beside: int = 1, *, reads_in_order: bool = False
-    ) -> None:
+    def __init__(self, codecs: Codecs, settings: Settings, *, reads_in_order: bool = False) -> None:
         """Start no thread yet.
 
         Args:
             codecs: The codecs by name.
             settings: Size of chunks, number of threads, and whether non-finite elements are counted.
-            ranks_beside: Ranks that share the processors of this host, this one included.
             reads_in_order: Whether one thread reads all sources, front to back.
         """
         self._reads_in_order = reads_in_order
         self._chunks = ChunkEncoder(codecs, counts_nonfinite=settings.count_nonfinite)
         self._chunk_bytes = settings.chunk_bytes
-        cores = len(os.sched_getaffinity(0)) // ranks_beside
-        self.threads = settings.compression_threads or max(cores // 4, 1)
+        self.threads = settings.compression_threads
         """Threads that encode, the one that calls `encode` included."""
         self._memory = ChunkMemory(settings.chunk_bytes)
 

@@ -66,7 +66,6 @@ class PackWriter:
         store: Store,
         settings: Settings,
         codecs: Codecs = NO_CODECS,
-        ranks_beside: int = 1,
         *,
         reads_in_order: bool = False,
     ) -> None:
@@ -76,12 +75,11 @@ class PackWriter:
             store: Where packs go.
             settings: Sizes, and how packs are coded.
             codecs: What chunks are coded by.
-            ranks_beside: Ranks that share the processors of this host, this one included.
             reads_in_order: Whether sources are read by one thread, front to back, as stored ones must be. If not, the
                 threads that encode read them.
         """
         self._store, self._settings = store, settings
-        self._encoder = Encoder(codecs, settings, ranks_beside, reads_in_order=reads_in_order)
+        self._encoder = Encoder(codecs, settings, reads_in_order=reads_in_order)
         self._buffers = BufferPool(settings.windows_in_flight + 1, settings.window_bytes)
         self.meter: SaveMeter | None = None
         """Measures what this writer does; None: nothing does."""

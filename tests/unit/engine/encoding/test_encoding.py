@@ -353,9 +353,3 @@ def test_nonfinite_elements_are_counted() -> None:
     array[[7, 4999]] = np.nan, np.inf
     pack = Pack({"t": GlobalTensor("float32", array)}, replace(SMALL, count_nonfinite=True))
     assert pack.write(memory()).nonfinite == {"t": 2}
-
-
-def test_threads_are_a_quarter_of_the_cores_at_least_one() -> None:
-    chosen = replace(SMALL, compression_threads=None)
-    assert PackWriter(memory(), chosen, codecs(), 10**6)._encoder.threads == 1
-    assert PackWriter(memory(), replace(chosen, compression_threads=7), codecs())._encoder.threads == 7
