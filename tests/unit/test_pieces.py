@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
@@ -163,7 +164,7 @@ def test_a_rank_that_fails_removes_its_files(tmp_path: Path, monkeypatch: pytest
 def test_a_store_that_does_not_answer_ends_the_claim_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    """The other ranks wait for their tickets meanwhile. Once it answers, a save waits for the claim that was given up."""
+    """The other ranks wait for their tickets. Once it answers, a save waits for the claim that was given up."""
     answers = threading.Event()
     given_up: list[Future[object]] = []
 
@@ -186,11 +187,21 @@ def test_a_store_that_does_not_answer_ends_the_claim_and_is_named(
     answers.set()
     monkeypatch.undo()
     save(tmp_path / "it", ([half(0), half(1)], {"step": 1}), overwrite=True)
-    # Both end, or the next test has their threads: one in a claim that it gives back, or in a look.
+    # The threads of both have ended: one of a look, one of a claim that it gave back.
     assert len(given_up) == 2
     assert not wait(given_up, timeout=60).not_done
     assert holdfast.open_checkpoint(tmp_path / "it").objects == {"step": 1}
-    assert [str(each) for each in (tmp_path / "it" / "overwriting").rglob("*")] == []
+    assert files_below(tmp_path / "it" / "overwriting") == []
+
+
+def test_the_claim_is_gone_once_a_save_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may overwrite the path as soon as the caller says that it is done."""
+    slow = Faults(lambda _: time.sleep(0.2), names=("delete",), lasting=True)
+    at = wiring.store_at
+    monkeypatch.setattr(wiring, "store_at", lambda path, settings: FaultyStore(at(path, settings), slow))
+    save(tmp_path / "it", ([half(0), half(1)], {}), overwrite=True)
+    assert slow.met > 0
+    assert not (tmp_path / "it" / "overwriting" / "claim.json").exists()
 
 
 @pytest.mark.parametrize("names", [("put_if_absent",), ("sync",), ("get",)])
