@@ -29,6 +29,9 @@ settings.load_profile("suite")
 _LONG = ("property", "hostile", "distributed", "measured", "crash", "export", "exit_path", "format", "bench")
 """Folders whose files take long, the longest first."""
 
+_LONG_FILES = ("unit/test_guide.py",)
+"""Files of other folders that take long: one that begins last is waited for alone."""
+
 
 def pytest_xdist_auto_num_workers() -> int:
     """Return half as many workers more than processors: a third of the time a worker waits for processes and timers."""
@@ -39,7 +42,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with what takes long: of several processes that share the files, none is left alone with it at the end."""
     places = {folder: place for place, folder in enumerate(_LONG)}
     tests = Path(__file__).parent
-    items.sort(key=lambda item: places.get(item.path.relative_to(tests).parts[0], len(places)))
+
+    def place(item: pytest.Item) -> int:
+        path = item.path.relative_to(tests)
+        return 0 if path.as_posix() in _LONG_FILES else places.get(path.parts[0], len(places))
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +12,18 @@ from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.testing.faults import Faults, kill_process, raise_error
 from tests.crash.judging import Fate, Judged
 from tests.crash.rig import Ending, in_child, paths_under
+
+CHANGES = {"mkdir", "fallocate", "pwrite", "ftruncate", "fsync", "link", "rename", "unlink", "rmdir"}
+"""System calls that change something. Between two of them a kill finds the same, however much is read there."""
+
+
+def swept_by(variable: str) -> tuple[Collection[str] | None, int]:
+    """Return the system calls that count, None for all, and the distance of those at which a process is stopped.
+
+    Each that changes something. With the variable in the environment, as in `make campaign`: all calls at its distance.
+    """
+    stride = os.environ.get(variable)
+    return (None, int(stride)) if stride else (CHANGES, 1)
 
 
 def fates_of_kills(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from tests.crash.rig import (
     run_at,
     training_state,
 )
+from tests.crash.sweeping import swept_by
 from tests.property.life import Switch
 
 pytestmark = [
@@ -42,16 +42,15 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-STRIDE = int(os.environ.get("GO_BACK_STRIDE", "7"))
-"""Distance of the system calls at which a process that went back dies; `make campaign` tries every one."""
-
-SWEEP_STRIDE = int(os.environ.get("SWEEP_STRIDE", "2"))
-"""The same for a save that only goes on."""
-
 BETWEEN = 15
 """A step between the old one and the new one."""
 
 Saver = Callable[[Path, Faults], None]
+Points = tuple[Collection[str] | None, int]
+"""Calls that count, None for all, and the distance of those at which a process dies."""
+
+EVERY_CALL: Points = None, 1
+"""All calls count, and the process dies at each."""
 
 
 def save_over_syscalls(root: Path, faults: Faults) -> None:
@@ -106,16 +105,16 @@ def save_again_over_store(root: Path, faults: Faults) -> None:
     assert report is not None and report.unchanged_bytes == 12_000
 
 
-def sweep(template: Path, work: Path, save: Saver, expected: set[int], stride: int = 1) -> list[str]:
-    """Kill a save at its first operation, at the one `stride` later, …, until it lives; return what became of each."""
+def sweep(template: Path, work: Path, save: Saver, expected: set[int], points: Points = EVERY_CALL) -> list[str]:
+    """Kill a save at one point after another until it lives; return what became of each."""
+    names, stride = points
     judged = Judged[str]()
     fates = []
     for at in range(1, 2000, stride):
         root = work / str(at)
         if template.exists():
             shutil.copytree(template, root)
-        faults = Faults(kill_process(), at=at)
-        ending = in_child(partial(save, root, faults))
+        ending = in_child(partial(save, root, Faults(kill_process(), at=at, names=names)))
         assert ending.killed != ending.acknowledged, "it either died or said that it was done"
         try:
             fates.append(judged.fate(root, ending, partial(old_or_new, root, ending, expected)))
@@ -177,8 +176,8 @@ def template(in_memory: Path) -> Path:
     ],
 )
 def test_old_or_new_whole_wherever_the_process_dies(template: Path, in_memory: Path, save: Saver) -> None:
-    stride = SWEEP_STRIDE if save is save_over_syscalls else 1
-    fates = sweep(template, in_memory, save, {OLD}, stride)
+    points = swept_by("SWEEP_STRIDE") if save is save_over_syscalls else EVERY_CALL
+    fates = sweep(template, in_memory, save, {OLD}, points)
     print(f"{save.__name__}: {len(fates)} points, {fates.count('old')} left the old step, {fates.count('new')} the new")
     assert fates.count("old") >= 5, "most of a save comes before its commit"
     assert fates == sorted(fates, reverse=True), "once committed, always committed"
@@ -202,17 +201,20 @@ def go_back_over_store(root: Path, faults: Faults) -> None:
     go_back(FaultyStore(local_store(root), switch), switch, faults)
 
 
-@pytest.mark.parametrize(("save", "stride"), [(go_back_over_syscalls, STRIDE), (go_back_over_store, 1)])
+@pytest.mark.parametrize(
+    ("save", "points"), [(go_back_over_syscalls, swept_by("GO_BACK_STRIDE")), (go_back_over_store, EVERY_CALL)]
+)
 def test_going_back_dies_anywhere_and_no_step_of_either_timeline_is_lost(
-    in_memory: Path, save: Saver, stride: int
+    in_memory: Path, save: Saver, points: Points
 ) -> None:
+    names, stride = points
     committed_at(in_memory / "template", OLD, NEW)
     judged = Judged[str]()
     fates = []
     for at in range(1, 2000, stride):
         root = in_memory / str(at)
         shutil.copytree(in_memory / "template", root)
-        ending = in_child(partial(save, root, Faults(kill_process(), at=at)))
+        ending = in_child(partial(save, root, Faults(kill_process(), at=at, names=names)))
         judge = partial(require_no_timeline_lost, root, acknowledged=ending.acknowledged)
         fates.append(judged.fate(root, ending, judge))
         shutil.rmtree(root)
@@ -223,7 +225,7 @@ def test_going_back_dies_anywhere_and_no_step_of_either_timeline_is_lost(
 
 
 def test_first_save_of_a_run_dies_anywhere(in_memory: Path) -> None:
-    fates = sweep(in_memory / "none", in_memory / "runs" / "deep", save_over_syscalls, set(), SWEEP_STRIDE)
+    fates = sweep(in_memory / "none", in_memory / "runs" / "deep", save_over_syscalls, set(), swept_by("SWEEP_STRIDE"))
     assert "old" in fates
     assert "new" in fates
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import cast
@@ -14,7 +14,8 @@ import pytest
 
 from holdfast.stores.local import LocalStore
 from holdfast.stores.syscalls import Syscalls
-from holdfast.testing.faults import FaultPoint, Faults, FaultySyscalls
+from holdfast.testing.faults import Faults, FaultySyscalls
+from tests.crash.judging import Judged
 from tests.crash.mounts import (
     FILE_SYSTEMS,
     acted_until_power_cut,
@@ -25,7 +26,6 @@ from tests.crash.mounts import (
     workplace,
 )
 from tests.crash.rig import (
-    MANIFEST,
     NEW,
     NEXT,
     OLD,
@@ -41,6 +41,7 @@ from tests.crash.rig import (
     step_path,
     training_state,
 )
+from tests.crash.sweeping import swept_by
 from tests.overwriting import number_at
 from tests.overwriting import save as save_over
 from tests.property.life import Switch
@@ -50,8 +51,11 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
-STRIDE = int(os.environ.get("GO_BACK_STRIDE", "90"))
-"""Distance of the system calls at which the power goes while a process goes back; `make campaign` tries every one."""
+COUNTED, STRIDE = swept_by("GO_BACK_STRIDE")
+"""Where the power goes while a process goes back."""
+
+OVERWRITE_STRIDE = int(os.environ.get("GO_BACK_STRIDE", "90"))
+"""Distance of the system calls at which it goes while a process overwrites; `make campaign` tries every one."""
 
 POINTS = 50
 IMAGE_MIB = 16
@@ -105,7 +109,7 @@ def test_returned_save_survives_power_cut(location: Path, template: Path, kind: 
     # The last ones lie behind the save: it returned, and at once the power went.
     points = sorted({1 + round(number * (total + 1) / (POINTS - 1)) for number in range(POINTS)})
     assert len(points) == POINTS
-    kept = acknowledged = 0
+    judged, kept, acknowledged = Judged[bool](), 0, 0
     for at in points:
         image = location / "image"
         copy_image(template, image)
@@ -114,25 +118,31 @@ def test_returned_save_survives_power_cut(location: Path, template: Path, kind: 
         with mounted(image, location / "m", options="loop", kind=kind) as mount:
             root = mount / "root"
             try:
-                steps = set(run_at(local_store(root)).steps())
-                assert steps in ({OLD}, {OLD, NEW})
-                assert NEW in steps or not returned, "an acknowledged checkpoint was lost"
-                require_whole(root, steps)
-                step = NEXT if NEW in steps else NEW
-                committed_at(root, step)
-                require_whole(root, steps | {step})
-                require_clean(root, step)
+                kept += judged.fate(root, returned, partial(is_new_kept, root, returned=returned))
             except BaseException as error:
                 error.add_note(f"power cut at operation {at} of {total}; found {sorted(paths_under(mount))}")
                 raise
         acknowledged += returned
-        kept += NEW in steps
     print(
-        f"{kind}: {len(points)} power cuts: {acknowledged} saves had returned, {kept} new checkpoints survived, 0 lost"
+        f"{kind}: {len(points)} power cuts: {acknowledged} had returned, {kept} new checkpoints survived, 0 lost; "
+        f"{judged.contents} contents"
     )
     assert acknowledged >= 1
     assert kept >= acknowledged
     assert kept < len(points)
+
+
+def is_new_kept(root: Path, *, returned: bool) -> bool:
+    """Return whether the new step survived. Require that what survived is whole, and that training goes on."""
+    steps = set(run_at(local_store(root)).steps())
+    assert steps in ({OLD}, {OLD, NEW})
+    assert NEW in steps or not returned, "an acknowledged checkpoint was lost"
+    require_whole(root, steps)
+    step = NEXT if NEW in steps else NEW
+    committed_at(root, step)
+    require_whole(root, steps | {step})
+    require_clean(root, step)
+    return NEW in steps
 
 
 def go_back_on(root: Path, faults: Faults) -> None:
@@ -140,42 +150,31 @@ def go_back_on(root: Path, faults: Faults) -> None:
     go_back(local_store(root, switch), switch, faults)
 
 
-def of_moving(seen: Sequence[FaultPoint]) -> range:
-    """Return the numbers of the system calls from the copy of the moved manifest to after its removal."""
-    copied = next(at for at, call in enumerate(seen, 1) if "superseded" in call.subject)
-    moved = next(
-        at for at, call in enumerate(seen, 1) if at > copied and call.name == "rename" and MANIFEST in call.subject
-    )
-    removed = next(
-        at for at, call in enumerate(seen, 1) if at > moved and call.name == "unlink" and "superseded" in call.subject
-    )
-    return range(copied, removed + 3)
-
-
 @pytest.mark.timeout(1800)
 def test_no_step_of_either_timeline_is_lost_to_a_power_cut(location: Path, template: Path, kind: str) -> None:
-    """A process goes back and saves a number again, so a manifest moves; the power goes at each call around that."""
+    """A process goes back and saves a number again, so a manifest moves."""
     with mounted(template, location / "m", options="loop", kind=kind) as mount:
         committed_at(mount / "root", NEW)
     committed_at(location / "counted", OLD, NEW)
-    recorded = Faults()
+    recorded = Faults(names=COUNTED)
     go_back_on(location / "counted", recorded)
-    points = sorted({*range(1, recorded.counted + 2, STRIDE), *of_moving(recorded.seen), recorded.counted + 50})
-    fates = []
-    acknowledged = 0
+    points = [*range(1, recorded.counted + 2, STRIDE), recorded.counted + 50]
+    judged, fates, acknowledged = Judged[str](), list[str](), 0
     for at in points:
         image = location / "image"
         copy_image(template, image)
         with mounted(image, location / "m", options="loop", kind=kind) as mount:
-            returned = acted_until_power_cut(mount, at, partial(go_back_on, mount / "root"))
+            returned = acted_until_power_cut(mount, at, partial(go_back_on, mount / "root"), COUNTED)
         with mounted(image, location / "m", options="loop", kind=kind) as mount:
+            root = mount / "root"
             try:
-                fates.append(require_no_timeline_lost(mount / "root", acknowledged=returned))
+                judge = partial(require_no_timeline_lost, root, acknowledged=returned)
+                fates.append(judged.fate(root, returned, judge))
             except BaseException as error:
                 error.add_note(f"power cut at {at} of {recorded.counted}; found {sorted(paths_under(mount))}")
                 raise
         acknowledged += returned
-    print(f"{kind}: {len(points)} power cuts: {acknowledged} saves had returned, {fates.count('new')} are on, 0 lost")
+    print(f"{kind}: {len(points)} power cuts left {judged.contents} contents: {fates.count('new')} are on, 0 lost")
     assert fates.count("old") >= 5 and fates.count("new") >= acknowledged >= 1
 
 
@@ -192,7 +191,9 @@ def test_an_overwritten_checkpoint_survives_a_power_cut(location: Path, template
     recorded = Faults()
     overwrite_on(location / "counted", recorded)
     (moved,) = (at for at, call in enumerate(recorded.seen, 1) if call.name == "rename" and ".next." in call.subject)
-    points = sorted({*range(1, recorded.counted + 2, STRIDE), *range(moved - 2, moved + 4), recorded.counted + 50})
+    points = sorted(
+        {*range(1, recorded.counted + 2, OVERWRITE_STRIDE), *range(moved - 2, moved + 4), recorded.counted + 50}
+    )
     found = []
     for at in points:
         image = location / "image"

@@ -33,6 +33,7 @@ from tests.crash.rig import (
     step_path,
     training_state,
 )
+from tests.crash.sweeping import CHANGES
 from tests.crash.test_repair import SPLIT
 from tests.crash.test_resume import resumed
 
@@ -42,8 +43,6 @@ pytestmark = [
 ]
 
 IMAGE_MIB = 16
-CHANGES = {"mkdir", "fallocate", "pwrite", "ftruncate", "fsync", "link", "rename", "unlink"}
-"""Operations that change something. Between two of them a kill finds the same, however much is read there."""
 
 
 def repair(root: Path, faults: Faults | None = None) -> None:
@@ -178,7 +177,7 @@ def test_a_power_cut_during_a_repair_loses_nothing(location: Path, harm: str, ki
         quarantined_at(mount / "root", HARMS[harm])
         before = content_under(mount / "root")
     points = range(1, faults.counted + 2)
-    acknowledged = 0
+    judged, acknowledged = Judged[None](), 0
     for at in points:
         image = location / "image"
         copy_image(template, image)
@@ -187,14 +186,21 @@ def test_a_power_cut_during_a_repair_loses_nothing(location: Path, harm: str, ki
         with mounted(image, location / "m", options="loop", kind=kind) as mount:
             root = mount / "root"
             try:
-                require_no_worse(root, before)
-                if returned:
-                    require_whole(root, {OLD, NEW})
-                finished(root)
-                require_whole(root, {OLD, NEW})
+                judged.fate(root, returned, partial(require_finished, root, before, returned=returned))
             except BaseException as error:
                 error.add_note(f"power cut at operation {at} of {faults.counted}; found {sorted(paths_under(mount))}")
                 raise
         acknowledged += returned
-    print(f"{kind}: {len(points)} power cuts: {acknowledged} repairs had returned, 0 steps lost")
+    print(
+        f"{kind}: {len(points)} power cuts left {judged.contents} contents: {acknowledged} had returned, 0 steps lost"
+    )
     assert 1 <= acknowledged < len(points)
+
+
+def require_finished(root: Path, before: dict[str, bytes], *, returned: bool) -> None:
+    """Require that nothing got worse, and that both steps are whole once a repair returned or was run again."""
+    require_no_worse(root, before)
+    if returned:
+        require_whole(root, {OLD, NEW})
+    finished(root)
+    require_whole(root, {OLD, NEW})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 
 import pytest
@@ -14,6 +14,7 @@ from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.region import FlatRange
 from holdfast.geometry.tensor import Layout, Placement, Role
 from holdfast.repository.catalog import read_index, read_manifest
+from holdfast.stores.memory import MemoryStore
 from holdfast.types.plan import OPAQUE_FOLDER
 from tests.property.held import Held
 from tests.property.states import SETTINGS, Job2Job, Tensor, empty, fresh_store
@@ -92,44 +93,62 @@ KINDS: tuple[Callable[[int], Held], ...] = (
 )
 
 
-@pytest.mark.parametrize("loaded", KINDS)
-@pytest.mark.parametrize("saved", KINDS)
-def test_from_one_to_the_other(saved: Callable[[int], Held], loaded: Callable[[int], Held]) -> None:
+Holder = Callable[[int], Held]
+Stored = tuple[MemoryStore, Holder]
+"""Where a state is, and how it was held when it was saved."""
+
+
+def job_of(saved: Holder, loaded: Holder) -> Job2Job:
+    """Return a state with every dtype, saved on four ranks and loaded on five."""
     tensors = tuple(
         Tensor(f"t.{name}", name, SHAPE, number, Role.PARAMETER, saved(4), loaded(5))
         for number, name in enumerate(DTYPES)
     )
-    job = Job2Job(4, 5, tensors)
-    store = fresh_store()
+    return Job2Job(4, 5, tensors)
+
+
+@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.__name__)
+def stored(request: pytest.FixtureRequest) -> Iterator[Stored]:
+    """A state that was saved once, whichever way it is loaded."""
+    saved: Holder = request.param
+    store, job = fresh_store(), job_of(saved, plain)
     try:
         save(store, job)
-        manifest = read_manifest(store, step_folder(STEP))
-        index = read_index(store, step_folder(STEP), manifest)
-        for tensor in tensors:
-            require_each_element_once(tensor, index.pieces_of(tensor.fqn))
-        require_each_byte_once(store, job, manifest, index)
-        require_written_by_holders(job, index)
-        require_balance(job, index)
-        load(store, job, index)
+        yield store, saved
     finally:
         empty(store)
+
+
+def test_every_kind_stores_all_once(stored: Stored) -> None:
+    store, saved = stored
+    job = job_of(saved, plain)
+    manifest = read_manifest(store, step_folder(STEP))
+    index = read_index(store, step_folder(STEP), manifest)
+    for tensor in job.tensors:
+        require_each_element_once(tensor, index.pieces_of(tensor.fqn))
+    require_each_byte_once(store, job, manifest, index)
+    require_written_by_holders(job, index)
+    require_balance(job, index)
+
+
+@pytest.mark.parametrize("loaded", KINDS)
+def test_from_one_to_the_other(stored: Stored, loaded: Holder) -> None:
+    store, saved = stored
+    manifest = read_manifest(store, step_folder(STEP))
+    load(store, job_of(saved, loaded), read_index(store, step_folder(STEP), manifest))
 
 
 @pytest.mark.parametrize("number", range(len(KINDS)))
 def test_from_one_to_another_through_a_store_of_objects(number: int) -> None:
     cell_elements = 700
     saved, loaded = KINDS[number], KINDS[(number + 4) % len(KINDS)]
-    tensors = tuple(
-        Tensor(f"t.{name}", name, SHAPE, number, Role.PARAMETER, saved(4), loaded(5))
-        for number, name in enumerate(DTYPES)
-    )
-    job = Job2Job(4, 5, tensors)
+    job = job_of(saved, loaded)
     store = fresh_store(object_bytes_max=1 << 30)
     try:
         save(store, job, tuned(SETTINGS, cell_elements=cell_elements, full_pack_bytes=8 * cell_elements))
         manifest = read_manifest(store, step_folder(STEP))
         index = read_index(store, step_folder(STEP), manifest)
-        for tensor in tensors:
+        for tensor in job.tensors:
             pieces = list(index.pieces_of(tensor.fqn))
             require_each_element_once(tensor, pieces)
             assert max(piece.region.numel for piece in pieces) <= cell_elements

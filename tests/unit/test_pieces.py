@@ -7,7 +7,9 @@ import io
 import os
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +18,7 @@ import torch
 
 import holdfast
 from holdfast import Settings, wiring
+from holdfast.engine import background
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.foreign.file_layout import FileLayout
 from holdfast.foreign.torch.archive_writer import put_archive
@@ -23,7 +26,7 @@ from holdfast.integrations import host
 from holdfast.pieces import BoxReader, PickledValue, PieceWriter, TensorPiece, names
 from holdfast.pieces import writer as writer_module
 from holdfast.pieces.torch_bytes import torch_bytes
-from holdfast.saving import attempt
+from holdfast.saving import attempt, request
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from holdfast.types.values import FrameworkValue, Group, Value
 
@@ -161,8 +164,16 @@ def test_a_rank_that_fails_removes_its_files(tmp_path: Path, monkeypatch: pytest
 def test_a_store_that_does_not_answer_ends_the_claim_and_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    """The other ranks wait for their tickets meanwhile."""
+    """The other ranks wait for their tickets. Once it answers, a save waits for the claim that was given up."""
     answers = threading.Event()
+    given_up: list[Future[object]] = []
+
+    class Recorded:
+        def submit(self, call: Callable[[], object]) -> Future[object]:
+            given_up.append(background.CALLS.submit(call))
+            return given_up[-1]
+
+    monkeypatch.setattr(request, "CALLS", Recorded())
     at = wiring.store_at
     silent = Faults(lambda _: answers.wait(60), lasting=True)
     monkeypatch.setattr(wiring, "store_at", lambda path, settings: FaultyStore(at(path, settings), silent))
@@ -176,6 +187,21 @@ def test_a_store_that_does_not_answer_ends_the_claim_and_is_named(
     answers.set()
     monkeypatch.undo()
     save(tmp_path / "it", ([half(0), half(1)], {"step": 1}), overwrite=True)
+    # The threads of both have ended: one of a look, one of a claim that it gave back.
+    assert len(given_up) == 2
+    assert not wait(given_up, timeout=60).not_done
+    assert holdfast.open_checkpoint(tmp_path / "it").objects == {"step": 1}
+    assert files_below(tmp_path / "it" / "overwriting") == []
+
+
+def test_the_claim_is_gone_once_a_save_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process may overwrite the path as soon as the caller says that it is done."""
+    slow = Faults(lambda _: time.sleep(0.2), names=("delete",), lasting=True)
+    at = wiring.store_at
+    monkeypatch.setattr(wiring, "store_at", lambda path, settings: FaultyStore(at(path, settings), slow))
+    save(tmp_path / "it", ([half(0), half(1)], {}), overwrite=True)
+    assert slow.met > 0
+    assert not (tmp_path / "it" / "overwriting" / "claim.json").exists()
 
 
 @pytest.mark.parametrize("names", [("put_if_absent",), ("sync",), ("get",)])

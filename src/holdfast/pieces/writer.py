@@ -206,6 +206,8 @@ class PieceWriter:
         except BaseException as error:
             _end(attempt, error)
             raise
+        if attempt.on_end is not None:
+            attempt.on_end()  # The commit thread is at it, perhaps: the caller finds the claim gone.
         assert report is not None, "committed comes with a report"
         return report
 

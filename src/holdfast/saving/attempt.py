@@ -109,9 +109,9 @@ class SaveAttempt:
         self.trace = OperationTrace("save", *place, job.comm, job.clock, dispatcher, location.store)
         self.handle = SaveHandle(self.name, awaited=awaited, history=job.history)
         self.handle.committed.add_done_callback(self.trace.fail_with)
-        self._on_end = request.on_end
-        if self._on_end is not None:
-            on_end = self._on_end
+        self.on_end = request.on_end
+        if self.on_end is not None:
+            on_end = self.on_end
             self.handle.committed.add_done_callback(lambda _: on_end())
         self.gc_pause = GcPause()
         """Keeps the cyclic garbage collector from walking a plan of many small values. Ended early when much data moves
@@ -156,8 +156,8 @@ class SaveAttempt:
             raised = self._end_agreed(error) if has_agreed else self._end_opening(error)
             if raised is not None:
                 self.trace.fail(raised)
-                if self._on_end is not None and not has_agreed:
-                    self._on_end()  # The handle never ends.
+                if self.on_end is not None and not has_agreed:
+                    self.on_end()  # The handle never ends.
                 if raised is error:
                     raise
                 raise raised from error

@@ -50,14 +50,25 @@ class Folders:
                 fd = self._enter(fd, name, create=create)
         return Closing(self._syscalls, fd)
 
-    def sync(self, parts: Parts) -> None:
+    def sync(self, parts: Parts, *, may_be_removed: bool = False) -> None:
         """Make durable the entries of a folder and of every folder above it, up to the root.
 
         The folders above the root are synced once per store, up to the mount point: this store may have created them,
         or another process a moment before.
+
+        Args:
+            parts: The folder.
+            may_be_removed: Whether another process may have removed folders below the root meanwhile. Those above them
+                are synced: so the removal is durable too.
         """
         for depth in range(len(parts), -1, -1):
-            with self.opened(parts[:depth]) as fd:
+            try:
+                folder = self.opened(parts[:depth])
+            except FileNotFoundError:
+                if may_be_removed and depth:
+                    continue
+                raise
+            with folder as fd:
                 self.sync_folder(fd)
                 if depth == 0 and not self._ancestors_durable:
                     self._sync_ancestors(self._syscalls.fstat(fd).st_dev)

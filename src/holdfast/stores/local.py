@@ -97,7 +97,8 @@ class LocalStore(FileReading):
         """Store a small object whole unless the key exists; atomic, durable on return; its folders if wanted.
 
         Raises:
-            ConflictError: The key exists and what it holds is durable; it was not touched.
+            ConflictError: The key exists and what it holds is durable; it was not touched. If another process has
+                removed it since, that is durable.
             UnavailableError: It failed. If the object got its name before that (a folder could not be synced), it is
                 stored whole, but a power cut may lose it.
         """
@@ -177,7 +178,8 @@ class LocalStore(FileReading):
         with translated("move", where, writing=True):
             self._in_folder(new_parts[:-1], lambda folder: self._rename_into(folder, parts, new_parts[-1], where))
             # The new name first: a power cut in between leaves both names rather than none, where that can happen.
-            self._folders.sync(new_parts[:-1])
+            # Another process may have removed the object there by now, and its folder.
+            self._folders.sync(new_parts[:-1], may_be_removed=True)
             self._sync_remaining(parts[:-1])
 
     def link(self, key: str, new_key: str) -> bool:
@@ -234,15 +236,13 @@ class LocalStore(FileReading):
             self._syscalls.rename(parts[-1], new_name, dir_fd=folder, new_dir_fd=new_folder)
 
     def _make_durable(self, key: str) -> None:
-        """Make durable an object of another process, which may have died before it did so."""
+        """Make durable an object of another process, which may have died before it did so; or that it is gone."""
         parts = split_key(key)
         with translated("make durable", self._where(key), writing=True):
-            try:
-                with self._open_object(key) as (fd, _):
-                    self._syscalls.fsync(fd)
-            except MissingError:
-                return  # Deleted meanwhile, or a folder: there is nothing to make durable.
-            self._folders.sync(parts[:-1])
+            # Deleted meanwhile, perhaps with its folder. Or a folder has this name.
+            with suppress(FileNotFoundError, MissingError), self._open_object(key) as (fd, _):
+                self._syscalls.fsync(fd)
+            self._folders.sync(parts[:-1], may_be_removed=True)
 
     def _sync_remaining(self, parts: tuple[str, ...]) -> None:
         """Make durable the deepest folder of a path that still exists."""

@@ -11,10 +11,16 @@ import torch.distributed.nn.functional as collectives
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from tests.distributed.networks import digest
+
+Part = tuple[NDArray[np.generic], int | Sequence[int]]
+"""What a rank has of a tensor, and where that is."""
+
+_RANK = 1 << 32
+_holders_of: dict[tuple[DeviceMesh, tuple[Placement, ...], torch.Size], Tensor] = {}
 
 VOCABULARY, WIDTH, HIDDEN, EXPERTS, CLASSES = 11, 6, 10, 4, 3
 
@@ -104,10 +110,19 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[in
 def step_with_made_up_gradients(
     parameters: Iterable[Tensor], optimizer: torch.optim.Optimizer, steps: Sequence[int]
 ) -> None:
-    """Step with gradients made element by element, for layouts whose forward is their owner's own code."""
+    """Step with gradients made element by element, for layouts whose forward is their owner's own code.
+
+    Of local parts: a DTensor looks up first how to split each operation.
+    """
     for number in steps:
         for each in parameters:
-            each.grad = (each.detach() * (number + 0.7) + 0.1 * number).sin()
+            part = each.detach().to_local() if isinstance(each, DTensor) else each.detach()
+            gradient = (part * (number + 0.7) + 0.1 * number).sin()
+            if isinstance(each, DTensor):
+                gradient = DTensor.from_local(
+                    gradient, each.device_mesh, each.placements, run_check=False, shape=each.shape, stride=each.stride()
+                )
+            each.grad = gradient
         optimizer.step()
 
 
@@ -135,30 +150,51 @@ def wholes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     meshes: dict[DeviceMesh, dict[str, DTensor]] = {}
     for name, tensor in found.items():
         if isinstance(tensor, DTensor):
-            if all(type(each) in (Shard, Replicate) for each in tensor.placements):
-                meshes.setdefault(tensor.device_mesh, {})[name] = tensor
-            else:
-                found[name] = tensor.full_tensor()
+            meshes.setdefault(tensor.device_mesh, {})[name] = tensor
     for mesh, laid in meshes.items():
-        parts = [{name: (each.to_local().numpy(), _first_element(each)) for name, each in laid.items()}]
+        parts = [{name: (each.to_local().numpy(), _place(each)) for name, each in laid.items()}]
         for dimension in range(mesh.ndim):
-            everybody: list[list[dict[str, tuple[NDArray[np.generic], Sequence[int]]]]] = [[]] * mesh.size(dimension)
+            everybody: list[list[dict[str, Part]]] = [[]] * mesh.size(dimension)
             dist.all_gather_object(everybody, parts, group=mesh.get_group(dimension))
             parts = [part for rank in everybody for part in rank]
         for name, each in laid.items():
             found[name] = torch.zeros(each.shape, dtype=each.dtype)
             held = torch.zeros(each.shape, dtype=torch.bool)
-            for part in parts:
-                local, first = part[name]
-                region = tuple(slice(start, start + length) for start, length in zip(first, local.shape, strict=True))
-                found[name][region] = torch.from_numpy(local)
+            for local, place in (part[name] for part in parts):
+                if isinstance(place, int):
+                    holders = _holders(each)
+                    region: Tensor | tuple[slice, ...] = holders // _RANK == place
+                    found[name][region] = torch.from_numpy(local).flatten()[holders[region] % _RANK]
+                else:
+                    ends = [first + length for first, length in zip(place, local.shape, strict=True)]
+                    region = tuple(slice(*bounds) for bounds in zip(place, ends, strict=True))
+                    found[name][region] = torch.from_numpy(local)
                 held[region] = True
             assert held.all(), f"{name}: nobody holds {(~held).sum()} elements"
     return found
 
 
-def _first_element(tensor: DTensor) -> Sequence[int]:
-    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1]
+def _place(tensor: DTensor) -> int | Sequence[int]:
+    """Return where the local part of a tensor is: its first element, or the rank if it is not in one piece."""
+    if all(type(each) in (Shard, Replicate) for each in tensor.placements):
+        return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1]
+    return dist.get_rank()
+
+
+def _holders(tensor: DTensor) -> Tensor:
+    """Return for each element the rank that has it, times `_RANK`, plus its number there: as `full_tensor` says.
+
+    A collective, at the first tensor of a layout.
+    """
+    key = tensor.device_mesh, tensor.placements, tensor.shape
+    if key not in _holders_of:
+        local = tensor.to_local()
+        numbers = torch.arange(local.numel()).view(local.shape) + dist.get_rank() * _RANK
+        laid = DTensor.from_local(
+            numbers, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+        _holders_of[key] = laid.full_tensor()
+    return _holders_of[key]
 
 
 def members(optimizer: torch.optim.Optimizer) -> Iterable[tuple[Tensor, Mapping[str, object]]]:

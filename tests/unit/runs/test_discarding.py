@@ -72,7 +72,7 @@ def names(root: Path) -> list[str]:
 
 
 def test_every_rank_has_the_same_report_and_goes_on() -> None:
-    world = World(2)
+    world = World(2, settings=SETTINGS)
 
     def part(rank: int, run: CheckpointManager) -> object:
         state = {"w": sharded(2), "p": plain(1.0)}
