@@ -27,6 +27,9 @@ class Asked:
     headers: dict[str, str]
     """By lower-case name; a rule may change them."""
 
+    port: int
+    """Of the client: the same for all requests on one connection."""
+
 
 Rule = Callable[[Asked], "tuple[int, str] | bytes | str | None"]
 """Returns an answer of its own (status and code of the error, or the content of a 200), `LOST`, `CUT`, or None: pass it
@@ -60,7 +63,8 @@ def object_proxy(upstream: str, certificate: Path | None = None) -> Iterator[Obj
 
         def _pass_on(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            asked = Asked(self.command, self.path, {name.lower(): value for name, value in self.headers.items()})
+            headers = {name.lower(): value for name, value in self.headers.items()}
+            asked = Asked(self.command, self.path, headers, self.client_address[1])
             proxy.asked.append(asked)
             answer = proxy.rule(asked)
             if answer == CUT:

@@ -151,7 +151,8 @@ def short_packs(store: Store, folder: str, manifest: Manifest, packs: Packs) -> 
     size, is a different file: none of its bytes count.
     """
     names = [pack.name for pack in manifest.packs]
-    sizes = _sizes_in_folders(names, packs, f"{folder}{manifest.attempt}/") | listed_sizes(names, packs)
+    sizes = _sizes_in_folders(names, packs, f"{folder}{manifest.attempt}/")
+    sizes |= listed_sizes([name for name in names if name not in sizes], packs)
 
     def is_whole(pack: FileRecord, size: int) -> bool:
         return size == pack.bytes or (size > pack.bytes and is_pack_name(pack.name))

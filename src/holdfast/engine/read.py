@@ -1,6 +1,7 @@
-"""Executes a load plan: several reads in flight, every chunk decoded and checked before it is placed.
+"""Executes a load plan: several reads in flight, every chunk decoded, checked and placed.
 
-Whatever is read passes `verify_and_place_all`: bytes of this rank's own reads, and bytes that another rank has sent.
+What is read through a buffer passes `verify_and_place_all`: bytes of this rank's own reads, and bytes that another rank
+has sent. A large chunk may be read straight into its target, and is checked there.
 Bytes that fail their check are read once more: a network may flip a bit on the way, and then the object is whole. What
 the second read finds decides.
 """
@@ -162,23 +163,33 @@ class _RunRead:
             with self._copying, pack_expected(run, self._stored):
                 placed = self._place_cached(homes, buffer)
         if placed < len(run.chunks):
-            self._place_rest(ReadRun.of(run.pack, run.chunks[placed:]), buffer)
+            self._place_rest(ReadRun.of(run.pack, run.chunks[placed:]), homes[placed:], buffer)
 
-    def _place_rest(self, rest: ReadRun, buffer: memoryview) -> None:
-        """Read the rest of the run through the front of the buffer, a few chunks at a time; check and place them."""
+    def _place_rest(self, rest: ReadRun, homes: Sequence[list[memoryview]], buffer: memoryview) -> None:
+        """Read the rest of the run, a few chunks at a time; check and place them.
+
+        They go through the front of the buffer. A large chunk goes straight into its target, unless the store has rules
+        for the memory that it reads into.
+        """
         parts = list(_parts_of(rest, _PART_BYTES_MAX))
         ranges = [(part.start, part.stop) for part in parts]
         alignment = self._stored.files.read_alignment
         buffers = [view_for_range(buffer, start, stop, alignment) for start, stop in ranges]
+        if alignment == 1:
+            _read_into_homes(parts, homes, buffers)
         failures: list[Exception] = []
         doubtful: list[ReadRun] = []
 
         def place_part(number: int, data: memoryview) -> None:
+            part, is_placed = parts[number], data.obj is buffers[number].obj is not buffer.obj
             try:
-                verify_and_place_all(parts[number], [data], self._placing)
+                if is_placed:
+                    require_digest(part.chunks[0], data, self._stored.url)
+                else:
+                    verify_and_place_all(part, [data], self._placing)
             except CorruptError:
                 # Not read again in here: this read may hold the only request that the store allows.
-                doubtful.append(parts[number])
+                doubtful.append(part)
             except Exception as error:
                 failures.append(error)
                 raise
@@ -240,6 +251,21 @@ class _RunRead:
                 raw = buffer[chunk.offset - run.start :][: chunk.bytes]
                 verify_and_place(chunk, raw, self._stored.url, self._placing.targets)
         return len(run.chunks)
+
+
+def _read_into_homes(parts: Sequence[ReadRun], homes: Sequence[list[memoryview]], buffers: list[memoryview]) -> None:
+    """Replace the buffer of each part that is one chunk by the memory of the target that holds all of it.
+
+    Args:
+        parts: Parts of a run.
+        homes: The memory of targets for each chunk of the run.
+        buffers: The buffer of each part.
+    """
+    number = 0
+    for at, part in enumerate(parts):
+        if len(part.chunks) == len(homes[number]) == 1:
+            buffers[at] = homes[number][0]
+        number += len(part.chunks)
 
 
 def _parts_of(run: ReadRun, bytes_max: int) -> Iterator[ReadRun]:

@@ -131,7 +131,8 @@ class Readable(Protocol):
                 `on_range` is given.
             on_range: Called for each range, in order, before memory is filled for the next one: memory that is filled
                 again and again stays in the processor's cache. Its bytes are in the buffer, or in memory of the store
-                that is valid until the call returns. Afterwards the content of the buffers is undefined.
+                that is valid until the call returns. A buffer that was handed over is not touched again, unless another
+                range has it too; the content of any other is undefined afterwards.
         Raises:
             MissingError: No such key.
             CorruptError: The object ends before a range does.

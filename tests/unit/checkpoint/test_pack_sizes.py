@@ -118,6 +118,18 @@ def require_same_findings(chance: random.Random) -> None:
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("count", (CALLS_AT_ONCE, CALLS_AT_ONCE + 1, PAGE - 1, 2 * CALLS_AT_ONCE))
+def test_no_pack_is_listed_twice(count: int) -> None:
+    memory = MemoryStore(uuid.uuid4().hex)
+    records = [FileRecord(f"r00000-{number}.safetensors", 1, "0" * 32) for number in range(1, count + 1)]
+    for record in records:
+        memory.put(f"{step_folder(2)}{ATTEMPT}/{record.name}", b"1")
+    store = PagedStore(memory)
+    location = CheckpointLocation(store, step_folder(2), 2, root=store)
+    assert not short_packs(store, location.folder, manifest_of(records), location.packs_in(ATTEMPT))
+    assert names_of(store.take()) == ["list"] * (count // PAGE + 1)
+
+
 def test_a_wrapper_is_as_paged_as_what_it_wraps() -> None:
     memory = MemoryStore(uuid.uuid4().hex)
     assert entries_per_page(memory) is None

@@ -189,7 +189,8 @@ def test_any_part_of_a_run_may_lie_at_hand(zero_copy_bytes_min: int) -> None:
             assert target.array.tobytes() == expected, (count, each.shard.tensor.fqn)
 
 
-def test_targets_that_overlap_are_no_damage() -> None:
+@pytest.mark.parametrize("is_at_hand", (True, False))
+def test_targets_that_overlap_are_no_damage(is_at_hand: bool) -> None:
     """Which of them wins is open, but a sound checkpoint is never called corrupt for it."""
 
     class Shared(HostTarget):
@@ -198,7 +199,7 @@ def test_targets_that_overlap_are_no_damage() -> None:
             self.array = array
 
     store = AtHand(uuid.uuid4().hex)
-    store.count = 1 << 20
+    store.count = is_at_hand * (1 << 20)
     shards = shards_of([2 * PAGE_BYTES, PAGE_BYTES])
     written = write(store, shards, SMALL)
     pieces = pieces_of(shards, written, SMALL.chunk_bytes)
@@ -207,7 +208,7 @@ def test_targets_that_overlap_are_no_damage() -> None:
     plan = load_plan(wanted, lambda fqn, _: pieces[fqn], chosen.window_bytes)
     memory_of_both = np.zeros(2 * PAGE_BYTES, dtype=np.uint8)
     targets = [Shared(memory_of_both), Shared(memory_of_both[:PAGE_BYTES])]
-    execute(plan, packs_in(store), targets, chosen, NO_CODECS)
+    execute(plan, packs_in(store if is_at_hand else FillsBuffers(store)), targets, chosen, NO_CODECS)
     assert memory_of_both.any()
 
 
@@ -459,6 +460,69 @@ def test_a_bit_that_was_flipped_on_the_way_is_read_again(number: int, caplog: py
     with pytest.raises(CorruptError, match="hash to"):
         store = FlipsOnTheWay(inner, number=0, reads=2)
         execute(plan, packs_in(store), [target], Settings(), NO_CODECS)
+
+
+class FillsBuffers(ForwardingStore):
+    """Reads into the memory that it is given, as a plain connection does, and notes that memory."""
+
+    def __init__(self, inner: MemoryStore, *, flipped: Sequence[int] = (), fails_at: int | None = None) -> None:
+        super().__init__(inner)
+        self.flipped, self.fails_at = list(flipped), fails_at
+        self.buffers: list[memoryview] = []
+
+    def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
+        data = self.get(key, 1 << 30)
+        for number, ((start, stop), buffer) in enumerate(zip(ranges, buffers, strict=True)):
+            if len(self.buffers) == self.fails_at:
+                raise UnavailableError("the connection is lost")
+            buffer[:] = data[start:stop]
+            if self.flipped and self.flipped[0] == len(self.buffers):
+                self.flipped.pop(0)
+                buffer[-1] ^= 1
+            self.buffers.append(buffer)
+            if on_range is not None:
+                on_range(number, buffer.cast("B"))
+
+
+def read_in_place(store: FillsBuffers, sizes: Sequence[int], chosen: Settings) -> list[HostTarget]:
+    """Write tensors of these sizes below a store, read them through it, and return what was filled."""
+    shards = shards_of(sizes)
+    pieces = pieces_of(shards, write(store._inner, shards, chosen), chosen.chunk_bytes)
+    wanted = [WantedBoxes(each.shard.tensor.fqn, each.shard.pieces) for each in shards]
+    targets = [HostTarget("uint8", each.shard.pieces[0]) for each in shards]
+    execute(load_plan(wanted, lambda fqn, _: pieces[fqn], 4 * MIB), packs_in(store), targets, chosen, NO_CODECS)
+    for each, target in zip(shards, targets, strict=True):
+        assert np.array_equal(target.array, each.source.array), each.shard.tensor.fqn  # type: ignore[attr-defined]
+    return targets
+
+
+ONE_BY_ONE = Settings(windows_in_flight=1)
+
+
+def test_large_chunks_are_read_straight_into_their_targets() -> None:
+    store = FillsBuffers(memory())
+    large, *small = read_in_place(store, [2 * MIB + 5 * PAGE_BYTES, 700, 800], ONE_BY_ONE)
+    filled = sum(buffer.nbytes for buffer in store.buffers if np.shares_memory(buffer, large.array))
+    assert filled == 2 * MIB, "the rest of it is small, and goes through a buffer with its neighbours"
+    assert not any(np.shares_memory(buffer, each.array) for buffer in store.buffers for each in small)
+
+
+def test_a_chunk_that_is_wrong_in_its_target_is_read_again(caplog: pytest.LogCaptureFixture) -> None:
+    store = FillsBuffers(memory(), flipped=[1])
+    (target,) = read_in_place(store, [3 * MIB], ONE_BY_ONE)
+    assert not np.shares_memory(store.buffers[-1], target.array), "the second read goes through a buffer"
+    (said,) = caplog.records
+    assert "right when they were read again" in said.message
+
+
+def test_a_chunk_that_is_wrong_twice_is_damage() -> None:
+    with pytest.raises(CorruptError, match=r"t0.*bytes .* hash to"):
+        read_in_place(FillsBuffers(memory(), flipped=[0, 3]), [3 * MIB], ONE_BY_ONE)
+
+
+def test_a_connection_that_is_lost_within_a_target_is_an_error() -> None:
+    with pytest.raises(UnavailableError, match="lost"):
+        read_in_place(FillsBuffers(memory(), fails_at=2), [3 * MIB], ONE_BY_ONE)
 
 
 def test_what_is_read_for_others_is_read_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -36,8 +36,9 @@ class _Made:
 
     process: int
     library: Library
-    by_timeouts: dict[tuple[float, float | None], Any] = field(default_factory=dict)
-    """Clients by the timeouts of their requests: of a whole one, and of silence within it."""
+    by_kind: dict[tuple[float, float | None, bool], Any] = field(default_factory=dict)
+    """Clients by the timeouts of their requests, of a whole one and of silence within it, and by whether they keep
+    connections."""
     credentials: Any = None
     """Asked for credentials; None: the library finds them in the variables."""
     signing: Any = None
@@ -121,10 +122,11 @@ class Clients:
         seconds = self.seconds_for(bytes_moved)
         # What is sent takes its time until the server answers at all.
         silence_seconds = self.silence_seconds if is_received and bytes_moved > _SMALL_BYTES_MAX else None
-        client = made.by_timeouts.get((seconds, silence_seconds))
+        keeps = not self._is_plain or (bytes_moved > _SMALL_BYTES_MAX and not is_received)
+        kind = seconds, silence_seconds, keeps
+        client = made.by_kind.get(kind)
         if client is None:
-            made_here = self._new_client(made, seconds, silence_seconds)
-            client = made.by_timeouts.setdefault((seconds, silence_seconds), made_here)
+            client = made.by_kind.setdefault(kind, self._new_client(made, *kind))
         return made.library.api, client
 
     def seconds_for(self, bytes_moved: int) -> float:
@@ -171,15 +173,19 @@ class Clients:
             handlers.append(urllib.request.ProxyHandler({"http": self._settings.proxy, "https": self._settings.proxy}))
         return urllib.request.build_opener(*handlers)
 
-    def _new_client(self, made: _Made, timeout_seconds: float, silence_seconds: float | None) -> Any:
+    def _new_client(self, made: _Made, timeout_seconds: float, silence_seconds: float | None, keeps: bool) -> Any:
         """Return a new client; no request is made but those that credentials need."""
         address = self._address
         endpoint = self.endpoint
         options: dict[str, Any] = {
             "timeout": timedelta(seconds=timeout_seconds),
             "connect_timeout": timedelta(seconds=min(timeout_seconds, 10.0)),
-            "allow_http": endpoint is not None and endpoint.startswith("http://"),
+            "allow_http": self._is_plain,
         }
+        if not keeps:
+            # A server that leaves Nagle's algorithm on holds the end of a short reply back until this side acknowledges
+            # its beginning, and on a used connection the kernel waits 40 ms with that. Ceph is one.
+            options["pool_max_idle_per_host"] = "0"
         if silence_seconds is not None:
             options["read_timeout"] = timedelta(seconds=silence_seconds)
         if self._settings.proxy is not None:
@@ -217,8 +223,12 @@ class Clients:
 
         TLS protects the content already, and hashing it once more would take most of the time. Plain HTTP does not.
         """
-        is_plain = self.endpoint is not None and self.endpoint.startswith("http://")
-        return is_plain and self._signs_over_plain_http
+        return self._is_plain and self._signs_over_plain_http
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether the server is asked over plain HTTP."""
+        return self.endpoint is not None and self.endpoint.startswith("http://")
 
     def _s3_options(self) -> dict[str, Any]:
         """Return the options of a client of S3 beside those of all clients."""

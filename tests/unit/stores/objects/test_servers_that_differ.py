@@ -15,6 +15,7 @@ from holdfast.stores.objects.conditional_delete import _OTHER_TAG
 from holdfast.stores.objects.store import ObjectStore
 from tests.object_proxy import Asked, ObjectProxy, object_proxy
 from tests.object_server import BUCKET, ObjectServer
+from tests.servers.server import TLS
 
 
 @pytest.fixture
@@ -40,6 +41,38 @@ def test_a_look_is_refused_in_words(store: ObjectStore, proxy: ObjectProxy) -> N
             call()
         assert raised.value.__cause__ is None
         assert raised.value.__context__ is None
+
+
+def make_small_requests(store: ObjectStore) -> None:
+    """Make requests with short replies, one after the other."""
+    for _ in range(3):
+        store.put("key", b"1")
+        assert store.get("key", 1) == b"1"
+        assert store.size("key") == 1
+        assert [entry.key for entry in store.list()] == ["key"]
+
+
+def test_a_short_reply_over_plain_http_comes_on_a_connection_of_its_own(store: ObjectStore, proxy: ObjectProxy) -> None:
+    """Ceph holds the end of a short reply back until it is acknowledged, and on a used connection that takes 40 ms."""
+    make_small_requests(store)
+    assert len({asked.port for asked in proxy.asked}) == len(proxy.asked) == 12
+
+
+def test_large_objects_go_over_kept_connections(store: ObjectStore, proxy: ObjectProxy) -> None:
+    for number in range(3):
+        upload = store.lent_upload(f"pack-{number}", [memoryview(bytes(9 * MIB))])
+        upload.complete()
+    assert len(proxy.asked) == 3
+    assert len({asked.port for asked in proxy.asked}) == 1
+
+
+def test_over_tls_connections_are_kept(objects: ObjectServer) -> None:
+    """A handshake takes longer than what it would save."""
+    with object_proxy(objects.endpoint, TLS / "server.pem") as secure:
+        settings = Settings(object_store=ObjectSettings(endpoint=secure.endpoint, ca_file=str(TLS / "authority.pem")))
+        make_small_requests(ObjectStore(objects.new_url(), settings=settings))
+    # One client for what has a small bound, one for the rest.
+    assert len({asked.port for asked in secure.asked}) <= 2 < len(secure.asked)
 
 
 @pytest.mark.parametrize("status", (200, 202, 204))
