@@ -13,7 +13,10 @@ from holdfast.testing.faults import Faults, kill_process, raise_error
 from tests.crash.judging import Fate, Judged
 from tests.crash.rig import Ending, in_child, paths_under
 
-CHANGES = {"mkdir", "fallocate", "pwrite", "ftruncate", "fsync", "link", "rename", "unlink", "rmdir"}
+CHANGES = {
+    "create", "mkdir", "fallocate", "pwrite", "ftruncate", "fsync", "link", "rename", "rename_noreplace", "unlink",
+    "rmdir",
+}  # fmt: skip
 """System calls that change something. Between two of them a kill finds the same, however much is read there."""
 
 

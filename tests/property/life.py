@@ -110,8 +110,10 @@ class Switch(Faults):
         super().__init__()
         self.now = Faults()
 
-    def around(self, name: str, subject: str, call: Callable[[], Result], *, always_done: bool = False) -> Result:
-        return self.now.around(name, subject, call, always_done=always_done)
+    def around(
+        self, name: str, subject: str, call: Callable[[], Result], *, always_done: bool = False, kind: str = ""
+    ) -> Result:
+        return self.now.around(name, subject, call, always_done=always_done, kind=kind)
 
 
 @dataclass(eq=False)

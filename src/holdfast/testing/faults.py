@@ -111,10 +111,15 @@ class Faults:
         with self._lock:
             self._action = None
 
-    def around(self, name: str, subject: str, call: Callable[[], _Result], *, always_done: bool = False) -> _Result:
-        """Make one operation, or meet the fault instead; with `always_done`, after the operation."""
+    def around(
+        self, name: str, subject: str, call: Callable[[], _Result], *, always_done: bool = False, kind: str = ""
+    ) -> _Result:
+        """Make one operation, or meet the fault instead; with `always_done`, after the operation.
+
+        It counts under its name, and under its kind if it has one.
+        """
         operation = FaultPoint(name, subject)
-        action = self._due(operation)
+        action = self._due(operation, kind)
         after = self._after or always_done
         if action is not None and not after:
             action(operation)
@@ -123,10 +128,10 @@ class Faults:
             action(operation)
         return result
 
-    def _due(self, operation: FaultPoint) -> Action | None:
+    def _due(self, operation: FaultPoint, kind: str) -> Action | None:
         with self._lock:
             self.seen.append(operation)
-            if self._names is not None and operation.name not in self._names:
+            if self._names is not None and self._names.isdisjoint((operation.name, kind)):
                 return None
             self.counted += 1
             due = self.counted >= self._at if self._lasting else self.counted == self._at
@@ -139,7 +144,8 @@ class Faults:
 class FaultySyscalls:
     """Wraps an object whose methods take descriptors or paths, and injects a fault; pass it in place of that object.
 
-    It remembers the paths passed to `open`, so operations on descriptors are recorded by path.
+    It remembers the paths passed to `open`, so operations on descriptors are recorded by path. An `open` that may make
+    a file counts as `create` too.
     """
 
     def __init__(self, inner: object, faults: Faults) -> None:
@@ -155,9 +161,11 @@ class FaultySyscalls:
             subject = self._subject(arguments[0] if arguments else None, options.get("dir_fd"))
             if name == "close" and isinstance(arguments[0], int):
                 self._paths.pop(arguments[0], None)
+            flags = arguments[1] if name == "open" else 0
+            kind = "create" if isinstance(flags, int) and flags & os.O_CREAT else ""
             # A `close` that fails releases the descriptor too.
             result = self._faults.around(
-                name, subject, lambda: method(*arguments, **options), always_done=name == "close"
+                name, subject, lambda: method(*arguments, **options), always_done=name == "close", kind=kind
             )
             if name == "open" and isinstance(result, int):
                 self._paths[result] = subject

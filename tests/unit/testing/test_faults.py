@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,16 @@ from holdfast.ports.comm import KeyValueStore
 from holdfast.ports.store import Store
 from holdfast.settings import PAGE_BYTES
 from holdfast.stores.memory import MemoryStore
-from holdfast.testing.faults import FaultPoint, Faults, FaultyKeyValueStore, FaultyStore, raise_error, stall_until
+from holdfast.stores.syscalls import Syscalls
+from holdfast.testing.faults import (
+    FaultPoint,
+    Faults,
+    FaultyKeyValueStore,
+    FaultyStore,
+    FaultySyscalls,
+    raise_error,
+    stall_until,
+)
 
 
 class Counters:
@@ -66,6 +77,16 @@ def test_only_the_chosen_operation_fails(request: pytest.FixtureRequest) -> None
         ("list", ""),
     ]
     assert (faults.counted, faults.met) == (3, 1)
+
+
+def test_an_open_that_makes_a_file_counts_as_a_change_too(tmp_path: Path) -> None:
+    counted = {names: Faults(names=names) for names in (("create",), ("open",), ("unlink",))}
+    for number, faults in enumerate(counted.values()):
+        syscalls = FaultySyscalls(Syscalls(), faults)
+        path = str(tmp_path / str(number))
+        syscalls.close(syscalls.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+        syscalls.close(syscalls.open(path, os.O_RDONLY))
+    assert [faults.counted for faults in counted.values()] == [1, 2, 0]
 
 
 def test_lasting_until_healed(request: pytest.FixtureRequest) -> None:
