@@ -178,7 +178,7 @@ class _RunRead:
         if alignment == 1:
             _read_into_homes(parts, homes, buffers)
         failures: list[Exception] = []
-        doubtful: list[ReadRun] = []
+        doubtful: list[tuple[ReadRun, bool]] = []
 
         def place_part(number: int, data: memoryview) -> None:
             part, is_placed = parts[number], data.obj is buffers[number].obj is not buffer.obj
@@ -189,7 +189,7 @@ class _RunRead:
                     verify_and_place_all(part, [data], self._placing)
             except CorruptError:
                 # Not read again in here: this read may hold the only request that the store allows.
-                doubtful.append(part)
+                doubtful.append((part, is_placed))
             except Exception as error:
                 failures.append(error)
                 raise
@@ -202,8 +202,8 @@ class _RunRead:
                 # A target's own error; the store may have wrapped it as an error of its own.
                 raise failures[0] from None
             raise
-        for part in doubtful:
-            _read_again(part, self._placing, buffer)
+        for part, is_placed in doubtful:
+            _read_again(part, self._placing, buffer, in_target=is_placed)
 
     def _home(self, chunk: ChunkRead) -> list[memoryview]:
         """Return the memory of targets that holds all of a chunk, in its order; empty if a buffer is needed.
@@ -349,9 +349,13 @@ def _read(run: ReadRun, placing: Placing, buffer: memoryview) -> list[memoryview
     return views
 
 
-def _read_again(run: ReadRun, placing: Placing, buffer: memoryview) -> list[memoryview]:
+def _read_again(run: ReadRun, placing: Placing, buffer: memoryview, *, in_target: bool = False) -> list[memoryview]:
     """Read a run whose first read failed its check into a buffer; check and place it, and return the views.
 
+    Args:
+        run, placing, buffer: As for `read_through`.
+        in_target: Whether the first read went straight into a target. Another thread may have filled that memory for
+            another target meanwhile.
     Raises:
         CorruptError: A chunk differs from what was saved, this time too.
     """
@@ -359,10 +363,11 @@ def _read_again(run: ReadRun, placing: Placing, buffer: memoryview) -> list[memo
     verify_and_place_all(run, data, placing)
     logger.warning(
         "%s: bytes %d–%d were wrong when they were read first, and right when they were read again: memory or network "
-        "of this machine changes bytes",
+        "of this machine changes bytes%s",
         placing.url_of(run.pack),
         run.start,
         run.stop,
+        ", or tensors of the state share memory" if in_target else "",
     )
     return data
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
+import numpy as np
 import pytest
 
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
@@ -209,6 +210,23 @@ class Ranges(StoreFixture):
             ranges = [(start, stop) for start, stop in bounds]
             came = taken_one_by_one(store, "folder/key", ranges, buffer)
             assert came == [data[start:stop] for start, stop in ranges], f"seed {seed}, ranges {ranges}"
+
+    def test_a_buffer_that_was_handed_over_is_not_touched_again(self, store: Store) -> None:
+        data = random.Random(0).randbytes(9 * PART_BYTES)
+        fill(store, "key", data)
+        ranges = [(start, start + PART_BYTES) for start in range(0, len(data), PART_BYTES)]
+        buffers = [view_for_range(aligned_buffer(2 * PART_BYTES), *bounds, store.read_alignment) for bounds in ranges]
+        handed_over: list[memoryview] = []
+
+        def take(number: int, view: memoryview) -> None:
+            start, stop = ranges[number]
+            assert view == data[start:stop]
+            if np.shares_memory(view, buffers[number]):
+                handed_over.append(buffers[number])
+                buffers[number][:] = bytes(PART_BYTES)
+
+        store.read_into("key", ranges, buffers, take)
+        assert all(buffer == bytes(PART_BYTES) for buffer in handed_over)
 
     def test_what_takes_a_range_may_end_the_reading(self, store: Store) -> None:
         store.put("key", b"0123456789")

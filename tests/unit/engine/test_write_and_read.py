@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load as load_safetensors
 
 from holdfast.clock import SystemClock
+from holdfast.engine import read
 from holdfast.engine.arena import Arena
 from holdfast.engine.buffers import BufferPool, allocate_aligned
 from holdfast.engine.decoding.decode import Decoder
@@ -168,9 +169,13 @@ class AtHand(MemoryStore):
         return min(self.count, sum(buffer.nbytes for buffer in buffers))
 
 
+@pytest.mark.parametrize("part_bytes_max", (PAGE_BYTES, MIB))
 @pytest.mark.parametrize("zero_copy_bytes_min", (1, 3000, PAGE_BYTES, 1 << 20))
-def test_any_part_of_a_run_may_lie_at_hand(zero_copy_bytes_min: int) -> None:
+def test_any_part_of_a_run_may_lie_at_hand(
+    zero_copy_bytes_min: int, part_bytes_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Chunks with memory of their own and chunks without, side by side in one run, arrive in part or whole."""
+    monkeypatch.setattr(read, "_PART_BYTES_MAX", part_bytes_max)
     store = AtHand(uuid.uuid4().hex)
     shards = shards_of([5000, 20, 9000, 20, 20, 4096, 3000, 0, 8193])
     written = write(store, shards, SMALL)
@@ -181,16 +186,17 @@ def test_any_part_of_a_run_may_lie_at_hand(zero_copy_bytes_min: int) -> None:
     assert len(plan.runs) == 1
     for count in range(0, plan.bytes + 500, 499):
         store.count = count
-        targets = [HostTarget("uint8", each.shard.pieces[0]) for each in shards]
-        execute(plan, packs_in(store), targets, chosen, NO_CODECS)
-        for target, each in zip(targets, shards, strict=True):
-            expected = bytearray(each.shard.tensor.global_bytes)
-            each.source.copy_into(each.shard.pieces[0], 0, len(expected), memoryview(expected)).wait()
-            assert target.array.tobytes() == expected, (count, each.shard.tensor.fqn)
+        for files in (store, FillsBuffers(store)):
+            targets = [HostTarget("uint8", each.shard.pieces[0]) for each in shards]
+            execute(plan, packs_in(files), targets, chosen, NO_CODECS)
+            for target, each in zip(targets, shards, strict=True):
+                expected = bytearray(each.shard.tensor.global_bytes)
+                each.source.copy_into(each.shard.pieces[0], 0, len(expected), memoryview(expected)).wait()
+                assert target.array.tobytes() == expected, (count, each.shard.tensor.fqn)
 
 
 @pytest.mark.parametrize("is_at_hand", (True, False))
-def test_targets_that_overlap_are_no_damage(is_at_hand: bool) -> None:
+def test_targets_that_overlap_are_no_damage(is_at_hand: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which of them wins is open, but a sound checkpoint is never called corrupt for it."""
 
     class Shared(HostTarget):
@@ -198,6 +204,7 @@ def test_targets_that_overlap_are_no_damage(is_at_hand: bool) -> None:
             super().__init__("uint8", Box.whole(array.shape))
             self.array = array
 
+    monkeypatch.setattr(read, "_PART_BYTES_MAX", PAGE_BYTES)  # So each chunk is a part, which its target may take.
     store = AtHand(uuid.uuid4().hex)
     store.count = is_at_hand * (1 << 20)
     shards = shards_of([2 * PAGE_BYTES, PAGE_BYTES])
@@ -208,8 +215,10 @@ def test_targets_that_overlap_are_no_damage(is_at_hand: bool) -> None:
     plan = load_plan(wanted, lambda fqn, _: pieces[fqn], chosen.window_bytes)
     memory_of_both = np.zeros(2 * PAGE_BYTES, dtype=np.uint8)
     targets = [Shared(memory_of_both), Shared(memory_of_both[:PAGE_BYTES])]
-    execute(plan, packs_in(store if is_at_hand else FillsBuffers(store)), targets, chosen, NO_CODECS)
+    filling = FillsBuffers(store)
+    execute(plan, packs_in(filling), targets, chosen, NO_CODECS)
     assert memory_of_both.any()
+    assert is_at_hand or all(np.shares_memory(buffer, memory_of_both) for buffer in filling.buffers)
 
 
 def test_damage_in_what_lies_at_hand_is_found() -> None:
@@ -513,6 +522,30 @@ def test_a_chunk_that_is_wrong_in_its_target_is_read_again(caplog: pytest.LogCap
     assert not np.shares_memory(store.buffers[-1], target.array), "the second read goes through a buffer"
     (said,) = caplog.records
     assert "right when they were read again" in said.message
+
+
+def test_targets_that_two_threads_fill_at_once_are_not_blamed_on_the_machine(caplog: pytest.LogCaptureFixture) -> None:
+    both_filled = threading.Barrier(2, timeout=60)
+
+    class Together(FillsBuffers):
+        def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
+            def take(number: int, data: memoryview) -> None:
+                both_filled.wait()
+                assert on_range is not None
+                on_range(number, data)
+
+            super().read_into(key, ranges, buffers, None if on_range is None else take)
+
+    shards = shards_of([MIB, MIB])
+    inner = memory()
+    pieces = pieces_of(shards, write(inner, shards, Settings()), Settings().chunk_bytes)
+    wanted = [WantedBoxes(each.shard.tensor.fqn, each.shard.pieces) for each in shards]
+    targets = [HostTarget("uint8", each.shard.pieces[0]) for each in shards]
+    targets[1].array = targets[0].array
+    plan = load_plan(wanted, lambda fqn, _: pieces[fqn], MIB)
+    execute(plan, packs_in(Together(inner)), targets, Settings(windows_in_flight=2), NO_CODECS)
+    assert caplog.records, "whoever filled it first found the bytes of the other"
+    assert all("or tensors of the state share memory" in each.message for each in caplog.records)
 
 
 def test_a_chunk_that_is_wrong_twice_is_damage() -> None:
