@@ -14,7 +14,10 @@ from tests.crash.judging import Fate, Judged
 from tests.crash.rig import Ending, in_child, paths_under
 
 CHANGES = {"mkdir", "fallocate", "pwrite", "ftruncate", "fsync", "link", "rename", "unlink", "rmdir"}
-"""System calls that change something. Between two of them a kill finds the same, however much is read there."""
+"""System calls that change something. Between two of them a kill finds the same, however much is read there.
+
+`open` creates files too. A kill at the next of these calls finds one that was only created.
+"""
 
 
 def swept_by(variable: str) -> tuple[Collection[str] | None, int]:
