@@ -34,6 +34,7 @@ from tests.crash.rig import (
     run_at,
     step_path,
 )
+from tests.crash.sweeping import swept_by
 
 pytestmark = [
     # The fork happens while threads of earlier tests may stand idle; the child uses none of their locks.
@@ -80,7 +81,7 @@ def require_imported(root: Path, source: Path) -> None:
 
 @pytest.mark.parametrize(
     ("way", "copied", "before"),
-    # A copy is a save, of which test_kill_sweep kills every call to the operating system.
+    # A copy is a save, of which test_kill_sweep kills the calls to the operating system.
     [(import_over_syscalls, False, {OLD}), (import_over_store, False, set()), (import_over_store, True, {OLD})],
     ids=("by reference, system calls", "by reference, first of its run", "copied"),
 )
@@ -92,11 +93,12 @@ def test_killed_anywhere(
         committed_at(template, *before)
     judged = Judged[str]()
     fates = []
-    for at in range(1, 1000):
+    names, stride = swept_by("SWEEP_STRIDE") if way is import_over_syscalls else (None, 1)
+    for at in range(1, 1000, stride):
         root = in_memory / "root"
         if before:
             shutil.copytree(template, root)
-        ending = in_child(partial(way, source, copied, root, Faults(kill_process(), at=at)))
+        ending = in_child(partial(way, source, copied, root, Faults(kill_process(), at=at, names=names)))
         try:
             fates.append(judged.fate(root, ending, partial(old_or_new, root, source, ending, before, copied=copied)))
         except BaseException as error:

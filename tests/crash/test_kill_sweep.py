@@ -1,4 +1,4 @@
-"""SIGKILL at every single operation of a whole save: the old checkpoint or the new one, whole, never neither."""
+"""SIGKILL at every operation of a whole save that changes something: the old checkpoint or the new one, whole."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ EVERY_CALL: Points = None, 1
 
 
 def save_over_syscalls(root: Path, faults: Faults) -> None:
-    """Every call to the operating system counts: open, fallocate, pwrite, ftruncate, fsync, link, mkdir, unlink …"""
+    """Calls to the operating system count: fallocate, pwrite, ftruncate, fsync, link, mkdir, unlink …"""
     run = run_at(local_store(root, faults))
     run.save(NEW, training_state(NEW)).wait()
 

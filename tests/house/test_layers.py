@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.source import FILES, PACKAGE, ROOT, name_of
+from tests.house.source import FILES, PACKAGE, ROOT, name_of, tree_of
 
 LINES_MAX = 500
 
@@ -95,32 +95,36 @@ def test_every_package_says_what_lives_there() -> None:
         assert ast.get_docstring(ast.parse(init.read_text())), f"{name_of(init)} has no docstring"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_no_file_is_larger_than_a_reader_can_hold(path: Path) -> None:
-    lines = len(path.read_text().splitlines())
-    assert lines <= LINES_MAX, f"{lines} lines; more than {LINES_MAX} usually hide two ideas"
+# Each of these is one test over all files: as a test each, running them took longer than looking.
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_no_pickle(path: Path) -> None:
-    tree = ast.parse(path.read_text())
-    assert not imported_tops(tree) & PICKLES
+def test_no_file_is_larger_than_a_reader_can_hold() -> None:
+    lines = {name_of(path): len(path.read_text().splitlines()) for path in FILES}
+    large = {name: count for name, count in lines.items() if count > LINES_MAX}
+    assert not large, f"lines: {large}; more than {LINES_MAX} usually hide two ideas"
+
+
+def test_no_pickle() -> None:
+    assert {name_of(path): found for path in FILES if (found := pickles_in(path))} == {}
+
+
+def pickles_in(path: Path) -> set[str]:
+    """Return modules and functions of a file that unpickle; torch.load and torch.save are pickles."""
     calls = {
         f"{node.value.id}.{node.attr}"
-        for node in ast.walk(tree)
+        for node in ast.walk(tree_of(path))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     }
-    assert not calls & {"torch.load", "torch.save"}, "torch.load and torch.save are pickles"
+    return imported_tops(tree_of(path)) & PICKLES | calls & {"torch.load", "torch.save"}
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_the_ground_needs_only_the_standard_library(path: Path) -> None:
-    if room_of(path) not in STANDARD_LIBRARY_ONLY:
-        return
-    foreign = imported_tops(ast.parse(path.read_text())) - set(sys.stdlib_module_names) - {"holdfast"}
-    assert not foreign, f"{name_of(path)} imports {sorted(foreign)}"
+def test_the_ground_needs_only_the_standard_library() -> None:
+    ground = [path for path in FILES if room_of(path) in STANDARD_LIBRARY_ONLY]
+    assert {room_of(path) for path in ground} == set(STANDARD_LIBRARY_ONLY)
+    own = {*sys.stdlib_module_names, "holdfast"}
+    assert {name_of(path): foreign for path in ground if (foreign := imported_tops(tree_of(path)) - own)} == {}
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_no_module_is_named_after_nothing(path: Path) -> None:
-    assert path.stem not in {"utils", "util", "helpers", "helper", "common", "misc"}, "name the idea"
+def test_no_module_is_named_after_nothing() -> None:
+    empty = {"utils", "util", "helpers", "helper", "common", "misc"}
+    assert [name_of(path) for path in FILES if path.stem in empty] == [], "name the idea"
