@@ -64,7 +64,7 @@ class SaveMeter:
             fqn: Its tensor.
             codec: Its codec; empty if it gained nothing and is stored raw.
             raw_bytes, stored_bytes: Its sizes.
-            seconds: Processor seconds of all that was done to it: to copy, hash and code it, and to copy it to a window.
+            seconds: Processor seconds of all that was done to it: to copy, hash, code and append it.
             elapsed_seconds: Seconds that passed meanwhile, without waits for the store.
         """
         kind = self._kinds.get(fqn)
