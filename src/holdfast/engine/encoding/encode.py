@@ -352,7 +352,7 @@ class _UnitsUnderWay:
         unit.take(chunks, ranges)
         self._under_way.append(unit)
         if self._others is not None:
-            self._others.begin(lambda: self._run(unit))
+            self._others.begin(lambda: self._help(unit))
         while len(self._under_way) >= self._units_max:
             self._finish_first()
 
@@ -376,6 +376,9 @@ class _UnitsUnderWay:
         self._encoded(unit.raw_bytes)
         if self._meter is not None:
             unit.note(chunks, self._seconds_beside(self._meter))
+
+    def _help(self, unit: _Unit) -> None:
+        self._run(unit)
 
     def _run(self, unit: _Unit) -> float:
         return unit.run(lambda: self._given_up)
