@@ -39,8 +39,8 @@ AUTO = tuned(
     ),
     coded_bytes_min=CHUNK,
 )  # fmt: skip
-CODED_BYTES_PER_SECOND = CHUNK / 1e-3
-"""What a thread codes: `SteppedClock` gives each chunk a millisecond."""
+CODED_BYTES_PER_SECOND = CHUNK / 3e-3
+"""What a thread codes: `SteppedClock` gives each chunk three milliseconds, one to encode it and two for the rest."""
 
 SLOW, FAST = 1e6, 1e9
 WEIGHTS, MASTERS, MOMENTS = "bfloat16 parameter", "float32 master", "float32 exp_avg"

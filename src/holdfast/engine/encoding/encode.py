@@ -114,8 +114,15 @@ class Encoder:
             codec = codec_for(item.tensor.dtype)
             coded = PackItem(item.tensor, item.region, item.data_offset, item.shard_number, codec)
 
+            window = memoryview(bytearray(len(raw)))
+
             def encode() -> tuple[str, int]:
                 (chunk,) = self._chunks.encoded(coded, [raw], weight)
+                # The thread that encodes copies chunks to windows, too.
+                at = 0
+                for part in chunk.parts:
+                    window[at : at + len(part)] = part
+                    at += len(part)
                 return chunk.codec, chunk.stored_bytes
 
             return encode
@@ -142,7 +149,7 @@ class Encoder:
             meter: Measures what coding takes; None: nothing does.
         """
         found = []
-        with _UnitsUnderWay(self.threads, append, encoded) as units:
+        with _UnitsUnderWay(self.threads, append, encoded, meter) as units:
             for item in pack.items:
                 weight = weights.of(item)
                 piece = _PieceRecord("" if weight is None else weight[0])
@@ -214,6 +221,8 @@ class _Unit:
         self._under_way.acquire()
         self._sizes: list[int] = []
         """Raw bytes of each chunk."""
+        self._seconds = self._elapsed_seconds = 0.0
+        """Processor seconds that it took to encode, and seconds that passed meanwhile."""
 
     def take(self, chunks: RawChunks, ranges: Sequence[tuple[int, int]]) -> None:
         """Take its raw chunks, all or none."""
@@ -225,15 +234,19 @@ class _Unit:
             self.release()
             raise
 
-    def run(self, is_given_up: Callable[[], bool]) -> None:
-        """Encode, unless another thread has begun it or the pack was given up. On any thread; never raises."""
+    def run(self, is_given_up: Callable[[], bool]) -> float:
+        """Encode, unless another thread has begun it or the pack was given up. On any thread; never raises.
+
+        Returns:
+            Processor seconds that this thread took to encode it, if it is measured.
+        """
         with self._lock:
             if self._is_begun:
-                return
+                return 0.0
             self._is_begun = True
         try:
             if is_given_up():
-                return
+                return 0.0
             self._encoded_chunks = self._measured() if self._meter is not None else self._encoded()
             if all(chunk.codec for chunk in self._encoded_chunks):
                 self.release()
@@ -241,21 +254,37 @@ class _Unit:
             self._error = error
         finally:
             self._under_way.release()
+        return self._seconds
 
     def _encoded(self) -> list[EncodedChunk]:
         return self._encoder.encoded(self._item, [raw.bytes() for raw in self._raw], self._weight)
 
     def _measured(self) -> list[EncodedChunk]:
-        """Encode, and let the meter count what it took to copy, hash and encode each chunk."""
-        meter, sizes = self._meter, self._sizes
+        """Encode, and measure what it took to copy, hash and encode the chunks."""
+        meter = self._meter
         assert meter is not None
-        fqn, begin, start = self._item.tensor.fqn, meter.seconds(), meter.thread_seconds()
+        begin, start = meter.seconds(), meter.thread_seconds()
         encoded = self._encoded()
-        seconds, elapsed = meter.thread_seconds() - start, meter.seconds() - begin
-        share = 1 / len(encoded)
-        for chunk, raw_bytes in zip(encoded, sizes, strict=True):
-            meter.note_chunk(fqn, chunk.codec, raw_bytes, chunk.stored_bytes, seconds * share, elapsed * share)
+        self._seconds, self._elapsed_seconds = meter.thread_seconds() - start, meter.seconds() - begin
         return encoded
+
+    def note(self, encoded: Sequence[EncodedChunk], beside_seconds: float) -> None:
+        """Let the meter count each chunk, once all are written.
+
+        Args:
+            encoded: The chunks.
+            beside_seconds: Processor seconds that the thread that writes took for the unit beside encoding it.
+        """
+        assert self._meter is not None
+        seconds = self._seconds + beside_seconds
+        # What it elapsed is unknown, since it contains waits for the store: where threads wait for processors, all
+        # work takes longer alike.
+        elapsed = self._elapsed_seconds * seconds / self._seconds if self._seconds else seconds
+        share = 1 / len(encoded)
+        for chunk, raw_bytes in zip(encoded, self._sizes, strict=True):
+            self._meter.note_chunk(
+                self._item.tensor.fqn, chunk.codec, raw_bytes, chunk.stored_bytes, seconds * share, elapsed * share
+            )
 
     @property
     def is_done(self) -> bool:
@@ -290,12 +319,19 @@ class _UnitsUnderWay:
     """
 
     def __init__(
-        self, threads: int, append: Callable[[Sequence[memoryview]], None], encoded: Callable[[int], None]
+        self,
+        threads: int,
+        append: Callable[[Sequence[memoryview]], None],
+        encoded: Callable[[int], None],
+        meter: SaveMeter | None,
     ) -> None:
-        self._append, self._encoded, self._units_max = append, encoded, _units_max(threads)
+        self._append, self._encoded, self._units_max, self._meter = append, encoded, _units_max(threads), meter
         self._others = WorkerThreads(threads - 1, "holdfast-encode") if threads > 1 else None
         self._under_way: deque[_Unit] = deque()
         self._given_up = False
+        self._measured_until = 0.0 if meter is None else meter.thread_seconds()
+        self._encoding_seconds = 0.0
+        """Processor seconds since then in which this thread encoded."""
 
     def __enter__(self) -> _UnitsUnderWay:
         return self
@@ -316,7 +352,7 @@ class _UnitsUnderWay:
         unit.take(chunks, ranges)
         self._under_way.append(unit)
         if self._others is not None:
-            self._others.begin(lambda: self._run(unit))
+            self._others.begin(lambda: self._help(unit))
         while len(self._under_way) >= self._units_max:
             self._finish_first()
 
@@ -330,16 +366,29 @@ class _UnitsUnderWay:
         for this_or_later in self._under_way:
             if unit.is_done:
                 break
-            self._run(this_or_later)
-        for chunk in unit.encoded():
+            self._encoding_seconds += self._run(this_or_later)
+        chunks = unit.encoded()
+        for chunk in chunks:
             self._append(chunk.parts)
             unit.piece.add(chunk)
         unit.release()
         self._under_way.popleft()
         self._encoded(unit.raw_bytes)
+        if self._meter is not None:
+            unit.note(chunks, self._seconds_beside(self._meter))
 
-    def _run(self, unit: _Unit) -> None:
-        unit.run(lambda: self._given_up)
+    def _help(self, unit: _Unit) -> None:
+        self._run(unit)
+
+    def _run(self, unit: _Unit) -> float:
+        return unit.run(lambda: self._given_up)
+
+    def _seconds_beside(self, meter: SaveMeter) -> float:
+        """Return the processor seconds of this thread since the last call, without those in which it encoded."""
+        now = meter.thread_seconds()
+        seconds = now - self._measured_until - self._encoding_seconds
+        self._measured_until, self._encoding_seconds = now, 0.0
+        return max(seconds, 0.0)
 
 
 def _units_max(threads: int) -> int:

@@ -64,8 +64,8 @@ class SaveMeter:
             fqn: Its tensor.
             codec: Its codec; empty if it gained nothing and is stored raw.
             raw_bytes, stored_bytes: Its sizes.
-            seconds: Processor seconds of all that the thread did to it: to copy, hash and code it.
-            elapsed_seconds: Seconds that passed meanwhile.
+            seconds: Processor seconds of all that was done to it: to copy, hash, code and append it.
+            elapsed_seconds: Seconds that passed meanwhile, without waits for the store.
         """
         kind = self._kinds.get(fqn)
         with self._lock:

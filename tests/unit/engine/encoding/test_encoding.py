@@ -16,7 +16,8 @@ from holdfast.clock import SystemClock
 from holdfast.engine.arena import Arena
 from holdfast.engine.buffers import QUARANTINED
 from holdfast.engine.casting import cast
-from holdfast.engine.encoding.encode import KnownWeights
+from holdfast.engine.encoding.encode import Encoder, KnownWeights
+from holdfast.engine.encoding.meter import SaveMeter
 from holdfast.engine.staging import Staging
 from holdfast.engine.writing.completions import Completions
 from holdfast.engine.writing.write import PackWriter, WrittenPack
@@ -32,6 +33,7 @@ from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
+from holdfast.types.coding import Kind
 from holdfast.types.plan import PackItem, PackPlan, Piece, PlannedPack
 from holdfast.wiring import codecs
 from tests.decoded import raw_chunk
@@ -353,3 +355,41 @@ def test_nonfinite_elements_are_counted() -> None:
     array[[7, 4999]] = np.nan, np.inf
     pack = Pack({"t": GlobalTensor("float32", array)}, replace(SMALL, count_nonfinite=True))
     assert pack.write(memory()).nonfinite == {"t": 2}
+
+
+class StepsWithLooks(SystemClock):
+    """Processor time of each thread that passes when somebody looks, or when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.thread = threading.local()
+
+    def monotonic_seconds(self) -> float:
+        return self.now
+
+    def thread_seconds(self) -> float:
+        self.thread.worked = getattr(self.thread, "worked", 0.0) + 1e-4
+        return float(self.thread.worked)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_the_copy_to_windows_counts_as_coding_and_a_wait_for_the_store_does_not(threads: int) -> None:
+    """The thread that writes encodes, so whatever else it does makes coding take longer."""
+    clock, count, kind = StepsWithLooks(), 20, Kind("float32", "parameter")
+    chosen = replace(SMALL, compression_threads=threads)
+    pack = Pack({"t": drawn("float32", 1024 * count, "normal", 0)}, chosen)
+    meter = SaveMeter(clock, {"t": kind})
+
+    def append(_: Sequence[memoryview]) -> None:
+        clock.thread.worked += 0.25
+        clock.now += 100.0
+
+    encoder = Encoder(codecs(), chosen)
+    encoder.encode(pack.plan, encoder.from_sources(pack.sources), pack.weights(), append, lambda _: None, meter)
+    measured = meter.measured()
+    coded = measured.coded[kind]
+    assert coded.raw_bytes == 4096 * count
+    assert coded.seconds == pytest.approx(0.25 * count, rel=0.05)
+    assert measured.processor_seconds == pytest.approx(coded.seconds)
+    if threads == 1:
+        assert coded.elapsed_seconds < 100.0
