@@ -92,7 +92,7 @@ class _ResidualCoder:
                 return _CastChunk(self, raw, bytes_of(elements.view(np.float32).astype(np.float16)))
         rest, base = lent(2 * count), scratch("rounded", 2 * count)
         low, upper = rest.view(np.uint16), base.view(np.uint16)
-        found = []
+        found = [np.empty(0, np.intp)]
         for start in range(0, count, BLOCK):
             block = slice(start, start + BLOCK)
             some = elements[block]
@@ -145,7 +145,7 @@ def _stored(raw: memoryview, rest: Bytes, places: NDArray[np.uint32], dropped: i
         places: The elements whose upper bits are stated.
         dropped: How many bits were dropped.
     """
-    if 2 * _ENTRY_BYTES * len(places) > len(raw) // 2:
+    if not raw or 2 * _ENTRY_BYTES * len(places) > len(raw) // 2:
         return None
     uppers = np.frombuffer(raw, np.uint32)[places] >> dropped
     return stored_form([coded_rest(rest.reshape(-1, 2)), bytes_of(places), bytes_of(uppers)], len(raw))

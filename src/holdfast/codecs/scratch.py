@@ -44,7 +44,7 @@ def lent(count: int) -> NDArray[np.uint8]:
     """Return memory of its own whose content is undefined. It is used again once nothing refers to it.
 
     Args:
-        count: How many bytes, at least 1; at most those of a chunk.
+        count: How many bytes; at most those of a chunk.
     """
     kept = _kept[(count - 1).bit_length()]
     try:
