@@ -359,7 +359,7 @@ def _read_again(run: ReadRun, placing: Placing, buffer: memoryview) -> list[memo
     verify_and_place_all(run, data, placing)
     logger.warning(
         "%s: bytes %d–%d were wrong when they were read first, and right when they were read again: memory or network "
-        "of this machine changes bytes",
+        "of this machine changes bytes, or tensors of the state share memory",
         placing.url_of(run.pack),
         run.start,
         run.stop,
