@@ -41,6 +41,8 @@ class _Made:
     connections."""
     credentials: Any = None
     """Asked for credentials; None: the library finds them in the variables."""
+    opener: urllib.request.OpenerDirector | None = None
+    """Opens URLs of requests that are signed here."""
     signing: Any = None
     """Asked for credentials of requests that are signed here; None: nobody has asked yet."""
 
@@ -163,7 +165,15 @@ class Clients:
         raise failure
 
     def opener(self) -> urllib.request.OpenerDirector:
-        """Return what opens URLs: with the certificates and the proxy of the settings."""
+        """Return what opens URLs: with the certificates and the proxy of the settings. Any thread may use it."""
+        self._client(0, is_received=False)
+        made = self._made_here
+        assert made is not None, "the client was made just now"
+        # Reading the certificates of a system takes 40 ms, as long as a request.
+        made.opener = made.opener or self._new_opener()
+        return made.opener
+
+    def _new_opener(self) -> urllib.request.OpenerDirector:
         handlers: list[urllib.request.BaseHandler] = []
         if self.ca_file is not None:
             context = ssl.create_default_context()
