@@ -168,7 +168,9 @@ class Injector(Faults):
         with self._armed_lock, suppress(ValueError):
             self._armed.remove(armed)
 
-    def around(self, name: str, subject: str, call: Callable[[], _Result], *, always_done: bool = False) -> _Result:
+    def around(
+        self, name: str, subject: str, call: Callable[[], _Result], *, always_done: bool = False, kind: str = ""
+    ) -> _Result:
         operation = FaultPoint(name, subject)
         due = self._due_now(name)
         for each in due:

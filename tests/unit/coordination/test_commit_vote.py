@@ -267,7 +267,7 @@ def test_a_committer_slower_than_the_deadline_and_later_saves_never_loses_its_fi
             stall_until(release)(operation)
 
     class Stalled(Faults):
-        def around(self, name, subject, call, *, always_done=False):  # type: ignore[no-untyped-def]
+        def around(self, name, subject, call, *, always_done=False, kind=""):  # type: ignore[no-untyped-def]
             if name == "put_if_absent":
                 stall(FaultPoint(name, subject))
             return call()
@@ -301,7 +301,7 @@ def test_a_rank_whose_commit_thread_sleeps_through_later_saves_loses_nothing() -
     held = threading.Event()
 
     class Holding(Faults):
-        def around(self, name, subject, call, *, always_done=False):  # type: ignore[no-untyped-def]
+        def around(self, name, subject, call, *, always_done=False, kind=""):  # type: ignore[no-untyped-def]
             if name == "get_many" and subject.endswith("/result") and not held.is_set():
                 held.set()
                 release.wait(20.0)
