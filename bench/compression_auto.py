@@ -79,6 +79,7 @@ def _saves_at(
     notes: list[str],
 ) -> list[Round]:
     rounds: list[Round] = []
+    decided = ""
     for number in range(WARM_SAVES + count):
         _become(state, states[number % len(states)])
         each: Round = {}
@@ -88,11 +89,13 @@ def _saves_at(
             save = partial(_save, runs[mode], number, state, reports)
             each[f"{mode}_{cap_mb}"] = conditions.timed(save)
             conditions.removed(Path(reports[0].url))
+            if mode == "auto":
+                decided = decisions(reports[0])
         if number >= WARM_SAVES:
             rounds.append(each)
             seconds = ", ".join(f"{name} {value:.2f}" for name, value in each.items())
             conditions.say(f"{said(cap_mb)}, save {number + 1}, seconds: {seconds}")
-    notes.append(f"auto at {said(cap_mb)}: {decisions(reports[0])}")
+    notes.append(f"auto at {said(cap_mb)}: {decided}")
     return rounds
 
 
