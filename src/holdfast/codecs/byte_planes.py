@@ -17,8 +17,7 @@ Bytes = NDArray[np.uint8]
 BLOCK = 128 << 10
 """Elements that one pass of several operations covers.
 
-Few enough that what they hand on stays in the processor's cache, and enough that threads seldom wait for each other to
-start the next operation.
+Few enough that what they hand on stays in the processor's cache, and enough that calls take little of the time.
 """
 
 _SAMPLE_PLACES, _SAMPLE_RUN = 8, 128

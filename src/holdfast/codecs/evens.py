@@ -10,8 +10,6 @@ from holdfast.errors import CorruptError
 
 _RUNS = 7
 
-_LOWEST_BITS = np.uint64(0x0101010101010101)
-
 
 def packed_evens(plane: Bytes) -> Bytes:
     """Return a plane of even bytes in seven eighths of its bytes.
@@ -26,18 +24,12 @@ def packed_evens(plane: Bytes) -> Bytes:
         whole[: len(plane)] = plane
     runs = whole.reshape(8, run_bytes)
     packed = lent(_RUNS * run_bytes).reshape(_RUNS, run_bytes)
-    if run_bytes % 8:
-        bit = scratch("one bit", run_bytes)
-        for number in range(_RUNS):
-            np.bitwise_and(runs[_RUNS], 2 << number, out=bit)
-            np.not_equal(bit, 0, out=bit.view(np.bool_))
-            np.bitwise_or(runs[number], bit, out=packed[number])
-        return packed.reshape(-1)
-    # Eight bytes at once.
-    words, bits = runs.view(np.uint64), packed.view(np.uint64)
+    # Eight bytes at once, if runs are whole words.
+    lowest_bits = np.uint8(0x01) if run_bytes % 8 else np.uint64(0x0101010101010101)
+    words, bits = runs.view(lowest_bits.dtype), packed.view(lowest_bits.dtype)
     for number in range(_RUNS):
         np.right_shift(words[_RUNS], number + 1, out=bits[number])
-    np.bitwise_and(bits, _LOWEST_BITS, out=bits)
+    np.bitwise_and(bits, lowest_bits, out=bits)
     np.bitwise_or(bits, words[:_RUNS], out=bits)
     return packed.reshape(-1)
 

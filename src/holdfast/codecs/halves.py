@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-BFLOAT16_NAN = 0x7FC0
-"""The NaN that a cast to bfloat16 gives."""
+from holdfast.geometry.dtype import BFLOAT16_NAN
 
 _HALF_A_STEP = 0x8000
 """Lower bits of a number exactly between two neighbours of bfloat16."""
@@ -50,9 +49,11 @@ def round_to_bfloat16(
     np.greater_equal(lower, _HALF_A_STEP, out=found)
     np.add(upper, found, out=upper)
     np.isnan(elements.view(np.float32), out=found)
-    any_nan = found.any()
-    halves = np.equal(lower, _HALF_A_STEP, out=None if any_nan else found)
-    places = np.flatnonzero(np.logical_or(found, halves, out=found) if any_nan else halves)
+    if found.any():
+        np.logical_or(found, lower == _HALF_A_STEP, out=found)
+    else:
+        np.equal(lower, _HALF_A_STEP, out=found)
+    places = np.flatnonzero(found)
     if not len(places):
         return places
     some = elements[places]

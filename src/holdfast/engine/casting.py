@@ -6,12 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.errors import InvalidError
-from holdfast.geometry.dtype import DTYPES
+from holdfast.geometry.dtype import BFLOAT16_NAN, DTYPES
 
 CAST_TO = ("float16", "bfloat16", "float32", "float64")
 """Types to which floating elements can be cast."""
-
-_BFLOAT16_NAN = 0x7FC0
 
 _BLOCK = 32 << 10
 """Elements cast at once."""
@@ -110,7 +108,7 @@ def _bfloat16(single: NDArray[np.generic]) -> NDArray[np.uint16]:
         # The carry can turn a NaN into an infinity or a negative zero, so NaNs are set by hand.
         nan = np.isnan(some)
         if nan.any():
-            halves[nan] = _BFLOAT16_NAN
+            halves[nan] = BFLOAT16_NAN
     return upper.reshape(single.shape)
 
 

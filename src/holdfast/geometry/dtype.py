@@ -77,5 +77,8 @@ def dtype_named(name: str, where: str) -> DType:
 WEIGHT_TYPES = ("bfloat16", "float16")
 """Element types of weights that are kept in 16 bits."""
 
+BFLOAT16_NAN = 0x7FC0
+"""The bits of the NaN that a cast to bfloat16 gives."""
+
 MASTER_TYPE = "float32"
 """Element type of the masters that such weights are rounded from."""

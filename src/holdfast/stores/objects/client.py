@@ -116,11 +116,7 @@ class Clients:
         raise failure
 
     def _client(self, bytes_moved: int, *, is_received: bool) -> tuple[Any, Any]:
-        # Threads that come first together may each make their own: the last one stays, and none is wrong.
-        made = self._made_here
-        if made is None or made.process != os.getpid():
-            keep_for_ever(made)
-            made = self._made_here = _Made(os.getpid(), library(self._address.scheme))
+        made = self._made()
         seconds = self.seconds_for(bytes_moved)
         # What is sent takes its time until the server answers at all.
         silence_seconds = self.silence_seconds if is_received and bytes_moved > _SMALL_BYTES_MAX else None
@@ -130,6 +126,15 @@ class Clients:
         if client is None:
             client = made.by_kind.setdefault(kind, self._new_client(made, *kind))
         return made.library.api, client
+
+    def _made(self) -> _Made:
+        """Return what this process has made."""
+        # Threads that come first together may each make their own: the last one stays, and none is wrong.
+        made = self._made_here
+        if made is None or made.process != os.getpid():
+            keep_for_ever(made)
+            made = self._made_here = _Made(os.getpid(), library(self._address.scheme))
+        return made
 
     def seconds_for(self, bytes_moved: int) -> float:
         """Return how long a request may take that moves this many bytes."""
@@ -149,9 +154,8 @@ class Clients:
         access, secret = os.environ.get("AWS_ACCESS_KEY_ID"), os.environ.get("AWS_SECRET_ACCESS_KEY")
         if profile is None and access and secret:
             return Keys(access, secret, os.environ.get("AWS_SESSION_TOKEN") or None, region)
-        self._client(0, is_received=False)
-        made = self._made_here
-        assert made is not None, "the client was made just now"
+        self._client(0, is_received=False)  # Which asks where credentials are.
+        made = self._made()
         # Where the library asks a service by itself, boto3 asks the same one.
         made.signing = made.signing or made.credentials or _asked_by_boto3(self._address, self._settings, profile)
         failure: CheckpointError
@@ -166,9 +170,7 @@ class Clients:
 
     def opener(self) -> urllib.request.OpenerDirector:
         """Return what opens URLs: with the certificates and the proxy of the settings. Any thread may use it."""
-        self._client(0, is_received=False)
-        made = self._made_here
-        assert made is not None, "the client was made just now"
+        made = self._made()
         # Reading the certificates of a system takes 40 ms, as long as a request.
         made.opener = made.opener or self._new_opener()
         return made.opener
