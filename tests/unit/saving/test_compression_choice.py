@@ -12,7 +12,6 @@ import torch
 
 import holdfast
 from holdfast.checkpoint_manager import CheckpointManager
-from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.format.names import step_folder
 from holdfast.geometry.tensor import Role
@@ -28,6 +27,7 @@ from holdfast.types.events import RankReport
 from holdfast.types.reports import SaveReport
 from holdfast.wiring import codecs
 from tests.decoded import stored_pieces, stored_tensors
+from tests.looked_at import ClockOfLooks
 from tests.tuned import tuned
 from tests.unit.ranks import fresh_store
 
@@ -40,31 +40,16 @@ AUTO = tuned(
     coded_bytes_min=CHUNK,
 )  # fmt: skip
 CODED_BYTES_PER_SECOND = CHUNK / 3e-3
-"""What a thread codes: `SteppedClock` gives each chunk three milliseconds, one to encode it and two for the rest."""
+"""What a thread codes: `ClockOfLooks` gives each chunk three milliseconds, one to encode it and two for the rest."""
 
 SLOW, FAST = 1e6, 1e9
 WEIGHTS, MASTERS, MOMENTS = "bfloat16 parameter", "float32 master", "float32 exp_avg"
 
 
-class SteppedClock(SystemClock):
-    """Time that only writes take, and processor time that only passes when somebody looks."""
-
-    def __init__(self) -> None:
-        self.seconds = 1000.0
-        self._worked = threading.local()
-
-    def monotonic_seconds(self) -> float:
-        return self.seconds
-
-    def thread_seconds(self) -> float:
-        self._worked.seconds = getattr(self._worked, "seconds", 0.0) + 1e-3
-        return float(self._worked.seconds)
-
-
 class PacedStore(ForwardingStore):
     """Takes bytes of packs at a bandwidth that the test sets, one write after the other."""
 
-    def __init__(self, inner: Store, clock: SteppedClock) -> None:
+    def __init__(self, inner: Store, clock: ClockOfLooks) -> None:
         super().__init__(inner)
         self.clock, self.bytes_per_second, self.lock = clock, SLOW, threading.Lock()
 
@@ -124,7 +109,7 @@ def played(
     part: Callable[[CheckpointManager, PacedStore], None], settings: Settings = AUTO
 ) -> tuple[PacedStore, list[Event]]:
     """Run a job of one rank; return its store and what its observer heard."""
-    clock, heard = SteppedClock(), Heard()
+    clock, heard = ClockOfLooks(1e-3), Heard()
     store = PacedStore(fresh_store(), clock)
 
     def work(comm: ThreadComm) -> None:
@@ -267,7 +252,7 @@ def test_ranks_decide_for_themselves_and_any_rank_reads_all() -> None:
     store, kinds = fresh_store(), dict[int, set[str]]()
 
     def work(comm: ThreadComm) -> None:
-        clock = SteppedClock()
+        clock = ClockOfLooks(1e-3)
         paced = PacedStore(store, clock)
         paced.bytes_per_second = FAST if comm.rank else SLOW
         job = Job(comm, clock, AUTO, NumpyFramework(comm.rank), codecs=codecs())

@@ -37,6 +37,7 @@ from holdfast.types.coding import Kind
 from holdfast.types.plan import PackItem, PackPlan, Piece, PlannedPack
 from holdfast.wiring import codecs
 from tests.decoded import raw_chunk
+from tests.looked_at import ClockOfLooks
 
 KEY = "0123456789abcdef/coded/r00000.safetensors"
 NAME = "coded/r00000.safetensors"
@@ -357,32 +358,17 @@ def test_nonfinite_elements_are_counted() -> None:
     assert pack.write(memory()).nonfinite == {"t": 2}
 
 
-class StepsWithLooks(SystemClock):
-    """Processor time of each thread that passes when somebody looks, or when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.thread = threading.local()
-
-    def monotonic_seconds(self) -> float:
-        return self.now
-
-    def thread_seconds(self) -> float:
-        self.thread.worked = getattr(self.thread, "worked", 0.0) + 1e-4
-        return float(self.thread.worked)
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_copy_to_windows_counts_as_coding_and_a_wait_for_the_store_does_not(threads: int) -> None:
     """The thread that writes encodes, so whatever else it does makes coding take longer."""
-    clock, count, kind = StepsWithLooks(), 20, Kind("float32", "parameter")
+    clock, count, kind = ClockOfLooks(1e-4), 20, Kind("float32", "parameter")
     chosen = replace(SMALL, compression_threads=threads)
     pack = Pack({"t": drawn("float32", 1024 * count, "normal", 0)}, chosen)
     meter = SaveMeter(clock, {"t": kind})
 
     def append(_: Sequence[memoryview]) -> None:
         clock.thread.worked += 0.25
-        clock.now += 100.0
+        clock.seconds += 100.0
 
     encoder = Encoder(codecs(), chosen)
     encoder.encode(pack.plan, encoder.from_sources(pack.sources), pack.weights(), append, lambda _: None, meter)
