@@ -19,6 +19,7 @@ from bench.part import Measured, Params, Part, Round, Spread, in_turn, spreads_o
 from bench.settings import settings
 from bench.state import MIB
 from holdfast import wiring
+from holdfast.engine.buffers import copy_bytes
 from holdfast.engine.encoding.encode import EncodedPiece, Encoder, KnownWeights
 from holdfast.format.digest import digest_of
 from holdfast.geometry.box import Box
@@ -98,7 +99,7 @@ class Ours:
 
     def _append(self, parts: Sequence[memoryview]) -> None:
         for part in parts:
-            self._windows[self._end : self._end + len(part)] = part
+            copy_bytes(part, self._windows[self._end : self._end + len(part)])
             self._end += len(part)
 
     def decode(self) -> None:

@@ -85,7 +85,8 @@ def decode_chunk(
             "another copy"
         )
     if not name:
-        raw[:] = stored
+        # numpy releases Python's lock, so that other threads copy and decode meanwhile.
+        np.copyto(np.frombuffer(raw, np.uint8), np.frombuffer(stored, np.uint8))
         return
     require_known_codecs([name], place)
     if not 0 < length <= RAW_PER_STORED_MAX * len(stored):

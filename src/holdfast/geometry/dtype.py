@@ -74,6 +74,7 @@ def dtype_named(name: str, where: str) -> DType:
             "Convert the tensor, or leave it out with skip="
         ) from None
 
+
 WEIGHT_TYPES = ("bfloat16", "float16")
 """Element types of weights that are kept in 16 bits."""
 

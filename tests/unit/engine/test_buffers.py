@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import random
 from pathlib import Path
 
 import pytest
 
-from holdfast.engine.buffers import BufferPool, allocate_aligned
+from holdfast.engine.buffers import BufferPool, allocate_aligned, copy_bytes
 from holdfast.settings import MIB, PAGE_BYTES
 
 _HUGE = 2 * MIB
@@ -71,3 +72,19 @@ def huge_bytes_at(where: int) -> int:
         elif inside and first == "AnonHugePages:":
             return int(rest.split()[0]) * 1024
     raise AssertionError("no such mapping")
+
+
+@pytest.mark.parametrize("count", [0, 1, 32 << 10, (32 << 10) + 1, 1 << 20])
+def test_all_bytes_are_copied_and_no_others(count: int) -> None:
+    source, memory = random.Random(count).randbytes(count), bytearray(b"?" * (count + 2))
+    copy_bytes(memoryview(source), memoryview(memory)[1 : 1 + count])
+    assert memory == b"?" + source + b"?"
+
+
+@pytest.mark.parametrize("count", [1, 40 << 10])
+@pytest.mark.parametrize("target", [2, 50 << 10])
+def test_a_copy_of_another_length_is_refused(count: int, target: int) -> None:
+    memory = bytearray(target)
+    with pytest.raises(ValueError):
+        copy_bytes(memoryview(b"1" * count), memoryview(memory))
+    assert not any(memory)

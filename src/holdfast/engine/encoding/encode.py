@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from holdfast.engine.buffers import copy_bytes
 from holdfast.engine.encoding.chunk_encoder import ChunkEncoder, EncodedChunk, PairedWeight, rounded
 from holdfast.engine.encoding.meter import SaveMeter
 from holdfast.engine.encoding.probe import Prepare
@@ -121,7 +122,7 @@ class Encoder:
                 # The thread that encodes copies chunks to windows, too.
                 at = 0
                 for part in chunk.parts:
-                    window[at : at + len(part)] = part
+                    copy_bytes(part, window[at : at + len(part)])
                     at += len(part)
                 return chunk.codec, chunk.stored_bytes
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Sequence
 from typing import Protocol
 
-from holdfast.engine.buffers import QUARANTINED, allocate_aligned
+from holdfast.engine.buffers import QUARANTINED, allocate_aligned, copy_bytes
 from holdfast.engine.staging import Staging
 from holdfast.ports.framework import Source
 from holdfast.types.plan import PackItem
@@ -134,7 +134,7 @@ class StagedChunks:
             while filled < length:
                 window = self._current()
                 part = window.buffer[self._used :][: length - filled]
-                buffer[filled : filled + len(part)] = part
+                copy_bytes(part, buffer[filled : filled + len(part)])
                 self._advance(len(part))
                 filled += len(part)
         except BaseException:

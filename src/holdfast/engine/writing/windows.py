@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from holdfast.engine.buffers import BufferPool, allocate_aligned
+from holdfast.engine.buffers import BufferPool, allocate_aligned, copy_bytes
 from holdfast.engine.encoding.meter import SaveMeter
 from holdfast.engine.encoding.probe import PackProbe
 from holdfast.engine.parallel_map import WorkerThreads
@@ -86,7 +86,7 @@ class WrittenWindows:
             at = 0
             while at < len(part):
                 room = self.room()[: len(part) - at]
-                room[:] = part[at : at + len(room)]
+                copy_bytes(part[at : at + len(room)], room)
                 self.advance(len(room))
                 at += len(room)
 

@@ -46,6 +46,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 _TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 _DTYPE_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
+_SLICED_BYTES_MAX = 32 << 10
+"""Up to here an assignment to a slice is faster. Other threads would wait for a longer one: it holds Python's lock."""
+
 
 def storable_dtype(tensor: torch.Tensor, fqn: str) -> str:
     """Return the stored element type of a tensor.
@@ -404,7 +407,7 @@ class TorchTarget(Target):
             stored = torch.frombuffer(writable, dtype=self._stored).view(source_box.shape)
             with torch.no_grad(), on_stream(self._stream):
                 local[part.relative_to(box.start)].copy_(stored[part.relative_to(source_box.start)])
-        elif part is source_box and part is box and bits.flags.c_contiguous:
+        elif len(source) <= _SLICED_BYTES_MAX and part is source_box and part is box and bits.flags.c_contiguous:
             bits.data.cast("B")[:] = source
         else:
             given = np.frombuffer(source, dtype=bits.dtype).reshape(source_box.shape)
