@@ -19,7 +19,6 @@ from holdfast.format.digest import short_digest_of
 from holdfast.format.index.foreign_index import decode_foreign, encode_foreign, index_foreign
 from holdfast.format.index.index import Index
 from holdfast.format.index.split_index import SplitIndex
-from holdfast.format.names import MANIFEST_FILE
 from holdfast.leases.reader import ReaderLease
 from holdfast.loading.messages import ChosenStep
 from holdfast.loading.run_visibility import require_no_run_elsewhere
@@ -196,7 +195,7 @@ def _frames_and_short_packs(
     Raises:
         CheckpointError: The manifest or the index is damaged, or cannot be read.
     """
-    manifest = manifest_in(location.folder, data, f"{location.url}/{MANIFEST_FILE}")
+    manifest = manifest_in(location.folder, data, f"{location.store.url}/{location.manifest_key}")
     # Before other files are asked for: one that is missing because the step is being deleted is no damage.
     begin(manifest)
     frames = [data]

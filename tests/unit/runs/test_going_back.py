@@ -138,6 +138,16 @@ def test_a_superseded_step_can_be_tagged(tmp_path: Path) -> None:
     assert tags == {"1": (), "2": ("new-2",), names[0]: ("old-2",), names[1]: ("old-3",)}
 
 
+def test_a_damaged_superseded_step_is_named_where_it_lies(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    go_on(tmp_path, 1, 2)
+    (name,) = superseded(tmp_path)
+    (path,) = tmp_path.glob("superseded/*.json")
+    path.write_text(path.read_text().replace('"tensor_bytes"', '"tensor_bites"'))
+    with pytest.raises(CorruptError, match=rf"superseded/{path.name}: "):
+        resumed(tmp_path, name)
+
+
 def test_training_can_go_on_from_a_superseded_step(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2, 3)
     go_on(tmp_path, 1, 2)
