@@ -123,6 +123,10 @@ class RunModel:
             elif moved in stored:
                 held.files = held.files - {held.key} | {moved}
                 held.key = moved
+            elif held.harmed and (aside := self._aside(held, stored)) is not None:
+                held.files, held.harmed = held.files - {held.key} | {aside}, held.harmed - {held.key} | {aside}
+                self.spoilt.add(aside)
+                held.key = aside
             elif held in may_go or held.harmed:
                 self.forget(held)
         known = {(held.step, held.digest) for held in self.held}
@@ -135,6 +139,12 @@ class RunModel:
                 tagged = [held for held in self.held if (held.step, held.digest) == (tag.step, tag.digest)]
                 assert tagged, f"tag {name} is of a step that nobody saved"
                 self.tags[name] = tagged[0]
+
+    def _aside(self, held: Held, stored: Mapping[str, str | None]) -> str | None:
+        """Return where a save that ended in the midst has put a damaged manifest in order to replace it."""
+        known = {other.key for other in self.held}
+        places = (key for key, digest in stored.items() if (_step_of(key), digest) == (held.step, held.digest))
+        return next((key for key in places if key not in known), None)
 
     def manifests(self) -> Mapping[str, str | None]:
         """Return the digest of every manifest that is stored and was not published by a writer that was replaced."""
