@@ -20,6 +20,7 @@ from holdfast.errors import ConflictError
 from holdfast.settings import ObjectSettings, Settings
 from holdfast.stores.objects.store import ObjectStore
 from tests.distributed.launch import Case, run_world
+from tests.distributed.object_cases import TRAINED
 from tests.distributed.object_worker import RACERS
 from tests.object_proxy import CUT, LOST, Asked, object_proxy
 from tests.object_server import ACCESS_KEY, BUCKET, SECRET_KEY, ObjectServer
@@ -45,7 +46,7 @@ def test_two_ranks_train(objects: ObjectServer, tmp_path: Path, capfd: pytest.Ca
     arguments = {"url": url, "variables": objects.environment}
     results = run_world(2, [Case("tests.distributed.object_cases:trains", arguments)], tmp_path)
     for value in results.values("trains"):
-        assert value == {"newest": [3, True], "chosen": [2, True], "best": [8, True], "dcp": True, "file": True}
+        assert value == TRAINED
     keys = objects.keys(f"{url}/run")
     assert objects.client().get_object(Bucket=BUCKET, Key=_name(url, "run/latest"))["Body"].read() == (
         b"step-000000000003"
