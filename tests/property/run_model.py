@@ -6,7 +6,7 @@ manifests state of their timelines, once they were read: by the words of the for
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -14,11 +14,12 @@ from holdfast.errors import CheckpointError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, run_fields_of_manifest
 from holdfast.format.names import SUPERSEDED_FOLDER, manifest_key, step_folder, superseded_in, superseded_key
 from holdfast.format.sealed_json import stated_digest
+from holdfast.format.timeline import timeline_in_damaged
 from holdfast.policies import KeepPolicy
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import manifest_digest, step_folders
 from holdfast.repository.epochs import current_fence
-from holdfast.repository.quarantine import is_quarantined
+from holdfast.repository.quarantine import is_quarantined, stated_timelines
 from holdfast.repository.tags import read_tags
 from holdfast.repository.timeline_records import timeline_records
 from holdfast.types.timeline import FIRST_TIMELINE, Fork, Timeline
@@ -67,8 +68,20 @@ class RunModel:
         return chain_of(self.held, self.begun())
 
     def begun(self) -> list[Timeline]:
-        """Return the timelines that records state."""
-        return [record.timeline for record in timeline_records(self.store, current_fence(self.store))]
+        """Return the timelines that are stated beside manifests that can be read, and do not contradict these."""
+        records = timeline_records(self.store, current_fence(self.store))
+        stated = [*(record.timeline for record in records), *stated_timelines(self.store), *self._in_damaged()]
+        proven = {held.timeline for held in self.held if held.timeline is not None}
+        return [one for one in stated if not any(one.contradicts(other) for other in proven)]
+
+    def _in_damaged(self) -> Iterator[Timeline]:
+        """Yield what the texts of damaged manifests state: one may have been the only one of its timeline."""
+        for held in self.held:
+            if held.timeline is None:
+                with suppress(CheckpointError):
+                    stated = timeline_in_damaged(self.store.get(held.key, MANIFEST_BYTES_MAX))
+                    if stated is not None:
+                        yield stated
 
     def discarded(self) -> set[Held]:
         """Return what loads have discarded and a collection may remove."""

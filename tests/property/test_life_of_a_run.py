@@ -189,13 +189,16 @@ class LifeOfARun(RuleBasedStateMachine):
     @rule(choice=CHOICES, mishap=MISHAPS)
     @where(lambda self: self.model.held)
     def remove(self, choice: int, mishap: Mishap) -> None:
-        """`holdfast rm`: the step that was named goes, and nothing else."""
+        """`holdfast rm`: the step that was named goes, and nothing else that a load has not discarded."""
         self.end_run()
         model, chosen = self.model, self.model.of_choice(choice)
         is_tagged, chain = chosen in model.tags.values(), model.chain()
         verb = StepRemoval([chosen.name], tagged=False, all_steps=True)
         report, error = self.attempted(
-            mishap, lambda: verb.execute(self.faulty, CLOCK, 0.0, SETTINGS.lease_seconds), may_go={chosen}
+            mishap,
+            lambda: verb.execute(self.faulty, CLOCK, 0.0, SETTINGS.lease_seconds),
+            # What a load discarded goes with any collection.
+            may_go={chosen, *model.discarded()},
         )
         if model.last is chosen:
             model.last = None
