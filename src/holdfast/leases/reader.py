@@ -4,7 +4,8 @@ A lease is one object under `readers/`. The states of a `ReaderLease`, and who m
 
     idle      Nothing is stored.
     stored    The object names the step. A thread rewrites it three times per lease time.
-    ended     The object is deleted, or is left for a collector to delete.
+    ended     The object is deleted, or is left for a collector to delete. A collector of the same process does so at
+              once; for others it is alive until the process exits.
 
     idle -> stored     `announce()` or `begin()`; on a root without write access the lease stays idle, and the read
                        relies on the grace of the collection alone
@@ -27,7 +28,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Collection
-from contextlib import suppress
 
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import Clock
@@ -46,6 +46,9 @@ logger = logging.getLogger(__name__)
 
 _RENEWALS_PER_LEASE = 3
 _POLLS_PER_LEASE = 50
+
+_left: set[str] = set()
+"""Keys of leases of this process that ended, and that the store did not delete. No two leases have the same key."""
 
 _UNREADABLE_SECONDS = 10.0
 """How long a lease that cannot be read counts as alive: its reader may be writing it."""
@@ -187,8 +190,11 @@ class ReaderLease:
         with self._lock:
             key, self._key = self._key, None
             if key is not None and self._subject is not None:
-                with suppress(CheckpointError):  # A collector deletes it later: nobody renews it.
+                try:
                     self._subject[0].delete([key])
+                except CheckpointError as error:
+                    _left.add(key)  # This process still runs, so its lease would count as alive.
+                    logger.debug("%s: a lease stays until the next collection: %s", self._subject[0].url, error)
 
     def _put(self) -> bool:
         assert self._subject is not None, "begin() sets it"
@@ -249,7 +255,9 @@ class ReaderLeases:
             # Changed content is a renewal: the time starts again.
             self._seen[lease.key] = (lease.data, since if data == lease.data else now)
             unchanged_seconds = now - self._seen[lease.key][1]
-            if lease.holder is None:
+            if lease.key in _left:
+                is_dead = True
+            elif lease.holder is None:
                 # Nobody knows whose lease it is. No reader leaves a lease half written for this long.
                 is_dead = unchanged_seconds >= _UNREADABLE_SECONDS
             elif can_be_seen(lease.holder):
@@ -262,4 +270,5 @@ class ReaderLeases:
                 readers[lease.step] = "unknown" if lease.holder is None else str(lease.holder)
         if dead and forget:
             self._store.delete(dead)
+            _left.difference_update(dead)
         return readers

@@ -8,10 +8,10 @@ import pytest
 
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import SystemClock
-from holdfast.errors import MissingError
+from holdfast.errors import MissingError, UnavailableError
 from holdfast.format.manifest import decode_manifest
 from holdfast.format.names import aside_key, manifest_key
-from holdfast.leases.reader import ReaderLease
+from holdfast.leases.reader import ReaderLease, ReaderLeases
 from holdfast.loading.step_choice import find_step, location_of
 from holdfast.repository.catalog import read_manifest_bytes
 from holdfast.repository.cut_off import finish_withdrawals
@@ -20,7 +20,7 @@ from holdfast.repository.reader_leases import leases
 from holdfast.repository.timelines import displace
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, outcomes_of_ranks
-from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
+from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
 from holdfast.types.manifest import Manifest
 from tests.unit.ranks import fresh_store, plain, run_of
 
@@ -106,3 +106,17 @@ def test_a_step_that_was_removed_is_not_read(rewound: MemoryStore) -> None:
     rewound.delete([manifest_key(3)])
     with pytest.raises(MissingError, match="is being deleted"):
         ReaderLease(SystemClock(), 10.0).begin(location, manifest)
+
+
+def test_a_lease_that_could_not_be_deleted_protects_no_step_until_the_process_exits(rewound: MemoryStore) -> None:
+    manifest, location = superseded_step(rewound)
+    store = FaultyStore(rewound, Faults(raise_error(UnavailableError), names=("delete",)))
+    lease, other = ReaderLease(SystemClock(), 10.0), ReaderLease(SystemClock(), 10.0)
+    for each in (lease, other):
+        each.begin(CheckpointLocation(store, location.folder, 3, root=store, digest=location.digest), manifest)
+    lease.close()
+    collector = ReaderLeases(rewound, SystemClock())
+    assert len(leases(rewound)) == 2 and list(collector.holds(forget=True)) == [3], "another one reads it"
+    assert len(leases(rewound)) == 1
+    other.close()
+    assert leases(rewound) == []
