@@ -128,6 +128,11 @@ class CheckpointLocation:
         """Key of the manifest."""
         return self.moved_manifest or self.folder + MANIFEST_FILE
 
+    @property
+    def manifest_url(self) -> str:
+        """Where the manifest lies, for messages: under `superseded/` if a newer timeline took its place."""
+        return f"{self.store.url}/{self.manifest_key}"
+
     def for_operation(self, name: str, rank: int, world_size: int) -> CheckpointLocation:
         """Return the location as one save or load sees it: the retries of its stores share one deadline.
 
@@ -274,7 +279,7 @@ def manifest_bytes_at(location: CheckpointLocation) -> bytes:
 
 def _require_counted(location: CheckpointLocation, data: bytes) -> None:
     if location.root is not None and not _is_valid_in(location.root, location, data):
-        raise fenced_error(f"{location.store.url}/{location.manifest_key}")
+        raise fenced_error(location.manifest_url)
 
 
 def manifest_in_place_of(manifest: Manifest, location: CheckpointLocation) -> Manifest | None:

@@ -195,7 +195,7 @@ def _frames_and_short_packs(
     Raises:
         CheckpointError: The manifest or the index is damaged, or cannot be read.
     """
-    manifest = manifest_in(location.folder, data, f"{location.store.url}/{location.manifest_key}")
+    manifest = manifest_in(location.folder, data, location.manifest_url)
     # Before other files are asked for: one that is missing because the step is being deleted is no damage.
     begin(manifest)
     frames = [data]

@@ -74,11 +74,12 @@ def tag_step(store: Store, clock: Clock, step: object, name: object, *, move: bo
 
 def _manifest(location: CheckpointLocation) -> Manifest:
     """Return the manifest of a step; raises `CorruptError` if it is damaged or of another step."""
-    store, step = location.store, location.step
-    where = f"{store.url}/{location.manifest_key}"
-    manifest = decode_manifest(store.get(location.manifest_key, MANIFEST_BYTES_MAX), where)
-    if manifest.step != step:
-        raise CorruptError(f"{where}: is of step {manifest.step}; expected step {step}. It was copied or renamed")
+    data, where = location.store.get(location.manifest_key, MANIFEST_BYTES_MAX), location.manifest_url
+    manifest = decode_manifest(data, where)
+    if manifest.step != location.step:
+        raise CorruptError(
+            f"{where}: is of step {manifest.step}; expected step {location.step}. It was copied or renamed"
+        )
     return manifest
 
 

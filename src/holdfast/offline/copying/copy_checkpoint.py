@@ -55,7 +55,7 @@ class CheckpointCopy:
         """
         location, destination = self._location, self._destination.store
         data = _manifest_of(location)
-        manifest = decode_manifest(data, f"{location.store.url}/{location.manifest_key}")
+        manifest = decode_manifest(data, location.manifest_url)
         there = get_or_none(destination, MANIFEST_FILE, MANIFEST_BYTES_MAX)
         what = f"checkpoint {manifest.digest}"
         self._destination.claim(what, None if there is None else what if there == data else "another checkpoint")
