@@ -88,13 +88,14 @@ _LOCKED_COPY_BYTES_MAX = 32 << 10
 def copy_bytes(source: memoryview, target: memoryview) -> None:
     """Copy bytes to other memory of the same length.
 
-    An assignment to a slice holds Python's lock while it copies, 60 µs for a MiB. A training that issues operations
-    from another thread would wait for it.
+    numpy copies without Python's lock. An assignment to a slice holds it, 60 µs for a MiB, and training waits.
 
     Raises:
         ValueError: The lengths differ.
     """
-    if len(target) <= _LOCKED_COPY_BYTES_MAX or len(source) != len(target):
+    if len(target) <= _LOCKED_COPY_BYTES_MAX:
         target[:] = source
+    elif len(source) != len(target):  # numpy would repeat a single byte.
+        raise ValueError(f"{len(source)} bytes to copy; expected {len(target)}")
     else:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -85,6 +85,8 @@ def decode_chunk(
             "another copy"
         )
     if not name:
+        if len(stored) != length:  # numpy would repeat a single byte.
+            raise CorruptError(f"{place}: {len(stored)} bytes of a raw chunk; expected {length}. Read another copy")
         # numpy releases Python's lock, so that other threads copy and decode meanwhile.
         np.copyto(np.frombuffer(raw, np.uint8), np.frombuffer(stored, np.uint8))
         return

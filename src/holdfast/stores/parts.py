@@ -97,7 +97,7 @@ class RoomUpload:
         try:
             room = self.room(offset, data.nbytes)
             if address_of(data) != address_of(room):
-                # numpy releases Python's lock: a training that issues operations would wait for the copy.
+                # numpy releases Python's lock. An assignment to a slice would hold it, and training would wait.
                 np.copyto(np.frombuffer(room, np.uint8), np.frombuffer(data, np.uint8))
             self._ledger.note_written(offset, data.nbytes)
         finally:

@@ -116,3 +116,13 @@ def test_a_codec_of_a_newer_version_is_not_taken_for_damage() -> None:
     newer = replace(piece, coding=replace(piece.coding, codecs=("wavelets", "residual")))
     with pytest.raises(InvalidError, match=r"wavelets.*1\.4"):
         decoded(newer, 1, stored[1], pair_chunks)
+
+
+@pytest.mark.parametrize("stored", [0, 1, CHUNK - 1])
+def test_a_raw_chunk_of_another_length_is_refused(stored: int) -> None:
+    spec = TensorSpec("w", "int8", (CHUNK,))
+    piece = Piece(spec, Box((0,), (CHUNK,)), "coded/r0", 0, bytes(16), CHUNK, Coding((), b"\0", (0, stored), ""))
+    raw = memoryview(bytearray(CHUNK))
+    with pytest.raises(CorruptError, match=f"w, chunk 0 at .*: {stored} bytes of a raw chunk; expected {CHUNK}"):
+        decode_chunk(piece, 0, memoryview(b"1" * stored), None, raw, CODECS, "here")
+    assert not any(raw)

@@ -47,7 +47,7 @@ _TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in 
 _DTYPE_NAMES = {dtype: name for name, dtype in _TORCH_DTYPES.items()}
 
 _SLICED_BYTES_MAX = 32 << 10
-"""Up to here an assignment to a slice is faster. Other threads would wait for a longer one: it holds Python's lock."""
+"""Up to here an assignment to a slice is faster than numpy. It holds Python's lock, and numpy does not."""
 
 
 def storable_dtype(tensor: torch.Tensor, fqn: str) -> str:
