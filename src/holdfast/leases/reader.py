@@ -4,8 +4,8 @@ A lease is one object under `readers/`. The states of a `ReaderLease`, and who m
 
     idle      Nothing is stored.
     stored    The object names the step. A thread rewrites it three times per lease time.
-    ended     The object is deleted, or is left for a collector to delete. A collector of the same process does so at
-              once; for others it is alive until the process exits.
+    ended     The object is deleted, or is left for a collector to delete. For a collector of the same process it is
+              dead at once, for others as if the process had it still.
 
     idle -> stored     `announce()` or `begin()`; on a root without write access the lease stays idle, and the read
                        relies on the grace of the collection alone
@@ -193,7 +193,7 @@ class ReaderLease:
                 try:
                     self._subject[0].delete([key])
                 except CheckpointError as error:
-                    _left.add(key)  # This process still runs, so its lease would count as alive.
+                    _left.add(key)  # The process runs on, so the lease would count as alive.
                     logger.debug("%s: a lease stays until the next collection: %s", self._subject[0].url, error)
 
     def _put(self) -> bool:

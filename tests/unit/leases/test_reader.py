@@ -108,7 +108,7 @@ def test_a_step_that_was_removed_is_not_read(rewound: MemoryStore) -> None:
         ReaderLease(SystemClock(), 10.0).begin(location, manifest)
 
 
-def test_a_lease_that_could_not_be_deleted_protects_no_step_until_the_process_exits(rewound: MemoryStore) -> None:
+def test_a_lease_that_could_not_be_deleted_is_dead_for_its_own_process(rewound: MemoryStore) -> None:
     manifest, location = superseded_step(rewound)
     store = FaultyStore(rewound, Faults(raise_error(UnavailableError), names=("delete",)))
     lease, other = ReaderLease(SystemClock(), 10.0), ReaderLease(SystemClock(), 10.0)
