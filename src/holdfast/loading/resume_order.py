@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from holdfast.errors import CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX
-from holdfast.format.names import manifest_key
+from holdfast.format.names import SUPERSEDED_FOLDER, manifest_key
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, step_folders, steps_among
 from holdfast.repository.epochs import current_fence
@@ -65,6 +65,8 @@ class ResumeOrder:
         """Whether a step is known to be committed, or to have been."""
         self.may_have_records = False
         """Whether the run may have records of damaged steps."""
+        self._has_superseded = False
+        """Whether there may be manifests outside the folders of steps."""
 
     def list(self) -> None:
         """List the steps."""
@@ -73,6 +75,7 @@ class ResumeOrder:
         self._untried, self._is_read = [StoredManifest(step, manifest_key(step)) for step in steps], False
         self._listed, self._absent = frozenset(steps), set()
         self.may_have_records = QUARANTINE.rstrip("/") in folders
+        self._has_superseded = SUPERSEDED_FOLDER.rstrip("/") in folders
 
     def next(self, announce: Callable[[StoredManifest], None]) -> TriedManifest | None:
         """Return the next manifest that counts; None after the last.
@@ -109,6 +112,10 @@ class ResumeOrder:
             self.had_steps = True
             identity = identity_at(self._store, manifest.key) if data is None else identity_of(data)
             return TriedManifest(manifest, identity, data)
+        if self._has_superseded and not self._is_read:
+            # No folder of a step has a manifest. The chain of the newest timeline may lie under `superseded/` alone.
+            self._read_all(current_fence(self._store))
+            return self.next(announce)
         self._require_nothing_newer(-1)
         return None
 

@@ -138,6 +138,19 @@ def test_a_superseded_step_can_be_tagged(tmp_path: Path) -> None:
     assert tags == {"1": (), "2": ("new-2",), names[0]: ("old-2",), names[1]: ("old-3",)}
 
 
+def test_a_restart_finds_the_step_that_is_left_under_superseded_alone(tmp_path: Path) -> None:
+    save_steps(tmp_path, 3)
+    with manager_at(tmp_path, start_over=True) as manager:
+        manager.save(3, state_of(-3)).wait()
+    (name,) = superseded(tmp_path)
+    with manager_at(tmp_path) as manager:
+        assert manager.load(state_of(0), step=name, discard_newer=True) == 3
+    # The process ends before it saves, and what it discarded is removed.
+    collected(store_of(tmp_path), SystemClock(), None, 0.0, SETTINGS.lease_seconds)
+    assert not (step_path(tmp_path, 3) / "manifest.json").exists()
+    assert resumed(tmp_path) == (3, 3)
+
+
 def test_a_damaged_superseded_step_is_named_where_it_lies(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2)
     go_on(tmp_path, 1, 2)
