@@ -124,7 +124,6 @@ class RunModel:
         """Take note of what storage says of what nobody was told."""
         stored = self.manifests()
         for held in list(self.held):
-            moved = superseded_key(held.step, str(held.digest))
             if stored.get(held.key) == held.digest:
                 if held.key not in stored and self.is_swept(held):
                     self.forget(held)
@@ -133,13 +132,12 @@ class RunModel:
                 continue
             if held.key in stored and held.harmed and held.step not in self.unsure:
                 self.look_again(held)  # It was repaired.
-            elif moved in stored:
-                held.files = held.files - {held.key} | {moved}
-                held.key = moved
-            elif held.harmed and (aside := self._aside(held, stored)) is not None:
-                held.files, held.harmed = held.files - {held.key} | {aside}, held.harmed - {held.key} | {aside}
-                self.spoilt.add(aside)
-                held.key = aside
+            elif (place := self._moved_to(held, stored)) is not None:
+                if held.key in held.harmed:
+                    held.harmed.add(place)
+                    self.spoilt.add(place)
+                held.files = held.files - {held.key} | {place}
+                held.key = place
             elif held in may_go or held.harmed:
                 self.forget(held)
         known = {(held.step, held.digest) for held in self.held}
@@ -153,8 +151,14 @@ class RunModel:
                 assert tagged, f"tag {name} is of a step that nobody saved"
                 self.tags[name] = tagged[0]
 
-    def _aside(self, held: Held, stored: Mapping[str, str | None]) -> str | None:
-        """Return where a save that ended in the midst has put a damaged manifest in order to replace it."""
+    def _moved_to(self, held: Held, stored: Mapping[str, str | None]) -> str | None:
+        """Return where a manifest lies that is gone from its place; None if it is nowhere."""
+        moved = superseded_key(held.step, str(held.digest))
+        if moved in stored:
+            return moved
+        if not held.harmed:
+            return None
+        # A save that was killed had put it under a drawn name, to replace it.
         known = {other.key for other in self.held}
         places = (key for key, digest in stored.items() if (_step_of(key), digest) == (held.step, held.digest))
         return next((key for key in places if key not in known), None)
