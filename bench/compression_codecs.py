@@ -19,14 +19,14 @@ from bench.part import Measured, Params, Part, Round, Spread, in_turn, spreads_o
 from bench.settings import settings
 from bench.state import MIB
 from holdfast import wiring
-from holdfast.engine.buffers import copy_bytes
+from holdfast.engine.buffers import copy_part
 from holdfast.engine.encoding.encode import EncodedPiece, Encoder, KnownWeights
 from holdfast.format.digest import digest_of
 from holdfast.geometry.box import Box
 from holdfast.geometry.chunking import DIGEST_BYTES, chunk_range, pair_range
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.plan.coding.coded_pieces import codec_for
-from holdfast.ports.codec import Coder
+from holdfast.ports.codec import Coder, StoredPart
 from holdfast.types.plan import PackItem, PackPlan
 
 CODED_BYTES_MIN = 64 << 10
@@ -97,9 +97,9 @@ class Ours:
                 self._encoded.append((item, piece, start))
                 start += piece.coding.starts[-1]
 
-    def _append(self, parts: Sequence[memoryview]) -> None:
+    def _append(self, parts: Sequence[StoredPart]) -> None:
         for part in parts:
-            copy_bytes(part, self._windows[self._end : self._end + len(part)])
+            copy_part(part, 0, self._windows[self._end : self._end + len(part)])
             self._end += len(part)
 
     def decode(self) -> None:

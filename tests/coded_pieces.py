@@ -19,6 +19,7 @@ from holdfast.geometry.tensor import TensorSpec
 from holdfast.ports.store import Packs, Readable, packs_under
 from holdfast.settings import PAGE_BYTES
 from holdfast.stores.memory import MemoryStore
+from holdfast.testing.codec import joined_parts
 from holdfast.types.plan import Coding, Piece
 
 ATTEMPT = "0123456789abcdef/"
@@ -106,7 +107,7 @@ class CodedPieces:
             whole = memoryview(elements_of(pair.region, self.values[pair.tensor.fqn]).tobytes())[first:last]
             base = whole[start:stop]
         parts = wiring.codecs()[codec].coder(spec.dtype, base_dtype).encode(chunk, base)
-        return None if parts is None else b"".join(parts)
+        return None if parts is None else joined_parts(parts)
 
     def finish(self) -> Mapping[str, int]:
         """Store the packs; return their sizes by name."""

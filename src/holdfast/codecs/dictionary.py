@@ -12,7 +12,7 @@ from holdfast.codecs.byte_planes import BLOCK, Bytes, coded_plane, plane_of
 from holdfast.codecs.scratch import lent, scratch
 from holdfast.codecs.sections import bytes_of, element_count, require_taken, sections_of, stored_form
 from holdfast.errors import CorruptError
-from holdfast.ports.codec import Base, Coder
+from holdfast.ports.codec import Base, Coder, StoredPart
 
 _MANTISSA_BITS = 23
 
@@ -86,7 +86,7 @@ def _take(table: NDArray[np.generic], places: NDArray[np.unsignedinteger], out: 
 class _DictionaryCoder:
     """A table of mantissas, and for each element: the number of its mantissa, its exponent, its sign."""
 
-    def encode(self, raw: memoryview, base: memoryview | None = None) -> list[memoryview] | None:
+    def encode(self, raw: memoryview, base: memoryview | None = None) -> list[StoredPart] | None:
         """Return the stored form, or None."""
         count = element_count(raw, 4)
         if not count:

@@ -7,8 +7,30 @@ from numpy.typing import NDArray
 
 from holdfast.geometry.dtype import BFLOAT16_NAN
 
+_HALF_BYTES = 2
+
 _HALF_A_STEP = 0x8000
 """Lower bits of a number exactly between two neighbours of bfloat16."""
+
+
+class LowHalves:
+    """The two lower bytes of each element, as they are stored: a `DirectPart`."""
+
+    def __init__(self, elements: NDArray[np.uint32]) -> None:
+        self._elements = elements
+
+    def __len__(self) -> int:
+        return _HALF_BYTES * len(self._elements)
+
+    def write(self, start: int, target: memoryview) -> None:
+        """Fill `target` with the bytes from `start` on."""
+        at = min(start % _HALF_BYTES, len(target))
+        first, count = (start + at) // _HALF_BYTES, (len(target) - at) // _HALF_BYTES
+        if at:
+            target[0] = int(self._elements[first - 1]) >> 8 & 0xFF
+        fill_lower_halves(self._elements[first : first + count], np.frombuffer(target, np.uint16, count, at))
+        if at + _HALF_BYTES * count < len(target):
+            target[-1] = int(self._elements[first + count]) & 0xFF
 
 
 def fill_upper_halves(elements: NDArray[np.unsignedinteger], upper: NDArray[np.uint16]) -> None:

@@ -11,6 +11,7 @@ from holdfast.codecs.byte_planes import (
     BLOCK,
     WORTH_CODING_BITS,
     Bytes,
+    coded_low_halves,
     coded_plane,
     coded_rest,
     plane_of,
@@ -18,12 +19,12 @@ from holdfast.codecs.byte_planes import (
     sampled_bits,
 )
 from holdfast.codecs.evens import evens_of, packed_evens
-from holdfast.codecs.halves import fill_lower_halves, fill_upper_halves
+from holdfast.codecs.halves import fill_upper_halves
 from holdfast.codecs.scratch import lent, scratch
 from holdfast.codecs.sections import bytes_of, element_count, require_taken, sections_of, stored_form
 from holdfast.errors import CorruptError
 from holdfast.geometry.dtype import DTYPES
-from holdfast.ports.codec import Base, Coder
+from holdfast.ports.codec import Base, Coder, StoredPart
 
 _NOTHING = memoryview(b"")
 
@@ -36,23 +37,23 @@ class _PlanesCoder:
 
     itemsize: int
 
-    def encode(self, raw: memoryview, base: memoryview | None = None) -> list[memoryview] | None:
+    def encode(self, raw: memoryview, base: memoryview | None = None) -> list[StoredPart] | None:
         """Return the stored form, or None."""
         count = element_count(raw, self.itemsize)
         if not count:
             return None
-        beyond = self.itemsize - 2
-        rest = (lent(beyond * count) if beyond else np.empty(0, np.uint8)).reshape(count, beyond)
-        upper, middle, is_any_negative = _split(raw, self.itemsize, rest)
+        upper, middle, is_any_negative = _split(raw, self.itemsize)
         first = coded_plane(upper, sampled=False)
         # The next chunk of this thread overwrites the plane; a stored form is the caller's.
-        sections = [first if len(first) < count else bytes_of(upper.copy())]
+        sections: list[StoredPart] = [first if len(first) < count else bytes_of(upper.copy())]
         if is_any_negative or sampled_bits(middle) < WORTH_CODING_BITS - 1:
             sections += [coded_plane(middle), _NOTHING]
         else:
             sections += [_NOTHING, bytes_of(packed_evens(middle))]
-        if self.itemsize > 2:
-            sections.append(coded_rest(rest))
+        if self.itemsize == 4:
+            sections.append(coded_low_halves(np.frombuffer(raw, np.uint32)))
+        elif self.itemsize == 8:
+            sections.append(coded_rest(_lower_bytes(raw)))
         return stored_form(sections, len(raw))
 
     def decode(self, stored: memoryview, base: memoryview | None, raw: memoryview) -> None:
@@ -97,7 +98,7 @@ class PlanesCodec:
         return _PlanesCoder(DTYPES[dtype].itemsize)
 
 
-def _split(raw: memoryview, itemsize: int, rest: Bytes) -> tuple[Bytes, Bytes, bool]:
+def _split(raw: memoryview, itemsize: int) -> tuple[Bytes, Bytes, bool]:
     """Return the two upper bytes of elements as planes, after the sign moved to the lowest bit of the two.
 
     Only operations that numpy has vector instructions for: shifting 16-bit numbers to the left is not one.
@@ -105,7 +106,6 @@ def _split(raw: memoryview, itemsize: int, rest: Bytes) -> tuple[Bytes, Bytes, b
     Args:
         raw: The elements.
         itemsize: Bytes of one element.
-        rest: Memory for their other bytes; a row for each element, its lowest byte first.
     Returns:
         The plane of upper bytes, memory of this thread; the plane of middle bytes; whether any element is negative.
     """
@@ -115,8 +115,6 @@ def _split(raw: memoryview, itemsize: int, rest: Bytes) -> tuple[Bytes, Bytes, b
     for start in range(0, count, BLOCK):
         block = slice(start, min(start + BLOCK, count))
         some = raw[start * itemsize : block.stop * itemsize]
-        if itemsize > 2:
-            _copy_rest(some, itemsize, rest[block])
         halves = _upper_halves(some, itemsize)
         np.right_shift(halves, 7, out=upper[block], casting="unsafe")
         low, signs = middle[block], scratch("signs", len(halves))
@@ -138,13 +136,12 @@ def _upper_halves(raw: memoryview, itemsize: int) -> NDArray[np.uint16]:
     return halves
 
 
-def _copy_rest(raw: memoryview, itemsize: int, rest: Bytes) -> None:
-    """Fill the rest of elements of 4 or 8 bytes: all their bytes but the two upper ones."""
-    low = rest.reshape(-1).view(np.uint16)
-    if itemsize == 4:
-        fill_lower_halves(np.frombuffer(raw, np.uint32), low)
-    else:
-        np.copyto(low.reshape(-1, 3), np.frombuffer(raw, np.uint16).reshape(-1, 4)[:, :3])
+def _lower_bytes(raw: memoryview) -> Bytes:
+    """Return all bytes of elements of 8 but the two upper ones; a row for each element, its lowest byte first."""
+    quarters = np.frombuffer(raw, np.uint16).reshape(-1, 4)
+    rest = lent(6 * len(quarters))
+    np.copyto(rest.view(np.uint16).reshape(-1, 3), quarters[:, :3])
+    return rest.reshape(-1, 6)
 
 
 def _join_upper(upper: Bytes, middle: Bytes, halves: NDArray[np.uint16]) -> None:
@@ -158,7 +155,7 @@ def _join_upper(upper: Bytes, middle: Bytes, halves: NDArray[np.uint16]) -> None
 
 
 def _join_rest(halves: NDArray[np.uint16], rest: Bytes, raw: memoryview) -> None:
-    """Fill elements from their upper halves and the rest: the reverse of `_copy_rest`.
+    """Fill elements from their upper halves and the rest: the reverse of cutting it off.
 
     Args:
         halves: The two upper bytes of each element.

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.codecs.byte_planes import BLOCK, Bytes, coded_rest, rest_of
+from holdfast.codecs.byte_planes import BLOCK, coded_low_halves, coded_rest, rest_of
 from holdfast.codecs.halves import fill_lower_halves, round_to_bfloat16
 from holdfast.codecs.scratch import lent, scratch
 from holdfast.codecs.sections import bytes_of, element_count, require_taken, sections_of, stored_form
 from holdfast.errors import CorruptError
-from holdfast.ports.codec import Base, PairCoder, Rounded
+from holdfast.ports.codec import Base, PairCoder, Rounded, StoredPart
 
 _DROPPED_BITS = {"bfloat16": 16, "float16": 13}
 """Mantissa bits that a float32 has more, by the type of the pair."""
@@ -29,14 +30,13 @@ class _RoundedChunk:
 
     raw: memoryview
     base: memoryview
-    rest: Bytes
-    """The bits that rounding dropped, as bytes."""
     places: NDArray[np.uint32]
     """The elements whose upper bits are stated."""
 
-    def encode(self) -> list[memoryview] | None:
+    def encode(self) -> list[StoredPart] | None:
         """Return the stored form, or None."""
-        return _stored(self.raw, self.rest, self.places, _DROPPED_BITS["bfloat16"])
+        elements = np.frombuffer(self.raw, np.uint32)
+        return _stored(elements, lambda: coded_low_halves(elements), self.places, _DROPPED_BITS["bfloat16"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class _CastChunk:
     raw: memoryview
     base: memoryview
 
-    def encode(self) -> list[memoryview] | None:
+    def encode(self) -> list[StoredPart] | None:
         """Return the stored form, or None."""
         return self.coder.encode(self.raw, self.base)
 
@@ -58,7 +58,7 @@ class _ResidualCoder:
 
     base_dtype: str
 
-    def encode(self, raw: memoryview, base: memoryview | None = None) -> list[memoryview] | None:
+    def encode(self, raw: memoryview, base: memoryview | None = None) -> list[StoredPart] | None:
         """Return the stored form, or None."""
         count = element_count(raw, 4)
         if not count:
@@ -81,7 +81,8 @@ class _ResidualCoder:
             differs = scratch("differs", len(upper)).view(np.bool_)
             np.not_equal(actual, upper, out=differs)
             found.append(np.flatnonzero(differs) + start)
-        return _stored(raw, rest, np.concatenate(found).astype(np.uint32), dropped)
+        places = np.concatenate(found).astype(np.uint32)
+        return _stored(elements, lambda: coded_rest(rest.reshape(-1, 2)), places, dropped)
 
     def rounded(self, raw: memoryview) -> Rounded:
         """Return a chunk apart: one pass instead of two, over the memory that takes most of the time."""
@@ -90,15 +91,16 @@ class _ResidualCoder:
         if self.base_dtype != "bfloat16":
             with np.errstate(over="ignore", invalid="ignore"):
                 return _CastChunk(self, raw, bytes_of(elements.view(np.float32).astype(np.float16)))
-        rest, base = lent(2 * count), scratch("rounded", 2 * count)
-        low, upper = rest.view(np.uint16), base.view(np.uint16)
+        base = scratch("rounded", 2 * count)
+        upper = base.view(np.uint16)
         found = [np.empty(0, np.intp)]
         for start in range(0, count, BLOCK):
             block = slice(start, start + BLOCK)
             some = elements[block]
+            low = scratch("dropped", 2 * len(some)).view(np.uint16)
             differs = scratch("differs", len(some)).view(np.bool_)
-            found.append(round_to_bfloat16(some, upper[block], low[block], differs) + start)
-        return _RoundedChunk(raw, base.data, rest, np.concatenate(found).astype(np.uint32))
+            found.append(round_to_bfloat16(some, upper[block], low, differs) + start)
+        return _RoundedChunk(raw, base.data, np.concatenate(found).astype(np.uint32))
 
     def decode(self, stored: memoryview, base: memoryview | None, raw: memoryview) -> None:
         """Fill `raw`."""
@@ -136,19 +138,22 @@ class ResidualCodec:
         return _ResidualCoder(base_dtype)
 
 
-def _stored(raw: memoryview, rest: Bytes, places: NDArray[np.uint32], dropped: int) -> list[memoryview] | None:
+def _stored(
+    elements: NDArray[np.uint32], rest: Callable[[], StoredPart], places: NDArray[np.uint32], dropped: int
+) -> list[StoredPart] | None:
     """Return the stored form, or None.
 
     Args:
-        raw: The chunk.
-        rest: The bits of each element that rounding dropped, as bytes.
+        elements: The chunk.
+        rest: Returns the bits of each element that rounding dropped, as they are stored.
         places: The elements whose upper bits are stated.
         dropped: How many bits were dropped.
     """
-    if not raw or 2 * _ENTRY_BYTES * len(places) > len(raw) // 2:
+    raw_bytes = elements.nbytes
+    if not raw_bytes or 2 * _ENTRY_BYTES * len(places) > raw_bytes // 2:
         return None
-    uppers = np.frombuffer(raw, np.uint32)[places] >> dropped
-    return stored_form([coded_rest(rest.reshape(-1, 2)), bytes_of(places), bytes_of(uppers)], len(raw))
+    uppers = elements[places] >> dropped
+    return stored_form([rest(), bytes_of(places), bytes_of(uppers)], raw_bytes)
 
 
 def _predicted(pair: NDArray[np.uint16], low: NDArray[np.uint16], dropped: int) -> NDArray[np.unsignedinteger]:

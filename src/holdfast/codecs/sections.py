@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.ports.codec import GAIN_PARTS, RAW_PER_STORED_MAX, Codec
+from holdfast.ports.codec import GAIN_PARTS, RAW_PER_STORED_MAX, Codec, StoredPart
 
 _LENGTH_BYTES = 4
+
+_Section = TypeVar("_Section", bound=StoredPart)
 
 
 def require_taken(codec: Codec, dtype: str, base_dtype: str) -> None:
@@ -36,13 +39,13 @@ def element_count(raw: memoryview, itemsize: int) -> int:
     return 0 if beyond else count
 
 
-def joined(sections: Sequence[memoryview]) -> list[memoryview]:
+def joined(sections: Sequence[_Section]) -> list[memoryview | _Section]:
     """Return the lengths of sections and the sections, without padding."""
     lengths = struct.pack(f"<{len(sections)}I", *(len(section) for section in sections))
     return [memoryview(lengths), *(section for section in sections if len(section))]
 
 
-def stored_form(sections: Sequence[memoryview], raw_bytes: int) -> list[memoryview] | None:
+def stored_form(sections: Sequence[StoredPart], raw_bytes: int) -> list[StoredPart] | None:
     """Return a stored form in parts; None if it is not shorter than the chunk by 1/32.
 
     Args:

@@ -12,7 +12,7 @@ from holdfast.codecs.sections import bytes_of, element_count, require_taken, sec
 from holdfast.codecs.zstd import decode_frame, repeats_frame
 from holdfast.errors import CorruptError
 from holdfast.geometry.dtype import DTYPES
-from holdfast.ports.codec import Base, Coder
+from holdfast.ports.codec import Base, Coder, StoredPart
 
 _ZEROS_PER_VALUE_MIN = 3
 """Zero elements for each other one, so that the codec is worth trying."""
@@ -24,7 +24,7 @@ class _SparseCoder:
 
     itemsize: int
 
-    def encode(self, raw: memoryview, base: memoryview | None = None) -> list[memoryview] | None:
+    def encode(self, raw: memoryview, base: memoryview | None = None) -> list[StoredPart] | None:
         """Return the stored form, or None."""
         count = element_count(raw, self.itemsize)
         if not count:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from holdfast.codecs.sections import element_count, require_taken, sections_of, stored_form
 from holdfast.errors import CorruptError
 from holdfast.geometry.dtype import DTYPES
-from holdfast.ports.codec import Base, Coder
+from holdfast.ports.codec import Base, Coder, StoredPart
 
 if sys.version_info >= (3, 14):
     from compression.zstd import (
@@ -175,7 +175,7 @@ class _ZstdCoder:
 
     itemsize: int
 
-    def encode(self, raw: memoryview, base: memoryview | None = None) -> list[memoryview] | None:
+    def encode(self, raw: memoryview, base: memoryview | None = None) -> list[StoredPart] | None:
         """Return the stored form, or None."""
         if not element_count(raw, self.itemsize):
             return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 import os
 import threading
@@ -9,7 +10,7 @@ import weakref
 from collections.abc import Callable
 
 from holdfast.clock import Clock
-from holdfast.engine.buffers import QUARANTINED, allocate_aligned
+from holdfast.engine.buffers import QUARANTINED, address_of, allocate_aligned
 from holdfast.engine.memory_limits import MemoryShare
 from holdfast.ports.framework import Pin, Unpin
 from holdfast.settings import MIB
@@ -42,7 +43,8 @@ class Arena:
         self._bytes_max, self._clock, self._memory = bytes_max, clock, memory or MemoryShare()
         # Reentrant: a signal handler may save while this thread is in here.
         self._changed = threading.Condition(threading.RLock())
-        self._free: list[memoryview] = []
+        self._free: list[tuple[int, memoryview]] = []
+        """A heap of buffers by address."""
         self._count = 0
         self._blocks: list[memoryview] = []
         self._pin: Pin | None = None
@@ -85,13 +87,14 @@ class Arena:
                 start = self._clock.monotonic_seconds()
                 self._changed.wait()
                 self.waited_seconds += self._clock.monotonic_seconds() - start
-            # Last in, first out: the buffer used last is still in the processor's cache.
-            return self._free.pop()
+            # The lowest one: buffers that are taken in turn mostly follow each other in memory, and few are used where
+            # few are needed, so that they stay in the processor's cache.
+            return heapq.heappop(self._free)[1]
 
     def give(self, buffer: memoryview) -> None:
         """Return a buffer to the arena."""
         with self._changed:
-            self._free.append(buffer)
+            heapq.heappush(self._free, (address_of(buffer), buffer))
             self._changed.notify_all()
 
     def quarantine_buffer(self, buffer: memoryview) -> None:
@@ -141,9 +144,9 @@ class Arena:
         block = allocate_aligned(count * self.buffer_bytes)
         self._blocks.append(block)
         self._count += count
-        # In reverse, so that `take` returns the first buffer of the block first.
-        cuts = range((count - 1) * self.buffer_bytes, -1, -self.buffer_bytes)
-        self._free += [block[at : at + self.buffer_bytes] for at in cuts]
+        for at in range(0, count * self.buffer_bytes, self.buffer_bytes):
+            buffer = block[at : at + self.buffer_bytes]
+            heapq.heappush(self._free, (address_of(buffer), buffer))
         self._pin_block(block)
         return True
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import queue
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 
+from holdfast.ports.codec import StoredPart
 from holdfast.settings import MIB, PAGE_BYTES
 
 _WIPE_ON_FORK = 18
@@ -46,6 +47,30 @@ def allocate_aligned(buffer_bytes: int) -> memoryview:
     return memoryview(private)[first : first + length]
 
 
+def address_of(buffer: memoryview) -> int:
+    """Return where the memory of a writable buffer of at least one byte begins."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def across(buffers: Sequence[memoryview]) -> memoryview | None:
+    """Return the memory of consecutive buffers of one allocation as one; None if any does not begin where one ends.
+
+    Args:
+        buffers: One or more parts of what `allocate_aligned` returned, none of them empty.
+    """
+    first = buffers[0]
+    if len(buffers) == 1:
+        return first
+    start = stop = address_of(first)
+    for buffer in buffers:
+        if buffer.obj is not first.obj or address_of(buffer) != stop:
+            return None
+        stop += len(buffer)
+    whole = memoryview(first.obj)
+    offset = start - address_of(whole)
+    return whole[offset : offset + stop - start]
+
+
 class BufferPool:
     """A fixed number of equal buffers from one allocation; `take` blocks while all are in use."""
 
@@ -79,6 +104,14 @@ class BufferPool:
             yield buffer
         finally:
             self.give(buffer)
+
+
+def copy_part(part: StoredPart, start: int, target: memoryview) -> None:
+    """Fill memory with a part of a stored form, from byte `start` on."""
+    if isinstance(part, memoryview):
+        copy_bytes(part[start : start + len(target)], target)
+    else:
+        part.write(start, target)
 
 
 _LOCKED_COPY_BYTES_MAX = 32 << 10

@@ -95,6 +95,11 @@ class Staging:
         """Return whether a store may keep the windows of a pack until it is complete: the arena holds all of them."""
         return self.holds(-(-pack_bytes // self._arena.buffer_bytes))
 
+    @property
+    def window_bytes(self) -> int:
+        """Bytes of a window."""
+        return self._arena.buffer_bytes
+
     def holds(self, count: int) -> bool:
         """Return whether the arena has room for this many windows of the save."""
         return self._arena.holds(count, self._bytes_max)

@@ -16,18 +16,34 @@ GAIN_PARTS = 32
 """A stored form that is shorter by less than this part of the raw bytes, 1/32, is not worth decoding."""
 
 
+class DirectPart(Protocol):
+    """Stored bytes that are made of the chunk where they are written, so that they are not copied once more."""
+
+    def __len__(self) -> int:
+        """Return how many bytes it has."""
+        ...
+
+    def write(self, start: int, target: memoryview) -> None:
+        """Fill `target` with its bytes from `start` on. Any thread, any number of times."""
+        ...
+
+
+StoredPart = memoryview | DirectPart
+"""Some stored bytes of a chunk."""
+
+
 class Coder(Protocol):
     """A codec for chunks of one element type. It keeps nothing between calls; any thread may call it."""
 
-    def encode(self, raw: memoryview, base: memoryview | None = None) -> Sequence[memoryview] | None:
+    def encode(self, raw: memoryview, base: memoryview | None = None) -> Sequence[StoredPart] | None:
         """Return the stored form, or None: it would not be shorter by 1/32, so the chunk is stored raw.
 
         Args:
             raw: The chunk, contiguous bytes at any address. It is only read.
             base: As many elements of the pair, contiguous bytes; None for a codec without a base.
         Returns:
-            The stored form in parts, to be written one after the other. Each is memory of its own: the caller may keep
-            it for as long as it likes, and may change `raw`.
+            The stored form in parts, to be written one after the other. The caller may keep them for as long as it
+            likes. Memory among them is their own; a part that is no memory reads `raw` when it is written.
         """
         ...
 
@@ -57,7 +73,7 @@ class Rounded(Protocol):
         """The rounded elements. The memory is undefined once the coder rounds another chunk on this thread."""
         ...
 
-    def encode(self) -> Sequence[memoryview] | None:
+    def encode(self) -> Sequence[StoredPart] | None:
         """Return what `Coder.encode` returns for the chunk and this base. Called at most once."""
         ...
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.geometry.dtype import DTYPES
-from holdfast.ports.codec import GAIN_PARTS, RAW_PER_STORED_MAX, Codec, Coder, PairCodec
+from holdfast.ports.codec import GAIN_PARTS, RAW_PER_STORED_MAX, Codec, Coder, PairCodec, StoredPart
 
 Bytes = NDArray[np.uint8]
 
@@ -46,10 +46,14 @@ class Chunk:
     base: bytes | None
     """The bytes of its base."""
 
+    def parts(self, coder: Coder) -> Sequence[StoredPart] | None:
+        """Return its stored form in parts."""
+        return coder.encode(memoryview(self.raw), None if self.base is None else memoryview(self.base))
+
     def encoded(self, coder: Coder) -> bytes | None:
         """Return its stored form."""
-        form = coder.encode(memoryview(self.raw), None if self.base is None else memoryview(self.base))
-        return None if form is None else b"".join(form)
+        form = self.parts(coder)
+        return None if form is None else joined_parts(form)
 
     def decoded(self, coder: Coder, stored: bytes, raw_bytes: int | None = None) -> bytes:
         """Return the chunk of a stored form; what lies around its memory must stay as it is."""
@@ -63,6 +67,20 @@ class Chunk:
                 "wrote beyond the chunk"
             )
         return bytes(view)
+
+
+def joined_parts(form: Sequence[StoredPart]) -> bytes:
+    """Return a stored form whole."""
+    whole = memoryview(bytearray(sum(map(len, form))))
+    at = 0
+    for part in form:
+        room = whole[at : at + len(part)]
+        if isinstance(part, memoryview):
+            room[:] = part
+        else:
+            part.write(0, room)
+        at += len(part)
+    return bytes(whole)
 
 
 def _random_bits(generator: np.random.Generator, total: int, itemsize: int) -> Bytes:
@@ -215,12 +233,12 @@ class CodecSuite:
             base = None if chunk.base is None else memoryview(b"x" + chunk.base)[1:]
             again = coder.encode(moved, base)
             assert again is not None
-            assert b"".join(again) == form
+            assert joined_parts(again) == form
             raw = memoryview(bytearray(1 + len(chunk.raw)))[1:]
             coder.decode(memoryview(b"x" + form)[1:], base, raw)
             assert raw == chunk.raw
 
-    def test_a_stored_form_is_memory_of_its_own(self, codec: Codec) -> None:
+    def test_memory_in_a_stored_form_is_its_own_and_other_parts_read_the_chunk(self, codec: Codec) -> None:
         for dtype, base_dtype in self.types_of(codec):
             coder = codec.coder(dtype, base_dtype)
             kept = []
@@ -232,9 +250,24 @@ class CodecSuite:
                 assert raw == chunk.raw
                 raw[:] = bytes(len(raw))
                 if form is not None:
-                    kept.append((chunk, form))
-            for chunk, form in kept:
-                assert chunk.decoded(coder, b"".join(form)) == chunk.raw, chunk.kind
+                    kept.append((chunk, raw, form))
+            for chunk, raw, form in kept:
+                raw[:] = chunk.raw
+                assert chunk.decoded(coder, joined_parts(form)) == chunk.raw, chunk.kind
+                raw[:] = bytes(len(raw))
+
+    def test_parts_that_read_the_chunk_may_be_written_in_pieces(self, codec: Codec) -> None:
+        cuts = random.Random(6)
+        for chunk, coder, _ in self.gainful(codec, 1 << 14):
+            for part in chunk.parts(coder) or ():
+                if isinstance(part, memoryview):
+                    continue
+                whole, pieces, start = joined_parts([part]), b"", 0
+                while start < len(whole):
+                    piece = memoryview(bytearray(min(cuts.choice((1, 2, 3, 4096, 4097)), len(whole) - start)))
+                    part.write(start, piece)
+                    pieces, start = pieces + piece, start + len(piece)
+                assert pieces == whole
 
     def test_a_chunk_apart_has_the_same_form(self, codec: Codec) -> None:
         if codec.base == "none":
@@ -247,8 +280,8 @@ class CodecSuite:
                     apart = coder.rounded(memoryview(b"x" + chunk.raw)[1:])
                     again = dataclasses.replace(chunk, base=bytes(apart.base))
                     form = apart.encode()
-                    assert (None if form is None else b"".join(form)) == again.encoded(coder), kind
-                    self._require_sound(again, coder, None if form is None else b"".join(form))
+                    assert (None if form is None else joined_parts(form)) == again.encoded(coder), kind
+                    self._require_sound(again, coder, None if form is None else joined_parts(form))
                     numbers = ~np.isnan(np.frombuffer(chunk.raw, np.float32))
                     assert again.base is not None
                     assert chunk.base is not None

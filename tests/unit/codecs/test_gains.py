@@ -7,6 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from holdfast.engine.casting import cast
+from holdfast.testing.codec import joined_parts
 from holdfast.wiring import codecs
 
 COUNT = 1 << 18
@@ -26,7 +27,7 @@ def stored_bytes(codec: str, numbers: NDArray[np.generic], dtype: str, pair: NDA
     if form is None:
         return 0
     back = memoryview(bytearray(len(raw)))
-    coder.decode(memoryview(b"".join(form)), base, back)
+    coder.decode(memoryview(joined_parts(form)), base, back)
     assert back == raw
     return sum(map(len, form))
 

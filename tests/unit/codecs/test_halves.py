@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from holdfast.codecs.halves import fill_lower_halves, fill_upper_halves, round_to_bfloat16
+from holdfast.codecs.halves import LowHalves, fill_lower_halves, fill_upper_halves, round_to_bfloat16
 
 EDGES = (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
 """Lower halves at which rounding changes its mind."""
@@ -23,6 +23,19 @@ def test_halves_are_shifts(itemsize: int, count: int, start: int) -> None:
     fill_lower_halves(elements, lower)
     assert np.array_equal(upper, elements >> (8 * itemsize - 16))
     assert np.array_equal(lower, elements & 0xFFFF)
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 5, 6])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("address", [0, 1])
+def test_low_halves_are_written_from_any_byte_to_any_byte(start: int, count: int, address: int) -> None:
+    elements = np.random.default_rng(count).integers(0, 1 << 32, 5, dtype=np.uint32)
+    halves = LowHalves(elements)
+    whole = (elements & 0xFFFF).astype(np.uint16).tobytes()
+    assert len(halves) == len(whole)
+    around = bytearray(b"\xa5" * (address + count + 1))
+    halves.write(start, memoryview(around)[address : address + count])
+    assert around == b"\xa5" * address + whole[start : start + count] + b"\xa5"
 
 
 def rounded(elements: NDArray[np.uint32]) -> tuple[NDArray[np.uint16], NDArray[np.uint16], NDArray[np.intp]]:

@@ -13,6 +13,7 @@ import pytest
 
 from holdfast.clock import SystemClock
 from holdfast.engine.arena import Arena
+from holdfast.engine.buffers import across
 from holdfast.engine.memory_limits import MemoryShare
 from holdfast.errors import UnavailableError
 from holdfast.settings import PAGE_BYTES
@@ -37,6 +38,17 @@ def test_slabs_are_apart_and_come_back() -> None:
         kept.give(buffer)
     assert sorted(buffer[0] for buffer in taken(kept, 20)) == list(range(20)), "memory is reused, not made anew"
     assert kept.waited_seconds == 0.0
+
+
+def test_the_lowest_free_buffer_is_taken_so_that_those_taken_in_turn_follow_each_other() -> None:
+    kept = arena(10)
+    buffers = taken(kept, 10)
+    for number in (7, 2, 9, 4, 3):
+        kept.give(buffers[number])
+    again = taken(kept, 3)
+    assert [any(buffer is buffers[number] for number in (2, 3, 4)) for buffer in again] == [True] * 3
+    whole = across(again)
+    assert whole is not None and whole.nbytes == 3 * PAGE_BYTES
 
 
 def test_who_finds_none_waits_for_one_and_says_so() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.engine.buffers import BufferPool, allocate_aligned, copy_bytes
+from holdfast.engine.buffers import BufferPool, across, allocate_aligned, copy_bytes
 from holdfast.settings import MIB, PAGE_BYTES
 
 _HUGE = 2 * MIB
@@ -88,3 +88,20 @@ def test_a_copy_of_another_length_is_refused(count: int, target: int) -> None:
     with pytest.raises(ValueError):
         copy_bytes(memoryview(b"1" * count), memoryview(memory))
     assert not any(memory)
+
+
+def test_consecutive_buffers_of_one_allocation_are_one() -> None:
+    memory = allocate_aligned(4 * PAGE_BYTES)
+    memory[:] = bytes(number // PAGE_BYTES for number in range(4 * PAGE_BYTES))
+    one, two, three, four = (memory[at : at + PAGE_BYTES] for at in range(0, 4 * PAGE_BYTES, PAGE_BYTES))
+    assert across([two]) is two
+    whole = across([two, three, four])
+    assert whole is not None and whole == memory[PAGE_BYTES:]
+    whole[0] = 77
+    assert two[0] == 77, "nothing is copied"
+    assert across([one, three]) is None and across([two, one]) is None and across([one, two, four]) is None
+
+
+def test_buffers_of_other_allocations_are_never_one() -> None:
+    apart = [allocate_aligned(PAGE_BYTES) for _ in range(20)]
+    assert all(across([first, second]) is None for first in apart for second in apart)

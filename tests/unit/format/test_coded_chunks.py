@@ -15,6 +15,7 @@ from holdfast.format.coded_chunks import base_number, decode_chunk
 from holdfast.geometry.box import Box
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.ports.codec import Codec
+from holdfast.testing.codec import joined_parts
 from holdfast.types.plan import Coding, Piece
 from tests.unit.format.coded import CHUNK, coding_of
 
@@ -23,11 +24,6 @@ WEIGHT = TensorSpec("w", "bfloat16", (5000,))
 MASTER = TensorSpec("m", "float32", (5000,))
 RAW = np.random.default_rng(7).standard_normal(5000, dtype=np.float32)
 BF16 = ((RAW.view(np.uint32) + 0x7FFF + (RAW.view(np.uint32) >> 16 & 1)) >> 16).astype(np.uint16)
-
-
-def joined(parts: Sequence[memoryview] | None) -> bytes:
-    assert parts is not None
-    return b"".join(parts)
 
 
 def chunks(data: bytes) -> list[bytes]:
@@ -45,7 +41,9 @@ def coded() -> tuple[Piece, list[bytes], list[bytes]]:
         else:
             coder, codec = CODECS["residual"].coder("float32", "bfloat16"), "residual"
             base = memoryview(BF16.tobytes())[number * CHUNK // 2 :][: len(raw) // 2]
-        stored.append(joined(coder.encode(memoryview(raw), base)))
+        parts = coder.encode(memoryview(raw), base)
+        assert parts is not None
+        stored.append(joined_parts(parts))
         codecs.append(codec)
     stored[2], codecs[2] = chunks(RAW.tobytes())[2], ""
     coding = coding_of(20000, [len(each) for each in stored], codecs, "w")

@@ -2,7 +2,7 @@
 
 A unit is what is encoded at once: a chunk, or the chunks of a master that a chunk of its weight was rounded from. Its
 raw bytes are memory of a staged window, or memory of the encoder into which they are copied. They are released once the
-unit is encoded, or written if it is stored raw, or once the pack is given up.
+unit is written, or once the pack is given up.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from holdfast.engine.buffers import copy_bytes
+from holdfast.engine.buffers import copy_part
 from holdfast.engine.encoding.chunk_encoder import ChunkEncoder, EncodedChunk, PairedWeight, rounded
 from holdfast.engine.encoding.meter import SaveMeter
 from holdfast.engine.encoding.probe import Prepare
@@ -24,7 +24,7 @@ from holdfast.geometry.chunking import DIGEST_BYTES, chunk_count, chunk_range
 from holdfast.geometry.region import Region
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.geometry.value_class import value_class
-from holdfast.ports.codec import Codecs
+from holdfast.ports.codec import Codecs, StoredPart
 from holdfast.ports.framework import Source
 from holdfast.settings import Settings
 from holdfast.types.plan import Coding, PackItem, PackPlan, PieceKey
@@ -98,7 +98,16 @@ class Encoder:
 
     def from_staging(self, staging: Staging) -> RawChunks:
         """Return raw chunks in staged windows."""
-        return StagedChunks(staging, self._memory, is_in_place=staging.holds(_windows_max(self.threads)))
+        return StagedChunks(staging, self._memory, is_in_place=staging.holds(self._windows_max(staging.window_bytes)))
+
+    def _windows_max(self, window_bytes: int) -> int:
+        """Return how many staged windows are in use at most, if chunks are encoded where they are.
+
+        A unit of two chunks may hold the windows that it lies in until it is written. Another one is being taken, and
+        the thread that copies fills a window.
+        """
+        each = -(-PAIR_RATIO * self._chunk_bytes // window_bytes) + 1
+        return each * (_units_max(self.threads) + 1) + 1
 
     def sampler(self, weight_types: Mapping[str, str], codec_for: Callable[[str], str]) -> Prepare:
         """Return what codes samples of pieces that are written raw, as chunks are coded.
@@ -122,7 +131,7 @@ class Encoder:
                 # The thread that encodes copies chunks to windows, too.
                 at = 0
                 for part in chunk.parts:
-                    copy_bytes(part, window[at : at + len(part)])
+                    copy_part(part, 0, window[at : at + len(part)])
                     at += len(part)
                 return chunk.codec, chunk.stored_bytes
 
@@ -135,7 +144,7 @@ class Encoder:
         pack: PackPlan,
         chunks: RawChunks,
         weights: KnownWeights,
-        append: Callable[[Sequence[memoryview]], None],
+        append: Callable[[Sequence[StoredPart]], None],
         encoded: Callable[[int], None],
         meter: SaveMeter | None = None,
     ) -> list[EncodedPiece]:
@@ -222,6 +231,8 @@ class _Unit:
         self._under_way.acquire()
         self._sizes: list[int] = []
         """Raw bytes of each chunk."""
+        self._stored: list[tuple[str, int]] = []
+        """Codec and stored bytes of each chunk, once it is written."""
         self._seconds = self._elapsed_seconds = 0.0
         """Processor seconds that it took to encode, and seconds that passed meanwhile."""
 
@@ -249,8 +260,6 @@ class _Unit:
             if is_given_up():
                 return 0.0
             self._encoded_chunks = self._measured() if self._meter is not None else self._encoded()
-            if all(chunk.codec for chunk in self._encoded_chunks):
-                self.release()
         except BaseException as error:  # noqa: BLE001 - the thread that waits for the unit raises it
             self._error = error
         finally:
@@ -269,11 +278,10 @@ class _Unit:
         self._seconds, self._elapsed_seconds = meter.thread_seconds() - start, meter.seconds() - begin
         return encoded
 
-    def note(self, encoded: Sequence[EncodedChunk], beside_seconds: float) -> None:
+    def note(self, beside_seconds: float) -> None:
         """Let the meter count each chunk, once all are written.
 
         Args:
-            encoded: The chunks.
             beside_seconds: Processor seconds that the thread that writes took for the unit beside encoding it.
         """
         assert self._meter is not None
@@ -281,16 +289,19 @@ class _Unit:
         # What it elapsed is unknown, since it contains waits for the store: where threads wait for processors, all
         # work takes longer alike.
         elapsed = self._elapsed_seconds * seconds / self._seconds if self._seconds else seconds
-        share = 1 / len(encoded)
-        for chunk, raw_bytes in zip(encoded, self._sizes, strict=True):
-            self._meter.note_chunk(
-                self._item.tensor.fqn, chunk.codec, raw_bytes, chunk.stored_bytes, seconds * share, elapsed * share
-            )
+        share, fqn = 1 / len(self._sizes), self._item.tensor.fqn
+        for (codec, stored_bytes), raw_bytes in zip(self._stored, self._sizes, strict=True):
+            self._meter.note_chunk(fqn, codec, raw_bytes, stored_bytes, seconds * share, elapsed * share)
 
     @property
     def is_done(self) -> bool:
         """Whether it is encoded, or failed."""
         return not self._under_way.locked()
+
+    def written(self, chunk: EncodedChunk) -> None:
+        """Take note that a chunk is written."""
+        self.piece.add(chunk)
+        self._stored.append((chunk.codec, chunk.stored_bytes))
 
     def encoded(self) -> list[EncodedChunk]:
         """Wait for the encoded chunks, and hand them over; raise what `run` met."""
@@ -322,7 +333,7 @@ class _UnitsUnderWay:
     def __init__(
         self,
         threads: int,
-        append: Callable[[Sequence[memoryview]], None],
+        append: Callable[[Sequence[StoredPart]], None],
         encoded: Callable[[int], None],
         meter: SaveMeter | None,
     ) -> None:
@@ -330,9 +341,11 @@ class _UnitsUnderWay:
         self._others = WorkerThreads(threads - 1, "holdfast-encode") if threads > 1 else None
         self._under_way: deque[_Unit] = deque()
         self._given_up = False
-        self._measured_until = 0.0 if meter is None else meter.thread_seconds()
+        self._measured_since = 0.0 if meter is None else meter.thread_seconds()
         self._encoding_seconds = 0.0
         """Processor seconds since then in which this thread encoded."""
+        self._written: list[_Unit] = []
+        """Units that are measured."""
 
     def __enter__(self) -> _UnitsUnderWay:
         return self
@@ -343,6 +356,8 @@ class _UnitsUnderWay:
             self._others.join()
         for unit in self._under_way:
             unit.release()
+        if kind is None and self._meter is not None:
+            self._note_all(self._meter)
 
     def begin(self, unit: _Unit, chunks: RawChunks, ranges: Sequence[tuple[int, int]]) -> None:
         """Begin a unit, and finish earlier ones until there is room for the next.
@@ -371,12 +386,12 @@ class _UnitsUnderWay:
         chunks = unit.encoded()
         for chunk in chunks:
             self._append(chunk.parts)
-            unit.piece.add(chunk)
+            unit.written(chunk)
         unit.release()
         self._under_way.popleft()
         self._encoded(unit.raw_bytes)
         if self._meter is not None:
-            unit.note(chunks, self._seconds_beside(self._meter))
+            self._written.append(unit)
 
     def _help(self, unit: _Unit) -> None:
         self._run(unit)
@@ -384,23 +399,14 @@ class _UnitsUnderWay:
     def _run(self, unit: _Unit) -> float:
         return unit.run(lambda: self._given_up)
 
-    def _seconds_beside(self, meter: SaveMeter) -> float:
-        """Return the processor seconds of this thread since the last call, without those in which it encoded."""
-        now = meter.thread_seconds()
-        seconds = now - self._measured_until - self._encoding_seconds
-        self._measured_until, self._encoding_seconds = now, 0.0
-        return max(seconds, 0.0)
+    def _note_all(self, meter: SaveMeter) -> None:
+        """Let the meter count the whole pack at once: unit by unit it took a tenth of the time of encoding."""
+        seconds = meter.thread_seconds() - self._measured_since - self._encoding_seconds
+        all_bytes = sum(unit.raw_bytes for unit in self._written)
+        for unit in self._written:
+            unit.note(max(seconds, 0.0) * unit.raw_bytes / all_bytes)
 
 
 def _units_max(threads: int) -> int:
     """Return how many units are under way at most: some wait, so that no thread does."""
     return threads + threads // 2 + 2 if threads > 1 else 1
-
-
-def _windows_max(threads: int) -> int:
-    """Return how many staged windows are in use at most, if chunks are encoded where they are.
-
-    A unit of two chunks may hold two windows until it is written. The unit that is being taken has two, and the thread
-    that copies fills one.
-    """
-    return PAIR_RATIO * (_units_max(threads) + 1) + 1

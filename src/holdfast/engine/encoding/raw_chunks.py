@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from holdfast.engine.buffers import QUARANTINED, allocate_aligned, copy_bytes
+from holdfast.engine.buffers import QUARANTINED, across, allocate_aligned, copy_bytes
 from holdfast.engine.staging import Staging
 from holdfast.ports.framework import Source
 from holdfast.types.plan import PackItem
@@ -113,27 +115,28 @@ class _CopiedChunk:
 class StagedChunks:
     """Chunks in staged windows, one after the other. A window goes back once nobody reads it.
 
-    A chunk is encoded where it was copied to, if it is within one window and the arena has enough of them. Otherwise it
-    is copied out, so that its windows go back at once: the thread that copies may wait for them.
+    A chunk is encoded where it was copied to, if its windows follow each other in memory and the arena has enough of
+    them. Otherwise it is copied out, so that its windows go back at once: the thread that copies may wait for them.
     """
 
     def __init__(self, staging: Staging, memory: ChunkMemory, *, is_in_place: bool) -> None:
         self._staging, self._memory, self._is_in_place = staging, memory, is_in_place
-        self._window: _SharedWindow | None = None
+        self._windows: deque[_SharedWindow] = deque()
+        """Windows that were taken and are not used up."""
         self._used = 0
+        """Bytes of the first one that are used."""
 
     def take(self, item: PackItem, start: int, stop: int) -> RawChunk:
         """Return the next chunk, waiting until it is staged."""
-        window, length = self._current(), stop - start
-        if self._is_in_place and length <= len(window.buffer) - self._used:
-            chunk = _WindowChunk(window, self._used, self._used + length)
+        length = stop - start
+        chunk = self._in_place(length) if self._is_in_place else None
+        if chunk is not None:
             self._advance(length)
             return chunk
         buffer, filled = self._memory.take(), 0
         try:
             while filled < length:
-                window = self._current()
-                part = window.buffer[self._used :][: length - filled]
+                part = self._current().buffer[self._used :][: length - filled]
                 copy_bytes(part, buffer[filled : filled + len(part)])
                 self._advance(len(part))
                 filled += len(part)
@@ -143,20 +146,34 @@ class StagedChunks:
         return _HeldChunk(buffer, length, self._memory)
 
     def close(self) -> None:
-        """Give the last window back."""
-        window, self._window, self._used = self._window, None, 0
-        if window is not None:
-            window.leave()
+        """Give every window back."""
+        while self._windows:
+            self._windows.popleft().leave()
+        self._used = 0
 
-    def _current(self) -> _SharedWindow:
-        if self._window is None:
-            self._window = _SharedWindow(self._staging.take(), self._staging)
-        return self._window
+    def _in_place(self, length: int) -> RawChunk | None:
+        """Return the next chunk where it is; None if it is not in one piece."""
+        windows, there = [], -self._used
+        for number in itertools.count():
+            windows.append(self._current(number))
+            there += len(windows[-1].buffer)
+            if there >= length:
+                break
+        memory = across([window.buffer for window in windows])
+        return None if memory is None else _WindowChunk(windows, memory[self._used : self._used + length])
+
+    def _current(self, number: int = 0) -> _SharedWindow:
+        """Return a window that is not used up: the first one, or one behind it."""
+        if number == len(self._windows):
+            self._windows.append(_SharedWindow(self._staging.take(), self._staging))
+        return self._windows[number]
 
     def _advance(self, count: int) -> None:
         self._used += count
-        if self._window is not None and self._used == len(self._window.buffer):
-            self.close()
+        while self._windows and self._used >= len(self._windows[0].buffer):
+            window = self._windows.popleft()
+            self._used -= len(window.buffer)
+            window.leave()
 
 
 class _SharedWindow:
@@ -179,15 +196,17 @@ class _SharedWindow:
 
 
 class _WindowChunk:
-    def __init__(self, window: _SharedWindow, start: int, stop: int) -> None:
-        self._window, self._start, self._stop = window, start, stop
-        window.join()
+    def __init__(self, windows: Sequence[_SharedWindow], memory: memoryview) -> None:
+        self._windows, self._memory = windows, memory
+        for window in windows:
+            window.join()
 
     def bytes(self) -> memoryview:
-        return self._window.buffer[self._start : self._stop]
+        return self._memory
 
     def release(self) -> None:
-        self._window.leave()
+        for window in self._windows:
+            window.leave()
 
 
 class _HeldChunk:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from holdfast.engine.buffers import BufferPool, allocate_aligned, copy_bytes
+from holdfast.engine.buffers import BufferPool, allocate_aligned, copy_part
 from holdfast.engine.encoding.meter import SaveMeter
 from holdfast.engine.encoding.probe import PackProbe
 from holdfast.engine.parallel_map import WorkerThreads
 from holdfast.engine.staging import Staging
 from holdfast.engine.writing.completions import in_flight
+from holdfast.ports.codec import StoredPart
 from holdfast.ports.store import Release, Upload
 from holdfast.settings import Settings
 
@@ -80,13 +81,13 @@ class WrittenWindows:
             self._is_room, room = True, allocate_aligned(self._window_bytes)
         return self._buffers.take() if room is None else room
 
-    def append(self, parts: Sequence[memoryview]) -> None:
-        """Copy bytes to the windows."""
+    def append(self, parts: Sequence[StoredPart]) -> None:
+        """Copy stored bytes to the windows."""
         for part in parts:
             at = 0
             while at < len(part):
                 room = self.room()[: len(part) - at]
-                copy_bytes(part[at : at + len(room)], room)
+                copy_part(part, at, room)
                 self.advance(len(room))
                 at += len(room)
 

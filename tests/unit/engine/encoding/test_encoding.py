@@ -18,6 +18,7 @@ from holdfast.engine.buffers import QUARANTINED
 from holdfast.engine.casting import cast
 from holdfast.engine.encoding.encode import Encoder, KnownWeights
 from holdfast.engine.encoding.meter import SaveMeter
+from holdfast.engine.encoding.raw_chunks import ChunkMemory
 from holdfast.engine.staging import Staging
 from holdfast.engine.writing.completions import Completions
 from holdfast.engine.writing.write import PackWriter, WrittenPack
@@ -26,7 +27,7 @@ from holdfast.format.digest import digest_of
 from holdfast.format.pack import coded_header_body, stated_pieces
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import DTYPES
-from holdfast.ports.codec import Codec, Codecs
+from holdfast.ports.codec import Codec, Codecs, StoredPart
 from holdfast.ports.framework import LocalShard, Selection, Source
 from holdfast.ports.store import Store
 from holdfast.settings import PAGE_BYTES, Settings
@@ -200,6 +201,21 @@ def test_what_is_written_is_the_same_from_sources_and_windows_and_decodes_to_the
     assert staged.get(KEY, 1 << 30) == data
 
 
+@pytest.mark.parametrize("chunk_pages", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_chunk_is_encoded_where_it_is_staged_whatever_windows_it_spans(
+    threads: int, chunk_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = replace(SMALL, chunk_bytes=chunk_pages * PAGE_BYTES, window_bytes=PAGE_BYTES, compression_threads=threads)
+    state = {f"t{n}": drawn("float32", 1500 * (n + 1), "normal", n) for n in range(4)}
+    with_pair(state, "w", np.random.default_rng(1).standard_normal(5000).astype(np.float32), "bfloat16")
+    pack = Pack(state, chosen)
+    written = pack.write(store := memory())
+    monkeypatch.setattr(ChunkMemory, "take", lambda self: pytest.fail("a chunk was copied"))
+    assert pack.write_staged(staged := memory(), 60) == written
+    assert staged.get(KEY, 1 << 30) == store.get(KEY, 1 << 30)
+
+
 def test_one_wrong_element_of_a_pair_falls_back_with_its_two_chunks_alone() -> None:
     master = np.random.default_rng(1).standard_normal(5 * 1024).astype(np.float32)
     state: dict[str, GlobalTensor] = {}
@@ -254,7 +270,7 @@ class SlowFirst:
     def coder(self, dtype: str, base_dtype: str = "") -> SlowFirst:
         return self
 
-    def encode(self, raw: memoryview, base: memoryview | None = None) -> Sequence[memoryview] | None:
+    def encode(self, raw: memoryview, base: memoryview | None = None) -> Sequence[StoredPart] | None:
         with self._lock:
             is_first, self._is_first = self._is_first, False
         if is_first:
@@ -319,7 +335,7 @@ def test_a_store_that_fails_leaves_nothing_and_lends_nothing(operation: str, buf
 
 def test_a_codec_that_fails_leaves_nothing() -> None:
     class Failing(SlowFirst):
-        def encode(self, raw: memoryview, base: memoryview | None = None) -> Sequence[memoryview] | None:
+        def encode(self, raw: memoryview, base: memoryview | None = None) -> Sequence[StoredPart] | None:
             raise MemoryError("no room")
 
     pack = Pack({"t": drawn("int64", 512 * 20, "equal", 0)})
@@ -366,7 +382,7 @@ def test_the_copy_to_windows_counts_as_coding_and_a_wait_for_the_store_does_not(
     pack = Pack({"t": drawn("float32", 1024 * count, "normal", 0)}, chosen)
     meter = SaveMeter(clock, {"t": kind})
 
-    def append(_: Sequence[memoryview]) -> None:
+    def append(_: Sequence[StoredPart]) -> None:
         clock.thread.worked += 0.25
         clock.seconds += 100.0
 
