@@ -48,17 +48,16 @@ def note_of(item: PackItem, coding: Coding) -> dict[str, object]:
     return _note(item, codecs, list(numbers), lengths, coding.pair_fqn if any(map(needs_pair, codecs)) else "")
 
 
-def longest_note(item: PackItem, chunk_bytes: int, pair_fqn: str) -> dict[str, object]:
-    """Return a note as long as the longest that a piece may get.
+def longest_note(item: PackItem, chunk_bytes: int) -> dict[str, object]:
+    """Return a note as long as the longest that a piece without a pair may get.
 
     Args:
         item: The piece.
         chunk_bytes: Raw bytes of each chunk but the last.
-        pair_fqn: The tensor against which its chunks may be coded; empty if there is none.
     """
     ranges = [chunk_range(item.bytes, chunk_bytes, number) for number in range(chunk_count(item.bytes, chunk_bytes))]
     lengths = [stop - start for start, stop in ranges]  # No stored chunk is longer than its raw bytes.
-    return _note(item, list(CODEC_BASES), [len(CODEC_BASES)] * len(lengths), lengths, pair_fqn)
+    return _note(item, list(CODEC_BASES), [len(CODEC_BASES)] * len(lengths), lengths, "")
 
 
 def _note(

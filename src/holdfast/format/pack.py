@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -68,6 +68,14 @@ class CodedHeaderBody:
 
     longest_bytes: int
     """Bytes of its longest JSON, without provenance."""
+
+    def with_pairs(self, pairs: Mapping[str, str]) -> CodedHeaderBody:
+        """Return the header of the same pack if some chunks may be coded against a paired tensor.
+
+        Args:
+            pairs: By FQN of each such piece, the FQN of that tensor.
+        """
+        return replace(self, longest_bytes=self.longest_bytes + sum(map(_pair_bytes, pairs.values())))
 
     def header_bytes(self, provenance: Mapping[str, str]) -> int:
         """Return the bytes of every header with this provenance: the start of the data.
@@ -141,17 +149,21 @@ def _body(pack: PackPlan, metadata: Mapping[str, str], entries: Mapping[str, obj
     )
 
 
-def coded_header_body(pack: PackPlan, chunk_bytes: int, pairs: Mapping[str, str] | None = None) -> CodedHeaderBody:
-    """Return the header of a coded pack without provenance and lengths.
+def coded_header_body(pack: PackPlan, chunk_bytes: int) -> CodedHeaderBody:
+    """Return the header of a coded pack without provenance, lengths and pairs.
 
     Args:
         pack: The pack.
         chunk_bytes: Raw bytes of each chunk but the last of a piece.
-        pairs: For the FQN of each piece whose chunks may be coded against a paired tensor, the FQN of that tensor.
     """
-    notes = [longest_note(item, chunk_bytes, (pairs or {}).get(item.tensor.fqn, "")) for item in pack.items]
+    notes = [longest_note(item, chunk_bytes) for item in pack.items]
     body = _coded_body(pack, chunk_bytes, notes, [item.bytes for item in pack.items])
     return CodedHeaderBody(pack, chunk_bytes, len(b'{"__metadata__":{}}') + len(body.metadata) + len(body.entries))
+
+
+def _pair_bytes(fqn: str) -> int:
+    """Return by how many bytes a header grows if the note of a piece names its pair: notes are JSON in JSON."""
+    return len(msgspec.json.encode(f',"pair":{_compact(fqn)}')) - len('""')
 
 
 def _coded_body(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
-from holdfast.format.pack import HeaderBody, header_body
+from holdfast.format.pack import CodedHeaderBody, HeaderBody, coded_header_body, header_body
 from holdfast.plan.packing import without
 from holdfast.plan.pairs import Pairs
 from holdfast.types.plan import PackItem, PackPlan
@@ -20,6 +20,9 @@ _PLANS_MAX = 4
 Holders = Mapping[str, tuple[int, ...]]
 """By FQN of each plain tensor and each tensor on sibling meshes, the ranks that hold it."""
 
+
+PackHeader = HeaderBody | CodedHeaderBody
+"""The part of a pack's header that is the same at every save; of a coded pack without pairs."""
 
 LeftOut = frozenset[tuple[str, str]]
 """Pieces that are not written: name of their pack, and FQN."""
@@ -37,8 +40,8 @@ class Pairing:
 class SavePlan:
     """What one rank writes at every save of one layout."""
 
-    packs: tuple[tuple[PackPlan, HeaderBody | None], ...]
-    """Its packs, each with the part of its header that is the same at every save; None for a coded pack."""
+    packs: tuple[tuple[PackPlan, PackHeader], ...]
+    """Its packs and their headers."""
 
     bytes: int
     """Bytes of tensors to write."""
@@ -64,18 +67,17 @@ class SavePlan:
                 fqns = {fqn for name, fqn in left_out if name == pack.name}
                 rest = without(pack, fqns)
                 if rest.items:
-                    packs.append(with_header(rest) if fqns else (pack, body))
+                    packs.append((rest, _header_like(body, rest)) if fqns else (pack, body))
             self._without.clear()
             self._without[left_out] = replace(save_plan(tuple(packs)), pairing=self.pairing)
         return self._without[left_out]
 
 
-def with_header(pack: PackPlan) -> tuple[PackPlan, HeaderBody | None]:
-    """Return a pack with the part of its header that is known before a save; None for a coded pack."""
-    return pack, None if pack.is_coded else header_body(pack)
+def _header_like(header: PackHeader, rest: PackPlan) -> PackHeader:
+    return coded_header_body(rest, header.chunk_bytes) if isinstance(header, CodedHeaderBody) else header_body(rest)
 
 
-def save_plan(packs: tuple[tuple[PackPlan, HeaderBody | None], ...], large_bytes_min: int | None = None) -> SavePlan:
+def save_plan(packs: tuple[tuple[PackPlan, PackHeader], ...], large_bytes_min: int | None = None) -> SavePlan:
     """Return a plan with its totals.
 
     Args:

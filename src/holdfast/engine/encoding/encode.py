@@ -235,6 +235,8 @@ class _Unit:
         """Codec and stored bytes of each chunk, once it is written."""
         self._seconds = self._elapsed_seconds = 0.0
         """Processor seconds that it took to encode, and seconds that passed meanwhile."""
+        self.beside_seconds = 0.0
+        """Processor seconds that the thread that writes took for the unit beside encoding it."""
 
     def take(self, chunks: RawChunks, ranges: Sequence[tuple[int, int]]) -> None:
         """Take its raw chunks, all or none."""
@@ -278,14 +280,10 @@ class _Unit:
         self._seconds, self._elapsed_seconds = meter.thread_seconds() - start, meter.seconds() - begin
         return encoded
 
-    def note(self, beside_seconds: float) -> None:
-        """Let the meter count each chunk, once all are written.
-
-        Args:
-            beside_seconds: Processor seconds that the thread that writes took for the unit beside encoding it.
-        """
+    def note(self) -> None:
+        """Let the meter count each chunk, once all are written."""
         assert self._meter is not None
-        seconds = self._seconds + beside_seconds
+        seconds = self._seconds + self.beside_seconds
         # What it elapsed is unknown, since it contains waits for the store: where threads wait for processors, all
         # work takes longer alike.
         elapsed = self._elapsed_seconds * seconds / self._seconds if self._seconds else seconds
@@ -341,11 +339,11 @@ class _UnitsUnderWay:
         self._others = WorkerThreads(threads - 1, "holdfast-encode") if threads > 1 else None
         self._under_way: deque[_Unit] = deque()
         self._given_up = False
-        self._measured_since = 0.0 if meter is None else meter.thread_seconds()
+        self._measured_until = 0.0 if meter is None else meter.thread_seconds()
         self._encoding_seconds = 0.0
         """Processor seconds since then in which this thread encoded."""
         self._written: list[_Unit] = []
-        """Units that are measured."""
+        """Measured units, to be counted at the end."""
 
     def __enter__(self) -> _UnitsUnderWay:
         return self
@@ -356,8 +354,10 @@ class _UnitsUnderWay:
             self._others.join()
         for unit in self._under_way:
             unit.release()
-        if kind is None and self._meter is not None:
-            self._note_all(self._meter)
+        if kind is None:
+            # Not unit by unit: what counting needs would have left the processor's cache each time.
+            for unit in self._written:
+                unit.note()
 
     def begin(self, unit: _Unit, chunks: RawChunks, ranges: Sequence[tuple[int, int]]) -> None:
         """Begin a unit, and finish earlier ones until there is room for the next.
@@ -391,6 +391,7 @@ class _UnitsUnderWay:
         self._under_way.popleft()
         self._encoded(unit.raw_bytes)
         if self._meter is not None:
+            unit.beside_seconds = self._seconds_beside(self._meter)
             self._written.append(unit)
 
     def _help(self, unit: _Unit) -> None:
@@ -399,12 +400,12 @@ class _UnitsUnderWay:
     def _run(self, unit: _Unit) -> float:
         return unit.run(lambda: self._given_up)
 
-    def _note_all(self, meter: SaveMeter) -> None:
-        """Let the meter count the whole pack at once: unit by unit it took a tenth of the time of encoding."""
-        seconds = meter.thread_seconds() - self._measured_since - self._encoding_seconds
-        all_bytes = sum(unit.raw_bytes for unit in self._written)
-        for unit in self._written:
-            unit.note(max(seconds, 0.0) * unit.raw_bytes / all_bytes)
+    def _seconds_beside(self, meter: SaveMeter) -> float:
+        """Return the processor seconds of this thread since the last call, without those in which it encoded."""
+        now = meter.thread_seconds()
+        seconds = now - self._measured_until - self._encoding_seconds
+        self._measured_until, self._encoding_seconds = now, 0.0
+        return max(seconds, 0.0)
 
 
 def _units_max(threads: int) -> int:
