@@ -42,8 +42,9 @@ class Coder(Protocol):
             raw: The chunk, contiguous bytes at any address. It is only read.
             base: As many elements of the pair, contiguous bytes; None for a codec without a base.
         Returns:
-            The stored form in parts, to be written one after the other. The caller may keep them for as long as it
-            likes. Memory among them is their own; a part that is no memory reads `raw` when it is written.
+            The stored form in parts, to be written one after the other. Memory among them is their own: the caller may
+            keep it for as long as it likes. A part that is no memory reads `raw` when it is written, so `raw` must not
+            change before.
         """
         ...
 

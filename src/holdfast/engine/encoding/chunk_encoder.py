@@ -22,9 +22,6 @@ _LOOK_BYTES = 4 << 10
 _LOOK_RUNS, _LOOK_RUN_ELEMENTS = 16, 32
 """Elements whose mantissas are counted: so many runs of so many."""
 
-_LOOK_FIRST_ELEMENTS = 64
-"""Elements whose mantissas are looked at before: where all differ, which is nearly always, that is enough."""
-
 _MANTISSA = (1 << 23) - 1
 
 
@@ -137,10 +134,6 @@ def _tried(item: PackItem, raw: memoryview) -> Iterator[str]:
 def _has_few_mantissas(raw: memoryview) -> bool:
     """Return whether float32 elements have few different mantissas, as 16-bit numbers times a factor have."""
     elements: NDArray[np.uint32] = np.frombuffer(raw, np.uint32)
-    few = elements[len(elements) // 2 :][:_LOOK_FIRST_ELEMENTS] & _MANTISSA
-    # Of half as many mantissas as the look below accepts, hardly ever none is there twice.
-    if len(few) == _LOOK_FIRST_ELEMENTS == len({*few.tolist()}):
-        return False
     apart = len(elements) // _LOOK_RUNS
     if apart > _LOOK_RUN_ELEMENTS:
         # Runs, because every element elsewhere is another line of the processor's cache.

@@ -103,8 +103,8 @@ class Encoder:
     def _windows_max(self, window_bytes: int) -> int:
         """Return how many staged windows are in use at most, if chunks are encoded where they are.
 
-        A unit of two chunks may hold the windows that it lies in until it is written. Another one is being taken, and
-        the thread that copies fills a window.
+        A unit of two chunks may hold the windows that it lies in until it is written, and the thread that copies fills
+        one. One unit more: an earlier save whose write hangs may still hold the windows of one.
         """
         each = -(-PAIR_RATIO * self._chunk_bytes // window_bytes) + 1
         return each * (_units_max(self.threads) + 1) + 1
@@ -231,12 +231,8 @@ class _Unit:
         self._under_way.acquire()
         self._sizes: list[int] = []
         """Raw bytes of each chunk."""
-        self._stored: list[tuple[str, int]] = []
-        """Codec and stored bytes of each chunk, once it is written."""
         self._seconds = self._elapsed_seconds = 0.0
         """Processor seconds that it took to encode, and seconds that passed meanwhile."""
-        self.beside_seconds = 0.0
-        """Processor seconds that the thread that writes took for the unit beside encoding it."""
 
     def take(self, chunks: RawChunks, ranges: Sequence[tuple[int, int]]) -> None:
         """Take its raw chunks, all or none."""
@@ -280,26 +276,28 @@ class _Unit:
         self._seconds, self._elapsed_seconds = meter.thread_seconds() - start, meter.seconds() - begin
         return encoded
 
-    def note(self) -> None:
-        """Let the meter count each chunk, once all are written."""
+    def note(self, encoded: Sequence[EncodedChunk], beside_seconds: float) -> None:
+        """Let the meter count each chunk, once all are written.
+
+        Args:
+            encoded: The chunks.
+            beside_seconds: Processor seconds that the thread that writes took for the unit beside encoding it.
+        """
         assert self._meter is not None
-        seconds = self._seconds + self.beside_seconds
+        seconds = self._seconds + beside_seconds
         # What it elapsed is unknown, since it contains waits for the store: where threads wait for processors, all
         # work takes longer alike.
         elapsed = self._elapsed_seconds * seconds / self._seconds if self._seconds else seconds
-        share, fqn = 1 / len(self._sizes), self._item.tensor.fqn
-        for (codec, stored_bytes), raw_bytes in zip(self._stored, self._sizes, strict=True):
-            self._meter.note_chunk(fqn, codec, raw_bytes, stored_bytes, seconds * share, elapsed * share)
+        share = 1 / len(encoded)
+        for chunk, raw_bytes in zip(encoded, self._sizes, strict=True):
+            self._meter.note_chunk(
+                self._item.tensor.fqn, chunk.codec, raw_bytes, chunk.stored_bytes, seconds * share, elapsed * share
+            )
 
     @property
     def is_done(self) -> bool:
         """Whether it is encoded, or failed."""
         return not self._under_way.locked()
-
-    def written(self, chunk: EncodedChunk) -> None:
-        """Take note that a chunk is written."""
-        self.piece.add(chunk)
-        self._stored.append((chunk.codec, chunk.stored_bytes))
 
     def encoded(self) -> list[EncodedChunk]:
         """Wait for the encoded chunks, and hand them over; raise what `run` met."""
@@ -342,8 +340,6 @@ class _UnitsUnderWay:
         self._measured_until = 0.0 if meter is None else meter.thread_seconds()
         self._encoding_seconds = 0.0
         """Processor seconds since then in which this thread encoded."""
-        self._written: list[_Unit] = []
-        """Measured units, to be counted at the end."""
 
     def __enter__(self) -> _UnitsUnderWay:
         return self
@@ -354,10 +350,6 @@ class _UnitsUnderWay:
             self._others.join()
         for unit in self._under_way:
             unit.release()
-        if kind is None:
-            # Not unit by unit: what counting needs would have left the processor's cache each time.
-            for unit in self._written:
-                unit.note()
 
     def begin(self, unit: _Unit, chunks: RawChunks, ranges: Sequence[tuple[int, int]]) -> None:
         """Begin a unit, and finish earlier ones until there is room for the next.
@@ -386,13 +378,12 @@ class _UnitsUnderWay:
         chunks = unit.encoded()
         for chunk in chunks:
             self._append(chunk.parts)
-            unit.written(chunk)
+            unit.piece.add(chunk)
         unit.release()
         self._under_way.popleft()
         self._encoded(unit.raw_bytes)
         if self._meter is not None:
-            unit.beside_seconds = self._seconds_beside(self._meter)
-            self._written.append(unit)
+            unit.note(chunks, self._seconds_beside(self._meter))
 
     def _help(self, unit: _Unit) -> None:
         self._run(unit)

@@ -216,6 +216,14 @@ def test_a_chunk_is_encoded_where_it_is_staged_whatever_windows_it_spans(
     assert staged.get(KEY, 1 << 30) == store.get(KEY, 1 << 30)
 
 
+@pytest.mark.parametrize("period", [64, 100, 128, 200, 255, 256])
+def test_few_mantissas_are_found_where_rows_repeat(period: int) -> None:
+    row = np.random.default_rng(period).standard_normal(period).astype(np.float32)
+    state = {"t": GlobalTensor("float32", np.resize(row, 1 << 16))}
+    written = Pack(state, replace(SMALL, chunk_bytes=1 << 18)).write(memory())
+    assert written.codings[0].codecs == ("dictionary",)
+
+
 def test_one_wrong_element_of_a_pair_falls_back_with_its_two_chunks_alone() -> None:
     master = np.random.default_rng(1).standard_normal(5 * 1024).astype(np.float32)
     state: dict[str, GlobalTensor] = {}
