@@ -132,4 +132,4 @@ def header_seed() -> bytes:
     """Return the JSON of the header of a coded pack."""
     region = FlatRange(0, 4096)
     plan = PackPlan(PACK, (PackItem(_WEIGHT, region, 0, 0), PackItem(_MASTER, region, 8192, 1)))
-    return coded_header_body(plan, _CHUNK).with_pairs({"m": "w"}).header({"step": "7"}, _CODINGS)[8:].rstrip()
+    return coded_header_body(plan, _CHUNK).with_pairs(["w"]).header({"step": "7"}, _CODINGS)[8:].rstrip()

@@ -81,7 +81,7 @@ def coded_rest(rest: Bytes) -> memoryview:
         rest: Contiguous; a row for each element, its lowest byte first.
     """
     count, width = rest.shape
-    if _is_not_worth_coding(_sample(rest)):
+    if not _is_worth_coding(_sample(rest)):
         return bytes_of(rest)
     lanes = joined([coded_plane(np.ascontiguousarray(rest[:, lane])) for lane in range(width)])
     together = b"".join(lanes)
@@ -91,7 +91,7 @@ def coded_rest(rest: Bytes) -> memoryview:
 def coded_low_halves(elements: NDArray[np.uint32]) -> StoredPart:
     """Return the two low bytes of elements as they are stored, as `coded_rest` does; uncoded ones are not copied."""
     sample = np.ascontiguousarray(_sample(elements)).astype(np.uint16).view(np.uint8).reshape(-1, 2)
-    if _is_not_worth_coding(sample):
+    if not _is_worth_coding(sample):
         return LowHalves(elements)
     rest = lent(2 * len(elements))
     fill_lower_halves(elements, rest.view(np.uint16))
@@ -132,12 +132,12 @@ def sampled_bits(plane: Bytes) -> float:
 def _bits(sample: Bytes) -> float:
     """Return the entropy of a sample, in bits a byte."""
     counts = np.bincount(sample, minlength=256)
-    # `sum` of an array takes twice as long.
-    return math.log2(len(sample)) - float(np.add.reduce(_COUNT_BITS.take(counts))) / len(sample)
+    return math.log2(len(sample)) - float(_COUNT_BITS.take(counts).sum()) / len(sample)
 
 
-def _is_not_worth_coding(rows: Bytes) -> bool:
-    return all(_bits(rows[:, lane]) >= WORTH_CODING_BITS for lane in range(rows.shape[1]))
+def _is_worth_coding(rows: Bytes) -> bool:
+    """Return whether any byte of a row is worth coding as a plane."""
+    return any(_bits(rows[:, lane]) < WORTH_CODING_BITS for lane in range(rows.shape[1]))
 
 
 def _has_runs(sample: Bytes) -> bool:

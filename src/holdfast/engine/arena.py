@@ -87,14 +87,14 @@ class Arena:
                 start = self._clock.monotonic_seconds()
                 self._changed.wait()
                 self.waited_seconds += self._clock.monotonic_seconds() - start
-            # The lowest one: buffers that are taken in turn mostly follow each other in memory, and few are used where
-            # few are needed, so that they stay in the processor's cache.
+            # The lowest one, so that buffers taken in turn mostly follow each other in memory. A save that needs few
+            # uses the same few again, which are still in the processor's cache.
             return heapq.heappop(self._free)[1]
 
     def give(self, buffer: memoryview) -> None:
         """Return a buffer to the arena."""
         with self._changed:
-            heapq.heappush(self._free, (address_of(buffer), buffer))
+            self._add_free(buffer)
             self._changed.notify_all()
 
     def quarantine_buffer(self, buffer: memoryview) -> None:
@@ -145,10 +145,12 @@ class Arena:
         self._blocks.append(block)
         self._count += count
         for at in range(0, count * self.buffer_bytes, self.buffer_bytes):
-            buffer = block[at : at + self.buffer_bytes]
-            heapq.heappush(self._free, (address_of(buffer), buffer))
+            self._add_free(block[at : at + self.buffer_bytes])
         self._pin_block(block)
         return True
+
+    def _add_free(self, buffer: memoryview) -> None:
+        heapq.heappush(self._free, (address_of(buffer), buffer))
 
     def _pin_block(self, block: memoryview) -> None:
         if self._pin is None or self._cannot_pin:

@@ -43,8 +43,9 @@ def allocate_aligned(buffer_bytes: int) -> memoryview:
         private.madvise(mmap.MADV_HUGEPAGE)
     except OSError:
         pass  # The kernel has no huge pages.
-    first = -ctypes.addressof(ctypes.c_char.from_buffer(private)) % _HUGE_PAGE_BYTES if room > length else 0
-    return memoryview(private)[first : first + length]
+    memory = memoryview(private)
+    first = -address_of(memory) % _HUGE_PAGE_BYTES if room > length else 0
+    return memory[first : first + length]
 
 
 def address_of(buffer: memoryview) -> int:
@@ -53,7 +54,7 @@ def address_of(buffer: memoryview) -> int:
 
 
 def across(buffers: Sequence[memoryview]) -> memoryview | None:
-    """Return the memory of consecutive buffers of one allocation as one; None if any does not begin where one ends.
+    """Return buffers that follow each other in memory as one; None if they do not, or are of several allocations.
 
     Args:
         buffers: One or more parts of what `allocate_aligned` returned, none of them empty.

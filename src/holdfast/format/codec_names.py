@@ -44,8 +44,6 @@ def used_codecs(codecs: Sequence[str], numbers: bytes) -> tuple[tuple[str, ...],
         codecs: Names of codecs.
         numbers: For each chunk 0 if it is stored raw, else the number of its codec in `codecs`, from 1 on.
     """
-    if len(codecs) == 1 and 1 in numbers:  # As of most pieces: a plan may have tens of thousands.
-        return tuple(codecs), bytes(numbers)
     used = tuple(sorted({codecs[number - 1] for number in set(numbers) if number}))
     if used == tuple(codecs):
         return used, bytes(numbers)

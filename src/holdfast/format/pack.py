@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,13 +69,13 @@ class CodedHeaderBody:
     longest_bytes: int
     """Bytes of its longest JSON, without provenance."""
 
-    def with_pairs(self, pairs: Mapping[str, str]) -> CodedHeaderBody:
-        """Return the header of the same pack if some chunks may be coded against a paired tensor.
+    def with_pairs(self, pair_fqns: Iterable[str]) -> CodedHeaderBody:
+        """Return the header of the same pack if chunks of some pieces may be coded against a paired tensor.
 
         Args:
-            pairs: By FQN of each such piece, the FQN of that tensor.
+            pair_fqns: For each such piece the FQN of that tensor.
         """
-        return replace(self, longest_bytes=self.longest_bytes + sum(map(_pair_bytes, pairs.values())))
+        return replace(self, longest_bytes=self.longest_bytes + sum(map(_pair_bytes, pair_fqns)))
 
     def header_bytes(self, provenance: Mapping[str, str]) -> int:
         """Return the bytes of every header with this provenance: the start of the data.

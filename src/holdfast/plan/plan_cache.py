@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
@@ -52,6 +52,9 @@ class SavePlan:
     large: tuple[tuple[str, PackItem], ...]
     """Pieces large enough to compare with the base step, each with the name of its pack."""
 
+    chunk_bytes: int
+    """Raw bytes of each chunk but the last of a piece."""
+
     pairing: Pairing = field(default_factory=Pairing, compare=False)
     """Its pairs."""
 
@@ -67,21 +70,25 @@ class SavePlan:
                 fqns = {fqn for name, fqn in left_out if name == pack.name}
                 rest = without(pack, fqns)
                 if rest.items:
-                    packs.append((rest, _header_like(body, rest)) if fqns else (pack, body))
+                    packs.append(with_header(rest, self.chunk_bytes) if fqns else (pack, body))
             self._without.clear()
-            self._without[left_out] = replace(save_plan(tuple(packs)), pairing=self.pairing)
+            self._without[left_out] = replace(save_plan(packs, self.chunk_bytes), pairing=self.pairing)
         return self._without[left_out]
 
 
-def _header_like(header: PackHeader, rest: PackPlan) -> PackHeader:
-    return coded_header_body(rest, header.chunk_bytes) if isinstance(header, CodedHeaderBody) else header_body(rest)
+def with_header(pack: PackPlan, chunk_bytes: int) -> tuple[PackPlan, PackHeader]:
+    """Return a pack with the part of its header that is known before a save."""
+    return pack, coded_header_body(pack, chunk_bytes) if pack.is_coded else header_body(pack)
 
 
-def save_plan(packs: tuple[tuple[PackPlan, PackHeader], ...], large_bytes_min: int | None = None) -> SavePlan:
+def save_plan(
+    packs: Sequence[tuple[PackPlan, PackHeader]], chunk_bytes: int, large_bytes_min: int | None = None
+) -> SavePlan:
     """Return a plan with its totals.
 
     Args:
         packs: What is written.
+        chunk_bytes: Raw bytes of each chunk but the last of a piece.
         large_bytes_min: Bytes of the smallest piece to compare with the base step; None: compare none.
     """
     items = [item for pack, _ in packs for item in pack.items]
@@ -90,7 +97,8 @@ def save_plan(packs: tuple[tuple[PackPlan, PackHeader], ...], large_bytes_min: i
         if large_bytes_min is None
         else tuple((pack.name, item) for pack, _ in packs for item in pack.items if item.bytes >= large_bytes_min)
     )
-    return SavePlan(packs, sum(item.bytes for item in items), len({item.tensor.fqn for item in items}), large)
+    tensors = {item.tensor.fqn for item in items}
+    return SavePlan(tuple(packs), sum(item.bytes for item in items), len(tensors), large, chunk_bytes)
 
 
 class PlanCache(Generic[T]):

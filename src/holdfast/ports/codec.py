@@ -17,7 +17,7 @@ GAIN_PARTS = 32
 
 
 class DirectPart(Protocol):
-    """Stored bytes that are made of the chunk where they are written, so that they are not copied once more."""
+    """Stored bytes that are made of the chunk when they are written, so they are not copied once more."""
 
     def __len__(self) -> int:
         """Return how many bytes it has."""
@@ -43,8 +43,8 @@ class Coder(Protocol):
             base: As many elements of the pair, contiguous bytes; None for a codec without a base.
         Returns:
             The stored form in parts, to be written one after the other. Memory among them is their own: the caller may
-            keep it for as long as it likes. A part that is no memory reads `raw` when it is written, so `raw` must not
-            change before.
+            keep it for as long as it likes. A `DirectPart` reads `raw` when it is written, so `raw` must not change
+            before.
         """
         ...
 

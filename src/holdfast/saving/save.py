@@ -11,14 +11,14 @@ from functools import partial
 
 from holdfast.coordination.job import Job
 from holdfast.engine.gc_pause import is_small_transfer
-from holdfast.format.pack import HeaderBody, coded_header_body, header_body
+from holdfast.format.pack import HeaderBody
 from holdfast.format.part import RankPart
 from holdfast.plan.coding.kinds import OwnedKinds, kinds_owned
 from holdfast.plan.grid import cut_at_grid
 from holdfast.plan.ownership import Owned, owned_by
 from holdfast.plan.packing import PackSizes, cell_elements_max, packs_of
 from holdfast.plan.pairs import Pairs
-from holdfast.plan.plan_cache import SavePlan, save_plan
+from holdfast.plan.plan_cache import SavePlan, save_plan, with_header
 from holdfast.ports.framework import Collected
 from holdfast.saving.attempt import SaveAttempt
 from holdfast.saving.coding import SaveCoding
@@ -209,10 +209,8 @@ def plan_packs(
     def plan() -> SavePlan:
         owned, pieces = (own(), None) if coding is None else (by_kind.owned, coding.pieces)
         packs = packs_of(rank, shards, owned, tuning.pack_header_bytes_max, sizes, pieces)
-        headers = (
-            coded_header_body(pack, settings.chunk_bytes) if pack.is_coded else header_body(pack) for pack in packs
-        )
-        return save_plan(tuple(zip(packs, headers, strict=True)), tuning.unchanged_bytes_min)
+        headed = [with_header(pack, settings.chunk_bytes) for pack in packs]
+        return save_plan(headed, settings.chunk_bytes, tuning.unchanged_bytes_min)
 
     chosen, is_new = job.plan_cache.of(key, holders, plan)
     if not is_small_transfer(chosen.bytes):
@@ -252,8 +250,8 @@ def name_packs(attempt: SaveAttempt, plan: SavePlan, pairs: Pairs) -> list[Plann
         if isinstance(body, HeaderBody):
             packs.append(PlannedPack(key, body.header(provenance), pack))
             continue
-        weights = {item.tensor.fqn: pairs.get((item.tensor.fqn, item.region)) for item in pack.items}
-        coded = body.with_pairs({master: weight for master, weight in weights.items() if weight is not None})
+        weights = (pairs.get((item.tensor.fqn, item.region), "") for item in pack.items)
+        coded = body.with_pairs(filter(None, weights))
         header = partial(coded.header, provenance)
         packs.append(PlannedPack(key, b"", pack, coded.header_bytes(provenance), header))
     attempt.file_keys += [pack.key for pack in packs]

@@ -38,7 +38,7 @@ PROVENANCE = {"step": "7", "attempt": ATTEMPT, "rank": "3"}
 @given(coded_packs())
 def test_a_header_states_its_pieces_and_keeps_to_its_bound(case: tuple[PackPlan, dict[str, str], list[Coding]]) -> None:
     pack, pairs, drawn = case
-    body = coded_header_body(pack, CHUNK).with_pairs(pairs)
+    body = coded_header_body(pack, CHUNK).with_pairs(pairs.values())
     header = body.header(PROVENANCE, drawn)
     assert len(header) == body.header_bytes(PROVENANCE)
     assert len(header) % PAGE_BYTES == 0 and struct.unpack("<Q", header[:8])[0] == len(header) - 8
@@ -71,7 +71,7 @@ def sample() -> tuple[PackPlan, list[Coding]]:
 
 def sample_header() -> bytes:
     pack, codings = sample()
-    return coded_header_body(pack, CHUNK).with_pairs({"m": "w"}).header(PROVENANCE, codings)
+    return coded_header_body(pack, CHUNK).with_pairs(["w"]).header(PROVENANCE, codings)
 
 
 @pytest.mark.parametrize("fqn", ["w", "model.w", 'a "quoted" \\ name', "é", "\U0001f600", "\x01\n", "x" * 4000])
@@ -81,12 +81,12 @@ def test_a_bound_grows_by_what_the_name_of_a_pair_takes(fqn: str) -> None:
 
     def text_bytes(pair: str) -> int:
         named = [codings[0], replace(codings[1], pair_fqn=pair)]
-        return len(body.with_pairs({"m": "x" * 9000}).header(PROVENANCE, named)[8:].rstrip())
+        return len(body.with_pairs(["x" * 9000]).header(PROVENANCE, named)[8:].rstrip())
 
-    grown = body.with_pairs({"m": fqn}).longest_bytes - body.with_pairs({"m": "u"}).longest_bytes
+    grown = body.with_pairs([fqn]).longest_bytes - body.with_pairs(["u"]).longest_bytes
     assert grown == text_bytes(fqn) - text_bytes("u")
-    assert body.with_pairs({}).longest_bytes == body.longest_bytes
-    assert body.with_pairs({"m": "u"}).longest_bytes - body.longest_bytes == len(r",\"pair\":\"u\"")
+    assert body.with_pairs([]).longest_bytes == body.longest_bytes
+    assert body.with_pairs(["u"]).longest_bytes - body.longest_bytes == len(r",\"pair\":\"u\"")
 
 
 def test_codecs_that_no_chunk_uses_are_left_out_and_so_is_a_pair_that_none_needs() -> None:
@@ -95,7 +95,7 @@ def test_codecs_that_no_chunk_uses_are_left_out_and_so_is_a_pair_that_none_needs
         Coding(("zstd", "planes"), bytes([2, 0, 2]), codings[0].starts, ""),
         Coding(("zstd", "planes"), bytes([1, 0, 0, 1, 0]), (0, 9, 4105, 8201, 8202, 10250), "w"),
     ]
-    header = coded_header_body(pack, CHUNK).with_pairs({"m": "w"}).header(PROVENANCE, wordy)
+    header = coded_header_body(pack, CHUNK).with_pairs(["w"]).header(PROVENANCE, wordy)
     weight, master = stated_pieces(header, PACK, "here")
     assert weight.coding == codings[0]
     assert master.coding == Coding(("zstd",), bytes([1, 0, 0, 1, 0]), wordy[1].starts, "")

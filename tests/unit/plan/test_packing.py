@@ -75,7 +75,7 @@ def test_coded_packs_are_in_order_and_their_longest_headers_short(shards: list[S
             offset += item.bytes
         # The name of a pair is as long as its own.
         pairs = {item.tensor.fqn: item.tensor.fqn for item in pack.items}
-        longest = coded_header_body(pack, PAGE_BYTES).with_pairs(pairs).header_bytes({})
+        longest = coded_header_body(pack, PAGE_BYTES).with_pairs(pairs.values()).header_bytes({})
         assert len(pack.items) == 1 or longest <= header_bytes_max
 
 

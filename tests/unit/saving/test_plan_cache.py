@@ -50,7 +50,7 @@ def test_ranks_are_compared_once_and_not_for_each_tensor() -> None:
         halves = CountedRanks(range(1000)), CountedRanks(range(1000, 2000)), CountedRanks((7,))
         return {str(number): halves[2 if number in changed else number % 2] for number in range(500)}
 
-    plans, plan = PlanCache(), save_plan(())
+    plans, plan = PlanCache(), save_plan((), 1 << 20)
     assert plans.of(b"layout", holders(), lambda: plan) == (plan, True)
     CountedRanks.comparisons = 0
     assert plans.of(b"layout", holders(), lambda: plan) == (plan, False)

@@ -36,7 +36,7 @@ class EncodedChunk:
     """Its codec; empty if it is stored raw."""
 
     parts: Sequence[StoredPart]
-    """Its stored bytes, to be written one after the other. Some are read from the memory that it was encoded from."""
+    """Its stored bytes, to be written one after the other. Until then the memory that it was encoded from must stay."""
 
     nonfinite: int
     """NaN and infinite elements in it; 0 if they are not counted."""
@@ -101,7 +101,8 @@ class ChunkEncoder:
     ) -> tuple[Sequence[Digest], Sequence[Sequence[StoredPart] | None]]:
         """Return the digest of each chunk, and what it has more than the weight.
 
-        That is None if the weight is not theirs, or nothing is gained.
+        Returns:
+            The digests. What each chunk has more; None if the weight is not theirs, or nothing is gained.
         """
         coder = cast(PairCodec, self._codecs["residual"]).coder(MASTER_TYPE, weight.dtype)
         state = new_digest()

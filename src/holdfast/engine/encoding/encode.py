@@ -104,7 +104,7 @@ class Encoder:
         """Return how many staged windows are in use at most, if chunks are encoded where they are.
 
         A unit of two chunks may hold the windows that it lies in until it is written, and the thread that copies fills
-        one. One unit more: an earlier save whose write hangs may still hold the windows of one.
+        one. There is room for one unit more: an earlier save whose write hangs may still hold the windows of a unit.
         """
         each = -(-PAIR_RATIO * self._chunk_bytes // window_bytes) + 1
         return each * (_units_max(self.threads) + 1) + 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import queue
 import threading
 from collections import deque
@@ -153,12 +152,11 @@ class StagedChunks:
 
     def _in_place(self, length: int) -> RawChunk | None:
         """Return the next chunk where it is; None if it is not in one piece."""
-        windows, there = [], -self._used
-        for number in itertools.count():
-            windows.append(self._current(number))
+        windows: list[_SharedWindow] = []
+        there = -self._used
+        while there < length:
+            windows.append(self._current(len(windows)))
             there += len(windows[-1].buffer)
-            if there >= length:
-                break
         memory = across([window.buffer for window in windows])
         return None if memory is None else _WindowChunk(windows, memory[self._used : self._used + length])
 

@@ -97,7 +97,7 @@ class Pack:
             if item.tensor.fqn.startswith("master.")
         }
         weights = {fqn: weight for (fqn, _), weight in self.pairs.items()}
-        body = coded_header_body(self.plan, settings.chunk_bytes).with_pairs(weights)
+        body = coded_header_body(self.plan, settings.chunk_bytes).with_pairs(weights.values())
         self.planned = PlannedPack(KEY, b"", self.plan, body.header_bytes({}), lambda codings: body.header({}, codings))
 
     def weights(self) -> KnownWeights:
