@@ -6,6 +6,7 @@ A save is a pipeline of coding and writing, so it takes as long as the slower of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -52,8 +53,9 @@ class SaveModel:
 
     def seconds(self, amounts: Amounts, coded: Collection[Kind]) -> float:
         """Return how long a save takes that codes some kinds, all of them measured."""
-        saved_bytes = sum(self.saved_bytes(kind, amounts.kinds[kind]) for kind in coded)
-        coding_seconds = sum(self.coding_seconds(kind, amounts.kinds[kind]) for kind in coded)
+        # Rounded once, so the order of a set, which differs from one process to the next, changes no digit.
+        saved_bytes = math.fsum(self.saved_bytes(kind, amounts.kinds[kind]) for kind in coded)
+        coding_seconds = math.fsum(self.coding_seconds(kind, amounts.kinds[kind]) for kind in coded)
         return max((amounts.bytes - saved_bytes) / self.store_bytes_per_second, coding_seconds)
 
     def saved_bytes(self, kind: Kind, raw_bytes: int) -> float:
@@ -208,7 +210,7 @@ def _best(amounts: Amounts, model: SaveModel, candidates: Collection[Kind]) -> f
             coded.append(kind)
             writing, coding = less_writing, more_coding
             seconds = max(writing, coding)
-    return frozenset(coded) if seconds < CODED_BELOW * raw_seconds else frozenset()
+    return frozenset(coded) if model.seconds(amounts, coded) < CODED_BELOW * raw_seconds else frozenset()
 
 
 def _stands(before: KindsChoice, model: SaveModel, amounts: Amounts, ideal_seconds: float) -> bool:

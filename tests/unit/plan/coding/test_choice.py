@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, permutations
 
 import pytest
 from hypothesis import given, settings
@@ -45,6 +45,13 @@ def test_the_predicted_time_never_exceeds_that_of_a_raw_save(
     seconds = choice.predicted_seconds(now)
     assert seconds is not None and seconds <= model.seconds(now, ())
     assert choice.decisions.keys() == now.kinds.keys()
+
+
+@given(amounts, models)
+def test_the_order_of_kinds_changes_no_digit_of_a_prediction(now: Amounts, model: SaveModel) -> None:
+    """Sets of kinds are walked in another order in every process."""
+    known = [kind for kind in now.kinds if kind in model.rates][:4]
+    assert len({model.seconds(now, order) for order in permutations(known)}) == 1
 
 
 @given(amounts, models)
