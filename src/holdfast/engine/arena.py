@@ -44,8 +44,10 @@ class Arena:
         # Reentrant: a signal handler may save while this thread is in here.
         self._changed = threading.Condition(threading.RLock())
         self._free: list[tuple[int, memoryview]] = []
-        """A heap of buffers by address."""
-        self._count = 0
+        """A heap of buffers by place."""
+        self._places: dict[int, int] = {}
+        """By address of a buffer, how many were allocated before it."""
+        self._allocated = self._count = 0
         self._blocks: list[memoryview] = []
         self._pin: Pin | None = None
         self._cannot_pin = False
@@ -87,8 +89,9 @@ class Arena:
                 start = self._clock.monotonic_seconds()
                 self._changed.wait()
                 self.waited_seconds += self._clock.monotonic_seconds() - start
-            # The lowest one, so that buffers taken in turn mostly follow each other in memory. A save that needs few
-            # uses the same few again, which are still in the processor's cache.
+            # The first one, so that buffers taken in turn mostly follow each other in memory. A save that needs few uses
+            # the same few again, which are still in the processor's cache. Not the one at the lowest address: a block
+            # often lies below the one before it, and then memory that no save has touched would be written.
             return heapq.heappop(self._free)[1]
 
     def give(self, buffer: memoryview) -> None:
@@ -124,6 +127,7 @@ class Arena:
             if not self._count:
                 _unpin(self._pinned, self._process)
                 self._blocks.clear()
+                self._places.clear()
 
     def _budget(self) -> int:
         with self._changed:
@@ -145,12 +149,15 @@ class Arena:
         self._blocks.append(block)
         self._count += count
         for at in range(0, count * self.buffer_bytes, self.buffer_bytes):
-            self._add_free(block[at : at + self.buffer_bytes])
+            buffer = block[at : at + self.buffer_bytes]
+            self._places[address_of(buffer)] = self._allocated
+            self._allocated += 1
+            self._add_free(buffer)
         self._pin_block(block)
         return True
 
     def _add_free(self, buffer: memoryview) -> None:
-        heapq.heappush(self._free, (address_of(buffer), buffer))
+        heapq.heappush(self._free, (self._places[address_of(buffer)], buffer))
 
     def _pin_block(self, block: memoryview) -> None:
         if self._pin is None or self._cannot_pin:

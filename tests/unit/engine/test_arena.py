@@ -12,8 +12,8 @@ from collections.abc import Callable
 import pytest
 
 from holdfast.clock import SystemClock
-from holdfast.engine.arena import Arena
-from holdfast.engine.buffers import across
+from holdfast.engine.arena import _BLOCK_BUFFERS_MAX, Arena
+from holdfast.engine.buffers import across, address_of
 from holdfast.engine.memory_limits import MemoryShare
 from holdfast.errors import UnavailableError
 from holdfast.settings import PAGE_BYTES
@@ -40,7 +40,7 @@ def test_slabs_are_apart_and_come_back() -> None:
     assert kept.waited_seconds == 0.0
 
 
-def test_the_lowest_free_buffer_is_taken_so_that_those_taken_in_turn_follow_each_other() -> None:
+def test_the_first_free_buffer_is_taken_so_that_those_taken_in_turn_follow_each_other() -> None:
     kept = arena(10)
     buffers = taken(kept, 10)
     for number in (7, 2, 9, 4, 3):
@@ -49,6 +49,19 @@ def test_the_lowest_free_buffer_is_taken_so_that_those_taken_in_turn_follow_each
     assert [any(buffer is buffers[number] for number in (2, 3, 4)) for buffer in again] == [True] * 3
     whole = across(again)
     assert whole is not None and whole.nbytes == 3 * PAGE_BYTES
+
+
+def test_a_second_save_writes_no_memory_that_the_first_left_untouched() -> None:
+    """Blocks are often placed one below the other, and what a save leaves of the last one stays unused."""
+    kept = arena(5 * _BLOCK_BUFFERS_MAX)
+    for rest in (1, _BLOCK_BUFFERS_MAX + 3, 3 * _BLOCK_BUFFERS_MAX + 5):
+        first = taken(kept, rest)
+        for buffer in first:
+            kept.give(buffer)
+        again = taken(kept, rest)
+        assert [address_of(buffer) for buffer in again] == [address_of(buffer) for buffer in first]
+        for buffer in reversed(again):
+            kept.give(buffer)
 
 
 def test_who_finds_none_waits_for_one_and_says_so() -> None:
