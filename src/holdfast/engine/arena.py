@@ -89,9 +89,9 @@ class Arena:
                 start = self._clock.monotonic_seconds()
                 self._changed.wait()
                 self.waited_seconds += self._clock.monotonic_seconds() - start
-            # The first one, so that buffers taken in turn mostly follow each other in memory. A save that needs few uses
-            # the same few again, which are still in the processor's cache. Not the one at the lowest address: a block
-            # often lies below the one before it, and then memory that no save has touched would be written.
+            # The first one, so that buffers taken in turn mostly follow each other in memory. A save that needs few
+            # uses the same few again, which are still in the processor's cache. Not the one at the lowest address: a
+            # block often lies below the one before it, and then memory that no save has touched would be written.
             return heapq.heappop(self._free)[1]
 
     def give(self, buffer: memoryview) -> None:
