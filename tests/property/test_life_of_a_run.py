@@ -476,7 +476,8 @@ class LifeOfARun(RuleBasedStateMachine):
     def save_at(self, step: int, changes: frozenset[int], loss: float, mishap: Mishap, tag: str | None) -> None:
         run, content, model, trained = self.the_run(), self.next_content(changes), self.model, self.trained
         before = model.at(step)
-        others = [held for held in model.intact() if held.step == step]
+        there = [held for held in model.held if held.step == step]
+        others = [held for held in there if not held.harmed]
         model.unsure.setdefault(step, []).append((content, loss))
         tags = () if tag is None else (tag,)
         report, error = self.attempted(
@@ -495,8 +496,9 @@ class LifeOfARun(RuleBasedStateMachine):
             return
         trained.is_sure = False
         if isinstance(error, ConflictError):
-            is_needed = any(map(trained.came_along, others)) or (before is not None and before.harmed)
-            assert is_needed, f"{others} are superseded, and their number is not free: {error}"
+            # A manifest of the chain that was moved away keeps the number, even if files that it names are damaged.
+            is_needed = any(map(trained.came_along, there)) or (before is not None and before.harmed)
+            assert is_needed, f"{there} are superseded, and their number is not free: {error}"
         else:
             assert isinstance(error, UnavailableError), error
 
