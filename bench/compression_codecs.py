@@ -21,6 +21,7 @@ from bench.state import MIB
 from holdfast import wiring
 from holdfast.engine.buffers import copy_part
 from holdfast.engine.encoding.encode import EncodedPiece, Encoder, KnownWeights
+from holdfast.engine.encoding.helper_process import CodingHelpers
 from holdfast.format.digest import digest_of
 from holdfast.geometry.box import Box
 from holdfast.geometry.chunking import DIGEST_BYTES, chunk_range, pair_range
@@ -73,13 +74,15 @@ class Ours:
         self._packs = [PackPlan(f"coded/r00000-{number}.safetensors", items) for number, items in _packed(state)]
         # Every page is written here, before a clock starts. A save has windows that it writes.
         self._windows = memoryview(bytearray(b"\1") * bytes_of(state))
+        self._helpers = CodingHelpers(wiring.CODING_ENTRY, settings(compression_threads=2))
+        assert self._helpers.wait_ready(60.0) == 1, "a helper process is ready"
         self._end = 0
         self._encoded: list[tuple[PackItem, EncodedPiece, int]] = []
         self._scratch = memoryview(bytearray(self.chunk_bytes))
 
     def encode(self, threads: int = 1) -> None:
         """Encode the whole state."""
-        encoder = Encoder(self.codecs, settings(compression_threads=threads))
+        encoder = Encoder(self.codecs, settings(), self._helpers if threads > 1 else None)
         pairs = {
             (item.tensor.fqn, item.region): KINDS["weight"].format(split(item.tensor.fqn)[1])
             for item in self._packs[OTHERS].items

@@ -220,7 +220,7 @@ class Settings:
     see nothing of compressed tensors (`docs/compression.md`)."""
 
     compression_threads: int = 1
-    """Threads per rank that compress. More than one pay where codes take most of the time: they share Python's lock."""
+    """Threads per rank that compress: the one that writes, and helper processes. They pay where processors are free."""
 
     compression_skip: tuple[str, ...] = ()
     """Patterns, as in `skip`, of tensors that stay as they are: `("model.*",)` leaves weights to stock readers."""

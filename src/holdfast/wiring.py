@@ -139,6 +139,17 @@ def codecs() -> Codecs:
     return MappingProxyType({codec.name: codec for codec in known})
 
 
+CODING_ENTRY = "holdfast.wiring:coding_helper"
+"""What each process calls that codes beside the threads of a job."""
+
+
+def coding_helper() -> int:
+    """Code what the process asks for that started this one; return an exit status."""
+    from holdfast.engine.encoding.helper_main import serve
+
+    return serve(codecs())
+
+
 def listed(files: Readable, name: str) -> ForeignListing | None:
     """Return what the format lists that recognises some files; None if none does."""
     known = next((each for each in formats() if each.recognises(files, name)), None)
@@ -305,7 +316,7 @@ def repairable_at(path: object, settings: Settings) -> tuple[Store, int | None]:
 
 def lone_job(settings: Settings) -> Job:
     """Return a job of this process alone that needs no torch."""
-    return Job(AloneComm(), SystemClock(), settings, codecs=codecs())
+    return Job(AloneComm(), SystemClock(), settings, codecs=codecs(), coding_entry=CODING_ENTRY)
 
 
 def comm_of(process_group: ProcessGroup) -> Comm:
@@ -367,7 +378,11 @@ def saving_job(process_group: ProcessGroup, settings: Settings, root: object) ->
     comm = comm_of(process_group)
     require_group(process_group, comm)
     with CallWatch(comm, f"CheckpointManager({root})", "CheckpointManager(...)"):
-        return Job(comm, SystemClock(), settings, framework_of(comm), codecs=codecs())
+        return _saving_job(comm, settings)
+
+
+def _saving_job(comm: Comm, settings: Settings) -> Job:
+    return Job(comm, SystemClock(), settings, framework_of(comm), codecs=codecs(), coding_entry=CODING_ENTRY)
 
 
 _JOBS_MAX = 4
@@ -396,11 +411,7 @@ def shared_job(process_group: ProcessGroup, settings: Settings) -> Job:
     living = [job for job in jobs.values() if not job.is_inherited]
     if settings not in jobs or jobs[settings].is_inherited:
         with CallWatch(comm, "the first save by path with these settings", "save(path, state)"):
-            jobs[settings] = (
-                living[0].with_settings(settings)
-                if living
-                else Job(comm, SystemClock(), settings, framework_of(comm), codecs=codecs())
-            )
+            jobs[settings] = living[0].with_settings(settings) if living else _saving_job(comm, settings)
     jobs.move_to_end(settings)
     # Every rank drops the same ones: each makes the same calls. A save in flight keeps its job until it ends.
     while len(jobs) > _JOBS_MAX:

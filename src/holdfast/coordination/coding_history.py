@@ -1,12 +1,16 @@
-"""What the saves of a job have shown about coding and its stores, for the choices of later saves."""
+"""What the saves of a job share to code: what earlier ones have shown about coding and its stores, and helpers."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 
+from holdfast.engine.encoding.helper_process import CodingHelpers
 from holdfast.plan.coding.choice import Amounts, KindsChoice
+from holdfast.plan.coding.kinds import OwnedKinds
 from holdfast.plan.coding.learning import Knowledge, codings_of
+from holdfast.plan.plan_cache import PlanCache
+from holdfast.settings import Settings
 from holdfast.types.coding import Compression, Kind, KindCoding, Measured, Sampling
 
 _PLACES_MAX = 16
@@ -67,3 +71,26 @@ class CodingHistories:
             while len(self._by_place) > _PLACES_MAX:
                 self._by_place.popitem(last=False)
             return history
+
+
+class JobCoding:
+    """What the saves of a job share to code; used only with compression."""
+
+    def __init__(self, entry: str, settings: Settings, histories: CodingHistories | None = None) -> None:
+        """Know nothing yet, and start no helper.
+
+        Args:
+            entry: What helper processes call, as `CodingHelpers`.
+            settings: How the job saves.
+            histories: Those of another job of the same ranks; None: new ones.
+        """
+        self.owned_kinds: PlanCache[OwnedKinds] = PlanCache()
+        """What this rank owns of the layouts of earlier saves, by kind."""
+        self.histories = histories or CodingHistories()
+        """What earlier saves have shown."""
+        self.helpers = CodingHelpers(entry, settings)
+        """Processes that code beside the threads of this one."""
+
+    def with_settings(self, settings: Settings) -> JobCoding:
+        """Return the same for a job of other settings: it has helpers of its own."""
+        return JobCoding(self.helpers.entry, settings, self.histories)

@@ -11,13 +11,12 @@ from concurrent.futures import Future
 from typing import NoReturn
 
 from holdfast.clock import Clock
-from holdfast.coordination.coding_history import CodingHistories
+from holdfast.coordination.coding_history import JobCoding
 from holdfast.engine.arena import Arena
 from holdfast.engine.background import BackgroundQueue, WriteProgress
 from holdfast.engine.memory_limits import MemoryShare, memory_statement
 from holdfast.errors import BY_NAME, CheckpointError, CorruptError, MissingError, UnavailableError
 from holdfast.format.digest import short_digest_of
-from holdfast.plan.coding.kinds import OwnedKinds
 from holdfast.plan.declared_parts import SumCache
 from holdfast.plan.plan_cache import PlanCache, SavePlan
 from holdfast.ports.codec import NO_CODECS, Codecs
@@ -94,6 +93,7 @@ class Job:
         framework: Framework | None = None,
         *,
         codecs: Codecs = NO_CODECS,
+        coding_entry: str = "",
         saves: bool = True,
         queues: tuple[BackgroundQueue, BackgroundQueue] | None = None,
     ) -> None:
@@ -105,6 +105,7 @@ class Job:
             settings: How the job saves and loads.
             framework: Takes states apart and fills them; None for a job that only moves stored bytes.
             codecs: What chunks are coded and decoded by.
+            coding_entry: What helper processes call, as `CodingHelpers`; empty: there are none.
             saves: False for a job that only loads: it needs no keys, so construction is no collective then.
             queues: The queues for copies and commits of a job that shares them; None: make new ones.
         """
@@ -128,10 +129,8 @@ class Job:
         """Memory for copies of the state."""
         self.plan_cache: PlanCache[SavePlan] = PlanCache()
         """Plans of earlier saves."""
-        self.owned_kinds: PlanCache[OwnedKinds] = PlanCache()
-        """What this rank owns of the layouts of earlier saves, by kind; only with compression."""
-        self.coding_histories = CodingHistories()
-        """What earlier saves have shown about coding."""
+        self.coding = JobCoding(coding_entry, settings)
+        """What saves with compression share."""
         self.part_sums = SumCache()
         """Sums of the declared parts of earlier saves."""
         self.copies, self.commits = queues or _new_queues(clock)
@@ -153,10 +152,17 @@ class Job:
         A collective. Close neither of the jobs: `close` ends the threads of both.
         """
         queues = self.copies, self.commits
-        job = Job(self.comm, self.clock, settings, self._framework, codecs=self.codecs, queues=queues)
+        job = Job(
+            self.comm,
+            self.clock,
+            settings,
+            self._framework,
+            codecs=self.codecs,
+            queues=queues,
+        )
         # Its saves end in one order with those of this job: one overwrites what another publishes.
         job.attempts_under_way = self.attempts_under_way
-        job.coding_histories = self.coding_histories
+        job.coding = self.coding.with_settings(settings)
         return job
 
     @property
@@ -312,9 +318,10 @@ class Job:
             raise
 
     def close(self) -> None:
-        """Wait for the saves in the background, end their threads, and free the arena."""
+        """Wait for the saves in the background, end their threads and helpers, and free the arena."""
         self.copies.close()
         self.commits.close()
+        self.coding.helpers.close()
         self.arena.close()
 
     @property

@@ -30,7 +30,7 @@ class SaveCoding:
         """
         settings = job.settings
         self._settings, self._owned = settings, owned
-        self._history = job.coding_histories.of(_place_of(location))
+        self._history = job.coding.histories.of(_place_of(location))
         self._choice, samplings = self._history.begin(
             owned.amounts, writer.coding_threads, settings.compression, settings.chunk_bytes
         )

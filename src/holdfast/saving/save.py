@@ -202,7 +202,7 @@ def plan_packs(
     key = fingerprint.shards + f"{is_drifted} {sizes}".encode()
     coding = None
     if compresses:
-        by_kind, _ = job.owned_kinds.of(key, holders, own_by_kind)
+        by_kind, _ = job.coding.owned_kinds.of(key, holders, own_by_kind)
         coding = SaveCoding(job, attempt.location, by_kind, attempt.request.writer)
         key += f" {coding.key}".encode()
 

@@ -206,7 +206,7 @@ def test_later_saves_at_a_fast_store_sample_little() -> None:
 
     def part(manager: CheckpointManager, store: PacedStore) -> None:
         store.bytes_per_second = FAST
-        history = manager._parts.job.coding_histories.of(store.url)
+        history = manager._parts.job.coding.histories.of(store.url)
         for step in range(1, 12):
             before = sum(history._knowledge.measured_at.values())
             saved(manager, step)

@@ -14,7 +14,7 @@ from holdfast.format.digest import digest_of, new_digest
 from holdfast.geometry.dtype import MASTER_TYPE
 from holdfast.geometry.value_class import value_class
 from holdfast.ports.codec import Codecs, PairCodec, StoredPart
-from holdfast.types.plan import Digest, PackItem
+from holdfast.types.plan import Digest
 
 _LOOK_BYTES = 4 << 10
 """Bytes of a chunk that are looked at before a codec is tried that takes few chunks."""
@@ -65,33 +65,34 @@ class ChunkEncoder:
         self._codecs, self._counts_nonfinite = codecs, counts_nonfinite
 
     def encoded(
-        self, item: PackItem, chunks: Sequence[memoryview], weight: PairedWeight | None = None
+        self, dtype: str, codec: str, chunks: Sequence[memoryview], weight: PairedWeight | None = None
     ) -> list[EncodedChunk]:
         """Return consecutive chunks of a piece as they are stored.
 
         Args:
-            item: The piece.
+            dtype: The element type of the piece.
+            codec: The codec that is tried first for it.
             chunks: Their raw bytes.
             weight: The chunk of a weight that all of them together were rounded to, perhaps. If that is proven, those
                 that shrink are coded against it; else none is.
         """
         if weight is None:
-            return [self._encoded(item, raw, digest_of(raw), None) for raw in chunks]
+            return [self._encoded(dtype, codec, raw, digest_of(raw), None) for raw in chunks]
         digests, residuals = self._residuals(chunks, weight)
         each = zip(chunks, digests, residuals, strict=True)
-        return [self._encoded(item, raw, digest, residual) for raw, digest, residual in each]
+        return [self._encoded(dtype, codec, raw, digest, residual) for raw, digest, residual in each]
 
     def _encoded(
-        self, item: PackItem, raw: memoryview, digest: Digest, residual: Sequence[StoredPart] | None
+        self, dtype: str, codec: str, raw: memoryview, digest: Digest, residual: Sequence[StoredPart] | None
     ) -> EncodedChunk:
-        nonfinite = nonfinite_count(item.tensor.dtype, raw) if self._counts_nonfinite else 0
+        nonfinite = nonfinite_count(dtype, raw) if self._counts_nonfinite else 0
         if residual is not None:
             return EncodedChunk(digest, "residual", residual, nonfinite)
-        for name in _tried(item, raw):
-            codec = self._codecs[name]
-            if not codec.takes(item.tensor.dtype):
+        for name in _tried(dtype, codec, raw):
+            tried = self._codecs[name]
+            if not tried.takes(dtype):
                 continue
-            stored = codec.coder(item.tensor.dtype).encode(raw)
+            stored = tried.coder(dtype).encode(raw)
             if stored is not None:
                 return EncodedChunk(digest, name, stored, nonfinite)
         return EncodedChunk(digest, "", (raw,), nonfinite)
@@ -122,14 +123,14 @@ def rounded(master: memoryview, dtype: str) -> memoryview:
     return casting.cast(np.frombuffer(master, np.float32), MASTER_TYPE, dtype).view(np.uint8).data
 
 
-def _tried(item: PackItem, raw: memoryview) -> Iterator[str]:
+def _tried(dtype: str, codec: str, raw: memoryview) -> Iterator[str]:
     """Yield the codecs to try for a chunk, in order: first those that a look at some of its bytes suggests."""
     looked_at = np.frombuffer(_middle(raw, _LOOK_BYTES), np.uint8)
     if 4 * np.count_nonzero(looked_at) <= len(looked_at):
         yield "sparse"
-    if item.tensor.dtype == MASTER_TYPE and _has_few_mantissas(raw):
+    if dtype == MASTER_TYPE and _has_few_mantissas(raw):
         yield "dictionary"
-    yield item.codec
+    yield codec
 
 
 def _has_few_mantissas(raw: memoryview) -> bool:

@@ -1,22 +1,23 @@
-"""Encodes a coded pack: one thread takes its chunks, encodes them with others, and returns them in file order.
+"""Encodes a coded pack: one thread takes its chunks, encodes them with helpers, and returns them in file order.
 
 A unit is what is encoded at once: a chunk, or the chunks of a master that a chunk of its weight was rounded from. Its
 raw bytes are memory of a staged window, or memory of the encoder into which they are copied. They are released once the
-unit is written, or once the pack is given up.
+unit is written, or once the pack is given up; if a helper process encodes it, as soon as they are copied to its memory.
 """
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 
 from holdfast.engine.buffers import copy_part
 from holdfast.engine.encoding.chunk_encoder import ChunkEncoder, EncodedChunk, PairedWeight, rounded
+from holdfast.engine.encoding.helper_messages import SLOTS
+from holdfast.engine.encoding.helper_process import CodingHelpers, Helper, HelperTask
 from holdfast.engine.encoding.meter import SaveMeter
 from holdfast.engine.encoding.probe import Prepare
 from holdfast.engine.encoding.raw_chunks import ChunkMemory, CopiedChunks, RawChunk, RawChunks, StagedChunks
-from holdfast.engine.parallel_map import WorkerThreads
 from holdfast.engine.staging import Staging
 from holdfast.format.coded_chunks import PAIR_RATIO
 from holdfast.format.digest import digest_of
@@ -74,26 +75,45 @@ NO_WEIGHTS = KnownWeights({})
 """For packs without pairs."""
 
 
+_UNITS_HERE_MAX = 2
+"""Units beside those of helpers: while one waits to be written, the thread that writes encodes another."""
+
+
+_WAIT_SECONDS_MAX = 0.002
+"""A unit takes a helper half as long, unless it waits for a processor."""
+
+
 class Encoder:
     """Encodes the packs of one writer."""
 
-    def __init__(self, codecs: Codecs, settings: Settings, *, reads_in_order: bool = False) -> None:
-        """Start no thread yet.
+    def __init__(
+        self, codecs: Codecs, settings: Settings, helpers: CodingHelpers | None = None, *, reads_in_order: bool = False
+    ) -> None:
+        """Allocate nothing yet.
 
         Args:
             codecs: The codecs by name.
-            settings: Size of chunks, number of threads, and whether non-finite elements are counted.
-            reads_in_order: Whether one thread reads all sources, front to back.
+            settings: Size of chunks, and whether non-finite elements are counted.
+            helpers: Processes that encode beside the calling thread; None: there are none.
+            reads_in_order: Whether all sources are read front to back.
         """
         self._reads_in_order = reads_in_order
         self._chunks = ChunkEncoder(codecs, counts_nonfinite=settings.count_nonfinite)
         self._chunk_bytes = settings.chunk_bytes
-        self.threads = settings.compression_threads
-        """Threads that encode, the one that calls `encode` included."""
+        self._helpers = helpers or CodingHelpers("", settings)
         self._memory = ChunkMemory(settings.chunk_bytes)
 
+    @property
+    def threads(self) -> int:
+        """How many encode at once, the thread that calls `encode` included."""
+        return 1 + self._helpers.count
+
+    def start_helpers(self) -> None:
+        """Start helpers, so that they are ready when there is something to encode."""
+        self._helpers.start()
+
     def from_sources(self, sources: Sequence[Source]) -> RawChunks:
-        """Return raw chunks that are copied from their sources: by the thread that encodes each, or all in order."""
+        """Return raw chunks that are copied from their sources: when each is encoded, or all in order."""
         return CopiedChunks(sources, self._memory, in_order=self._reads_in_order)
 
     def from_staging(self, staging: Staging) -> RawChunks:
@@ -107,7 +127,8 @@ class Encoder:
         one. There is room for one unit more: an earlier save whose write hangs may still hold the windows of a unit.
         """
         each = -(-PAIR_RATIO * self._chunk_bytes // window_bytes) + 1
-        return each * (_units_max(self.threads) + 1) + 1
+        units = _UNITS_HERE_MAX + 1 if self._helpers.count else 1
+        return each * (units + 1) + 1
 
     def sampler(self, weight_types: Mapping[str, str], codec_for: Callable[[str], str]) -> Prepare:
         """Return what codes samples of pieces that are written raw, as chunks are coded.
@@ -122,12 +143,10 @@ class Encoder:
             dtype = weight_types.get(item.tensor.fqn)
             weight = None if dtype is None else PairedWeight(dtype, digest_of(rounded(raw, dtype)))
             codec = codec_for(item.tensor.dtype)
-            coded = PackItem(item.tensor, item.region, item.data_offset, item.shard_number, codec)
-
             window = memoryview(bytearray(len(raw)))
 
             def encode() -> tuple[str, int]:
-                (chunk,) = self._chunks.encoded(coded, [raw], weight)
+                (chunk,) = self._chunks.encoded(item.tensor.dtype, codec, [raw], weight)
                 # The thread that encodes copies chunks to windows, too.
                 at = 0
                 for part in chunk.parts:
@@ -159,7 +178,7 @@ class Encoder:
             meter: Measures what coding takes; None: nothing does.
         """
         found = []
-        with _UnitsUnderWay(self.threads, append, encoded, meter) as units:
+        with self._helpers.lent() as helpers, _UnitsUnderWay(helpers, append, encoded, meter) as units:
             for item in pack.items:
                 weight = weights.of(item)
                 piece = _PieceRecord("" if weight is None else weight[0])
@@ -222,15 +241,12 @@ class _Unit:
         meter: SaveMeter | None,
     ) -> None:
         self._encoder, self._item, self._weight, self.piece, self._meter = encoder, item, weight, piece, meter
-        self._encoded_chunks: list[EncodedChunk] = []
-        self._error: BaseException | None = None
         self._raw: list[RawChunk] = []
-        self._lock, self._is_begun = threading.Lock(), False
-        # Held until the unit is encoded, or failed: a future takes five times as long.
-        self._under_way = threading.Lock()
-        self._under_way.acquire()
         self._sizes: list[int] = []
         """Raw bytes of each chunk."""
+        self._task: HelperTask | None = None
+        """What a helper does with it."""
+        self._chunks: list[EncodedChunk] | None = None
         self._seconds = self._elapsed_seconds = 0.0
         """Processor seconds that it took to encode, and seconds that passed meanwhile."""
 
@@ -244,37 +260,64 @@ class _Unit:
             self.release()
             raise
 
-    def run(self, is_given_up: Callable[[], bool]) -> float:
-        """Encode, unless another thread has begun it or the pack was given up. On any thread; never raises.
+    def lend(self, helper: Helper) -> None:
+        """Let a helper encode it that has room for it."""
+        raw = [chunk.bytes() for chunk in self._raw]
+        self._task = helper.begin(self._item.tensor.dtype, self._item.codec, raw, self._weight)
+        self._release_raw()
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether it lies in memory of a helper."""
+        return self._task is not None
+
+    @property
+    def is_encoded(self) -> bool:
+        """Whether its chunks are encoded."""
+        return self._chunks is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether a helper has not answered yet."""
+        return self._task is not None and not self._task.wait(0.0)
+
+    def finish(self) -> float:
+        """Take what its helper made of it, after a short wait for that; without a helper's answer, encode it here.
 
         Returns:
             Processor seconds that this thread took to encode it, if it is measured.
         """
-        with self._lock:
-            if self._is_begun:
-                return 0.0
-            self._is_begun = True
-        try:
-            if is_given_up():
-                return 0.0
-            self._encoded_chunks = self._measured() if self._meter is not None else self._encoded()
-        except BaseException as error:  # noqa: BLE001 - the thread that waits for the unit raises it
-            self._error = error
-        finally:
-            self._under_way.release()
+        task = self._task
+        if task is None or not task.wait(_WAIT_SECONDS_MAX) or task.chunks is None:
+            return self.encode_here()
+        self._chunks, self._seconds, self._elapsed_seconds = task.chunks, task.seconds, task.elapsed_seconds
+        return 0.0
+
+    def encode_here(self) -> float:
+        """Encode it on this thread, whoever has it; return as `finish`."""
+        if self._task is None:
+            raw: Sequence[memoryview] = [chunk.bytes() for chunk in self._raw]
+        else:
+            raw = self._task.raw
+            self._task.take_back()
+        meter, dtype, codec = self._meter, self._item.tensor.dtype, self._item.codec
+        if meter is None:
+            self._chunks = self._encoder.encoded(dtype, codec, raw, self._weight)
+            return 0.0
+        begin, start = meter.seconds(), meter.thread_seconds()
+        self._chunks = self._encoder.encoded(dtype, codec, raw, self._weight)
+        self._seconds, self._elapsed_seconds = meter.thread_seconds() - start, meter.seconds() - begin
         return self._seconds
 
-    def _encoded(self) -> list[EncodedChunk]:
-        return self._encoder.encoded(self._item, [raw.bytes() for raw in self._raw], self._weight)
-
-    def _measured(self) -> list[EncodedChunk]:
-        """Encode, and measure what it took to copy, hash and encode the chunks."""
-        meter = self._meter
-        assert meter is not None
-        begin, start = meter.seconds(), meter.thread_seconds()
-        encoded = self._encoded()
-        self._seconds, self._elapsed_seconds = meter.thread_seconds() - start, meter.seconds() - begin
-        return encoded
+    def written(self, append: Callable[[Sequence[StoredPart]], None]) -> list[EncodedChunk]:
+        """Write its chunks, once they are encoded, and release their memory; return what is known of them."""
+        chunks, self._chunks = self._chunks, []
+        assert chunks is not None, "it is encoded"
+        for chunk in chunks:
+            append(chunk.parts)
+            self.piece.add(chunk)
+        self.release()
+        return chunks
 
     def note(self, encoded: Sequence[EncodedChunk], beside_seconds: float) -> None:
         """Let the meter count each chunk, once all are written.
@@ -295,27 +338,19 @@ class _Unit:
             )
 
     @property
-    def is_done(self) -> bool:
-        """Whether it is encoded, or failed."""
-        return not self._under_way.locked()
-
-    def encoded(self) -> list[EncodedChunk]:
-        """Wait for the encoded chunks, and hand them over; raise what `run` met."""
-        with self._under_way:
-            encoded, self._encoded_chunks = self._encoded_chunks, []
-        if self._error is not None:
-            raise self._error
-        return encoded
-
-    @property
     def raw_bytes(self) -> int:
         """Raw bytes of its chunks."""
         return sum(self._sizes)
 
     def release(self) -> None:
-        """Release the raw chunks, unless that was done."""
-        with self._lock:
-            raw, self._raw = self._raw, []
+        """Release its memory, unless that was done."""
+        self._release_raw()
+        task, self._task = self._task, None
+        if task is not None:
+            task.release()
+
+    def _release_raw(self) -> None:
+        raw, self._raw = self._raw, []
         for chunk in raw:
             chunk.release()
 
@@ -323,20 +358,20 @@ class _Unit:
 class _UnitsUnderWay:
     """The units of a pack that are encoded, or wait for their turn to be written. When the block ends, none is.
 
-    The thread that writes encodes too: handing every unit to another thread would cost a fifth of the time of encoding.
+    The thread that writes encodes too: what no helper has room for, and then what helpers have not come to. If nothing
+    else is left it waits for a helper, and not for long: one without a processor of its own takes its time.
     """
 
     def __init__(
         self,
-        threads: int,
+        helpers: Sequence[Helper],
         append: Callable[[Sequence[StoredPart]], None],
         encoded: Callable[[int], None],
         meter: SaveMeter | None,
     ) -> None:
-        self._append, self._encoded, self._units_max, self._meter = append, encoded, _units_max(threads), meter
-        self._others = WorkerThreads(threads - 1, "holdfast-encode") if threads > 1 else None
+        self._helpers, self._append, self._encoded, self._meter = helpers, append, encoded, meter
+        self._units_max = SLOTS * len(helpers) + _UNITS_HERE_MAX if helpers else 1
         self._under_way: deque[_Unit] = deque()
-        self._given_up = False
         self._measured_until = 0.0 if meter is None else meter.thread_seconds()
         self._encoding_seconds = 0.0
         """Processor seconds since then in which this thread encoded."""
@@ -344,10 +379,7 @@ class _UnitsUnderWay:
     def __enter__(self) -> _UnitsUnderWay:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._given_up = kind is not None
-        if self._others is not None:
-            self._others.join()
+    def __exit__(self, *_: object) -> None:
         for unit in self._under_way:
             unit.release()
 
@@ -359,9 +391,11 @@ class _UnitsUnderWay:
         """
         unit.take(chunks, ranges)
         self._under_way.append(unit)
-        if self._others is not None:
-            self._others.begin(lambda: self._help(unit))
-        while len(self._under_way) >= self._units_max:
+        helper = max(self._helpers, key=lambda each: each.free_units, default=None)
+        if helper is not None and helper.has_room(unit.raw_bytes):
+            unit.lend(helper)
+        # Units that are not lent hold staged windows, of which there are few.
+        while len(self._under_way) >= self._units_max or self._count_here() > _UNITS_HERE_MAX:
             self._finish_first()
 
     def finish_all(self) -> None:
@@ -369,27 +403,28 @@ class _UnitsUnderWay:
         while self._under_way:
             self._finish_first()
 
+    def _count_here(self) -> int:
+        return sum(not unit.is_lent for unit in self._under_way)
+
     def _finish_first(self) -> None:
-        unit = self._under_way[0]
-        for this_or_later in self._under_way:
-            if unit.is_done:
-                break
-            self._encoding_seconds += self._run(this_or_later)
-        chunks = unit.encoded()
-        for chunk in chunks:
-            self._append(chunk.parts)
-            unit.piece.add(chunk)
-        unit.release()
+        first = self._under_way[0]
+        while not first.is_encoded:
+            other = self._other() if first.waits else None
+            self._encoding_seconds += first.finish() if other is None else other.encode_here()
+        chunks = first.written(self._append)
         self._under_way.popleft()
-        self._encoded(unit.raw_bytes)
+        self._encoded(first.raw_bytes)
         if self._meter is not None:
-            unit.note(chunks, self._seconds_beside(self._meter))
+            first.note(chunks, self._seconds_beside(self._meter))
 
-    def _help(self, unit: _Unit) -> None:
-        self._run(unit)
+    def _other(self) -> _Unit | None:
+        """Return what is left to encode while a helper encodes the first unit.
 
-    def _run(self, unit: _Unit) -> float:
-        return unit.run(lambda: self._given_up)
+        The next that no helper has, or else the last: helpers that have no processor of their own come to it late.
+        """
+        later = [unit for unit in islice(self._under_way, 1, None) if not unit.is_encoded]
+        here = next((unit for unit in later if not unit.is_lent), None)
+        return here or next((unit for unit in reversed(later) if unit.waits), None)
 
     def _seconds_beside(self, meter: SaveMeter) -> float:
         """Return the processor seconds of this thread since the last call, without those in which it encoded."""
@@ -397,8 +432,3 @@ class _UnitsUnderWay:
         seconds = now - self._measured_until - self._encoding_seconds
         self._measured_until, self._encoding_seconds = now, 0.0
         return max(seconds, 0.0)
-
-
-def _units_max(threads: int) -> int:
-    """Return how many units are under way at most: some wait, so that no thread does."""
-    return threads + threads // 2 + 2 if threads > 1 else 1

@@ -15,6 +15,7 @@ from itertools import accumulate
 
 from holdfast.engine.buffers import BufferPool
 from holdfast.engine.encoding.encode import NO_WEIGHTS, EncodedPiece, Encoder, KnownWeights
+from holdfast.engine.encoding.helper_process import CodingHelpers
 from holdfast.engine.encoding.meter import SaveMeter
 from holdfast.engine.encoding.probe import ChunkProbe, Prepare
 from holdfast.engine.encoding.raw_chunks import RawChunks
@@ -66,6 +67,7 @@ class PackWriter:
         store: Store,
         settings: Settings,
         codecs: Codecs = NO_CODECS,
+        helpers: CodingHelpers | None = None,
         *,
         reads_in_order: bool = False,
     ) -> None:
@@ -75,11 +77,11 @@ class PackWriter:
             store: Where packs go.
             settings: Sizes, and how packs are coded.
             codecs: What chunks are coded by.
-            reads_in_order: Whether sources are read by one thread, front to back, as stored ones must be. If not, the
-                threads that encode read them.
+            helpers: Processes that code beside the thread that writes; None: there are none.
+            reads_in_order: Whether sources are read front to back, as stored ones must be.
         """
         self._store, self._settings = store, settings
-        self._encoder = Encoder(codecs, settings, reads_in_order=reads_in_order)
+        self._encoder = Encoder(codecs, settings, helpers, reads_in_order=reads_in_order)
         self._buffers = BufferPool(settings.windows_in_flight + 1, settings.window_bytes)
         self.meter: SaveMeter | None = None
         """Measures what this writer does; None: nothing does."""
@@ -87,7 +89,7 @@ class PackWriter:
 
     @property
     def coding_threads(self) -> int:
-        """Threads that code."""
+        """Threads that code, those of helpers included."""
         return self._encoder.threads
 
     def sampler(self, weight_types: Mapping[str, str], codec_for: Callable[[str], str]) -> Prepare:
@@ -102,7 +104,11 @@ class PackWriter:
 
     def measuring_save(self) -> AbstractContextManager[None]:
         """Return a block within which all packs of a save are written."""
-        return nullcontext() if self.meter is None else self.meter.saving()
+        if self.meter is None:
+            return nullcontext()
+        # A save whose packs are plain starts helpers, too: a later one counts on them.
+        self._encoder.start_helpers()
+        return self.meter.saving()
 
     @property
     def sends_whole_packs(self) -> bool:

@@ -15,12 +15,11 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast.coordination.job import error_from, error_text
+from holdfast.engine.child_python import command_of
 from holdfast.errors import UnavailableError
 from holdfast.offline.export.planned import ExportShare, OnWindow, PlannedExport, WorkerPool
 from holdfast.settings import ObjectSettings, Settings
 from holdfast.types.export import ExportOptions
-
-_MAIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import {0}; sys.exit({0}.{1}())"
 
 
 def worker_pool(
@@ -47,7 +46,7 @@ def worker_pool(
 def start_worker(entry: str) -> subprocess.Popen[str]:
     """Start a process that calls `entry` and imports from where this process does."""
     return subprocess.Popen(
-        [sys.executable, "-c", _MAIN.format(*entry.split(":")), json.dumps(sys.path)],
+        command_of(entry),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,0 +1,18 @@
+"""Another Python that imports from where this one does."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+_MAIN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import {0}; sys.exit({0}.{1}())"
+
+
+def command_of(entry: str, *arguments: str) -> list[str]:
+    """Return the command of a Python that calls a function and exits with its result.
+
+    Args:
+        entry: The function, as "package.module:function".
+        arguments: What it finds in `sys.argv`, from the third place on.
+    """
+    return [sys.executable, "-c", _MAIN.format(*entry.split(":")), json.dumps(sys.path), *arguments]

@@ -1,0 +1,288 @@
+"""Processes that encode chunks beside the thread that writes: threads would share Python's lock with it.
+
+A helper maps memory of this process. It finds raw chunks there, and leaves their stored forms there. A unit takes a
+slot of that memory until it is written. Whatever becomes of a helper, its raw chunks stay in the slot, and the thread
+that writes encodes them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import msgspec
+
+from holdfast.engine.buffers import copy_bytes
+from holdfast.engine.child_python import command_of
+from holdfast.engine.encoding.chunk_encoder import EncodedChunk, PairedWeight
+from holdfast.engine.encoding.helper_messages import MESSAGE_BYTES_MAX, READY, SLOTS, SlotMemory, UnitReply, UnitRequest
+from holdfast.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+_EXIT_SECONDS_MAX = 5.0
+"""A helper ends as soon as its socket does. One that takes longer is killed."""
+
+_CAN_HELP = hasattr(os, "memfd_create") and hasattr(socket, "SOCK_SEQPACKET")
+
+
+class HelperTask:
+    """A unit that a helper encodes."""
+
+    def __init__(self, helper: Helper, slot: int, raw: Sequence[memoryview]) -> None:
+        self._helper, self._slot = helper, slot
+        self.raw = raw
+        """Its raw chunks, memory of the slot."""
+        self.is_done = False
+        """Whether the helper has answered, or never will."""
+        self.chunks: list[EncodedChunk] | None = None
+        """The chunks as they are stored, memory of the slot; None: the helper did not encode them."""
+        self.seconds = self.elapsed_seconds = 0.0
+        """Processor seconds of the helper, and seconds that passed meanwhile."""
+        self._is_released = False
+
+    def take_back(self) -> None:
+        """Ask the helper to leave it, unless it has begun. It answers either way, and the slot is in use until then."""
+        self._helper.memory.note_taken_back(self._slot, True)
+
+    def wait(self, seconds_max: float) -> bool:
+        """Wait until it is done, at most this long for each message of the helper; return whether it is."""
+        while not self.is_done and self._helper.receive(seconds_max):
+            pass
+        return self.is_done
+
+    def end(self, reply: UnitReply | None) -> None:
+        """Take the answer of the helper; None: there is none."""
+        self.is_done = True
+        if reply is not None and reply.chunks is not None:
+            memory = self._helper.memory
+            self.chunks = [
+                EncodedChunk(each.digest, each.codec, (memory.stored(each) if each.codec else raw,), each.nonfinite)
+                for each, raw in zip(reply.chunks, self.raw, strict=True)
+            ]
+            self.seconds, self.elapsed_seconds = reply.seconds, reply.elapsed_seconds
+        self._free_slot()
+
+    def release(self) -> None:
+        """Give the slot back: at once, or when the helper has answered."""
+        self._is_released = True
+        self._free_slot()
+
+    def _free_slot(self) -> None:
+        if self.is_done and self._is_released:
+            self._helper.free_slots.append(self._slot)
+
+
+class Helper:
+    """One helper process. The thread to which it is lent uses it."""
+
+    def __init__(self, entry: str, settings: Settings) -> None:
+        """Start the process; it is ready some tenths of a second later.
+
+        Raises:
+            OSError: It cannot be started.
+        """
+        self.memory = SlotMemory.new(SLOTS, settings.chunk_bytes)
+        self.free_slots = list(range(SLOTS))
+        self.is_ready = self.is_lost = False
+        self._pid = os.getpid()
+        self._tasks: dict[int, HelperTask] = {}
+        try:
+            self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                self._process = self._started(entry, theirs, settings)
+        finally:
+            os.close(self.memory.descriptor)
+
+    def _started(self, entry: str, theirs: socket.socket, settings: Settings) -> subprocess.Popen[bytes]:
+        passed = theirs.fileno(), self.memory.descriptor
+        arguments = *passed, settings.chunk_bytes, int(settings.count_nonfinite)
+        try:
+            return subprocess.Popen(
+                command_of(entry, *map(str, arguments)),
+                stdin=subprocess.DEVNULL,
+                pass_fds=passed,
+                # Ctrl-C in the terminal must not reach it: it ends when its socket does.
+                start_new_session=True,
+            )
+        except BaseException:
+            self._socket.close()
+            raise
+
+    @property
+    def free_units(self) -> int:
+        """How many more units it takes."""
+        return 0 if self.is_lost else len(self.free_slots)
+
+    def has_room(self, raw_bytes: int) -> bool:
+        """Return whether it takes a unit of so many raw bytes."""
+        return self.free_units > 0 and raw_bytes <= self.memory.raw_bytes_max
+
+    def begin(self, dtype: str, codec: str, chunks: Sequence[memoryview], weight: PairedWeight | None) -> HelperTask:
+        """Copy the raw chunks of a unit that it has room for to a slot, and let them be encoded.
+
+        Args:
+            dtype: Element type.
+            codec: The codec that is tried first.
+            chunks, weight: As `ChunkEncoder.encoded`.
+        """
+        slot = self.free_slots.pop()
+        self.memory.note_taken_back(slot, False)
+        sizes = list(map(len, chunks))
+        raw = self.memory.raw(slot, sizes)
+        for chunk, room in zip(chunks, raw, strict=True):
+            copy_bytes(chunk, room)
+        task = self._tasks[slot] = HelperTask(self, slot, raw)
+        pair = None if weight is None else (weight.dtype, weight.digest)
+        try:
+            # There is room for a message to each slot: it never blocks.
+            self._socket.send(msgspec.msgpack.encode(UnitRequest(slot, dtype, codec, sizes, pair)))
+        except OSError as error:
+            self._lose(str(error))
+        return task
+
+    def receive(self, seconds_max: float) -> bool:
+        """Take one message, waiting for it at most this long; return whether anything changed."""
+        if self.is_lost:
+            return False
+        self._socket.settimeout(seconds_max)
+        try:
+            message = self._socket.recv(MESSAGE_BYTES_MAX)
+        except (BlockingIOError, TimeoutError):
+            return False
+        except OSError as error:
+            self._lose(str(error))
+            return True
+        if not message:
+            self._lose("it has ended")
+        elif message == READY:
+            self.is_ready = True
+        else:
+            self._end_task(message)
+        return True
+
+    def _end_task(self, message: bytes) -> None:
+        try:
+            reply = msgspec.msgpack.decode(message, type=UnitReply)
+            task = self._tasks.pop(reply.slot)
+        except (msgspec.MsgspecError, KeyError) as error:
+            # It began after another version was installed, for example.
+            self._lose(f"its answer is none: {error!r}")
+        else:
+            task.end(reply)
+
+    def close(self) -> None:
+        """End the process, unless that was done."""
+        self.is_lost = True
+        self._socket.close()
+        if os.getpid() != self._pid:
+            return  # It is the parent's.
+        try:
+            self._process.wait(_EXIT_SECONDS_MAX)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _lose(self, why: str) -> None:
+        self.is_lost = True
+        logger.warning(
+            "process %d that compresses is lost: %s. The thread that writes compresses what it had, and saves take "
+            "longer. If it was killed for memory, lower compression_threads",
+            self._process.pid,
+            why,
+        )
+        self._process.kill()
+        self.close()
+        tasks = list(self._tasks.values())
+        self._tasks.clear()
+        for task in tasks:
+            task.end(None)
+
+
+class CodingHelpers:
+    """The helper processes of a job: as many as the settings say, started when first lent."""
+
+    def __init__(self, entry: str, settings: Settings) -> None:
+        """Start none yet.
+
+        Args:
+            entry: The function that each process calls, as "package.module:function"; it calls `helper_main.serve`.
+                Empty: there are no helpers.
+            settings: How many threads code, one of which is the one that writes.
+        """
+        self.entry, self._settings = entry, settings
+        self._helpers: list[Helper] | None = None
+        self._in_use = threading.Lock()
+        self._pid = os.getpid()
+        self._count_max = settings.compression_threads - 1 if entry and _CAN_HELP else 0
+
+    @property
+    def count(self) -> int:
+        """How many helpers there are, or will be."""
+        if self._helpers is None:
+            return self._count_max
+        return sum(not helper.is_lost for helper in self._helpers)
+
+    def start(self) -> None:
+        """Start the helpers, unless that was done: they are ready some tenths of a second later."""
+        with self.lent():
+            pass
+
+    @contextmanager
+    def lent(self) -> Iterator[Sequence[Helper]]:
+        """Lend the helpers that are ready, for the length of a block. Meanwhile nobody else gets any."""
+        if not self._count_max or os.getpid() != self._pid or not self._in_use.acquire(blocking=False):
+            yield ()
+            return
+        try:
+            yield self._ready()
+        finally:
+            self._in_use.release()
+
+    def wait_ready(self, seconds_max: float) -> int:
+        """Start the helpers if there are none, and wait until all are ready; return how many are."""
+        with self.lent():
+            for helper in self._helpers or ():
+                if not helper.is_ready:
+                    helper.receive(seconds_max)
+            return len(self._ready()) if self._helpers else 0
+
+    def close(self) -> None:
+        """End the processes, and start none any more."""
+        self._count_max = 0
+        _close(self._helpers or [])
+
+    def _ready(self) -> list[Helper]:
+        if self._helpers is None:
+            self._helpers = self._started()
+        for helper in self._helpers:
+            while helper.receive(0.0):
+                pass
+        return [helper for helper in self._helpers if helper.is_ready and not helper.is_lost]
+
+    def _started(self) -> list[Helper]:
+        helpers: list[Helper] = []
+        # The list is closed, not this object: a finalizer that refers to its own object would keep it alive.
+        weakref.finalize(self, _close, helpers)
+        try:
+            for _ in range(self._count_max):
+                helpers.append(Helper(self.entry, self._settings))
+        except OSError as error:
+            logger.warning(
+                "%d of %d processes that compress were started: %s. The thread that writes compresses too",
+                len(helpers),
+                self._count_max,
+                error,
+            )
+        return helpers
+
+
+def _close(helpers: list[Helper]) -> None:
+    for helper in helpers:
+        helper.close()
