@@ -101,7 +101,8 @@ class SlotMemory:
         """
         descriptor = os.memfd_create("holdfast-encode")
         try:
-            os.ftruncate(descriptor, slots * (2 * PAIR_RATIO * chunk_bytes + 1))
+            # Not `ftruncate`: a page that is not there when it is first touched would kill the process.
+            os.posix_fallocate(descriptor, 0, slots * (2 * PAIR_RATIO * chunk_bytes + 1))
             return cls(descriptor, slots, chunk_bytes)
         except BaseException:
             os.close(descriptor)

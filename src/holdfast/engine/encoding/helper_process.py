@@ -14,7 +14,7 @@ import subprocess
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import msgspec
 
@@ -189,6 +189,11 @@ class Helper:
             self._process.kill()
             self._process.wait()
 
+    def hang_up(self) -> None:
+        """Let the process end, and the thread that uses it find it lost. On any thread."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def _lose(self, why: str) -> None:
         self.is_lost = True
         logger.warning(
@@ -256,7 +261,7 @@ class CodingHelpers:
     def close(self) -> None:
         """End the processes, and start none any more."""
         self._count_max = 0
-        _close(self._helpers or [])
+        _close(self._helpers or [], self._in_use)
 
     def _ready(self) -> list[Helper]:
         if self._helpers is None:
@@ -269,7 +274,7 @@ class CodingHelpers:
     def _started(self) -> list[Helper]:
         helpers: list[Helper] = []
         # The list is closed, not this object: a finalizer that refers to its own object would keep it alive.
-        weakref.finalize(self, _close, helpers)
+        weakref.finalize(self, _close, helpers, self._in_use)
         try:
             for _ in range(self._count_max):
                 helpers.append(Helper(self.entry, self._settings))
@@ -283,6 +288,14 @@ class CodingHelpers:
         return helpers
 
 
-def _close(helpers: list[Helper]) -> None:
-    for helper in helpers:
-        helper.close()
+def _close(helpers: list[Helper], in_use: threading.Lock) -> None:
+    """End helpers. At the exit of the process a save on another thread may use them: it finds them lost."""
+    if not in_use.acquire(blocking=False):
+        for helper in helpers:
+            helper.hang_up()
+        return
+    try:
+        for helper in helpers:
+            helper.close()
+    finally:
+        in_use.release()

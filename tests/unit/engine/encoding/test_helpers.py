@@ -277,6 +277,23 @@ def test_helpers_that_are_closed_are_lent_no_more() -> None:
     helpers.close()
 
 
+def test_helpers_that_are_closed_amid_a_save_are_found_lost() -> None:
+    helpers, pack, store = started(), of_many_chunks(), memory()
+    pid, counts = pid_of(the_helper(helpers)), list[int]()
+
+    def close_them(count: int) -> None:
+        counts.append(count)
+        if len(counts) == 5:
+            closing = threading.Thread(target=helpers.close)
+            closing.start()
+            closing.join()
+
+    pack.write(store, written=close_them, helpers=helpers)
+    assert store.get(KEY, 1 << 30) == stored(pack)
+    assert within(READY_SECONDS_MAX, lambda: not is_alive(pid))
+    helpers.close()
+
+
 def test_a_forked_process_uses_none_and_ends_none() -> None:
     helpers = started()
     pid = pid_of(the_helper(helpers))
