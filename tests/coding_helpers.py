@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from holdfast import wiring
+from holdfast.engine.encoding import helper_main
 from holdfast.engine.encoding.helper_main import serve
 from holdfast.ports.codec import Codec, StoredPart
 
@@ -33,6 +34,15 @@ class _Failing:
 def failing() -> int:
     codec: Codec = _Failing()  # type: ignore[assignment]
     return serve(dict.fromkeys(wiring.codecs(), codec))
+
+
+OTHER_VERSION = "tests.coding_helpers:of_another_version"
+"""Says what a helper of another version would."""
+
+
+def of_another_version() -> int:
+    helper_main.READY = b"holdfast 99.0, slots of layout 7"
+    return serve(wiring.codecs())
 
 
 def breaking() -> int:

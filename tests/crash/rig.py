@@ -45,7 +45,7 @@ SETTINGS = tuned(
 )
 LAZY = replace(SETTINGS, staging="lazy", arena_bytes_max=2 * SETTINGS.window_bytes, verify_lazy_copy=True)
 """Copies wait for writes, and writes for copies."""
-COMPRESSED = tuned(replace(LAZY, compression="on", compression_threads=2), coded_bytes_min=256)
+COMPRESSED = tuned(replace(LAZY, compression="on"), coded_bytes_min=256)
 """The same with coded packs, from windows that are copied out, since the arena has two."""
 
 OLD, NEW, NEXT = 10, 20, 30

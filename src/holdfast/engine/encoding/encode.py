@@ -27,7 +27,7 @@ from holdfast.geometry.tensor import TensorSpec
 from holdfast.geometry.value_class import value_class
 from holdfast.ports.codec import Codecs, StoredPart
 from holdfast.ports.framework import Source
-from holdfast.settings import Settings
+from holdfast.settings import MIB, Settings
 from holdfast.types.plan import Coding, PackItem, PackPlan, PieceKey
 
 
@@ -79,8 +79,8 @@ _UNITS_HERE_MAX = 2
 """Units beside those of helpers: while one waits to be written, the thread that writes encodes another."""
 
 
-_WAIT_SECONDS_MAX = 0.002
-"""A unit takes a helper half as long, unless it waits for a processor."""
+_WAIT_SECONDS_PER_MIB = 0.002
+"""How long a helper is waited for: twice as long as it needs, unless it waits for a processor."""
 
 
 class Encoder:
@@ -106,7 +106,7 @@ class Encoder:
     @property
     def threads(self) -> int:
         """How many encode at once, the thread that calls `encode` included."""
-        return 1 + self._helpers.count
+        return 1 + self._helpers.ready_count
 
     def start_helpers(self) -> None:
         """Start helpers, so that they are ready when there is something to encode."""
@@ -127,7 +127,7 @@ class Encoder:
         one. There is room for one unit more: an earlier save whose write hangs may still hold the windows of a unit.
         """
         each = -(-PAIR_RATIO * self._chunk_bytes // window_bytes) + 1
-        units = _UNITS_HERE_MAX + 1 if self._helpers.count else 1
+        units = _UNITS_HERE_MAX + 1 if self._helpers.count_max else 1
         return each * (units + 1) + 1
 
     def sampler(self, weight_types: Mapping[str, str], codec_for: Callable[[str], str]) -> Prepare:
@@ -288,7 +288,7 @@ class _Unit:
             Processor seconds that this thread took to encode it, if it is measured.
         """
         task = self._task
-        if task is None or not task.wait(_WAIT_SECONDS_MAX) or task.chunks is None:
+        if task is None or not task.wait(_WAIT_SECONDS_PER_MIB * max(self.raw_bytes / MIB, 1)) or task.chunks is None:
             return self.encode_here()
         self._chunks, self._seconds, self._elapsed_seconds = task.chunks, task.seconds, task.elapsed_seconds
         return 0.0

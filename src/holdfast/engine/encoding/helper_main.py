@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 
@@ -25,14 +26,18 @@ from holdfast.ports.codec import Codecs
 
 logger = logging.getLogger(__name__)
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""What a scheduler sends to all processes of a job before it ends: the last save still needs helpers."""
+
 _LOOK_SECONDS = 30.0
 """How often a helper looks whether its parent lives: another child of the parent may keep the socket open."""
 
 
 def serve(codecs: Codecs) -> int:
     """Encode what is asked for on the socket that `Helper` passes; return an exit status."""
-    theirs, memory, chunk_bytes, counts_nonfinite = map(int, sys.argv[2:6])
-    parent = os.getppid()
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    theirs, memory, chunk_bytes, counts_nonfinite, parent = map(int, sys.argv[2:7])
     worker = _Worker(codecs, SlotMemory(memory, SLOTS, chunk_bytes), counts_nonfinite=bool(counts_nonfinite))
     with socket.socket(fileno=theirs) as asked:
         asked.settimeout(_LOOK_SECONDS)

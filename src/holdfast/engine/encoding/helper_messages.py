@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import mmap
 import os
+import sys
 from collections.abc import Sequence
 
 import msgspec
 
 from holdfast.format.coded_chunks import PAIR_RATIO
 
-READY = b"ready"
-"""The first message of a helper."""
+# Not an import: what the package offers imports this room.
+READY = f"holdfast {sys.modules['holdfast'].__version__}, slots of layout 1".encode()
+"""The first message of a helper. One that says something else began after another version was installed."""
 
 MESSAGE_BYTES_MAX = 64 << 10
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -58,8 +59,11 @@ class HelperTask:
         return self.is_done
 
     def end(self, reply: UnitReply | None) -> None:
-        """Take the answer of the helper; None: there is none."""
-        self.is_done = True
+        """Take the answer of the helper; None: there is none.
+
+        Raises:
+            ValueError: It answers for another number of chunks.
+        """
         if reply is not None and reply.chunks is not None:
             memory = self._helper.memory
             self.chunks = [
@@ -67,6 +71,7 @@ class HelperTask:
                 for each, raw in zip(reply.chunks, self.raw, strict=True)
             ]
             self.seconds, self.elapsed_seconds = reply.seconds, reply.elapsed_seconds
+        self.is_done = True
         self._free_slot()
 
     def release(self) -> None:
@@ -102,7 +107,7 @@ class Helper:
 
     def _started(self, entry: str, theirs: socket.socket, settings: Settings) -> subprocess.Popen[bytes]:
         passed = theirs.fileno(), self.memory.descriptor
-        arguments = *passed, settings.chunk_bytes, int(settings.count_nonfinite)
+        arguments = *passed, settings.chunk_bytes, int(settings.count_nonfinite), self._pid
         try:
             return subprocess.Popen(
                 command_of(entry, *map(str, arguments)),
@@ -122,6 +127,9 @@ class Helper:
 
     def has_room(self, raw_bytes: int) -> bool:
         """Return whether it takes a unit of so many raw bytes."""
+        # Nobody waits for units that were taken back: their answers are read here.
+        while not self.free_slots and self.receive(0.0):
+            pass
         return self.free_units > 0 and raw_bytes <= self.memory.raw_bytes_max
 
     def begin(self, dtype: str, codec: str, chunks: Sequence[memoryview], weight: PairedWeight | None) -> HelperTask:
@@ -161,49 +169,61 @@ class Helper:
             return True
         if not message:
             self._lose("it has ended")
+        elif self.is_ready:
+            self._end_task(message)
         elif message == READY:
             self.is_ready = True
         else:
-            self._end_task(message)
+            self._lose(f"it is of another version: it says {message[:80]!r}, expected {READY!r}")
         return True
 
     def _end_task(self, message: bytes) -> None:
         try:
             reply = msgspec.msgpack.decode(message, type=UnitReply)
-            task = self._tasks.pop(reply.slot)
-        except (msgspec.MsgspecError, KeyError) as error:
-            # It began after another version was installed, for example.
-            self._lose(f"its answer is none: {error!r}")
-        else:
-            task.end(reply)
+            self._tasks[reply.slot].end(reply)
+            del self._tasks[reply.slot]
+        except (msgspec.MsgspecError, KeyError, ValueError) as error:
+            self._lose(f"it answered something else: {error!r}")
+
+    def hang_up(self) -> None:
+        """Let the process end, and the thread that uses it find it lost. On any thread."""
+        # A forked process does not end those of its parent.
+        if os.getpid() == self._pid:
+            # Not `close` alone: a forked process may hold the socket open for long.
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """End the process, unless that was done."""
         self.is_lost = True
+        self.hang_up()
         self._socket.close()
-        if os.getpid() != self._pid:
-            return  # It is the parent's.
-        try:
-            self._process.wait(_EXIT_SECONDS_MAX)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        if os.getpid() == self._pid:
+            self._status()
 
-    def hang_up(self) -> None:
-        """Let the process end, and the thread that uses it find it lost. On any thread."""
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+    def _status(self) -> int | None:
+        """Wait for the end of the process; return its exit status, None if it does not end."""
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(_EXIT_SECONDS_MAX)
+        self._process.kill()
+        # One that hangs in the kernel does not end.
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(_EXIT_SECONDS_MAX)
+        return None
 
     def _lose(self, why: str) -> None:
-        self.is_lost = True
+        self.close()
+        status = self._process.returncode
+        if status is not None and status < 0:
+            why = f"it was ended by signal {-status}"
+            why += ", perhaps for memory: then lower compression_threads" if status == -signal.SIGKILL else ""
+        elif status:
+            why = f"it ended with status {status}; its error output says why"
         logger.warning(
-            "process %d that compresses is lost: %s. The thread that writes compresses what it had, and saves take "
-            "longer. If it was killed for memory, lower compression_threads",
+            "process %d that compresses is lost: %s. The thread that writes compresses what it had; saves take longer",
             self._process.pid,
             why,
         )
-        self._process.kill()
-        self.close()
         tasks = list(self._tasks.values())
         self._tasks.clear()
         for task in tasks:
@@ -225,14 +245,16 @@ class CodingHelpers:
         self._helpers: list[Helper] | None = None
         self._in_use = threading.Lock()
         self._pid = os.getpid()
-        self._count_max = settings.compression_threads - 1 if entry and _CAN_HELP else 0
+        self.count_max = settings.compression_threads - 1 if entry and _CAN_HELP else 0
+        """How many helpers there are at most."""
 
     @property
-    def count(self) -> int:
-        """How many helpers there are, or will be."""
+    def ready_count(self) -> int:
+        """How many helpers can be lent. None is started for that."""
         if self._helpers is None:
-            return self._count_max
-        return sum(not helper.is_lost for helper in self._helpers)
+            return 0
+        with self.lent():
+            return sum(helper.is_ready and not helper.is_lost for helper in self._helpers)
 
     def start(self) -> None:
         """Start the helpers, unless that was done: they are ready some tenths of a second later."""
@@ -242,7 +264,7 @@ class CodingHelpers:
     @contextmanager
     def lent(self) -> Iterator[Sequence[Helper]]:
         """Lend the helpers that are ready, for the length of a block. Meanwhile nobody else gets any."""
-        if not self._count_max or os.getpid() != self._pid or not self._in_use.acquire(blocking=False):
+        if not self.count_max or os.getpid() != self._pid or not self._in_use.acquire(blocking=False):
             yield ()
             return
         try:
@@ -256,36 +278,35 @@ class CodingHelpers:
             for helper in self._helpers or ():
                 if not helper.is_ready:
                     helper.receive(seconds_max)
-            return len(self._ready()) if self._helpers else 0
+        return self.ready_count
 
     def close(self) -> None:
         """End the processes, and start none any more."""
-        self._count_max = 0
+        self.count_max = 0
         _close(self._helpers or [], self._in_use)
 
     def _ready(self) -> list[Helper]:
         if self._helpers is None:
-            self._helpers = self._started()
+            self._helpers = []
+            self._start(self._helpers)
         for helper in self._helpers:
             while helper.receive(0.0):
                 pass
         return [helper for helper in self._helpers if helper.is_ready and not helper.is_lost]
 
-    def _started(self) -> list[Helper]:
-        helpers: list[Helper] = []
+    def _start(self, helpers: list[Helper]) -> None:
         # The list is closed, not this object: a finalizer that refers to its own object would keep it alive.
         weakref.finalize(self, _close, helpers, self._in_use)
         try:
-            for _ in range(self._count_max):
+            for _ in range(self.count_max):
                 helpers.append(Helper(self.entry, self._settings))
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - a save does without
             logger.warning(
-                "%d of %d processes that compress were started: %s. The thread that writes compresses too",
+                "%d of %d processes that compress were started: %r. The thread that writes compresses too",
                 len(helpers),
-                self._count_max,
+                self.count_max,
                 error,
             )
-        return helpers
 
 
 def _close(helpers: list[Helper], in_use: threading.Lock) -> None:
@@ -296,6 +317,8 @@ def _close(helpers: list[Helper], in_use: threading.Lock) -> None:
         return
     try:
         for helper in helpers:
-            helper.close()
+            helper.hang_up()  # All end at once.
+        while helpers:
+            helpers.pop().close()
     finally:
         in_use.release()
