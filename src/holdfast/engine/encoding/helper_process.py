@@ -198,18 +198,15 @@ class Helper:
         self.is_lost = True
         self.hang_up()
         self._socket.close()
-        if os.getpid() == self._pid:
-            self._status()
-
-    def _status(self) -> int | None:
-        """Wait for the end of the process; return its exit status, None if it does not end."""
-        with suppress(subprocess.TimeoutExpired):
-            return self._process.wait(_EXIT_SECONDS_MAX)
-        self._process.kill()
-        # One that hangs in the kernel does not end.
-        with suppress(subprocess.TimeoutExpired):
-            return self._process.wait(_EXIT_SECONDS_MAX)
-        return None
+        if os.getpid() != self._pid:
+            return
+        try:
+            self._process.wait(_EXIT_SECONDS_MAX)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            # One that hangs in the kernel does not end.
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_EXIT_SECONDS_MAX)
 
     def _lose(self, why: str) -> None:
         self.close()
