@@ -391,9 +391,9 @@ class _UnitsUnderWay:
         """
         unit.take(chunks, ranges)
         self._under_way.append(unit)
-        helper = max(self._helpers, key=lambda each: each.free_units, default=None)
-        if helper is not None and helper.has_room(unit.raw_bytes):
-            unit.lend(helper)
+        with_room = [helper for helper in self._helpers if helper.has_room(unit.raw_bytes)]
+        if with_room:
+            unit.lend(max(with_room, key=lambda helper: len(helper.free_slots)))
         # Units that are not lent hold staged windows, of which there are few.
         while len(self._under_way) >= self._units_max or self._count_here() > _UNITS_HERE_MAX:
             self._finish_first()

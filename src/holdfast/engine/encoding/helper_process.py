@@ -95,6 +95,7 @@ class Helper:
         """
         self.memory = SlotMemory.new(SLOTS, settings.chunk_bytes)
         self.free_slots = list(range(SLOTS))
+        """Slots that no unit has."""
         self.is_ready = self.is_lost = False
         self._pid = os.getpid()
         self._tasks: dict[int, HelperTask] = {}
@@ -120,17 +121,12 @@ class Helper:
             self._socket.close()
             raise
 
-    @property
-    def free_units(self) -> int:
-        """How many more units it takes."""
-        return 0 if self.is_lost else len(self.free_slots)
-
     def has_room(self, raw_bytes: int) -> bool:
         """Return whether it takes a unit of so many raw bytes."""
         # Nobody waits for units that were taken back: their answers are read here.
         while not self.free_slots and self.receive(0.0):
             pass
-        return self.free_units > 0 and raw_bytes <= self.memory.raw_bytes_max
+        return not self.is_lost and bool(self.free_slots) and raw_bytes <= self.memory.raw_bytes_max
 
     def begin(self, dtype: str, codec: str, chunks: Sequence[memoryview], weight: PairedWeight | None) -> HelperTask:
         """Copy the raw chunks of a unit that it has room for to a slot, and let them be encoded.

@@ -177,9 +177,12 @@ def test_a_helper_encodes_and_every_slot_comes_back() -> None:
     helpers.close()
 
 
-def test_a_helper_that_was_late_helps_again_with_the_same_pack() -> None:
-    helpers = started()
-    helper, pack = the_helper(helpers), Pack({"t": drawn("float32", 1024 * 400, "normal", 0)}, TWO)
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_helper_that_was_late_helps_again_with_the_same_pack(number: int) -> None:
+    helpers = started(2)
+    with helpers.lent() as lent:
+        helper = lent[number]
+    pack = Pack({"t": drawn("float32", 1024 * 400, "normal", 0)}, TWO)
     tasks: list[HelperTask] = []
 
     def begin(*of: Any) -> HelperTask:
