@@ -18,13 +18,15 @@ BREAKING = "tests.coding_helpers:breaking"
 """Ends before it is ready."""
 
 
-class _Failing:
+class FailingCodec:
+    """Takes every type, and codes none."""
+
     name, base = "planes", "none"
 
     def takes(self, dtype: str, base_dtype: str = "") -> bool:
         return True
 
-    def coder(self, dtype: str, base_dtype: str = "") -> _Failing:
+    def coder(self, dtype: str, base_dtype: str = "") -> FailingCodec:
         return self
 
     def encode(self, raw: memoryview, base: memoryview | None = None) -> Sequence[StoredPart] | None:
@@ -32,7 +34,7 @@ class _Failing:
 
 
 def failing() -> int:
-    codec: Codec = _Failing()  # type: ignore[assignment]
+    codec: Codec = FailingCodec()  # type: ignore[assignment]
     return serve(dict.fromkeys(wiring.codecs(), codec))
 
 

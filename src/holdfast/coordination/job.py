@@ -152,14 +152,7 @@ class Job:
         A collective. Close neither of the jobs: `close` ends the threads of both.
         """
         queues = self.copies, self.commits
-        job = Job(
-            self.comm,
-            self.clock,
-            settings,
-            self._framework,
-            codecs=self.codecs,
-            queues=queues,
-        )
+        job = Job(self.comm, self.clock, settings, self._framework, codecs=self.codecs, queues=queues)
         # Its saves end in one order with those of this job: one overwrites what another publishes.
         job.attempts_under_way = self.attempts_under_way
         job.coding = self.coding.with_settings(settings)

@@ -91,8 +91,8 @@ class SlotMemory:
         """Maps the memory in another process. Whoever opened it closes it."""
         self.raw_bytes_max = PAIR_RATIO * chunk_bytes
         """Raw bytes of a unit at most."""
-        self._taken_back = slots * 2 * self.raw_bytes_max
-        self._bytes = memoryview(mmap.mmap(descriptor, self._taken_back + slots))
+        self._bytes = memoryview(mmap.mmap(descriptor, 0))
+        self._taken_back = len(self._bytes) - slots
 
     @classmethod
     def new(cls, slots: int, chunk_bytes: int) -> SlotMemory:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -18,11 +17,11 @@ class RawChunk(Protocol):
     """The raw bytes of a chunk."""
 
     def bytes(self) -> memoryview:
-        """Return the bytes; called once, on the thread that encodes them."""
+        """Return the bytes; called once."""
         ...
 
     def release(self) -> None:
-        """Take the memory back; called once, on any thread."""
+        """Take the memory back; called once."""
         ...
 
 
@@ -179,17 +178,14 @@ class _SharedWindow:
 
     def __init__(self, buffer: memoryview, staging: Staging) -> None:
         self.buffer = buffer
-        self._staging, self._readers, self._lock = staging, 1, threading.Lock()
+        self._staging, self._readers = staging, 1
 
     def join(self) -> None:
-        with self._lock:
-            self._readers += 1
+        self._readers += 1
 
     def leave(self) -> None:
-        with self._lock:
-            self._readers -= 1
-            is_last = not self._readers
-        if is_last:
+        self._readers -= 1
+        if not self._readers:
             self._staging.give(self.buffer)
 
 

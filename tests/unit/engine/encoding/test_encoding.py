@@ -27,6 +27,7 @@ from holdfast.testing.framework import GlobalTensor
 from holdfast.types.coding import Kind
 from holdfast.wiring import codecs
 from tests.coded_packs import KEY, KINDS, SMALL, Pack, drawn, memory, with_pair
+from tests.coding_helpers import FailingCodec
 from tests.looked_at import ClockOfLooks
 
 
@@ -172,22 +173,10 @@ def test_a_store_that_fails_leaves_nothing_and_lends_nothing(operation: str, buf
 
 
 def test_a_codec_that_fails_leaves_nothing() -> None:
-    class Failing:
-        name, base = "zstd", "none"
-
-        def takes(self, dtype: str, base_dtype: str = "") -> bool:
-            return True
-
-        def coder(self, dtype: str, base_dtype: str = "") -> Failing:
-            return self
-
-        def encode(self, raw: memoryview, base: memoryview | None = None) -> Sequence[StoredPart] | None:
-            raise MemoryError("no room")
-
     pack = Pack({"t": drawn("int64", 512 * 20, "equal", 0)})
     store = memory()
     with pytest.raises(MemoryError, match="no room"):
-        pack.write(store, {**codecs(), "zstd": Failing()})  # type: ignore[dict-item]
+        pack.write(store, {**codecs(), "zstd": FailingCodec()})  # type: ignore[dict-item]
     assert list(store.list()) == []
 
 
