@@ -37,6 +37,20 @@ class TensorOnMesh:
     placements: tuple[str, ...]
     """One per mesh dimension, as text."""
 
+    is_state: bool = False
+    """Whether it is state of an optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mismatch:
+    """Why meshes are not one family."""
+
+    text: str
+    """The meshes or the ranks that differ."""
+
+    is_absence: bool = False
+    """Whether a rank of a mesh holds nothing under the name."""
+
 
 @dataclass(frozen=True, slots=True)
 class RankClass:
@@ -89,8 +103,10 @@ class SiblingSearch:
 
     def by_name(
         self, tensors: Sequence[Mapping[str, TensorOnMesh]], plain: Sequence[Mapping[str, object]]
-    ) -> tuple[Siblings, list[str]]:
-        """Return the siblings, and a text for each name whose holders are no replicas of each other.
+    ) -> tuple[Siblings, list[str], list[str]]:
+        """Return the siblings, and texts: of names whose holders are no replicas of each other, and of absent state.
+
+        State of an optimizer is absent where its parameter has not been stepped yet.
 
         Args:
             tensors: By class the DTensors of each rank, by FQN.
@@ -100,9 +116,9 @@ class SiblingSearch:
         for number, each in enumerate(tensors):
             for fqn, tensor in each.items():
                 held.setdefault(fqn, []).append((number, tensor))
-        texts = self._plain_and_sharded(held, plain)
+        texts, unstepped = self._plain_and_sharded(held, plain), list[str]()
         # A model has thousands of names on a few combinations of meshes.
-        known: dict[tuple[tuple[int, TensorOnMesh], ...], tuple[int, str | None]] = {}
+        known: dict[tuple[tuple[int, TensorOnMesh], ...], tuple[int, _Mismatch | None]] = {}
         families: dict[str, int] = {}
         votes: defaultdict[tuple[int, int], Counter[int]] = defaultdict(Counter)
         for fqn, holders in held.items():
@@ -111,7 +127,8 @@ class SiblingSearch:
                 known[key] = self._judged(key)
             family, problem = known[key]
             if problem is not None:
-                texts.append(f"{fqn} ({problem})")
+                is_unstepped = problem.is_absence and holders[0][1].is_state
+                (unstepped if is_unstepped else texts).append(f"{fqn} ({problem.text})")
             families[fqn] = family
             for number, tensor in holders:
                 votes[number, tensor.slot][family] += 1
@@ -124,9 +141,9 @@ class SiblingSearch:
             for fqn, holders in held.items()
             if any(slots[number][tensor.slot] != families[fqn] for number, tensor in holders)
         }
-        return Siblings(tuple(self._numbers), slots, exceptions), texts
+        return Siblings(tuple(self._numbers), slots, exceptions), texts, unstepped
 
-    def _judged(self, holders: tuple[tuple[int, TensorOnMesh], ...]) -> tuple[int, str | None]:
+    def _judged(self, holders: tuple[tuple[int, TensorOnMesh], ...]) -> tuple[int, _Mismatch | None]:
         """Return the family of tensors that some classes hold under one name, and the problem if there is one."""
         meshes: dict[str, list[int]] = {}
         for number, tensor in holders:
@@ -136,7 +153,8 @@ class SiblingSearch:
         for number, tensor in others:
             if _content(tensor) != _content(first):
                 one, other = self._ranks_text(first_class), self._ranks_text(number)
-                return NO_FAMILY, f"{_format_tensor(first)} on {one} ≠ {_format_tensor(tensor)} on {other}"
+                text = f"{_format_tensor(first)} on {one} ≠ {_format_tensor(tensor)} on {other}"
+                return NO_FAMILY, _Mismatch(text)
         problem = self._mismatch(meshes)
         return (self._family(meshes) if problem is None else NO_FAMILY), problem
 
@@ -145,7 +163,7 @@ class SiblingSearch:
             return NO_FAMILY
         return self._numbers.setdefault(tuple(sorted(digests)), len(self._numbers))
 
-    def _mismatch(self, stated: Mapping[str, Sequence[int]]) -> str | None:
+    def _mismatch(self, stated: Mapping[str, Sequence[int]]) -> _Mismatch | None:
         """Return why meshes are not one family; None if they are.
 
         Args:
@@ -159,11 +177,12 @@ class SiblingSearch:
                 lacking = f"ranks [{first_three(sorted(ranks))}] hold it on {self._mesh_text(digest)}"
                 other = next((other for other, held in stated.items() if absent[0] in held), None)
                 if other is None:
-                    return f"{lacking}; ranks [{first_three(absent)}] do not hold it"
-                return f"{lacking}; rank {absent[0]} holds it on {self._mesh_text(other)}: the meshes overlap"
+                    return _Mismatch(f"{lacking}; ranks [{first_three(absent)}] do not hold it", is_absence=True)
+                at = self._mesh_text(other)
+                return _Mismatch(f"{lacking}; rank {absent[0]} holds it on {at}: the meshes overlap")
             assert mesh is not None, "an unknown mesh lacks its first rank"
             if meshes[0] is not None and mesh.shape != meshes[0].shape:
-                return f"{format_mesh(meshes[0])} and {format_mesh(mesh)} have different sizes"
+                return _Mismatch(f"{format_mesh(meshes[0])} and {format_mesh(mesh)} have different sizes")
         return None
 
     def _mesh_text(self, digest: str) -> str:

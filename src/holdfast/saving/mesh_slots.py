@@ -9,7 +9,7 @@ from holdfast.coordination.opening.records import StatedMesh
 from holdfast.format.digest import short_digest_of
 from holdfast.geometry.mesh_packing import packed
 from holdfast.geometry.placement import coordinate_of, sibling_ranks
-from holdfast.geometry.tensor import Layout, Mesh, Shard
+from holdfast.geometry.tensor import Layout, Mesh, Role, Shard
 from holdfast.plan.siblings import TensorOnMesh
 
 
@@ -55,7 +55,8 @@ class MeshSlots:
         slot, tensor = self.slot_of(shard.layout), shard.tensor
         if slot is None or shard.layout is None:
             return None
-        return TensorOnMesh(slot, tensor.dtype, tensor.global_shape, tuple(map(str, shard.layout.placements)))
+        placements = tuple(map(str, shard.layout.placements))
+        return TensorOnMesh(slot, tensor.dtype, tensor.global_shape, placements, shard.role is Role.OPTIMIZER)
 
     def holders(self, shard: Shard, meshes: Sequence[Mesh], family: int) -> tuple[int, ...]:
         """Return the ranks of sibling meshes that hold what this rank holds of a DTensor, ascending.

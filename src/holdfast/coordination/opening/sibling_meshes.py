@@ -143,7 +143,14 @@ class MeshJudgement:
         """
         named = [decode_message(zlib.decompress(record), dict[str, TensorOnMesh]) for record in tensors]
         self._require_one_class(named, declared)
-        self._siblings, texts = self._search.by_name(named, plain)
+        self._siblings, texts, unstepped = self._search.by_name(named, plain)
+        if unstepped and not texts:
+            raise InvalidError(
+                f"{self._save_name}: optimizers of some ranks of a mesh have no state of a parameter that others have "
+                f"stepped: {first_three(unstepped)}. Expected state on every rank of the mesh; a parameter without a "
+                "gradient (an expert without tokens, frozen on one rank) is not stepped. Give it a gradient of zeros "
+                "there before optimizer.step(), or leave the state out with skip="
+            )
         if not texts:
             return frozenset(fqn for each in named for fqn in each)
         raise InvalidError(
