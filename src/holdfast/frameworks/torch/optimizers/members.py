@@ -30,7 +30,8 @@ class OptimizerMembers:
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._members, self._lacking = _members_of(optimizer)
-        self.keep_state_inside = len(self._members) > 1 or self._members[0].state is not optimizer.state
+        own = getattr(optimizer, "state", None)
+        self.keep_state_inside = len(self._members) > 1 or self._members[0].state is not own
         """Whether an optimizer inside holds state that the outer one does not share."""
         self.is_one = len(self._members) == 1
         """Whether one optimizer keeps all state."""

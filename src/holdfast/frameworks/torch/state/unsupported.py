@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from holdfast.errors import InvalidError
+from holdfast.frameworks.torch.optimizers.members import directly_inside
 
 _KEPT_INSIDE = ("ZeroRedundancyOptimizer", "PostLocalSGDOptimizer")
 """Optimizers of torch whose state is in an optimizer inside them, split over ranks by whole parameters."""
@@ -21,6 +22,8 @@ def require_supported(value: object, path: str) -> None:
     Raises:
         InvalidError: Names the class and what to pass instead.
     """
+    if isinstance(value, torch.optim.Optimizer):
+        _require_made(value, path)
     for kind in type(value).__mro__:
         if kind.__name__ in _KEPT_INSIDE:
             raise InvalidError(
@@ -32,6 +35,24 @@ def require_supported(value: object, path: str) -> None:
                 f"{path}: {type(value).__name__} is DeepSpeed's {_OF_DEEPSPEED[kind.__name__]}, which keeps state "
                 f"that Holdfast does not see; expected a module and a torch optimizer. {_ADVICE}"
             )
+
+
+def _require_made(optimizer: torch.optim.Optimizer, path: str) -> None:
+    """Refuse an optimizer without the attributes by which its state is found, as of a class that skips the base class.
+
+    Raises:
+        InvalidError: Names the class, the attribute, and what to pass instead.
+    """
+    holds_others = any(True for _ in directly_inside(optimizer))
+    for name in ("param_groups",) if holds_others else ("param_groups", "state"):
+        try:
+            getattr(optimizer, name)
+        except Exception as error:
+            kind = type(optimizer).__name__
+            raise InvalidError(
+                f"{path}: {kind}.{name} raised {type(error).__name__}: {error}; expected what Optimizer.__init__ of "
+                f"torch makes. Call super().__init__ in {kind}, or pass the optimizers inside it one by one, in a dict"
+            ) from error
 
 
 def require_whole(tensors: Mapping[str, torch.Tensor], path: str) -> None:
