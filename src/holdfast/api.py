@@ -298,8 +298,8 @@ def load(
     """
     require_state(state, "load(path, state)")
     job = wiring.loading_job(process_group, settings)
-    selection = selection_of(only, skip, grads, partial, hyperparameters=hyperparameters)
-    request = LoadRequest(state, selection, strict, cast, Renames.of(rename))
+    selection = selection_of(only, skip, grads, partial, hyperparameters=hyperparameters, cast=cast)
+    request = LoadRequest(state, selection, strict, Renames.of(rename))
     if step is not None or best is not None:
         home = wiring.home_at(path, settings)
         selector = selector_at(home, finder_of(step, best), job.clock, job.is_first_occurrence)

@@ -44,7 +44,13 @@ def require_save_arguments(step: object, state: object, call: str) -> None:
 
 
 def selection_of(
-    only: Globs, skip: Globs, grads: bool, partial: Iterable[str] | None = None, *, hyperparameters: bool = True
+    only: Globs,
+    skip: Globs,
+    grads: bool,
+    partial: Iterable[str] | None = None,
+    *,
+    hyperparameters: bool = True,
+    cast: bool = False,
 ) -> Selection:
     """Return the names that a call saves or loads, whether gradients are among them, and how a load fills them.
 
@@ -61,6 +67,7 @@ def selection_of(
         # Sorted: a set has another order on each rank.
         partial=() if partial is None else tuple(sorted({*patterns_of("partial", partial)})),
         hyperparameters=bool(hyperparameters),
+        cast=bool(cast),
     )
 
 

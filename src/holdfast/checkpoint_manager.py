@@ -282,8 +282,8 @@ class CheckpointManager:
         self._require_not_closed()
         find = finder_of(step, best)
         discarding = Discarding(self._parts, find) if discard_newer else None
-        selection = selection_of(only, skip, grads, partial, hyperparameters=hyperparameters)
-        request = LoadRequest(state, selection, strict, cast, Renames.of(rename))
+        selection = selection_of(only, skip, grads, partial, hyperparameters=hyperparameters, cast=cast)
+        request = LoadRequest(state, selection, strict, Renames.of(rename))
         position = self._position
         selector = position.selector(find, None if discarding is None else discarding.prepare)
         if discarding is not None:

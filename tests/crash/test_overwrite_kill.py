@@ -246,7 +246,7 @@ def test_whoever_loads_meanwhile_loads_one_whole_checkpoint(in_memory: Path) -> 
     while seen[-1] < last:
         state = state_of(-1)
         job = job_of(replace(HASTY, reports=False))
-        load_checkpoint(job, location_of(best), LoadRequest(state, EVERYTHING, True, False))
+        load_checkpoint(job, location_of(best), LoadRequest(state, EVERYTHING, True))
         seen.append(number_in(state))
     assert answer() == "done"
     print(f"{len(seen)} loads saw {len({*seen})} of {last} checkpoints")

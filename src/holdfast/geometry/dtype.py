@@ -57,6 +57,11 @@ BY_SAFETENSORS: dict[str, DType] = {dtype.safetensors: dtype for dtype in _ALL i
 """Every stored element type by its name in a safetensors header."""
 
 
+def are_floats_and_integers(first: str, second: str) -> bool:
+    """Return whether one of two element types holds floats and the other integers; a bool is neither."""
+    return "bool" not in (first, second) and DTYPES[first].floating != DTYPES[second].floating
+
+
 def dtype_named(name: str, where: str) -> DType:
     """Return the element type called `name`.
 

@@ -306,7 +306,7 @@ def _request_and_plan(attempt: LoadAttempt, resolved: Resolved) -> PlannedLoad |
                 resolved.require_stored(tensor.stored_fqn)
             boxes = ((tensor.stored_fqn, box) for tensor in wanted for box in tensor.boxes)
             index = index_for(resolved.index, boxes, job.clock, location)
-            unfit = unfit_names(restoration, wanted, index.tensors, strict=request.strict, cast=request.cast)
+            unfit = unfit_names(restoration, wanted, index.tensors, strict=request.strict, cast=request.selection.cast)
             plan = planned_reads(wanted, index, job)
             count = filled_bytes(restoration, plan)
             require_begun_filled(attempt.begun, restoration, location.url, strict=request.strict)

@@ -17,13 +17,10 @@ class LoadRequest:
     """The state to fill."""
 
     selection: Selection
-    """Names that take part."""
+    """Names that take part, and how they are filled."""
 
     strict: bool
     """Whether missing or unexpected names are an error."""
-
-    cast: bool
-    """Whether a tensor may be filled from another dtype."""
 
     rename: Renames = field(default_factory=Renames)
     """How names of the checkpoint become names of the state."""
@@ -40,4 +37,5 @@ class LoadRequest:
     @property
     def is_whole(self) -> bool:
         """Whether it asks for everything that the checkpoint has, unchanged."""
-        return self.selection.only is None and not self.selection.skip and not self.cast and not self.call
+        chosen = self.selection
+        return chosen.only is None and not chosen.skip and not chosen.cast and not self.call

@@ -68,7 +68,7 @@ class ChosenStep:
         return replace(decode_message(head, ChosenStep), frames=frames)
 
 
-UnfitKind = Literal["shape", "dtype", "kind"]
+UnfitKind = Literal["shape", "dtype", "number", "kind"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Unfit:
     """A name of the state that cannot take what the checkpoint has under it."""
 
     kind: UnfitKind
-    """What differs: the shape or dtype of a tensor, or the kind of the value."""
+    """What differs: the shape or dtype of a tensor, floats and integers, or the kind of the value."""
 
     text: str
     """The name, what was saved, and what is there."""

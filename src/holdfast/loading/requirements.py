@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import get_args
 
 from holdfast.coordination.job import Job
 from holdfast.errors import NAMES_SHOWN, InvalidError, first_three
-from holdfast.geometry.dtype import DTYPES
+from holdfast.geometry.dtype import DTYPES, are_floats_and_integers
 from holdfast.geometry.tensor import TensorSpec
-from holdfast.loading.messages import Unfit
+from holdfast.loading.messages import Unfit, UnfitKind
 from holdfast.loading.proposals import NameAdvice
 from holdfast.loading.statuses import GatheredStatuses
 from holdfast.ports.framework import Catalog, Misfit, Restoration, Wanted
@@ -33,14 +35,18 @@ def unfit_names(
         wanted: Its tensors, by stored name.
         tensors: What the checkpoint has.
         strict: Whether values and objects of another kind refuse it too.
-        cast: Whether another dtype is converted.
+        cast: Whether another dtype is converted; never floats to integers or back, since one side is quantised.
     """
     found = [Unfit("shape", misfit.text, misfit.fqn) for misfit in restoration.misfits if misfit.is_shape]
-    found += [
-        Unfit("dtype", f"{tensor.fqn} ({tensors[tensor.stored_fqn].dtype} saved, {tensor.dtype} wanted)")
-        for tensor in (() if cast else wanted)
-        if tensors[tensor.stored_fqn].dtype != tensor.dtype
-    ]
+    for tensor in wanted:
+        saved = tensors[tensor.stored_fqn]
+        if saved.dtype == tensor.dtype:
+            continue
+        # One element is a count: a float in one version of an optimizer, an integer in another.
+        mixes_numbers = math.prod(saved.global_shape) > 1 and are_floats_and_integers(saved.dtype, tensor.dtype)
+        if mixes_numbers or not cast:
+            text = f"{tensor.fqn} ({saved.dtype} saved, {tensor.dtype} wanted)"
+            found.append(Unfit("number" if mixes_numbers else "dtype", text))
     found += [
         Unfit("kind", misfit.text, misfit.fqn)
         for misfit in restoration.misfits
@@ -156,12 +162,13 @@ def require_fitting(
     unexpected = sorted(name for name in gathered.unexpected if name not in told)
     advice = NameAdvice(unfilled, unexpected, keys, catalog)
     at_least = "" if whole and len(unfit) < _UNFIT_SENT_MAX else "at least "
-    kinds = {kind: [each.text for each in unfit if each.kind == kind] for kind in ("shape", "dtype", "kind")}
+    kinds = {kind: [each.text for each in unfit if each.kind == kind] for kind in get_args(UnfitKind)}
     listed = [
         f"{number} {what}: {first_three(names)}"
         for number, what, names in (
             (f"{at_least}{len(kinds['shape']):,}", "of another shape", kinds["shape"]),
             (f"{at_least}{len(kinds['dtype']):,}", "of another dtype", kinds["dtype"]),
+            (f"{at_least}{len(kinds['number']):,}", "floats on one side and integers on the other", kinds["number"]),
             (f"{'' if whole else 'at least '}{len(unfilled):,}", "missing from the checkpoint", unfilled),
             (f"{len(unexpected):,}", "unexpected in the checkpoint", unexpected),
         )
@@ -199,6 +206,11 @@ def _advice(
         )
     if kinds["dtype"]:
         said.append("Expected the same dtypes; pass cast=True to convert")
+    if kinds["number"]:
+        said.append(
+            "Expected floats on both sides, or integers: one side is quantised, and its codes are no weights. Quantise "
+            "the model as it was saved, load a checkpoint of the same form, or leave them out with skip="
+        )
     if (top := names.tops()) is not None:
         said.append(f"At its top the checkpoint has {top}")
     if (rename := names.rename()) is not None:

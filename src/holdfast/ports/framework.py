@@ -345,6 +345,9 @@ class Selection:
     hyperparameters: bool = True
     """Whether a load sets the hyperparameters of optimizers."""
 
+    cast: bool = False
+    """Whether a load may fill a tensor from another dtype."""
+
 
 @dataclass(frozen=True, slots=True)
 class UnmatchedPattern:

@@ -70,7 +70,7 @@ class Overwrites:
 
 def load(store: Store, state: dict[str, object], *, strict: bool = True, settings: Settings = SETTINGS) -> LoadReport:
     job = Job(AloneComm(), SystemClock(), settings, NumpyFramework(0), saves=False)
-    return load_checkpoint(job, location_of(store), LoadRequest(state, EVERYTHING, strict, False))
+    return load_checkpoint(job, location_of(store), LoadRequest(state, EVERYTHING, strict))
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ class TestLoad:
             store: Store = LocalStore(best, settings=SETTINGS)
             if comm.rank == 1:
                 store = overwrites.over(store)
-            request = LoadRequest(states[comm.rank], EVERYTHING, True, False)
+            request = LoadRequest(states[comm.rank], EVERYTHING, True)
             return load_checkpoint(job, location_of(store), request)
 
         outcomes = outcomes_of_ranks(3, work)
