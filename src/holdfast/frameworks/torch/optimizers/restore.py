@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import CorruptError, InvalidError, first_three
 from holdfast.frameworks.torch.containers import plain_leaf, put_together, tensors_in
+from holdfast.frameworks.torch.optimizers.forms import StateForms
 from holdfast.frameworks.torch.optimizers.kinds import SWITCHES, SavedState, misfit_of
 from holdfast.frameworks.torch.optimizers.parts import ParameterPart
 from holdfast.frameworks.torch.optimizers.state import (
@@ -22,9 +23,8 @@ from holdfast.frameworks.torch.optimizers.state import (
 )
 from holdfast.frameworks.torch.subclasses.flatten import references_of
 from holdfast.frameworks.torch.subclasses.make import new_subclass
-from holdfast.frameworks.torch.tensors import torch_dtype
 from holdfast.geometry.sharded import Sharded
-from holdfast.ports.framework import Catalog, Misfit
+from holdfast.ports.framework import Catalog, Misfit, Selection
 from holdfast.types.manifest import OptimizerRecord
 from holdfast.types.values import FrameworkValue, Group, TensorRef, Value, is_subclass_record
 
@@ -81,7 +81,7 @@ class OptimizerRestoration:
         catalog: Catalog,
         tensors: Iterable[str] | None = None,
         *,
-        hyperparameters: bool = True,
+        selection: Selection,
     ) -> None:
         """Ask for the optimizer's tensors.
 
@@ -91,9 +91,11 @@ class OptimizerRestoration:
             taker: The load.
             catalog: The checkpoint's tensors.
             tensors: Names of its state's tensors, if names of the catalog are numbered; None: the catalog's names.
-            hyperparameters: Whether to set the hyperparameters.
+            selection: Whether to set the hyperparameters, and to convert dtypes.
         """
-        self._view, self._taker, self._sets_hyperparameters = view, taker, hyperparameters
+        self._view, self._taker = view, taker
+        self._sets_hyperparameters = selection.hyperparameters
+        self._forms = StateForms(view, catalog, casts=selection.cast)
         self._masters = set(catalog.masters.values())
         self._members = _mapping(saved, "param_groups")
         self._hyperparameters = _mapping(saved, "hyperparameters")
@@ -276,6 +278,9 @@ class OptimizerRestoration:
         """Return what an entry of a parameter's state that is no plain tensor becomes."""
         view, parameter, fqn = self._view, state.parameter, self._view.state_fqn(name, key)
         if not is_subclass_record(value):
+            if isinstance(value, dict | list | tuple) and value and self._forms.differ(key, present.get(key), None):
+                self._taker.misfits.append(self._forms.misfit(fqn, present[key], f"a {type(value).__name__}"))
+                return present[key]
             return put_together(value, self._leaf_of(name, state, key, tensors_in(present.get(key), fqn), catalog))
         tensor = state.entries.get(key, present.get(key))
         if not isinstance(tensor, torch.Tensor):
@@ -297,7 +302,7 @@ class OptimizerRestoration:
     ) -> None:
         """Ask for the state tensors that the checkpoint has under one name of a parameter."""
         view, parameter = self._view, state.parameter
-        before, now = self._shapes(name, parameter, part, catalog)
+        before, now = self._shapes(name, parameter, part)
         tied = (alias for alias, main in view.ties.items() if main == name) if before != now else ()
         names = [view.whole_name(each) for each in (name, *tied)]
         for key in self._stored.get(name, ()):
@@ -321,8 +326,13 @@ class OptimizerRestoration:
             shape = tuple(parameter.shape) if of_part else view.local_shape(parameter, wanted_shape)
             tensor = state.entries.get(key, present.get(key))
             if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != shape:
+                if self._forms.differ(key, tensor, shape):
+                    self._taker.misfits.append(self._forms.misfit(fqn, tensor, str(spec.global_shape)))
+                    state.entries[key] = tensor
+                    continue
                 catalog.require_stored(stored)
-                tensor = new_state_tensor(parameter, state.group, key, torch_dtype(spec.dtype), shape)
+                dtype = self._forms.new_dtype(name, parameter, key, spec)
+                tensor = new_state_tensor(parameter, state.group, key, dtype, shape)
                 if of_part or wanted_shape != spec.global_shape:
                     tensor.zero_()  # Another part may be missing, or the saved shape may be smaller.
             target = part.of(tensor, parameter, fqn) if of_part and part is not None else tensor
@@ -333,11 +343,11 @@ class OptimizerRestoration:
                 state.filled.setdefault(key, set()).add(name if of_part else "")
 
     def _shapes(
-        self, name: str, parameter: torch.Tensor, part: ParameterPart | None, catalog: Catalog
+        self, name: str, parameter: torch.Tensor, part: ParameterPart | None
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the shapes of a parameter, or of its part: as it was saved, and now."""
         now = self._view.global_shape(parameter) if part is None else part.box.shape
-        saved = catalog.tensors.get(catalog.stored_fqn(self._view.whole_name(name)))
+        saved = self._forms.saved_parameter(name)
         return now if saved is None else saved.global_shape, now
 
     def _refuse(self, fqn: str, shape: tuple[int, ...]) -> None:
@@ -358,7 +368,7 @@ class OptimizerRestoration:
 
         A new one has the device and layout that the optimizer's next step needs: those of the parameter.
         """
-        before, now = self._shapes(name, state.parameter, None, catalog)
+        before, now = self._shapes(name, state.parameter, None)
 
         def on_leaf(leaf: Value) -> object:
             if is_subclass_record(leaf):
@@ -377,11 +387,16 @@ class OptimizerRestoration:
             if fits and not self._taker.takes_part(leaf.fqn):
                 return tensor
             if not isinstance(tensor, torch.Tensor) or not fits:
+                if self._forms.differ(key, tensor, shape):
+                    if self._taker.takes_part(leaf.fqn):
+                        self._taker.misfits.append(self._forms.misfit(leaf.fqn, tensor, str(spec.global_shape)))
+                    return tensor
                 catalog.require_stored(stored)
                 layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
                 tensor = self._new.get((stored, parameter.device, layout))  # Tied when it was saved, so tied again.
                 if tensor is None:
-                    tensor = new_state_tensor(parameter, state.group, key, torch_dtype(spec.dtype), shape)
+                    dtype = self._forms.new_dtype(name, parameter, key, spec)
+                    tensor = new_state_tensor(parameter, state.group, key, dtype, shape)
                     tensor.zero_()  # `skip` may leave it out.
                     self._new[stored, parameter.device, layout] = tensor
             self._taker.want(leaf.fqn, tensor, self._view.declared_for(parameter, tensor))

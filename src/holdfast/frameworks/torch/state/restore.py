@@ -360,10 +360,7 @@ class TorchRestoration:
             return
         if self._selector.selects_whole(view.path):
             view.members.require_whole(view.path)
-        sets_hyperparameters = self._selection.hyperparameters
-        restoration = OptimizerRestoration(
-            view, saved, self, self._catalog, tensors, hyperparameters=sets_hyperparameters
-        )
+        restoration = OptimizerRestoration(view, saved, self, self._catalog, tensors, selection=self._selection)
         if restoration.fills_any:
             self._finishes.append(restoration.finish)
         self.misfits += restoration.misfits(self._catalog.optimizers.get(view.path))
