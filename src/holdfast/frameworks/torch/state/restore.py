@@ -23,7 +23,7 @@ from holdfast.frameworks.torch.state.metrics import require_kept
 from holdfast.frameworks.torch.state.naming import is_extra_state
 from holdfast.frameworks.torch.state.rank_values import load_into, loader_of_rank_value, require_dict
 from holdfast.frameworks.torch.state.resized import ResizedTensors, clipped
-from holdfast.frameworks.torch.state.saved_values import children_of, misfit_of_tensor, misfit_of_value
+from holdfast.frameworks.torch.state.saved_values import children_of, lost_optimizers, misfit_of_tensor, misfit_of_value
 from holdfast.frameworks.torch.state.selection import (
     ABSENT,
     EntryMerge,
@@ -424,6 +424,8 @@ class TorchRestoration:
             self.misfits.append(misfit)
 
     def _value(self, parent: DictNode, key: str, node: ValueNode, saved: Value) -> None:
+        lost = lost_optimizers(node.path, node.value, saved)
+        self.misfits += [each for each in lost if self._selector.selects_whole(each.fqn)]
         if isinstance(node.value, dict) and isinstance(saved, Group) and saved.kind == "dict":
             # It held tensors or modules when it was saved and is plain now: compare entry by entry.
             branch = DictNode(node.path, node.value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from numbers import Number
 
 import torch
@@ -40,6 +40,44 @@ def misfit_of_value(path: str, present: object, saved: Value, catalog: Catalog) 
     return Misfit(
         f"{path} is {found} in the checkpoint and {_noun(present)} here: pass {wanted}", is_certain=True, fqn=path
     )
+
+
+def lost_optimizers(path: str, present: object, saved: Value) -> Iterator[Misfit]:
+    """Yield a misfit for each state dict, of an optimizer without state, in a plain value of the state.
+
+    A load would set another dict in its place. A caller who goes on with the first has no moments, and under a mesh the
+    moments of the other would be whole on each rank.
+
+    Args:
+        path: Name of the value.
+        present: The value in the state.
+        saved: What the checkpoint has there.
+    """
+    if isinstance(present, dict) and _is_unstepped(present):
+        state = children_of(saved).get("state")
+        if state.items if isinstance(state, Group) else state:
+            yield Misfit(
+                f"{path} is the state dict of an optimizer with state in the checkpoint, and of one without state "
+                "here: pass the optimizer itself, and the load makes its state",
+                is_certain=True,
+                fqn=f"{path}.state",
+            )
+        return
+    pairs: Iterable[tuple[object, object, Value]] = ()  # The entries of a group are compared one by one.
+    if isinstance(present, dict) and isinstance(saved, dict):
+        pairs = ((key, present[key], saved[key]) for key in present if key in saved)
+    elif isinstance(present, list | tuple) and isinstance(saved, list | tuple):
+        pairs = zip(range(len(saved)), present, saved, strict=False)
+    for key, mine, theirs in pairs:
+        if isinstance(mine, dict | list | tuple):
+            yield from lost_optimizers(f"{path}.{key}", mine, theirs)
+
+
+def _is_unstepped(value: Mapping[object, object]) -> bool:
+    """Return whether a dict has the form of `Optimizer.state_dict()` before the first step."""
+    groups, state = value.get("param_groups"), value.get("state")
+    are_groups = isinstance(groups, list) and all(isinstance(each, dict) and "params" in each for each in groups)
+    return are_groups and bool(groups) and isinstance(state, dict) and not state
 
 
 def misfit_of_tensor(path: str, saved: Value) -> Misfit | None:
