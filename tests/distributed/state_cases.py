@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast
 from tests.distributed.launch import World
@@ -66,3 +67,79 @@ def refused_on_one_rank(world: World, path: str) -> str:
     except holdfast.InvalidError as error:
         return str(error)
     return "saved"
+
+
+def moments_on_one_rank(world: World, path: str) -> list[str]:
+    """Only rank 0 steps experts over a mesh; return what is raised, and after a step on all ranks how the save ends."""
+    mesh = dist.init_device_mesh("cpu", (world.size,))
+    experts = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+    optimizer = torch.optim.SGD([experts], lr=0.1, momentum=0.9)
+    state = {"model": {"experts": experts}, "optimizer": optimizer}
+    found = []
+    for ranks in ((0,), range(world.size)):
+        if world.rank in ranks:
+            experts.grad = DTensor.from_local(torch.ones(4 // world.size, 4), mesh, [Shard(0)], run_check=False)
+            optimizer.step()
+        try:
+            holdfast.save(f"{path}/{len(ranks)}", state)
+            found.append("saved")
+        except holdfast.InvalidError as error:
+            found.append(str(error))
+    return found
+
+
+def cast_to_fresh_shards(world: World, path: str) -> list[str]:
+    """Load bfloat16 shards into float32 ones whose optimizer is fresh, or has stepped; return what differs."""
+
+    def build(dtype: torch.dtype, seed: int, *, stepped: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).to(dtype)  # No length divides by two ranks.
+        fully_shard(model, mesh=dist.init_device_mesh("cpu", (world.size,)))
+        optimizer = torch.optim.NAdam(model.parameters(), lr=0.1)
+        if stepped:
+            model(INPUTS.to(dtype)).sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    model, optimizer = build(torch.bfloat16, 0, stepped=True)
+    holdfast.save(path, {"model": model, "optimizer": optimizer})
+    wrong, losses = [], []
+    for stepped in (False, True):
+        other, fresh = build(torch.float32, 1, stepped=stepped)
+        holdfast.load(path, {"model": other, "optimizer": fresh}, cast=True)
+        for ours, theirs in zip(other.parameters(), model.parameters(), strict=True):
+            for key, value in fresh.state[ours].items():
+                saved = optimizer.state[theirs][key]
+                local, expected = (each.to_local() if isinstance(each, DTensor) else each for each in (value, saved))
+                if value.dtype != torch.float32 or not torch.equal(local, expected.float()):
+                    wrong.append(f"stepped={stepped}: {key} is {value.dtype}")
+        other.zero_grad()
+        other(INPUTS).sum().backward()
+        fresh.step()
+        losses.append(other(INPUTS).sum().item())
+    return wrong if losses[0] == losses[1] else [*wrong, f"losses {losses}"]
+
+
+class Blocks(torch.optim.Optimizer):
+    """Keeps a scale of each block of what its rank holds, as a plain tensor."""
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        super().__init__([parameter], {})
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        self.state[parameter]["scales"] = torch.full((local.numel() // 4,), 2.0)
+
+
+def replicas_into_shards(world: World, path: str) -> list[str]:
+    """Load the state of replicas, of its own form, into that of shards; return what is raised and what there is."""
+    whole = nn.Parameter(torch.ones(8, 4))
+    holdfast.save(path, {"w": whole, "optimizer": Blocks(whole)})
+    mesh = dist.init_device_mesh("cpu", (world.size,))
+    shard = nn.Parameter(distribute_tensor(torch.zeros(8, 4), mesh, [Shard(0)]))
+    optimizer = Blocks(shard)
+    scales = optimizer.state[shard]["scales"].zero_()
+    try:
+        holdfast.load(path, {"w": shard, "optimizer": optimizer})
+    except holdfast.InvalidError as error:
+        unchanged = optimizer.state[shard]["scales"] is scales and not scales.any() and not shard.to_local().any()
+        return [str(error), "unchanged" if unchanged else "changed"]
+    return ["loaded"]

@@ -1,4 +1,4 @@
-"""Containers in the state of two ranks: optimizers in a list, sharded, and values that one rank cannot save."""
+"""The state of two ranks: optimizers in a list, values that one rank cannot save, and state that some ranks lack."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import holdfast
 from tests.distributed.launch import Case, Results, run_worlds
 from tests.distributed.state_cases import Trained
 
-CASES = ("optimizers_in_a_list", "refused_on_one_rank")
+CASES = (
+    "optimizers_in_a_list",
+    "refused_on_one_rank",
+    "moments_on_one_rank",
+    "cast_to_fresh_shards",
+    "replicas_into_shards",
+)
 
 
 @pytest.fixture(scope="module")
@@ -41,3 +47,20 @@ def test_what_one_rank_cannot_save_every_rank_names(results: Results, root: Path
         assert "3 values of the state cannot be saved: (1) mask: torch.sparse_coo Tensor" in text
         assert "(2) args: " in text and "Pass vars(value)" in text and "(3) cfg[0].device: " in text
     assert not (root / "refused_on_one_rank").exists()
+
+
+def test_state_that_one_rank_lacks_is_refused_by_its_cause(results: Results) -> None:
+    for refused, then in results.values("moments_on_one_rank"):
+        assert "optimizer.state.experts.momentum_buffer (ranks [0] hold it" in refused
+        assert "optimizers of some ranks of a mesh have no state" in refused and "a gradient of zeros" in refused
+        assert then == "saved"
+
+
+def test_new_shards_of_moments_are_cast_as_those_that_exist(results: Results) -> None:
+    assert results.values("cast_to_fresh_shards") == [[], []]
+
+
+def test_state_of_replicas_does_not_take_the_place_of_shards(results: Results) -> None:
+    for text, after in results.values("replicas_into_shards"):
+        assert "optimizer.state.w.scales: (4,) here and (8,) in the checkpoint" in text
+        assert after == "unchanged"

@@ -30,6 +30,10 @@ def tensor(
     return GlobalTensor(dtype, array, layout)
 
 
+def state_tensor(layout: Layout) -> GlobalTensor:
+    return replace(tensor(layout), role=Role.OPTIMIZER)
+
+
 def on(shape: tuple[int, ...], placements: Sequence[Placement], *meshes: tuple[int, ...]) -> Mapping[int, Layout]:
     """The layout of each rank, on the one of the meshes that it is on."""
     return {rank: Layout(shape, mesh, tuple(placements)) for mesh in meshes for rank in mesh}
@@ -279,6 +283,39 @@ def test_anything_else_under_one_name_is_refused_before_the_first_byte(name: str
     held, said = UNRELATED[name]
     states: list[State] = [{"v": plain(1.0)} | ({} if each is None else {"w": each}) for each in held]
     require_refused(World(len(held)), states, "w (", "name of its own", "mesh['dp']", *said)
+
+
+@pytest.mark.parametrize(
+    ("shape", "meshes", "stepped", "said"),
+    [
+        ((2,), [(0, 1)], (0,), "ranks [0] hold it on mesh [2] of ranks [0, 1]; ranks [1] do not hold it"),
+        ((2,), [(0, 1)], (1,), "ranks [1] hold it on mesh [2] of ranks [0, 1]; ranks [0] do not hold it"),
+        ((4,), [(0, 1, 2, 3)], (0, 3), "ranks [0, 3] hold it on mesh [4]"),
+        ((2,), [(0, 1), (2, 3)], (0, 1, 2), "ranks [3] do not hold it"),
+    ],
+)
+def test_state_of_a_parameter_that_some_ranks_have_not_stepped_says_so(
+    shape: tuple[int, ...], meshes: Sequence[tuple[int, ...]], stepped: Sequence[int], said: str
+) -> None:
+    layouts = on(shape, [S0], *meshes)
+    states: list[State] = [
+        {"w": tensor(layout)} | ({"opt.state.w.m": state_tensor(layout)} if rank in stepped else {})
+        for rank, layout in sorted(layouts.items())
+    ]
+    outcomes = save_everywhere(World(len(states)), states)
+    for each in outcomes:
+        assert isinstance(each, InvalidError)
+        text = str(each)
+        assert "opt.state.w.m (" in text and said in text and "a gradient of zeros" in text
+        assert "mesh['dp']" not in text
+
+
+def test_a_conflict_of_meshes_is_named_before_what_follows_from_it() -> None:
+    # A module that one rank of the mesh lacks: so does its optimizer.
+    layout = Layout((2,), (0, 1), (S0,))
+    states: list[State] = [{"v": plain(1.0)} for _ in range(2)]
+    states[0] |= {"w": tensor(layout), "opt.state.w.m": state_tensor(layout)}
+    require_refused(World(2), states, "w (ranks [0] hold it", "name of its own", "mesh['dp']")
 
 
 def test_a_tensor_that_cannot_be_sampled_refuses_the_save_at_once_on_every_rank() -> None:

@@ -80,3 +80,61 @@ def test_an_engine_of_deepspeed_is_refused(tmp_path: Path, engine: type[DeepSpee
 def test_an_optimizer_of_deepspeed_is_refused(tmp_path: Path) -> None:
     state = {"model": nn.Linear(2, 2), "optimizer": ZeROOptimizer()}
     require_refused(tmp_path, state, r"^optimizer: ZeROOptimizer is DeepSpeed's optimizer")
+
+
+class Both(torch.optim.Optimizer):
+    """Two optimizers under one name, without what the base class makes."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        self.parts = list(parts)
+
+
+class Alone(torch.optim.Optimizer):
+    """Keeps its state itself, without what the base class makes."""
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        self.param_groups = [{"params": parameters}]
+
+
+class Late(torch.optim.Optimizer):
+    """Makes its groups when they are first asked for, and cannot yet."""
+
+    def __init__(self) -> None:
+        self.state = {}
+
+    @property
+    def param_groups(self) -> list[dict[str, object]]:  # type: ignore[override]
+        raise RuntimeError("call prepare() first")
+
+
+@pytest.mark.parametrize("kind", ["both", "alone", "late"])
+def test_an_optimizer_without_what_its_base_class_makes_is_refused(tmp_path: Path, kind: str) -> None:
+    model = nn.Linear(2, 2)
+    parts = [torch.optim.Muon([model.weight]), torch.optim.AdamW([model.bias])]
+    optimizer = {"both": lambda: Both(*parts), "alone": lambda: Alone([model.weight]), "late": Late}[kind]()
+    what = {
+        "both": r"Both\.param_groups raised AttributeError",
+        "alone": r"Alone\.state raised AttributeError",
+        "late": r"Late\.param_groups raised RuntimeError: call prepare\(\) first",
+    }[kind]
+    expected = rf"training\.opt: {what}.*super\(\).__init__.* or pass the optimizers inside it one by one"
+    require_refused(tmp_path, {"model": model, "training": {"opt": optimizer}}, expected)
+
+
+def test_an_optimizer_without_state_of_its_own_may_hold_others(tmp_path: Path) -> None:
+    def build() -> tuple[nn.Linear, Both]:
+        torch.manual_seed(0)
+        model = nn.Linear(2, 2)
+        one = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        outer = Both(one)
+        outer.param_groups = one.param_groups
+        return model, outer
+
+    model, outer = build()
+    model(torch.ones(1, 2)).sum().backward()
+    outer.parts[0].step()
+    holdfast.save(tmp_path / "c", {"model": model, "opt": outer}, process_group=False)
+    other, fresh = build()
+    holdfast.load(tmp_path / "c", {"model": other, "opt": fresh}, process_group=False)
+    saved = outer.parts[0].state[model.weight]["momentum_buffer"]
+    assert torch.equal(fresh.parts[0].state[other.weight]["momentum_buffer"], saved)
