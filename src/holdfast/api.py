@@ -275,7 +275,7 @@ def load(
         step: A step of the run: its number, a tag (`"best"`), `"300@1f2e"`, or `"latest"`, the newest valid one.
         best: A metric: the committed step with the lowest value of it. `("accuracy", "max")`: with the highest.
         strict: Raise if names are missing or unexpected; otherwise fill the matching names and report the rest.
-        cast: Allow a tensor to be filled from another dtype.
+        cast: Allow a tensor to be filled from another dtype; floats and integers never fill each other.
         only: Fill only FQNs that match one of these patterns; each must match a name on some rank.
         skip: Leave FQNs that match one of these patterns as they are.
         grads: Set gradients as they were saved, and remove those of parameters that had none. Without it, gradients in
