@@ -253,11 +253,29 @@ def groups_with_an_empty_one() -> Training:
     [
         plain, loss_scaling, averaged, averaged_by_hand, with_a_target_network, compiled, compiled_in_place,
         adversarial, optimizers_in_a_list, optimizers_in_a_dict, second_order, frozen, tied, normalised, channels_last,
-        complex_buffers, learning_rate_as_a_tensor, state_dicts, temperature, groups_with_an_empty_one,
+        complex_buffers, learning_rate_as_a_tensor, temperature, groups_with_an_empty_one,
     ],
 )  # fmt: skip
 def test_a_kind_resumes_to_the_same_loss(tmp_path: Path, build: Build) -> None:
     resume(tmp_path, build)
+
+
+def test_state_dicts_resume_to_the_same_loss_by_their_objects(tmp_path: Path) -> None:
+    training = state_dicts()
+    for number in range(3):
+        training.step(number)
+    holdfast.save(tmp_path / "c", training.state, process_group=False)
+    expected = [training.step(number) for number in range(3, 6)]
+    objects = plain()
+    holdfast.load(tmp_path / "c", objects.state, process_group=False)
+    assert [objects.step(number) for number in range(3, 6)] == expected
+    # The dict of an optimizer without state may be replaced only if asked for: others may hold it.
+    again = state_dicts()
+    with pytest.raises(InvalidError, match="pass the optimizer itself"):
+        holdfast.load(tmp_path / "c", again.state, process_group=False)
+    holdfast.load(tmp_path / "c", again.state, strict=False, process_group=False)
+    again.loaded()
+    assert [again.step(number) for number in range(3, 6)] == expected
 
 
 class _Decay:
