@@ -65,6 +65,9 @@ class Tuning:
     sample_block_bytes: int = 1 * KIB
     """Bytes of one sampled block."""
 
+    sample_whole_bytes: int = 16 * MIB
+    """Size up to which the first save of a job compares a plain tensor whole."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectSettings:

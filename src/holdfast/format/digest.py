@@ -28,7 +28,7 @@ def new_short_digest() -> xxhash.xxh3_64:
     return xxhash.xxh3_64()
 
 
-def short_digest_of(*parts: bytes) -> bytes:
+def short_digest_of(*parts: bytes | memoryview) -> bytes:
     """Return the 8-byte xxh3-64 of a sequence of parts."""
     state = xxhash.xxh3_64()
     # Hash the lengths too, so that ("ab", "c") and ("a", "bc") differ.

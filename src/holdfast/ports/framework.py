@@ -73,8 +73,14 @@ class Source(Protocol):
         """
         ...
 
-    def sample(self, blocks: int, block_bytes: int) -> bytes:
-        """Return up to `blocks` blocks of `block_bytes`, evenly spaced over the shard; all bytes if there are fewer."""
+    def sample(self, blocks: int, block_bytes: int, *, whole_bytes: int, shift: float) -> bytes | memoryview:
+        """Return up to `blocks` blocks of `block_bytes`, evenly spaced over the shard; all bytes if there are few.
+
+        Args:
+            blocks, block_bytes: How many, and the size of each.
+            whole_bytes: Size up to which all bytes are returned.
+            shift: Where the blocks begin, from 0 to less than 1 of their distance.
+        """
         ...
 
     def stamp(self) -> object:

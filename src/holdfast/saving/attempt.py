@@ -162,8 +162,8 @@ class SaveAttempt:
                     raise
                 raise raised from error
 
-    def open(self) -> None:
-        """Take the number of this save; from now on a failure to collect the state is a refusal on every rank."""
+    def open(self) -> int:
+        """Return the number of this save; from now on a failure to collect the state is a refusal on every rank."""
         opening = SaveAgreement(self.job, self.step, short_digest_of(self.location.url.encode()))
         self._deadline = self.job.agreement_deadline()
         try:
@@ -177,6 +177,7 @@ class SaveAttempt:
         if hung is not None:
             # Before it takes memory. The commit thread would come to this save only after the write that hangs.
             raise UnavailableError(f"{self.name}: {hung}. Nothing was saved; look at the storage")
+        return self._opening.sequence
 
     def record_collected(self) -> None:
         """Record that the state is collected. Rank 0 notices a later failure by the missing statement."""

@@ -35,12 +35,20 @@ _STATISTICS_DTYPES = frozenset({"float64", "float32", "float16", "bfloat16", "co
 packed and quantised weights."""
 
 
+_GOLDEN_RATIO = (5**0.5 - 1) / 2
+
+
 class StateFingerprint:
     """Fingerprint of a layout, and digests of the values that replicas should share."""
 
-    def __init__(self, collected: Collected, job: Job, location: CheckpointLocation) -> None:
+    def __init__(self, collected: Collected, job: Job, location: CheckpointLocation, sequence: int = 0) -> None:
         """Sample the tensors and encode the values.
 
+        Args:
+            collected: The state of this rank.
+            job: The ranks.
+            location: Where the checkpoint goes.
+            sequence: The number of the save in the job, the same on every rank: it decides what is sampled.
         Raises:
             InvalidError: Values are outside the closed set, or a tensor is too large for an index.
         """
@@ -52,6 +60,8 @@ class StateFingerprint:
         self._other: dict[str, bytes] = {}
         """Samples of the plain buffers, which may differ, by FQN."""
         self._slots = MeshSlots(job.comm.rank)
+        self._whole_bytes = 0 if sequence else job.settings._tuning.sample_whole_bytes
+        self._shift = _shift_of(job.nonce, sequence)
         refused = [*collected.refused]
         tree = values.encode(collected.tree, "", refused)
         per_rank = values.encode(dict(collected.per_rank), "", refused, entries_are_whole=True)
@@ -245,7 +255,19 @@ class StateFingerprint:
 
     def _sample(self, local: LocalShard) -> bytes:
         tuning = self._settings._tuning
-        return short_digest_of(local.source.sample(tuning.sample_blocks, tuning.sample_block_bytes))
+        samples = local.source.sample(
+            tuning.sample_blocks, tuning.sample_block_bytes, whole_bytes=self._whole_bytes, shift=self._shift
+        )
+        return short_digest_of(samples)
+
+
+def _shift_of(nonce: str, sequence: int) -> float:
+    """Return where the samples of a save begin, as `Source.sample` takes it.
+
+    Multiples of the golden ratio, modulo 1, spread evenly: successive saves look at other bytes, whichever steps they
+    are of. The nonce lets a job that was started again begin elsewhere.
+    """
+    return (int(nonce or "0", 16) / 2**64 + sequence * _GOLDEN_RATIO) % 1.0
 
 
 def _leaves(value: Value, path: str) -> Iterator[tuple[str, bytes]]:

@@ -67,10 +67,10 @@ def save(attempt: SaveAttempt) -> SaveHandle:
     """
     job, request, trace = attempt.job, attempt.request, attempt.trace
     with attempt.foreground():
-        attempt.open()
+        sequence = attempt.open()
         with trace.phase("collect"):
             collected = request.collect()
-            fingerprint = StateFingerprint(collected, job, attempt.location)
+            fingerprint = StateFingerprint(collected, job, attempt.location, sequence)
             statement = fingerprint.statement(attempt.step, overwrites=request.overwrites)
             statement = replace(statement, is_loaded=request.is_loaded)
         attempt.record_collected()

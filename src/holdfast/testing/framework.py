@@ -108,11 +108,12 @@ class _ArraySource:
         assert at == len(buffer), f"{at} bytes of pieces for a buffer of {len(buffer)}"
         return _Copied()
 
-    def sample(self, blocks: int, block_bytes: int) -> bytes:
+    def sample(self, blocks: int, block_bytes: int, *, whole_bytes: int, shift: float) -> bytes:
         data = b"".join(_bytes_of(self.array, region) for region in self.held)
-        if len(data) <= blocks * block_bytes:
+        if len(data) <= max(whole_bytes, blocks * block_bytes):
             return data
-        starts = (number * (len(data) - block_bytes) // max(blocks - 1, 1) for number in range(blocks))
+        places = (int((number + shift) * (len(data) + block_bytes) / blocks) - block_bytes for number in range(blocks))
+        starts = (max(min(place, len(data) - block_bytes), 0) for place in places)
         return b"".join(data[start : start + block_bytes] for start in starts)
 
     def stamp(self) -> object:

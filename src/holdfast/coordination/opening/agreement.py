@@ -80,6 +80,11 @@ class SaveAgreement:
                 self._refused, self.raises = verdict.refused, verdict.raises
         return self
 
+    @property
+    def sequence(self) -> int:
+        """The number of this save in the job, the same on every rank; valid once it is taken."""
+        return self._save.sequence
+
     def leave(self) -> None:
         """Take no number any more, if none is taken: the caller waits no longer."""
         self._save.leave()

@@ -219,10 +219,14 @@ class TorchSource:
             return tickets.ended_by(error)
         return tickets
 
-    def sample(self, blocks: int, block_bytes: int) -> bytes:
+    def sample(self, blocks: int, block_bytes: int, *, whole_bytes: int, shift: float) -> bytes | memoryview:
         """Return at most `blocks` blocks of `block_bytes` each, spread evenly over the bytes of each part."""
         with on_stream(self._stream):
-            return b"".join([_sampled(part.local, blocks, block_bytes) for part in self._parts])
+            samples = [
+                _sampled(part.local, _sampled_runs(part.local, blocks, block_bytes, whole_bytes, shift))
+                for part in self._parts
+            ]
+        return samples[0] if len(samples) == 1 else b"".join(samples)
 
     def stamp(self) -> object:
         """Return address and version counter of each tensor; of a DTensor its own counter and its local tensor's."""
@@ -303,23 +307,30 @@ def _joined(runs: list[torch.Tensor], side: SideStream | None, buffer: memoryvie
     return joined.nbytes
 
 
-def _sampled(local: torch.Tensor, blocks: int, block_bytes: int) -> bytes:
+def _sampled_runs(
+    local: torch.Tensor, blocks: int, block_bytes: int, whole_bytes: int, shift: float
+) -> list[tuple[int, int]]:
+    """Return the byte ranges of a tensor that are sampled, whole elements each; arguments as `TorchSource.sample`."""
     total, itemsize = local.numel() * local.itemsize, local.itemsize
-    if not total:
+    if total <= max(whole_bytes, blocks * block_bytes):
+        return [(0, total)]
+    run_bytes = -(-block_bytes // itemsize) * itemsize
+    # From one run before the first byte to the last one, so that the elements at the ends are sampled as often as others.
+    places = (int((number + shift) * (total + run_bytes) / blocks) - run_bytes for number in range(blocks))
+    starts = [max(min(place, total - run_bytes), 0) // itemsize * itemsize for place in places]
+    return [(start, start + run_bytes) for start in starts]
+
+
+def _sampled(local: torch.Tensor, runs: Sequence[tuple[int, int]]) -> bytes | memoryview:
+    """Return byte ranges of a tensor, joined."""
+    if not local.numel():
         return b""
-    if total <= blocks * block_bytes:
-        runs = [(0, total)]
-    else:
-        run_bytes = -(-block_bytes // itemsize) * itemsize
-        stride = (total - run_bytes) / max(blocks - 1, 1)
-        starts = (int(number * stride) // itemsize * itemsize for number in range(blocks))
-        runs = [(start, start + run_bytes) for start in starts]
     if _is_one_run(local):
         if not local.is_cpu:
             return _gathered(local, runs)
         # One view for all blocks: replicas are sampled in every save, and a view for each takes five times as long.
         held = bits_of(local).data.cast("B")
-        return b"".join([held[start:stop] for start, stop in runs])
+        return held if len(runs) == 1 else b"".join([held[start:stop] for start, stop in runs])
     data = memoryview(bytearray(sum(stop - start for start, stop in runs)))
     offset = 0
     for start, stop in runs:

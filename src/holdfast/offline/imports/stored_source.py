@@ -184,7 +184,7 @@ class StoredSource:
             at += total
         return _READ
 
-    def sample(self, blocks: int, block_bytes: int) -> bytes:
+    def sample(self, blocks: int, block_bytes: int, *, whole_bytes: int, shift: float) -> bytes:
         """Never called: one process copies, and there are no replicas to compare."""
         raise AssertionError("replicas of a stored tensor are compared; expected one process to copy it")
 

@@ -280,6 +280,27 @@ def test_samples_are_gathered_as_they_are_copied() -> None:
     assert _gathered(whole[3:4, 2], [(0, 4)]) == bits(whole[3:4, 2])
 
 
+@pytest.mark.parametrize("show", ("as it lies", "transposed", "every other"))
+@pytest.mark.parametrize("dtype", (torch.uint8, torch.bfloat16, torch.float64, torch.complex128))
+def test_samples_begin_where_they_are_asked_to_and_reach_every_element(dtype: torch.dtype, show: str) -> None:
+    count, size = 400, dtype.itemsize
+    whole = torch.arange(count).to(torch.uint8).repeat_interleave(size).reshape(count, size).view(dtype).view(20, 20)
+    whole = {"as it lies": whole, "transposed": whole.T, "every other": whole[:, ::2]}[show]
+    source, expected = TorchSource([HeldPart(Box.whole(tuple(whole.shape)), whole)], [whole]), bits(whole)
+    seen = torch.zeros(whole.numel(), dtype=torch.bool)
+    for shift in (number / 100 for number in range(100)):
+        found = bytes(source.sample(5, 30, whole_bytes=whole.nbytes - 1, shift=shift))
+        run = -(-30 // size) * size
+        places = [int((number + shift) * (whole.nbytes + run) / 5) - run for number in range(5)]
+        starts = [min(max(place, 0), whole.nbytes - run) // size * size for place in places]
+        assert found == b"".join(expected[start : start + run] for start in starts)
+        for start in starts:
+            seen[start // size : (start + run) // size] = True
+    assert bool(seen.all())
+    for blocks, whole_bytes in ((5, whole.nbytes), (whole.nbytes // 30 + 1, 0)):
+        assert bytes(source.sample(blocks, 30, whole_bytes=whole_bytes, shift=0.3)) == expected
+
+
 def test_parts_on_several_devices_are_refused_by_name() -> None:
     here, elsewhere = torch.zeros(4), torch.zeros(4, device="meta")
     ranks = Ranks(0, 1, lambda rank: rank)
