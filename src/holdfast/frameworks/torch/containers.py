@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 import torch
 
 from holdfast.errors import CorruptError, InvalidError
+from holdfast.frameworks.torch.held import bytes_of
 from holdfast.frameworks.torch.private_layout import copy_versions
 from holdfast.frameworks.torch.tensors import dtype_name, require_storable
 from holdfast.geometry.dtype import DTYPES
@@ -115,7 +116,7 @@ def small_tensor(path: str, tensor: torch.Tensor, numel_max: int = 1024) -> Fram
             f"{path}: a tensor of {tensor.numel()} elements as a value; expected at most {numel_max}. "
             "Put it into a dict of the state"
         )
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    data = bytes_of(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()).tobytes()
     return FrameworkValue(
         "torch.tensor", {"dtype": dtype_name(tensor.dtype), "shape": tuple(tensor.shape), "data": data}
     )

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import SupportsIndex
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor import Shard as ShardPlacement
 
@@ -232,6 +234,63 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the dense tensor that holds this rank's elements, without gradient history."""
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
     return local.detach() if local.requires_grad else local
+
+
+class _LentMemory:
+    """Lends host memory to numpy, and keeps the storage that owns it."""
+
+    def __init__(self, storage: torch.UntypedStorage, interface: dict[str, object]) -> None:
+        self._storage, self.__array_interface__ = storage, interface
+
+
+def extent_bytes(local: torch.Tensor) -> int:
+    """Return the bytes from the first element of a tensor to the end of its last one."""
+    if local.is_contiguous() or not local.numel():
+        return local.nbytes
+    last = sum([(length - 1) * step for length, step in zip(local.shape, local.stride(), strict=True)])
+    return (last + 1) * local.itemsize
+
+
+def storage_of(local: torch.Tensor, extent: int) -> tuple[torch.UntypedStorage, int]:
+    """Return the storage of a tensor, and the offset of the tensor's first byte in it.
+
+    Args:
+        local: The tensor.
+        extent: Its `extent_bytes`.
+    Raises:
+        InvalidError: The storage ends before the tensor does. To read the tensor would end the process.
+    """
+    storage, start = local.untyped_storage(), int(local.storage_offset()) * local.itemsize
+    if start + extent > storage.nbytes():
+        raise InvalidError(
+            f"a tensor {list(local.shape)} of {local.dtype} ends at byte {start + extent} of its storage, which has "
+            f"{storage.nbytes()}: its memory was freed or made smaller. Allocate it before the call, and keep it until "
+            "the call ends"
+        )
+    return storage, start
+
+
+def _lent(
+    local: torch.Tensor, extent: int, kind: str, shape: tuple[int, ...], strides: tuple[int, ...] | None = None
+) -> NDArray[np.generic]:
+    # Not `Tensor.numpy()`: from then on torch refuses to resize the storage, which is the caller's.
+    storage, start = storage_of(local, extent)
+    place = (storage.data_ptr() + start, False)
+    return np.asarray(_LentMemory(storage, {"data": place, "typestr": kind, "shape": shape, "strides": strides}))
+
+
+def bits_of(local: torch.Tensor) -> NDArray[np.generic]:
+    """Return host memory as an array of integers of the same itemsize, at most 8. The array keeps the memory."""
+    itemsize, shape = local.itemsize, tuple(local.shape)
+    if local.is_contiguous():
+        return _lent(local, local.nbytes, f"<u{itemsize}", shape)
+    return _lent(local, extent_bytes(local), f"<u{itemsize}", shape, tuple([n * itemsize for n in local.stride()]))
+
+
+def bytes_of(local: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor in host memory. The view keeps the memory."""
+    count = local.nbytes
+    return _lent(local, count, "|u1", (count,)).data
 
 
 def tensors_of(declared: Sharded, fqn: str) -> list[torch.Tensor]:

@@ -16,6 +16,8 @@ from holdfast.frameworks.torch.held import (
     Held,
     HeldPart,
     Ranks,
+    bits_of,
+    bytes_of,
     held_of,
     held_whole,
     is_meta,
@@ -174,7 +176,7 @@ class TorchSource:
         local, offset = self._place_of(piece)
         if not local.is_cpu or not _is_one_run(local):
             return None
-        return bits_of(local).data.cast("B")[offset : offset + piece.numel * local.itemsize]
+        return bytes_of(local)[offset : offset + piece.numel * local.itemsize]
 
     def _place_of(self, piece: Region) -> tuple[torch.Tensor, int]:
         """Return the tensor that holds a piece, and how many of its row-major bytes are before the piece."""
@@ -258,7 +260,7 @@ def _copy_run(local: torch.Tensor, start: int, stop: int, buffer: memoryview) ->
             offset += box.numel * local.itemsize
         return
     if local.is_cpu:
-        buffer[: stop - start] = bits_of(local).data.cast("B")[start:stop]
+        buffer[: stop - start] = bytes_of(local)[start:stop]
     else:
         run = _bytes(local)[start:stop]
         torch.frombuffer(buffer, dtype=torch.uint8, count=stop - start).copy_(run)
@@ -329,7 +331,7 @@ def _sampled(local: torch.Tensor, runs: Sequence[tuple[int, int]]) -> bytes | me
         if not local.is_cpu:
             return _gathered(local, runs)
         # One view for all blocks: replicas are sampled in every save, and a view for each takes five times as long.
-        held = bits_of(local).data.cast("B")
+        held = bytes_of(local)
         return held if len(runs) == 1 else b"".join([held[start:stop] for start, stop in runs])
     data = memoryview(bytearray(sum(stop - start for start, stop in runs)))
     offset = 0
@@ -433,7 +435,7 @@ class TorchTarget(Target):
         """
         if local.dtype is not self._stored or not local.is_cpu or local.is_conj() or local.is_neg():
             return None
-        return bits_of(local) if local.itemsize in _BITS else None
+        return bits_of(local) if local.itemsize <= 8 else None
 
 
 def _boxes(held: Held) -> list[tuple[Box, torch.Tensor]]:
@@ -448,19 +450,6 @@ def _boxes(held: Held) -> list[tuple[Box, torch.Tensor]]:
             boxes.append((box, part.local[start : start + box.numel].view(box.shape)))
             start += box.numel
     return boxes
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers that carry the bits of any stored dtype, by itemsize."""
-
-_KNOWN_TO_NUMPY = {torch.float32, torch.float64, torch.int64, torch.int32, torch.int16, torch.uint8, torch.complex128}
-
-
-def bits_of(local: torch.Tensor) -> NDArray[np.generic]:
-    """Return host memory as an array of a dtype of the same itemsize, whose elements can be copied bit by bit."""
-    if local.dtype not in _KNOWN_TO_NUMPY:
-        local = local.view(_BITS[local.dtype.itemsize])
-    return local.detach().numpy() if local.requires_grad else local.numpy()
 
 
 def tensor_of(array: object, dtype: str) -> torch.Tensor:

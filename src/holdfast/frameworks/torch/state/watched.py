@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from holdfast.frameworks.torch.held import DENSE, locals_of
+from holdfast.frameworks.torch.held import DENSE, bytes_of, locals_of
 from holdfast.frameworks.torch.private_layout import version_counter
 from holdfast.types.per_rank import PerRank
 
@@ -56,5 +56,5 @@ def _stamps(tensors: Iterable[torch.Tensor], of_rank: bool) -> list[tuple[int, i
 
 
 def _digest(tensor: torch.Tensor) -> bytes:
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(content.numpy().data, digest_size=16).digest()
+    content = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return hashlib.blake2b(bytes_of(content), digest_size=16).digest()
