@@ -32,14 +32,20 @@ class Staging:
     a device may still copy into the buffer, so it is quarantined.
     """
 
-    def __init__(self, arena: Arena, bytes_max: int | None = None) -> None:
+    def __init__(
+        self,
+        arena: Arena,
+        bytes_max: int | None = None,
+        explain: Callable[[Exception], Exception] = lambda error: error,
+    ) -> None:
         """Begin with nothing copied.
 
         Args:
             arena: Where the buffers come from.
             bytes_max: Size to which the arena may grow for this save; None: its whole budget.
+            explain: Returns the cause of an error of a copy, on the copying thread.
         """
-        self._arena, self._bytes_max = arena, bytes_max
+        self._arena, self._bytes_max, self._explain = arena, bytes_max, explain
         # Reentrant: a signal handler may save, and give up, while this thread is in here.
         self._lock = threading.RLock()
         self._filled: queue.SimpleQueue[_Window | None] = queue.SimpleQueue()
@@ -73,7 +79,7 @@ class Staging:
             traceback.clear_frames(error.__traceback__)
             sources = ()
             if not isinstance(error, _GivenUp):  # `_GivenUp`: the writer gave up and has the reason.
-                self.give_up(error)
+                self.give_up(self._explain(error) if isinstance(error, Exception) else error)
         finally:
             self.end()
 

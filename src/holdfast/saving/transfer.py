@@ -115,7 +115,8 @@ class Transfer:
         else:
             assert collected.fence is not None, "only a fenced state is copied lazily"
             self.staging = "lazy"
-            self._staging = Staging(arena, None if self._job.settings.arena_bytes_max is not None else _LAZY_BYTES_MAX)
+            bytes_max = None if self._job.settings.arena_bytes_max is not None else _LAZY_BYTES_MAX
+            self._staging = Staging(arena, bytes_max, self._explain)
             # Stamps and copies come first: the fence checks the stamps.
             self._snapshot_unfenced(shards, sources)
             collected.fence(self._block_training)
@@ -360,13 +361,25 @@ class Transfer:
                 )
                 self.give_up(unsure)
                 return
-            changed = [fqn for fqn, source, stamp in self._stamps if source.stamp() != stamp]
+            changed = self._changed()
             # The sources keep the state alive.
             self._stamps.clear()
             if changed:
                 self.give_up(InvalidError(_modified_message(self._name, changed)))
             else:
                 self._reach_staged()
+
+    def _changed(self) -> list[str]:
+        return [fqn for fqn, source, stamp in self._stamps if source.stamp() != stamp]
+
+    def _explain(self, error: Exception) -> Exception:
+        """Return the cause of an error of a lazy copy: often that training changed or freed the memory meanwhile."""
+        changed = self._changed()
+        if not changed:
+            return error
+        torn = InvalidError(_modified_message(self._name, changed))
+        torn.__cause__ = error
+        return torn
 
     def _require_expected(self, written: Sequence[WrittenPack]) -> None:
         """Compare digests with those taken at the call; only with `settings.verify_lazy_copy`."""

@@ -18,12 +18,14 @@ from holdfast.frameworks.torch.held import (
     Ranks,
     bits_of,
     bytes_of,
+    extent_bytes,
     held_of,
     held_whole,
     is_meta,
     is_ordinary,
     locals_of,
     memory_of,
+    storage_of,
 )
 from holdfast.frameworks.torch.private_layout import (
     is_flat_parameter,
@@ -154,6 +156,8 @@ class TorchSource:
             memory: The tensors of the state with that memory; `stamp` watches them for changes.
         """
         self._parts, self._memory = parts, memory
+        self._is_stamped = False
+        """Whether training may go on while the bytes are copied, and may free them."""
         on_gpu = bool(parts) and parts[0].local.is_cuda
         self.side: SideStream | None = side_stream(parts[0].local.device) if on_gpu else None
         """Stream of copies off a GPU, used by any thread; None for host memory."""
@@ -200,6 +204,8 @@ class TorchSource:
             for source, piece in zip(sources, pieces, strict=True):
                 part = source._parts[0]
                 local = part.local
+                if source._is_stamped:
+                    storage_of(local, extent_bytes(local))  # The other ways to copy check it anyway.
                 joins = (
                     (local.is_cpu or source.side is not None)
                     and (piece is part.region or piece == part.region)
@@ -232,6 +238,7 @@ class TorchSource:
 
     def stamp(self) -> object:
         """Return address and version counter of each tensor; of a DTensor its own counter and its local tensor's."""
+        self._is_stamped = True
         return [
             (local.data_ptr(), version_counter(tensor), version_counter(local))
             for tensor in self._memory

@@ -16,6 +16,10 @@ _Named = tuple[str, Held, Sequence[torch.Tensor]]
 """A name, the part that this rank holds under it, and the tensors of the state with that memory."""
 
 
+_OFFSETS_MAX = 1 << 40
+"""Bound of the offset in a storage, which torch gives as the address of a view if the storage was freed."""
+
+
 class Ties:
     """Finds the names of a state that are the same elements of the same memory."""
 
@@ -67,7 +71,7 @@ class Ties:
             local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
         # The fast path: no other tensor starts at this address. The kept tensor keeps the address from being reused.
         address = local.data_ptr()
-        if not address and local.numel():
+        if address < _OFFSETS_MAX and local.numel() and not (address and local.untyped_storage().data_ptr()):
             raise InvalidError(
                 f"{named[0]}: has the shape {list(local.shape)} and no memory: its storage was freed, or it is a view "
                 "of zeros that were never allocated. Allocate its memory first, or leave it out with skip="

@@ -209,6 +209,45 @@ def test_a_change_behind_the_fence_aborts_the_save(
     run.close()
 
 
+MEMORY_CHANGES: dict[str, Callable[[torch.Tensor], object]] = {
+    "less by set_": lambda moment: moment.set_(torch.ones(7)),
+    "more by data": lambda moment: setattr(moment, "data", torch.ones(100, 96)),
+    "of another dtype by data": lambda moment: setattr(moment, "data", torch.ones(2, 3, dtype=torch.float64)),
+    "less by resize_": lambda moment: moment.resize_(3, 5),
+    "more by resize_": lambda moment: moment.resize_(640, 960),
+    "freed": lambda moment: moment.untyped_storage().resize_(0),
+    "of half the bytes": lambda moment: moment.untyped_storage().resize_(moment.nbytes // 2),
+    "of other strides": lambda moment: setattr(moment, "data", torch.ones(96, 64).t()),
+}
+"""What offloading or growing code does to a moment's memory, behind the fence."""
+
+
+@pytest.mark.parametrize(
+    ("change", "moment"),
+    [
+        *((change, torch.ones(64, 96)) for change in MEMORY_CHANGES),
+        *((change, torch.ones(2, 96)) for change in ("less by set_", "more by data", "freed")),
+        *((change, torch.ones(96, 64).t()) for change in ("freed", "of half the bytes")),
+    ],
+    ids=lambda value: str(tuple(value.shape)) if isinstance(value, torch.Tensor) else value,
+)
+def test_a_moment_that_gets_other_memory_aborts_the_save(
+    tmp_path: Path, gate: Gate, change: str, moment: torch.Tensor
+) -> None:
+    """Whatever becomes of the copy then, the error has the cause; and no freed memory is read."""
+    model = nn.Linear(64, 96)
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    optimizer.state[model.bias]["momentum_buffer"] = moment = moment.clone()
+    run = run_at(tmp_path, gate)
+    handle = run.save(1, {"model": model, "optimizer": optimizer})
+    MEMORY_CHANGES[change](moment)
+    gate.opened.set()
+    with pytest.raises(InvalidError, match=r"step 1: .*bias\.momentum_buffer changed while being copied lazily"):
+        handle.wait(timeout=60.0)
+    assert run.steps() == []
+    run.close()
+
+
 def test_a_change_once_all_is_copied_is_nobodys_business(tmp_path: Path, gate: Gate) -> None:
     training = Training()
     run = run_at(tmp_path, gate, arena_bytes_max=1 << 20, verify_lazy_copy=True)

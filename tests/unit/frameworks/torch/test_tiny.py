@@ -93,10 +93,10 @@ def test_tiny_tensors_are_cast_and_filled_wherever_they_are_held_twice(tmp_path:
     assert [half.tolist() for half in halves] == [[0, 1, 2], [1, 2, 3]]
 
 
-@pytest.mark.parametrize("kind", ("freed", "zeros that were never made"))
+@pytest.mark.parametrize("kind", ("freed", "a view of what was freed", "zeros that were never made"))
 def test_what_has_no_memory_is_refused_by_name(tmp_path: Path, kind: str) -> None:
-    bare = torch.zeros(4)
-    if kind == "freed":
+    bare = torch.zeros(4) if kind == "freed" else torch.zeros(10)[6:]
+    if kind != "zeros that were never made":
         bare.untyped_storage().resize_(0)
     else:
         bare = torch._efficientzerotensor((4,))
