@@ -60,7 +60,7 @@ from holdfast.loading.requirements import (
 )
 from holdfast.loading.resolve import Resolved, resolve
 from holdfast.loading.run_visibility import new_run_line
-from holdfast.loading.same_content import same_content
+from holdfast.loading.same_content import fill_alone, same_content
 from holdfast.loading.statuses import gather_errors, gather_statuses, names_of
 from holdfast.loading.step_choice import (
     ExactStep,
@@ -71,10 +71,8 @@ from holdfast.loading.step_choice import (
     raise_or_fall_back,
 )
 from holdfast.plan.unmatched_patterns import judge_unmatched
-from holdfast.ports.codec import Codecs
 from holdfast.ports.framework import Catalog, Restoration, Wanted
 from holdfast.repository.catalog import read_per_rank
-from holdfast.settings import Settings
 from holdfast.telemetry.dispatcher import EventDispatcher
 from holdfast.telemetry.log_lines import loaded_line
 from holdfast.telemetry.operation import OperationTrace
@@ -298,7 +296,7 @@ def _request_and_plan(attempt: LoadAttempt, resolved: Resolved) -> PlannedLoad |
     try:
         with attempt.trace.phase("plan"):
             _require_same_discarding(attempt, resolved)
-            renamed = renamed_catalog(_catalog(resolved, job.settings, job.codecs), request.rename, location.url)
+            renamed = renamed_catalog(_catalog(resolved, job), request.rename, location.url)
             restoration = job.framework.restoration(request.state, renamed.catalog, request.selection)
             warn_of_misfits(job, restoration.misfits, location.url, strict=request.strict)
             wanted = renamed.as_stored(restoration.wanted) if request.rename.rules else restoration.wanted
@@ -316,7 +314,7 @@ def _request_and_plan(attempt: LoadAttempt, resolved: Resolved) -> PlannedLoad |
         return error
 
 
-def _catalog(resolved: Resolved, settings: Settings, codecs: Codecs) -> Catalog:
+def _catalog(resolved: Resolved, job: Job) -> Catalog:
     location, manifest, index = resolved.location, resolved.manifest, resolved.index
     return Catalog(
         tensors=index.tensors,
@@ -326,7 +324,8 @@ def _catalog(resolved: Resolved, settings: Settings, codecs: Codecs) -> Catalog:
         step=manifest.step,
         world_size=manifest.world_size,
         per_rank=lambda rank: read_per_rank(location.store, location.folder, manifest, rank),
-        same_content=partial(same_content, index, location.packs_of(manifest), settings, codecs),
+        same_content=partial(same_content, index, location.packs_of(manifest), job.settings, job.codecs),
+        fill=partial(fill_alone, job, resolved),
         optimizers=manifest.optimizers,
         masters=manifest.masters,
         drops_ties=manifest.origin is not None,

@@ -32,7 +32,11 @@ class RenamedCatalog:
 
     def as_stored(self, wanted: Iterable[Wanted]) -> list[Wanted]:
         """Return wanted tensors with the names under which the checkpoint stores them."""
-        return [replace(each, stored_fqn=self.stored.get(each.stored_fqn, each.stored_fqn)) for each in wanted]
+        return _as_stored(wanted, self.stored)
+
+
+def _as_stored(wanted: Iterable[Wanted], stored: Mapping[str, str]) -> list[Wanted]:
+    return [replace(each, stored_fqn=stored.get(each.stored_fqn, each.stored_fqn)) for each in wanted]
 
 
 def renamed_catalog(catalog: Catalog, renames: Renames, where: str) -> RenamedCatalog:
@@ -67,6 +71,7 @@ def renamed_catalog(catalog: Catalog, renames: Renames, where: str) -> RenamedCa
         optimizers={names.of[path]: record for path, record in catalog.optimizers.items() if path in names.of},
         masters={tensors.get(fqn, fqn): tensors.get(master, master) for fqn, master in catalog.masters.items()},
         same_content=same_content,
+        fill=lambda wanted: catalog.fill(_as_stored(wanted, stored)),
         require_stored=lambda fqn: catalog.require_stored(stored.get(fqn, fqn)),
     )
     return RenamedCatalog(changed, stored)

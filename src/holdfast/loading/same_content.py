@@ -1,15 +1,25 @@
-"""Decides if two stored tensors hold equal bytes: a state may tie tensors that the checkpoint stores twice."""
+"""Decides if two stored tensors hold equal bytes: a state may tie tensors that the checkpoint stores twice.
+
+Where they share a part of their memory, digests do not decide: the caller reads both, into memory of its own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
 
+from holdfast.checkpoint.index_loading import index_for
 from holdfast.checkpoint.tensor_reader import BATCH_BYTES, TensorReader
+from holdfast.coordination.job import Job
+from holdfast.engine.read import execute
 from holdfast.format.index.index import Index
 from holdfast.format.index.split_index import SplitIndex
+from holdfast.loading.exchange import planned_reads
+from holdfast.loading.resolve import Resolved
 from holdfast.plan.compare import batches, windows_of
 from holdfast.ports.codec import Codecs
+from holdfast.ports.framework import Wanted
 from holdfast.ports.store import Packs
 from holdfast.settings import Settings
 
@@ -51,3 +61,18 @@ def same_content(
             if part_1.array.tobytes() != part_2.array.tobytes():
                 return False
     return True
+
+
+def fill_alone(job: Job, resolved: Resolved, wanted: Sequence[Wanted]) -> None:
+    """Read, check and place what some targets want, on this rank alone; no collective.
+
+    Raises:
+        CorruptError: A chunk differs from what was saved, or a pack is too short.
+        UnavailableError: The store failed.
+    """
+    for tensor in wanted:
+        resolved.require_stored(tensor.stored_fqn)
+    boxes = ((tensor.stored_fqn, box) for tensor in wanted for box in tensor.boxes)
+    plan = planned_reads(wanted, index_for(resolved.index, boxes, job.clock, resolved.location), job)
+    packs = resolved.location.packs_of(resolved.manifest)
+    execute(plan, packs, [tensor.target for tensor in wanted], job.settings, job.codecs)

@@ -313,6 +313,9 @@ class Catalog:
     same_content: Callable[[str, str], bool]
     """Whether two stored FQNs hold the same bytes; decided by digests, or without digests by reading."""
 
+    fill: Callable[[Sequence[Wanted]], None]
+    """Fills targets on this rank alone, before the ranks have agreed: only memory that is not of the state."""
+
     optimizers: Mapping[str, OptimizerRecord] = field(default_factory=dict)
     """Class and state keys of each optimizer, by path; empty if the checkpoint does not state them."""
 

@@ -24,6 +24,7 @@ def catalog(names: list[str], tree: Mapping[str, object] | None = None) -> Catal
         world_size=1,
         per_rank=lambda _: {},
         same_content=lambda *_: False,
+        fill=lambda _: None,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from copy import copy
 from typing import Self
 
 import numpy as np
@@ -324,7 +325,7 @@ def _sampled_runs(
     if total <= max(whole_bytes, blocks * block_bytes):
         return [(0, total)]
     run_bytes = -(-block_bytes // itemsize) * itemsize
-    # From one run before the first byte to the last one, so that the elements at the ends are sampled as often as others.
+    # From one run before the first byte, and to the last byte: elements at the ends are sampled as often as others.
     places = (int((number + shift) * (total + run_bytes) / blocks) - run_bytes for number in range(blocks))
     starts = [max(min(place, total - run_bytes), 0) // itemsize * itemsize for place in places]
     return [(start, start + run_bytes) for start in starts]
@@ -375,6 +376,17 @@ class TorchTarget(Target):
         on_gpu = bool(parts) and parts[0].local.is_cuda
         # Other threads fill it. Their copies must run after the work on the caller's stream.
         self._stream = torch.cuda.current_stream(parts[0].local.device) if on_gpu else None
+
+    @property
+    def memories(self) -> Sequence[tuple[Box, torch.Tensor]]:
+        """The held boxes, each with the memory to fill."""
+        return self._boxes
+
+    def over(self, memories: Sequence[tuple[Box, torch.Tensor]]) -> TorchTarget:
+        """Return a target of the same boxes with other memory, on the host."""
+        other = copy(self)
+        other._boxes, other._stream = [*memories], None
+        return other
 
     def place(self, part: Box, source: memoryview, source_box: Box) -> None:
         """Copy `part` from the row-major bytes of `source_box`; convert if the dtypes differ."""

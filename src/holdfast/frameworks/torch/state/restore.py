@@ -21,6 +21,7 @@ from holdfast.frameworks.torch.state import gradients
 from holdfast.frameworks.torch.state.made_entries import load_made_entries
 from holdfast.frameworks.torch.state.metrics import require_kept
 from holdfast.frameworks.torch.state.naming import is_extra_state
+from holdfast.frameworks.torch.state.overlaps import require_equal_overlaps
 from holdfast.frameworks.torch.state.rank_values import load_into, loader_of_rank_value, require_dict
 from holdfast.frameworks.torch.state.resized import ResizedTensors, clipped
 from holdfast.frameworks.torch.state.saved_values import children_of, lost_optimizers, misfit_of_tensor, misfit_of_value
@@ -105,6 +106,7 @@ class TorchRestoration:
         tree = (name for key, value in catalog.tree.items.items() for name in saved_names(value, key))
         self.unmatched = self._selector.unmatched(chain(catalog.tensors, catalog.aliases, tree), self._stored_names)
         self.misfits += self._resized.misfits(catalog.same_content)
+        require_equal_overlaps(self.wanted, catalog.fill)
         self.fills_any = bool(self.wanted or self._finishes)
 
     @cached_property

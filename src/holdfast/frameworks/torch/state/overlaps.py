@@ -1,0 +1,153 @@
+"""Targets that overlap in memory: they are filled only if the checkpoint has equal bytes for what they share.
+
+Names of exactly the same elements are one target (`ties.py`), so no two targets here are those.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
+
+import numpy as np
+import torch
+
+from holdfast.errors import InvalidError
+from holdfast.frameworks.torch.held import extent_bytes
+from holdfast.frameworks.torch.tensors import TorchTarget
+from holdfast.ports.framework import Wanted
+
+
+@dataclass(frozen=True, slots=True)
+class _TargetMemory:
+    """Memory that one target fills, from its first to its last byte; not all in between need be its own."""
+
+    wanted: Wanted
+    """The target."""
+
+    number: int
+    """Which of the target's memories it is."""
+
+    local: torch.Tensor
+    """The memory."""
+
+    start: int
+    """Address of the first byte."""
+
+    def in_scratch(self, scratch: torch.Tensor, first: int, unit: int = 1) -> torch.Tensor:
+        """Return the view of this memory in scratch memory that begins at an address.
+
+        Its last dimension is the units of one element.
+        """
+        count = self.local.itemsize // unit
+        steps = [step * count for step in self.local.stride()]
+        return scratch.as_strided((*self.local.shape, count), (*steps, 1), (self.start - first) // unit)
+
+
+def require_equal_overlaps(wanted: Sequence[Wanted], fill: Callable[[Sequence[Wanted]], None]) -> None:
+    """Refuse targets that share memory, within one or among several, if the checkpoint has different bytes for it.
+
+    The order of reads would decide which bytes stay. Where all bytes are equal, any order is right.
+
+    Args:
+        wanted: All targets of this rank.
+        fill: Fills other targets with what the checkpoint has.
+    Raises:
+        InvalidError: Names both targets, or the one.
+    """
+    for first, stop, runs in _clusters(wanted):
+        if _is_shared(first, stop, runs):
+            _require_equal(first, stop, runs, fill)
+
+
+def _clusters(wanted: Sequence[Wanted]) -> Iterator[tuple[int, int, list[_TargetMemory]]]:
+    """Yield memory in which elements may be shared: addresses of its start and stop, and the runs in it."""
+    # Lists and one sort: a state may have 100,000 tensors, nearly all of them apart.
+    targets = cast("list[TorchTarget]", [each.target for each in wanted])
+    memory = [local for target in targets for _, local in target.memories]
+    addresses = [local.data_ptr() for local in memory]
+    extents = np.array([local.nbytes for local in memory], dtype=np.int64)
+    strided = [number for number, local in enumerate(memory) if not local.is_contiguous()]
+    for number in strided:
+        extents[number] = extent_bytes(memory[number])
+    numbers = np.flatnonzero(extents)
+    if not numbers.size:
+        return
+    starts = np.array(addresses, dtype=np.int64)[numbers]
+    order = np.argsort(starts, kind="stable")
+    starts, numbers = starts[order], numbers[order]
+    stops = np.maximum.accumulate(starts + extents[numbers])
+    is_first = np.append(True, starts[1:] >= stops[:-1])
+    bounds = np.append(np.flatnonzero(is_first), len(numbers))
+    cluster_of = np.empty(len(memory), dtype=np.int64)
+    cluster_of[numbers] = np.cumsum(is_first) - 1
+    own_overlaps = [number for number in strided if not _is_injective(memory[number])]
+    suspect = np.union1d(np.flatnonzero(np.diff(bounds) > 1), cluster_of[own_overlaps])
+    if not suspect.size:
+        return
+    owners = [
+        (each, part) for each, target in zip(wanted, targets, strict=True) for part in range(len(target.memories))
+    ]
+    for cluster in suspect.tolist():
+        begin, end = bounds[cluster], bounds[cluster + 1]
+        members = [(*owners[number], memory[number], addresses[number]) for number in sorted(numbers[begin:end])]
+        yield int(starts[begin]), int(stops[end - 1]), [_TargetMemory(*member) for member in members]
+
+
+def _is_injective(local: torch.Tensor) -> bool:
+    """Return whether it is certain that no two elements have one address: each stride passes all smaller ones."""
+    reach = 0
+    for step, length in sorted(zip(local.stride(), local.shape, strict=True)):
+        if length > 1 and step <= reach:
+            return False
+        reach += (length - 1) * step
+    return True
+
+
+def _is_shared(first: int, stop: int, runs: Sequence[_TargetMemory]) -> bool:
+    """Return whether an address has several elements: the columns of one matrix have none."""
+    unit = math.gcd(*(number for run in runs for number in (run.local.itemsize, run.start - first)))
+    marks = torch.zeros((stop - first) // unit, dtype=torch.bool)
+    for run in runs:
+        run.in_scratch(marks, first, unit).fill_(True)
+    return int(marks.count_nonzero()) * unit < sum(run.local.nbytes for run in runs)
+
+
+def _require_equal(
+    first: int, stop: int, runs: Sequence[_TargetMemory], fill: Callable[[Sequence[Wanted]], None]
+) -> None:
+    scratch, is_filled = torch.zeros(stop - first, dtype=torch.uint8), torch.zeros(stop - first, dtype=torch.bool)
+    for number, run in enumerate(runs):
+        given, there = _stored_bytes(run, fill), run.in_scratch(scratch, first)
+        differs = (there != given) & run.in_scratch(is_filled, first)
+        if bool(differs.any()):
+            marks = torch.zeros_like(is_filled)
+            run.in_scratch(marks, first).copy_(differs)
+            other = next(each for each in runs[:number] if bool(each.in_scratch(marks, first).any()))
+            raise InvalidError(
+                f"{run.wanted.fqn}: shares a part of its memory with {other.wanted.fqn}, and the checkpoint holds "
+                "different values for that part; expected equal values, or memory of its own for each. Give one of "
+                "them its own memory, e.g. tensor.clone(), or leave it out with skip="
+            )
+        there.copy_(given)
+        run.in_scratch(is_filled, first).fill_(True)
+        if bool((there != given).any()):
+            raise InvalidError(
+                f"{run.wanted.fqn}: the target {list(run.local.shape)} has strides {list(run.local.stride())}, so "
+                "several of its elements share memory, and the checkpoint holds different values for them; expected "
+                "memory for each. Pass tensor.contiguous(), or leave it out with skip="
+            )
+
+
+def _stored_bytes(run: _TargetMemory, fill: Callable[[Sequence[Wanted]], None]) -> torch.Tensor:
+    """Return the bytes that a load would write to a run; the last dimension is the bytes of one element."""
+    target = cast("TorchTarget", run.wanted.target)
+    # A clone: what a load with `partial` leaves as it is keeps its present bytes.
+    dense = [(box, local.cpu().resolve_conj().resolve_neg()) for box, local in target.memories]
+    own = target.over([(box, local.clone(memory_format=torch.contiguous_format)) for box, local in dense])
+    fill([replace(run.wanted, target=own)])
+    (_, filled), local = own.memories[run.number], run.local
+    filled = filled.conj_physical() if local.is_conj() else filled
+    filled = filled.neg() if local.is_neg() else filled
+    return filled.reshape(-1).view(torch.uint8).view(*local.shape, local.itemsize)
