@@ -227,8 +227,11 @@ The layouts:
   replicated DTensors on its mesh, as with `SequenceParallel`.
 - **partial plan**: the tensor-parallel plan names some modules only, as plans of Transformers do. `fully_shard` over
   `mesh["dp"]` leaves every other module on one mesh for each tensor-parallel rank. These meshes are *siblings*:
-  disjoint, of equal shape, with equal name, dtype, shape and placements. Siblings are replicas: a save compares
-  samples of them and stores every byte once. Anything else under one name is refused before the first byte.
+  disjoint, of equal shape, with equal name, dtype, shape and placements. Siblings are replicas: a save stores every
+  byte once. Meshes of any other kind under one name are refused before the first byte. So are siblings whose samples
+  differ, as plain tensors are: 64 KiB of each tensor at each save, every time at other places. The first save of a job
+  compares tensors of up to 16 MiB whole. A difference in a few rows of a larger tensor may pass some saves before it
+  is found; `Settings(compare_replicas=True)` compares all bytes at every save.
 - **DP by hand**: tensor or expert parallelism on `mesh["tp"]` or `mesh["ep"]`, and gradients averaged over the other
   dimension by the training loop. The split modules are on siblings.
 - **SP**: the sequence is split, and parameters are replicated DTensors. Context parallelism treats parameters the
