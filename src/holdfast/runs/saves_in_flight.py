@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import wait
 from contextlib import suppress
 
 from holdfast.engine.background import SLICE_SECONDS, WriteProgress
@@ -62,9 +61,10 @@ class SavesInFlight:
                 with suppress(CheckpointError):
                     # A lazy save is staged only after this thread has checked that the state did not change.
                     in_flight.settle(None)
-        futures = [handle.committed for handle in self._handles]
-        while wait(futures, SLICE_SECONDS).not_done and self._progress.hung is None:
-            pass
+        for handle in self._handles:
+            while not handle.committed.done() and self._progress.hung is None:
+                with suppress(TimeoutError):
+                    handle.committed.exception(SLICE_SECONDS)
 
     def _await(self, handle: SaveHandle, *, closing: bool) -> None:
         while True:

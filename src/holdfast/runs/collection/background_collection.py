@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from holdfast.clock import Clock
 from holdfast.errors import ConflictError, CorruptError, first_three
+from holdfast.interrupts import GUARD
 from holdfast.runs.collection.garbage_collection import CheckpointGC, Marked
 from holdfast.telemetry.log_lines import shown_bytes
 
@@ -76,7 +77,6 @@ class Background:
         self._wanted, self._stopped, self._finishing = threading.Event(), threading.Event(), threading.Event()
         self._lacks_room = threading.Event()
         self._thread: threading.Thread | None = None
-        self._ending = threading.Lock()
         self._has_ended = False
         self._release: Callable[[], None] = lambda: None
         # Written by the thread alone; a close reads them.
@@ -94,8 +94,8 @@ class Background:
             self._begin()
 
     def _begin(self) -> None:
-        self._wanted.set()
-        with self._ending:
+        with GUARD:
+            self._wanted.set()
             if self._thread is None and not self._stopped.is_set():
                 self._thread = threading.Thread(target=self._run, name="holdfast-collect", daemon=True)
                 self._thread.start()
@@ -115,7 +115,7 @@ class Background:
             may_wait: Whether to wait until every step that is due is removed; asked again and again. If not, a grace
                 is cut short. Storage gets a few seconds in either case.
         """
-        with self._ending:  # A save that has just failed may ask for room meanwhile.
+        with GUARD:  # A save that has just failed may ask for room meanwhile.
             thread = self._thread
             if thread is None:
                 self._stopped.set()
@@ -130,7 +130,7 @@ class Background:
         finally:
             # After Ctrl-C too: it ends the wait, not a removal.
             self._stop()
-            with self._ending:
+            with GUARD:
                 is_left = not self._has_ended
                 if is_left:
                     self._release = release
@@ -145,16 +145,18 @@ class Background:
             )
 
     def _stop(self) -> None:
-        self._stopped.set()
-        self._wanted.set()
+        with GUARD:
+            self._stopped.set()
+            self._wanted.set()
 
     def _await_graces(self, thread: threading.Thread, may_wait: Callable[[], bool]) -> float:
         """Wait until what is due is removed; return the seconds that storage has left to answer."""
         start, is_said = self._clock.monotonic_seconds(), False
         while thread.is_alive() and may_wait():
             if not self._finishing.is_set():
-                self._finishing.set()
-                self._wanted.set()
+                with GUARD:
+                    self._finishing.set()
+                    self._wanted.set()
             now, due = self._clock.monotonic_seconds(), self._last_due
             if due - start > _GRACE_SECONDS_MAX:
                 logger.info(
@@ -192,7 +194,7 @@ class Background:
         try:
             self._work()
         finally:
-            with self._ending:
+            with GUARD:
                 self._has_ended = True
             self._release()
 
