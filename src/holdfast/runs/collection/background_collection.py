@@ -74,8 +74,9 @@ class Background:
         """
         self._collector, self._grace_seconds, self._clock = collector, grace_seconds, clock
         self._may_collect = may_collect
+        # Set under GUARD: a signal handler may save while the training thread sets one.
         self._wanted, self._stopped, self._finishing = threading.Event(), threading.Event(), threading.Event()
-        self._lacks_room = threading.Event()
+        self._lacks_room = threading.Event()  # As those.
         self._thread: threading.Thread | None = None
         self._has_ended = False
         self._release: Callable[[], None] = lambda: None
@@ -103,7 +104,8 @@ class Background:
     def want_room(self) -> None:
         """Request a collection after a save that found no room on the disk; warn of what can go, and when."""
         if self._collector.may_remove and self._may_collect():
-            self._lacks_room.set()
+            with GUARD:
+                self._lacks_room.set()
             self._begin()
 
     def close(self, release: Callable[[], None], may_wait: Callable[[], bool] = lambda: False) -> None:
