@@ -24,6 +24,7 @@ T = TypeVar("T")
 _SLICE_SECONDS = 1.0
 """Longest sleep of a wait without a limit. A Ctrl-C in the midst of `Latch.set` may leave a waiting thread asleep."""
 
+# The lock that this module is about.
 GUARD = threading.RLock()
 """The one lock that a training thread takes where other threads of saves and loads need it too. Blocks under it are
 short, and wait for no other thread. So whoever finds it owned by the own thread runs in a handler that interrupted such
@@ -86,7 +87,7 @@ class Latch:
         """
         while not self._is_set:
             require_uninterrupted("a wait")
-            sleeper = threading.Lock()
+            sleeper = threading.Lock()  # Only this thread waits for it.
             sleeper.acquire()
             self._sleepers[sleeper] = None
             try:

@@ -35,9 +35,12 @@ class CodingHistory:
             compression: The setting.
             chunk_bytes: Raw bytes of a chunk.
         """
-        with GUARD:
-            self._knowledge, choice = self._knowledge.begun(amounts, threads, compression)
-            return choice, self._knowledge.samplings(choice, amounts, chunk_bytes)
+        while True:
+            known = self._knowledge
+            begun, choice = known.begun(amounts, threads, compression)
+            samplings = begun.samplings(choice, amounts, chunk_bytes)
+            if self._replace(known, begun):
+                return choice, samplings
 
     def end(
         self, choice: KindsChoice, amounts: Amounts, measured: Measured, compression: Compression
@@ -50,9 +53,19 @@ class CodingHistory:
             measured: What it measured.
             compression: The setting.
         """
+        while True:
+            known = self._knowledge
+            ended = known.ended(choice, measured, compression)
+            if self._replace(known, ended):
+                return codings_of(ended, choice, amounts, measured)
+
+    def _replace(self, known: Knowledge, learned: Knowledge) -> bool:
+        """Store what a save has shown; return False if another save has shown something meanwhile."""
         with GUARD:
-            self._knowledge = self._knowledge.ended(choice, measured, compression)
-            return codings_of(self._knowledge, choice, amounts, measured)
+            is_latest = self._knowledge is known
+            if is_latest:
+                self._knowledge = learned
+            return is_latest
 
 
 class CodingHistories:

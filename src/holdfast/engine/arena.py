@@ -25,7 +25,7 @@ _BLOCK_BUFFERS_MAX, _BLOCK_BYTES_MAX = 64, 64 * MIB
 class Arena:
     """Equal buffers up to a budget. `take` blocks while all of them are in use and the budget is spent.
 
-    One thread takes buffers, and allocates them. Any thread gives buffers back. There are atomic operations and no lock:
+    One thread takes buffers, and allocates them. Any thread gives buffers back. Operations are atomic, without a lock:
     a signal handler may save while the training thread is in here.
     """
 

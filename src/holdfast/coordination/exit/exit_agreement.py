@@ -65,6 +65,7 @@ class ExitAgreement:
         self._is_signalled = False
         self._is_rank_0_closed = False
         self._exit_call: int | None = None
+        # For the thread of this agreement alone, which no save waits for.
         self._closed = threading.Event()
         self.deadline: float | None = None
         """When a save must have ended, on the monotonic clock; None before a signal or wake-up."""
