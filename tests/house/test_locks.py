@@ -1,6 +1,6 @@
 """Locks that a signal handler may meet: each one on the way of a save has a word why it holds nobody up.
 
-A handler runs on the training thread, within what it interrupted, and may save or wait. See decision 042.
+A handler runs on the training thread, within what it interrupted, and may save or wait. See decision 099.
 """
 
 from __future__ import annotations

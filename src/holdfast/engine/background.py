@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from holdfast.clock import Clock
 from holdfast.errors import UnavailableError
-from holdfast.interrupts import GUARD, Outcome, start_thread
+from holdfast.interrupts import Outcome, start_thread
 
 T = TypeVar("T")
 _Call = tuple[Future[Any], Callable[[], Any]]
@@ -169,15 +169,20 @@ class BackgroundQueue:
             UnavailableError: No thread could be started.
         """
         future = Outcome[object]()
-        if self._thread.ident is None and not self._is_closed:
+        if self._is_closed:
+            raise RuntimeError(f"{self._thread.name}: the queue is closed")
+        if self._thread.ident is None:
             # If no thread can be started now, the call is not taken, and the next one tries again.
             _start(self._thread)
-        with GUARD:
-            if self._is_closed:
-                raise RuntimeError(f"{self._thread.name}: the queue is closed")
-            # A weak reference: the exception of a failed call would keep the objects in its frames alive.
-            self._last = weakref.ref(future)
-            self._calls.put((future, work))
+        # A weak reference: the exception of a failed call would keep the objects in its frames alive.
+        self._last = weakref.ref(future)
+        self._calls.put((future, work))
+        if self._is_closed:
+            # By a signal handler, since the look above. The thread may have ended before it came to this call.
+            with suppress(queue.Empty):
+                while (call := self._calls.get_nowait()) is not None:
+                    _carry_out(*call)
+                self._calls.put(None)
         return future
 
     def submit_short(self, work: Callable[[], object]) -> Future[object]:
@@ -197,9 +202,8 @@ class BackgroundQueue:
 
     def close(self) -> None:
         """Wait for the calls submitted so far, then end the thread. A thread whose write hangs is left behind."""
-        with GUARD:
-            self._is_closed = True
-            self._calls.put(None)
+        self._is_closed = True
+        self._calls.put(None)
         thread = self._thread
         while thread.is_alive() and thread is not threading.current_thread():
             thread.join(SLICE_SECONDS)
