@@ -40,7 +40,7 @@ from holdfast.wiring import codecs
 HANG_SECONDS = 30.0
 WATCHED = {
     "threading.py", "interrupts.py", "gc_pause.py", "background.py", "arena.py", "staging.py", "handle.py", "save.py",
-    "attempt.py", "transfer.py", "overwrite.py", "save_schedule.py", "coding_history.py", "saves_in_flight.py",
+    "attempt.py", "transfer.py", "overwrite.py", "save_schedule.py", "saves_in_flight.py",
 }  # fmt: skip
 """Modules at whose lines a signal comes."""
 
@@ -79,6 +79,7 @@ class InterruptedRun:
 
     def handle(self, *_: object) -> None:
         """Handle a signal: save and wait for that, or save, or wait for all, or load; in turn."""
+        faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
         turn = len(self._seen) % 4
         acts: tuple[Callable[[], object], ...] = (lambda: self.save().wait(), self.save, self.manager.wait, self.load)
         try:
@@ -145,8 +146,7 @@ def value_of(state: dict[str, object]) -> float:
 
 def main(root: Path) -> None:
     logging.disable(logging.CRITICAL)  # Handlers of logging have locks of their own.
-    faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
-    run = InterruptedRun(root, Settings(chunk_bytes=4096, window_bytes=8192, compression="on", reports=False))
+    run = InterruptedRun(root, Settings(chunk_bytes=4096, window_bytes=8192, reports=False))
 
     def first_saves() -> None:
         """Save with a new manager: its threads are started."""

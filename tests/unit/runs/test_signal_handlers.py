@@ -40,7 +40,7 @@ def test_a_signal_at_each_line_of_a_save_and_a_wait_hangs_nothing_and_both_end_a
         cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr
