@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from holdfast.clock import Clock
 from holdfast.errors import UnavailableError
-from holdfast.interrupts import Outcome, start_thread
+from holdfast.interrupts import Latch, Outcome, start_thread
 
 T = TypeVar("T")
 _Call = tuple[Future[Any], Callable[[], Any]]
@@ -159,7 +159,7 @@ class BackgroundQueue:
         weakref.finalize(self, self._calls.put, None).atexit = False
         _QUEUES.add(self)
         self._last: weakref.ref[Future[object]] | None = None
-        self._is_closed = False
+        self._closed = Latch()
 
     def submit(self, work: Callable[[], object]) -> Future[object]:
         """Run a call after all calls submitted earlier.
@@ -169,7 +169,7 @@ class BackgroundQueue:
             UnavailableError: No thread could be started.
         """
         future = Outcome[object]()
-        if self._is_closed:
+        if self._closed.is_set():
             raise RuntimeError(f"{self._thread.name}: the queue is closed")
         if self._thread.ident is None:
             # If no thread can be started now, the call is not taken, and the next one tries again.
@@ -177,7 +177,7 @@ class BackgroundQueue:
         # A weak reference: the exception of a failed call would keep the objects in its frames alive.
         self._last = weakref.ref(future)
         self._calls.put((future, work))
-        if self._is_closed:
+        if self._closed.is_set():
             # By a signal handler, since the look above. The thread may have ended before it came to this call.
             with suppress(queue.Empty):
                 while (call := self._calls.get_nowait()) is not None:
@@ -202,7 +202,7 @@ class BackgroundQueue:
 
     def close(self) -> None:
         """Wait for the calls submitted so far, then end the thread. A thread whose write hangs is left behind."""
-        self._is_closed = True
+        self._closed.set()
         self._calls.put(None)
         thread = self._thread
         while thread.is_alive() and thread is not threading.current_thread():

@@ -48,7 +48,7 @@ def test_a_call_whose_submit_is_interrupted_by_a_close_is_made(is_started: bool)
         get_nowait = inside.get_nowait
 
         def put(self, call: object) -> None:
-            if call is not None and not calls._is_closed:
+            if call is not None and not calls._closed.is_set():
                 calls.close()
             inside.put(call)  # type: ignore[arg-type]
 
