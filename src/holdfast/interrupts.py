@@ -100,7 +100,7 @@ class Latch:
         return self._is_set
 
 
-class Outcome(Future[T]):
+class UnlockedFuture(Future[T]):
     """A future whose methods take no lock of its own. It cannot be cancelled; asyncio would do so at a timeout.
 
     The result is stored at once, in one step. `concurrent.futures.wait` works too, and takes the lock of its base.

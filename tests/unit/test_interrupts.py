@@ -10,7 +10,7 @@ from concurrent.futures import Future, InvalidStateError, as_completed, wait
 import pytest
 
 from holdfast.errors import UnavailableError
-from holdfast.interrupts import GUARD, Latch, Outcome, require_uninterrupted, start_thread
+from holdfast.interrupts import GUARD, Latch, UnlockedFuture, require_uninterrupted, start_thread
 
 
 def test_a_latch_wakes_each_thread_that_waits_and_holds_up_none_that_comes_later() -> None:
@@ -30,7 +30,7 @@ def test_a_latch_wakes_each_thread_that_waits_and_holds_up_none_that_comes_later
 
 
 def test_a_wait_of_a_thread_that_was_interrupted_under_the_lock_fails_and_one_of_another_thread_waits() -> None:
-    latch, outcome = Latch(), Outcome[int]()
+    latch, outcome = Latch(), UnlockedFuture[int]()
     with GUARD:
         with pytest.raises(UnavailableError, match="MainThread"):
             require_uninterrupted("save of step 3")
@@ -49,7 +49,7 @@ def test_a_wait_of_a_thread_that_was_interrupted_under_the_lock_fails_and_one_of
 
 
 def test_an_outcome_is_set_once_and_tells_the_same_ever_after() -> None:
-    outcome = Outcome[int]()
+    outcome = UnlockedFuture[int]()
     with pytest.raises(TimeoutError):
         outcome.result(0.0)
     assert not outcome.done() and not outcome.cancel()
@@ -60,7 +60,7 @@ def test_an_outcome_is_set_once_and_tells_the_same_ever_after() -> None:
         outcome.set_exception(ValueError("late"))
     assert outcome.done() and outcome.result() == 7 and outcome.exception() is None
 
-    failed, error = Outcome[int](), TimeoutError("of the call itself")
+    failed, error = UnlockedFuture[int](), TimeoutError("of the call itself")
     failed.set_exception(error)
     assert failed.exception(0.0) is error
     with pytest.raises(TimeoutError, match="of the call itself"):
@@ -69,10 +69,13 @@ def test_an_outcome_is_set_once_and_tells_the_same_ever_after() -> None:
 
 def test_of_threads_that_end_it_at_once_one_wins() -> None:
     for _ in range(50):
-        outcome, start, lost = Outcome[int](), threading.Barrier(4), list[int]()
+        outcome, start, lost = UnlockedFuture[int](), threading.Barrier(4), list[int]()
 
         def end(
-            number: int, outcome: Outcome[int] = outcome, start: threading.Barrier = start, lost: list[int] = lost
+            number: int,
+            outcome: UnlockedFuture[int] = outcome,
+            start: threading.Barrier = start,
+            lost: list[int] = lost,
         ) -> None:
             start.wait()
             try:
@@ -89,7 +92,7 @@ def test_of_threads_that_end_it_at_once_one_wins() -> None:
 
 
 def test_callbacks_run_once_in_order_whenever_they_are_added(caplog: pytest.LogCaptureFixture) -> None:
-    outcome, told = Outcome[int](), list[object]()
+    outcome, told = UnlockedFuture[int](), list[object]()
 
     def fail(_: Future[int]) -> None:
         told.append("failed")
@@ -105,7 +108,7 @@ def test_callbacks_run_once_in_order_whenever_they_are_added(caplog: pytest.LogC
 
 
 def test_the_standard_library_waits_for_it_as_for_any_future() -> None:
-    outcome, failed = Outcome[int](), Outcome[int]()
+    outcome, failed = UnlockedFuture[int](), UnlockedFuture[int]()
     failed.set_exception(ValueError("no"))
     timer = threading.Timer(0.02, outcome.set_result, [7])
     timer.start()
@@ -114,7 +117,7 @@ def test_the_standard_library_waits_for_it_as_for_any_future() -> None:
     timer.join()
 
     async def awaited() -> int:
-        later = Outcome[int]()
+        later = UnlockedFuture[int]()
         threading.Timer(0.02, later.set_result, [9]).start()
         return await asyncio.wait_for(asyncio.wrap_future(later), 20.0)
 

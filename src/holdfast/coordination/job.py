@@ -121,8 +121,7 @@ class Job:
         """Monotonic time at which the process will be killed, if known. No wait for other ranks lasts longer."""
         self.sequence = 0
         """Number of the next save. A rank that missed saves advances it."""
-        # Taken on threads of CALLS alone, which no handler interrupts.
-        self.numbering = threading.Lock()
+        self.numbering = threading.Lock()  # Taken on threads of CALLS alone, which no handler interrupts.
         """Held while a save takes its number: a signal handler may save while another save is at that."""
         self.history = SaveHistory(clock)
         """How the saves of this job ended so far."""
@@ -145,8 +144,8 @@ class Job:
         self.attempts_under_way: set[str] = set()
         """Ids of the attempts of this process that have not ended. No removal of leftovers takes their files."""
         self._logged: set[str] = set()
-        # Taken on threads of CALLS and on the commit thread, which no handler interrupts.
-        self._keys_lock, self._keys = threading.Lock(), list[tuple[int, str]]()
+        self._keys_lock = threading.Lock()  # Taken on threads of CALLS, and on the commit thread: no handler meets it.
+        self._keys = list[tuple[int, str]]()
 
     def with_settings(self, settings: Settings) -> Job:
         """Return a job of the same ranks with other settings, over the same connections and threads.

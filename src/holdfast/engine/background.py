@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from holdfast.clock import Clock
 from holdfast.errors import UnavailableError
-from holdfast.interrupts import Latch, Outcome, start_thread
+from holdfast.interrupts import Latch, UnlockedFuture, start_thread
 
 T = TypeVar("T")
 _Call = tuple[Future[Any], Callable[[], Any]]
@@ -168,7 +168,7 @@ class BackgroundQueue:
             RuntimeError: The queue is closed.
             UnavailableError: No thread could be started.
         """
-        future = Outcome[object]()
+        future = UnlockedFuture[object]()
         if self._closed.is_set():
             raise RuntimeError(f"{self._thread.name}: the queue is closed")
         if self._thread.ident is None:
@@ -190,7 +190,7 @@ class BackgroundQueue:
         try:
             return self.submit(work)
         except UnavailableError:
-            future = Outcome[object]()
+            future = UnlockedFuture[object]()
             _carry_out(future, work)
             return future
 
@@ -224,7 +224,7 @@ class DaemonCalls:
         Raises:
             UnavailableError: No thread could be started.
         """
-        future = Outcome[T]()
+        future = UnlockedFuture[T]()
         try:
             inbox = self._idle.pop()
         except IndexError:
@@ -295,7 +295,7 @@ def side_by_side(*calls: Callable[[], T]) -> list[T]:
     """
     futures = [_begun(call) for call in calls[:-1]]
     for call in calls[-1:]:
-        futures.append(Outcome())
+        futures.append(UnlockedFuture())
         _carry_out(futures[-1], call)
     for future in futures:
         future.exception()
@@ -306,7 +306,7 @@ def _begun(call: Callable[[], T]) -> Future[T]:
     try:
         return CALLS.submit(call)
     except UnavailableError:  # No thread could be started: this one makes the call.
-        future = Outcome[T]()
+        future = UnlockedFuture[T]()
         _carry_out(future, call)
         return future
 

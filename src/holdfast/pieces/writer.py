@@ -32,7 +32,7 @@ from holdfast.format.values import values as codec
 from holdfast.frameworks.alone import AloneComm
 from holdfast.frameworks.torch.pieces.planned import collected_pieces, neutral_value
 from holdfast.geometry.tensor_piece import TensorPiece
-from holdfast.interrupts import GUARD
+from holdfast.interrupts import GUARD, Latch
 from holdfast.pieces.names import MARK, tree_of_pieces
 from holdfast.pieces.torch_bytes import PickledValue, unpickled_value
 from holdfast.ports.framework import Selection
@@ -199,14 +199,15 @@ class PieceWriter:
             whole = replace(own_part, tree=codec.dumps(codec.encode(tree, "")))
             own_vote = _done(attempt, lambda: attempt.write_part(whole))
             attempt.commit_vote.carry({each.rank: each.vote for each in written if each.vote is not None})
+            over = Latch()
+            attempt.handle.committed.add_done_callback(lambda _: over.set())
             # On the commit thread, as every save: an interrupt of this thread must not end what is perhaps published.
             attempt.finish_in_background(lambda: attempt.conclude(attempt.vote_and_commit(own_vote), share.report))
             report = attempt.handle.wait()
         except BaseException as error:
             _end(attempt, error)
             raise
-        if attempt.on_end is not None:
-            attempt.on_end()  # The commit thread is at it, perhaps: the caller finds the claim gone.
+        over.wait()  # Callbacks run in order, on the commit thread: the caller finds the claim gone.
         assert report is not None, "committed comes with a report"
         return report
 

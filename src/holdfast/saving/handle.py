@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import SaveHistory
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
-from holdfast.interrupts import Outcome
+from holdfast.interrupts import UnlockedFuture
 from holdfast.types.reports import SaveReport
 
 logger = logging.getLogger(__name__)
@@ -66,9 +66,9 @@ class SaveHandle:
         self._saver = threading.get_ident()
         self.may_be_committed = False
         """Whether the save failed here and its checkpoint may exist, or appear later, nevertheless."""
-        self.staged: Future[None] = Outcome()
-        self.replicated: Future[None] = Outcome()
-        self.committed: Future[SaveReport] = Outcome()
+        self.staged: Future[None] = UnlockedFuture()
+        self.replicated: Future[None] = UnlockedFuture()
+        self.committed: Future[SaveReport] = UnlockedFuture()
 
     def wait(self, moment: Moment = "committed", timeout: float | None = None) -> SaveReport | None:
         """Wait for a moment; return the report once committed, None for an earlier moment.

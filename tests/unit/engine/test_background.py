@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.clock import SystemClock
 from holdfast.engine.background import BackgroundQueue, WriteProgress, are_done
-from holdfast.interrupts import Outcome
+from holdfast.interrupts import UnlockedFuture
 
 
 def new_queue() -> BackgroundQueue:
@@ -59,7 +59,7 @@ def test_a_call_whose_submit_is_interrupted_by_a_close_is_made(is_started: bool)
 
 
 def test_a_wait_for_several_ends_with_the_last_or_the_limit() -> None:
-    clock, first, last = SystemClock(), Outcome[int](), Outcome[int]()
+    clock, first, last = SystemClock(), UnlockedFuture[int](), UnlockedFuture[int]()
     first.set_exception(TimeoutError("of the call itself"))
     assert not are_done([first, last], 0.01, clock)
     timer = threading.Timer(0.02, last.set_result, [1])

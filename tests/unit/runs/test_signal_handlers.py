@@ -18,7 +18,7 @@ from holdfast.coordination.job import Job
 from holdfast.engine.background import WriteProgress
 from holdfast.errors import UnavailableError
 from holdfast.frameworks.alone import AloneComm
-from holdfast.interrupts import GUARD, Outcome
+from holdfast.interrupts import GUARD, UnlockedFuture
 from holdfast.ports.framework import Selection
 from holdfast.runs.saves_in_flight import SavesInFlight
 from holdfast.saving.handle import SaveHandle
@@ -104,7 +104,7 @@ def test_a_save_that_a_handler_adds_while_ended_ones_are_forgotten_is_not_lost()
     saves = SavesInFlight(WriteProgress(SystemClock()))
     of_handler = SaveHandle("save of step 9")
 
-    class Interrupted(Outcome[SaveReport]):
+    class Interrupted(UnlockedFuture[SaveReport]):
         is_armed = True
 
         def done(self) -> bool:

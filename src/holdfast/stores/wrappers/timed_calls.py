@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from holdfast.errors import UnavailableError
-from holdfast.interrupts import Outcome, start_thread
+from holdfast.interrupts import UnlockedFuture, start_thread
 from holdfast.ports.temporary import TemporaryError
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class TimedCalls:
             UnavailableError: No thread could be started.
             BaseException: It failed with this error.
         """
-        future = Outcome[T]()
+        future = UnlockedFuture[T]()
         self._submit(future, call)
         try:
             # As an exception, not by `result`: the call itself may have raised a TimeoutError.
