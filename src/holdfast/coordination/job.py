@@ -137,8 +137,7 @@ class Job:
         """Copies of states; and writes, votes and commits of saves, away from the training thread. One queue of copies:
         two concurrent saves could each hold half of the buffers and wait forever."""
         self.differing: dict[bytes, frozenset[str]] = {}
-        """By fingerprint of a layout, buffers and values that differed when it was last saved. The agreement does not
-        compare them again."""
+        """By fingerprint of a layout, what differed when it was last saved. The agreement does not compare it again."""
         self.progress = self.commits.progress
         """The writes of this process. No wait for them lasts for ever if storage does not answer."""
         self.attempts_under_way: set[str] = set()
