@@ -30,6 +30,7 @@ from holdfast.coordination.job import Job
 from holdfast.coordination.save_schedule import Schedule
 from holdfast.errors import InvalidError
 from holdfast.format.names import is_step, plain_step
+from holdfast.interrupts import require_uninterrupted
 from holdfast.loading.load import Loaded, load, load_attempt
 from holdfast.loading.load_request import LoadRequest
 from holdfast.loading.named_step import finder_of
@@ -407,11 +408,9 @@ class CheckpointManager:
         except BaseException:
             self._parts.pins.unpin(request.pin, is_committed=False)
             raise
-        handle.committed.add_done_callback(
-            partial(
-                _note_failed, self._parts.opening_facts, self._parts.pins, self._parts.collecting, request.pin, handle
-            )
-        )
+        parts = self._parts
+        ended = partial(_note_failed, parts.opening_facts, parts.pins, parts.collecting, request.pin, handle)
+        handle.committed.add_done_callback(ended)
         self._position.lineage = request.lineage
         self._saves.add(handle)
         if self._preemption is not None:
@@ -427,6 +426,7 @@ class CheckpointManager:
         """
         if self._closed:
             return
+        require_uninterrupted(f"{self._store.url}: close")
         self._closed = True
         # The stack runs the callbacks from last to first, and each runs even if another raises.
         with ExitStack() as ending:

@@ -28,6 +28,7 @@ OF_OTHERS = {
     "_get_output_dir": "of Trainer, which integrations/transformers extends",
     "_push_from_checkpoint": "of Trainer, likewise",
     "_register_atexit": "of threading; read in one file",
+    "_is_owned": "of threading.RLock, as threading.Condition reads it; read in one file",
     "_replace": "documented of named tuples",
     "_save_model_state_pre_hook": "of Accelerate's Accelerator",
     "_schedulers": "of Accelerate's Accelerator",

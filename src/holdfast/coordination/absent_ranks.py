@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
@@ -23,6 +22,7 @@ from typing import Self
 from holdfast.coordination.job import is_elected
 from holdfast.engine.background import CALLS
 from holdfast.errors import CheckpointError, first_three
+from holdfast.interrupts import require_uninterrupted
 from holdfast.ports.comm import Comm
 
 logger = logging.getLogger(__name__)
@@ -106,8 +106,12 @@ class CallWatch:
             comm: The ranks.
             name: Name of what the call does, for the log.
             call: The call. A rank makes one call of this name at a time.
+        Raises:
+            UnavailableError: In a signal handler that interrupted Holdfast itself.
         """
+        require_uninterrupted(name)
         self._comm, self._name, self._call = comm, name, call
+        # For a thread of this call alone; `end` waits for that for a limited time.
         self._ended = threading.Event()
         self._watching = CALLS.submit(self._watch) if comm.world_size > 1 else None
 
@@ -126,7 +130,8 @@ class CallWatch:
         self._ended.set()
         if self._watching is not None:
             # The next call finds the thread idle, and the keys deleted.
-            wait([self._watching], _END_SECONDS)
+            with suppress(TimeoutError):
+                self._watching.exception(_END_SECONDS)
 
     def _watch(self) -> None:
         if self._ended.wait(_ARRIVAL_SECONDS):

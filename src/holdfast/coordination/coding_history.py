@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 
 from holdfast.engine.encoding.helper_process import CodingHelpers
+from holdfast.interrupts import GUARD
 from holdfast.plan.coding.choice import Amounts, KindsChoice
 from holdfast.plan.coding.kinds import OwnedKinds
 from holdfast.plan.coding.learning import Knowledge, codings_of
@@ -22,7 +22,7 @@ class CodingHistory:
 
     def __init__(self) -> None:
         """Know nothing."""
-        self._knowledge, self._lock = Knowledge(), threading.Lock()
+        self._knowledge = Knowledge()
 
     def begin(
         self, amounts: Amounts, threads: int, compression: Compression, chunk_bytes: int
@@ -35,9 +35,12 @@ class CodingHistory:
             compression: The setting.
             chunk_bytes: Raw bytes of a chunk.
         """
-        with self._lock:
-            self._knowledge, choice = self._knowledge.begun(amounts, threads, compression)
-            return choice, self._knowledge.samplings(choice, amounts, chunk_bytes)
+        while True:
+            known = self._knowledge
+            begun, choice = known.begun(amounts, threads, compression)
+            samplings = begun.samplings(choice, amounts, chunk_bytes)
+            if self._replace(known, begun):
+                return choice, samplings
 
     def end(
         self, choice: KindsChoice, amounts: Amounts, measured: Measured, compression: Compression
@@ -50,9 +53,19 @@ class CodingHistory:
             measured: What it measured.
             compression: The setting.
         """
-        with self._lock:
-            self._knowledge = self._knowledge.ended(choice, measured, compression)
-            return codings_of(self._knowledge, choice, amounts, measured)
+        while True:
+            known = self._knowledge
+            ended = known.ended(choice, measured, compression)
+            if self._replace(known, ended):
+                return codings_of(ended, choice, amounts, measured)
+
+    def _replace(self, known: Knowledge, learned: Knowledge) -> bool:
+        """Store what a save has shown; return False if another save has shown something meanwhile."""
+        with GUARD:
+            is_latest = self._knowledge is known
+            if is_latest:
+                self._knowledge = learned
+            return is_latest
 
 
 class CodingHistories:
@@ -61,11 +74,10 @@ class CodingHistories:
     def __init__(self) -> None:
         """Know nothing."""
         self._by_place: OrderedDict[str, CodingHistory] = OrderedDict()
-        self._lock = threading.Lock()
 
     def of(self, place: str) -> CodingHistory:
         """Return the history of a place, a URL; forget the place used longest ago."""
-        with self._lock:
+        with GUARD:
             history = self._by_place.setdefault(place, CodingHistory())
             self._by_place.move_to_end(place)
             while len(self._by_place) > _PLACES_MAX:

@@ -17,6 +17,7 @@ from holdfast.engine.background import BackgroundQueue, WriteProgress
 from holdfast.engine.memory_limits import MemoryShare, memory_statement
 from holdfast.errors import BY_NAME, CheckpointError, CorruptError, MissingError, UnavailableError
 from holdfast.format.digest import short_digest_of
+from holdfast.interrupts import GUARD
 from holdfast.plan.declared_parts import SumCache
 from holdfast.plan.plan_cache import PlanCache, SavePlan
 from holdfast.ports.codec import NO_CODECS, Codecs
@@ -50,7 +51,6 @@ class SaveHistory:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._lock = threading.Lock()
         self._committed_at: float | None = None
         self.has_agreed = False
         """Whether the ranks have agreed on a save. Until then, a wrong state or call is raised in the call."""
@@ -59,12 +59,12 @@ class SaveHistory:
 
     def note_committed(self) -> None:
         """Take note of a commit."""
-        with self._lock:
+        with GUARD:
             self.failures, self._committed_at = 0, self._clock.monotonic_seconds()
 
     def note_failed(self) -> str:
         """Count a failed save; return the count and the time since the last commit, for a log line."""
-        with self._lock:
+        with GUARD:
             self.failures += 1
             if self._committed_at is None:
                 since = "no save of this process has been committed"
@@ -74,7 +74,7 @@ class SaveHistory:
 
     def note_raised(self) -> None:
         """Begin to count anew: a call has raised, so the caller knows."""
-        with self._lock:
+        with GUARD:
             self.failures = 0
 
 
@@ -121,7 +121,7 @@ class Job:
         """Monotonic time at which the process will be killed, if known. No wait for other ranks lasts longer."""
         self.sequence = 0
         """Number of the next save. A rank that missed saves advances it."""
-        self.numbering = threading.Lock()
+        self.numbering = threading.Lock()  # Taken on threads of CALLS alone, which no handler interrupts.
         """Held while a save takes its number: a signal handler may save while another save is at that."""
         self.history = SaveHistory(clock)
         """How the saves of this job ended so far."""
@@ -137,14 +137,14 @@ class Job:
         """Copies of states; and writes, votes and commits of saves, away from the training thread. One queue of copies:
         two concurrent saves could each hold half of the buffers and wait forever."""
         self.differing: dict[bytes, frozenset[str]] = {}
-        """By fingerprint of a layout, buffers and values that differed when it was last saved. The agreement does not
-        compare them again."""
+        """By fingerprint of a layout, what differed when it was last saved. The agreement does not compare it again."""
         self.progress = self.commits.progress
         """The writes of this process. No wait for them lasts for ever if storage does not answer."""
         self.attempts_under_way: set[str] = set()
         """Ids of the attempts of this process that have not ended. No removal of leftovers takes their files."""
         self._logged: set[str] = set()
-        self._keys_lock, self._keys = threading.Lock(), list[tuple[int, str]]()
+        self._keys_lock = threading.Lock()  # Taken on threads of CALLS, and on the commit thread: no handler meets it.
+        self._keys = list[tuple[int, str]]()
 
     def with_settings(self, settings: Settings) -> Job:
         """Return a job of the same ranks with other settings, over the same connections and threads.

@@ -50,6 +50,7 @@ class Schedule:
         self._last_step: int | None = None
         self._last_save = LastSave()
         self._events: deque[_Event] = deque(maxlen=_EVENTS_MAX)
+        self._is_replaying = False
 
     def request(self) -> None:
         """Request a save; from any thread, or from a signal handler."""
@@ -93,13 +94,19 @@ class Schedule:
     def _replay(self, event: _Event) -> bool | None:
         """Queue an event, then handle queued events in order; return the decision for it, None if still behind."""
         self._events.append(event)
-        decision: bool | None = None
-        while self._events:
-            decision = self._handle(self._events[0])
-            if decision is None:
-                return None
-            self._events.popleft()
-        return decision
+        if self._is_replaying:  # A signal handler saves. The call that it has interrupted handles this event too.
+            return None
+        self._is_replaying = True
+        try:
+            decision: bool | None = None
+            while self._events:
+                decision = self._handle(self._events[0])
+                if decision is None:
+                    return None
+                self._events.popleft()
+            return decision
+        finally:
+            self._is_replaying = False
 
     def _handle(self, event: _Event) -> bool | None:
         if event.kind != "decide":

@@ -9,13 +9,14 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from holdfast.clock import Clock
 from holdfast.errors import UnavailableError
+from holdfast.interrupts import Latch, UnlockedFuture, start_thread
 
 T = TypeVar("T")
 _Call = tuple[Future[Any], Callable[[], Any]]
@@ -132,7 +133,7 @@ def _text_about(busy: _Busy, seconds: float) -> str:
 
 def _start(thread: threading.Thread) -> None:
     try:
-        thread.start()
+        start_thread(thread)
     except RuntimeError as error:
         raise UnavailableError(
             f"{thread.name}: {error}; expected one more thread. Raise the limit of threads of this process (ulimit -u, "
@@ -150,12 +151,15 @@ class BackgroundQueue:
             thread_name: Name of the thread.
             progress: Knows whether a write hangs. Neither `close` nor the interpreter waits for such a write.
         """
-        self._name, self.progress = thread_name, progress
+        self.progress = progress
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        # The thread refers to the calls only: a queue that nobody refers to is dropped, and ends its thread. It is a
+        # daemon: the interpreter would wait for any other thread, also for one whose write hangs.
+        self._thread = threading.Thread(target=_work, args=(self._calls,), name=thread_name, daemon=True)
+        weakref.finalize(self, self._calls.put, None).atexit = False
+        _QUEUES.add(self)
         self._last: weakref.ref[Future[object]] | None = None
-        self._is_closed = False
+        self._closed = Latch()
 
     def submit(self, work: Callable[[], object]) -> Future[object]:
         """Run a call after all calls submitted earlier.
@@ -164,22 +168,21 @@ class BackgroundQueue:
             RuntimeError: The queue is closed.
             UnavailableError: No thread could be started.
         """
-        future: Future[object] = Future()
-        with self._lock:
-            if self._is_closed:
-                raise RuntimeError(f"{self._name}: the queue is closed")
-            if self._thread is None:
-                # A daemon: the interpreter would wait for any other thread, also for one whose write hangs.
-                thread = threading.Thread(target=_work, args=(self._calls,), name=self._name, daemon=True)
-                # If no thread can be started now, the call is not taken, and the next one tries again.
-                _start(thread)
-                self._thread = thread
-                # The thread refers to the calls only: a queue that nobody refers to is dropped, and ends its thread.
-                weakref.finalize(self, self._calls.put, None).atexit = False
-                _QUEUES.add(self)
-            # A weak reference: the exception of a failed call would keep the objects in its frames alive.
-            self._last = weakref.ref(future)
-            self._calls.put((future, work))
+        future = UnlockedFuture[object]()
+        if self._closed.is_set():
+            raise RuntimeError(f"{self._thread.name}: the queue is closed")
+        if self._thread.ident is None:
+            # If no thread can be started now, the call is not taken, and the next one tries again.
+            _start(self._thread)
+        # A weak reference: the exception of a failed call would keep the objects in its frames alive.
+        self._last = weakref.ref(future)
+        self._calls.put((future, work))
+        if self._closed.is_set():
+            # By a signal handler, since the look above. The thread may have ended before it came to this call.
+            with suppress(queue.Empty):
+                while (call := self._calls.get_nowait()) is not None:
+                    _carry_out(*call)
+                self._calls.put(None)
         return future
 
     def submit_short(self, work: Callable[[], object]) -> Future[object]:
@@ -187,7 +190,7 @@ class BackgroundQueue:
         try:
             return self.submit(work)
         except UnavailableError:
-            future: Future[object] = Future()
+            future = UnlockedFuture[object]()
             _carry_out(future, work)
             return future
 
@@ -199,11 +202,10 @@ class BackgroundQueue:
 
     def close(self) -> None:
         """Wait for the calls submitted so far, then end the thread. A thread whose write hangs is left behind."""
-        with self._lock:
-            self._is_closed = True
-            thread = self._thread
-            self._calls.put(None)
-        while thread is not None and thread.is_alive() and thread is not threading.current_thread():
+        self._closed.set()
+        self._calls.put(None)
+        thread = self._thread
+        while thread.is_alive() and thread is not threading.current_thread():
             thread.join(SLICE_SECONDS)
             if self.progress.hung is not None:
                 return
@@ -222,7 +224,7 @@ class DaemonCalls:
         Raises:
             UnavailableError: No thread could be started.
         """
-        future: Future[T] = Future()
+        future = UnlockedFuture[T]()
         try:
             inbox = self._idle.pop()
         except IndexError:
@@ -264,11 +266,25 @@ def wait_in_slices(future: Future[T], seconds: float, clock: Clock, note_slice: 
         left = end - clock.monotonic_seconds()
         if left <= 0:
             raise TimeoutError
-        # Not by `result`: the call itself may have raised a TimeoutError.
-        wait([future], min(left, SLICE_SECONDS))
-        if not future.done():
+        if not are_done([future], min(left, SLICE_SECONDS), clock):
             note_slice()
     return future.result()
+
+
+def are_done(futures: Sequence[Future[T]], seconds: float, clock: Clock) -> bool:
+    """Wait until all calls have ended; return False if that took longer. `concurrent.futures.wait` takes plain locks.
+
+    Args:
+        futures: The calls.
+        seconds: Limit of the wait.
+        clock: Measures it.
+    """
+    end = clock.monotonic_seconds() + seconds
+    for future in futures:
+        # Not by `result`: the call itself may have raised a TimeoutError.
+        with suppress(TimeoutError):
+            future.exception(max(end - clock.monotonic_seconds(), 0.0))
+    return all(future.done() for future in futures)
 
 
 def side_by_side(*calls: Callable[[], T]) -> list[T]:
@@ -279,9 +295,10 @@ def side_by_side(*calls: Callable[[], T]) -> list[T]:
     """
     futures = [_begun(call) for call in calls[:-1]]
     for call in calls[-1:]:
-        futures.append(Future())
+        futures.append(UnlockedFuture())
         _carry_out(futures[-1], call)
-    wait(futures)
+    for future in futures:
+        future.exception()
     return [future.result() for future in futures]
 
 
@@ -289,7 +306,7 @@ def _begun(call: Callable[[], T]) -> Future[T]:
     try:
         return CALLS.submit(call)
     except UnavailableError:  # No thread could be started: this one makes the call.
-        future: Future[T] = Future()
+        future = UnlockedFuture[T]()
         _carry_out(future, call)
         return future
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import queue
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -78,19 +79,23 @@ class BufferPool:
     def __init__(self, count: int, buffer_bytes: int) -> None:
         stride = -(-buffer_bytes // PAGE_BYTES) * PAGE_BYTES
         memory = allocate_aligned(count * stride)
-        # Last in, first out: the buffer used last is still in the processor's cache.
-        self._free: queue.LifoQueue[memoryview] = queue.LifoQueue()
+        # Last in, first out: the buffer used last is still in the processor's cache. No LifoQueue: it has a lock, and a
+        # signal handler may interrupt a save that takes a buffer.
+        self._free: deque[memoryview] = deque()
+        self._count: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._stride = stride
         for number in reversed(range(count)):
-            self._free.put(memory[number * stride : (number + 1) * stride])
+            self.give(memory[number * stride : (number + 1) * stride])
 
     def take(self) -> memoryview:
         """Return a free buffer, waiting for one if needed."""
-        return self._free.get()
+        self._count.get()
+        return self._free.pop()
 
     def give(self, buffer: memoryview) -> None:
         """Return a buffer to the pool."""
-        self._free.put(buffer)
+        self._free.append(buffer)
+        self._count.put(None)
 
     def quarantine_buffer(self, buffer: memoryview) -> None:
         """Never lend a buffer again, since a device may still copy into it; add a new one in its place."""

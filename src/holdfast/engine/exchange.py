@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import astuple, dataclass, replace
 
 from holdfast.clock import Clock
 from holdfast.engine.buffers import allocate_aligned
 from holdfast.engine.decoding.decode import Decoder
+from holdfast.engine.parallel_map import WorkerThreads
 from holdfast.engine.read import Placing, execute, read_through, verify_and_place_all
 from holdfast.ports.codec import Codecs
 from holdfast.ports.comm import Comm
@@ -116,14 +117,13 @@ def execute_exchange(
         UnavailableError: The store failed.
     """
     start = clock.monotonic_seconds()
-    with ThreadPoolExecutor(settings.windows_in_flight, thread_name_prefix="holdfast-exchange") as threads:
-        try:
-            probe_rounds = exchange.probe.after_rounds if exchange.probe else 0
-            rounds = _Rounds(threads, clock, Placing(packs, targets, Decoder(codecs)), probe_rounds, moved)
-            rest = _exchange(exchange, comm, rounds)
-        except BaseException:
-            threads.shutdown(wait=True, cancel_futures=True)
-            raise
+    threads = WorkerThreads(settings.windows_in_flight, "holdfast-exchange")
+    try:
+        probe_rounds = exchange.probe.after_rounds if exchange.probe else 0
+        rounds = _Rounds(threads, clock, Placing(packs, targets, Decoder(codecs)), probe_rounds, moved)
+        rest = _exchange(exchange, comm, rounds)
+    finally:
+        threads.stop()
     if rest is None:
         return TransferStats(0, 0, whole=False)
     runs, given_bytes, received_bytes = rest
@@ -185,7 +185,7 @@ class _Rounds:
 
     def __init__(
         self,
-        threads: ThreadPoolExecutor,
+        threads: WorkerThreads,
         clock: Clock,
         placing: Placing,
         probe_rounds: int,

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import gc
 import os
-import threading
 from contextlib import nullcontext
 from typing import Self
 
+from holdfast.interrupts import GUARD
 from holdfast.settings import MIB
 
 _SMALL_TRANSFER_BYTES = 4 * MIB
 """Transferred in a few milliseconds; planning the same bytes as tiny tensors takes hundreds of milliseconds."""
 
-_lock = threading.RLock()  # Reentrant: a signal handler may save while this thread holds it.
 _holders = 0
 """Pauses in force in this process."""
 _was_enabled = False
@@ -34,7 +33,7 @@ class GcPause:
         """Pause the collector."""
         global _holders, _was_enabled
         try:
-            with _lock:
+            with GUARD:
                 if self._holds:
                     return
                 if not _holders:
@@ -48,7 +47,7 @@ class GcPause:
     def end(self) -> None:
         """Let the collector run again, unless another pause is in force."""
         global _holders
-        with _lock:
+        with GUARD:
             if not self._holds:
                 return
             if _holders <= 1 and _was_enabled:
@@ -82,8 +81,7 @@ def gc_paused_for(data_bytes: int) -> GcPause | nullcontext[None]:
 
 def _reset_in_child() -> None:
     """End all pauses in a forked child (a data loader's worker): the threads that began them do not exist there."""
-    global _lock, _holders
-    _lock = threading.RLock()
+    global _holders
     if _holders:
         _holders = 0
         if _was_enabled:

@@ -8,8 +8,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import TypeVar
+
+from holdfast.interrupts import start_thread
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -34,12 +37,7 @@ def ordered_parallel_map(
         yield from map(act, first)
         return
     threads = WorkerThreads(calls_at_once, "holdfast-store")
-
-    def begin(item: _Item) -> Future[_Result]:
-        future: Future[_Result] = Future()
-        threads.begin(lambda: _complete(future, act, item))
-        return future
-
+    begin = partial(threads.submit, act)
     under_way = deque(map(begin, first))
     try:
         under_way.extend(map(begin, islice(waiting, 2 * calls_at_once)))
@@ -52,11 +50,11 @@ def ordered_parallel_map(
         threads.end()
 
 
-def _complete(future: Future[_Result], act: Callable[[_Item], _Result], item: _Item) -> None:
+def _complete(future: Future[_Result], call: Callable[[], _Result]) -> None:
     """Make a call and store its result or error in `future`, unless that was cancelled."""
     if future.set_running_or_notify_cancel():
         try:
-            future.set_result(act(item))
+            future.set_result(call())
         except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
             future.set_exception(error)
 
@@ -74,6 +72,7 @@ class WorkerThreads:
         self._threads_max, self._name = threads_max, name
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        # For `begin` and the threads of this map or pool. No other save or load waits for these threads.
         self._lock = threading.Lock()
         self._unfinished = 0
 
@@ -87,7 +86,7 @@ class WorkerThreads:
             return
         thread = threading.Thread(target=self._work, name=self._name, daemon=True)
         try:
-            thread.start()
+            start_thread(thread)
         except RuntimeError:
             # The host has no thread to spare, or the interpreter is exiting (Python 3.12.0 starts none then): this
             # thread makes the calls that no other one has taken.
@@ -96,6 +95,12 @@ class WorkerThreads:
                     self._make(self._calls.get_nowait())
         else:
             self._threads.append(thread)
+
+    def submit(self, act: Callable[..., _Result], *arguments: object) -> Future[_Result]:
+        """Let a thread make a call; return its future, which may be cancelled until then."""
+        future: Future[_Result] = Future()
+        self.begin(partial(_complete, future, partial(act, *arguments)))
+        return future
 
     def end(self) -> None:
         """Let every thread end once all calls are made."""
@@ -108,6 +113,13 @@ class WorkerThreads:
         for thread in self._threads:
             thread.join()
         self._threads.clear()
+
+    def stop(self) -> None:
+        """Make no call that no thread has begun, and return once all others are made."""
+        with suppress(queue.Empty):
+            while True:
+                self._calls.get_nowait()
+        self.join()
 
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
@@ -20,6 +20,7 @@ from typing import Self
 from holdfast.engine.buffers import BufferPool
 from holdfast.engine.decoding.decode import Decoder, stored_place
 from holdfast.engine.memory_limits import ranks_on_host
+from holdfast.engine.parallel_map import WorkerThreads
 from holdfast.errors import CorruptError, MissingError
 from holdfast.format.digest import digest_of, new_digest
 from holdfast.geometry.box import Box
@@ -47,7 +48,7 @@ class ReadPool:
     def __init__(self, count: int, buffer_bytes: int) -> None:
         """Allocate `count` buffers for runs that need at most `buffer_bytes` with their bases."""
         self.buffers = BufferPool(count, buffer_bytes)
-        self._threads = ThreadPoolExecutor(count, thread_name_prefix="holdfast-read")
+        self._threads = WorkerThreads(count, "holdfast-read")
 
     def execute(self, read: Callable[[ReadRun], None], runs: Sequence[ReadRun]) -> None:
         """Call `read` with every run, on the threads; return, or raise the first error, once no call is running."""
@@ -67,7 +68,7 @@ class ReadPool:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.stop()
 
 
 def execute(
@@ -103,6 +104,7 @@ def execute(
         return
     buffers = pool.buffers
     placing = Placing(packs, targets, Decoder(codecs))
+    # Taken on the threads of the pool alone, which no handler interrupts.
     copying = threading.Semaphore(max(len(os.sched_getaffinity(0)) // ranks_on_host(), 1))
 
     def read(run: ReadRun) -> None:

@@ -11,14 +11,14 @@ A window passes through these states; the thread that makes each step is in brac
 from __future__ import annotations
 
 import queue
-import threading
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from holdfast.engine.arena import Arena
 from holdfast.engine.stream import fill
 from holdfast.errors import UnavailableError
+from holdfast.interrupts import Latch
 from holdfast.ports.framework import Source, Ticket
 from holdfast.types.plan import PlannedPack
 
@@ -46,12 +46,11 @@ class Staging:
             explain: Returns the cause of an error of a copy, on the copying thread.
         """
         self._arena, self._bytes_max, self._explain = arena, bytes_max, explain
-        # Reentrant: a signal handler may save, and give up, while this thread is in here.
-        self._lock = threading.RLock()
+        # Without a lock: a signal handler may save while the training thread gives up.
         self._filled: queue.SimpleQueue[_Window | None] = queue.SimpleQueue()
         self._under_way: list[_Window] = []
-        self._failure: BaseException | None = None
-        self._over = threading.Event()
+        self._failures: list[BaseException] = []
+        self._over = Latch()
         self._retired_before = arena.retired
         self.unsure: Exception | None = None
         """The error of a wait for copies that may still read the state; valid once `wait` has returned True."""
@@ -116,18 +115,22 @@ class Staging:
 
     def give_up(self, error: BaseException) -> None:
         """End both sides because of an error; the first error is kept."""
-        with self._lock:
-            if self._failure is None:
-                self._failure = error
+        self._note_failure(error)
+        self._drain()
+        self._arena.wake()
+
+    def _note_failure(self, error: BaseException) -> None:
+        if not self._failures:  # The frames of a later one would keep the state alive.
+            self._failures.append(error)
+
+    def _drain(self) -> None:
+        """Return every queued window. Either side may: the copier looks for a failure after it has queued a window."""
+        with suppress(queue.Empty):
             while True:
-                try:
-                    window = self._filled.get_nowait()
-                except queue.Empty:
-                    break
+                window = self._filled.get_nowait()
                 if window is not None:
                     self._give_back(window)
-            self._filled.put(None)
-        self._arena.wake()
+        self._filled.put(None)
 
     def end(self) -> None:
         """Note that nothing reads the state any more, unless `unsure` is set."""
@@ -139,14 +142,14 @@ class Staging:
 
     def raise_failure(self) -> None:
         """Raise the error that either side gave up for, if one did."""
-        if self._failure is not None:
-            raise self._failure
+        if self._failures:
+            raise self._failures[0]
 
     def _empty(self) -> memoryview:
         buffer = self._arena.take(self._wait_is_futile, self._bytes_max)
         if buffer is not None:
             return buffer
-        if self._failure is not None:
+        if self._failures:
             raise _GivenUp
         raise UnavailableError(
             "the arena lost a buffer because waiting for a device failed; expected as many buffers as when this save "
@@ -154,17 +157,15 @@ class Staging:
         )
 
     def _wait_is_futile(self) -> bool:
-        return self._failure is not None or self._arena.retired > self._retired_before
+        return bool(self._failures) or self._arena.retired > self._retired_before
 
     def _put(self, window: _Window) -> None:
         if window.tickets:
             self._under_way.append(window)
-        with self._lock:
-            if self._failure is None:
-                self._filled.put(window)
-                return
-        self._give_back(window)
-        raise _GivenUp
+        self._filled.put(window)
+        if self._failures:
+            self._drain()
+            raise _GivenUp
 
     def _give_back(self, window: _Window) -> None:
         """Return the buffer of a window that will not be written, once no copy into it is under way."""
@@ -179,8 +180,7 @@ class Staging:
         try:
             window.wait()
         except BaseException as error:
-            with self._lock:
-                self._failure = self._failure or error
+            self._note_failure(error)
             self._arena.quarantine_buffer(window.buffer)
             raise
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import weakref
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,6 +11,7 @@ from holdfast.engine.buffers import allocate_aligned
 from holdfast.engine.memory_limits import MemoryShare, ranks_on_host
 from holdfast.errors import UnavailableError
 from holdfast.frameworks.torch.pieces.staged import staged_copy
+from holdfast.interrupts import GUARD
 from holdfast.ports.framework import Pin, Unpin
 from holdfast.settings import MIB, Settings
 
@@ -62,11 +62,10 @@ class _StagingMemory:
     """Blocks of host memory, one for each staged state; those that are free are lent again."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._free: list[memoryview] = []
         self._bytes_lent = 0
         self._returned: list[memoryview] = []
-        """Appended to without the lock: a garbage collection may give memory back while this thread holds it."""
+        """Appended to without `GUARD`: a garbage collection may give memory back while this thread holds it."""
         self._budget: int | None = None
         self._unpins: dict[int, Unpin] = {}
         """By identity of the memory of a block that is page-locked, what undoes it."""
@@ -78,7 +77,7 @@ class _StagingMemory:
             UnavailableError: It would exceed the budget, beside the blocks that are lent.
         """
         count = max(-(-count // _BLOCK_BYTES), 1) * _BLOCK_BYTES
-        with self._lock:
+        with GUARD:
             self._take_back()
             fitting = sorted((block for block in self._free if count <= len(block) <= 2 * count), key=len)
             budget = self._budget_bytes() if bytes_max is None else bytes_max

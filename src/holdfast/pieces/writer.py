@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import re
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -33,6 +32,7 @@ from holdfast.format.values import values as codec
 from holdfast.frameworks.alone import AloneComm
 from holdfast.frameworks.torch.pieces.planned import collected_pieces, neutral_value
 from holdfast.geometry.tensor_piece import TensorPiece
+from holdfast.interrupts import GUARD, Latch
 from holdfast.pieces.names import MARK, tree_of_pieces
 from holdfast.pieces.torch_bytes import PickledValue, unpickled_value
 from holdfast.ports.framework import Selection
@@ -86,7 +86,6 @@ class PieceWriter:
         """
         self._settings, self._overwrite = settings, overwrite
         self._location = wiring.saved_at(path, settings, overwrite=overwrite)
-        self._lock = threading.Lock()
         self._attempt: SaveAttempt | None = None
         self._share: RankShare | None = None
         self._own_part: RankPart | None = None
@@ -119,7 +118,7 @@ class PieceWriter:
                 request.on_end()
             raise
         attempt.record_agreement(_agreement(job.clock.random_bytes(8).hex(), 0, context))
-        with self._lock, _opened_lock:
+        with GUARD:
             self._attempt = _opened[self.url] = attempt
         name = attempt.agreement.attempt
         tickets = (_Ticket(name, rank, ranks, self.url, self._settings.chunk_bytes) for rank in range(ranks))
@@ -156,7 +155,7 @@ class PieceWriter:
             if not is_coordinator:
                 return attempt.write_part(part)
             # Its part has the values of all ranks.
-            with self._lock:
+            with GUARD:
                 if self._attempt is not attempt:
                     raise _given_up(self.url)
                 self._share, self._own_part = share, part
@@ -185,7 +184,7 @@ class PieceWriter:
             CorruptError: A part or a pack is not what its rank wrote.
             UnavailableError: Storage failed, or the outcome is unknown.
         """
-        with self._lock:
+        with GUARD:
             share, own_part = self._share, self._own_part
         attempt = self._taken()
         if attempt is None:
@@ -200,14 +199,15 @@ class PieceWriter:
             whole = replace(own_part, tree=codec.dumps(codec.encode(tree, "")))
             own_vote = _done(attempt, lambda: attempt.write_part(whole))
             attempt.commit_vote.carry({each.rank: each.vote for each in written if each.vote is not None})
+            over = Latch()
+            attempt.handle.committed.add_done_callback(lambda _: over.set())
             # On the commit thread, as every save: an interrupt of this thread must not end what is perhaps published.
             attempt.finish_in_background(lambda: attempt.conclude(attempt.vote_and_commit(own_vote), share.report))
             report = attempt.handle.wait()
         except BaseException as error:
             _end(attempt, error)
             raise
-        if attempt.on_end is not None:
-            attempt.on_end()  # The commit thread is at it, perhaps: the caller finds the claim gone.
+        over.wait()  # Callbacks run in order, on the commit thread: the caller finds the claim gone.
         assert report is not None, "committed comes with a report"
         return report
 
@@ -219,11 +219,11 @@ class PieceWriter:
 
     def _taken(self) -> SaveAttempt | None:
         """Return what `open` began, to end it: nobody else does; None if it has been ended."""
-        with self._lock:
+        with GUARD:
             attempt, self._attempt = self._attempt, None
             self._share = self._own_part = None
         # Another writer of the path may have ended it.
-        with _opened_lock:
+        with GUARD:
             if attempt is None or _opened.get(self.url) is not attempt:
                 return None
             del _opened[self.url]
@@ -264,15 +264,13 @@ class _PlannedRank(AloneComm):
 _opened: dict[str, SaveAttempt] = {}
 """By URL, what a coordinator of this process has opened and neither finished nor aborted."""
 
-_opened_lock = threading.Lock()
-
 
 def _give_up_earlier(url: str) -> None:
     """Give up an earlier save to the same path that its caller never finished: its claim would stay in the way.
 
     Its writer may be gone.
     """
-    with _opened_lock:
+    with GUARD:
         earlier = _opened.pop(url, None)
     if earlier is not None:
         _end(earlier, _given_up(url))

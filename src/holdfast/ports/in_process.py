@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 
 from holdfast.errors import first_three
+from holdfast.interrupts import GUARD
 
 
 class InProcessKeyValueStore:
@@ -16,17 +17,17 @@ class InProcessKeyValueStore:
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
-        self._changed = threading.Condition()
+        self._changed = threading.Condition(GUARD)
 
     def set(self, key: str, value: bytes, timeout_seconds: float) -> None:
         """Set a key; idempotent."""
-        with self._changed:
+        with GUARD:
             self._values[key] = bytes(value)
             self._changed.notify_all()
 
     def get_many(self, keys: Sequence[str], timeout_seconds: float) -> list[bytes]:
         """Return the values of all keys once every one of them is set."""
-        with self._changed:
+        with GUARD:
             if not self._changed.wait_for(lambda: all(key in self._values for key in keys), timeout_seconds):
                 absent = [key for key in keys if key not in self._values]
                 raise TimeoutError(f"{first_three(absent)} not set within {timeout_seconds:.1f} s")
@@ -34,12 +35,12 @@ class InProcessKeyValueStore:
 
     def present(self, *keys: str) -> bool:
         """Return whether all keys are set, without waiting for them."""
-        with self._changed:
+        with GUARD:
             return all(key in self._values for key in keys)
 
     def add(self, key: str, amount: int, timeout_seconds: float) -> int:
         """Add to a counter that starts at 0 and return its new value."""
-        with self._changed:
+        with GUARD:
             total = int(self._values.get(key, b"0")) + amount
             self._values[key] = str(total).encode()
             self._changed.notify_all()
@@ -51,7 +52,7 @@ class InProcessKeyValueStore:
         # the rule.
         expected.decode("ascii")
         desired.decode("ascii")
-        with self._changed:
+        with GUARD:
             if self._values.get(key, b"") == expected:
                 self._values[key] = bytes(desired)
                 self._changed.notify_all()
@@ -63,11 +64,11 @@ class InProcessKeyValueStore:
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove keys; absent ones are no error."""
-        with self._changed:
+        with GUARD:
             for key in keys:
                 self._values.pop(key, None)
 
     def keys(self) -> list[str]:
         """Return every key that is set, sorted."""
-        with self._changed:
+        with GUARD:
             return sorted(self._values)

@@ -16,7 +16,6 @@ import mmap
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
@@ -27,7 +26,7 @@ from holdfast.coordination.exit.exit_agreement import AGREE_SECONDS_MIN, ExitAgr
 from holdfast.coordination.exit.grace import expected_seconds, fits, usable_seconds
 from holdfast.coordination.exit.signals import Signals
 from holdfast.coordination.job import Job
-from holdfast.engine.background import CALLS, SLICE_SECONDS, wait_in_slices
+from holdfast.engine.background import CALLS, SLICE_SECONDS, are_done, wait_in_slices
 from holdfast.engine.parallel_map import ordered_parallel_map
 from holdfast.errors import PREEMPTED_ABANDONED, PREEMPTED_SAVED, CheckpointError, Preempted, UnavailableError
 from holdfast.format.digest import short_digest_of
@@ -232,7 +231,7 @@ class PreemptionHandler:
     def _await_saves(self) -> None:
         """Wait for unfinished saves, and abandon those that do not end in time. Never wait for a write that hangs."""
         futures = [save.handle.committed for save in self._unfinished_saves]
-        wait(futures, self._job.seconds_left(self._deadline))
+        are_done(futures, self._job.seconds_left(self._deadline), self._job.clock)
         late = [save for save in self._unfinished_saves if not save.handle.committed.done()]
         for save in late:
             save.handle.abandon(
@@ -242,7 +241,7 @@ class PreemptionHandler:
         # hangs.
         progress = self._job.progress
         progress.stall_seconds_max = _HUNG_SECONDS
-        while wait(futures, SLICE_SECONDS).not_done:
+        while not are_done(futures, SLICE_SECONDS, self._job.clock):
             hung = progress.hung
             if hung is not None:
                 for save in late:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import wait
+from collections.abc import Sequence
 from contextlib import suppress
 
 from holdfast.engine.background import SLICE_SECONDS, WriteProgress
@@ -29,8 +29,8 @@ class SavesInFlight:
 
     def add(self, handle: SaveHandle) -> None:
         """Remember one more save."""
-        self._forget_ended()
         self._handles.append(handle)
+        self._forget_ended()
 
     def wait(self, *, closing: bool) -> None:
         """Wait for every save; as `CheckpointManager.wait`.
@@ -39,14 +39,15 @@ class SavesInFlight:
             closing: Whether not to wait for a save whose write hangs.
         """
         failures: list[Exception] = []
-        for handle in self._handles:
+        waited = list(self._handles)
+        for handle in waited:
             try:
                 is_known = handle.was_awaited
                 self._await(handle, closing=closing)
             except CheckpointError as error:
                 if not is_known:
                     failures.append(error)
-        self._handles.clear()
+        self._forget(waited)
         count, self._forgotten = len(failures) + self._forgotten, 0
         if failures and count == 1:
             raise failures[0]
@@ -56,15 +57,17 @@ class SavesInFlight:
 
     def await_ends(self) -> None:
         """Wait until every save has ended, unless a write hangs. Failures are left for `wait` to raise."""
-        for handle in self._handles:
+        handles = list(self._handles)
+        for handle in handles:
             in_flight = handle.in_flight
             if in_flight is not None:
                 with suppress(CheckpointError):
                     # A lazy save is staged only after this thread has checked that the state did not change.
                     in_flight.settle(None)
-        futures = [handle.committed for handle in self._handles]
-        while wait(futures, SLICE_SECONDS).not_done and self._progress.hung is None:
-            pass
+        for handle in handles:
+            while not handle.committed.done() and self._progress.hung is None:
+                with suppress(TimeoutError):
+                    handle.committed.exception(SLICE_SECONDS)
 
     def _await(self, handle: SaveHandle, *, closing: bool) -> None:
         while True:
@@ -80,12 +83,15 @@ class SavesInFlight:
 
     def _forget_ended(self) -> None:
         """Forget all saves but those in flight, and failures that `wait` must raise: a run may save for months."""
-        kept = [
-            known
-            for known in self._handles
-            if not known.committed.done() or (known.failure is not None and not known.was_awaited)
-        ]
-        failed = [known for known in kept if known.committed.done()]
-        forgotten = set(failed[_FAILURES_HALF:-_FAILURES_HALF])
+        ended = [known for known in self._handles if known.committed.done()]
+        failed = [known for known in ended if known.failure is not None and not known.was_awaited]
+        forgotten = failed[_FAILURES_HALF:-_FAILURES_HALF]
         self._forgotten += len(forgotten)
-        self._handles = [known for known in kept if known not in forgotten]
+        kept = set(failed).difference(forgotten)
+        self._forget([known for known in ended if known not in kept])
+
+    def _forget(self, handles: Sequence[SaveHandle]) -> None:
+        """Forget some saves, one by one: a signal handler may add another meanwhile, or forget the same."""
+        for handle in handles:
+            with suppress(ValueError):
+                self._handles.remove(handle)

@@ -124,7 +124,7 @@ class SaveAttempt:
         self._has_waited = False
         self._progress = SaveProgress.OPENING
         self._transfer: Transfer | None = None
-        self._finisher = threading.Lock()
+        self._finisher = threading.Lock()  # Nobody waits for it.
         """Taken by the side that finishes the save; never released."""
 
     @property

@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import SaveHistory
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
+from holdfast.interrupts import UnlockedFuture
 from holdfast.types.reports import SaveReport
 
 logger = logging.getLogger(__name__)
@@ -53,9 +54,9 @@ class SaveHandle:
         """
         self.name = name
         """Name of the save, for messages."""
-        self._lock = threading.Lock()
         self._history = history or SaveHistory(SystemClock())
-        self._waiting = int(awaited)
+        # A list, whose operations are atomic: a signal handler may interrupt `wait`, and save.
+        self._waiting = [None] * int(awaited)
         self.was_awaited = False
         """Whether a `wait` has raised the failure."""
         self.in_flight: InFlight | None = None
@@ -65,12 +66,9 @@ class SaveHandle:
         self._saver = threading.get_ident()
         self.may_be_committed = False
         """Whether the save failed here and its checkpoint may exist, or appear later, nevertheless."""
-        self.staged: Future[None] = Future()
-        self.replicated: Future[None] = Future()
-        self.committed: Future[SaveReport] = Future()
-        for future in (self.staged, self.replicated, self.committed):
-            # A save cannot be cancelled. A pending future could: asyncio cancels it at a timeout.
-            future.set_running_or_notify_cancel()
+        self.staged: Future[None] = UnlockedFuture()
+        self.replicated: Future[None] = UnlockedFuture()
+        self.committed: Future[SaveReport] = UnlockedFuture()
 
     def wait(self, moment: Moment = "committed", timeout: float | None = None) -> SaveReport | None:
         """Wait for a moment; return the report once committed, None for an earlier moment.
@@ -85,8 +83,7 @@ class SaveHandle:
         """
         if moment not in ("staged", "replicated", "committed"):
             raise InvalidError(f"moment={moment!r}; expected staged, replicated or committed")
-        with self._lock:
-            self._waiting += 1
+        self._waiting.append(None)
         future: Future[None] | Future[SaveReport] = getattr(self, moment)
         left = timeout
         try:
@@ -102,9 +99,8 @@ class SaveHandle:
             # It may have ended after the timeout: its failure must not be lost.
             result = future.result()
         finally:
-            with self._lock:
-                self._waiting -= 1
-                self.was_awaited |= future.done() and future.exception() is not None
+            self._waiting.pop()
+            self.was_awaited |= future.done() and future.exception() is not None
         return result
 
     @property
@@ -133,6 +129,7 @@ class SaveHandle:
         """Mark the save as committed."""
         self._history.note_committed()
         self.in_flight = None
+        self.reach_staged()  # The training thread may be interrupted right before it does that.
         self.replicated.set_result(None)
         self.committed.set_result(report)
 
@@ -141,9 +138,8 @@ class SaveHandle:
         if self.committed.done():
             return  # It was given up while its write hung, and the write has ended now.
         counted = self._history.note_failed()
-        with self._lock:
-            if not self._waiting:
-                logger.error("%s failed: %s: %s (%s)", self.name, type(error).__name__, error, counted)
+        if not self._waiting:
+            logger.error("%s failed: %s: %s (%s)", self.name, type(error).__name__, error, counted)
         self.in_flight = None
         for future in (self.staged, self.replicated, self.committed):
             with suppress(InvalidStateError):

@@ -16,7 +16,6 @@ The files of the old attempt stay for readers. The next overwrite removes them o
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Collection
 from concurrent.futures import Future
 from contextlib import suppress
@@ -30,6 +29,7 @@ from holdfast.engine.background import CALLS, is_done_soon, wait_in_slices
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, MissingError
 from holdfast.format.names import MANIFEST_FILE, step_of_folder
 from holdfast.format.sealed_json import stated_digest
+from holdfast.interrupts import GUARD
 from holdfast.leases.path_claim import PathClaim, release_path_claim, take_path_claim
 from holdfast.leases.process import can_be_seen, this_process
 from holdfast.ports.replacing import require_replacing_moves
@@ -76,8 +76,6 @@ class Overwriting:
         self._removal: Future[None] | None = None
         self._replaced: str | None = None
         self._is_ended = False
-        self._lock = threading.Lock()
-        self._ending = threading.Lock()
 
     def claim(self) -> SaveContext:
         """Claim the path, begin to remove what is not needed there any more, and return the context for every rank.
@@ -108,7 +106,7 @@ class Overwriting:
         except BaseException:
             release_path_claim(claim)
             raise
-        with self._lock:
+        with GUARD:
             is_late = self._is_ended
             self._claim = None if is_late else claim
         if is_late:  # The save has ended while storage was slow to answer.
@@ -129,22 +127,18 @@ class Overwriting:
                 )
 
     def end(self) -> None:
-        """Release the claim; called once the save has ended, however it ended. Never raises.
-
-        A second call returns once the first has ended.
-        """
-        with self._ending:
-            with self._lock:
-                self._is_ended, self._job = True, None
-                claim, self._claim = self._claim, None
-            removal, self._removal = self._removal, None
-            try:
-                if removal is not None:
-                    with suppress(Exception):
-                        wait_in_slices(removal, _REMOVAL_SECONDS_MAX, self._clock, lambda: None)
-            finally:
-                if claim is not None:
-                    release_path_claim(claim)
+        """Release the claim; called once the save has ended, however it ended. Never raises."""
+        with GUARD:
+            self._is_ended, self._job = True, None
+            claim, self._claim = self._claim, None
+        removal, self._removal = self._removal, None
+        try:
+            if removal is not None:
+                with suppress(Exception):
+                    wait_in_slices(removal, _REMOVAL_SECONDS_MAX, self._clock, lambda: None)
+        finally:
+            if claim is not None:
+                release_path_claim(claim)
 
     def _require_replaceable(self) -> SeenManifest | None:
         """Return the manifest that may be replaced, None if nothing is there.

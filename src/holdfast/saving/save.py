@@ -13,6 +13,7 @@ from holdfast.coordination.job import Job
 from holdfast.engine.gc_pause import is_small_transfer
 from holdfast.format.pack import HeaderBody
 from holdfast.format.part import RankPart
+from holdfast.interrupts import Latch, require_uninterrupted
 from holdfast.plan.coding.kinds import OwnedKinds, kinds_owned
 from holdfast.plan.grid import cut_at_grid
 from holdfast.plan.ownership import Owned, owned_by
@@ -45,12 +46,13 @@ def begin_save(job: Job, request: SaveRequest, dispatcher: EventDispatcher | Non
 
 def save_and_wait(job: Job, request: SaveRequest) -> SaveReport:
     """Save a state, and return once it is committed; nothing is copied first. Errors as `save` and its handle."""
-    attempt = SaveAttempt(job, request, awaited=True)
+    attempt, over = SaveAttempt(job, request, awaited=True), Latch()
+    attempt.handle.committed.add_done_callback(lambda _: over.set())
     # Pause until the wait ends: by then the objects of the save are freed, and the collector never walks them.
     with attempt.gc_pause:
         report = save(attempt).wait()
     if request.on_end is not None:
-        request.on_end()  # The commit thread is at it, perhaps: the caller finds everything done.
+        over.wait()  # Callbacks run in order, on the commit thread: the caller finds everything done.
     assert report is not None, "committed comes with a report"
     return report
 
@@ -67,6 +69,7 @@ def save(attempt: SaveAttempt) -> SaveHandle:
     """
     job, request, trace = attempt.job, attempt.request, attempt.trace
     with attempt.foreground():
+        require_uninterrupted(attempt.name)
         sequence = attempt.open()
         with trace.phase("collect"):
             collected = request.collect()

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
 
 from holdfast.coordination.job import Job
-from holdfast.engine.background import CALLS, SLICE_SECONDS, wait_in_slices
+from holdfast.engine.background import CALLS, SLICE_SECONDS, are_done, wait_in_slices
 from holdfast.engine.encoding.encode import NO_WEIGHTS, KnownWeights
 from holdfast.engine.gc_pause import gc_paused_for
 from holdfast.engine.staging import Staging
@@ -85,8 +83,6 @@ class Transfer:
         self._is_copying = False
         self._copied_at: float | None = None
         self._fence_starts: list[float] = []
-        # Reentrant: a callback on `staged` may step an optimizer, whose fence enters the same check on this thread.
-        self._check_lock = threading.RLock()
         self._is_checked = False
         self._stamps: list[tuple[str, Source, object]] = []
         self._digests_at_call: list[tuple[bytes, ...]] | None = None
@@ -226,7 +222,7 @@ class Transfer:
             # Unless it hangs, the write ends before this rank removes its files and training changes the state.
             self._has_left_write = True
             while not future.done() and not self._is_stalled(start):
-                wait([future], SLICE_SECONDS)
+                are_done([future], SLICE_SECONDS, clock)
             raise
 
     def _on_progress_in_call(self, count: int) -> None:
@@ -345,36 +341,33 @@ class Transfer:
         version only after the operation, so a check elsewhere could miss one that wrote during the last copy. If
         training meets no fence, the commit thread checks after the last pack is written.
         """
-        with self._check_lock:
-            if self._is_checked:
-                return
-            self._is_checked = True
+        # Both threads may check at once, without a lock: the training thread may be interrupted in here by a handler
+        # that waits for the commit thread. The failure is recorded before the check counts as done.
+        stamps = self._stamps
+        if self._is_checked:
+            return
+        if self._copied_at is None:
             self._copied_at = self._job.clock.monotonic_seconds()
-            unsure = self._staging.unsure
-            if unsure is not None:
-                logger.error(
-                    "%s: waiting for a device's copies failed, and they may go on (%s: %s). The save fails, and its "
-                    "buffers are not reused. Restart the process if memory runs short",
-                    self._name,
-                    type(unsure).__name__,
-                    unsure,
-                )
-                self.give_up(unsure)
-                return
-            changed = self._changed()
-            # The sources keep the state alive.
-            self._stamps.clear()
-            if changed:
-                self.give_up(InvalidError(_modified_message(self._name, changed)))
-            else:
-                self._reach_staged()
-
-    def _changed(self) -> list[str]:
-        return [fqn for fqn, source, stamp in self._stamps if source.stamp() != stamp]
+        unsure, changed = self._staging.unsure, _changed(stamps)
+        if unsure is not None:
+            logger.error(
+                "%s: waiting for a device's copies failed, and they may go on (%s: %s). The save fails, and its "
+                "buffers are not reused. Restart the process if memory runs short",
+                self._name,
+                type(unsure).__name__,
+                unsure,
+            )
+            self.give_up(unsure)
+        elif changed:
+            self.give_up(InvalidError(_modified_message(self._name, changed)))
+        # Before the moment is reached: a callback on it may step an optimizer, whose fence enters the check again.
+        self._is_checked, self._stamps = True, []
+        if unsure is None and not changed:
+            self._reach_staged()
 
     def _explain(self, error: Exception) -> Exception:
         """Return the cause of an error of a lazy copy: often that training changed or freed the memory meanwhile."""
-        changed = self._changed()
+        changed = _changed(self._stamps)
         if not changed:
             return error
         torn = InvalidError(_modified_message(self._name, changed))
@@ -401,6 +394,10 @@ def _capped_seconds(packs: Sequence[PlannedPack], writer: PackWriter, job: Job) 
     if cap is None or not writer.sends_whole_packs:
         return 0.0
     return max((pack.bytes for pack in packs), default=0) * job.comm.world_size / cap
+
+
+def _changed(stamps: Sequence[tuple[str, Source, object]]) -> list[str]:
+    return [fqn for fqn, source, stamp in stamps if source.stamp() != stamp]
 
 
 def _modified_message(name: str, changed: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ from itertools import count
 import numpy as np
 
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.interrupts import GUARD
 from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, hand_out
 from holdfast.stores.keys import Split, is_key, is_listed, split_key, split_name, split_prefix
 from holdfast.stores.parts import PartLedger, RoomUpload, check_buffers, check_ranges
@@ -29,10 +30,7 @@ class _Kept:
 
 
 _contents: dict[str, dict[str, _Kept]] = {}
-"""By name, the complete objects of the stores of that name, by key."""
-
-_lock = threading.Lock()
-"""Held for every read and change of `_contents` and of the objects."""
+"""By name, the complete objects of the stores of that name, by key. Read and changed under GUARD."""
 
 
 class MemoryStore:
@@ -54,7 +52,7 @@ class MemoryStore:
         self.read_alignment = 1
         self.object_bytes_max = object_bytes_max
         self._split: Split = split_key
-        with _lock:
+        with GUARD:
             self._objects = _contents.setdefault(name, {})
 
     def with_any_names(self) -> MemoryStore:
@@ -66,13 +64,13 @@ class MemoryStore:
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Store an object whole, replacing what was there."""
         self._split(key)
-        with _lock:
+        with GUARD:
             self._objects[key] = _Kept(memoryview(bytes(data)))
 
     def replace(self, key: str, data: bytes, seen: bytes | None, *, durable: bool = True) -> None:
         """Store a small object whole in place of one that the caller has read."""
         self._split(key)
-        with _lock:
+        with GUARD:
             held = self._objects.get(key)
             if (None if held is None else held.data) not in (seen, data):
                 raise self._conflict(key)
@@ -85,7 +83,7 @@ class MemoryStore:
     def keep(self, key: str, data: memoryview) -> None:
         """Store memory as an object, without a copy, unless the key exists."""
         self._split(key)
-        with _lock:
+        with GUARD:
             if key in self._objects:
                 raise self._conflict(key)
             self._objects[key] = _Kept(data)
@@ -100,7 +98,7 @@ class MemoryStore:
             raise InvalidError(
                 f"{self.url}/{key}: an object of up to {bytes_max} bytes; expected at most {self.object_bytes_max}"
             )
-        with _lock:
+        with GUARD:
             if key in self._objects:
                 raise self._conflict(key)
         return _MemoryUpload(self, key, ledger)
@@ -130,7 +128,7 @@ class MemoryStore:
     def folders(self, prefix: str = "") -> list[str]:
         """Return the names of the folders directly under a prefix, sorted."""
         split_prefix(prefix, self._split)
-        with _lock:
+        with GUARD:
             suffixes = [key[len(prefix) :] for key in self._objects if key.startswith(prefix)]
         names = {suffix.split("/", 1)[0] for suffix in suffixes if "/" in suffix}
         return sorted(name for name in names if is_key(name, self._split))
@@ -138,7 +136,7 @@ class MemoryStore:
     def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
         """Yield every complete object under a prefix, in the order of the keys."""
         split_prefix(prefix, self._split)
-        with _lock:
+        with GUARD:
             sizes = {key: len(kept.data) for key, kept in self._objects.items() if key.startswith(prefix)}
         sizes = {key: size for key, size in sizes.items() if is_key(key, self._split)}
         return (Entry(key, sizes[key]) for key in sorted(sizes) if is_listed(key, after, up_to))
@@ -151,14 +149,14 @@ class MemoryStore:
         """Remove objects; absent keys are no error."""
         for key in keys:
             self._split(key)
-            with _lock:
+            with GUARD:
                 self._objects.pop(key, None)
 
     def link(self, key: str, new_key: str) -> bool:
         """Give an object one more key."""
         kept = self._kept(key)
         self._split(new_key)
-        with _lock:
+        with GUARD:
             if self._objects.setdefault(new_key, kept) is not kept:
                 raise self._conflict(new_key)
         return True
@@ -171,7 +169,7 @@ class MemoryStore:
         """Give an object another key."""
         self._split(key)
         self._split(new_key)
-        with _lock:
+        with GUARD:
             if key not in self._objects:
                 raise self._missing(key)
             self._objects[new_key] = self._objects.pop(key)
@@ -181,7 +179,7 @@ class MemoryStore:
 
     def _kept(self, key: str) -> _Kept:
         self._split(key)
-        with _lock:
+        with GUARD:
             kept = self._objects.get(key)
         if kept is None:
             raise self._missing(key)

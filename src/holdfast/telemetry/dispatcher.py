@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from holdfast.clock import Clock
 from holdfast.errors import InvalidError
+from holdfast.interrupts import start_thread
 from holdfast.ports.observer import Observer
 from holdfast.types.events import Event
 
@@ -116,7 +117,7 @@ class _ObserverQueue:
             return
         thread = threading.Thread(target=self._work, name="holdfast-observer", daemon=True)
         try:
-            thread.start()
+            start_thread(thread)
         except RuntimeError as error:
             # The thread limit is reached, or the interpreter is exiting. The next event tries again.
             logger.debug("%s: no thread could be started: %s", self._name, error)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from holdfast.interrupts import GUARD
+
 _T = TypeVar("_T")
 
-# Reentrant: a signal handler may save while its thread is in here.
-_inspecting = threading.RLock()
 _inspected: set[object] = set()
 
 
@@ -25,7 +24,7 @@ def inspected(kind: type[_T], decoder_of: Callable[[type[_T]], object]) -> type[
         decoder_of: A decoder class of msgspec: making a decoder of a type inspects it.
     """
     if kind not in _inspected:
-        with _inspecting:
+        with GUARD:
             decoder_of(kind)
             _inspected.add(kind)
     return kind

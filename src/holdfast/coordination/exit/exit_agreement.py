@@ -32,6 +32,7 @@ from contextlib import suppress
 from holdfast.coordination.exit.grace import usable_seconds
 from holdfast.coordination.job import Job
 from holdfast.errors import CheckpointError, UnavailableError
+from holdfast.interrupts import GUARD, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -59,17 +60,17 @@ class ExitAgreement:
 
     def __init__(self, job: Job, grace_seconds: float) -> None:
         self._job, self._grace_seconds = job, grace_seconds
-        self._lock = threading.Lock()
         self._passed_calls = 0
         self._is_woken = False
         self._is_signalled = False
         self._is_rank_0_closed = False
         self._exit_call: int | None = None
+        # For the thread of this agreement alone, which no save waits for.
         self._closed = threading.Event()
         self.deadline: float | None = None
         """When a save must have ended, on the monotonic clock; None before a signal or wake-up."""
         self._thread = threading.Thread(target=self._wait_and_report, name="holdfast-exit", daemon=True)
-        self._thread.start()
+        start_thread(self._thread)
         # A thread that waits inside the key-value store while the interpreter shuts down can crash the process.
         atexit.register(self.close)
 
@@ -81,7 +82,7 @@ class ExitAgreement:
         Raises:
             UnavailableError: The ranks cannot agree in time.
         """
-        with self._lock:
+        with GUARD:
             if signalled_at is None and not self._is_woken:
                 self._passed_calls += 1
                 return False
@@ -89,7 +90,7 @@ class ExitAgreement:
             return False
         if self._exit_call is None:
             self._exit_call = self._read_exit_call()
-        with self._lock:
+        with GUARD:
             if self._passed_calls + 1 < self._exit_call:
                 self._passed_calls += 1
                 return False
@@ -190,8 +191,8 @@ class ExitAgreement:
 
     def _report_passed(self, timeout_seconds: float) -> None:
         """Report how many calls this rank has passed; after that it passes none before it knows the exit call."""
-        # One lock with should_stop: no call can pass between reading the count and setting the flag.
-        with self._lock:
+        # The lock of should_stop: no call can pass between reading the count and setting the flag.
+        with GUARD:
             self._is_woken = True
             passed = self._passed_calls
         key = self._job.key("alarm", "passed", self._job.comm.rank)

@@ -35,6 +35,7 @@ class NumberedSave:
         self.is_left = False
         """Whether the caller has given up before the number was taken."""
         self._has_number = False
+        # `leave` takes it on the training thread. The other taker is a call of this save, and no handler waits for it.
         self._taking = threading.Lock()
 
     def leave(self) -> None:

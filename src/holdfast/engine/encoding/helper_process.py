@@ -236,6 +236,7 @@ class CodingHelpers:
         """
         self.entry, self._settings = entry, settings
         self._helpers: list[Helper] | None = None
+        # Whoever finds it taken does without helpers, in a signal handler too.
         self._in_use = threading.Lock()
         self._pid = os.getpid()
         self.count_max = settings.compression_threads - 1 if entry and _CAN_HELP else 0

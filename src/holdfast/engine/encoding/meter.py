@@ -40,6 +40,7 @@ class SaveMeter:
             kinds: The kind of each tensor that may be coded, by FQN.
         """
         self._clock, self._kinds = clock, kinds
+        # Taken on the threads that write, and on the commit thread, which no handler interrupts.
         self._lock = threading.Lock()
         self._coded: dict[Kind, _Sums] = {}
         self._probed: dict[Kind, _Sums] = {}

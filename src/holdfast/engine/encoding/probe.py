@@ -32,6 +32,7 @@ class ChunkProbe:
             prepare: Prepares to code a sample, outside the measured time.
         """
         self._meter, self._kinds, self._samplings, self._prepare = meter, kinds, samplings, prepare
+        # Taken on the threads that write, which no handler interrupts.
         self._lock = threading.Lock()
         self._seen = dict.fromkeys(samplings, 0)
         self._taken = dict.fromkeys(samplings, 0)

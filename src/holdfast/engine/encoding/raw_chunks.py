@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -43,18 +42,18 @@ class ChunkMemory:
     def __init__(self, chunk_bytes: int) -> None:
         self._chunk_bytes = chunk_bytes
         # Last in, first out: the buffer used last is still in the processor's cache.
-        self._free: queue.LifoQueue[memoryview] = queue.LifoQueue()
+        self._free: deque[memoryview] = deque()
 
     def take(self) -> memoryview:
         """Return memory of one chunk."""
         try:
-            return self._free.get_nowait()
-        except queue.Empty:
+            return self._free.pop()
+        except IndexError:
             return allocate_aligned(self._chunk_bytes)
 
     def give(self, buffer: memoryview) -> None:
         """Take memory back."""
-        self._free.put(buffer)
+        self._free.append(buffer)
 
 
 class CopiedChunks:

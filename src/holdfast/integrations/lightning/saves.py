@@ -10,7 +10,6 @@ import atexit
 import logging
 import os
 import sys
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -23,6 +22,7 @@ from holdfast.api import SaveReport
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.integrations.lightning.contents import with_way_out
 from holdfast.integrations.lightning.folders import CheckpointPath, local_path, remove, tidy
+from holdfast.interrupts import GUARD, Latch
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class PendingSave:
     path: CheckpointPath
     handle: SaveHandle
     removals: list[Path] = field(default_factory=list)
-    ended: threading.Event = field(default_factory=threading.Event)
+    ended: Latch = field(default_factory=Latch)
     error: Exception | None = None
 
     def paths(self) -> list[str]:
@@ -62,8 +62,6 @@ class SavesOfProcess:
             skip: Names that are left out.
         """
         self._who, self._group, self._settings, self._skip = who, process_group, settings, skip
-        # Re-entrant: a signal handler of Lightning saves, in the middle of a save too.
-        self._lock = threading.RLock()
         self._last: PendingSave | None = None
         """The save in the background that began last, also after its end."""
         self._failures: list[Exception] = []
@@ -79,7 +77,7 @@ class SavesOfProcess:
             CheckpointError: The save failed.
         """
         self._call(holdfast.save, path, state, skip)
-        with self._lock:
+        with GUARD:
             self._last = None
 
     def begin(
@@ -99,7 +97,7 @@ class SavesOfProcess:
             self._ends_at_exit = True
             atexit.register(self._wait_at_exit)  # Fabric tears nothing down.
         pending = PendingSave(path, self._call(holdfast.async_save, path, state, skip))
-        with self._lock:
+        with GUARD:
             self._last = pending
             self._in_flight[pending] = None
         publish = path.publish if publishes else _nothing
@@ -124,7 +122,7 @@ class SavesOfProcess:
 
     def remove(self, path: Path) -> None:
         """Remove a checkpoint once the save before this call is committed; keep it if that save failed."""
-        with self._lock:
+        with GUARD:
             last = self._last
             if last is not None and not last.ended.is_set():
                 last.removals.append(path)
@@ -141,7 +139,7 @@ class SavesOfProcess:
         A path that is removed after a save counts as one of it: what is saved there next must not be removed.
         """
         wanted = None if path is None else local_path(path)
-        with self._lock:
+        with GUARD:
             pending = [save for save in self._in_flight if wanted is None or wanted in save.paths()]
         for save in pending:
             with suppress(CheckpointError):
@@ -156,7 +154,7 @@ class SavesOfProcess:
             CheckpointError: One of them failed, and no call has raised its error yet.
         """
         self.await_ends()
-        with self._lock:
+        with GUARD:
             failures, self._failures = self._failures, []
         while self._folders:
             tidy(self._folders.pop())
@@ -191,14 +189,14 @@ class SavesOfProcess:
         except UnavailableError as failure:
             error = failure
             logger.error("%s", error)
-        with self._lock:
+        with GUARD:
             pending.error = error
             if error is not None:
                 self._failures.append(error)
         try:
             self._remove_after(pending)
         finally:
-            with self._lock:
+            with GUARD:
                 self._in_flight.pop(pending, None)
 
     def _explained(self, error: Exception, path: CheckpointPath) -> Exception:
@@ -212,9 +210,9 @@ class SavesOfProcess:
     def _remove_after(self, pending: PendingSave) -> None:
         """Remove what waited for a save."""
         while True:
-            with self._lock:
+            with GUARD:
                 if not pending.removals:
-                    pending.ended.set()  # Under the lock: whoever comes later removes by itself.
+                    pending.ended.set()  # Under GUARD: whoever comes later removes by itself.
                     return
                 path = pending.removals[0]
             if pending.error is not None:
@@ -224,7 +222,7 @@ class SavesOfProcess:
                     remove(path)
                 except Exception as error:  # noqa: BLE001 - of the file system of a URL, too; the next save goes on
                     logger.warning("%s: could not be removed: %s", os.fspath(path), error)
-            with self._lock:
+            with GUARD:
                 pending.removals.pop(0)  # Only now: until then a save to this path waits.
 
     def _keep(self, path: Path, failed: PendingSave) -> None:

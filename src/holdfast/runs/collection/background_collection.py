@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from holdfast.clock import Clock
 from holdfast.errors import ConflictError, CorruptError, first_three
+from holdfast.interrupts import GUARD
 from holdfast.runs.collection.garbage_collection import CheckpointGC, Marked
 from holdfast.telemetry.log_lines import shown_bytes
 
@@ -73,10 +74,10 @@ class Background:
         """
         self._collector, self._grace_seconds, self._clock = collector, grace_seconds, clock
         self._may_collect = may_collect
+        # Set under GUARD: a signal handler may save while the training thread sets one.
         self._wanted, self._stopped, self._finishing = threading.Event(), threading.Event(), threading.Event()
-        self._lacks_room = threading.Event()
+        self._lacks_room = threading.Event()  # As those.
         self._thread: threading.Thread | None = None
-        self._ending = threading.Lock()
         self._has_ended = False
         self._release: Callable[[], None] = lambda: None
         # Written by the thread alone; a close reads them.
@@ -94,8 +95,8 @@ class Background:
             self._begin()
 
     def _begin(self) -> None:
-        self._wanted.set()
-        with self._ending:
+        with GUARD:
+            self._wanted.set()
             if self._thread is None and not self._stopped.is_set():
                 self._thread = threading.Thread(target=self._run, name="holdfast-collect", daemon=True)
                 self._thread.start()
@@ -103,7 +104,8 @@ class Background:
     def want_room(self) -> None:
         """Request a collection after a save that found no room on the disk; warn of what can go, and when."""
         if self._collector.may_remove and self._may_collect():
-            self._lacks_room.set()
+            with GUARD:
+                self._lacks_room.set()
             self._begin()
 
     def close(self, release: Callable[[], None], may_wait: Callable[[], bool] = lambda: False) -> None:
@@ -115,7 +117,7 @@ class Background:
             may_wait: Whether to wait until every step that is due is removed; asked again and again. If not, a grace
                 is cut short. Storage gets a few seconds in either case.
         """
-        with self._ending:  # A save that has just failed may ask for room meanwhile.
+        with GUARD:  # A save that has just failed may ask for room meanwhile.
             thread = self._thread
             if thread is None:
                 self._stopped.set()
@@ -130,7 +132,7 @@ class Background:
         finally:
             # After Ctrl-C too: it ends the wait, not a removal.
             self._stop()
-            with self._ending:
+            with GUARD:
                 is_left = not self._has_ended
                 if is_left:
                     self._release = release
@@ -145,16 +147,18 @@ class Background:
             )
 
     def _stop(self) -> None:
-        self._stopped.set()
-        self._wanted.set()
+        with GUARD:
+            self._stopped.set()
+            self._wanted.set()
 
     def _await_graces(self, thread: threading.Thread, may_wait: Callable[[], bool]) -> float:
         """Wait until what is due is removed; return the seconds that storage has left to answer."""
         start, is_said = self._clock.monotonic_seconds(), False
         while thread.is_alive() and may_wait():
             if not self._finishing.is_set():
-                self._finishing.set()
-                self._wanted.set()
+                with GUARD:
+                    self._finishing.set()
+                    self._wanted.set()
             now, due = self._clock.monotonic_seconds(), self._last_due
             if due - start > _GRACE_SECONDS_MAX:
                 logger.info(
@@ -192,7 +196,7 @@ class Background:
         try:
             self._work()
         finally:
-            with self._ending:
+            with GUARD:
                 self._has_ended = True
             self._release()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from holdfast.interrupts import GUARD
+
 
 class StepPin:
     """What one save needs. Each save has its own: after training went back, two saves of one step may be in flight."""
@@ -22,8 +24,8 @@ class Pins:
     """Steps that the saves of this process need or may still publish. Thread-safe."""
 
     def __init__(self) -> None:
-        # Guards all fields. A thread that holds it may enter again; the end of a removal wakes the waiting threads.
-        self._condition = threading.Condition()
+        # The end of a removal wakes the waiting threads, which are no training threads. GUARD guards all fields.
+        self._condition = threading.Condition(GUARD)
         self._pinned: set[StepPin] = set()
         self._unknown: set[StepPin] = set()
         self.current: tuple[int, str] | None = None
@@ -33,7 +35,7 @@ class Pins:
 
     def pin(self, pin: StepPin, base: int | None) -> bool:
         """Pin the step of a save, and its base; return whether the save may refer to the base."""
-        with self._condition:
+        with GUARD:
             # The collector may be removing an invalid manifest at this step: wait, or it would remove the new one too.
             self._condition.wait_for(lambda: pin.step not in self._to_delete)
             if pin.is_over:
@@ -44,12 +46,12 @@ class Pins:
 
     def note_unknown(self, pin: StepPin) -> None:
         """Record that the outcome of a save is unknown: it stays pinned until its step is committed."""
-        with self._condition:
+        with GUARD:
             self._unknown.add(pin)
 
     def unpin(self, pin: StepPin, *, is_committed: bool) -> None:
         """Unpin what a save needed that is committed, or has certainly failed."""
-        with self._condition:
+        with GUARD:
             pin.is_over = True
             self._pinned.discard(pin)
             if is_committed:
@@ -60,7 +62,7 @@ class Pins:
 
     def saves(self) -> frozenset[StepPin]:
         """Return the pins of the saves that are under way, or whose outcome is unknown."""
-        with self._condition:
+        with GUARD:
             return frozenset(self._pinned)
 
     def under_way(self) -> frozenset[int]:
@@ -74,7 +76,7 @@ class Pins:
 
     def release_for_removal(self, steps: frozenset[int]) -> frozenset[int]:
         """Return which of some steps no save needs. From now on no save can refer to these."""
-        with self._condition:
+        with GUARD:
             self._to_delete = steps - self.needed() - ({self.current[0]} if self.current is not None else set())
             self._condition.notify_all()
             return self._to_delete

@@ -7,7 +7,6 @@ the object is looked at just before it is deleted instead. Between that look and
 
 from __future__ import annotations
 
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
@@ -36,8 +35,6 @@ _UNSIGNED = 0
 
 _keeps_condition: dict[str, bool] = {}
 """By bucket, whether its server keeps the condition of a deletion."""
-
-_lock = threading.Lock()
 
 
 class ConditionalDelete:
@@ -100,8 +97,7 @@ class ConditionalDelete:
             is_kept = answers[0] == 412 and answers[1] is not None and 200 <= answers[1] < 300
             if None in answers or answers in ([_ABSENT, _ABSENT], [412, _ABSENT]):
                 return is_kept  # It is not known, so the next call asks again.
-            with _lock:
-                _keeps_condition[bucket] = is_kept
+            _keeps_condition[bucket] = is_kept
         return _keeps_condition[bucket]
 
     def _answers(self) -> list[int | None]:

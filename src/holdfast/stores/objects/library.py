@@ -56,6 +56,8 @@ def library(scheme: str) -> Library:
     Raises:
         InvalidError: It is not installed; the message names the command that installs it.
     """
+    if _Loaded.library is not None:
+        return _Loaded.library
     with _Loaded.lock:
         if _Loaded.library is None:
             try:

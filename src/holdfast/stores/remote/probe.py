@@ -5,7 +5,6 @@ A store that takes both would let two jobs publish one step, and each would beli
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Protocol
@@ -70,8 +69,6 @@ def takes_both(url: str, kept: str) -> InvalidError:
 _asked: set[str] = set()
 """Places that this process has asked, by URL."""
 
-_lock = threading.Lock()
-
 
 class Probe:
     """What is known of one server."""
@@ -101,8 +98,7 @@ class Probe:
 
     def trust(self) -> None:
         """Take note that the server need not be asked."""
-        with _lock:
-            _asked.add(self._store.url)
+        _asked.add(self._store.url)
 
     def _refuses_a_second_create(self) -> bool:
         key = probe_key(self._clock)

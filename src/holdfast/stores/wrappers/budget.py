@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import math
 import os
-import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from holdfast.clock import Clock
+from holdfast.interrupts import GUARD
 from holdfast.ports.temporary import RetryCounts, TemporaryError
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,6 @@ class RetryCounter:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._lock = threading.Lock()
         self._retries = self._throttled = 0
         self._past_seconds = 0.0
         self._in_trouble = 0
@@ -39,19 +38,19 @@ class RetryCounter:
     @property
     def counts(self) -> RetryCounts:
         """What was counted so far."""
-        with self._lock:
+        with GUARD:
             now = self._clock.monotonic_seconds() - self._began if self._in_trouble else 0.0
             return RetryCounts(self._retries, round(self._past_seconds + now, 6), self._throttled)
 
     def count(self, *, retries: int = 0, throttled: int = 0) -> None:
         """Add to the counts."""
-        with self._lock:
+        with GUARD:
             self._retries += retries
             self._throttled += throttled
 
     def enter(self) -> bool:
         """Record that one more call is being tried again; return whether it is the only one."""
-        with self._lock:
+        with GUARD:
             if not self._in_trouble:
                 self._began = self._clock.monotonic_seconds()
             self._in_trouble += 1
@@ -59,14 +58,14 @@ class RetryCounter:
 
     def leave(self) -> bool:
         """Record that a call is not tried again any more; return whether none is."""
-        with self._lock:
+        with GUARD:
             self._in_trouble -= 1
             if not self._in_trouble:
                 self._past_seconds += self._clock.monotonic_seconds() - self._began
             return not self._in_trouble
 
     def _forget_threads(self) -> None:
-        self._lock, self._in_trouble = threading.Lock(), 0
+        self._in_trouble = 0
 
 
 class RetryBudget:
@@ -163,7 +162,7 @@ _COUNTERS: weakref.WeakSet[RetryCounter] = weakref.WeakSet()
 
 
 def _forget_threads() -> None:
-    """Begin without calls: a forked child has none of the threads that make them, or that hold a lock."""
+    """Begin without calls: a forked child has none of the threads that make them."""
     for counter in list(_COUNTERS):
         counter._forget_threads()
 

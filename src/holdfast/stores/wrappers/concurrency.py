@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
+from holdfast.interrupts import GUARD
+
 
 class AdaptiveWindow:
     """The arithmetic of the limit; no thread waits here."""
@@ -81,8 +83,8 @@ class ConcurrencyLimit:
         _LIMITS.add(self)
 
     def _reset(self) -> None:
-        """Begin anew: a forked child has none of the threads that hold slots, or the lock."""
-        self._changed = threading.Condition()
+        """Begin anew: a forked child has none of the threads that hold slots."""
+        self._changed = threading.Condition(GUARD)
         self._window = AdaptiveWindow(self._most)
         self._in_flight = {False: 0, True: 0}
 
@@ -106,7 +108,7 @@ class ConcurrencyLimit:
             moves_much: Whether it moves a pack or a range of one. Those are counted apart: a heartbeat must not wait
                 for packs.
         """
-        with self._changed:
+        with GUARD:
             changed, window, in_flight = self._changed, self._window, self._in_flight
             changed.wait_for(lambda: in_flight[moves_much] < window.limit)
             in_flight[moves_much] += 1
@@ -114,7 +116,7 @@ class ConcurrencyLimit:
         try:
             yield slot
         finally:
-            with changed:
+            with GUARD:
                 if slot.has_met_pressure:
                     window.note_pressure(slot.number)
                 elif slot.is_answered:
@@ -130,7 +132,7 @@ class ConcurrencyLimit:
             server: Scheme and host of the store's URL.
             most: Bound of the limit.
         """
-        with _shared_lock:
+        with GUARD:
             limit = _shared.get(server)
             if not isinstance(limit, cls):
                 limit = _shared[server] = cls(most)
@@ -139,12 +141,9 @@ class ConcurrencyLimit:
 
 _LIMITS: weakref.WeakSet[ConcurrencyLimit] = weakref.WeakSet()
 _shared: weakref.WeakValueDictionary[str, ConcurrencyLimit] = weakref.WeakValueDictionary()
-_shared_lock = threading.Lock()
 
 
 def _forget_threads() -> None:
-    global _shared_lock
-    _shared_lock = threading.Lock()
     for limit in list(_LIMITS):
         limit._reset()
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
-
 from holdfast.clock import Clock
+from holdfast.interrupts import GUARD
 from holdfast.settings import KIB
 
 SMALL_BYTES_MAX = 64 * KIB
@@ -23,8 +20,6 @@ class RateLimit:
     def __init__(self, bytes_per_second: float, clock: Clock) -> None:
         self._rate, self._clock = bytes_per_second, clock
         self._free_at = 0.0
-        self._lock = threading.Lock()
-        _RATES.add(self)
 
     def wait(self, sent_bytes: int) -> float:
         """Wait until an object may be sent; return the seconds waited.
@@ -32,7 +27,7 @@ class RateLimit:
         Args:
             sent_bytes: Its size. One that is sent again counts again.
         """
-        with self._lock:
+        with GUARD:
             now = self._clock.monotonic_seconds()
             begin = max(self._free_at, now)
             self._free_at = begin + sent_bytes / self._rate
@@ -42,15 +37,3 @@ class RateLimit:
             return 0.0
         self._clock.sleep(seconds)
         return seconds
-
-
-_RATES: weakref.WeakSet[RateLimit] = weakref.WeakSet()
-
-
-def _forget_threads() -> None:
-    """Replace the locks: the thread that holds one does not exist in a forked child."""
-    for rate in list(_RATES):
-        rate._lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget_threads)

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from holdfast.errors import UnavailableError
+from holdfast.interrupts import UnlockedFuture, start_thread
 from holdfast.ports.temporary import TemporaryError
 
 T = TypeVar("T")
@@ -42,7 +43,7 @@ class TimedCalls:
             UnavailableError: No thread could be started.
             BaseException: It failed with this error.
         """
-        future: Future[T] = Future()
+        future = UnlockedFuture[T]()
         self._submit(future, call)
         try:
             # As an exception, not by `result`: the call itself may have raised a TimeoutError.
@@ -65,7 +66,7 @@ class TimedCalls:
             inbox = queue.SimpleQueue()
             thread = threading.Thread(target=self._work, args=(inbox,), name="holdfast-request", daemon=True)
             try:
-                thread.start()
+                start_thread(thread)
             except RuntimeError as error:
                 raise UnavailableError(
                     f"{thread.name}: {error}; expected one more thread. Raise the limit of threads of this process "

@@ -192,7 +192,8 @@ def test_memory_for_copies_is_pinned_and_let_go(tmp_path: Path, device: torch.de
     with manager:
         manager.save(1, training.state).wait()
         arena: Arena = manager._job.arena  # type: ignore[attr-defined]
-        blocks = [torch.frombuffer(block, dtype=torch.uint8) for block in arena._blocks]
+        assert arena._unpinned == []
+        blocks = [torch.frombuffer(block, dtype=torch.uint8) for block, _ in arena._pinned]
         assert blocks and all(block.is_pinned() for block in blocks)
         assert side_stream(device)._stream.priority == torch.cuda.Stream.priority_range()[0]
     assert not any(block.is_pinned() for block in blocks)

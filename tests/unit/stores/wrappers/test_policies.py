@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import MissingError
+from holdfast.interrupts import GUARD
 from holdfast.ports.temporary import TemporaryError
 from holdfast.settings import KIB, MIB, Settings
 from holdfast.stores.wrappers.backoff import FIRST_SECONDS, LONGEST_SECONDS, wait_seconds
@@ -137,7 +138,7 @@ class TestConcurrencyLimit:
     def test_a_forked_child_begins_with_free_slots_and_locks(self) -> None:
         limit = ConcurrencyLimit.shared("s3://forked", 1)
         rate = RateLimit(1e9, ClockBySleep())
-        with limit.slot(), limit._changed, rate._lock:
+        with limit.slot(), GUARD:
             child = os.fork()
             if not child:
                 with limit.slot():
