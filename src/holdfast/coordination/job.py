@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import NoReturn
@@ -43,6 +44,9 @@ _ANNOUNCE_SECONDS_MIN = 1.0
 
 _LAYOUTS_MAX = 16
 """Layouts of which a rank remembers what differs. A run has few: one before the optimizer's first step, one after."""
+
+_ATTEMPTS_MAX = 1000
+"""More attempts than begin while one of them is under way."""
 
 
 class SaveHistory:
@@ -143,6 +147,8 @@ class Job:
         """The writes of this process. No wait for them lasts for ever if storage does not answer."""
         self.attempts_under_way: set[str] = set()
         """Ids of the attempts of this process that have not ended. No removal of leftovers takes their files."""
+        self.attempts_begun: deque[str] = deque(maxlen=_ATTEMPTS_MAX)
+        """Ids of the last attempts of this process, ended or not: a save may replace what another of them published."""
         self._logged: set[str] = set()
         self._keys_lock, self._keys = threading.Lock(), list[tuple[int, str]]()
 
@@ -154,7 +160,7 @@ class Job:
         queues = self.copies, self.commits
         job = Job(self.comm, self.clock, settings, self._framework, codecs=self.codecs, queues=queues)
         # Its saves end in one order with those of this job: one overwrites what another publishes.
-        job.attempts_under_way = self.attempts_under_way
+        job.attempts_under_way, job.attempts_begun = self.attempts_under_way, self.attempts_begun
         job.coding = self.coding.with_settings(settings)
         return job
 
@@ -186,6 +192,7 @@ class Job:
         """Count an attempt among those under way until it has ended."""
         under_way = self.attempts_under_way
         under_way.add(attempt)
+        self.attempts_begun.append(attempt)
         # Without the job: the handle of the save may be kept for long.
         ended.add_done_callback(lambda _: under_way.discard(attempt))
 
