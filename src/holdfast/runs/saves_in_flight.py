@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import wait
 from contextlib import suppress
 
@@ -39,14 +40,15 @@ class SavesInFlight:
             closing: Whether not to wait for a save whose write hangs.
         """
         failures: list[Exception] = []
-        for handle in self._handles:
+        handles = list(self._handles)
+        for handle in handles:
             try:
                 is_known = handle.was_awaited
                 self._await(handle, closing=closing)
             except CheckpointError as error:
                 if not is_known:
                     failures.append(error)
-        self._handles.clear()
+        self._forget(handles)
         count, self._forgotten = len(failures) + self._forgotten, 0
         if failures and count == 1:
             raise failures[0]
@@ -56,13 +58,14 @@ class SavesInFlight:
 
     def await_ends(self) -> None:
         """Wait until every save has ended, unless a write hangs. Failures are left for `wait` to raise."""
-        for handle in self._handles:
+        handles = list(self._handles)
+        for handle in handles:
             in_flight = handle.in_flight
             if in_flight is not None:
                 with suppress(CheckpointError):
                     # A lazy save is staged only after this thread has checked that the state did not change.
                     in_flight.settle(None)
-        futures = [handle.committed for handle in self._handles]
+        futures = [handle.committed for handle in handles]
         while wait(futures, SLICE_SECONDS).not_done and self._progress.hung is None:
             pass
 
@@ -80,12 +83,14 @@ class SavesInFlight:
 
     def _forget_ended(self) -> None:
         """Forget all saves but those in flight, and failures that `wait` must raise: a run may save for months."""
-        kept = [
-            known
-            for known in self._handles
-            if not known.committed.done() or (known.failure is not None and not known.was_awaited)
-        ]
-        failed = [known for known in kept if known.committed.done()]
-        forgotten = set(failed[_FAILURES_HALF:-_FAILURES_HALF])
-        self._forgotten += len(forgotten)
-        self._handles = [known for known in kept if known not in forgotten]
+        ended = [known for known in list(self._handles) if known.committed.done()]
+        failed = [known for known in ended if known.failure is not None and not known.was_awaited]
+        dropped = failed[_FAILURES_HALF:-_FAILURES_HALF]
+        self._forgotten += len(dropped)
+        self._forget([*(known for known in ended if known not in failed), *dropped])
+
+    def _forget(self, handles: Iterable[SaveHandle]) -> None:
+        """Forget saves, each by one call: another thread or a signal handler may add one meanwhile."""
+        for handle in handles:
+            with suppress(ValueError):  # Another call has forgotten it.
+                self._handles.remove(handle)
