@@ -117,8 +117,9 @@ class Job:
         statements = _statements(comm, clock, settings) if saves else []
         self.nonce = statements[0][:_NONCE_BYTES].hex() if saves else ""
         memory = MemoryShare(statement[_STATED_BYTES:] for statement in statements)
-        identities = [statement[_NONCE_BYTES:_STATED_BYTES] for statement in statements]
-        self.node_reports = NodeReports(comm.rank, identities, self.nonce)
+        self.node_reports = NodeReports(
+            comm.rank, [each[_NONCE_BYTES:_STATED_BYTES] for each in statements], self.nonce
+        )
         """Stores the reports of this rank."""
         self._process = os.getpid()
         self.process_deadline: float | None = None
@@ -149,8 +150,7 @@ class Job:
         """Ids of the attempts of this process that have not ended. No removal of leftovers takes their files."""
         self.attempts_begun: deque[str] = deque(maxlen=_ATTEMPTS_MAX)
         """Ids of the last attempts of this process, ended or not: a save may replace what another of them published."""
-        self._logged: set[str] = set()
-        self._keys_lock, self._keys = threading.Lock(), list[tuple[int, str]]()
+        self._logged, self._keys_lock, self._keys = set[str](), threading.Lock(), list[tuple[int, str]]()
 
     def with_settings(self, settings: Settings) -> Job:
         """Return a job of the same ranks with other settings, over the same connections and threads.

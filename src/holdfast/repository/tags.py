@@ -118,48 +118,52 @@ def put_tag(store: Store, step: int, name: str, created: str, digest: str | None
     """
     digest = _require_committed(store, step, digest)
     tag = Tag(name, step, digest, created)
-    data = _encode(tag)
-    before = _put_or_find(store, name, data)
-    if before is not None:
-        existing: Tag | None = None
-        # A damaged tag may be replaced, one of a newer format may not.
-        with suppress(CorruptError, *(() if move else (InvalidError,))):
-            existing = _decoded(store, name, before)
-        if existing is not None and (existing.step, existing.digest) == (step, digest):
-            return existing
-        if not move:
-            raise _conflict(store, name, existing)
-        data = _encode(tag, FORMAT_MINOR_TIMELINES)
-        store.put(_key(name), data)
+    before = _put_or_find(store, tag, move=move)
+    if isinstance(before, Tag):
+        return before
     try:
         _require_committed(store, step, digest)
     except MissingError:
         # Something else than a collection removed the step meanwhile: a collection leaves a step that is being tagged.
         # A process that has moved the tag on since prevails.
         if before is None:
-            _take_away(store, name, data, mark_key(SystemClock().random_bytes(_NONCE_BYTES).hex()))
+            _take_away(store, name, _encode(tag), mark_key(SystemClock().random_bytes(_NONCE_BYTES).hex()))
         else:
             with suppress(ConflictError):
-                store.replace(_key(name), before, seen=data)
+                store.replace(_key(name), before, seen=_encode(tag, FORMAT_MINOR_TIMELINES))
         raise
     return tag
 
 
-def _put_or_find(store: Store, name: str, data: bytes) -> bytes | None:
-    """Store a tag unless there is one of the name; return that one, None if ours is stored.
+def _put_or_find(store: Store, tag: Tag, *, move: bool) -> bytes | Tag | None:
+    """Store a tag; return what was stored there before, None if nothing was, or the tag if the step has it already.
+
+    What refused the put and is gone by the next look, or was replaced since that, refuses nothing any more.
 
     Raises:
-        ConflictError: Other processes put and remove the tag again and again.
+        ConflictError: The tag names another step, and is not to move; or it changes again and again.
+        InvalidError: It is to move, and is of a newer format.
     """
     for _ in range(_TRIES):
-        if is_put_first(store, _key(name), data):
+        if is_put_first(store, _key(tag.name), _encode(tag)):
             return None
-        found = get_or_none(store, _key(name), _TAG_BYTES_MAX)
-        if found is not None:
-            return found
+        before = get_or_none(store, _key(tag.name), _TAG_BYTES_MAX)
+        if before is None:
+            continue
+        existing: Tag | None = None
+        # A damaged tag may be replaced, one of a newer format may not.
+        with suppress(CorruptError, *(() if move else (InvalidError,))):
+            existing = _decoded(store, tag.name, before)
+        if existing is not None and (existing.step, existing.digest) == (tag.step, tag.digest):
+            return existing
+        if not move:
+            raise _conflict(store, tag.name, existing)
+        with suppress(ConflictError):
+            store.replace(_key(tag.name), _encode(tag, FORMAT_MINOR_TIMELINES), seen=before)
+            return before
     raise ConflictError(
-        f"{store.url}: tag {name!r} came and went {_TRIES} times while it was being put; expected one process that "
-        "does so. Nothing was changed. Try again"
+        f"{store.url}: tag {tag.name!r} changed {_TRIES} times while it was being put; expected one process that "
+        "changes it. Nothing was changed. Try again"
     )
 
 

@@ -34,6 +34,7 @@ from holdfast.leases.path_claim import PathClaim, release_path_claim, take_path_
 from holdfast.leases.process import can_be_seen, this_process
 from holdfast.ports.replacing import require_replacing_moves
 from holdfast.ports.store import Store
+from holdfast.repository.catalog import exists
 from holdfast.repository.overwriting import (
     ReplacedMark,
     SeenManifest,
@@ -303,12 +304,14 @@ def _published_or_taken(location: CheckpointLocation, attempt: str, data: bytes,
     """Return `committed` if a move has published a manifest; refuse if another job had removed what was prepared."""
     try:
         is_published = was_published(location.store, attempt, data)
+        is_there = is_published or exists(location.store, MANIFEST_FILE)
     except CheckpointError as error:
         return unknown(str(error))
     if not is_published:
+        what = "another job took over" if is_there else "the checkpoint was removed"
         raise ConflictError(
-            f"{location.url}: another job took over; expected to be the only one that overwrites. What is there is not "
-            "of this save. Stop one of the jobs, or save elsewhere"
+            f"{location.url}: {what} while this save published it; expected to be the only one that changes it. What "
+            "is there is not of this save. Stop the other job, or save elsewhere"
         ) from failure
     digest = stated_digest(data)
     assert digest is not None, "a manifest is sealed"

@@ -210,7 +210,9 @@ def test_who_moves_a_tag_last_prevails_over_one_whose_step_is_gone(template: Sto
             store.delete([manifest_key(AFTER)])  # As by `rm -rf` of the folder.
             put_tag(store, NEWEST, name, "now", move=True)
 
-    faulty = FaultyStore(store, Faults(lose, names={"put_if_absent" if is_new else "put"}, lasting=True, after=True))
+    faulty = FaultyStore(
+        store, Faults(lose, names={"put_if_absent" if is_new else "replace"}, lasting=True, after=True)
+    )
     with pytest.raises(MissingError):
         put_tag(faulty, AFTER, name, "now", move=True)
     assert read_tags(store).whole[name].step == NEWEST
