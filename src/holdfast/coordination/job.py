@@ -117,9 +117,7 @@ class Job:
         statements = _statements(comm, clock, settings) if saves else []
         self.nonce = statements[0][:_NONCE_BYTES].hex() if saves else ""
         memory = MemoryShare(statement[_STATED_BYTES:] for statement in statements)
-        self.node_reports = NodeReports(
-            comm.rank, [each[_NONCE_BYTES:_STATED_BYTES] for each in statements], self.nonce
-        )
+        self.node_reports = NodeReports(comm.rank, [one[_NONCE_BYTES:_STATED_BYTES] for one in statements], self.nonce)
         """Stores the reports of this rank."""
         self._process = os.getpid()
         self.process_deadline: float | None = None
