@@ -69,12 +69,14 @@ class WriterLease:
     @property
     def epoch(self) -> int:
         """The epoch of this lease; 0 if it holds none."""
-        return 0 if self._heartbeat is None else self._heartbeat.epoch
+        heartbeat = self._heartbeat
+        return 0 if heartbeat is None else heartbeat.epoch
 
     @property
     def is_lost(self) -> bool:
         """Whether this process has noticed that another one took over."""
-        return self._heartbeat is not None and self._heartbeat.is_lost
+        heartbeat = self._heartbeat
+        return heartbeat is not None and heartbeat.is_lost
 
     def hold(self, run_id: str) -> int:
         """Return the epoch of this lease; the first call takes one.
@@ -103,8 +105,9 @@ class WriterLease:
         Raises:
             ConflictError: Another process took over; the message names it.
         """
-        assert self._heartbeat is not None, "only the holder calls it"
-        epochs.require_newest(self._store, self._heartbeat.epoch)
+        heartbeat = self._heartbeat
+        assert heartbeat is not None, "only the holder calls it"
+        epochs.require_newest(self._store, heartbeat.epoch)
 
     def release(self) -> None:
         """Give the lease up, so that the next writer need not wait. Never raises, and takes no lock.

@@ -117,3 +117,5 @@ def test_two_jobs_that_begin_at_once_leave_one_whole() -> None:
     for gap in every_gap(saved_before, lambda store: save(store, 2), other):
         assert isinstance(gap.outcome, SaveReport), gap
         assert number_in_memory(gap.store) in (2, 9) and read_claim(gap.store) is None
+        if gap.point.name == "upload":
+            break  # From the claim on there is one.
