@@ -21,6 +21,7 @@ is in `repository/overwriting.py`.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from contextlib import suppress
 
@@ -157,6 +158,7 @@ _held: dict[tuple[str, object], PathClaim] = {}
 # Guards `_held` and the counts, for moments. Of a job that saves, only background threads take it: no signal handler
 # that saves has interrupted a thread that holds it.
 _lock = threading.Lock()
+os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def take_path_claim(store: Store, clock: Clock, lease_seconds: float, owner: object) -> PathClaim:

@@ -28,6 +28,7 @@ from holdfast.stores.local import LocalStore
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.testing.framework import NumpyFramework
 from holdfast.types.epoch import Epoch
+from holdfast.wiring import shared_job
 from tests.gaps import every_gap
 from tests.overwriting import HASTY, job_of, number_at, request, state_of
 from tests.unit.leases.test_writer import elsewhere, until
@@ -267,6 +268,20 @@ def test_several_threads_save_with_one_manager(threads: ThreadPoolExecutor, tmp_
         checkpoint = holdfast.open_checkpoint(url, step=step)
         assert list(checkpoint.verify()) == [] and checkpoint.objects["number"] == step
     assert newest_epoch(manager._store) == 1, "one lease served all"
+
+
+def test_threads_that_save_by_path_share_one_job(threads: ThreadPoolExecutor) -> None:
+    """A job each would be two that overwrite one path."""
+    start = threading.Barrier(CALLERS)
+
+    def first_save(settings: Settings) -> Job:
+        start.wait(LONG)
+        return shared_job(False, settings)
+
+    for trial in range(6):
+        settings = Settings(lease_seconds=20.0 + trial)
+        calls = [threads.submit(first_save, settings) for _ in range(CALLERS)]
+        assert len({call.result(LONG) for call in calls}) == 1, trial
 
 
 @pytest.mark.parametrize("trial", range(2))
