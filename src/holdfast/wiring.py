@@ -394,7 +394,14 @@ _jobs: weakref.WeakKeyDictionary[object, OrderedDict[Settings, Job]] = weakref.W
 _jobs_lock = threading.RLock()
 """Threads that save by path share one job. A signal handler that saves enters again, and the job that it made stays."""
 
-os.register_at_fork(after_in_child=_jobs_lock._at_fork_reinit)  # type: ignore[attr-defined]
+
+def _forget_threads() -> None:
+    """Do without what the lock of the parent says: a thread of it may have held the lock."""
+    global _jobs_lock
+    _jobs_lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_threads)
 
 
 def shared_job(process_group: ProcessGroup, settings: Settings) -> Job:

@@ -158,7 +158,16 @@ _held: dict[tuple[str, object], PathClaim] = {}
 # Guards `_held` and the counts, for moments. Of a job that saves, only background threads take it: no signal handler
 # that saves has interrupted a thread that holds it.
 _lock = threading.Lock()
-os.register_at_fork(after_in_child=_lock._at_fork_reinit)  # type: ignore[attr-defined]
+
+
+def _forget_threads() -> None:
+    """Do without the lock of the parent, which a thread of it may have held, and without its claims."""
+    global _lock
+    _lock = threading.Lock()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_threads)
 
 
 def take_path_claim(store: Store, clock: Clock, lease_seconds: float, owner: object) -> PathClaim:
@@ -206,5 +215,5 @@ def release_path_claim(claim: PathClaim) -> None:
         claim.shared_by -= 1
         if claim.shared_by:
             return
-        del _held[claim.key]
+        _held.pop(claim.key, None)  # A fork has forgotten it.
     claim.release()
