@@ -141,8 +141,9 @@ def require_claim(store: Store, nonce: str) -> None:
         ConflictError: Another job has taken it over, or somebody removed it.
     """
     claim = read_claim(store)
-    if claim is None and _is_put_back(store, nonce):
-        claim = read_claim(store)
+    if claim is None:
+        _put_back(store, nonce)
+        claim = read_claim(store)  # Or the process that moved it has put it back.
     if claim is None or claim.holder is None or claim.holder.nonce != nonce:
         by = "nobody" if claim is None or claim.holder is None else str(claim.holder)
         raise ConflictError(
@@ -151,8 +152,8 @@ def require_claim(store: Store, nonce: str) -> None:
         )
 
 
-def _is_put_back(store: Store, nonce: str) -> bool:
-    """Put back a claim that its holder finds moved aside; return whether there was one.
+def _put_back(store: Store, nonce: str) -> None:
+    """Put back a claim that its holder finds moved aside.
 
     Another process has moved it in place of a claim that it was to remove, or ended while it took it over.
     """
@@ -163,8 +164,6 @@ def _is_put_back(store: Store, nonce: str) -> bool:
         if not _is_link_decided(store, key) and is_put_first(store, _CLAIM, claim.data) and not exists(store, key):
             # A later claim may have come and gone, and have cleared the object aside: so this one is lost.
             take_claim_away(store, claim.data)
-        return True
-    return False
 
 
 def _beat_key(nonce: str) -> str:
@@ -295,7 +294,7 @@ class SeenManifest:
     attempt: str | None
     """The attempt that it names; None if it is damaged."""
 
-    has_mark: bool = True
+    names_holdfast: bool = True
     """Whether its first bytes are those of a manifest of Holdfast, damaged or not."""
 
 
@@ -354,7 +353,7 @@ def stranger_at(store: Store) -> str | None:
 
 def is_ours(store: Store, seen: SeenManifest) -> bool:
     """Return whether a manifest that may be damaged is one of Holdfast: its text or the files beside it say so."""
-    if seen.has_mark:
+    if seen.names_holdfast:
         return True
     prefixes = [f"{attempt}/" for attempt in attempt_folders(store)]
     return any(is_attempt_file(entry.key.removeprefix(prefix)) for prefix in prefixes for entry in store.list(prefix))

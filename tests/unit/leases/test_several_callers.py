@@ -349,3 +349,24 @@ def test_a_save_that_waits_for_a_slow_one_gives_up_in_time() -> None:
     with suppress(CheckpointError):
         manager.close()
     assert manager.steps() == [3]
+
+
+def test_a_load_that_discards_shares_the_lease_with_an_interrupted_save() -> None:
+    inner = fresh_store()
+    with manager_at(inner) as first:
+        for step in (1, 2):
+            first.save(step, state_of(step)).wait()
+    gate = Gate(inner, "put_if_absent", "accepted")
+    gate.action = interrupt
+    manager = manager_at(gate.store)
+    assert manager.load(state_of(0)) == 2
+    with pytest.raises(KeyboardInterrupt):
+        manager.save(3, state_of(3))
+    opener = threading.Timer(0.1, gate.opened.set)
+    opener.start()
+    assert manager.load(state_of(0), 1, discard_newer=True) == 1
+    opener.join()
+    assert manager.load_report is not None and [name[:2] for name in manager.load_report.discarded] == ["2@"]
+    with suppress(CheckpointError):
+        manager.close(wait=False)
+    assert newest_epoch(inner) == 2

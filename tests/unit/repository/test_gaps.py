@@ -35,6 +35,7 @@ from holdfast.repository.withdrawal import withdraw
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
+from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.types.epoch import Epoch
 from tests.gaps import Gap, StoreWithoutLinks, every_gap
 from tests.unit.ranks import World, fresh_store, plain, saved
@@ -190,6 +191,26 @@ def test_a_job_sees_the_claim_that_another_has_moved_aside_in_error(fresh: Fresh
         require_claim(store, OWN.nonce)
         found = read_claim(store)
         assert found is not None and found.holder == OWN
+
+
+def test_a_job_looks_while_another_puts_its_claim_back(fresh: Fresh) -> None:
+    """The other process takes a claim away that it saw, finds that it has moved this one, and links it back."""
+
+    def take_wrongly(store: Store) -> None:
+        take_claim_away(store, claim_of(DEAD))
+
+    for gap in every_gap(
+        prepared(fresh, become(claim_of(OWN), CLAIM)), lambda store: require_claim(store, OWN.nonce), take_wrongly
+    ):
+        assert gap.outcome is None
+    for at in (1, 2, 3):
+        store, turns = prepared(fresh, become(claim_of(OWN), ASIDE))(), iter(range(1, 9))
+
+        def put_back(point: FaultPoint, store: Store = store, turns: Iterator[int] = turns, at: int = at) -> None:
+            if next(turns) == at:
+                store.move(ASIDE, CLAIM)
+
+        require_claim(FaultyStore(store, Faults(put_back, lasting=True)), OWN.nonce)
 
 
 @pytest.mark.parametrize("change", [take_over, come_and_go])
