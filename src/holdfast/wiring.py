@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections import OrderedDict
 from functools import cache
@@ -390,6 +391,18 @@ _JOBS_MAX = 4
 
 _jobs: weakref.WeakKeyDictionary[object, OrderedDict[Settings, Job]] = weakref.WeakKeyDictionary()
 
+_jobs_lock = threading.RLock()
+"""Threads that save by path share one job. A signal handler that saves enters again, and the job that it made stays."""
+
+
+def _forget_threads() -> None:
+    """Do without what the lock of the parent says: a thread of it may have held the lock."""
+    global _jobs_lock
+    _jobs_lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_threads)
+
 
 def shared_job(process_group: ProcessGroup, settings: Settings) -> Job:
     """Return the job that saves by path of a group and of equal settings share.
@@ -406,17 +419,22 @@ def shared_job(process_group: ProcessGroup, settings: Settings) -> Job:
     # A process alone has no group: the class of its comm is the key. A job refers to its group weakly, so the entry of
     # a group that is destroyed goes with it.
     key = SoloComm if isinstance(comm, SoloComm) else group_of(process_group)
-    jobs = _jobs.setdefault(key, OrderedDict())
-    # A process that was forked has none of the threads.
-    living = [job for job in jobs.values() if not job.is_inherited]
-    if settings not in jobs or jobs[settings].is_inherited:
-        with CallWatch(comm, "the first save by path with these settings", "save(path, state)"):
-            jobs[settings] = living[0].with_settings(settings) if living else _saving_job(comm, settings)
-    jobs.move_to_end(settings)
-    # Every rank drops the same ones: each makes the same calls. A save in flight keeps its job until it ends.
-    while len(jobs) > _JOBS_MAX:
-        jobs.popitem(last=False)
-    return jobs[settings]
+    with _jobs_lock:
+        jobs = _jobs.setdefault(key, OrderedDict())
+        # A process that was forked has none of the threads.
+        for inherited in [each for each, job in jobs.items() if job.is_inherited]:
+            del jobs[inherited]
+        job = jobs.get(settings)
+        if job is None:
+            living = next(iter(jobs.values()), None)
+            with CallWatch(comm, "the first save by path with these settings", "save(path, state)"):
+                made = _saving_job(comm, settings) if living is None else living.with_settings(settings)
+            job = jobs.setdefault(settings, made)
+        jobs.move_to_end(settings)
+        # Every rank drops the same ones: each makes the same calls. A save in flight keeps its job until it ends.
+        while len(jobs) > _JOBS_MAX:
+            jobs.popitem(last=False)
+        return job
 
 
 def checkpoint_at(path: object, settings: Settings, step: object = None) -> Checkpoint:

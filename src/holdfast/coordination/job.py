@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import threading
+from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import NoReturn
@@ -44,6 +45,9 @@ _ANNOUNCE_SECONDS_MIN = 1.0
 
 _LAYOUTS_MAX = 16
 """Layouts of which a rank remembers what differs. A run has few: one before the optimizer's first step, one after."""
+
+_ATTEMPTS_MAX = 1000
+"""More attempts than begin while one of them is under way."""
 
 
 class SaveHistory:
@@ -113,8 +117,7 @@ class Job:
         statements = _statements(comm, clock, settings) if saves else []
         self.nonce = statements[0][:_NONCE_BYTES].hex() if saves else ""
         memory = MemoryShare(statement[_STATED_BYTES:] for statement in statements)
-        identities = [statement[_NONCE_BYTES:_STATED_BYTES] for statement in statements]
-        self.node_reports = NodeReports(comm.rank, identities, self.nonce)
+        self.node_reports = NodeReports(comm.rank, [one[_NONCE_BYTES:_STATED_BYTES] for one in statements], self.nonce)
         """Stores the reports of this rank."""
         self._process = os.getpid()
         self.process_deadline: float | None = None
@@ -142,9 +145,10 @@ class Job:
         """The writes of this process. No wait for them lasts for ever if storage does not answer."""
         self.attempts_under_way: set[str] = set()
         """Ids of the attempts of this process that have not ended. No removal of leftovers takes their files."""
-        self._logged: set[str] = set()
+        self.attempts_begun: deque[str] = deque(maxlen=_ATTEMPTS_MAX)
+        """Ids of the last attempts of this process, ended or not: a save may replace what another of them published."""
+        self._logged, self._keys = set[str](), list[tuple[int, str]]()
         self._keys_lock = threading.Lock()  # Taken on threads of CALLS, and on the commit thread: no handler meets it.
-        self._keys = list[tuple[int, str]]()
 
     def with_settings(self, settings: Settings) -> Job:
         """Return a job of the same ranks with other settings, over the same connections and threads.
@@ -154,7 +158,7 @@ class Job:
         queues = self.copies, self.commits
         job = Job(self.comm, self.clock, settings, self._framework, codecs=self.codecs, queues=queues)
         # Its saves end in one order with those of this job: one overwrites what another publishes.
-        job.attempts_under_way = self.attempts_under_way
+        job.attempts_under_way, job.attempts_begun = self.attempts_under_way, self.attempts_begun
         job.coding = self.coding.with_settings(settings)
         return job
 
@@ -186,6 +190,7 @@ class Job:
         """Count an attempt among those under way until it has ended."""
         under_way = self.attempts_under_way
         under_way.add(attempt)
+        self.attempts_begun.append(attempt)
         # Without the job: the handle of the save may be kept for long.
         ended.add_done_callback(lambda _: under_way.discard(attempt))
 

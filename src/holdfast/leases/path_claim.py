@@ -9,6 +9,7 @@ The states of a `PathClaim`, and who moves it on:
     released  The claim is deleted.
 
     waiting -> held      the other claim was released, its process is gone, or its heartbeat stopped
+    waiting -> waiting   a further save of the same job at the path waits for the first one, and then shares the claim
     held -> held         a further save of the same job at the path shares the claim
     held -> lost         another process; only if it sees no heartbeat for the lease time
     held, lost -> released   `release()` of the last save that shares it
@@ -20,6 +21,7 @@ is in `repository/overwriting.py`.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from contextlib import suppress
 
@@ -30,11 +32,13 @@ from holdfast.ports.store import Store
 from holdfast.repository.overwriting import (
     ClaimRecord,
     claim_of,
+    clear_away,
     put_claim,
     put_claim_beat,
     read_claim,
     read_claim_beat,
     release_claim,
+    remove_claim_beat,
     take_claim_away,
 )
 
@@ -43,7 +47,6 @@ logger = logging.getLogger(__name__)
 _RENEWALS_PER_LEASE = 3
 _POLLS_PER_LEASE = 50
 _TRIES = 10
-_DRAW_BYTES = 8
 _RELEASE_SECONDS_MAX = 5.0
 
 
@@ -53,10 +56,13 @@ class PathClaim:
     def __init__(self, store: Store, clock: Clock, lease_seconds: float, owner: object) -> None:
         """Store nothing yet; arguments as `take_path_claim`."""
         self._store, self._clock, self._lease_seconds = store, clock, lease_seconds
-        self.owner = owner
-        """The job, or what its saves share."""
-        self.shared_by = 1
-        """Saves under way that hold it."""
+        self.key = store.url, owner
+        """What saves that share it have in common."""
+        self.shared_by = 0
+        """Saves under way that hold it, or wait for it."""
+        self.is_held = False
+        self.is_settled = threading.Event()
+        """Set once it is held, or could not be taken."""
         self.holder = this_process(clock, lease_seconds)
         """This process, with a nonce of this claim."""
         self._data = claim_of(self.holder)
@@ -64,7 +70,7 @@ class PathClaim:
         self._thread = threading.Thread(target=self._renew, name="holdfast-claim", daemon=True)
 
     def take(self) -> None:
-        """Store the claim.
+        """Store the claim, and remove what other claims have left.
 
         Raises:
             ConflictError: Another job overwrites the checkpoint; the message names it.
@@ -72,19 +78,24 @@ class PathClaim:
         """
         for _ in range(_TRIES):
             if put_claim(self._store, self._data):
-                self._start()
+                try:
+                    self._start()
+                    # Before another save shares the claim: what that one prepares must stay.
+                    clear_away(self._store, self.holder.nonce)
+                except BaseException:
+                    self.release()
+                    raise
                 return
             found = read_claim(self._store)
             if found is not None and self._is_dead(found):
                 logger.warning("%s: a claim that nobody renews is cleared away", self._store.url)
-                take_claim_away(self._store, found.data, self._clock.random_bytes(_DRAW_BYTES))
+                take_claim_away(self._store, found.data)
         raise ConflictError(f"{self._store.url}: other jobs overwrite this checkpoint too; expected one. Try again")
 
     def _start(self) -> None:
         try:
             self._thread.start()
         except RuntimeError as error:
-            self.release()
             raise UnavailableError(
                 f"{self._store.url}: no thread could be started for the heartbeat of the overwrite ({error}); expected "
                 "one. End some threads or raise the limit (ulimit -u), then try again"
@@ -120,12 +131,16 @@ class PathClaim:
 
     def release(self) -> None:
         """Give the claim up. Never raises."""
-        self._stopped.set()
-        if self._thread.is_alive():
-            # It must not renew a heartbeat that is removed. If storage hangs, the next overwrite removes it.
-            self._thread.join(_RELEASE_SECONDS_MAX)
         try:
-            release_claim(self._store, self._data, self.holder.nonce)
+            try:
+                # Before the heartbeat stops: storage may be slow, and another job would take the claim over meanwhile.
+                release_claim(self._store, self._data)
+            finally:
+                self._stopped.set()
+                if self._thread.is_alive():
+                    # It must not renew a heartbeat that is removed. If storage hangs, the next overwrite removes it.
+                    self._thread.join(_RELEASE_SECONDS_MAX)
+            remove_claim_beat(self._store, self.holder.nonce)
         except CheckpointError as error:
             logger.warning("%s: the claim on it stays until this process ends: %s", self._store.url, error)
 
@@ -137,16 +152,29 @@ class PathClaim:
                 put_claim_beat(self._store, self.holder.nonce, count)
 
 
-_held: dict[str, PathClaim] = {}
-"""The claims that jobs of this process hold, by URL of the store."""
+_held: dict[tuple[str, object], PathClaim] = {}
+"""The claims that jobs of this process take or hold, by URL of the store and owner."""
 
+# Guards `_held` and the counts, for moments. Of a job that saves, only background threads take it: no signal handler
+# that saves has interrupted a thread that holds it.
 _lock = threading.Lock()
 
 
-def take_path_claim(store: Store, clock: Clock, lease_seconds: float, owner: object) -> tuple[PathClaim, bool]:
-    """Return a claim on the checkpoint of a store, and whether it is new. End it with `release_path_claim`.
+def _forget_threads() -> None:
+    """Do without the lock of the parent, which a thread of it may have held, and without its claims."""
+    global _lock
+    _lock = threading.Lock()
+    _held.clear()
 
-    Saves of one job at one path end in the order in which they began, so they share a claim.
+
+os.register_at_fork(after_in_child=_forget_threads)
+
+
+def take_path_claim(store: Store, clock: Clock, lease_seconds: float, owner: object) -> PathClaim:
+    """Return a claim on the checkpoint of a store. End it with `release_path_claim`.
+
+    Saves of one job at one path share a claim. Of several at once, on several threads, one takes it and the others
+    wait. If it fails, the next one tries.
 
     Args:
         store: Holds the checkpoint.
@@ -156,16 +184,29 @@ def take_path_claim(store: Store, clock: Clock, lease_seconds: float, owner: obj
     Raises:
         ConflictError: Another job overwrites the checkpoint.
     """
-    with _lock:
-        held = _held.get(store.url)
-        if held is not None and held.owner is owner:
-            held.shared_by += 1
-            return held, False
-    claim = PathClaim(store, clock, lease_seconds, owner)
-    claim.take()
-    with _lock:
-        _held[store.url] = claim
-    return claim, True
+    while True:
+        with _lock:
+            claim = _held.get((store.url, owner))
+            is_new = claim is None
+            if claim is None:
+                claim = _held[store.url, owner] = PathClaim(store, clock, lease_seconds, owner)
+            claim.shared_by += 1
+        if is_new:
+            _take(claim)
+        claim.is_settled.wait()
+        if claim.is_held:
+            return claim
+
+
+def _take(claim: PathClaim) -> None:
+    try:
+        claim.take()
+        claim.is_held = True
+    finally:
+        if not claim.is_held:
+            with _lock:
+                del _held[claim.key]
+        claim.is_settled.set()
 
 
 def release_path_claim(claim: PathClaim) -> None:
@@ -174,6 +215,5 @@ def release_path_claim(claim: PathClaim) -> None:
         claim.shared_by -= 1
         if claim.shared_by:
             return
-        for url in [url for url, held in _held.items() if held is claim]:
-            del _held[url]
+        _held.pop(claim.key, None)  # A fork has forgotten it.
     claim.release()

@@ -10,12 +10,12 @@ Each lease is one numbered epoch on storage. The states of a `WriterLease`:
 
 Who moves it on:
 
-    free -> waiting       the caller of `hold()`
+    free -> waiting       the caller of `hold()`; other callers wait for it, and share the epoch
     waiting -> free       `hold()`: the heartbeat was renewed, or another process created the next epoch first
     waiting -> claimed    `hold()`: the heartbeat stopped, or its holder released it or exited; the record is put if
                           absent, so exactly one process succeeds
     claimed -> held       `hold()`: the accepted steps are stored
-    claimed -> free       `hold()`: any error
+    claimed -> free       `hold()`: any error, or `release()` meanwhile
     held -> free          `release()`, the exit hook, or the heartbeat thread after the lease object was collected
     held -> lost          another process; noticed by `require()` and by the next heartbeat
 
@@ -31,7 +31,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from holdfast.clock import Clock, SystemClock
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, UnavailableError
@@ -59,32 +59,45 @@ class WriterLease:
     def __init__(self, store: Store, clock: Clock, lease_seconds: float) -> None:
         self._store, self._clock, self._lease_seconds = store, clock, lease_seconds
         self._heartbeat: _Heartbeat | None = None
+        self._claimed: _Heartbeat | None = None
+        """The heartbeat of the epoch that `hold()` is taking."""
+        self._releases = 0
+        self._taking = threading.Lock()
+        """Held while an epoch is taken. The training thread never takes it: it waits in slices for the thread that
+        calls `hold`. So no signal handler that saves has interrupted a thread that holds it."""
 
     @property
     def epoch(self) -> int:
         """The epoch of this lease; 0 if it holds none."""
-        return 0 if self._heartbeat is None else self._heartbeat.epoch
+        heartbeat = self._heartbeat
+        return 0 if heartbeat is None else heartbeat.epoch
 
     @property
     def is_lost(self) -> bool:
         """Whether this process has noticed that another one took over."""
-        return self._heartbeat is not None and self._heartbeat.is_lost
+        heartbeat = self._heartbeat
+        return heartbeat is not None and heartbeat.is_lost
 
     def hold(self, run_id: str) -> int:
         """Return the epoch of this lease; the first call takes one.
 
+        A call beside it, on another thread, waits for it and shares the epoch; if the first one fails, it takes one
+        itself.
+
         Args:
             run_id: The run that the root belongs to.
         Raises:
-            ConflictError: Another process, or another manager of this process, holds the newest epoch. The message
+            ConflictError: Another process, or another lease of this process, holds the newest epoch. The message
                 names the holder.
-            UnavailableError: Storage failed.
+            UnavailableError: Storage failed, or the lease was released meanwhile.
         """
-        if self._heartbeat is None:
-            self._take(run_id)
-        else:
-            self.require()
-        return self.epoch
+        with self._taking:
+            heartbeat = self._heartbeat
+            while heartbeat is None:
+                with suppress(_DroppedFirstError):
+                    return self._take(run_id)
+        epochs.require_newest(self._store, heartbeat.epoch)
+        return heartbeat.epoch
 
     def require(self) -> None:
         """Check that no other process took over; call it before anything is removed.
@@ -92,16 +105,33 @@ class WriterLease:
         Raises:
             ConflictError: Another process took over; the message names it.
         """
-        assert self._heartbeat is not None, "only the holder calls it"
-        epochs.require_newest(self._store, self._heartbeat.epoch)
+        heartbeat = self._heartbeat
+        assert heartbeat is not None, "only the holder calls it"
+        epochs.require_newest(self._store, heartbeat.epoch)
 
     def release(self) -> None:
-        """Give the lease up, so that the next writer need not wait. Never raises."""
+        """Give the lease up, so that the next writer need not wait. Never raises, and takes no lock.
+
+        An epoch that `hold()` is just taking on another thread is given up by that call.
+        """
+        self._releases += 1
+        claimed = self._claimed
+        if claimed is not None:
+            claimed.drop()
         heartbeat, self._heartbeat = self._heartbeat, None
         if heartbeat is not None:
             heartbeat.end(_RELEASE_SECONDS_MAX)
 
-    def _take(self, run_id: str) -> None:
+    def _require_wanted(self, releases: int) -> None:
+        """Refuse to take an epoch if the lease has been released since a count."""
+        if self._releases != releases:
+            raise UnavailableError(
+                f"{self._store.url}: the writer lease was released while it was being taken; expected an open manager. "
+                "Nothing was saved. Save with an open one"
+            )
+
+    def _await_number(self) -> int:
+        """Return the number of the next epoch, once the newest one is free."""
         former = epochs.newest_epoch(self._store)
         if former:
             _await_free(self._store, self._clock, former, self._lease_seconds)
@@ -110,25 +140,39 @@ class WriterLease:
                 f"{self._store.url}: epoch {former} is the last possible number; expected a smaller one, for nobody "
                 "wrote so many. Remove the record with that number, or save to another root"
             )
-        holder, number = this_process(self._clock, self._lease_seconds), former + 1
+        return former + 1
+
+    def _take(self, run_id: str) -> int:
+        releases, number = self._releases, self._await_number()
+        holder = this_process(self._clock, self._lease_seconds)
         # Before the record: another manager of this process that reads the record must find this heartbeat.
-        heartbeat = _Heartbeat(self._store, number, holder)
+        heartbeat = self._claimed = _Heartbeat(self._store, number, holder)
         try:
+            self._require_wanted(releases)
             try:
                 epochs.put_epoch(self._store, Epoch(number, run_id, holder))
             except ConflictError as conflict:
+                first = epochs.read_epoch(self._store, number)
+                if first is not None and is_this_process(first.holder) and not _is_living(first.holder):
+                    raise _DroppedFirstError from conflict
                 raise _held_error(self._store, number, "it came first") from conflict
             # The heartbeat starts before the accepted steps are stored: with many steps that takes longer than a lease.
             heartbeat.start()
             self._accept_steps(number, run_id)
+            self._heartbeat = heartbeat
+            # After that: a release that comes now ends the heartbeat itself.
+            self._require_wanted(releases)
         except BaseException:
+            self._heartbeat = None
             heartbeat.end(_RELEASE_SECONDS_MAX)
             raise
-        self._heartbeat = heartbeat
+        finally:
+            self._claimed = None
         # A manager that is garbage-collected without close() must not keep its root locked for the process's lifetime.
         weakref.finalize(self, heartbeat.drop).atexit = False
         # "Epoch" alone would be one of the training, to who reads its log.
         logger.info("%s: this job holds the writer lease, epoch %d of the lease", self._store.url, number)
+        return number
 
     def _accept_steps(self, number: int, run_id: str) -> None:
         """Store which steps of former writers count. A manifest that they publish from now on does not."""
@@ -149,6 +193,10 @@ class WriterLease:
                 former_fence.epoch,
                 error,
             )
+
+
+class _DroppedFirstError(Exception):
+    """A manager of this process that was closed meanwhile began the epoch: the one after it is free."""
 
 
 class _Heartbeat:
@@ -335,7 +383,8 @@ def _require_dropped(store: Store, number: int, holder: Holder) -> None:
             store,
             number,
             "another CheckpointManager of this very process. Close it first, or drop what still refers to it: a frame, "
-            "an exception that is being handled, or the handle of a save that failed",
+            "an exception that is being handled, or the handle of a save that failed. A closed one may still remove "
+            "steps, and a call that maintains the run, such as a collection, holds it too",
         )
 
 

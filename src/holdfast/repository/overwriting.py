@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from holdfast.clock import SystemClock
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.holders import HolderDocument, decode_holder, encode_holder
@@ -28,7 +29,7 @@ from holdfast.format.names import MANIFEST_FILE, is_attempt_file, is_attempt_fol
 from holdfast.format.sealed_json import decode_fields, decode_sealed, header, sealed
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists
-from holdfast.repository.publish import get_or_none, holds
+from holdfast.repository.publish import get_or_none, holds, is_put_first
 from holdfast.types.epoch import Holder
 from holdfast.types.manifest import FORMAT_MINOR_TIMELINES
 
@@ -37,6 +38,7 @@ OVERWRITING_FOLDER = "overwriting/"
 
 _CLAIM = f"{OVERWRITING_FOLDER}claim.json"
 _ASIDE = ".aside.json"
+_ASIDE_BYTES = 8
 _BEAT = ".beat"
 _NEXT = ".next.json"
 _REPLACED = ".replaced.json"
@@ -68,54 +70,62 @@ def claim_of(holder: Holder) -> bytes:
 
 def put_claim(store: Store, data: bytes) -> bool:
     """Store a claim unless there is one; return whether it is ours."""
-    try:
-        store.put_if_absent(_CLAIM, data)
-    except ConflictError:
-        return holds(store, _CLAIM, data)  # The reply to our own put may have been lost.
-    return True
+    return is_put_first(store, _CLAIM, data)
 
 
 def read_claim(store: Store) -> ClaimRecord | None:
-    """Return the claim, or None if nobody overwrites the checkpoint."""
-    try:
-        data = get_or_none(store, _CLAIM, _RECORD_BYTES_MAX)
-        if data is None:
+    """Return the claim, or None if no job overwrites the checkpoint."""
+    return _claim_at(store, _CLAIM)
+
+
+def _claim_at(store: Store, key: str) -> ClaimRecord | None:
+    data = b""
+    with suppress(CorruptError, InvalidError):
+        # One look: the bytes and the holder must be of one claim.
+        found = get_or_none(store, key, _RECORD_BYTES_MAX)
+        if found is None:
             return None
-        document, _ = decode_sealed(data, "overwriting", _ClaimDocument, f"{store.url}/{_CLAIM}")
-    except (CorruptError, InvalidError):
-        with suppress(CorruptError, InvalidError):
-            return ClaimRecord(get_or_none(store, _CLAIM, _RECORD_BYTES_MAX) or b"", None)
-        return ClaimRecord(b"", None)
-    return ClaimRecord(data, decode_holder(document.holder))
+        data = found
+        document, _ = decode_sealed(data, "overwriting", _ClaimDocument, f"{store.url}/{key}")
+        return ClaimRecord(data, decode_holder(document.holder))
+    return ClaimRecord(data, None)
 
 
-def take_claim_away(store: Store, data: bytes, draw: bytes) -> None:
-    """Remove a claim whose process is gone. Another claim that came meanwhile is put back.
-
-    Args:
-        store: The checkpoint.
-        data: The claim.
-        draw: Random bytes that no other call uses.
-    """
-    aside = f"{OVERWRITING_FOLDER}{draw.hex()}{_ASIDE}"
+def take_claim_away(store: Store, data: bytes) -> None:
+    """Remove a claim, of this process or of one that is gone. Another claim that came meanwhile is put back."""
+    aside = f"{OVERWRITING_FOLDER}{SystemClock().random_bytes(_ASIDE_BYTES).hex()}{_ASIDE}"
     try:
+        # A deletion by key alone would remove whatever is there by now.
         store.move(_CLAIM, aside)
         moved = store.get(aside, _RECORD_BYTES_MAX)
     except (MissingError, CorruptError):
         return
-    if moved != data:
-        # If this process ends before that, its holder finds no claim, and refuses to publish: nothing is lost. By a
-        # link, which fails if another job took a claim meanwhile: that has cleared this one away, perhaps with the
-        # files of its holder.
-        with suppress(ConflictError, MissingError):
-            store.link(aside, _CLAIM)
-    store.delete([aside])
+    # Where it cannot be put back, and if this process ends before that, the holder of the claim does so.
+    if moved == data or _is_link_decided(store, aside):
+        store.delete([aside])
 
 
-def release_claim(store: Store, data: bytes, nonce: str) -> None:
-    """Remove a claim of this process, if it still holds it, and its heartbeat."""
-    is_own = holds(store, _CLAIM, data)
-    store.delete([*([_CLAIM] if is_own else []), _beat_key(nonce)])
+def _is_link_decided(store: Store, aside: str) -> bool:
+    """Link a claim back that was moved aside; return False if the store has no links.
+
+    The link fails if another job has taken a claim meanwhile. That job has removed the object aside too, perhaps with
+    files of the holder: a copy would bring back a claim that is lost.
+    """
+    try:
+        return store.link(aside, _CLAIM)
+    except (ConflictError, MissingError):
+        return True
+
+
+def release_claim(store: Store, data: bytes) -> None:
+    """Remove a claim of this process, if it still holds it."""
+    if holds(store, _CLAIM, data):
+        take_claim_away(store, data)
+
+
+def remove_claim_beat(store: Store, nonce: str) -> None:
+    """Remove the heartbeat of a claim."""
+    store.delete([_beat_key(nonce)])
 
 
 def is_claimed(store: Store, *, besides: str | None) -> bool:
@@ -131,12 +141,29 @@ def require_claim(store: Store, nonce: str) -> None:
         ConflictError: Another job has taken it over, or somebody removed it.
     """
     claim = read_claim(store)
+    if claim is None:
+        _put_back(store, nonce)
+        claim = read_claim(store)  # Or the process that moved it has put it back.
     if claim is None or claim.holder is None or claim.holder.nonce != nonce:
         by = "nobody" if claim is None or claim.holder is None else str(claim.holder)
         raise ConflictError(
             f"{store.url}: this job may not overwrite the checkpoint any more: its claim is now held by {by}; expected "
             "its own, for as long as the save takes. Nothing was replaced. Stop one of the jobs, or save elsewhere"
         )
+
+
+def _put_back(store: Store, nonce: str) -> None:
+    """Put back a claim that its holder finds moved aside.
+
+    Another process has moved it in place of a claim that it was to remove, or ended while it took it over.
+    """
+    for key in [entry.key for entry in store.list(OVERWRITING_FOLDER) if entry.key.endswith(_ASIDE)]:
+        claim = _claim_at(store, key)
+        if claim is None or claim.holder is None or claim.holder.nonce != nonce:
+            continue
+        if not _is_link_decided(store, key) and is_put_first(store, _CLAIM, claim.data) and not exists(store, key):
+            # A later claim may have come and gone, and have cleared the object aside: so this one is lost.
+            take_claim_away(store, claim.data)
 
 
 def _beat_key(nonce: str) -> str:
@@ -267,6 +294,9 @@ class SeenManifest:
     attempt: str | None
     """The attempt that it names; None if it is damaged."""
 
+    names_holdfast: bool = True
+    """Whether its first bytes are those of a manifest of Holdfast, damaged or not."""
+
 
 def seen_manifest(store: Store) -> SeenManifest | None:
     """Return what is known of the manifest; None if there is none.
@@ -280,7 +310,7 @@ def seen_manifest(store: Store) -> SeenManifest | None:
     try:
         document, _ = decode_fields(data, "checkpoint", _AttemptDocument, f"{store.url}/{MANIFEST_FILE}")
     except CorruptError:
-        return SeenManifest(hex_digest_of(data), None)
+        return SeenManifest(hex_digest_of(data), None, b'"holdfast"' in data[:64])
     return SeenManifest(hex_digest_of(data), document.attempt)
 
 
@@ -308,21 +338,22 @@ def unneeded_files(store: Store, attempts: Collection[str]) -> Mapping[str, list
 
 
 def stranger_at(store: Store) -> str | None:
-    """Return a file at a path that no save of Holdfast leaves there without a manifest; None if there is none."""
+    """Return a file at a path that no save of Holdfast stores there; None if there is none."""
     try:
         for entry in store.list(""):
             folder, slash, name = entry.key.partition("/")
             is_left = is_attempt_folder(folder) and is_attempt_file(name)
-            if not slash or not (is_left or f"{folder}/" in (OVERWRITING_FOLDER, _REPORTS_FOLDER)):
+            is_left |= f"{folder}/" in (OVERWRITING_FOLDER, _REPORTS_FOLDER)
+            if not (is_left if slash else entry.key == MANIFEST_FILE):
                 return entry.key
     except MissingError:
         pass
     return None
 
 
-def is_ours(store: Store) -> bool:
-    """Return whether a damaged manifest at a path is one of Holdfast: its text or the files beside it say so."""
-    if b'"holdfast"' in (get_or_none(store, MANIFEST_FILE, MANIFEST_BYTES_MAX) or b"")[:64]:
+def is_ours(store: Store, seen: SeenManifest) -> bool:
+    """Return whether a manifest that may be damaged is one of Holdfast: its text or the files beside it say so."""
+    if seen.names_holdfast:
         return True
     prefixes = [f"{attempt}/" for attempt in attempt_folders(store)]
     return any(is_attempt_file(entry.key.removeprefix(prefix)) for prefix in prefixes for entry in store.list(prefix))

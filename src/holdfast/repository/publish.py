@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
-from holdfast.errors import ConflictError, MissingError
+from holdfast.errors import ConflictError, CorruptError, MissingError
 from holdfast.format.names import is_pack_name, step_of_pack, step_pack_name
 from holdfast.ports.store import Readable, Store
 from holdfast.types.manifest import Manifest
+
+_TRIES = 16
 
 
 def publish(store: Store, key: str, data: bytes) -> None:
@@ -17,15 +20,30 @@ def publish(store: Store, key: str, data: bytes) -> None:
         ConflictError: Another writer's content is there; it was not touched.
         UnavailableError: The store failed; whether `data` is visible now is unknown.
     """
-    try:
-        store.put_if_absent(key, data)
-    except ConflictError as conflict:
-        # If the reply to our own put was lost, its retry finds our bytes there: that is a success.
-        if not holds(store, key, data):
-            raise ConflictError(
-                f"{store.url}/{key}: another writer published first; expected no file. Nothing of it was touched. "
-                "Stop, or save elsewhere"
-            ) from conflict
+    if not is_put_first(store, key, data):
+        raise ConflictError(
+            f"{store.url}/{key}: another writer published first; expected no file. Nothing of it was touched. "
+            "Stop, or save elsewhere"
+        )
+
+
+def is_put_first(store: Store, key: str, data: bytes) -> bool:
+    """Store an object unless another one is at the key; return whether it is stored.
+
+    An object that refused the put and is gone by the next look refuses nothing any more: the put is tried again.
+    """
+    for _ in range(_TRIES):
+        with suppress(ConflictError):
+            store.put_if_absent(key, data)
+            return True
+        try:
+            # If the reply to our own put was lost, its retry finds our bytes there: that is a success.
+            return store.get(key, len(data)) == data
+        except CorruptError:
+            return False  # It is longer.
+        except MissingError:
+            continue
+    return False
 
 
 def get_or_none(store: Readable, key: str, bytes_max: int) -> bytes | None:
@@ -39,9 +57,9 @@ def get_or_none(store: Readable, key: str, bytes_max: int) -> bytes | None:
 def holds(store: Readable, key: str, data: bytes) -> bool:
     """Return whether exactly `data` is stored at `key`."""
     try:
-        return store.size(key) == len(data) and store.get(key, len(data)) == data
-    except MissingError:
-        return False
+        return store.get(key, len(data)) == data
+    except (CorruptError, MissingError):
+        return False  # It is longer, or there is none.
 
 
 def packs_named_by(manifests: Iterable[Manifest]) -> frozenset[str]:

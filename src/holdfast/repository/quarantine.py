@@ -192,13 +192,18 @@ def supersede(
         ConflictError: Another process took over; the manifest stays.
     """
     key = key or manifest_key(step)
+    listed = list_records(store) if records is None else records
+    identities = {identity for number, identity in listed if number == step}
+    if not identities:
+        return False
     try:
-        if not is_quarantined(store, step, key, records):
-            return False
+        data = store.get(key, MANIFEST_BYTES_MAX)  # One look: what was judged is what is copied and removed.
     except MissingError:
         return False
-    copy_key = backup(store, step, key, MANIFEST_BYTES_MAX, MANIFEST_FILE)
-    withdraw(store, step, key, store.get(copy_key, MANIFEST_BYTES_MAX), epoch)
+    if identity_of(data) not in identities:
+        return False
+    _keep(store, step, data, MANIFEST_FILE)
+    withdraw(store, step, key, data, epoch)
     return True
 
 
@@ -247,13 +252,17 @@ def backup(store: Store, step: int, key: str, bytes_max: int, name: str = "") ->
         MissingError: The file does not exist.
         CorruptError: It is larger than any file of its kind.
     """
-    data = store.get(key, bytes_max)
-    copy_key = _key(step, hex_digest_of(data)[:16], name or key.rpartition("/")[2])
+    return _keep(store, step, store.get(key, bytes_max), name or key.rpartition("/")[2])
+
+
+def _keep(store: Store, step: int, data: bytes, name: str) -> str:
+    """Store what a file held in the quarantine folder; return the key."""
+    key = _key(step, hex_digest_of(data)[:16], name)
     try:
-        store.put_if_absent(copy_key, data)
+        store.put_if_absent(key, data)
     except ConflictError:
-        logger.debug("%s is backed up already", key)  # The name holds the digest, so the content is the same.
-    return copy_key
+        logger.debug("%s is there already", key)  # The name holds the digest, so the content is the same.
+    return key
 
 
 def backup_key(step: int, digits: str, key: str) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from holdfast.clock import SystemClock
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, first_three
 from holdfast.format.names import manifest_key, manifest_keys, step_folder, superseded_in
 from holdfast.format.sealed_json import Digest, StepNumber, Text, decode_sealed, header, sealed, stated_digest
@@ -15,7 +16,8 @@ from holdfast.format.step_name import is_tag_name, require_tag_name
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, manifest_in, read_manifest_bytes
 from holdfast.repository.epochs import current_fence, fenced_error
-from holdfast.repository.publish import get_or_none
+from holdfast.repository.publish import get_or_none, holds, is_put_first
+from holdfast.repository.removal import mark_key
 from holdfast.repository.timelines import superseded_keys
 from holdfast.types.manifest import FORMAT_MINOR_RUN, FORMAT_MINOR_TIMELINES
 
@@ -23,6 +25,8 @@ TAGS_FOLDER = "tags/"
 
 _SUFFIX = ".json"
 _TAG_BYTES_MAX = 1 << 16
+_NONCE_BYTES = 16
+_TRIES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,40 +117,79 @@ def put_tag(store: Store, step: int, name: str, created: str, digest: str | None
         CorruptError: The step's manifest is damaged.
     """
     digest = _require_committed(store, step, digest)
-    tag, before = Tag(name, step, digest, created), None
-    try:
-        store.put_if_absent(_key(name), _encode(tag))
-    except ConflictError as conflict:
-        existing = _read_or_none(store, name)
-        if existing is not None and (existing.step, existing.digest) == (step, digest):
-            return existing
-        if not move:
-            raise _conflict(store, name) from conflict
-        before = get_or_none(store, _key(name), _TAG_BYTES_MAX)
-        _require_replaceable(store, name)
-        store.put(_key(name), _encode(tag, FORMAT_MINOR_TIMELINES))
+    tag = Tag(name, step, digest, created)
+    before = _put_or_find(store, tag, move=move)
+    if isinstance(before, Tag):
+        return before
     try:
         _require_committed(store, step, digest)
     except MissingError:
         # Something else than a collection removed the step meanwhile: a collection leaves a step that is being tagged.
-        # Whoever has moved the tag on since prevails.
-        if _read_or_none(store, name) == tag:
-            if before is None:
-                store.delete([_key(name)])
-            else:
-                store.put(_key(name), before)
+        # A process that has moved the tag on since prevails.
+        if before is None:
+            _take_away(store, name, _encode(tag), mark_key(SystemClock().random_bytes(_NONCE_BYTES).hex()))
+        else:
+            with suppress(ConflictError):
+                store.replace(_key(name), before, seen=_encode(tag, FORMAT_MINOR_TIMELINES))
         raise
     return tag
 
 
-def _require_replaceable(store: Store, name: str) -> None:
-    """Refuse to replace a tag of a newer format. A damaged one may be replaced.
+def _put_or_find(store: Store, tag: Tag, *, move: bool) -> bytes | Tag | None:
+    """Store a tag; return what was stored there before, None if nothing was, or the tag if the step has it already.
+
+    What refused the put and is gone by the next look, or was replaced since that, refuses nothing any more.
 
     Raises:
-        InvalidError: The tag is of a newer format.
+        ConflictError: The tag names another step, and is not to move; or it changes again and again.
+        InvalidError: It is to move, and is of a newer format.
     """
-    with suppress(CorruptError, MissingError):
-        _read(store, name)
+    for _ in range(_TRIES):
+        if is_put_first(store, _key(tag.name), _encode(tag)):
+            return None
+        before = get_or_none(store, _key(tag.name), _TAG_BYTES_MAX)
+        if before is None:
+            continue
+        existing: Tag | None = None
+        # A damaged tag may be replaced, one of a newer format may not.
+        with suppress(CorruptError, *(() if move else (InvalidError,))):
+            existing = _decoded(store, tag.name, before)
+        if existing is not None and (existing.step, existing.digest) == (tag.step, tag.digest):
+            return existing
+        if not move:
+            raise _conflict(store, tag.name, existing)
+        with suppress(ConflictError):
+            store.replace(_key(tag.name), _encode(tag, FORMAT_MINOR_TIMELINES), seen=before)
+            return before
+    raise ConflictError(
+        f"{store.url}: tag {tag.name!r} changed {_TRIES} times while it was being put; expected one process that "
+        "changes it. Nothing was changed. Try again"
+    )
+
+
+def _take_away(store: Store, name: str, data: bytes, aside: str) -> None:
+    """Remove a tag if it is stored as these bytes. Another one that came meanwhile stays.
+
+    Args:
+        store: The root of the run.
+        name: The tag.
+        data: The tag as it is stored.
+        aside: A key that no other call uses, and that the next collection removes.
+    """
+    key = _key(name)
+    if not holds(store, key, data):
+        return
+    # A deletion by key alone would remove whatever is there by now.
+    try:
+        store.move(key, aside)
+    except MissingError:
+        return
+    # A collector that was stopped for long, and does not know yet that its lease is over, removes it as an ended mark.
+    moved = get_or_none(store, aside, _TAG_BYTES_MAX)
+    if moved is not None and moved != data:
+        with suppress(ConflictError):  # It was put anew since.
+            store.put_if_absent(key, moved)
+    store.delete([aside])
 
 
 def tags_for_new_manifest(store: Store, step: int, digest: str) -> dict[str, bytes]:
@@ -189,21 +232,9 @@ def remove_tag_of_step(store: Store, tag: Tag, aside: str) -> None:
         tag: The tag, and the step that it named.
         aside: A key that no other call uses, and that the next collection removes.
     """
-    key = _key(tag.name)
-    data = get_or_none(store, key, _TAG_BYTES_MAX)
-    if data is None or _decoded(store, tag.name, data) != tag:
-        return
-    # A deletion by key alone would remove whatever is there by now.
-    try:
-        store.move(key, aside)
-    except MissingError:
-        return
-    # A collector that was stopped for long, and does not know yet that its lease is over, removes it as an ended mark.
-    moved = get_or_none(store, aside, _TAG_BYTES_MAX)
-    if moved is not None and moved != data:
-        with suppress(ConflictError):  # It was put anew since.
-            store.put_if_absent(key, moved)
-    store.delete([aside])
+    data = get_or_none(store, _key(tag.name), _TAG_BYTES_MAX)
+    if data is not None and _decoded(store, tag.name, data) == tag:
+        _take_away(store, tag.name, data, aside)
 
 
 def _require_committed(store: Store, step: int, digest: str | None) -> str:
@@ -237,8 +268,7 @@ def _no_such_tag(store: Store, name: str) -> MissingError:
     return MissingError(f"{store.url}: no tag {name!r}; there are: {known}. Choose one of them")
 
 
-def _conflict(store: Store, name: str) -> ConflictError:
-    existing = _read_or_none(store, name)
+def _conflict(store: Store, name: str, existing: Tag | None) -> ConflictError:
     state = f"names step {existing.step}" if existing is not None else "exists and is damaged"
     return ConflictError(
         f"{store.url}: tag {name!r} {state}; expected a free name. Nothing was changed. Move it with move=True "
@@ -256,13 +286,6 @@ class _TagDocument(msgspec.Struct):
 def _encode(tag: Tag, minor: int = FORMAT_MINOR_RUN) -> bytes:
     fields = {"name": tag.name, "step": tag.step, "manifest": tag.digest, "created": tag.created}
     return sealed({**header("tag", minor), **fields})
-
-
-def _read_or_none(store: Store, name: str) -> Tag | None:
-    try:
-        return _read(store, name)
-    except (CorruptError, InvalidError, MissingError):
-        return None
 
 
 def _read(store: Store, name: str) -> Tag:

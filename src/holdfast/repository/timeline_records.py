@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Mapping, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Set
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from holdfast.errors import CorruptError, InvalidError, MissingError
+from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.sealed_json import Digest, EpochNumber, StepNumber, decode_sealed, header, sealed
 from holdfast.format.timeline import TimelineDocument, decode_timeline, encode_timeline, timeline_in_damaged
 from holdfast.ports.store import Store
@@ -46,6 +46,9 @@ class TimelineRecord:
 
     discarded: frozenset[tuple[int, str]] = frozenset()
     """Step and digest of the manifests that a collection removes. None of them is of the chain of the timeline."""
+
+    stored: bytes = field(default=b"", compare=False, repr=False)
+    """The record as it was read."""
 
     @property
     def key(self) -> str:
@@ -89,8 +92,7 @@ def adopt_records(store: Store, former_fence: Fence, epoch: int) -> None:
     Raises:
         UnavailableError: Storage failed.
     """
-    for record in timeline_records(store, former_fence):
-        store.put(record.key, _encode(replace(record, epoch=epoch)))
+    _change(store, former_fence, lambda record: replace(record, epoch=max(epoch, record.epoch)))
 
 
 def take_back(store: Store, fence: Fence, names: Set[tuple[int, str]]) -> None:
@@ -103,9 +105,22 @@ def take_back(store: Store, fence: Fence, names: Set[tuple[int, str]]) -> None:
     Raises:
         UnavailableError: Storage failed.
     """
+    _change(store, fence, lambda record: replace(record, discarded=record.discarded - names))
+
+
+def _change(store: Store, fence: Fence, changed: Callable[[TimelineRecord], TimelineRecord]) -> None:
+    """Replace each record that counts by a changed one, and none that another writer has replaced since the look.
+
+    A writer that was stopped here for longer than its lease would set back what the next one has adopted.
+    """
     for record in timeline_records(store, fence):
-        if record.discarded & names:
-            store.put(record.key, _encode(replace(record, discarded=record.discarded - names)))
+        current: TimelineRecord | None = record
+        while current is not None and (new := changed(current)) != current:
+            try:
+                store.replace(record.key, _encode(new), current.stored)
+                break
+            except ConflictError:
+                current = _read(store, record.key, fence)
 
 
 def record_keys(store: Store) -> list[str]:
@@ -162,6 +177,6 @@ def _read(store: Store, key: str, fence: Fence) -> TimelineRecord | None:
         timeline = timeline_in_damaged(data)
         what = "steps that it discarded count again" if timeline is None else "its timeline counts"
         logger.warning("%s; %s", error, what)
-        return None if timeline is None else TimelineRecord(timeline, fence.epoch)
-    record = TimelineRecord(decode_timeline(document.timeline), document.epoch, frozenset(document.discarded))
+        return None if timeline is None else TimelineRecord(timeline, fence.epoch, stored=data)
+    record = TimelineRecord(decode_timeline(document.timeline), document.epoch, frozenset(document.discarded), data)
     return record if record.key == key else None

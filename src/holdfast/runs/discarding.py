@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 
 from holdfast.coordination.job import error_from, error_text
 from holdfast.coordination.message_codec import decode_message, encode_message
-from holdfast.errors import CheckpointError, ConflictError, InvalidError, first_three
+from holdfast.engine.background import CALLS, wait_in_slices
+from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError, first_three
 from holdfast.loading.load import Loaded
 from holdfast.loading.named_step import Finder
 from holdfast.repository.catalog import read_run_id
@@ -76,12 +77,16 @@ class Discarding:
         Raises:
             ConflictError: Another job writes here.
         """
-        store, lease = self._parts.store, self._parts.writer_lease
-        is_held = lease.epoch > 0
+        job, store, lease = self._parts.job, self._parts.store, self._parts.writer_lease
+        is_held, seconds = lease.epoch > 0, self._parts.job.agreement_seconds
         try:
             if (run_id := read_run_id(store)) is not None:
-                lease.hold(run_id)
+                # On another thread: a signal handler may save meanwhile, and then shares the lease.
+                holding = CALLS.submit(lambda: lease.hold(run_id))
+                wait_in_slices(holding, seconds, job.clock, lambda: None)
                 self._has_taken_lease = not is_held
+        except TimeoutError:
+            self._failure = UnavailableError(f"the writer lease was not taken within {seconds:,.0f} s; look at storage")
         except ConflictError as error:
             raise ConflictError(
                 f"discard_newer: {error}. The state was not changed, and no step was removed"

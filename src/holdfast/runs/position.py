@@ -15,6 +15,7 @@ The decision holds until the next load, also if the save fails: a step of the ne
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
@@ -105,6 +106,8 @@ class RunPosition:
         self._origin: _LoadedStep | None = None
         self._timeline: Timeline | None = None
         self._last_number = 0
+        self._deciding = threading.Lock()
+        """Held while a save decides on the timeline: on a thread of `CALLS`, which no signal handler interrupts."""
 
     def location_of(self, step: int) -> CheckpointLocation:
         """Return the location of a step."""
@@ -161,13 +164,14 @@ class RunPosition:
         Raises:
             InvalidError: The root holds steps, and this manager has loaded none of them.
         """
-        if self._timeline is None:
-            origin = None if self.starts_over else self._origin
-            stored = run_timelines(self._store) if origin is None else timelines_from(self._store, origin.step)
-            self._timeline = self._decide(step, stored, epoch)
-            self.starts_over = False
-            self._last_number = max(self._last_number, self._timeline.number)
-        return self._timeline
+        with self._deciding:  # Of saves on several threads the first decides.
+            if self._timeline is None:
+                origin = None if self.starts_over else self._origin
+                stored = run_timelines(self._store) if origin is None else timelines_from(self._store, origin.step)
+                self._timeline = self._decide(step, stored, epoch)
+                self.starts_over = False
+                self._last_number = max(self._last_number, self._timeline.number)
+            return self._timeline
 
     def fork(self, stored: RunTimelines) -> Timeline:
         """Return a new timeline, which leaves that of the loaded step there. On rank 0, under the writer lease.

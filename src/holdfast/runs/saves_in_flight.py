@@ -83,7 +83,7 @@ class SavesInFlight:
 
     def _forget_ended(self) -> None:
         """Forget all saves but those in flight, and failures that `wait` must raise: a run may save for months."""
-        ended = [known for known in self._handles if known.committed.done()]
+        ended = [known for known in list(self._handles) if known.committed.done()]
         failed = [known for known in ended if known.failure is not None and not known.was_awaited]
         forgotten = failed[_FAILURES_HALF:-_FAILURES_HALF]
         self._forgotten += len(forgotten)

@@ -414,6 +414,8 @@ class SaveAttempt:
                 self.request.judge_again(manifest)
                 replaced = overwrite and replace_manifest(location, agreement.attempt, data, overwrite, self.job)
                 outcome = replaced or publish_manifest(location, data, epoch)
+                # Other attempts stay for readers of what was replaced. The next overwrite removes them.
+                may_sweep = replaced is None and not (overwrite and overwrite.attempts)
         except Exception as error:  # noqa: BLE001 - it is certain that nothing was published
             lost = lost_claim_of(location, overwrite, error) if overwrite else lost_race_of(location, error)
             outcome = aborted(lost or typed(error, self.name))
@@ -421,7 +423,7 @@ class SaveAttempt:
             if outcome.kind is OutcomeKind.COMMITTED:
                 outcome = committed(outcome.manifest_digest, findings_of(manifest.health), manifest.tensor_bytes)
         self.commit_vote.announce(outcome)
-        if outcome.kind is OutcomeKind.COMMITTED:
+        if outcome.kind is OutcomeKind.COMMITTED and may_sweep:
             with self.trace.phase("sweep"):
                 self._sweep()
         return outcome
@@ -430,8 +432,6 @@ class SaveAttempt:
         """Remove the files of failed attempts. The outcome is certain, so it does not wait for a removal that hangs."""
         attempt, context = self.agreement.attempt, self.agreement.context
         overwrite = context.overwrite
-        if overwrite is not None and (overwrite.seen or overwrite.attempts):
-            return  # Other attempts stay for readers of what was replaced. The next overwrite removes them.
         claim = None if overwrite is None else overwrite.claim
 
         def work() -> None:

@@ -16,7 +16,7 @@ The files of the old attempt stay for readers. The next overwrite removes them o
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
 
@@ -26,7 +26,7 @@ from holdfast.coordination.job import Job
 from holdfast.coordination.outcome import Outcome, committed, unknown
 from holdfast.coordination.save_context import Overwrite, SaveContext
 from holdfast.engine.background import CALLS, is_done_soon, wait_in_slices
-from holdfast.errors import CheckpointError, ConflictError, InvalidError, MissingError
+from holdfast.errors import CheckpointError, ConflictError, InvalidError, MissingError, UnavailableError
 from holdfast.format.names import MANIFEST_FILE, step_of_folder
 from holdfast.format.sealed_json import stated_digest
 from holdfast.interrupts import GUARD
@@ -34,6 +34,7 @@ from holdfast.leases.path_claim import PathClaim, release_path_claim, take_path_
 from holdfast.leases.process import can_be_seen, this_process
 from holdfast.ports.replacing import require_replacing_moves
 from holdfast.ports.store import Store
+from holdfast.repository.catalog import exists
 from holdfast.repository.overwriting import (
     ReplacedMark,
     SeenManifest,
@@ -88,19 +89,19 @@ class Overwriting:
         assert job is not None, "a save is claimed before it ends"
         if self._require_replaceable() is not None:
             require_replacing_moves(self._store)
-        claim, is_new = take_path_claim(self._store, self._clock, self._settings.lease_seconds, job.commits)
+        claim = take_path_claim(self._store, self._clock, self._settings.lease_seconds, job.commits)
         try:
-            if is_new:
-                clear_away(self._store, claim.holder.nonce)
+            # Before the manifest is read: an attempt that publishes and ends from now on must count as one of ours.
+            begun, under_way = {*job.attempts_begun}, tuple(sorted(job.attempts_under_way))
+            ended = begun.difference(under_way)
             # Only now: what others prepared cannot be published any more.
             seen = self._require_replaceable()
-            under_way = tuple(sorted(job.attempts_under_way))
             # Each attempt beside a damaged manifest may be the one that it names, and hold what a repair needs.
             if seen is not None and seen.attempt is None:
                 logger.warning("%s: the checkpoint there is damaged; it is overwritten as asked", self._location.url)
             elif seen is not None:
                 self._replaced = seen.attempt
-                unneeded = self._unneeded(seen, under_way)
+                unneeded = self._unneeded(seen, lambda: {*under_way, *job.attempts_begun} - ended)
                 if unneeded:
                     self._removal = CALLS.submit(lambda: self._remove(unneeded, claim))
         except BaseException:
@@ -138,7 +139,14 @@ class Overwriting:
                     wait_in_slices(removal, _REMOVAL_SECONDS_MAX, self._clock, lambda: None)
         finally:
             if claim is not None:
-                release_path_claim(claim)
+                self._release(claim)
+
+    def _release(self, claim: PathClaim) -> None:
+        """Release the claim on another thread: this one may be the training thread."""
+        try:
+            is_done_soon(lambda: release_path_claim(claim), self._clock)
+        except UnavailableError:  # No thread could be started.
+            release_path_claim(claim)
 
     def _require_replaceable(self) -> SeenManifest | None:
         """Return the manifest that may be replaced, None if nothing is there.
@@ -157,27 +165,34 @@ class Overwriting:
             raise InvalidError(f"{location.url}: is a file; {_NOT_OURS}")
         require_no_run(store, "overwrite one checkpoint here")
         try:
-            seen = seen_manifest(store)
+            seen, stranger = seen_manifest(store), None
+            if seen is None:
+                stranger = stranger_at(store)
+                # An earlier save of this job may have published since the first look.
+                seen = seen_manifest(store)
         except InvalidError as error:
             raise InvalidError(f"{error}. It was not overwritten, and nothing was touched") from error
-        if seen is None:
-            stranger = stranger_at(store)
-            if stranger is not None:
-                raise InvalidError(f"{location.url}: holds {stranger} and no {MANIFEST_FILE}; {_NOT_OURS}")
-        elif seen.attempt is None and not is_ours(store):
+        if seen is None and stranger is not None:
+            raise InvalidError(f"{location.url}: holds {stranger} and no {MANIFEST_FILE}; {_NOT_OURS}")
+        if seen is not None and seen.attempt is None and not is_ours(store, seen):
             raise InvalidError(f"{location.url}: its {MANIFEST_FILE} is not of Holdfast; {_NOT_OURS}")
         return seen
 
-    def _unneeded(self, seen: SeenManifest, under_way: Collection[str]) -> list[str]:
+    def _unneeded(self, seen: SeenManifest, not_ended: Callable[[], Collection[str]]) -> list[str]:
         """Return the attempts that no manifest names: those replaced before the grace, and those never published.
 
         In the call that claims: no rank writes files of this save yet.
+
+        Args:
+            seen: The manifest that is there.
+            not_ended: Returns the attempts of this job that had not ended before the manifest was read.
         """
-        attempts = [name for name in attempt_folders(self._store) if name != seen.attempt and name not in under_way]
+        attempts = attempt_folders(self._store)
         marks = replaced_marks(self._store)
-        unneeded = [name for name in attempts if name not in marks or self._is_over(name, marks[name])]
+        # Asked for last: each listed attempt of this job has begun by now.
+        old = {*attempts, *marks}.difference(not_ended(), [seen.attempt])
         # A mark without its attempt is what a removal that was cut off has left.
-        return [*unneeded, *(set(marks) - {*attempts, *under_way, seen.attempt})]
+        return [name for name in old if name not in attempts or name not in marks or self._is_over(name, marks[name])]
 
     def _remove(self, unneeded: Collection[str], claim: PathClaim) -> None:
         """Remove attempts, while the ranks write."""
@@ -235,7 +250,9 @@ def replace_manifest(
         CheckpointError: It is certain that nothing was replaced.
     """
     store = location.store
-    if _require_seen(location, overwrite) is None:
+    # A process alone commits the saves of its threads one after the other, in the order in which they are staged.
+    own = {*overwrite.attempts, *(job.attempts_begun if job.comm.world_size == 1 else ())}
+    if _require_seen(location, overwrite, own) is None:
         return None
     require_claim(store, overwrite.claim)
     # An earlier save of this job whose committing rank hangs must not replace what this one publishes.
@@ -244,7 +261,7 @@ def replace_manifest(
         prepare_manifest(store, attempt, data)
         # A job that takes the claim over from now on removes what is prepared.
         require_claim(store, overwrite.claim)
-        replaced = _require_seen(location, overwrite)
+        replaced = _require_seen(location, overwrite, own)
         if replaced is not None and replaced.attempt is not None:
             _mark(store, replaced.attempt, job.clock, job.settings.lease_seconds)
     except BaseException:
@@ -281,28 +298,34 @@ def _published_or_taken(location: CheckpointLocation, attempt: str, data: bytes,
     """Return `committed` if a move has published a manifest; refuse if another job had removed what was prepared."""
     try:
         is_published = was_published(location.store, attempt, data)
+        is_there = is_published or exists(location.store, MANIFEST_FILE)
     except CheckpointError as error:
         return unknown(str(error))
     if not is_published:
+        what = "another job took over" if is_there else "the checkpoint was removed"
         raise ConflictError(
-            f"{location.url}: another job took over; expected to be the only one that overwrites. What is there is not "
-            "of this save. Stop one of the jobs, or save elsewhere"
+            f"{location.url}: {what} while this save published it; expected to be the only one that changes it. What "
+            "is there is not of this save. Stop the other job, or save elsewhere"
         ) from failure
     digest = stated_digest(data)
     assert digest is not None, "a manifest is sealed"
     return committed(digest)
 
 
-def _require_seen(location: CheckpointLocation, overwrite: Overwrite) -> SeenManifest | None:
+def _require_seen(location: CheckpointLocation, overwrite: Overwrite, own: Collection[str]) -> SeenManifest | None:
     """Return the manifest that is there, which may be replaced; None if there is none, and was none.
 
+    Args:
+        location: Where.
+        overwrite: What rank 0 saw.
+        own: Attempts of this job that the save may replace although rank 0 saw another manifest.
     Raises:
         ConflictError: Another manifest is there than rank 0 saw.
     """
     found = seen_manifest(location.store)
     if found is None and not overwrite.seen:
         return None
-    if found is not None and (found.identity == overwrite.seen or found.attempt in overwrite.attempts):
+    if found is not None and (found.identity == overwrite.seen or found.attempt in own):
         return found
     what = "was removed" if found is None else "was saved by another job"
     raise ConflictError(

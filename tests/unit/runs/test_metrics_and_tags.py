@@ -95,7 +95,7 @@ def test_a_tag_that_is_taken_while_the_save_runs_costs_the_tag_not_the_step(
     run.close()
 
 
-@pytest.mark.parametrize("name", ["put_if_absent", "list", "put"])
+@pytest.mark.parametrize("name", ["put_if_absent", "list", "replace"])
 def test_storage_that_fails_at_a_tag_costs_the_tag_not_the_step(name: str) -> None:
     store = fresh_store()
     first = run_at(store)

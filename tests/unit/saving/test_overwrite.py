@@ -269,14 +269,16 @@ class TestInFlight:
     def test_a_failed_save_leaves_the_old_one_and_no_claim(self, tmp_path: Path, name: str) -> None:
         best = tmp_path / "best"
         save(best, 1)
-        inner, old = LocalStore(best, settings=HASTY), attempt_at(best)
-        # The claim is the first `put_if_absent`.
-        faults = Faults(
-            raise_error(UnavailableError), names={name}, at=2 if name == "put_if_absent" else 1, lasting=True
-        )
+        inner, old, met = LocalStore(best, settings=HASTY), attempt_at(best), list[FaultPoint]()
+
+        def fail(point: FaultPoint) -> None:
+            if "claim.json" not in point.subject:
+                met.append(point)
+                raise UnavailableError(f"a fault was injected at {point.name}")
+
         with pytest.raises(UnavailableError):
-            save(FaultyStore(inner, faults), 2)
-        assert faults.met and number_at(best) == 1 and attempts_at(best) == {old}
+            save(FaultyStore(inner, Faults(fail, names={name}, lasting=True)), 2)
+        assert met and number_at(best) == 1 and attempts_at(best) == {old}
         assert not list((best / "overwriting").glob("*[!d].json")), "neither a claim nor a prepared manifest"
         save(best, 3)
         assert number_at(best) == 3
@@ -318,8 +320,7 @@ class TestClaims:
     def test_a_job_that_overwrites_the_path_is_named(self, tmp_path: Path) -> None:
         best, store = tmp_path / "best", LocalStore(tmp_path / "best", settings=HASTY)
         save(best, 1)
-        claim, is_new = take_path_claim(store, SystemClock(), HASTY.lease_seconds, "another job")
-        assert is_new
+        claim = take_path_claim(store, SystemClock(), HASTY.lease_seconds, "another job")
         try:
             with pytest.raises(ConflictError, match=f"another job overwrites this .*process {os.getpid()}, since 20"):
                 save(best, 2)
@@ -332,7 +333,7 @@ class TestClaims:
     def test_a_job_waits_while_another_comes_to_its_end(self, tmp_path: Path) -> None:
         best, store = tmp_path / "best", LocalStore(tmp_path / "best", settings=HASTY)
         save(best, 1)
-        claim, _ = take_path_claim(store, SystemClock(), 30.0, "another job")
+        claim = take_path_claim(store, SystemClock(), 30.0, "another job")
         timer = threading.Timer(0.2, release_path_claim, [claim])
         timer.start()
         save(best, 2)
@@ -438,7 +439,7 @@ class TestWhoComesFirst:
         claims = []
 
         def begin_next(point: FaultPoint) -> None:
-            claims.append(take_path_claim(store, clock, 30.0, "the next job")[0])
+            claims.append(take_path_claim(store, clock, 30.0, "the next job"))
             (best / "0123456789abcdef").mkdir()
             (best / "0123456789abcdef" / "r00000.safetensors").write_bytes(b"being written")
 

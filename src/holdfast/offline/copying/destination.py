@@ -75,6 +75,14 @@ class CopyDestination:
             )
         self._abort_uploads()
         self.there = {entry.key: entry.bytes for entry in store.list("")}
+        others = [key for key in self.there if not key.startswith(COPYING_FOLDER)]
+        if claim is None and others:
+            # It saw no claim: from now on a job sees it.
+            store.delete([COPY_CLAIM_FILE])
+            raise ConflictError(
+                f"{store.url}: a job or another copy has stored {others[0]} there meanwhile; expected a new folder. It "
+                "was not touched. Choose another place"
+            )
         store.delete([key for key in self.there if key.startswith(COPYING_FOLDER) and key != COPY_CLAIM_FILE])
         self.makes_links = store.link(COPY_CLAIM_FILE, f"{COPYING_FOLDER}{self._clock.random_bytes(_NAME_BYTES).hex()}")
 

@@ -10,11 +10,13 @@ from dataclasses import asdict, dataclass
 from holdfast.clock import Clock
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError
 from holdfast.ports.store import Store
+from holdfast.repository.publish import is_put_first
 from holdfast.types.export import EXPORT_NOTE
 
 logger = logging.getLogger(__name__)
 
 _NOTE_BYTES_MAX = 1 << 16
+_TRIES = 16
 
 _FOLDER = EXPORT_NOTE.rpartition("/")[0] + "/"
 _BEGUN = _FOLDER + "begun"
@@ -65,15 +67,14 @@ class ObjectPlace:
             ConflictError: Something is there already, or another export was begun there; nothing was touched.
         """
         note, is_ours = self._noted(), False
-        if note is None:
+        for _ in range(_TRIES):
+            if note is not None:
+                break
             self._require_free(next(self._found(), None))
             # No two notes are alike: an equal one would count as this one.
-            note = _Note(fingerprint, clock.random_bytes(8).hex())
-            try:
-                self.store.put_if_absent(self._note_key, json.dumps(asdict(note)).encode())
-                is_ours = True
-            except ConflictError:
-                note = self._noted()
+            own = _Note(fingerprint, clock.random_bytes(8).hex())
+            is_ours = is_put_first(self.store, self._note_key, json.dumps(asdict(own)).encode())
+            note = own if is_ours else self._noted()  # None: the other export has ended, and left files or none.
         if note is None or note.fingerprint != fingerprint:
             raise ConflictError(
                 f"{self.url}: another export, or one with other options, was begun there and has not ended; it was not "

@@ -49,6 +49,7 @@ from holdfast.repository.catalog import (
     step_folders,
 )
 from holdfast.repository.epochs import current_fence, is_valid_manifest
+from holdfast.repository.publish import get_or_none
 from holdfast.repository.quarantine import backup, identity_at, is_quarantined, quarantined, release
 from holdfast.repository.tags import TAGS_FOLDER, tags_for_new_manifest
 from holdfast.repository.timelines import (
@@ -400,6 +401,9 @@ class Repair:
         if overlay.relinked:
             assert location.step is not None, "only steps of a run share packs"
             replace_packs(self._store, self._clock, location.step, overlay.relinked, self._hold)
+        # Before the look at what they name: a tag that moves from now on stays.
+        keys = [key for key in overlay.pending if key.startswith(TAGS_FOLDER)]
+        tags = {key: get_or_none(self._store, key, INDEX_BYTES_MAX) for key in keys}
         moved_on = self._tags_moved_on(location, overlay)
         for key, data in overlay.pending.items():
             self._hold()
@@ -413,6 +417,11 @@ class Repair:
                 pass  # A new file replaces none.
             if data is None:
                 self._store.delete([key])
+            elif key in tags:
+                with suppress(ConflictError):
+                    self._store.replace(key, data, tags[key])
+            elif key == location.manifest_key and before is not None:
+                self._store.replace(key, data, before)
             else:
                 self._store.put(key, data)
 

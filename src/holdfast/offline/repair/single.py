@@ -19,7 +19,7 @@ from holdfast.offline.repair.overlay import OverlayStore
 from holdfast.offline.repair.rebuild import stated_step
 from holdfast.offline.repair.repair import Repair, RepairReport
 from holdfast.ports.store import Store
-from holdfast.repository.overwriting import clear_away, require_claim
+from holdfast.repository.overwriting import require_claim
 from holdfast.types.manifest import Manifest
 from holdfast.types.timeline import FIRST_TIMELINE, Timeline
 
@@ -55,8 +55,7 @@ class SingleRepair(Repair):
         # There is no lease outside a run. `_write` compares the manifest after this, and then writes.
         store = self._store
         if self._claim is None:
-            self._claim, _ = take_path_claim(store, self._clock, self._settings.lease_seconds, self)
-            clear_away(store, self._claim.holder.nonce)
+            self._claim = take_path_claim(store, self._clock, self._settings.lease_seconds, self)
         require_claim(store, self._claim.holder.nonce)
         return 0
 

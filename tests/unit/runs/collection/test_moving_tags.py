@@ -210,7 +210,9 @@ def test_who_moves_a_tag_last_prevails_over_one_whose_step_is_gone(template: Sto
             store.delete([manifest_key(AFTER)])  # As by `rm -rf` of the folder.
             put_tag(store, NEWEST, name, "now", move=True)
 
-    faulty = FaultyStore(store, Faults(lose, names={"put_if_absent" if is_new else "put"}, lasting=True, after=True))
+    faulty = FaultyStore(
+        store, Faults(lose, names={"put_if_absent" if is_new else "replace"}, lasting=True, after=True)
+    )
     with pytest.raises(MissingError):
         put_tag(faulty, AFTER, name, "now", move=True)
     assert read_tags(store).whole[name].step == NEWEST
@@ -230,3 +232,25 @@ def test_a_repair_leaves_a_tag_that_moves_meanwhile(template: Store) -> None:
     (repaired,) = Repair(faulty, References(()), SystemClock(), PATIENT).run(BEFORE).steps
     assert repaired.outcome == "repaired" and "tags/best.json" in seen
     assert read_tags(store).whole["best"].step == NEWEST
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_repair_leaves_a_tag_that_moves_at_any_look_at_it(template: Store, after: bool) -> None:
+    looks = 0
+    for nth in range(1, 20):
+        store, calls = copy_of(template), list[FaultPoint]()
+        store.put(manifest_key(BEFORE), store.get(manifest_key(BEFORE), 1 << 20)[:-40])
+
+        def act(point: FaultPoint, store: Store = store, calls: list[FaultPoint] = calls, nth: int = nth) -> None:
+            if point.subject == "tags/best.json":
+                calls.append(point)
+                if len(calls) == nth:
+                    put_tag(store, NEWEST, "best", "now", move=True)
+
+        faulty = FaultyStore(store, Faults(act, lasting=True, after=after))
+        (repaired,) = Repair(faulty, References(()), SystemClock(), PATIENT).run(BEFORE).steps
+        if len(calls) < nth:
+            break
+        looks += 1
+        assert repaired.outcome == "repaired" and read_tags(store).whole["best"].step == NEWEST
+    assert looks >= 4
