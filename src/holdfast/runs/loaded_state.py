@@ -92,7 +92,6 @@ class LoadedState:
         index = stored if isinstance(stored, Index) else stored.read_for(wanted)
         return all(_is_stored(local, held, index, Scratch(buffer)) for local, held in _held(shards))
 
-
     def changed_values(self, collected: Collected, state: Mapping[str, object], *, is_alone: bool) -> list[str]:
         """Return the paths of plain values and hyperparameters that are not as the step has them, type and order too.
 
