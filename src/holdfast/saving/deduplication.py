@@ -13,7 +13,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from holdfast.checkpoint.linked_packs import pack_with_link
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.checkpoint.pack_sizes import sizes_of
 from holdfast.coordination.save_context import Base, SaveContext
@@ -32,7 +31,7 @@ from holdfast.geometry.region import FlatRange, region_boxes
 from holdfast.plan.plan_cache import SavePlan
 from holdfast.ports.framework import Source
 from holdfast.ports.paged import entries_per_page
-from holdfast.ports.store import Stored
+from holdfast.ports.store import packs_under
 from holdfast.repository.catalog import exists
 from holdfast.repository.publish import pack_paths
 from holdfast.repository.removal import link_keys
@@ -291,12 +290,12 @@ class Deduplicator:
         """Look at the sizes of packs, ahead of the comparison, which then does not ask again."""
         root = self._location.root
         assert root is not None, "a run has a root"
-        links = {} if self._previous is None else self._previous.links
-
-        def located(name: str) -> Stored:
-            return Stored(pack_with_link(root, root, links[name]) if name in links else root, name)
-
-        self._sizes |= sizes_of(packs, located)
+        links, files = {} if self._previous is None else self._previous.links, packs_under(root, "")
+        self._sizes |= sizes_of(packs, files)
+        # A collection has removed these, or somebody has: the base holds them by its links.
+        linked = {name: links[name] for name in packs if name in links and not self._sizes[name]}
+        at_links = sizes_of(list(linked.values()), files)
+        self._sizes |= {name: at_links[key] for name, key in linked.items()}
 
     def _candidates(self, items: Sequence[PackItem], context: SaveContext) -> dict[PieceKey, Piece]:
         """Return the stored pieces whose first page has not changed and whose packs may be referred to."""
