@@ -7,6 +7,7 @@ import gc
 import hashlib
 import os
 import re
+import shutil
 import signal
 import sys
 import traceback
@@ -229,6 +230,17 @@ def require_whole(root: Path, steps: set[int]) -> None:
             assert fingerprint(loaded) == expected_fingerprint(step)
     finally:
         run.close()
+
+
+def copy_with_links(source: Path, target: Path) -> None:
+    """Copy a folder; names of one file in it are names of one file in the copy."""
+    copies: dict[int, str] = {}
+
+    def copy(path: str, new_path: str) -> str:
+        first = copies.setdefault(os.stat(path).st_ino, new_path)
+        return shutil.copy2(path, new_path) if first == new_path else str(os.link(first, new_path) or new_path)
+
+    shutil.copytree(source, target, copy_function=copy)
 
 
 def step_path(root: Path, step: int) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.testing.faults import Faults, kill_process, raise_error
 from tests.crash.judging import Fate, Judged
-from tests.crash.rig import Ending, in_child, paths_under
+from tests.crash.rig import Ending, copy_with_links, in_child, paths_under
 
 CHANGES = {
     "create", "mkdir", "fallocate", "pwrite", "ftruncate", "fsync", "link", "rename", "rename_noreplace", "unlink",
@@ -47,7 +47,7 @@ def fates_of_kills(
     """
     judged, fates = Judged[Fate](), list[Fate]()
     for at in points:
-        shutil.copytree(template, root)
+        copy_with_links(template, root)
         ending = in_child(partial(act, root, Faults(kill_process(), at=at)))
         try:
             fates.append(judged.fate(root, ending, partial(judge, root, ending)))
@@ -70,7 +70,7 @@ def judge_after_errors(
     """Fail each of some operations of what acts on a copy of a template; return the last operation that was tried."""
     judged, last = Judged[object](), 0
     for last in points:
-        shutil.copytree(template, root)
+        copy_with_links(template, root)
         faults = Faults(raise_error(UnavailableError), at=last)
         try:
             act(root, faults)

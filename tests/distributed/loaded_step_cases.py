@@ -78,6 +78,16 @@ def step_fused(training: Training) -> None:
     training.optimizer.zero_grad()
 
 
+def set_rate(training: Training) -> None:
+    """Change a hyperparameter."""
+    training.optimizer.param_groups[0]["lr"] = 0.2
+
+
+def count(training: Training) -> None:
+    """Change a plain value."""
+    training.seen += 1
+
+
 def evaluate(training: Training) -> None:
     """Look at the model as an evaluation does, and draw a number; every rank."""
     with torch.no_grad():
@@ -86,7 +96,8 @@ def evaluate(training: Training) -> None:
 
 
 CHANGES: dict[str, Callable[[Training], None]] = {
-    each.__name__: each for each in (nothing, write_data, write_average, write_own, step_fused, evaluate)
+    each.__name__: each
+    for each in (nothing, write_data, write_average, write_own, step_fused, set_rate, count, evaluate)
 }
 
 
@@ -106,6 +117,7 @@ def save_what_was_loaded(world: World, root: str, layout: str, changes: list[tup
     with holdfast.CheckpointManager(Path(root), settings=SETTINGS) as manager:
         for number, (change, ranks) in enumerate(changes):
             assert manager.load(training.state) == 10
+            seen = training.seen
             if world.rank in ranks:
                 CHANGES[change](training)
             try:
@@ -114,6 +126,7 @@ def save_what_was_loaded(world: World, root: str, layout: str, changes: list[tup
                 said.append([report.step, report.bytes])
             except holdfast.CheckpointError as error:
                 said.append([type(error).__name__, str(error)])
+            training.seen = seen
         manager.load(training.state)
         training.step()
         report = manager.save(11, training.state).wait()

@@ -19,6 +19,8 @@ CHANGES = {
         ("write_own", [1]),
         ("write_data", [1]),
         ("step_fused", [0]),
+        ("set_rate", [0, 1]),
+        ("count", [1]),
         ("nothing", [0, 1]),
     ],
     "fsdp2": [
@@ -29,6 +31,8 @@ CHANGES = {
         ("write_own", [1]),
         ("write_data", [1]),
         ("write_average", [0]),
+        ("set_rate", [1]),
+        ("count", [0]),
         ("nothing", [0, 1]),
     ],
     "fsdp1": [("nothing", [0, 1]), ("evaluate", [0, 1]), ("step_fused", [0, 1])],

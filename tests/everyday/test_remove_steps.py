@@ -65,16 +65,19 @@ def test_a_removed_step_frees_what_no_other_step_needs(run: Path) -> None:
     assert used_bytes(run) < FROZEN_BYTES
 
 
-def test_a_running_job_writes_anew_what_was_removed(tmp_path: Path) -> None:
-    with holdfast.CheckpointManager(tmp_path, process_group=False) as manager:
+@pytest.mark.parametrize("links", [True, False])
+def test_a_running_job_goes_on_after_the_packs_were_removed(tmp_path: Path, links: bool) -> None:
+    """With links to the pack of the step before, else it writes anew."""
+    settings = holdfast.Settings(link_unchanged=links)
+    with holdfast.CheckpointManager(tmp_path, process_group=False, settings=settings) as manager:
         for step in (1, 2):
             manager.save(step, state_at(step)).wait()
         ran("rm", "-rf", step_path(tmp_path, 1))
         report = manager.save(3, state_at(3)).wait()
-        assert report is not None and report.unchanged_bytes < FROZEN_BYTES
+        assert report is not None and (report.unchanged_bytes >= FROZEN_BYTES) == links
         again = manager.save(4, state_at(4)).wait()
         assert again is not None and again.unchanged_bytes >= FROZEN_BYTES
-    for step in (2, 3, 4):
+    for step in (2, 3, 4) if links else (3, 4):
         require_step(step_path(tmp_path, step), step)
 
 

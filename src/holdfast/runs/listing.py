@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
-from holdfast.format.names import MANIFEST_FILE, is_attempt_folder, manifest_key, step_folder
+from holdfast.format.names import MANIFEST_FILE, is_attempt_folder, manifest_key, step_folder, step_of_pack
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, read_manifest, read_run_id, require_run
 from holdfast.repository.epochs import current_fence
@@ -49,6 +49,9 @@ class StepRecord:
     stands_alone: bool | None = None
     """Whether the folder of the step holds every pack that it needs, written there or as a link; None if the manifest
     cannot be read."""
+
+    holds_packs_of: tuple[int, ...] = ()
+    """Steps that name packs in the folder, of an attempt that no manifest of this step names any more."""
 
     @property
     def committed(self) -> bool:
@@ -117,9 +120,29 @@ def run_record(store: Store) -> RunRecord:
         StepRecord(damaged.step, None, damaged.error, (), superseded=damaged.step in in_folders)
         for damaged in moved.damaged
     ]
+    records = _with_holders(records)
     return RunRecord(
         store.url, run_id, error, _with_superseded(records, superseded), tuple(tags.whole.values()), tags.damaged
     )
+
+
+def _with_holders(records: Sequence[StepRecord]) -> list[StepRecord]:
+    """Return the records; what holds packs of other steps is no leftover."""
+    holders: dict[tuple[int | None, str], set[int]] = {}
+    for record in records:
+        for pack in () if record.manifest is None else record.manifest.packs:
+            if (step := step_of_pack(pack.name)) is not None:
+                holders.setdefault((step, pack.name.split("/")[1]), set()).add(record.step)
+    return [
+        replace(
+            record,
+            leftovers=tuple(each for each in record.leftovers if (record.step, each) not in holders),
+            holds_packs_of=tuple(
+                sorted({step for each in record.leftovers for step in holders.get((record.step, each), ())})
+            ),
+        )
+        for record in records
+    ]
 
 
 def _with_superseded(records: Sequence[StepRecord], superseded: Iterable[StoredManifest]) -> list[StepRecord]:

@@ -2,9 +2,10 @@
 
 First the names and the objects that hold tensors are compared, with address and version counter of each tensor: this
 finds nearly every loop that has trained. But not every write moves a counter: not that of a fused optimizer, of a load,
-of `.data`, or of an object that is no module. So every tensor is then compared with the digests of the step. Plain
-values are not compared, nor is the state of random generators: a loop that has not trained may have drawn from one.
-Tensors that a rank has for itself are stored as plain values, so their stamps have digests.
+of `.data`, or of an object that is no module. So every tensor is then compared with the digests of the step, and every
+plain value with that of the manifest. A loop that has not trained may have drawn a random number or a sample. So what
+each rank has for itself (`RngState`, `PerRank`) and loaders are not compared. Tensors that a rank has for itself are
+stored as plain values, so their stamps have digests.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 from holdfast.engine.stream import Scratch, chunk_digests
 from holdfast.format.index.index import Index
 from holdfast.format.index.split_index import SplitIndex
+from holdfast.format.values import values
 from holdfast.geometry.box import Box
 from holdfast.geometry.chunking import DIGEST_BYTES
 from holdfast.geometry.region import Region, contains
@@ -25,6 +27,7 @@ from holdfast.loading.statuses import names_of
 from holdfast.ports.framework import Collected, Framework, LocalShard, Selection
 from holdfast.types.manifest import Manifest
 from holdfast.types.plan import PackItem
+from holdfast.types.values import Group, Value
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,46 @@ class LoadedState:
         stored = self._stored
         index = stored if isinstance(stored, Index) else stored.read_for(wanted)
         return all(_is_stored(local, held, index, Scratch(buffer)) for local, held in _held(shards))
+
+    def changed_values(self, collected: Collected, state: Mapping[str, object], *, is_alone: bool) -> list[str]:
+        """Return the paths of plain values and hyperparameters that are not as the step has them, type and order too.
+
+        Args:
+            collected: The state, taken apart.
+            state: The state; it shows which objects are loaders.
+            is_alone: Whether no other rank can have the values that are absent here.
+        """
+        return list(_changed(self.manifest.tree, collected.tree, "", state, is_alone))
+
+
+def _changed(saved: Value, now: Value, path: str, at: object, is_alone: bool) -> Iterator[str]:
+    """Yield the paths below a value that differ; arguments as `LoadedState.changed_values`."""
+    if isinstance(saved, Group) and isinstance(now, Group) and saved.kind == now.kind:
+        if now.kind == "stateful" and hasattr(type(at), "__iter__"):
+            return  # A loader: it has moved on if anything has looked at its samples.
+        if now.kind == "optimizer":
+            for name in _OPTIMIZER_TABLES:
+                below = f"{path}.{name}"
+                yield from _changed_items(saved.items.get(name), now.items.get(name), below, None, is_alone)
+        else:
+            yield from _changed_items(saved.items, now.items, path, at, is_alone)
+    elif values.dumps(values.encode(saved, path)) != values.dumps(values.encode(now, path)):
+        yield path
+
+
+_OPTIMIZER_TABLES = ("param_groups", "empty_groups", "state")
+"""By name: the first two name the hyperparameters of a group by a digest of their content."""
+
+
+def _changed_items(saved: Value, now: Value, path: str, at: object, is_alone: bool) -> Iterator[str]:
+    ours, theirs = (each if isinstance(each, dict) else {} for each in (now, saved))
+    for name in theirs.keys() | ours.keys() if is_alone else ours.keys():
+        below = f"{path}.{name}" if path else name
+        if name not in ours or name not in theirs:
+            yield below
+        else:
+            inner = at.get(name) if isinstance(at, Mapping) else None
+            yield from _changed(theirs[name], ours[name], below, inner, is_alone)
 
 
 def _held(shards: Sequence[LocalShard]) -> Iterator[tuple[LocalShard, Region]]:

@@ -170,6 +170,8 @@ class StepRequest:
         """What garbage collection must leave alone until this save ends."""
         self.is_loaded = False
         """Whether this rank holds the step as it loaded it. Known once the state is collected."""
+        self._changed: list[str] = []
+        """Plain values of this rank that are not as they were loaded."""
         self._metrics: dict[str, float] = {}
         self._tags: dict[str, bool] = {}
         """Tags of the step, each with whether it moves."""
@@ -185,11 +187,15 @@ class StepRequest:
         collected = framework.collect(passed.state, passed.selection)
         # Only now: after an evaluation FSDP2 shows whole parameters, until the collection has it show its shards.
         is_still = loaded is not None and loaded.is_still(framework, self._step, passed.state, passed.selection)
-        self.is_loaded = loaded is not None and is_still and self._equals(loaded, collected)
+        self.is_loaded = loaded is not None and is_still and self._equals(loaded, collected, passed.state)
         return collected
 
-    def _equals(self, loaded: LoadedState, collected: Collected) -> bool:
+    def _equals(self, loaded: LoadedState, collected: Collected, state: Mapping[str, object]) -> bool:
         try:
+            is_alone = self._parts.job.comm.world_size == 1
+            self._changed = sorted(loaded.changed_values(collected, state, is_alone=is_alone))
+            if self._changed:
+                return False
             with self.writer.lent() as buffer:
                 return loaded.equals(collected, buffer)
         except Exception as error:  # noqa: BLE001 - the save goes on, and finds the step or the fault
@@ -251,6 +257,8 @@ class StepRequest:
         timeline = partial(parts.position.timeline_for, self._step)
         suspects_in = parts.suspect_steps.named_by if base is not None else None
         why = _NOT_AS_LOADED if parts.position.origin_step == self._step else ""
+        if why and self._changed:
+            why += f" Here these values have changed: {first_three(self._changed)}."
         context = claim_step(
             self.location,
             parts.writer_lease,

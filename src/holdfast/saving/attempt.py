@@ -284,19 +284,20 @@ class SaveAttempt:
         """Return the key of a file of this attempt."""
         return f"{self.location.folder}{self.agreement.attempt}/{name}"
 
-    def link_pack(self, pack: str) -> bool:
-        """Give a pack of another step a further name among the files of this attempt; return whether it has one.
+    def link_pack(self, pack: str, source: str) -> str | None:
+        """Give a pack of another step a further name among the files of this attempt; return its key, if it has one.
 
         Args:
             pack: Its path from the root of the run.
+            source: Its key there: this path, or that of a link to it.
         Raises:
-            MissingError: The pack does not exist any more.
+            MissingError: There is no such key any more.
         """
         key = self.key(link_name(pack))
         # Before the link is made: an aborted attempt removes it. The commit makes its name durable with those of the
         # other files of the folder.
         self.file_keys.append(key)
-        return self.location.store.link(pack, key)
+        return key if self.location.store.link(source, key) else None
 
     def finish_in_background(self, finish: Callable[[], None]) -> None:
         """Hand the rest of the save over to the commit thread."""

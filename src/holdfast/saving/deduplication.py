@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from holdfast.checkpoint.location import CheckpointLocation
@@ -32,12 +32,17 @@ from holdfast.plan.plan_cache import SavePlan
 from holdfast.ports.framework import Source
 from holdfast.ports.paged import entries_per_page
 from holdfast.ports.store import packs_under
+from holdfast.repository.catalog import exists
 from holdfast.repository.publish import pack_paths
+from holdfast.repository.removal import link_keys
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.plan import PackItem, Piece, PieceKey, PlannedPack
 
 logger = logging.getLogger(__name__)
+
+LinkPack = Callable[[str, str], str | None]
+"""Takes a pack, by its path from the root, and a key that it has; returns the key of the link if one was made."""
 
 
 def _key(item: PackItem | Piece) -> PieceKey:
@@ -73,6 +78,9 @@ class BaseStep:
 
     first_page_digests: Mapping[PieceKey, bytes]
     """Digest of the first page of each piece, where known."""
+
+    links: Mapping[str, str] = field(default_factory=dict)
+    """By pack of another step, the key of the link to it that the step has, or may have."""
 
     is_own: bool = False
     """Whether this process has committed it: only this process removes it then."""
@@ -114,7 +122,7 @@ def base_from_loaded(manifest: Manifest, stored: Index | SplitIndex, filled: Map
                     pieces[_key(item)] = replace(piece, pack=names[piece.pack])
         return pieces
 
-    return BaseStep((manifest.step, manifest.digest), find, packs, {})
+    return BaseStep((manifest.step, manifest.digest), find, packs, {}, link_keys(manifest))
 
 
 def _bounding_box(item: PackItem) -> Box:
@@ -159,6 +167,8 @@ class Deduplicator:
         self._counted: dict[PieceKey, Mapping[str, int]] = {}
         self._sizes: dict[str, int] = {}
         """Bytes of the packs that were looked at."""
+        self._links: dict[str, str] = {}
+        """By pack of another step, the key of the link to it that this save has made."""
 
     @property
     def packs(self) -> Sequence[FileRecord]:
@@ -180,7 +190,7 @@ class Deduplicator:
         return sum(piece.bytes for piece in self.unchanged_pieces)
 
     def without_unchanged(
-        self, plan: SavePlan, sources: Sequence[Source], context: SaveContext, link: Callable[[str], bool]
+        self, plan: SavePlan, sources: Sequence[Source], context: SaveContext, link: LinkPack
     ) -> SavePlan:
         """Return the plan without unchanged pieces. On the training thread, before any copy.
 
@@ -189,7 +199,7 @@ class Deduplicator:
             sources: Bytes by shard number.
             context: Rank 0's base step and the suspect steps. Only rank 0's base is pinned against garbage collection,
                 so a rank with another base writes everything.
-            link: Gives a pack, by its path from the root, a name in the folder of this save, if the store can.
+            link: Gives a pack a name in the folder of this save: `SaveAttempt.link_pack`.
         """
         if not self._is_enabled or not plan.large:
             return plan
@@ -211,15 +221,23 @@ class Deduplicator:
         self.unchanged_pieces = list(unchanged.values())
         return plan.without(frozenset(unchanged))
 
-    def _is_linkable(self, pack: str, link: Callable[[str], bool]) -> bool:
-        """Link a pack, or leave it at the reference if it cannot be linked; return False if it is gone."""
-        try:
-            if not link(pack):
+    def _is_linkable(self, pack: str, link: LinkPack) -> bool:
+        """Link a pack, or leave it at the reference if it cannot be linked; return False if it is gone, or may go."""
+        base_link = "" if self._previous is None else self._previous.links.get(pack, "")
+        for source in filter(None, (pack, base_link)):
+            try:
+                made = link(pack, source)
+            except MissingError:
+                continue
+            if made is not None:
+                self._links[pack] = made
+                return True
+            # Where the base has a link, a collection may remove the pack: a reference alone would break.
+            if not base_link or not exists(self._location.store, base_link):
                 logger.debug("%s refers to %s without a link", self._location.url, pack)
-        except MissingError:
-            logger.warning("%s: %s was removed meanwhile; its tensors are written anew", self._location.url, pack)
-            return False
-        return True
+                return True
+        logger.warning("%s: %s cannot be linked any more; its tensors are written anew", self._location.url, pack)
+        return False
 
     def _is_stored(self, item: PackItem, sources: Sequence[Source], piece: Piece, buffer: memoryview) -> bool:
         """Return whether every chunk of a piece has its stored digest; if so, note how many elements are not finite."""
@@ -261,7 +279,7 @@ class Deduplicator:
             pairs = ((item, pieces.get(_key(item))) for item in items)
             return {_key(item): piece for item, piece in pairs if piece is not None and piece.tensor == item.tensor}
 
-        return BaseStep((self._location.step, digest), find, packs, self._first_page_digests, is_own=True)
+        return BaseStep((self._location.step, digest), find, packs, self._first_page_digests, self._links, is_own=True)
 
     @property
     def older_packs(self) -> list[str]:
@@ -272,7 +290,12 @@ class Deduplicator:
         """Look at the sizes of packs, ahead of the comparison, which then does not ask again."""
         root = self._location.root
         assert root is not None, "a run has a root"
-        self._sizes |= sizes_of(packs, packs_under(root, ""))
+        links, files = {} if self._previous is None else self._previous.links, packs_under(root, "")
+        self._sizes |= sizes_of(packs, files)
+        # A collection has removed these, or somebody has: the base holds them by its links.
+        linked = {name: links[name] for name in packs if name in links and not self._sizes[name]}
+        at_links = sizes_of(list(linked.values()), files)
+        self._sizes |= {name: at_links[key] for name, key in linked.items()}
 
     def _candidates(self, items: Sequence[PackItem], context: SaveContext) -> dict[PieceKey, Piece]:
         """Return the stored pieces whose first page has not changed and whose packs may be referred to."""

@@ -25,6 +25,21 @@ class Average:
         self.shadow = {name: value.clone() for name, value in state.items()}
 
 
+class Loader:
+    """A loader whose position moves when anything looks at its samples."""
+
+    position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        yield self.position
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.position = state["position"]
+
+
 class Loop:
     """What a training loop has."""
 
@@ -38,7 +53,18 @@ class Loop:
             "optimizer": self.optimizer,
             "average": self.average,
             "own": self.own,
+            "schedule": torch.optim.lr_scheduler.StepLR(self.optimizer, 10),
+            "loader": Loader(),
+            "random": holdfast.RngState(),
+            "seen": {"samples": 5, "losses": [0.0, float("nan")], "by name": {"a": 1}},
         }
+
+    @property
+    def seen(self) -> dict[str, object]:
+        """Plain values, as a load leaves them."""
+        seen = self.state["seen"]
+        assert isinstance(seen, dict)
+        return seen
 
 
 class CountedState(dict[str, torch.Tensor]):
@@ -81,6 +107,77 @@ def write_own(loop: Loop) -> None:
 
 def add_a_name(loop: Loop) -> None:
     loop.state["epoch"] = 3
+
+
+def set_hyperparameter(name: str, value: object) -> Callable[[Loop], None]:
+    return lambda loop: loop.optimizer.param_groups[0].update({name: value})
+
+
+def set_value(name: str, value: object) -> Callable[[Loop], None]:
+    return lambda loop: loop.seen.update({name: value})
+
+
+def move_schedule(loop: Loop) -> None:
+    schedule = loop.state["schedule"]
+    assert isinstance(schedule, torch.optim.lr_scheduler.StepLR)
+    schedule.last_epoch += 1
+
+
+def remove_value(loop: Loop) -> None:
+    del loop.seen["samples"]
+
+
+VALUE_CHANGES = {
+    "optimizer.param_groups": [
+        set_hyperparameter("lr", 0.2),
+        set_hyperparameter("lr", 1),
+        set_hyperparameter("momentum", 0.0),
+        set_hyperparameter("nesterov", None),
+    ],
+    "schedule": [move_schedule],
+    "seen": [
+        set_value("samples", 6),
+        set_value("samples", 5.0),
+        set_value("samples", True),
+        set_value("losses", [-0.0, float("nan")]),
+        set_value("losses", (0.0, float("nan"))),
+        set_value("by name", {"a": 1, "b": 2}),
+        remove_value,
+    ],
+}
+"""By path, changes of what is no tensor."""
+VALUE_CASES = [
+    pytest.param(path, change, id=f"{path}-{number}")
+    for path, changes in VALUE_CHANGES.items()
+    for number, change in enumerate(changes)
+]
+
+
+@pytest.mark.parametrize(("path", "change"), VALUE_CASES)
+def test_a_changed_value_is_found_and_named(tmp_path: Path, path: str, change: Callable[[Loop], None]) -> None:
+    loop = Loop(tmp_path)
+    with holdfast.CheckpointManager(tmp_path / "run", process_group=False, preemption=False) as manager:
+        manager.save(1, loop.state).wait()
+        manager.load(loop.state)
+        change(loop)
+        with pytest.raises(ConflictError, match=f"these values have changed: {path}"):
+            manager.save(1, loop.state).wait()
+        manager.load(loop.state)
+        report = manager.save(1, loop.state).wait()
+        assert report is not None and report.bytes == 0
+
+
+def test_a_loop_that_has_only_drawn_has_changed_nothing(tmp_path: Path) -> None:
+    loop = Loop(tmp_path)
+    with holdfast.CheckpointManager(tmp_path / "run", process_group=False, preemption=False) as manager:
+        manager.save(1, loop.state).wait()
+        manager.load(loop.state)
+        torch.randn(3)
+        loader = loop.state["loader"]
+        assert isinstance(loader, Loader)
+        loader.position = 3
+        report = manager.save(1, loop.state).wait()
+        assert report is not None and report.bytes == 0
 
 
 CHANGES = [step_fused, write_data, load_another, average, drop_an_average, write_own, add_a_name]

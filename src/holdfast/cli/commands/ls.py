@@ -10,7 +10,7 @@ from holdfast import api
 from holdfast.cli.ending import ended_well
 from holdfast.cli.opening import AsJson, Root
 from holdfast.cli.screen import Screen, attributes, counted, print_result
-from holdfast.errors import CorruptError, printable
+from holdfast.errors import CorruptError, first_three, printable
 from holdfast.format.names import step_of_pack
 from holdfast.telemetry.log_lines import shown_bytes
 from holdfast.types.health import Health, findings_of, is_healthy
@@ -48,7 +48,9 @@ def _show(screen: Screen, run: api.RunRecord) -> None:
             screen.line(f"step {record.step}: {printable(str(record.error))}", style="red")
         elif record.fenced:
             screen.line(f"step {record.step}: fenced: a newer writer did not accept it; not loaded", style="yellow")
-        elif not record.committed and not record.superseded:
+        elif _status(record) == "removed":
+            screen.line(f"step {record.step}: removed; holds packs of steps {first_three(record.holds_packs_of)}")
+        elif _status(record) == "unfinished":
             screen.line(f"step {record.step}: unfinished, no manifest (a save is running, or died)", style="yellow")
         elif record.quarantined is not None:
             screen.line(f"step {record.step}: under quarantine: {printable(record.quarantined)}", style="red")
@@ -174,7 +176,9 @@ def _status(record: api.StepRecord) -> str:
         return "fenced"
     if record.superseded:
         return "superseded"
-    return "committed" if record.committed else "unfinished"
+    if record.committed:
+        return "committed"
+    return "removed" if record.holds_packs_of else "unfinished"
 
 
 def _step_document(record: api.StepRecord) -> dict[str, object]:
@@ -193,5 +197,5 @@ def _step_document(record: api.StepRecord) -> dict[str, object]:
         "digest": manifest and manifest.digest,
         **health_document(None if manifest is None else manifest.health),
         "metrics": manifest and {name: json_number(value) for name, value in manifest.metrics.items()},
-        **attributes(record, "stands_alone", "tags", "leftovers", "quarantined"),
+        **attributes(record, "stands_alone", "tags", "leftovers", "holds_packs_of", "quarantined"),
     }

@@ -49,6 +49,7 @@ from holdfast.runs.collection.chosen_steps import (
     name_of,
 )
 from holdfast.runs.collection.inventory import Found, Inventory, ended_in
+from holdfast.runs.collection.linked_packs import linked_packs
 from holdfast.runs.collection.pins import Pins
 from holdfast.runs.collection.retention import KeptFacts, kept
 from holdfast.runs.collection.uploads import uploads_removed
@@ -69,7 +70,7 @@ class CollectReport:
     """What a collection removed and kept."""
 
     reasons: Mapping[int, tuple[str, ...]]
-    """Steps that stay, each with the reasons."""
+    """Steps that stay, each with the reasons; and removed steps whose packs other steps need."""
 
     steps: tuple[int, ...]
     """Steps that were removed, or would be. Steps without a valid manifest are not listed: no reader saw them."""
@@ -294,7 +295,8 @@ class CheckpointGC:
         unread = sorted({step for step, manifest in manifests.items() if manifest is None} | moved.unreadable)
         self._warn_of_unread(unread)
         listed = self._known.with_files_to_delete(all_files, {*reasons, *under_way}, fence)
-        found = Found(listed, moved, chosen, under_way, superseded_packs(store), packs_known=not unread)
+        packs = linked_packs(store, listed, {*reasons, *under_way}, needed)
+        found = Found(packs.listed, moved, chosen, under_way, superseded_packs(store), packs_known=not unread)
         begun = discarded_in(records) | self._choice.begun if self._choice.is_all else None
         to_delete = found.unreferenced(reasons, begun)
         return Inventory(
@@ -307,6 +309,8 @@ class CheckpointGC:
             chosen.protected,
             records,
             {name_of(manifest): manifest.timeline.number for manifest in whole},
+            packs.linked,
+            {step: (f"holds packs of steps {first_three(named)}",) for step, named in packs.holders.items()},
         )
 
     def _inspected(
@@ -425,9 +429,11 @@ def _report(survey: Inventory, to_delete: Unreferenced) -> CollectReport:
     steps = tuple(sorted(to_delete.steps.keys() & survey.standing.keys()))
     superseded = sorted({name for name in to_delete.moved.values() if to_delete.steps.get(name[0]) != name[1]})
     # A link takes no space, and its removal frees none.
-    removed_bytes = sum(size for key, size in to_delete.files.items() if not removal.is_link_key(key))
+    removed_bytes = sum(
+        size for key, size in to_delete.files.items() if not removal.is_link_key(key) and key not in survey.linked
+    )
     return CollectReport(
-        survey.reasons,
+        dict(sorted({**survey.holding, **survey.reasons}.items())),
         steps,
         len(to_delete.files),
         removed_bytes,

@@ -46,6 +46,12 @@ class Inventory:
     timelines: Mapping[StepAndDigest, int] = field(default_factory=dict)
     """Number of the timeline of each manifest that counts and can be read."""
 
+    linked: frozenset[str] = frozenset()
+    """Packs that go although steps name them: each of these steps has a link."""
+
+    holding: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """Steps that go or are gone and hold packs of others, each with these."""
+
     def packs_without(self, manifests: Set[StepAndDigest]) -> frozenset[str]:
         """Return the packs that the manifests to remove name, all but some of these manifests."""
         return frozenset().union(*(packs for name, packs in self.packs.items() if name not in manifests))
