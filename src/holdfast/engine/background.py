@@ -197,6 +197,17 @@ class BackgroundQueue:
         last = None if self._last is None else self._last()
         return last is None or last.done()
 
+    def end_if_idle(self) -> None:
+        """End the thread if no call goes on, or the last one ends within a second; the next call starts another."""
+        if self._last is not None and (last := self._last()) is not None:
+            wait([last], SLICE_SECONDS)  # A save is committed a moment before its call ends.
+        with self._lock:
+            if (thread := self._thread) is None or self._is_closed or not self.is_idle:
+                return
+            self._thread = None
+            self._calls.put(None)
+        _join(thread)
+
     def close(self) -> None:
         """Wait for the calls submitted so far, then end the thread. A thread whose write hangs is left behind."""
         with self._lock:
@@ -213,8 +224,8 @@ class DaemonCalls:
     """Makes calls on daemon threads at once. A call that hangs delays no other, and interpreter exit waits for none."""
 
     def __init__(self) -> None:
-        # The inboxes of idle threads. A deque, whose operations are atomic: a signal handler may save at any time.
-        self._idle: deque[queue.SimpleQueue[_Call]] = deque()
+        # The idle threads. A deque, whose operations are atomic: a signal handler may save at any time.
+        self._idle: deque[tuple[queue.SimpleQueue[_Call | None], threading.Thread]] = deque()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Make a call on another thread.
@@ -224,7 +235,7 @@ class DaemonCalls:
         """
         future: Future[T] = Future()
         try:
-            inbox = self._idle.pop()
+            inbox, _ = self._idle.pop()
         except IndexError:
             inbox = queue.SimpleQueue()
             _start(threading.Thread(target=self._work, args=(inbox,), name="holdfast-call", daemon=True))
@@ -235,16 +246,38 @@ class DaemonCalls:
         """Forget all threads: a forked child has none of them."""
         self._idle.clear()
 
-    def _work(self, inbox: queue.SimpleQueue[_Call]) -> None:
-        while True:
+    def end_idle(self) -> None:
+        """End the idle threads."""
+        with suppress(IndexError):
+            while True:
+                inbox, thread = self._idle.pop()
+                inbox.put(None)
+                _join(thread)
+
+    def _work(self, inbox: queue.SimpleQueue[_Call | None]) -> None:
+        idle = inbox, threading.current_thread()
+        while (call := inbox.get()) is not None:
             # Idle before the result is there: the thread that gets it may make the next call on this one.
-            _carry_out(*inbox.get(), note_done=lambda: self._idle.append(inbox))
+            _carry_out(*call, note_done=lambda: self._idle.append(idle))
+            del call  # This thread keeps nothing alive while it waits.
 
 
 CALLS = DaemonCalls()
 """For calls that a training thread waits for in slices, so that it handles signals and can give up."""
 
 os.register_at_fork(after_in_child=CALLS.forget_threads)
+
+
+def end_idle_threads() -> None:
+    """End the threads that wait for calls: what follows a training, a test for example, may count threads."""
+    CALLS.end_idle()
+    for each in list(_QUEUES):
+        each.end_if_idle()
+
+
+def _join(thread: threading.Thread) -> None:
+    if thread is not threading.current_thread():
+        thread.join()
 
 
 def wait_in_slices(future: Future[T], seconds: float, clock: Clock, note_slice: Callable[[], None]) -> T:
