@@ -66,3 +66,9 @@ def refused_on_one_rank(world: World, path: str) -> str:
     except holdfast.InvalidError as error:
         return str(error)
     return "saved"
+
+
+def names_of_each_rank(world: World, path: str) -> None:
+    """Save modules of which every rank has its own, beside one that all have, as under a pipeline."""
+    own = {f"{world.rank}.{name}": torch.ones(2) for name in ("z", "a", "m")}
+    holdfast.save(path, {"shared": torch.ones(1), "stages": {"norm": torch.zeros(3), **own}, "step": 3})

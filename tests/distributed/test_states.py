@@ -10,7 +10,7 @@ import holdfast
 from tests.distributed.launch import Case, Results, run_worlds
 from tests.distributed.state_cases import Trained
 
-CASES = ("optimizers_in_a_list", "refused_on_one_rank")
+CASES = ("optimizers_in_a_list", "refused_on_one_rank", "names_of_each_rank")
 
 
 @pytest.fixture(scope="module")
@@ -41,3 +41,10 @@ def test_what_one_rank_cannot_save_every_rank_names(results: Results, root: Path
         assert "3 values of the state cannot be saved: (1) mask: torch.sparse_coo Tensor" in text
         assert "(2) args: " in text and "Pass vars(value)" in text and "(3) cfg[0].device: " in text
     assert not (root / "refused_on_one_rank").exists()
+
+
+def test_names_of_a_lower_rank_come_first_each_in_its_own_order(results: Results, root: Path) -> None:
+    assert results.values("names_of_each_rank") == [None, None]
+    found = holdfast.read(root / "names_of_each_rank")
+    assert list(found) == ["shared", "stages", "step"]
+    assert list(found["stages"]) == ["norm", "0.z", "0.a", "0.m", "1.z", "1.a", "1.m"]

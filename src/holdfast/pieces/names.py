@@ -9,7 +9,7 @@ tree of an optimizer keeps hyperparameters by parameter, not by group.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.errors import CorruptError, InvalidError
@@ -53,7 +53,7 @@ def tree_of_pieces(values: Mapping[str, Value], paths: Mapping[str, Path], url: 
     for reserved in (PIECES_RECORD, MARK):
         if any(name == reserved or name.startswith(f"{reserved}.") for name in (*values, *paths)):
             raise InvalidError(f"{url}: {reserved!r} is a name that Holdfast uses itself; rename the key of the state")
-    names = {name: tuple(paths.get(name, (name,))) for name in (*values, *paths)}
+    names = {name: tuple(paths.get(name, (name,))) for name in (*paths, *values)}
     leaves = [(path, values[name] if name in values else TensorRef(name)) for name, path in names.items()]
     try:
         tree = tree_of(nested_of(leaves, url), lambda fqn: None, [])
@@ -83,7 +83,7 @@ def names_in(content: ExportContent, *, flat_optimizers: bool) -> PieceNames:
     items = dict(content.tree.items)
     record: Any = items.pop(PIECES_RECORD, None)
     items.pop(MARK, None)
-    rest = ExportContent(content.tensors, content.aliases, Group("dict", items))
+    rest = replace(content, tree=Group("dict", items))
     is_ours = isinstance(record, dict)
     derived, state = _derived(rest, flat_optimizers=flat_optimizers and not is_ours)
     if not is_ours:
