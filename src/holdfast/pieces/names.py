@@ -53,7 +53,7 @@ def tree_of_pieces(values: Mapping[str, Value], paths: Mapping[str, Path], url: 
     for reserved in (PIECES_RECORD, MARK):
         if any(name == reserved or name.startswith(f"{reserved}.") for name in (*values, *paths)):
             raise InvalidError(f"{url}: {reserved!r} is a name that Holdfast uses itself; rename the key of the state")
-    names = {name: tuple(paths.get(name, (name,))) for name in (*paths, *values)}
+    names = {name: tuple(paths.get(name, (name,))) for name in (*values, *paths)}
     leaves = [(path, values[name] if name in values else TensorRef(name)) for name, path in names.items()]
     try:
         tree = tree_of(nested_of(leaves, url), lambda fqn: None, [])

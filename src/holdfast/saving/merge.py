@@ -100,13 +100,7 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
         for mesh, placements, count in part.layouts:
             layouts[mesh, placements] = max(count, layouts.get((mesh, placements), 0))
         if part.tree is not None:
-            part_tree = values.decode(values.loads(part.tree), "")
-            if not isinstance(part_tree, Group):
-                raise CorruptError(
-                    f"{location.url}: the part of rank {rank} holds no state; expected the root of its "
-                    "values. Save again"
-                )
-            _merge_into(tree.items, part_tree.items)
+            _merge_into(tree.items, _tree_in(part.tree, rank, location.url).items)
     with GcPause():
         index = merging.merged()
         require_exact_cover(index, int(attempt, 16) >> 8, location.url)
@@ -130,6 +124,15 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
         optimizers,
         numbers_of(order, numbers, stored, tree),
     )
+
+
+def _tree_in(data: bytes, rank: int, where: str) -> Group:
+    tree = values.decode(values.loads(data), "")
+    if not isinstance(tree, Group):
+        raise CorruptError(
+            f"{where}: the part of rank {rank} holds no state; expected the root of its values. Save again"
+        )
+    return tree
 
 
 def _joined(first: OptimizerRecord, second: OptimizerRecord) -> OptimizerRecord:

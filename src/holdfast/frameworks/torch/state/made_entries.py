@@ -80,7 +80,7 @@ def own_loading(node: ModuleNode, fqn: str) -> str:
         return f" ({type(module).__name__}.load_state_dict is not called: a load fills tensors in place)"
     with suppress(AttributeError):  # A key that is no path of modules.
         owner = node.module.get_submodule(node.keys[fqn].rpartition(".")[0])
-        if not owner._load_from_state_dict.__module__.startswith("torch.nn."):
+        if loads_in_code(owner) and not type(owner).__module__.startswith("torch.nn."):
             name = f"{type(owner).__name__}._load_from_state_dict"
             return f" ({name} is not called: a load fills tensors in place)"
     return ""
