@@ -10,6 +10,7 @@ from holdfast import policies, wiring
 from holdfast.arguments import Globs, require_bool, require_state, selection_of
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.coordination.job import Job
+from holdfast.engine.background import end_idle_threads
 from holdfast.errors import InvalidError
 from holdfast.geometry.region import FlatRange, Region
 from holdfast.geometry.sharded import Sharded
@@ -94,6 +95,7 @@ __all__ = [
     "copy_checkpoint",
     "copy_run",
     "remove_steps",
+    "end_idle_threads",
     "export",
     "diff",
     "import_checkpoint",

@@ -25,8 +25,11 @@ class ConflictError(CheckpointError):
     """Another writer won: stop, or choose another place."""
 
 
-class MissingError(CheckpointError):
-    """A requested step, path or name does not exist: choose another."""
+class MissingError(CheckpointError, FileNotFoundError):
+    """A requested step, path or name does not exist: choose another.
+
+    A `FileNotFoundError` too: scripts begin anew on it. So `except CheckpointError` goes before `except OSError`.
+    """
 
 
 BY_NAME: dict[str, type[CheckpointError]] = {

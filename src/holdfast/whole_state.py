@@ -18,7 +18,7 @@ from holdfast.foreign.nested_state import State, nested_state
 from holdfast.foreign.values import below
 from holdfast.geometry.dtype import DTYPES
 from holdfast.settings import Settings
-from holdfast.types.export import ExportContent, ExportOptions
+from holdfast.types.export import ExportOptions
 from holdfast.types.values import FrameworkValue
 
 _ABSENT = object()
@@ -79,9 +79,7 @@ def read(
 def _read(
     checkpoint: Checkpoint, patterns: Sequence[str] | None, framework: str, *, mmap: bool
 ) -> Mapping[str, object]:
-    manifest = checkpoint.manifest
-    content = ExportContent(checkpoint.index.tensors, manifest.aliases, manifest.tree)
-    state = nested_state(content, ExportOptions(), flat_optimizers=False)
+    state = nested_state(checkpoint.content, ExportOptions(), flat_optimizers=False)
     if patterns is not None:
         state = _Selected(patterns).of(state, checkpoint.url)
     names = [leaf.fqn for leaf in _leaves(state) if isinstance(leaf, TensorLeaf)]

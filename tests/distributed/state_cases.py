@@ -143,3 +143,9 @@ def replicas_into_shards(world: World, path: str) -> list[str]:
         unchanged = optimizer.state[shard]["scales"] is scales and not scales.any() and not shard.to_local().any()
         return [str(error), "unchanged" if unchanged else "changed"]
     return ["loaded"]
+
+
+def names_of_each_rank(world: World, path: str) -> None:
+    """Save modules of which every rank has its own, beside one that all have, as under a pipeline."""
+    own = {f"{world.rank}.{name}": torch.ones(2) for name in ("z", "a", "m")}
+    holdfast.save(path, {"shared": torch.ones(1), "stages": {"norm": torch.zeros(3), **own}, "step": 3})

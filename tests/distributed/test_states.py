@@ -16,6 +16,7 @@ CASES = (
     "moments_on_one_rank",
     "cast_to_fresh_shards",
     "replicas_into_shards",
+    "names_of_each_rank",
 )
 
 
@@ -64,3 +65,10 @@ def test_state_of_replicas_does_not_take_the_place_of_shards(results: Results) -
     for text, after in results.values("replicas_into_shards"):
         assert "optimizer.state.w.scales: (4,) here and (8,) in the checkpoint" in text
         assert after == "unchanged"
+
+
+def test_names_of_a_lower_rank_come_first_each_in_its_own_order(results: Results, root: Path) -> None:
+    assert results.values("names_of_each_rank") == [None, None]
+    found = holdfast.read(root / "names_of_each_rank")
+    assert list(found) == ["shared", "stages", "step"]
+    assert list(found["stages"]) == ["norm", "0.z", "0.a", "0.m", "1.z", "1.a", "1.m"]

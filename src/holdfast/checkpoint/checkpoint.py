@@ -29,6 +29,7 @@ from holdfast.format.index.index import Index
 from holdfast.format.index.split_index import SplitIndex
 from holdfast.format.manifest import decode_manifest
 from holdfast.format.names import is_file_url, is_pack_name, rank_of_pack, step_of_pack
+from holdfast.format.state_order import names_of
 from holdfast.format.values import values
 from holdfast.geometry.box import Box
 from holdfast.geometry.mesh import described_mesh
@@ -40,6 +41,7 @@ from holdfast.ports.store import Packs
 from holdfast.repository.catalog import read_file, read_index, read_per_rank
 from holdfast.settings import Settings
 from holdfast.types.coding import KindCoding
+from holdfast.types.export import ExportContent
 from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.plan import LoadPlan, Piece, WantedBoxes
 from holdfast.types.values import PIECES_RECORD, Group, Value
@@ -148,6 +150,13 @@ class Checkpoint:
         index = read_index(self._location.store, self._location.folder, self.manifest)
         require_covered(index, self._clock, self.url)
         return index
+
+    @property
+    def content(self) -> ExportContent:
+        """Its tensors, tied names and values, and their order in the state."""
+        tensors, manifest = self.index.tensors, self.manifest
+        order = names_of(manifest.order, tensors, manifest.aliases, manifest.tree, self.url)
+        return ExportContent(tensors, manifest.aliases, manifest.tree, order)
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:

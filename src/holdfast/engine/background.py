@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from holdfast.clock import Clock
 from holdfast.errors import UnavailableError
-from holdfast.interrupts import Latch, UnlockedFuture, start_thread
+from holdfast.interrupts import GUARD, Latch, UnlockedFuture, start_thread
 
 T = TypeVar("T")
 _Call = tuple[Future[Any], Callable[[], Any]]
@@ -155,11 +155,16 @@ class BackgroundQueue:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         # The thread refers to the calls only: a queue that nobody refers to is dropped, and ends its thread. It is a
         # daemon: the interpreter would wait for any other thread, also for one whose write hangs.
-        self._thread = threading.Thread(target=_work, args=(self._calls,), name=thread_name, daemon=True)
+        self._thread = self._new_thread(thread_name)
+        self._is_ending = False
+        """Whether the idle thread ends, and calls that come now need another."""
         weakref.finalize(self, self._calls.put, None).atexit = False
         _QUEUES.add(self)
         self._last: weakref.ref[Future[object]] | None = None
         self._closed = Latch()
+
+    def _new_thread(self, name: str) -> threading.Thread:
+        return threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True)
 
     def submit(self, work: Callable[[], object]) -> Future[object]:
         """Run a call after all calls submitted earlier.
@@ -183,6 +188,8 @@ class BackgroundQueue:
                 while (call := self._calls.get_nowait()) is not None:
                     _carry_out(*call)
                 self._calls.put(None)
+        elif self._is_ending:
+            self._replace_thread()
         return future
 
     def submit_short(self, work: Callable[[], object]) -> Future[object]:
@@ -200,6 +207,28 @@ class BackgroundQueue:
         last = None if self._last is None else self._last()
         return last is None or last.done()
 
+    def end_if_idle(self) -> None:
+        """End the thread if no call goes on, or the last one ends within a second; the next call starts another."""
+        if self._last is not None and (last := self._last()) is not None:
+            with suppress(TimeoutError):
+                last.exception(SLICE_SECONDS)  # A save is committed a moment before its call ends.
+        with GUARD:
+            if self._thread.ident is None or self._closed.is_set() or not self.is_idle:
+                return
+            self._is_ending = True
+            self._calls.put(None)
+        self._replace_thread()
+
+    def _replace_thread(self) -> None:
+        """Wait for the end of the thread; have another one make the calls that came after that was asked for."""
+        thread = self._thread
+        _join(thread)
+        with GUARD:
+            if self._thread is thread:
+                self._thread, self._is_ending = self._new_thread(thread.name), False
+        if not self._calls.empty():
+            _start(self._thread)
+
     def close(self) -> None:
         """Wait for the calls submitted so far, then end the thread. A thread whose write hangs is left behind."""
         self._closed.set()
@@ -215,8 +244,8 @@ class DaemonCalls:
     """Makes calls on daemon threads at once. A call that hangs delays no other, and interpreter exit waits for none."""
 
     def __init__(self) -> None:
-        # The inboxes of idle threads. A deque, whose operations are atomic: a signal handler may save at any time.
-        self._idle: deque[queue.SimpleQueue[_Call]] = deque()
+        # The idle threads. A deque, whose operations are atomic: a signal handler may save at any time.
+        self._idle: deque[tuple[queue.SimpleQueue[_Call | None], threading.Thread]] = deque()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Make a call on another thread.
@@ -226,7 +255,7 @@ class DaemonCalls:
         """
         future = UnlockedFuture[T]()
         try:
-            inbox = self._idle.pop()
+            inbox, _ = self._idle.pop()
         except IndexError:
             inbox = queue.SimpleQueue()
             _start(threading.Thread(target=self._work, args=(inbox,), name="holdfast-call", daemon=True))
@@ -237,16 +266,38 @@ class DaemonCalls:
         """Forget all threads: a forked child has none of them."""
         self._idle.clear()
 
-    def _work(self, inbox: queue.SimpleQueue[_Call]) -> None:
-        while True:
+    def end_idle(self) -> None:
+        """End the idle threads."""
+        with suppress(IndexError):
+            while True:
+                inbox, thread = self._idle.pop()
+                inbox.put(None)
+                _join(thread)
+
+    def _work(self, inbox: queue.SimpleQueue[_Call | None]) -> None:
+        idle = inbox, threading.current_thread()
+        while (call := inbox.get()) is not None:
             # Idle before the result is there: the thread that gets it may make the next call on this one.
-            _carry_out(*inbox.get(), note_done=lambda: self._idle.append(inbox))
+            _carry_out(*call, note_done=lambda: self._idle.append(idle))
+            del call  # This thread keeps nothing alive while it waits.
 
 
 CALLS = DaemonCalls()
 """For calls that a training thread waits for in slices, so that it handles signals and can give up."""
 
 os.register_at_fork(after_in_child=CALLS.forget_threads)
+
+
+def end_idle_threads() -> None:
+    """End the threads that wait for calls: what follows a training, a test for example, may count threads."""
+    CALLS.end_idle()
+    for each in list(_QUEUES):
+        each.end_if_idle()
+
+
+def _join(thread: threading.Thread) -> None:
+    if thread is not threading.current_thread():
+        thread.join()
 
 
 def wait_in_slices(future: Future[T], seconds: float, clock: Clock, note_slice: Callable[[], None]) -> T:

@@ -48,6 +48,7 @@ def model_state(content: ExportContent, options: ExportOptions) -> tuple[str, St
             for name, value in builder.values(plain, key).items():
                 state[name if model.key else below(key, name)] = value
     builder.log_left_out()
+    builder.sort(model.key, state)
     return model.key, state
 
 
@@ -76,6 +77,7 @@ class _StateBuilder:
     def __init__(self, content: ExportContent, dtype: str | None, model: Mapping[str, str]) -> None:
         self._content, self._dtype, self._model = content, dtype, model
         self._referred: set[str] = set()
+        self._places_in_order = {name: place for place, name in enumerate(content.order)}
         self._left_out: list[str] = []
         self._tied: dict[str, set[str]] = {}
         self.places: dict[str, tuple[str, State]] = {}
@@ -97,7 +99,17 @@ class _StateBuilder:
         for fqn in (*self._content.tensors, *self._content.aliases):
             if fqn not in self._referred:
                 self._place(fqn)
+        for path, (kind, state) in self.places.items():
+            if kind != "optimizer":
+                self.sort(path, state)
         return root
+
+    def sort(self, path: str, state: State) -> None:
+        """Put the names of a dict or module into their order in the state that was saved."""
+        places = self._places_in_order
+        items = sorted(state.items(), key=lambda item: places.get(below(path, item[0]), len(places)))
+        state.clear()
+        state.update(items)
 
     def log_left_out(self) -> None:
         """Log the values that the file cannot hold."""

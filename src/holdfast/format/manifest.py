@@ -82,6 +82,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             **({} if manifest.health is None else {"health": encode_health(manifest.health)}),
             **({} if manifest.timeline.number == 1 else {"timeline": encode_timeline(manifest.timeline)}),
             **({"optimizers": _encoded_optimizers(manifest.optimizers)} if manifest.optimizers else {}),
+            **({"order": list(manifest.order)} if manifest.order else {}),
             "state": values.encode(manifest.tree, ""),
         }
     )
@@ -128,6 +129,7 @@ class _ManifestDocument(_RunFieldsDocument, kw_only=True):
     metrics: object = None
     health: object = None
     optimizers: dict[Text, _OptimizerDocument] | None = None
+    order: tuple[_Whole, ...] = ()
     state: object
 
 

@@ -38,6 +38,7 @@ class _PartDocument(msgspec.Struct):
     nonfinite: CountedDocument | UnsetType = UNSET
     replicas: ReplicasDocument | UnsetType = UNSET
     optimizers: dict[str, OptimizerRecord] | UnsetType = UNSET
+    order: tuple[str, ...] | UnsetType = UNSET
     world_size: int = 0
     digest: bytes = b""
 
@@ -86,6 +87,9 @@ class RankPart:
     optimizers: Mapping[str, OptimizerRecord] = field(default_factory=dict)
     """Class and state keys of each optimizer, by path; from the same ranks as `tree`."""
 
+    order: tuple[str, ...] = ()
+    """Names in the order of the state; from the same ranks as `tree`."""
+
 
 def require_part_of(part: RankPart, rank: int, attempt: str, where: str) -> None:
     """Refuse the part of another rank or attempt.
@@ -115,6 +119,7 @@ def encode_part(part: RankPart) -> bytes:
             UNSET if part.counted is None else dict(part.counted),
             replicas_document(part.replicas),
             dict(part.optimizers) if part.optimizers else UNSET,
+            part.order or UNSET,
             part.world_size,
             bytes(DIGEST_BYTES),
         )
@@ -166,4 +171,5 @@ def decode_part(data: bytes, where: str, tables: TensorTables | None = None) -> 
         replicas_in(document.replicas, where),
         document.world_size,
         {} if isinstance(document.optimizers, UnsetType) else document.optimizers,
+        () if isinstance(document.order, UnsetType) else document.order,
     )

@@ -27,6 +27,7 @@ from contextlib import suppress
 
 from holdfast.clock import Clock
 from holdfast.errors import CheckpointError, ConflictError, UnavailableError
+from holdfast.interrupts import start_thread
 from holdfast.leases.process import is_gone, this_process
 from holdfast.ports.store import Store
 from holdfast.repository.overwriting import (
@@ -94,7 +95,7 @@ class PathClaim:
 
     def _start(self) -> None:
         try:
-            self._thread.start()
+            start_thread(self._thread)
         except RuntimeError as error:
             raise UnavailableError(
                 f"{self._store.url}: no thread could be started for the heartbeat of the overwrite ({error}); expected "

@@ -32,6 +32,7 @@ from collections.abc import Collection
 from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.clock import Clock
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
+from holdfast.interrupts import start_thread
 from holdfast.leases.process import can_be_seen, is_gone, this_process
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import exists, manifest_digest
@@ -177,7 +178,7 @@ class ReaderLease:
     def _keep_renewing(self, *, is_stored: bool) -> None:
         if is_stored and self._thread is None:
             self._thread = threading.Thread(target=self._renew, name="holdfast-reader", daemon=True)
-            self._thread.start()
+            start_thread(self._thread)
 
     @property
     def is_stored(self) -> bool:

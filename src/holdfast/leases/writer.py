@@ -36,6 +36,7 @@ from contextlib import contextmanager, suppress
 from holdfast.clock import Clock, SystemClock
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, UnavailableError
 from holdfast.format.names import EPOCH_MAX
+from holdfast.interrupts import start_thread
 from holdfast.leases.process import is_gone, is_this_process, this_process
 from holdfast.ports.store import Store
 from holdfast.repository import epochs
@@ -224,7 +225,7 @@ class _Heartbeat:
         """
         thread = threading.Thread(target=self._renew, name="holdfast-epoch", daemon=True)
         try:
-            thread.start()
+            start_thread(thread)
         except RuntimeError as error:
             raise UnavailableError(
                 f"epoch {self.epoch}: no thread could be started for the heartbeat ({error}); expected one. End some "

@@ -9,7 +9,7 @@ tree of an optimizer keeps hyperparameters by parameter, not by group.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.errors import CorruptError, InvalidError
@@ -83,7 +83,7 @@ def names_in(content: ExportContent, *, flat_optimizers: bool) -> PieceNames:
     items = dict(content.tree.items)
     record: Any = items.pop(PIECES_RECORD, None)
     items.pop(MARK, None)
-    rest = ExportContent(content.tensors, content.aliases, Group("dict", items))
+    rest = replace(content, tree=Group("dict", items))
     is_ours = isinstance(record, dict)
     derived, state = _derived(rest, flat_optimizers=flat_optimizers and not is_ours)
     if not is_ours:

@@ -18,7 +18,6 @@ from holdfast.geometry.tensor_piece import TensorPiece
 from holdfast.pieces.names import PieceNames, names_in
 from holdfast.pieces.torch_bytes import torch_bytes
 from holdfast.settings import Settings
-from holdfast.types.export import ExportContent
 from holdfast.types.plan import WantedBoxes
 
 
@@ -117,6 +116,4 @@ class BoxReader:
 
     @cached_property
     def _names(self) -> PieceNames:
-        manifest = self._checkpoint.manifest
-        content = ExportContent(self._checkpoint.index.tensors, manifest.aliases, manifest.tree)
-        return names_in(content, flat_optimizers=self._flat_optimizers)
+        return names_in(self._checkpoint.content, flat_optimizers=self._flat_optimizers)

@@ -196,7 +196,9 @@ class PieceWriter:
             tree = tree_of_pieces(_merged(written), paths or {}, self.url)
             if mark is not None:
                 tree.items[MARK] = dict(mark)
-            whole = replace(own_part, tree=codec.dumps(codec.encode(tree, "")))
+            ways = (path[:depth] for path in (paths or {}).values() for depth in range(1, len(path) + 1))
+            order = tuple(dict.fromkeys(".".join(map(str, way)) for way in ways))
+            whole = replace(own_part, tree=codec.dumps(codec.encode(tree, "")), order=order)
             own_vote = _done(attempt, lambda: attempt.write_part(whole))
             attempt.commit_vote.carry({each.rank: each.vote for each in written if each.vote is not None})
             over = Latch()

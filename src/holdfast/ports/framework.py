@@ -194,6 +194,9 @@ class Collected:
     subclasses: Mapping[str, FrameworkValue] = field(default_factory=dict)
     """What the tree holds for each tensor subclass, by its name; all ranks that hold one must have the same."""
 
+    order: Sequence[str] = ()
+    """Names in the order of the state: of tensors, and of items of dicts and modules."""
+
 
 @value_class
 class Wanted(WantedBoxes):

@@ -18,6 +18,7 @@ from holdfast.format.index.index_checks import require_pairs
 from holdfast.format.index.tensor_table import TensorTables
 from holdfast.format.names import part_name
 from holdfast.format.part import RankPart, decode_part, require_part_of
+from holdfast.format.state_order import numbers_of
 from holdfast.format.values import values
 from holdfast.repository.catalog import read_file
 from holdfast.saving.health.health_findings import Findings
@@ -59,6 +60,9 @@ class MergedParts:
     optimizers: dict[str, OptimizerRecord]
     """Class and state keys of each optimizer, by path."""
 
+    order: tuple[int, ...]
+    """Numbers of names in the order of the state, as the manifest has them."""
+
 
 def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote], chunk_bytes: int) -> MergedParts:
     """Read the part of every rank, this one included, prove that they form a whole, and return the merged parts.
@@ -76,6 +80,7 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
     layouts: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
     findings = Findings()
     optimizers: dict[str, OptimizerRecord] = {}
+    order: dict[str, None] = {}
     records = [FileRecord(part_name(rank), vote.part_bytes, vote.part_digest) for rank, vote in enumerate(votes)]
     files = ordered_parallel_map(
         lambda record: read_file(location.store, location.folder, attempt, record),
@@ -88,19 +93,14 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
         packs += part.packs
         for path, record in part.optimizers.items():
             optimizers[path] = _joined(optimizers.get(path, record), record)
+        order |= dict.fromkeys(part.order)
         findings.add(rank, part.counted, part.replicas)
         for alias, fqn in part.aliases.items():
             aliases.setdefault(alias, fqn)
         for mesh, placements, count in part.layouts:
             layouts[mesh, placements] = max(count, layouts.get((mesh, placements), 0))
         if part.tree is not None:
-            part_tree = values.decode(values.loads(part.tree), "")
-            if not isinstance(part_tree, Group):
-                raise CorruptError(
-                    f"{location.url}: the part of rank {rank} holds no state; expected the root of its "
-                    "values. Save again"
-                )
-            _merge_into(tree.items, part_tree.items)
+            _merge_into(tree.items, _tree_in(part.tree, rank, location.url).items)
     with GcPause():
         index = merging.merged()
         require_exact_cover(index, int(attempt, 16) >> 8, location.url)
@@ -113,7 +113,26 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
     )
     numbers = index.table.numbers
     stored = {alias: fqn for alias, fqn in aliases.items() if fqn in numbers and alias not in numbers}
-    return MergedParts(index, tuple(packs), tuple(records), tree, stored, provenance, findings, optimizers)
+    return MergedParts(
+        index,
+        tuple(packs),
+        tuple(records),
+        tree,
+        stored,
+        provenance,
+        findings,
+        optimizers,
+        numbers_of(order, numbers, stored, tree),
+    )
+
+
+def _tree_in(data: bytes, rank: int, where: str) -> Group:
+    tree = values.decode(values.loads(data), "")
+    if not isinstance(tree, Group):
+        raise CorruptError(
+            f"{where}: the part of rank {rank} holds no state; expected the root of its values. Save again"
+        )
+    return tree
 
 
 def _joined(first: OptimizerRecord, second: OptimizerRecord) -> OptimizerRecord:

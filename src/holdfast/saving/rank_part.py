@@ -32,6 +32,7 @@ class PartBuilder:
         self._layouts = layouts_of(collected) if is_leader else ()
         self._tree = fingerprint.tree_bytes if is_leader else None
         self._optimizers = dict(collected.optimizers) if is_leader else {}
+        self._order = tuple(collected.order) if is_leader else ()
         self._replicas = replicas_of(collected, agreement) if settings.compare_replicas else None
         shards = collected.shards if settings.count_nonfinite else ()
         self._roles = {local.shard.tensor.fqn: local.shard.role for local in shards}
@@ -68,6 +69,7 @@ class PartBuilder:
             replicas=self._replicas,
             world_size=self._job.comm.world_size,
             optimizers=self._optimizers,
+            order=self._order,
         )
 
 

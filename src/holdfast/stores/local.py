@@ -224,13 +224,14 @@ class LocalStore(FileReading):
     def _rename_into(self, new_folder: int, parts: tuple[str, ...], new_name: str, where: str) -> None:
         try:
             with self._folders.opened(parts[:-1]) as folder:
-                _require_regular(self._syscalls.stat(parts[-1], dir_fd=folder), where)
+                status = self._syscalls.stat(parts[-1], dir_fd=folder)
         except FileNotFoundError as absent:
             # A network file system may repeat a call whose reply was lost. Nobody else uses the new name.
             with suppress(FileNotFoundError):
                 self._syscalls.stat(new_name, dir_fd=new_folder)
                 return
             raise MissingError(f"{where}: no such object") from absent
+        _require_regular(status, where)
         with self._folders.opened(parts[:-1]) as folder:
             # If this finds no file, one of the two folders or the object was removed: the caller tries again.
             self._syscalls.rename(parts[-1], new_name, dir_fd=folder, new_dir_fd=new_folder)
@@ -281,8 +282,13 @@ class LocalStore(FileReading):
     def _in_folder(self, parts: tuple[str, ...], act: Callable[[int], _Result]) -> _Result:
         """Call `act` with an open folder, created if missing; try again if another process removed it meanwhile."""
         for _ in range(_TRIES - 1):
-            with suppress(FileNotFoundError), self._folders.opened(parts, create=True) as folder:
-                return act(folder)
+            try:
+                with self._folders.opened(parts, create=True) as folder:
+                    return act(folder)
+            except MissingError:
+                raise  # The object itself is absent.
+            except FileNotFoundError:
+                continue
         with self._folders.opened(parts, create=True) as folder:
             return act(folder)
 

@@ -54,6 +54,8 @@ def translated(doing: str, where: str, *, writing: bool = False) -> Iterator[Non
     """
     try:
         yield
+    except CheckpointError:
+        raise  # `MissingError` is an `OSError`, and has its text already.
     except OSError as error:
         code = error.errno or 0
         kind, act = KINDS.get(code, (UnavailableError, "retry, or check the machine"))

@@ -17,6 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from holdfast.engine.memory_limits import host_identity
+from holdfast.errors import CheckpointError
 from holdfast.format.digest import short_digest_of
 from holdfast.ports.store import Store
 from holdfast.repository.reports import decode_reports, encode_reports, put_reports
@@ -81,8 +82,13 @@ class NodeReports:
         except OSError:
             put_reports(store, folder, [report])  # The rank cannot meet the others.
             return
-        with suppress(FileNotFoundError), _locked(meeting):
-            self._store_all(meeting, store, folder, report)
+        try:
+            with _locked(meeting):
+                self._store_all(meeting, store, folder, report)
+        except CheckpointError:
+            raise  # Of the store, which may lack its bucket.
+        except FileNotFoundError:
+            return  # Another rank has stored the reports.
 
     def _store_all(self, meeting: Path, store: Store, folder: str, own: RankReport) -> None:
         """Store what the ranks have put into their meeting, if this rank's report is not stored yet."""

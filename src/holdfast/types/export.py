@@ -91,6 +91,9 @@ class ExportContent:
     tree: Group
     """All values that are not tensors."""
 
+    order: tuple[str, ...] = ()
+    """Names in the order of the state: of tensors, and of items of dicts and modules. Others follow them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportOptions:

@@ -46,6 +46,9 @@ class ForeignListing:
     """The non-tensor state, of kind `dict`, as Holdfast would save it. If the format distinguishes them, `model` is of
     kind `module` and `optimizer` of kind `optimizer`."""
 
+    order: Sequence[str] = ()
+    """Names in the order of the state, of tensors and of items of dicts; empty if the format keeps none."""
+
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Tied names: alias to listed FQN."""
 

@@ -148,6 +148,9 @@ class Manifest:
     optimizers: dict[str, OptimizerRecord] = field(default_factory=dict)
     """Class and state keys of each optimizer, by its path in the state; empty if none is known."""
 
+    order: tuple[int, ...] = ()
+    """Numbers of names in the order of the state (`format/state_order.py`); empty if it is unknown."""
+
     digest: str = field(default="", compare=False)
     """xxh3-128 of the manifest's own bytes up to this field, in hex."""
 

@@ -319,3 +319,61 @@ def test_slurm_requeues_and_the_next_job_resumes(tmp_path: Path, monkeypatch: py
     again = Model()
     assert job(again, 4).global_step == 4
     assert same(weights(again), weights(model))
+
+
+class Accumulating(lightning.LightningModule):
+    """One weight, whose gradient is the sum of the batch."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        super().__init__()
+        self.layer, self.fails_at = torch.nn.Linear(1, 1, bias=False), fails_at
+
+    def training_step(self, batch: torch.Tensor, number: int) -> torch.Tensor:
+        if number == self.fails_at:
+            raise RuntimeError("preempted")
+        return self.layer(batch).sum()
+
+    def validation_step(self, batch: torch.Tensor, number: int) -> None:
+        pass
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+AMID = {
+    "two of three batches": (5, {"accumulate_grad_batches": 3}, True),
+    "a batch fails after a step": (3, {"accumulate_grad_batches": 3}, False),
+    "no accumulation": (4, {}, False),
+    "validation in between": (None, {"accumulate_grad_batches": 3, "val_check_interval": 2}, True),
+    "validation at a step": (None, {"accumulate_grad_batches": 3, "val_check_interval": 3}, False),
+}
+
+
+@pytest.mark.parametrize("case", AMID)
+def test_a_checkpoint_amid_accumulation_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str) -> None:
+    fails_at, options, is_amid = AMID[case]
+    saving = ModelCheckpoint(tmp_path / "kept", "c", save_on_exception=fails_at is not None, save_top_k=-1)
+    trainer = trainer_with(tmp_path, -1, saving, max_epochs=1, num_sanity_val_steps=0, **options)
+    batches = torch.utils.data.DataLoader(torch.arange(6.0).reshape(6, 1))
+    model = Accumulating(fails_at)
+    if fails_at is None:
+        trainer.fit(model, batches, batches)
+    else:
+        with pytest.raises(RuntimeError, match="preempted"):
+            trainer.fit(model, batches)
+    assert list((tmp_path / "kept").iterdir()), "it is saved in any case"
+    assert ("saved in the middle of gradient accumulation" in caplog.text) is is_amid
+
+
+def test_a_script_begins_anew_where_no_checkpoint_is(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nothing is there"):
+        trainer_with(tmp_path, 1).fit(Model(), loader(), ckpt_path=tmp_path / "absent.ckpt")
+
+
+def test_names_of_a_loaded_checkpoint_are_in_the_order_of_the_model(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path / "kept", "a")
+    model = Model()
+    trainer_with(tmp_path, 1, saving).fit(model, loader())
+    found = HoldfastCheckpointIO().load_checkpoint(tmp_path / "kept" / "a.ckpt")
+    assert list(found["state_dict"]) == list(model.state_dict())
+    assert list(load_from_checkpoint(Model, tmp_path / "kept" / "a.ckpt").state_dict()) == list(model.state_dict())

@@ -252,6 +252,55 @@ def test_a_checkpoint_that_was_not_loaded_is_not_saved_over(tmp_path: Path) -> N
         numbered(tmp_path).accelerator.save_state()
 
 
+def test_a_new_training_in_a_used_project_is_refused_and_leaves_it_alone(tmp_path: Path) -> None:
+    job = numbered(tmp_path, total_limit=2)
+    for _ in range(3):
+        job.accelerator.save_state()
+    before = kept(tmp_path)
+    assert before == ["checkpoint_1", "checkpoint_2"]
+    new = numbered(tmp_path, total_limit=2)
+    for iteration, wait in ((0, True), (0, False), (1, True), (2, True)):
+        new.accelerator.project_configuration.iteration = iteration
+        with pytest.raises(InvalidError, match=r"Call load_state\(\) before the first save"):
+            new.accelerator.save_state(wait=wait)
+    assert kept(tmp_path) == before
+
+
+def test_a_new_training_in_a_used_project_may_count_on_from_the_old_one(tmp_path: Path) -> None:
+    job = numbered(tmp_path, iteration=5)
+    job.train(1)
+    job.accelerator.save_state()
+    new = numbered(tmp_path, total_limit=1)
+    with pytest.raises(InvalidError, match=r"set accelerator.project_configuration.iteration = 6"):
+        new.accelerator.save_state()
+    new.accelerator.project_configuration.iteration = 6
+    new.accelerator.save_state()
+    assert kept(tmp_path) == ["checkpoint_6"]
+    expected = new.train(2)
+    again = numbered(tmp_path)
+    again.accelerator.load_state()
+    assert again.train(2) == expected, "the newest save is that of the new training"
+
+
+def test_a_checkpoint_from_elsewhere_begins_a_training_in_a_used_project(tmp_path: Path) -> None:
+    numbered(tmp_path / "other").accelerator.save_state()
+    job = numbered(tmp_path / "used", iteration=4)
+    job.accelerator.save_state()
+    new = numbered(tmp_path / "used")
+    new.accelerator.load_state(tmp_path / "other" / "checkpoints" / "checkpoint_0")
+    assert new.accelerator.save_state().name == "checkpoint_5"
+
+
+def test_what_accelerate_itself_saved_is_an_earlier_training_too(tmp_path: Path) -> None:
+    import accelerate
+
+    Job(accelerate.Accelerator, project_config=naming_in(tmp_path, iteration=2)).accelerator.save_state()
+    with pytest.raises(
+        InvalidError, match="holds checkpoint_2 of an earlier training, and this one has loaded nothing"
+    ):
+        numbered(tmp_path).accelerator.save_state()
+
+
 # ------------------------------------------------------------------------------------------------ what differs
 
 

@@ -102,6 +102,21 @@ def test_a_state_comes_back_by_the_verbs(tmp_path: Path, trained: Any, flatten: 
     require_equal(into, state)
 
 
+def test_ids_of_saves_and_loads_are_those_of_the_metadata(tmp_path: Path) -> None:
+    writer, reader = dcp.HoldfastWriter(tmp_path / "it", overwrite=True), dcp.HoldfastReader(tmp_path / "it")
+    ids = []
+    for number in range(2):
+        described = torch_dcp.save({"a": torch.full((2,), float(number))}, storage_writer=writer)
+        torch_dcp.load({"a": torch.zeros(2)}, storage_reader=reader)
+        read = reader.read_metadata().storage_meta
+        assert read.save_id == writer.save_id == described.storage_meta.save_id
+        assert read.load_id == reader.load_id
+        ids += [writer.save_id, reader.load_id]
+    assert ids[0] != ids[2] and not {ids[0], ids[2]} & {ids[1], ids[3]}
+    holdfast.save(tmp_path / "plain", {"a": torch.zeros(2)}, process_group=False)
+    assert dcp.HoldfastReader(tmp_path / "plain").read_metadata().storage_meta.save_id is None
+
+
 @pytest.mark.parametrize("planner", ["default", "caching", "unflattened", "lowest rank"])
 def test_every_default_planner(tmp_path: Path, trained: Any, planner: str) -> None:
     options: dict[str, dict[str, bool]] = {

@@ -315,6 +315,85 @@ def test_an_absent_checkpoint_is_named(ours: ModuleType, tmp_path: Path) -> None
         ours.HoldfastCheckpointIO().load_checkpoint(tmp_path / "none.ckpt")
 
 
+@pytest.mark.parametrize("kind", ["HoldfastCheckpointIO", "HoldfastModelParallelStrategy"])
+def test_an_absent_checkpoint_is_a_file_that_is_not_found(ours: ModuleType, tmp_path: Path, kind: str) -> None:
+    loads = getattr(ours, kind)()
+    loads.model, loads.optimizers = trained()[0], []
+    with pytest.raises(FileNotFoundError, match="nothing is there"):
+        loads.load_checkpoint(tmp_path / "absent.ckpt")
+
+
+def test_names_of_the_model_come_back_in_its_order(ours: ModuleType, tmp_path: Path) -> None:
+    model, optimizer = trained()
+    checkpoint = dumped(model, optimizer)
+    ours.HoldfastCheckpointIO().save_checkpoint(checkpoint, tmp_path / "a.ckpt")
+    loaded = ours.HoldfastCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")
+    assert list(loaded["state_dict"]) == list(model.state_dict()) and list(loaded) == list(checkpoint)
+    moved = ours.HoldfastCheckpointIO().load_checkpoint(tmp_path / "a.ckpt", map_location="meta")
+    assert list(moved["state_dict"]) == list(model.state_dict())
+    strategy = strategy_with(ours, model, optimizer)
+    strategy.save_checkpoint(dumped_by(strategy), tmp_path / "b.ckpt")
+    loaded = ours.HoldfastCheckpointIO().load_checkpoint(tmp_path / "b.ckpt")
+    assert list(loaded["state_dict"]) == list(model.state_dict())
+
+
+def progress_of(batches: int, steps: int, cleared: int) -> dict[str, Any]:
+    """The progress in a checkpoint of Trainer: batches, optimizer steps and cleared gradients of this epoch."""
+    step, zero_grad = ({"total": {"completed": 9}, "current": {"ready": n, "completed": n}} for n in (steps, cleared))
+    return {
+        "fit_loop": {
+            "epoch_loop.batch_progress": {"current": {"ready": batches, "processed": batches, "completed": batches}},
+            "epoch_loop.automatic_optimization.optim_progress": {"optimizer": {"step": step, "zero_grad": zero_grad}},
+        }
+    }
+
+
+ACCUMULATED = {
+    "two of three batches": (progress_of(5, 1, 2), True),
+    "the first of three": (progress_of(1, 0, 1), True),
+    "after a step": (progress_of(6, 2, 2), False),
+    "a batch that failed, without accumulation": (progress_of(4, 4, 5), False),
+    "an epoch that begins": (progress_of(0, 0, 0), False),
+    "no training": ({}, False),
+}
+
+
+@pytest.mark.parametrize("case", ACCUMULATED)
+def test_a_save_amid_accumulation_is_a_warning(
+    ours: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture, case: str
+) -> None:
+    loops, is_amid = ACCUMULATED[case]
+    ours.HoldfastCheckpointIO().save_checkpoint(
+        {"global_step": 7, "optimizer_states": [], "loops": loops}, tmp_path / "a.ckpt"
+    )
+    assert (f"{tmp_path}/a.ckpt: saved in the middle of gradient accumulation" in caplog.text) is is_amid
+    assert holdfast.open_checkpoint(tmp_path / "a.ckpt").objects["global_step"] == 7, "it is saved in any case"
+
+
+def test_a_strategy_warns_too_but_not_of_weights_alone(
+    ours: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loops = progress_of(5, 1, 2)
+    ours.HoldfastCheckpointIO().save_checkpoint({"global_step": 7, "loops": loops}, tmp_path / "weights.ckpt")
+    assert "accumulation" not in caplog.text
+    strategy = strategy_with(ours, *trained())
+    strategy.save_checkpoint(dumped_by(strategy, loops=loops), tmp_path / "b.ckpt")
+    assert f"{tmp_path}/b.ckpt: saved in the middle of gradient accumulation" in caplog.text
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_training_leaves_no_thread(ours: ModuleType, tmp_path: Path, background: bool) -> None:
+    def threads() -> set[threading.Thread]:
+        return {each for each in threading.enumerate() if each.name.startswith("holdfast")}
+
+    before, keeper = threads(), ours.HoldfastCheckpointIO(background=background)
+    for number in range(2):  # The second training starts threads anew.
+        keeper.save_checkpoint(dumped(*trained()), tmp_path / f"{number}.ckpt")
+        keeper.load_checkpoint(tmp_path / f"{number}.ckpt")
+        keeper.teardown()
+        assert threads() <= before
+
+
 def test_what_a_load_would_not_return_is_refused_with_its_path(ours: ModuleType, tmp_path: Path) -> None:
     keeper = ours.HoldfastCheckpointIO()
     parameters = {"net": torch.nn.Linear(2, 2), "layers": [torch.nn.ReLU()], "width": 2}

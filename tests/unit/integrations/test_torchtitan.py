@@ -178,6 +178,34 @@ def test_a_training_goes_on_where_it_was_saved(tmp_path: Path, mode: str) -> Non
     assert [record.step for record in holdfast.api.list_steps(tmp_path / "checkpoint").steps] == [2, 4, 6]
 
 
+@pytest.mark.parametrize("mode", ["DISABLED", "ASYNC_with_pinned_MEM"])
+def test_a_mode_may_be_written_in_any_case(tmp_path: Path, mode: str) -> None:
+    training = Training(tmp_path, async_mode=mode)
+    training.train(2)
+    training.close()
+    assert training.manager._config.async_mode == mode.lower()
+    assert [record.step for record in holdfast.api.list_steps(tmp_path / "checkpoint").steps] == [2]
+
+
+def test_a_step_that_is_not_there_is_named_with_its_option(trained: Training, tmp_path: Path) -> None:
+    for place, said in ((tmp_path, "committed, newest first: 4, 2"), (tmp_path / "new", "no root of a run")):
+        training = Training(place)
+        with pytest.raises(FileNotFoundError, match=rf"--checkpoint.load_step=3 is not found: .*{said}"):
+            training.manager.load(step=3)
+        training.close()
+    again = Training(tmp_path)
+    assert again.manager.load(step=2) and again.step == 2
+    again.close()
+
+
+def test_an_initial_path_that_is_not_there_is_no_step(tmp_path: Path) -> None:
+    training = Training(tmp_path, initial_load_path=str(tmp_path / "absent"))
+    with pytest.raises(MissingError, match="absent") as missing:
+        training.manager.load()
+    assert "load_step" not in str(missing.value)
+    training.close()
+
+
 def test_parameters_are_saved_under_their_own_names(trained: Training, tmp_path: Path) -> None:
     stored = holdfast.open_checkpoint(tmp_path / "checkpoint", step=4)
     model = {name for name in stored.tensors if name.startswith("model.")}

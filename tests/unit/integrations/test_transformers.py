@@ -433,11 +433,30 @@ def test_another_model_is_refused_with_a_way_out_that_works(tmp_path: Path) -> N
     made(tmp_path / "other", model=larger, options={"start_over": True}).train()
 
 
+def test_a_folder_of_another_training_is_named_with_its_own_root(tmp_path: Path) -> None:
+    made(tmp_path / "one").train()
+    wanted = f"{tmp_path / 'one'}/../one/checkpoint-4"
+    with pytest.raises(MissingError, match=r"pass resume_from_checkpoint='(.*)'") as missing:
+        made(tmp_path / "two").train(resume_from_checkpoint=wanted)
+    begun: list[int] = []
+    way_out = str(missing.value).partition("resume_from_checkpoint='")[2].removesuffix("'")
+    made(tmp_path / "two", on_step=begun.append, max_steps=6).train(resume_from_checkpoint=way_out)
+    assert begun == [5, 6]
+    for absent in (tmp_path / "one" / "checkpoint-7", tmp_path / "three" / "checkpoint-4"):
+        with pytest.raises(MissingError, match=r"is not there; .*Holdfast does not have the step either: ") as missing:
+            made(tmp_path / "four").train(resume_from_checkpoint=str(absent))
+        assert str(absent.parent / "_holdfast") in str(missing.value) and "resume_from_checkpoint=" not in str(
+            missing.value
+        )
+
+
 def test_a_folder_of_trainers_that_is_not_there_is_named_with_the_step(tmp_path: Path) -> None:
     made(tmp_path).train()
     for wanted in ("checkpoint-4", str(tmp_path / "checkpoint-4")):
         with pytest.raises(MissingError, match=r"checkpoint-4: is not there.*pass resume_from_checkpoint=4 or True"):
             made(tmp_path).train(resume_from_checkpoint=wanted)
+    with pytest.raises(MissingError, match=r"checkpoint-3: is not.*no committed step 3; committed, newest first: 4, 2"):
+        made(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     holdfast.api.tag(root_of(tmp_path), 2, "checkpoint-4")
     begun: list[int] = []
     made(tmp_path, on_step=begun.append).train(resume_from_checkpoint="checkpoint-4")

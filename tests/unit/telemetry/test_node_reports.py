@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.errors import UnavailableError
+from holdfast.errors import CheckpointError, InvalidError, MissingError, UnavailableError
 from holdfast.ports.store import Store
 from holdfast.repository.reports import reports_in
 from holdfast.stores.memory import MemoryStore
@@ -99,6 +99,16 @@ def test_what_one_rank_could_not_store_the_next_stores() -> None:
     assert stored(store) == {file_of(0): [0]}
     NodeReports(2, identities, "job").put(store, "", report(2))
     assert stored(store) == {file_of(0): [0, 1, 2]}
+
+
+@pytest.mark.parametrize("kind", [UnavailableError, MissingError, InvalidError])
+def test_an_error_of_storage_is_raised_whatever_its_kind(kind: type[CheckpointError]) -> None:
+    store = FaultyStore(
+        MemoryStore(uuid.uuid4().hex),
+        Faults(raise_error(lambda key: kind(f"{key}: there is no bucket")), names={"put"}, lasting=True),
+    )
+    with pytest.raises(kind, match="there is no bucket"):
+        NodeReports(0, [HERE] * 2, "job").put(store, "", report(0))
 
 
 def test_storage_that_takes_no_reports_leaves_a_few_of_them_on_the_node(folder: Path) -> None:

@@ -80,6 +80,7 @@ def is_module_state(value: object) -> TypeGuard[dict[str, object]]:
 def module_state(value: dict[str, object], path: str, tensors: TorchTensors) -> Group:
     """Add the tensors of a module's state dict under a path; return its extra state."""
     extra = {}
+    tensors.order += [below(path, key) for key in value]
     for key, item in value.items():
         if isinstance(item, StoredTensor):
             tensors.add(below(path, key), item)
@@ -103,6 +104,7 @@ def _branch(value: dict[str, object], path: str, tensors: TorchTensors, holders:
     """
     items: dict[str, Value] = {}
     require_short(path)
+    tensors.order += [below(path, key) for key in value]
     for key, item in value.items():
         name = below(path, key)
         if isinstance(item, StoredTensor):

@@ -33,6 +33,8 @@ class TorchTensors:
         self.specs: dict[str, TensorSpec] = {}
         self.files: dict[str, int] = {}
         """Bytes of each file that holds tensors."""
+        self.order: list[str] = []
+        """Names in the order of the state."""
         self.remarks: list[str] = []
         """Remarks for the user."""
         self._pieces: dict[str, list[ListedPiece]] = {}
@@ -84,6 +86,7 @@ class TorchTensors:
             pieces=self._pieces,
             files=self.files,
             tree=tree,
+            order=self.order,
             aliases=self._aliases,
             remarks=self.remarks,
         )

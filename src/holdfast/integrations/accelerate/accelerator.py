@@ -54,6 +54,8 @@ class Accelerator(accelerate.Accelerator):
         self._settings = Settings() if settings is None else settings
         self._per_rank: dict[int, PerRank] = {}
         """Registered objects that differ by process, by the identity of the object inside."""
+        self._is_new = True
+        """Whether it has neither loaded nor saved anything."""
         self._saves: list[tuple[str, SaveHandle]] = []
         """Saves in the background whose end no call has seen yet, with their folders; the same on every process."""
         self._failures: list[BaseException] = []
@@ -121,6 +123,7 @@ class Accelerator(accelerate.Accelerator):
             self._remove_oldest(place.folder)
         else:
             self._saves.append((place.folder, holdfast.async_save(place.folder, state, **chosen)))
+        self._is_new = False
         self.project_configuration.iteration += 1
         return Path(place.folder)
 
@@ -159,6 +162,7 @@ class Accelerator(accelerate.Accelerator):
                     raise
                 if self.is_main_process:
                     logger.warning("%s: damaged, and passed over for an older checkpoint: %s", folder, error)
+        self._is_new = False
         if self.project_configuration.automatic_checkpoint_naming:
             root = folders.root_of(self)
             number = agreed(lambda: folders.next_number(root) if self.is_main_process else 0)
@@ -226,7 +230,9 @@ class Accelerator(accelerate.Accelerator):
                 "and a resumed run would lose the gradients so far; expected a call after the optimizer's step. Save "
                 "where accelerator.sync_gradients is true"
             )
-        return folders.place_to_save(self, output_dir, self._settings) if self.is_main_process else None
+        if not self.is_main_process:
+            return None
+        return folders.place_to_save(self, output_dir, self._settings, is_new=self._is_new)
 
     def _settle(self, *, also_counted: bool) -> None:
         """Forget the saves in the background that have ended, and raise the error of one that failed. A collective.

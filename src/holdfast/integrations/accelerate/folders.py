@@ -78,11 +78,19 @@ def numbered_folders(root: str) -> list[tuple[int, str]]:
     return []
 
 
-def place_to_save(accelerator: accelerate.Accelerator, output_dir: object, settings: Settings) -> Place:
+def place_to_save(
+    accelerator: accelerate.Accelerator, output_dir: object, settings: Settings, *, is_new: bool
+) -> Place:
     """Return where the next checkpoint goes, and make its folder. On process 0 only.
 
+    Args:
+        accelerator: The accelerator.
+        output_dir: As `save_state`.
+        settings: How to read what is there.
+        is_new: Whether the training has neither loaded nor saved anything.
     Raises:
-        InvalidError: No folder is given, or a checkpoint is there that must stay.
+        InvalidError: No folder is given, a checkpoint is there that must stay, or the project is that of another
+            training.
         ConflictError: Another integration, or a job without one, saves there.
     """
     if accelerator.project_configuration.automatic_checkpoint_naming:
@@ -93,6 +101,13 @@ def place_to_save(accelerator: accelerate.Accelerator, output_dir: object, setti
             raise InvalidError(
                 f"{folder}: is a checkpoint already; expected none under iteration {number}. Call load_state() before "
                 "the first save, or set accelerator.project_configuration.iteration, or choose another project_dir"
+            )
+        if is_new and number < (free := next_number(root)):
+            raise InvalidError(
+                f"{root}: holds checkpoint_{free - 1} of an earlier training, and this one has loaded nothing; "
+                f"expected none after iteration {number}: load_state() would resume the old training, and total_limit "
+                "would remove the new checkpoints. Call load_state() before the first save to go on. To begin anew, "
+                f"choose another project_dir, or set accelerator.project_configuration.iteration = {free}"
             )
     elif isinstance(output_dir, str | os.PathLike):
         folder = _absolute(output_dir)

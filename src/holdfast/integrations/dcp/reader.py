@@ -54,7 +54,8 @@ class HoldfastReader(StorageReader):
         require_tested()
         self.path, self.step, self.settings = path, step, settings or Settings()
         self._flatten = flatten_optimizer_state_dict
-        self._load_id = str(uuid.uuid4())
+        self.load_id = str(uuid.uuid4())
+        """Id of the load, as in PyTorch's `FileSystemReader`."""
         self._opened: BoxReader | None = None
 
     @property
@@ -72,7 +73,7 @@ class HoldfastReader(StorageReader):
         self._opened = None
         if checkpoint_id:
             self.path = checkpoint_id
-        self._load_id = str(uuid.uuid4())
+        self.load_id = str(uuid.uuid4())
 
     def read_metadata(self) -> Metadata:
         """Return what the checkpoint holds. A tensor is one chunk, however it was saved: any box of it can be read.
@@ -92,9 +93,10 @@ class HoldfastReader(StorageReader):
             properties = TensorProperties(dtype=getattr(torch, info.dtype))
             described[name] = TensorStorageMetadata(properties, size, [chunk])
         described.update((name, BytesStorageMetadata()) for name in opened.values)
+        described = {name: described[name] for name in opened.paths if name in described} | described
         mark: Any = opened.checkpoint.objects.get(MARK)
-        own = mark.get("planner_data") if isinstance(mark, dict) else None
-        meta = StorageMeta(checkpoint_id=self.path, load_id=self._load_id)
+        own, save_id = (mark.get("planner_data"), mark.get("save_id")) if isinstance(mark, dict) else (None, None)
+        meta = StorageMeta(checkpoint_id=self.path, save_id=save_id, load_id=self.load_id)
         return Metadata(described, planner_data=dict(opened.paths) if own is None else own, storage_meta=meta)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

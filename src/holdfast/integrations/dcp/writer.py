@@ -110,7 +110,8 @@ class HoldfastWriter(StorageWriter, AsyncStager):
         super().__init__()
         require_tested()
         self.path, self.overwrite, self.settings = path, overwrite, settings or Settings()
-        self._save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4())
+        """Id of the save, as in PyTorch's `FileSystemWriter`; that of rank 0 is stored."""
         self._failure: CheckpointError | None = None
         """Why the save that was just staged fails; `reset` hands it to the thread of that save."""
         self._of_thread = _SaveOfThread()
@@ -155,7 +156,7 @@ class HoldfastWriter(StorageWriter, AsyncStager):
         return self._meta()
 
     def _meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self.path, save_id=self._save_id)
+        return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
 
     # ------------------------------------------------------------------------------------------------ staging
 
@@ -245,7 +246,7 @@ class HoldfastWriter(StorageWriter, AsyncStager):
         self.abort()
         self._saver = threading.current_thread() if is_async else None
         self.path = path or self.path
-        self._save_id = str(uuid.uuid4())
+        self.save_id = str(uuid.uuid4())
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Take the role in this save.
@@ -355,7 +356,7 @@ class HoldfastWriter(StorageWriter, AsyncStager):
         """
         assert self._pieces is not None, "it was set up"
         parts = [written.storage_data for rank in results for written in rank]
-        mark: dict[str, object] = dict(HOST.mark())
+        mark: dict[str, object] = {**HOST.mark(), "save_id": self.save_id}
         paths: dict[str, tuple[str | int, ...]] = {}
         if _are_paths(metadata.planner_data):
             # A planner may add items that it does not flatten.

@@ -15,7 +15,12 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 import holdfast
 from holdfast import Settings
 from holdfast.errors import InvalidError
-from holdfast.integrations.lightning.contents import lightning_dict, require_readable, values_state
+from holdfast.integrations.lightning.contents import (
+    lightning_dict,
+    require_readable,
+    values_state,
+    warn_of_accumulation,
+)
 from holdfast.integrations.lightning.folders import destination, local_path, restore
 from holdfast.integrations.lightning.saves import Path, SavesOfProcess, is_needed_at_once
 
@@ -78,6 +83,7 @@ class HoldfastCheckpointIO(CheckpointIO):
         require_no_options(storage_options)
         _require_caller()
         state = values_state(checkpoint, self._skip)
+        warn_of_accumulation(checkpoint, path)
         self._saves.await_ends(path)
         target = destination(path, in_background=self._background)
         if self._background and not target.is_linked and not is_needed_at_once(path):

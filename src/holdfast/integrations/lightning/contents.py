@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -10,6 +11,8 @@ from holdfast import PerRank, RngState, Sharded
 from holdfast.api import Checkpoint
 from holdfast.errors import InvalidError, first_three
 from holdfast.integrations.host import MARK, Host, mark_of
+
+logger = logging.getLogger(__name__)
 
 HOST = Host(
     integration="lightning",
@@ -44,6 +47,27 @@ def values_state(checkpoint: Mapping[str, object], skip: tuple[str, ...]) -> dic
     if attributes and "state_dict" not in skip:
         state[ATTRIBUTES] = dict(attributes)
     return state
+
+
+def warn_of_accumulation(checkpoint: Mapping[str, Any], path: object) -> None:
+    """Log a warning if Lightning saves between two optimizer steps: its checkpoints hold no gradients.
+
+    No error: Lightning saves while another error ends a training, and that error must not be hidden.
+    """
+    loops = checkpoint.get("loops", {}).get("fit_loop", {})
+    batches = loops.get("epoch_loop.batch_progress")
+    progress = loops.get("epoch_loop.automatic_optimization.optim_progress")
+    if batches is None or progress is None or "optimizer_states" not in checkpoint:
+        return
+    steps, cleared = (progress["optimizer"][key]["current"]["completed"] for key in ("step", "zero_grad"))
+    # The first batch of a step clears the gradients. Without accumulation there are as many batches as steps.
+    if cleared > steps and batches["current"]["processed"] > steps:
+        logger.warning(
+            "%s: saved in the middle of gradient accumulation, and the gradients are not saved: a training that "
+            "resumes from it steps with those of the remaining batches alone. Resume from an older checkpoint, or "
+            "save after optimizer steps: val_check_interval as a multiple of accumulate_grad_batches",
+            path,
+        )
 
 
 def lightning_dict(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import holdfast
 from holdfast import SaveHandle, Settings
-from holdfast.api import SaveReport
+from holdfast.api import SaveReport, end_idle_threads
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.integrations.lightning.contents import with_way_out
 from holdfast.integrations.lightning.folders import CheckpointPath, local_path, remove, tidy
@@ -164,7 +164,7 @@ class SavesOfProcess:
             raise failures[0]
 
     def end(self) -> None:
-        """Wait, as `wait`; while an error is handled, add a note to it rather than raise another."""
+        """Wait, as `wait`, and end idle threads; while an error is handled, add a note to it, not raise another."""
         handled = sys.exception()
         try:
             self.wait()
@@ -172,6 +172,8 @@ class SavesOfProcess:
             if handled is None:
                 raise
             handled.add_note(f"a save in the background also failed: {error}")
+        finally:
+            end_idle_threads()  # Lightning's own tests, and those of its users, count what a training leaves.
 
     def _note(self, path: str) -> None:
         if "://" not in path:

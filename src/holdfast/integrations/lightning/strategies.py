@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from holdfast import Settings
 from holdfast.errors import InvalidError, first_three
 from holdfast.integrations.lightning.checkpoint_io import require_no_options
+from holdfast.integrations.lightning.contents import warn_of_accumulation
 from holdfast.integrations.lightning.saves import Path, is_needed_at_once
 from holdfast.integrations.lightning.sharded import ShardedCheckpoints, StrategyRanks, require_sharded
 
@@ -58,6 +59,8 @@ class _SavesShards:
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Path, storage_options: Any | None = None) -> None:
         """Save a checkpoint; every rank calls. Arguments and errors as `HoldfastCheckpointIO.save_checkpoint`."""
         require_no_options(storage_options)
+        if self.is_global_zero:  # type: ignore[attr-defined]
+            warn_of_accumulation(checkpoint, filepath)
         rest = dict(checkpoint)
         removed = self._removed_entries(rest.pop("state_dict", {}))
         optimizers = rest.pop("optimizer_states", [])

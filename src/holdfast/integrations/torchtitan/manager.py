@@ -24,7 +24,7 @@ from torchtitan.observability import structured_logger
 from torchtitan.tools import filesystem
 
 import holdfast
-from holdfast.errors import CheckpointError, InvalidError
+from holdfast.errors import CheckpointError, InvalidError, MissingError
 from holdfast.integrations.host import MARK
 from holdfast.integrations.torchtitan.framework import HOST
 from holdfast.integrations.torchtitan.initial import load_elsewhere, load_hugging_face, require_no_other_steps
@@ -66,8 +66,10 @@ class HoldfastManager(BaseCheckpointManager):
 
         def __post_init__(self) -> None:
             BaseCheckpointManager.Config.__post_init__(self)
-            if self.async_mode not in _MODES:
+            mode: Any = str(self.async_mode).lower()  # As torchtitan takes it.
+            if mode not in _MODES:
                 raise InvalidError(f"checkpoint.async_mode={self.async_mode!r}; expected one of {', '.join(_MODES)}")
+            self.async_mode = mode
             if not isinstance(self.settings, Settings):
                 raise InvalidError(f"checkpoint.settings={str(self.settings)[:80]!r}; expected holdfast.Settings(…)")
             if self.initial_load_in_hf_quantized:
@@ -201,7 +203,12 @@ class HoldfastManager(BaseCheckpointManager):
 
     def _load(self, step: int = -1) -> bool:
         with structured_logger.log_trace_span("checkpoint_load"), torch.no_grad():
-            return self._resume(None if step == -1 else step) or self._load_initially()
+            try:
+                return self._resume(None if step == -1 else step) or self._load_initially()
+            except MissingError as error:
+                if step == -1:
+                    raise
+                raise MissingError(f"--checkpoint.load_step={step} is not found: {error}") from error
 
     def _resume(self, step: int | None) -> bool:
         """Fill the training from a step of the folder, or from its newest valid one; return whether it has any.

@@ -24,6 +24,10 @@ logger = logging.getLogger(__name__)
 STATE_FILE = "trainer_state.json"
 """Trainer writes this file last into a folder `checkpoint-N`, and reads it first."""
 
+ROOT_FOLDER = "_holdfast"
+"""Folder of the run below `output_dir`. Trainer pushes no folder whose name begins with `_`, and takes none for its own
+that is not called `checkpoint-N`."""
+
 EXPORTS_FOLDER = "_hf"
 """Folder below `output_dir` with a folder of `save_pretrained` for each kept step."""
 
@@ -102,11 +106,11 @@ def find(root: str, output_dir: str, wanted: object, settings: Settings) -> Resu
             f"resume_from_checkpoint={wanted!r}; expected True, the number or the tag of a step, or the path of one"
         )
     if "://" in text or os.sep in text or os.path.exists(text):
-        return _at_path(root, text, settings)
+        return _at_path(root, output_dir, text, settings)
     try:
         return _named(root, text, settings)
     except MissingError:
-        _require_not_of_trainer(root, text)
+        _require_not_of_trainer(root, root, text, settings)
         raise
 
 
@@ -213,12 +217,13 @@ def _own(root: str, name: int | str, checkpoint: Checkpoint, *, is_newest: bool)
     )
 
 
-def _at_path(root: str, path: str, settings: Settings) -> ResumeStep | ResumeFolder:
+def _at_path(root: str, output_dir: str, path: str, settings: Settings) -> ResumeStep | ResumeFolder:
     folder = Path(path)
     if (folder / STATE_FILE).is_file():
         return ResumeFolder(path)
     if "://" not in path and not folder.exists():
-        _require_not_of_trainer(root, path)
+        is_own = _is_same(folder.parent, output_dir)
+        _require_not_of_trainer(root, root if is_own else str(folder.parent / ROOT_FOLDER), path, settings)
     number = _PLAIN.fullmatch(folder.name)
     if number and folder.parent.name == EXPORTS_FOLDER:
         raise InvalidError(
@@ -247,14 +252,25 @@ def _at_path(root: str, path: str, settings: Settings) -> ResumeStep | ResumeFol
     )
 
 
-def _require_not_of_trainer(root: str, path: str) -> None:
-    """Refuse the path that Trainer itself would have saved a step at: nothing is there."""
+def _require_not_of_trainer(root: str, beside: str, path: str, settings: Settings) -> None:
+    """Refuse the path that Trainer itself would have saved a step at: nothing is there.
+
+    Args:
+        root: The root of the training's run.
+        beside: The root of the run whose training has that path.
+        path: The path.
+        settings: How to read.
+    """
     number = _PLAIN.fullmatch(Path(path).name)
-    if number:
-        raise MissingError(
-            f"{path}: is not there; expected a folder that Trainer itself wrote. Holdfast saves steps in {root}: pass "
-            f"resume_from_checkpoint={int(number[1])} or True"
-        )
+    if not number:
+        return
+    lead, step = f"{path}: is not there; expected a folder that Trainer itself wrote", int(number[1])
+    try:
+        found = holdfast.open_checkpoint(beside, step=step, settings=settings)
+    except MissingError as error:
+        raise MissingError(f"{lead}. Holdfast does not have the step either: {error}") from error
+    way = f"{step} or True" if beside == root else repr(found.url)
+    raise MissingError(f"{lead}. Holdfast saved this step in {beside}: pass resume_from_checkpoint={way}")
 
 
 def _record_of(checkpoint: Checkpoint) -> Mapping[str, Any]:

@@ -26,6 +26,7 @@ from holdfast.integrations.transformers.exports import ModelFolders, copy_files,
 from holdfast.integrations.transformers.framework import is_first_rank, on_first_rank, rank_count
 from holdfast.integrations.transformers.resuming import (
     EXPORTS_FOLDER,
+    ROOT_FOLDER,
     STATE_FILE,
     OlderStepError,
     ResumeFolder,
@@ -40,10 +41,6 @@ from holdfast.policies import AnyOf, LatestN, Tagged
 from holdfast.settings import Settings
 
 logger = logging.getLogger(__name__)
-
-ROOT_FOLDER = "_holdfast"
-"""Folder of the run below `output_dir`. Trainer pushes no folder whose name begins with `_`, and takes none for its own
-that is not called `checkpoint-N`."""
 
 BEST = "best"
 """Tag of the step with the best metric."""

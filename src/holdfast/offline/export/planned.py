@@ -17,7 +17,7 @@ from holdfast.plan.reads import longest_read
 from holdfast.ports.foreign import Writer
 from holdfast.ports.observer import Observer
 from holdfast.settings import MIB, PAGE_BYTES, Settings
-from holdfast.types.export import ExportContent, ExportFile, ExportOptions, ExportWindow, WindowPlan
+from holdfast.types.export import ExportFile, ExportOptions, ExportWindow, WindowPlan
 from holdfast.types.plan import WantedBoxes
 
 OnWindow = Callable[[int, int], None]
@@ -116,9 +116,7 @@ class PlannedExport:
             InvalidError: The format cannot hold the checkpoint's content.
         """
         self._checkpoint, self._clock, self._format = checkpoint, clock, writer.name
-        manifest = checkpoint.manifest
-        content = ExportContent(checkpoint.index.tensors, manifest.aliases, manifest.tree)
-        self.files: Sequence[ExportFile] = writer.files(content, options)
+        self.files: Sequence[ExportFile] = writer.files(checkpoint.content, options)
         """The files to write."""
         self._bytes = sum(file.bytes for file in self.files)
         self._plans = [FilePlan(file) for file in self.files]

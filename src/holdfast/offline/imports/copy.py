@@ -112,6 +112,7 @@ class CopyRequest(NeverLoaded):
             skipped=[],
             per_rank=source.per_rank(0) if per_rank else {},
             optimizers=manifest.optimizers,
+            order=source.content.order,
         )
 
     def claim(self) -> SaveContext:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -260,3 +261,51 @@ def _copied(value: object, *, keep: bool) -> object:
     if isinstance(value, torch.Tensor):
         return value.clone() if keep else torch.zeros_like(value)
     return value if keep or isinstance(value, nn.Module) else 0
+
+
+class Grows(torch.nn.Module):
+    """A buffer that its own code takes in any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.empty(0))
+
+    def _load_from_state_dict(self, state: dict[str, torch.Tensor], prefix: str, *others: object) -> None:
+        self.seen = state[f"{prefix}seen"].clone()
+        super()._load_from_state_dict(state, prefix, *others)
+
+
+class Takes(torch.nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.empty(size))
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor], *others: object, **options: object) -> object:
+        self.seen = state["seen"].clone()
+        return super().load_state_dict(state, *others, **options)
+
+
+OWN_CODE = {
+    "load_state_dict": (lambda: Takes(0), r"m\.seen: \(0,\) here and \(3,\).* \(Takes\.load_state_dict is not called"),
+    "compiled": (
+        lambda: torch.compile(Takes(0), backend="eager"),
+        r"m\.seen: .*\(Takes\.load_state_dict is not called",
+    ),
+    "inside": (lambda: torch.nn.Sequential(Grows()), r"m\.0\.seen: .*\(Grows\._load_from_state_dict is not called"),
+}
+
+
+@pytest.mark.parametrize("case", OWN_CODE)
+def test_code_of_a_module_that_would_take_another_shape_is_said_not_to_be_called(tmp_path: Path, case: str) -> None:
+    make, text = OWN_CODE[case]
+    name = "0.seen" if case == "inside" else "seen"
+    holdfast.save(tmp_path / "c", {"m": {name: torch.ones(3)}}, process_group=False)
+    with pytest.raises(InvalidError, match=f"{text}: a load fills tensors in place"):
+        holdfast.load(tmp_path / "c", {"m": make()}, process_group=False)
+
+
+def test_a_module_of_torch_of_another_shape_says_nothing_of_its_code(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {"m": torch.nn.BatchNorm1d(3)}, process_group=False)
+    with pytest.raises(InvalidError, match="of another shape") as refused:
+        holdfast.load(tmp_path / "c", {"m": torch.nn.BatchNorm1d(4)}, process_group=False)
+    assert "not called" not in str(refused.value)

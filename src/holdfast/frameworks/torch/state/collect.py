@@ -75,6 +75,7 @@ def collect(state: Mapping[str, object], selection: Selection, ranks: Ranks) -> 
         refused=collector.refused,
         accumulators=collector.accumulators,
         subclasses=collector.records,
+        order=collector.order,
     )
 
 
@@ -100,6 +101,8 @@ class _Collector:
         self.records: dict[str, FrameworkValue] = {}
         """What stands for a tensor subclass in the tree, by its name."""
         self.accumulators: list[str] = []
+        self.order: list[str] = []
+        """Names of tensors, and of items of dicts and modules, in the order of the state."""
         self.fenced_objects: list[torch.nn.Module | torch.optim.Optimizer] = []
         self.unfenced: dict[str, None] = {}
         """Why forward or backward may change the state where the fence does not see it."""
@@ -121,6 +124,7 @@ class _Collector:
     def dict_group(self, node: DictNode) -> Group:
         items: dict[str, Value] = {}
         for key, child in node.children.items():
+            self.order.append(child.path)
             value = self._node(child)
             if (value is not None or isinstance(child, ValueNode)) and not isinstance(value, Skipped):
                 items[key] = value
@@ -170,6 +174,7 @@ class _Collector:
             node.module, node.path, node.tensors, self.selector.selects, asked=self._selection.grads
         )
         self.fenced_objects.append(node.module)
+        self.order += [f"{node.path}.{fqn}" for fqn in node.keys]
         if node.declared:
             self.unfenced["FSDP1 moves its parameters to other memory in forward and backward"] = None
         others = {fqn: tensor for fqn, tensor in node.tensors.items() if not isinstance(tensor, torch.nn.Parameter)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import torch
 
@@ -67,6 +68,22 @@ def _is_loaded(key: str, modules: Mapping[str, torch.nn.Module]) -> bool:
 
 def _overrides(module: torch.nn.Module, method: str) -> bool:
     return method in vars(module) or getattr(type(module), method) is not getattr(torch.nn.Module, method)
+
+
+def own_loading(node: ModuleNode, fqn: str) -> str:
+    """Return what a message says of a tensor of another shape, if the module has code that may take it; else nothing.
+
+    A load fills parameters and buffers in place, and calls no code that could make a tensor of another shape.
+    """
+    module, _ = unwrapped(node.module)
+    if _overrides(module, "load_state_dict"):
+        return f" ({type(module).__name__}.load_state_dict is not called: a load fills tensors in place)"
+    with suppress(AttributeError):  # A key that is no path of modules.
+        owner = node.module.get_submodule(node.keys[fqn].rpartition(".")[0])
+        if loads_in_code(owner) and not type(owner).__module__.startswith("torch.nn."):
+            name = f"{type(owner).__name__}._load_from_state_dict"
+            return f" ({name} is not called: a load fills tensors in place)"
+    return ""
 
 
 def load_made_entries(node: ModuleNode, entries: dict[str, object]) -> None:

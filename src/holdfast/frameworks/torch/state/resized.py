@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -65,6 +66,18 @@ class ResizedTensors:
             self._filled[memory] = stored
             self.partly.append(PartlyFilled(names[0], filled, shape, stored_shape))
         return Box.whole(filled)
+
+    def explain(self, path: str, note: Callable[[str], str]) -> None:
+        """Add a note to the message on each refused tensor of a module.
+
+        Args:
+            path: The module.
+            note: Returns it for a name below the module.
+        """
+        for number, (tensor, stored, misfit) in enumerate(self._refused):
+            if misfit.fqn.startswith(f"{path}."):
+                text = misfit.text + note(misfit.fqn.removeprefix(f"{path}."))
+                self._refused[number] = tensor, stored, replace(misfit, text=text)
 
     def misfits(self, same_content: Callable[[str, str], bool]) -> list[Misfit]:
         """Return a misfit for each tensor that is refused.

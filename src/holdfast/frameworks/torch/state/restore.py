@@ -18,7 +18,7 @@ from holdfast.frameworks.torch.optimizers.restore import OptimizerRestoration
 from holdfast.frameworks.torch.optimizers.state import OptimizerView, give_hyperparameters
 from holdfast.frameworks.torch.private_layout import forget_unreduced
 from holdfast.frameworks.torch.state import gradients
-from holdfast.frameworks.torch.state.made_entries import load_made_entries
+from holdfast.frameworks.torch.state.made_entries import load_made_entries, own_loading
 from holdfast.frameworks.torch.state.metrics import require_kept
 from holdfast.frameworks.torch.state.naming import is_extra_state
 from holdfast.frameworks.torch.state.overlaps import require_equal_overlaps
@@ -299,6 +299,7 @@ class TorchRestoration:
                 )
             elif id(tensor) not in registered:
                 made_by_hooks[fqn] = tensor
+        self._resized.explain(node.path, partial(own_loading, node))
         for fqn, tensor in node.tensors.items() if self._selection.grads else ():
             self._gradient(f"{node.path}.{fqn}", tensor, None, by_fsdp1=id(tensor) in node.declared)
         if self._selection.grads and self._takes_part_whole(node.path):

@@ -1,0 +1,48 @@
+"""The order of the names in a state, as numbers in a list of names that writer and reader form alike."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from holdfast.errors import CorruptError
+from holdfast.types.values import Group
+
+
+def numbers_of(order: Iterable[str], tensors: Iterable[str], aliases: Iterable[str], tree: Group) -> tuple[int, ...]:
+    """Return the numbers of names in the order of their state. A name that the checkpoint lacks is left out.
+
+    Args:
+        order: The names, each once.
+        tensors, aliases, tree: FQNs, tied names and values of the checkpoint.
+    """
+    number_of = {name: number for number, name in enumerate(_names(tensors, aliases, tree))}
+    return tuple(number_of[name] for name in order if name in number_of)
+
+
+def names_of(
+    numbers: Sequence[int], tensors: Collection[str], aliases: Collection[str], tree: Group, where: str
+) -> tuple[str, ...]:
+    """Return the names of some numbers; inverse of `numbers_of`.
+
+    Raises:
+        CorruptError: A number has no name.
+    """
+    names = _names(tensors, aliases, tree) if numbers else []
+    if numbers and max(numbers) >= len(names):
+        raise CorruptError(
+            f"{where}: order has the number {max(numbers)}; expected below {len(names)}. Read another copy"
+        )
+    return tuple(map(names.__getitem__, numbers))
+
+
+def _names(tensors: Iterable[str], aliases: Iterable[str], tree: Group) -> list[str]:
+    return sorted({*tensors, *aliases, *_paths(tree, "")})
+
+
+def _paths(group: Group, path: str) -> Iterator[str]:
+    """Yield the path of each item of a group, and of the groups of kind `dict` and `module` below it."""
+    for key, item in group.items.items():
+        inner = f"{path}.{key}" if path else key
+        yield inner
+        if isinstance(item, Group) and item.kind in ("dict", "module"):
+            yield from _paths(item, inner)
