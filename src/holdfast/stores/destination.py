@@ -19,8 +19,10 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
+from holdfast.clock import SystemClock
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.settings import PAGE_BYTES
+from holdfast.stores.folders import LAG_PAUSES, not_shown
 from holdfast.stores.keys import path_beneath
 from holdfast.stores.oserrors import translated
 from holdfast.stores.parts import is_page_aligned
@@ -199,13 +201,15 @@ class LocalDestination:
 
     def _locked(self) -> int:
         """Return a descriptor of the work's folder, created if needed, with the lock held."""
-        while True:
+        for pause in LAG_PAUSES:
             with suppress(FileExistsError):
                 os.mkdir(self._work, self._folder_mode)
             try:
                 fd = os.open(self._work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             except FileNotFoundError:
-                continue  # Another process has just removed it.
+                # Another process has just removed it, or the cache of this node does not show it yet.
+                SystemClock().sleep(pause)
+                continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._is_work(fd):
@@ -219,6 +223,7 @@ class LocalDestination:
                 os.close(fd)
                 raise
             os.close(fd)  # The folder was replaced between opening and locking it.
+        raise not_shown(self._work, "the folder cannot be opened and locked")
 
     def _is_work(self, fd: int) -> bool:
         """Return whether a descriptor is still that of the work's folder."""

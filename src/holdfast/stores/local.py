@@ -16,7 +16,7 @@ from holdfast.ports.store import Entry
 from holdfast.settings import MIB, Settings
 from holdfast.stores.comparing import is_still_to_replace
 from holdfast.stores.file_reading import FileReading
-from holdfast.stores.folders import TEMPORARY_PREFIX, Folders
+from holdfast.stores.folders import LAG_PAUSES, TEMPORARY_PREFIX, Folders, not_shown
 from holdfast.stores.keys import is_listed, is_part, may_lead_to_listed, split_key, split_prefix
 from holdfast.stores.local_upload import LocalUpload
 from holdfast.stores.oserrors import translated
@@ -33,9 +33,6 @@ _REFUSED_LINKS = _NO_LINKS | {errno.EXDEV, errno.EACCES, errno.EOPNOTSUPP}
 """Errors of a hard link to an older file: too many links, another mount, a file of another user, no links at all."""
 _WRITE_BYTES_MAX = 64 * MIB
 """Bytes of one write, far below the 2 GiB at which the system truncates a write."""
-
-_TRIES = 16
-"""Attempts to use a folder: another process may remove it between its creation and its use, but not every time."""
 
 _Result = TypeVar("_Result")
 
@@ -71,7 +68,7 @@ class LocalStore(FileReading):
             root: The folder; created with its parents at the first write.
             settings: Only `file_mode` is used; the process's umask applies to it.
             syscalls: The operating system; tests pass another.
-            clock: Source of random names.
+            clock: Source of random names, and of pauses while the cache of this node lags behind another node.
         """
         root = os.path.abspath(os.fspath(root))
         self.url = root
@@ -82,7 +79,12 @@ class LocalStore(FileReading):
         self._mode = settings.file_mode
         self._syscalls = syscalls or Syscalls()
         self._clock = clock or SystemClock()
-        self._folders = Folders(root, self._syscalls, settings.file_mode)
+        self._folders = Folders(root, self._syscalls, self._clock, settings.file_mode)
+
+    def get(self, key: str, bytes_max: int) -> bytes:
+        """Return a small object whole; another process may replace it meanwhile."""
+        with translated("read", self._where(key)):
+            return self._folders.again(split_key(key), lambda: self._get(key, bytes_max))
 
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Store a small object whole, replacing an older one; durable on return if `durable`."""
@@ -279,10 +281,22 @@ class LocalStore(FileReading):
                 self._folders.sync(parts[:-1])
 
     def _in_folder(self, parts: tuple[str, ...], act: Callable[[int], _Result]) -> _Result:
-        """Call `act` with an open folder, created if missing; try again if another process removed it meanwhile."""
-        for _ in range(_TRIES - 1):
+        """Call `act` with an open folder, created if missing.
+
+        Try again if the folder is gone: another process removed it, or the cache of this node lags behind another node.
+        """
+        gone: OSError | None = None
+        for pause in LAG_PAUSES:
             with suppress(FileNotFoundError), self._folders.opened(parts, create=True) as folder:
-                return act(folder)
+                try:
+                    return act(folder)
+                except OSError as error:
+                    if error.errno not in (errno.ENOENT, errno.ESTALE):
+                        raise
+                    gone = error
+                self._clock.sleep(pause)
+        if gone is not None:
+            raise not_shown("/".join((self.url, *parts)), f"a call in this folder fails ({gone.strerror})") from gone
         with self._folders.opened(parts, create=True) as folder:
             return act(folder)
 
@@ -332,10 +346,7 @@ class LocalStore(FileReading):
     @contextmanager
     def _open_object(self, key: str) -> Iterator[tuple[int, int]]:
         """Open a regular file for reading: its descriptor and its real size in bytes."""
-        parts = split_key(key)
-        with self._folders.opened(parts[:-1]) as folder:
-            fd = self._syscalls.open(parts[-1], _READ, dir_fd=folder)
-        with Closing(self._syscalls, fd):
+        with Closing(self._syscalls, self._folders.open_file(split_key(key), _READ)) as fd:
             status = self._syscalls.fstat(fd)
             _require_regular(status, self._where(key))
             yield fd, status.st_size
