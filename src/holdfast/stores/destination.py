@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from holdfast.clock import SystemClock
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.settings import PAGE_BYTES
-from holdfast.stores.folders import LAG_PAUSES, not_shown
+from holdfast.stores.folders import LAG_PAUSES, modes_of, not_shown
 from holdfast.stores.keys import path_beneath
 from holdfast.stores.oserrors import translated
 from holdfast.stores.parts import is_page_aligned
@@ -45,17 +45,17 @@ _SYSCALLS = Syscalls()
 class LocalDestination:
     """A path of a file system; implements `offline.export.destination.Destination`."""
 
-    def __init__(self, path: str | os.PathLike[str], *, file_mode: int = 0o600) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, file_mode: int | None = None) -> None:
         """Set the path; does no I/O.
 
         Args:
             path: The path to create. Its parent folder must exist.
-            file_mode: Permission bits of new files; folders get the matching search bits.
+            file_mode: Permission bits of new files, less those that the umask takes; None for all that it leaves.
         """
         self._path = os.path.abspath(os.fspath(path))
         self._parent, self._name = os.path.split(self._path)
         self._work = os.path.join(self._parent, f".{self._name}.holdfast-export")
-        self._mode, self._folder_mode = file_mode, 0o700 | file_mode | (file_mode & 0o444) >> 2
+        self._mode, self._folder_mode = modes_of(file_mode)
         self.url = self._path
         self.work_url = self._work
         """Place of the unfinished work, for messages."""

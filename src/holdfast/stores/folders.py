@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 from collections.abc import Callable, Sequence
@@ -14,6 +15,8 @@ from holdfast.clock import Clock
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.stores.keys import is_part
 from holdfast.stores.syscalls import Closing, Syscalls, close_quietly
+
+_log = logging.getLogger(__name__)
 
 TEMPORARY_PREFIX = ".tmp-"
 """Begins names of temporary files. It starts with a dot, so no key can name them."""
@@ -31,6 +34,18 @@ Parts = Sequence[str]
 _Result = TypeVar("_Result")
 
 
+def modes_of(file_mode: int | None) -> tuple[int, int]:
+    """Return the permission bits with which files and folders are made; the umask, or a default ACL, takes from them.
+
+    Users who may read a file may also search its folders.
+
+    Args:
+        file_mode: Bits of files; None for all that the umask leaves.
+    """
+    bits = 0o666 if file_mode is None else file_mode
+    return bits, 0o700 | bits | (bits & 0o444) >> 2
+
+
 def not_shown(path: str, found: str) -> UnavailableError:
     """Return the error of a folder or file that this node still cannot open after all pauses."""
     return UnavailableError(
@@ -45,20 +60,63 @@ class Folders:
     One case is not the system's: a root that is a symbolic link to nothing raises `InvalidError`.
     """
 
-    def __init__(self, root: str, syscalls: Syscalls, clock: Clock, file_mode: int) -> None:
+    def __init__(
+        self, root: str, syscalls: Syscalls, clock: Clock, file_mode: int | None, mode_from: Sequence[str]
+    ) -> None:
         """Set the root; does no I/O.
 
         Args:
             root: Absolute path. It may contain symbolic links: the user chose it.
             syscalls: The operating system.
             clock: Pauses while the cache of this node lags behind another node.
-            file_mode: Permission bits of files; users who may read a file may also search its folders.
+            file_mode: Permission bits of new files, less those that the umask takes.
+            mode_from: If there is no `file_mode`, the first of these files in the root that exists gives the bits, and
+                the umask takes none of them.
         """
         self._root = root
         self._syscalls = syscalls
         self._clock = clock
-        self._mode = 0o700 | file_mode | (file_mode & 0o444) >> 2
+        self._file_mode, self._folder_mode = modes_of(file_mode)
+        self._mode_from = mode_from if file_mode is None else ()
+        self._found_mode: int | None = None
         self._ancestors_durable = False
+
+    def found_mode(self) -> int | None:
+        """Return the permission bits of the files that are in the root already; None if none of them counts."""
+        if self._mode_from:
+            with suppress(FileNotFoundError, NotADirectoryError), self.opened(()) as root:
+                self._found_mode = self._mode_in(root)
+                if self._found_mode is not None:
+                    self._file_mode, self._folder_mode = modes_of(self._found_mode)
+            self._mode_from = ()  # Last: another thread looks for itself until then.
+        return self._found_mode
+
+    def _mode_in(self, root: int) -> int | None:
+        for name in self._mode_from:
+            with suppress(FileNotFoundError):
+                mode = self._syscalls.stat(name, dir_fd=root).st_mode
+                if stat.S_ISREG(mode):
+                    return mode & 0o666 | 0o600
+        return None
+
+    def create(self, name: str, flags: int, *, folder: int) -> int:
+        """Create a file in an open folder, and return its descriptor."""
+        self.found_mode()
+        fd = self._syscalls.open(name, flags, self._file_mode, dir_fd=folder)
+        self._keep_mode(fd, folder, self._file_mode)
+        return fd
+
+    def _keep_mode(self, fd: int, parent: int, mode: int) -> None:
+        """Add the permission bits that the files found have and the umask took; a default ACL counts more than both."""
+        if self._found_mode is None:
+            return
+        try:
+            given = stat.S_IMODE(self._syscalls.fstat(fd).st_mode)
+            if mode & ~given and not self._syscalls.has_default_acl(parent):
+                self._syscalls.fchmod(fd, given | mode)
+        except OSError as error:
+            # The file is no more private than asked for, and not every file system has permission bits.
+            _log.debug("%s: a new file or folder keeps the permissions of the umask: %s", self._root, error)
 
     def opened(self, parts: Parts, *, create: bool = False) -> AbstractContextManager[int]:
         """Lend a descriptor of the folder named by `parts`; create missing folders if `create`."""
@@ -201,19 +259,24 @@ class Folders:
         Raises:
             UnavailableError: They still do after the last pause.
         """
+        self.found_mode()
         name = path if parent is None else os.path.basename(path)
         for pause in LAG_PAUSES:
             is_new = True
             try:
-                self._syscalls.mkdir(name, self._mode, dir_fd=parent)
+                self._syscalls.mkdir(name, self._folder_mode, dir_fd=parent)
             except FileExistsError:
                 is_new = False  # Another rank created it; opening it shows whether it is a folder.
             try:
-                return self._syscalls.open(name, flags, dir_fd=parent)
+                fd = self._syscalls.open(name, flags, dir_fd=parent)
             except FileNotFoundError as error:
                 if is_new:
                     raise  # It was removed in between.
                 hidden = error
+            else:
+                if is_new and parent is not None:
+                    self._keep_mode(fd, parent, self._folder_mode)
+                return fd
             self._clock.sleep(pause)
         raise not_shown(path, "mkdir reports EEXIST and open reports ENOENT") from hidden
 

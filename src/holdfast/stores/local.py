@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
@@ -18,14 +18,13 @@ from holdfast.stores.comparing import is_still_to_replace
 from holdfast.stores.file_reading import FileReading
 from holdfast.stores.folders import LAG_PAUSES, TEMPORARY_PREFIX, Folders, not_shown
 from holdfast.stores.keys import is_listed, is_part, may_lead_to_listed, split_key, split_prefix
-from holdfast.stores.local_upload import LocalUpload
+from holdfast.stores.local_upload import NEW, LocalUpload
 from holdfast.stores.oserrors import translated
 from holdfast.stores.parts import PartLedger
 from holdfast.stores.syscalls import UNSUPPORTED, Closing, Syscalls, close_quietly
 
 _log = logging.getLogger(__name__)
 
-_NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 # O_NONBLOCK: opening a FIFO in place of an object must not block; for regular files the flag has no effect.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
@@ -59,6 +58,7 @@ class LocalStore(FileReading):
         root: str | os.PathLike[str],
         *,
         settings: Settings,
+        mode_from: Sequence[str] = (),
         syscalls: Syscalls | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -67,6 +67,8 @@ class LocalStore(FileReading):
         Args:
             root: The folder; created with its parents at the first write.
             settings: Only `file_mode` is used; the process's umask applies to it.
+            mode_from: Names of files in the root. Without a `file_mode`, the first that exists gives its permission
+                bits to new files. If none exists, the umask alone counts.
             syscalls: The operating system; tests pass another.
             clock: Source of random names, and of pauses while the cache of this node lags behind another node.
         """
@@ -76,10 +78,14 @@ class LocalStore(FileReading):
         """No call has an effect after it returned."""
         self.object_bytes_max: int | None = None
         """No limit but that of the file system."""
-        self._mode = settings.file_mode
         self._syscalls = syscalls or Syscalls()
         self._clock = clock or SystemClock()
-        self._folders = Folders(root, self._syscalls, self._clock, settings.file_mode)
+        self._folders = Folders(root, self._syscalls, self._clock, settings.file_mode, mode_from)
+
+    def found_mode(self) -> int | None:
+        """Return the permission bits of the files that are there already; None if there are none that count."""
+        with translated("look at", self.url):
+            return self._folders.found_mode()
 
     def get(self, key: str, bytes_max: int) -> bytes:
         """Return a small object whole; another process may replace it meanwhile."""
@@ -120,7 +126,7 @@ class LocalStore(FileReading):
             upload = self._in_folder(
                 parts[:-1],
                 lambda folder: LocalUpload(
-                    self._syscalls, self._folders, folder, parts, self._mode, ledger, may_be_less=may_be_less
+                    self._syscalls, self._folders, folder, parts, ledger, may_be_less=may_be_less
                 ),
             )
         upload.makes_folders_durable = folders_durable
@@ -266,7 +272,7 @@ class LocalStore(FileReading):
 
         def store(folder: int) -> None:
             temporary = TEMPORARY_PREFIX + self._clock.random_bytes(12).hex()
-            fd = self._syscalls.open(temporary, os.O_WRONLY | _NEW, self._mode, dir_fd=folder)
+            fd = self._folders.create(temporary, NEW, folder=folder)
             try:
                 self._write_all(fd, data)
                 if durable:
