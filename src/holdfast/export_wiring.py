@@ -21,7 +21,7 @@ from holdfast.stores.destination import LocalDestination
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 from holdfast.types.export import SHARD_BYTES, ExportOptions
-from holdfast.wiring import checkpoint_at, parent_of, store_at
+from holdfast.wiring import checkpoint_at, for_copy_of, parent_of, store_at
 
 
 @cache
@@ -96,8 +96,8 @@ def export_of(
     store = store_at(destination, settings)
     if not isinstance(store, LocalStore):
         return _object_export(source, store, by_name[to], options, settings)
-    files = LocalDestination(store.url, file_mode=settings.file_mode)
     checkpoint = checkpoint_at(source, settings)
+    files = LocalDestination(store.url, file_mode=for_copy_of(checkpoint.url, settings).file_mode)
     files.require_outside(checkpoint.url)
     return Export(checkpoint, files, by_name[to], options, SystemClock())
 

@@ -96,7 +96,7 @@ def import_checkpoint(
         UnavailableError: Storage failed, or the outcome is unknown.
     """
     with closing(wiring.lone_job(settings)) as job:
-        store = wiring.store_at(root, settings)
+        store = wiring.copy_store_at(root, src, settings)
         if not copy:
             wiring.require_files(wiring.store_at(src, settings), store)
         source = wiring.checkpoint_at(src, settings, from_step)
@@ -148,10 +148,10 @@ def export(
     if to == export_wiring.HOLDFAST:
         if dtype is not None or workers > 1:
             raise InvalidError(
-                f"dtype={dtype!r}, workers={workers}; expected neither with to={to!r}: one process copies all tensors "
-                "as they are"
+                f"dtype={dtype!r}, workers={workers}; expected neither with to={to!r}: one process copies tensors as is"
             )
-        store, checkpoint = wiring.store_at(dst, settings), wiring.checkpoint_at(src, settings)
+        checkpoint = wiring.checkpoint_at(src, settings)
+        store = wiring.copy_store_at(dst, checkpoint.url, settings)
         if isinstance(store, LocalStore):
             LocalDestination(store.url).require_outside(checkpoint.url)
         # No reports: the files of an export are those that its own report lists, and no others.
@@ -326,7 +326,8 @@ def copy_run(
         destination: A new folder.
         skip_damaged: Whether to leave out steps that are damaged, rather than to refuse to complete the copy.
         observer: Receives progress, from several threads, one at a time.
-        settings: How to reach storage, memory for objects on their way, permission bits of files.
+        settings: How to reach storage, memory for objects on their way, permission bits of files. Without such bits,
+            the copy has those of the run.
     Raises:
         MissingError: The path holds no run.
         ConflictError: The destination holds something else than an unfinished copy of this run.
@@ -334,7 +335,8 @@ def copy_run(
         InvalidError: The path is one checkpoint, or one path is inside the other.
         UnavailableError: Storage failed; the same call continues.
     """
-    source, target = wiring.store_at(root, settings), wiring.store_at(destination, settings)
+    source = wiring.store_at(root, settings)
+    target = wiring.copy_store_at(destination, root, settings)
     wiring.require_apart(source, target)
     copy = RunCopy(source, target, SystemClock(), observer, codecs=wiring.codecs(), skip_damaged=bool(skip_damaged))
     return copy.run()
@@ -367,7 +369,7 @@ def copy_checkpoint(
         UnavailableError: Storage failed; the same call continues.
     """
     location = wiring.location_at(src, settings) if step is None else wiring.step_at(src, step, settings)
-    target = wiring.store_at(destination, settings)
+    target = wiring.copy_store_at(destination, location.url, settings)
     wiring.require_apart(location.store, target)
     return CheckpointCopy(location, target, SystemClock(), observer, codecs=wiring.codecs()).run()
 

@@ -248,8 +248,10 @@ class Settings:
     """Folders, as paths or `file://` URLs, whose files a checkpoint may reference (an import without `copy` does). None
     by default: an untrusted checkpoint must not choose which files a job reads."""
 
-    file_mode: int = 0o600
-    """Permission bits of new files; folders get the matching search bits."""
+    file_mode: int | None = None
+    """Permission bits of new files, such as `0o640`, less those that the umask takes; folders get the matching search
+    bits. None: those of the run or checkpoint that is written to, and of a new one all that the umask leaves, as for
+    other programs (`docs/modes.md`). Files with `0o600` are their owner's alone."""
 
     object_store: ObjectSettings = ObjectSettings()
     """How object stores (`s3://`, `gs://`, `az://`) are reached."""
@@ -319,6 +321,9 @@ class Settings:
         self._require("compression", self.compression in ("off", "auto", "on"), "'off', 'auto' or 'on'")
         self._require("compression_threads", 1 <= self.compression_threads <= 64, "a whole number from 1 to 64")
         self._require("compression_skip", _are_texts(self.compression_skip), "a tuple of patterns")
+        mode = self.file_mode
+        is_mode = mode is None or (0 <= mode <= 0o777 and bool(mode & 0o400))
+        self._require("file_mode", is_mode, "permission bits such as 0o640, with which the owner may read, or None")
         roots = self.allowed_roots
         self._require("allowed_roots", _are_texts(roots) and all(map(_is_path, roots)), "a tuple of paths of folders")
         self._require("nonfinite_expected", _are_texts(self.nonfinite_expected), "a tuple of patterns")

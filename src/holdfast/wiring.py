@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections import OrderedDict
+from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
 
@@ -15,7 +16,7 @@ from holdfast.clock import SystemClock
 from holdfast.coordination.absent_ranks import CallWatch
 from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError, MissingError
-from holdfast.format.names import RUN_FILE, is_superseded_name, step_and_digest, step_of_folder
+from holdfast.format.names import MANIFEST_FILE, RUN_FILE, is_superseded_name, step_and_digest, step_of_folder
 from holdfast.frameworks.alone import AloneComm
 from holdfast.loading.named_step import finder_of, location_named
 from holdfast.loading.step_choice import find_step, location_of
@@ -56,9 +57,9 @@ def store_at(path: object, settings: Settings) -> Store:
     scheme, separator, rest = text.partition("://")
     if not separator:
         # Many a config file says ~, and no shell expands it there.
-        return LocalStore(os.path.expanduser(text), settings=settings)
+        return _local(os.path.expanduser(text), settings)
     if scheme == "file":
-        return LocalStore(rest, settings=settings)
+        return _local(rest, settings)
     if scheme == "memory" and rest:
         return MemoryStore(rest)
     if scheme in SCHEMES:
@@ -78,11 +79,34 @@ def store_at(path: object, settings: Settings) -> Store:
     )
 
 
+def _local(path: str, settings: Settings) -> LocalStore:
+    return LocalStore(path, settings=settings, mode_from=(RUN_FILE, MANIFEST_FILE))
+
+
+def for_copy_of(source: object, settings: Settings) -> Settings:
+    """Return the settings for a copy or an export: no user may read it who may not read the source.
+
+    Args:
+        source: The path of a run or checkpoint.
+        settings: Of the caller. If they name permission bits, these count.
+    """
+    if settings.file_mode is not None or not isinstance(store := store_at(source, settings), LocalStore):
+        return settings
+    return replace(settings, file_mode=store.found_mode())
+
+
+def copy_store_at(path: object, source: object, settings: Settings) -> Store:
+    """Return the store at a path for a copy of a run or checkpoint; a run that is there already keeps its bits."""
+    store = store_at(path, settings)
+    is_new = isinstance(store, LocalStore) and store.found_mode() is None
+    return store_at(path, for_copy_of(source, settings)) if is_new else store
+
+
 def parent_of(store: Store, settings: Settings) -> tuple[Store, str] | None:
     """Return the store of the folder above a store, and the name of the store in it; None if it has none above."""
     if isinstance(store, LocalStore):
         parent, name = os.path.split(os.path.realpath(store.url))
-        return LocalStore(parent, settings=settings), name
+        return _local(parent, settings), name
     scheme, _, rest = store.url.partition("://")
     above, slash, name = rest.rpartition("/")
     if isinstance(store, MemoryStore) or not slash or not above:

@@ -19,8 +19,10 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
+from holdfast.clock import SystemClock
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.settings import PAGE_BYTES
+from holdfast.stores.folders import LAG_PAUSES, modes_of, not_shown
 from holdfast.stores.keys import path_beneath
 from holdfast.stores.oserrors import translated
 from holdfast.stores.parts import is_page_aligned
@@ -43,17 +45,17 @@ _SYSCALLS = Syscalls()
 class LocalDestination:
     """A path of a file system; implements `offline.export.destination.Destination`."""
 
-    def __init__(self, path: str | os.PathLike[str], *, file_mode: int = 0o600) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, file_mode: int | None = None) -> None:
         """Set the path; does no I/O.
 
         Args:
             path: The path to create. Its parent folder must exist.
-            file_mode: Permission bits of new files; folders get the matching search bits.
+            file_mode: Permission bits of new files, less those that the umask takes; None for all that it leaves.
         """
         self._path = os.path.abspath(os.fspath(path))
         self._parent, self._name = os.path.split(self._path)
         self._work = os.path.join(self._parent, f".{self._name}.holdfast-export")
-        self._mode, self._folder_mode = file_mode, 0o700 | file_mode | (file_mode & 0o444) >> 2
+        self._mode, self._folder_mode = modes_of(file_mode)
         self.url = self._path
         self.work_url = self._work
         """Place of the unfinished work, for messages."""
@@ -199,13 +201,15 @@ class LocalDestination:
 
     def _locked(self) -> int:
         """Return a descriptor of the work's folder, created if needed, with the lock held."""
-        while True:
+        for pause in LAG_PAUSES:
             with suppress(FileExistsError):
                 os.mkdir(self._work, self._folder_mode)
             try:
                 fd = os.open(self._work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             except FileNotFoundError:
-                continue  # Another process has just removed it.
+                # Another process has just removed it, or the cache of this node does not show it yet.
+                SystemClock().sleep(pause)
+                continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._is_work(fd):
@@ -219,6 +223,7 @@ class LocalDestination:
                 os.close(fd)
                 raise
             os.close(fd)  # The folder was replaced between opening and locking it.
+        raise not_shown(self._work, "the folder cannot be opened and locked")
 
     def _is_work(self, fd: int) -> bool:
         """Return whether a descriptor is still that of the work's folder."""

@@ -40,8 +40,12 @@ class FileReading:
 
     def get(self, key: str, bytes_max: int) -> bytes:
         """Return a small object whole."""
+        with translated("read", self._where(key)):
+            return self._get(key, bytes_max)
+
+    def _get(self, key: str, bytes_max: int) -> bytes:
         where = self._where(key)
-        with translated("read", where), self._open_object(key) as (fd, size):
+        with self._open_object(key) as (fd, size):
             if size > bytes_max:
                 raise CorruptError(f"{where}: {size} bytes; expected at most {bytes_max}. Read another copy")
             data = memoryview(bytearray(size))

@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
@@ -16,16 +16,15 @@ from holdfast.ports.store import Entry
 from holdfast.settings import MIB, Settings
 from holdfast.stores.comparing import is_still_to_replace
 from holdfast.stores.file_reading import FileReading
-from holdfast.stores.folders import TEMPORARY_PREFIX, Folders
+from holdfast.stores.folders import LAG_PAUSES, TEMPORARY_PREFIX, Folders, not_shown
 from holdfast.stores.keys import is_listed, is_part, may_lead_to_listed, split_key, split_prefix
-from holdfast.stores.local_upload import LocalUpload
+from holdfast.stores.local_upload import NEW, LocalUpload
 from holdfast.stores.oserrors import translated
 from holdfast.stores.parts import PartLedger
 from holdfast.stores.syscalls import UNSUPPORTED, Closing, Syscalls, close_quietly
 
 _log = logging.getLogger(__name__)
 
-_NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 # O_NONBLOCK: opening a FIFO in place of an object must not block; for regular files the flag has no effect.
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK}
@@ -33,9 +32,6 @@ _REFUSED_LINKS = _NO_LINKS | {errno.EXDEV, errno.EACCES, errno.EOPNOTSUPP}
 """Errors of a hard link to an older file: too many links, another mount, a file of another user, no links at all."""
 _WRITE_BYTES_MAX = 64 * MIB
 """Bytes of one write, far below the 2 GiB at which the system truncates a write."""
-
-_TRIES = 16
-"""Attempts to use a folder: another process may remove it between its creation and its use, but not every time."""
 
 _Result = TypeVar("_Result")
 
@@ -62,6 +58,7 @@ class LocalStore(FileReading):
         root: str | os.PathLike[str],
         *,
         settings: Settings,
+        mode_from: Sequence[str] = (),
         syscalls: Syscalls | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -70,8 +67,10 @@ class LocalStore(FileReading):
         Args:
             root: The folder; created with its parents at the first write.
             settings: Only `file_mode` is used; the process's umask applies to it.
+            mode_from: Names of files in the root. Without a `file_mode`, the first that exists gives its permission
+                bits to new files. If none exists, the umask alone counts.
             syscalls: The operating system; tests pass another.
-            clock: Source of random names.
+            clock: Source of random names, and of pauses while the cache of this node lags behind another node.
         """
         root = os.path.abspath(os.fspath(root))
         self.url = root
@@ -79,10 +78,19 @@ class LocalStore(FileReading):
         """No call has an effect after it returned."""
         self.object_bytes_max: int | None = None
         """No limit but that of the file system."""
-        self._mode = settings.file_mode
         self._syscalls = syscalls or Syscalls()
         self._clock = clock or SystemClock()
-        self._folders = Folders(root, self._syscalls, settings.file_mode)
+        self._folders = Folders(root, self._syscalls, self._clock, settings.file_mode, mode_from)
+
+    def found_mode(self) -> int | None:
+        """Return the permission bits of the files that are there already; None if there are none that count."""
+        with translated("look at", self.url):
+            return self._folders.found_mode()
+
+    def get(self, key: str, bytes_max: int) -> bytes:
+        """Return a small object whole; another process may replace it meanwhile."""
+        with translated("read", self._where(key)):
+            return self._folders.again(split_key(key), lambda: self._get(key, bytes_max))
 
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Store a small object whole, replacing an older one; durable on return if `durable`."""
@@ -118,7 +126,7 @@ class LocalStore(FileReading):
             upload = self._in_folder(
                 parts[:-1],
                 lambda folder: LocalUpload(
-                    self._syscalls, self._folders, folder, parts, self._mode, ledger, may_be_less=may_be_less
+                    self._syscalls, self._folders, folder, parts, ledger, may_be_less=may_be_less
                 ),
             )
         upload.makes_folders_durable = folders_durable
@@ -265,7 +273,7 @@ class LocalStore(FileReading):
 
         def store(folder: int) -> None:
             temporary = TEMPORARY_PREFIX + self._clock.random_bytes(12).hex()
-            fd = self._syscalls.open(temporary, os.O_WRONLY | _NEW, self._mode, dir_fd=folder)
+            fd = self._folders.create(temporary, NEW, folder=folder)
             try:
                 self._write_all(fd, data)
                 if durable:
@@ -280,15 +288,27 @@ class LocalStore(FileReading):
                 self._folders.sync(parts[:-1])
 
     def _in_folder(self, parts: tuple[str, ...], act: Callable[[int], _Result]) -> _Result:
-        """Call `act` with an open folder, created if missing; try again if another process removed it meanwhile."""
-        for _ in range(_TRIES - 1):
+        """Call `act` with an open folder, created if missing.
+
+        Try again if the folder is gone: another process removed it, or the cache of this node lags behind another node.
+        """
+        gone: OSError | None = None
+        for pause in LAG_PAUSES:
             try:
                 with self._folders.opened(parts, create=True) as folder:
-                    return act(folder)
+                    try:
+                        return act(folder)
+                    except OSError as error:
+                        if error.errno not in (errno.ENOENT, errno.ESTALE):
+                            raise
+                        gone = error
+                    self._clock.sleep(pause)
             except MissingError:
                 raise  # The object itself is absent.
             except FileNotFoundError:
                 continue
+        if gone is not None:
+            raise not_shown("/".join((self.url, *parts)), f"a call in this folder fails ({gone.strerror})") from gone
         with self._folders.opened(parts, create=True) as folder:
             return act(folder)
 
@@ -338,10 +358,7 @@ class LocalStore(FileReading):
     @contextmanager
     def _open_object(self, key: str) -> Iterator[tuple[int, int]]:
         """Open a regular file for reading: its descriptor and its real size in bytes."""
-        parts = split_key(key)
-        with self._folders.opened(parts[:-1]) as folder:
-            fd = self._syscalls.open(parts[-1], _READ, dir_fd=folder)
-        with Closing(self._syscalls, fd):
+        with Closing(self._syscalls, self._folders.open_file(split_key(key), _READ)) as fd:
             status = self._syscalls.fstat(fd)
             _require_regular(status, self._where(key))
             yield fd, status.st_size

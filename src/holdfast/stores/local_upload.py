@@ -27,7 +27,9 @@ from holdfast.stores.syscalls import UNSUPPORTED, Syscalls, close_quietly, reser
 
 _log = logging.getLogger(__name__)
 
-_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+"""How a file is opened that must not exist yet."""
+
 _SHORT_WRITES_MAX = 8
 """Consecutive writes of less than a page before the upload fails: a full disk does this just before ENOSPC."""
 
@@ -41,7 +43,6 @@ class LocalUpload:
         folders: Folders,
         folder: int,
         parts: tuple[str, ...],
-        mode: int,
         ledger: PartLedger,
         *,
         may_be_less: bool = False,
@@ -53,7 +54,6 @@ class LocalUpload:
             folders: The folders of the store.
             folder: Descriptor of the file's folder.
             parts: Parts of the key.
-            mode: Permission bits of the file.
             ledger: Sizes and place of the object; no part is written yet.
             may_be_less: Whether the file may become smaller than that.
         """
@@ -73,7 +73,7 @@ class LocalUpload:
         self._removed = False
         self._distrust = ""
         self._identity: os.stat_result | None = None
-        self._fd = syscalls.open(parts[-1], _NEW, mode, dir_fd=folder)
+        self._fd = folders.create(parts[-1], NEW, folder=folder)
         try:
             self._direct = switch_to_direct(syscalls, self._fd)
             reserve_space(syscalls, self._fd, ledger.bytes_max, is_bound=may_be_less)

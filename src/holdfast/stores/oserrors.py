@@ -50,7 +50,7 @@ def translated(doing: str, where: str, *, writing: bool = False) -> Iterator[Non
         doing: The operation as a verb, e.g. "store".
         where: Store and key, perhaps a byte range.
         writing: Whether the operation writes. A writer creates its folders, so ENOENT then means that another process
-            removed them.
+            removed them, or that this node does not see them yet.
     """
     try:
         yield
@@ -60,6 +60,6 @@ def translated(doing: str, where: str, *, writing: bool = False) -> Iterator[Non
         code = error.errno or 0
         kind, act = KINDS.get(code, (UnavailableError, "retry, or check the machine"))
         if writing and code == errno.ENOENT:
-            kind, act = UnavailableError, "its folder was removed meanwhile; retry"
+            kind, act = UnavailableError, "its folder was removed, or this node's cache does not show it yet; retry"
         name = errno.errorcode.get(code, type(error).__name__)
         raise kind(f"could not {doing} {where}: {name} ({os.strerror(code) if code else error}); {act}") from error

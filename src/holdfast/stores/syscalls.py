@@ -97,6 +97,17 @@ class Syscalls:
         """Return the status of an open file."""
         return os.fstat(fd)
 
+    def fchmod(self, fd: int, mode: int) -> None:
+        """Set the permission bits of an open file or folder."""
+        os.fchmod(fd, mode)
+
+    def has_default_acl(self, fd: int) -> bool:
+        """Return whether an open folder gives its new entries an access control list."""
+        try:
+            return bool(os.getxattr(fd, "system.posix_acl_default"))
+        except OSError:
+            return False  # It has none, or its file system knows none.
+
     def stat(self, name: str, *, dir_fd: int) -> os.stat_result:
         """Return the status of a name; of a link itself, not of its target."""
         return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)

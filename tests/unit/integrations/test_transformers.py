@@ -9,6 +9,7 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from holdfast.integrations.transformers import HoldfastMixin
 from holdfast.integrations.transformers.exports import Complete, ModelFolders
 from holdfast.integrations.transformers.resuming import ResumeStep, find, say_other_ranks
 from tests.distributed.launch import Case, run_world
+from tests.file_modes import require_modes, umask
 from tests.unit.integrations.recorded_trainer import RecordedArguments, RecordedTrainer, fail_at_no_step
 
 SETTINGS = holdfast.Settings(collect_grace_seconds=0)
@@ -574,6 +576,22 @@ def test_each_kept_step_has_a_folder_of_save_pretrained(tmp_path: Path) -> None:
     exported = holdfast.open_checkpoint(tmp_path / "_hf" / "checkpoint-6").read("model.weight", framework="torch")
     assert torch.equal(exported, trainer.model.weight)
     assert (tmp_path / "_hf" / "checkpoint-6" / "config.json").is_file()
+
+
+@pytest.mark.parametrize(("mode", "file_mode", "folder_mode"), ((None, 0o644, 0o755), (0o600, 0o600, 0o700)))
+def test_all_files_of_a_model_folder_have_the_mode_of_the_run(
+    tmp_path: Path, mode: int | None, file_mode: int, folder_mode: int
+) -> None:
+    with umask(0o022):
+        # The second training has no setting.
+        for number, settings in enumerate((replace(SETTINGS, file_mode=mode), SETTINGS), start=1):
+            options = {"save_hf": True, "settings": settings}
+            trainer = made(tmp_path, model=Described(), options=options, max_steps=2 * number)
+            trainer.train(resume_from_checkpoint=number > 1)
+    for step in (2, 4):
+        folder = tmp_path / "_hf" / f"checkpoint-{step}"
+        assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
+        require_modes(folder, file_mode, folder_mode)
 
 
 def test_a_folder_that_a_kill_prevented_is_made_by_the_next_training(tmp_path: Path) -> None:

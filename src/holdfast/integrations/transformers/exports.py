@@ -11,6 +11,7 @@ import os
 import queue
 import re
 import shutil
+import stat
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -181,6 +182,7 @@ class ModelFolders:
         else:
             work.mkdir()
         self._complete(work, step)
+        self._narrow(work)
         _sync(work)
         with self._lock:
             if self._is_stopped:
@@ -190,6 +192,22 @@ class ModelFolders:
         self._known_steps.add(step)
         self._made.put(step)
         return True
+
+    def _narrow(self, folder: Path) -> None:
+        """Take from all files in a folder the permissions that files of the run do not give."""
+        file_mode = self._settings.file_mode
+        if file_mode is None:
+            try:
+                file_mode = os.stat(f"{self._root.removeprefix('file://')}/holdfast.json").st_mode
+            except OSError:
+                return  # The run is on no disk.
+        denied = 0o666 & ~file_mode
+        denied |= (denied & 0o444) >> 2
+        for parent, _, names in os.walk(folder):
+            for path in (Path(parent), *(Path(parent, name) for name in names)):
+                mode = stat.S_IMODE(path.stat().st_mode)
+                if mode & denied:
+                    path.chmod(mode & ~denied)
 
 
 def copy_files(source: Path, target: Path) -> None:

@@ -64,7 +64,7 @@ def refusal(doing: str, where: str, error: BaseException, *, writes: bool = Fals
     kind, act = _kind_of(error)
     if writes and kind is MissingError:
         is_refused = _status_of(error) is not None
-        kind, act = (InvalidError, _READ_ONLY) if is_refused else (TemporaryError, "its folder was removed meanwhile")
+        kind, act = (InvalidError, _READ_ONLY) if is_refused else (TemporaryError, "its folder is absent")
     said = without_secrets(str(error).split("\n", 1)[0], configured_secrets())
     text = f"could not {doing} {where}: {type(error).__name__}{f' ({said})' if said else ''}; {act}"
     if kind is not TemporaryError:

@@ -79,7 +79,7 @@ class JsonLines:
         }
         line = json.dumps(document, allow_nan=False).encode() + b"\n"
         path = self._path.replace("{rank}", str(operation.rank))
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             written = os.write(file, line)
         finally:
