@@ -48,6 +48,9 @@ _ACCEPTED_KINDS = (_ACCEPTED, _ACCEPTED_WITH_TIMELINES)
 _RECORD_BYTES_MAX = 1 << 16
 _ACCEPTED_BYTES_MAX = 256 * MIB
 _BEAT_BYTES_MAX = 64
+_RECORDS_KEPT = 8
+"""Records that stay whatever they state. A process that releases its epoch at its exit may still publish for a moment:
+it must find the record of the next one."""
 _TRIES = 10
 
 
@@ -58,6 +61,7 @@ class _OfEpoch(msgspec.Struct):
 class _EpochDocument(_OfEpoch):
     run_id: Text
     holder: HolderDocument
+    former_ended: bool = False
 
 
 class _AcceptedDocument(_OfEpoch):
@@ -94,7 +98,7 @@ def read_epoch(store: Store, number: int) -> Epoch | None:
     if data is None:
         return None
     document = _decode(data, "epoch", _EpochDocument, number, f"{store.url}/{key}")
-    return Epoch(number, document.run_id, decode_holder(document.holder))
+    return Epoch(number, document.run_id, decode_holder(document.holder), document.former_ended)
 
 
 def put_epoch(store: Store, epoch: Epoch) -> None:
@@ -104,7 +108,13 @@ def put_epoch(store: Store, epoch: Epoch) -> None:
         ConflictError: Another process began it.
         UnavailableError: The store failed; the epoch may have begun.
     """
-    fields = {"epoch": epoch.number, "run_id": epoch.run_id, "holder": encode_holder(epoch.holder)}
+    fields: dict[str, object] = {
+        "epoch": epoch.number,
+        "run_id": epoch.run_id,
+        "holder": encode_holder(epoch.holder),
+    }
+    if epoch.former_ended:
+        fields["former_ended"] = True
     publish(store, epoch_key(epoch.number), sealed(header("epoch") | fields))
 
 
@@ -287,8 +297,9 @@ def require_newest(store: Store, number: int) -> None:
     Raises:
         ConflictError: A newer epoch exists; the message names its holder.
     """
-    # One look is enough: epochs have no gaps, and records are never removed. Read the record instead of asking for its
-    # size: a network mount answers a stat of an absent name from its cache for seconds, but asks the server at an open.
+    # One look is enough: a record goes only once no process writes under the epoch before it. Read the record instead of
+    # asking for its size: a network mount answers a stat of an absent name from its cache for seconds, but asks the
+    # server at an open.
     try:
         store.get(epoch_key(number + 1), _RECORD_BYTES_MAX)
     except MissingError:
@@ -334,13 +345,36 @@ def format_holder(store: Store, number: int) -> str:
 
 
 def remove_before(store: Store, number: int) -> None:
-    """Remove the lists and heartbeats of older epochs. The records stay: they say that an epoch is over."""
+    """Remove the lists and heartbeats of older epochs, and the records that no process looks for any more.
+
+    A record says to the writer of the epoch before it that this epoch is over. Once that writer has ended, only a
+    process that was about to begin the same epoch looks for the record: it finds the list of a newer epoch instead.
+
+    Args:
+        store: The root of the run.
+        number: The newest epoch with a list that stays whole. The caller's own list is stored.
+    """
     if number <= 1:
         return  # The first epoch has the number 1.
-    keys = (entry.key for entry in store.list(EPOCHS_FOLDER))
-    old = [key for key in keys if (epoch_of_key(key) or number) < number and key != epoch_key(epoch_of_key(key) or 0)]
+    old = []
+    # A record that has to stay is read at some restarts only: a run may have many of them.
+    looked_at = range(number - 2 * _RECORDS_KEPT, number - _RECORDS_KEPT)
+    for entry in store.list(EPOCHS_FOLDER):
+        epoch = epoch_of_key(entry.key)
+        if epoch is None or epoch >= number:
+            continue
+        if entry.key != epoch_key(epoch) or (epoch in looked_at and _former_ended(store, epoch)):
+            old.append(entry.key)
     if old:
         store.delete(old)
+
+
+def _former_ended(store: Store, number: int) -> bool:
+    try:
+        epoch = read_epoch(store, number)
+    except (CorruptError, InvalidError):
+        return False
+    return epoch is not None and epoch.former_ended
 
 
 def _numbers(store: Store, key_of: Callable[[int], str]) -> list[int]:

@@ -44,13 +44,17 @@ class Epoch:
     """The time in which one process may write to a run."""
 
     number: int
-    """From 1 on, without gaps."""
+    """From 1 on. The next epoch has the next number."""
 
     run_id: str
     """The run."""
 
     holder: Holder
     """The process that created it."""
+
+    former_ended: bool = False
+    """Whether its holder knew that no process writes under the epoch before: that one was released, or its process had
+    exited."""
 
 
 @dataclass(frozen=True, slots=True)
