@@ -228,10 +228,10 @@ def kept_by(
         each = [kept_by(part, steps, tagged, begun) for part in policy.policies]
         return set.union(*each) if isinstance(policy, AnyOf) else set.intersection(*each)
     if isinstance(policy, LatestN):
-        latest = {held for held in steps if sum(other.step > held.step for other in siblings(held, steps)) < policy.n}
-        return latest | set(chain_of(steps, begun)[: policy.n])
+        return set(chain_of(steps, begun)[: policy.n])
     if isinstance(policy, EveryNth):
-        return {held for held in steps if held.step % policy.n == 0}
+        recent = set(chain_of(steps, begun)).union(*last_left(steps, begun))
+        return {held for held in recent if held.step % policy.n == 0}
     if isinstance(policy, BestN):
         sign = 1 if policy.mode == "min" else -1
         ranked = sorted(
@@ -241,6 +241,14 @@ def kept_by(
         return set(ranked[: policy.n])
     assert isinstance(policy, Tagged)
     return tagged & set(steps)
+
+
+def last_left(steps: Iterable[Held], begun: Iterable[Timeline] = ()) -> list[list[Held]]:
+    """Return the steps of each of the last three timelines before the newest one."""
+    timelines = {held.timeline for held in steps if held.timeline is not None}
+    newest = max((*timelines, *begun), key=lambda timeline: (timeline.number, timeline.id), default=None)
+    numbers = sorted(timeline.number for timeline in timelines if timeline != newest)[-3:]
+    return [[held for held in steps if held.timeline and held.timeline.number == number] for number in numbers]
 
 
 def siblings(held: Held, steps: Iterable[Held]) -> list[Held]:

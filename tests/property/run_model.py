@@ -32,6 +32,7 @@ from tests.property.life import (
     files_of,
     is_of_chain,
     kept_by,
+    last_left,
     manifest_of,
     run_on,
     siblings,
@@ -105,20 +106,18 @@ class RunModel:
 
     def kept_for_certain(self, policy: KeepPolicy | None) -> set[Held]:
         """Return what a policy keeps, even if damaged steps of which nobody knows take the places of whole ones."""
+        gone = self.discarded()
         counted = [
             held
             for held in self.held
-            if not held.is_moved
+            if held not in gone
             and held.timeline is not None
-            and not (held.harmed and is_quarantined(self.store, held.step))
+            and not (held.harmed and not held.is_moved and is_quarantined(self.store, held.step))
         ]
-        gone = self.discarded()
-        counted = [held for held in counted if held not in gone]
-        newest = {max(siblings(held, counted), key=lambda other: other.step) for held in counted}
-        moved = {held for held in self.held if held.is_moved} - gone
-        begun = self.begun()
-        newest |= set(chain_of(counted, begun)[:1])
-        return {*kept_by(policy, counted, set(self.tags.values()), begun), *newest, *moved} & set(self.intact())
+        begun, tagged = self.begun(), set(self.tags.values())
+        chain = chain_of(counted, begun)
+        newest = {max(left, key=lambda held: held.step) for left in last_left(counted, begun)} | set(chain[:1])
+        return {*kept_by(policy, counted, tagged, begun), *newest, *(tagged - set(chain))} & set(self.intact())
 
     def settle(self, may_go: Collection[Held] = ()) -> None:
         """Take note of what storage says of what nobody was told."""

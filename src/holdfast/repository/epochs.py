@@ -297,8 +297,8 @@ def require_newest(store: Store, number: int) -> None:
     Raises:
         ConflictError: A newer epoch exists; the message names its holder.
     """
-    # One look is enough: a record goes only once no process writes under the epoch before it. Read the record instead of
-    # asking for its size: a network mount answers a stat of an absent name from its cache for seconds, but asks the
+    # One look is enough: a record goes only once no process writes under the epoch before it. Read the record instead
+    # of asking for its size: a network mount answers a stat of an absent name from its cache for seconds, but asks the
     # server at an open.
     try:
         store.get(epoch_key(number + 1), _RECORD_BYTES_MAX)

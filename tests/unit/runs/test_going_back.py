@@ -522,7 +522,7 @@ def test_nothing_is_collected_without_keep(tmp_path: Path) -> None:
     assert len(list_steps(tmp_path).steps) == 5
 
 
-def test_each_timeline_keeps_its_latest_steps(tmp_path: Path) -> None:
+def test_the_chain_keeps_its_latest_steps_and_the_former_timeline_its_newest(tmp_path: Path) -> None:
     save_steps(tmp_path, 100, 200, 300, 400, 500)
     go_on(tmp_path, 200, 240, 280, 320, 360, keep_last=2)
     # A restart with the policy, which the defect let resume 500 and remove 360.
@@ -530,17 +530,18 @@ def test_each_timeline_keeps_its_latest_steps(tmp_path: Path) -> None:
     collect(tmp_path, 2)
     assert resumed(tmp_path) == (380, -380)
     steps = list_steps(tmp_path).steps
-    assert [record.step for record in steps if record.superseded] == [400, 500]
+    assert [record.step for record in steps if record.superseded] == [500]
     assert [record.step for record in steps if record.committed] == [360, 380]
 
 
-def test_a_step_that_was_moved_stays_whole_though_the_policy_removes_others(tmp_path: Path) -> None:
+def test_the_newest_step_that_was_moved_stays_whole_though_the_policy_removes_others(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2, 3)
     go_on(tmp_path, 1, 2, 3, 4, 5, keep_last=1)
     collect(tmp_path, 1)
     for name in superseded(tmp_path):
         assert list(holdfast.open_checkpoint(tmp_path / name).verify()) == []
-    assert {name[0] for name in superseded(tmp_path)} == {"2", "3"}
+    assert {name[0] for name in superseded(tmp_path)} == {"3"}
+    assert [path.name[:12] for path in (tmp_path / "superseded").iterdir()] == ["000000000003"]
     with manager_at(tmp_path) as manager:
         assert 5 in manager.steps() and 4 not in manager.steps()
 
