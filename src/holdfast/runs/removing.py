@@ -18,8 +18,9 @@ from holdfast.repository.removal import mark_key, marks, put_request, remove_mar
 from holdfast.repository.tags import Tags, read_tags, remove_tag_of_step
 from holdfast.repository.timeline_records import TimelineRecord, put_record
 from holdfast.repository.timelines import RunTimelines, StoredManifest, run_timelines
-from holdfast.runs.collection.chosen_steps import ChosenNames, StepAndDigest
+from holdfast.runs.collection.chosen_steps import ChosenNames
 from holdfast.runs.collection.garbage_collection import CheckpointGC, CollectReport, planned, require_run
+from holdfast.types.removal import StepAndDigest
 
 
 @dataclass(frozen=True, slots=True)

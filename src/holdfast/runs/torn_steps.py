@@ -8,16 +8,16 @@ from holdfast.checkpoint.pack_sizes import sizes_of
 from holdfast.ports.store import Store, packs_under
 from holdfast.repository import removal
 from holdfast.types.manifest import Manifest
-from holdfast.types.removal import StepFiles
+from holdfast.types.removal import StepAndDigest, StepFiles
 from holdfast.types.timeline import Timeline
 
 
 def torn_steps(
     store: Store,
-    manifests: Mapping[tuple[int, str], Manifest],
+    manifests: Mapping[StepAndDigest, Manifest],
     all_files: Sequence[StepFiles],
     newest: Timeline,
-) -> Mapping[tuple[int, str], tuple[str, ...]]:
+) -> Mapping[StepAndDigest, tuple[str, ...]]:
     """Return the newest steps with missing files of each timeline, down to its first complete step, each with why.
 
     So too for the chain of the newest timeline. No run resumes from these steps. The complete step is the newest valid
@@ -30,8 +30,8 @@ def torn_steps(
         newest: The newest timeline.
     """
     stored = {key: size for files in all_files for sizes in files.attempts.values() for key, size in sizes.items()}
-    torn: dict[tuple[int, str], tuple[str, ...]] = {}
-    complete = set[tuple[int, str]]()
+    torn: dict[StepAndDigest, tuple[str, ...]] = {}
+    complete = set[StepAndDigest]()
     for group in _groups(manifests, newest):
         for name in group:
             if name in complete:
@@ -49,9 +49,9 @@ def torn_steps(
     return torn
 
 
-def _groups(manifests: Mapping[tuple[int, str], Manifest], newest: Timeline) -> Iterable[list[tuple[int, str]]]:
+def _groups(manifests: Mapping[StepAndDigest, Manifest], newest: Timeline) -> Iterable[list[StepAndDigest]]:
     """Return the steps of each timeline, and those of the chain of the newest one, in the order of a resume."""
-    by_timeline: dict[str, list[tuple[int, str]]] = {}
+    by_timeline: dict[str, list[StepAndDigest]] = {}
     for name in sorted(manifests, reverse=True):
         by_timeline.setdefault(manifests[name].timeline.id, []).append(name)
     chain = [name for name, manifest in manifests.items() if newest.holds(manifest.timeline.id, name[0])]

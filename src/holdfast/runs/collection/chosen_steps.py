@@ -16,10 +16,8 @@ from holdfast.repository.timeline_records import TimelineRecord
 from holdfast.repository.timelines import MovedManifests
 from holdfast.runs.collection.pins import Pins
 from holdfast.types.manifest import Manifest
+from holdfast.types.removal import StepAndDigest
 from holdfast.types.timeline import Timeline
-
-StepAndDigest = tuple[int, str]
-"""A step and the digest of its manifest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,6 @@ from holdfast.runs.collection.chosen_steps import (
     NOTHING_CHOSEN,
     ChosenNames,
     Needs,
-    StepAndDigest,
     discarded_in,
     judged,
     left_by_policy,
@@ -57,7 +56,7 @@ from holdfast.runs.known_steps import KnownSteps
 from holdfast.runs.torn_steps import torn_steps
 from holdfast.types.epoch import Fence
 from holdfast.types.manifest import Manifest
-from holdfast.types.removal import StepFiles, Unreferenced
+from holdfast.types.removal import StepAndDigest, StepFiles, Unreferenced
 from holdfast.types.timeline import Timeline
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from holdfast.policies import (
     Tagged,
     best_first,
 )
-from holdfast.runs.collection.chosen_steps import StepAndDigest
+from holdfast.types.removal import StepAndDigest
 from holdfast.types.timeline import FIRST_TIMELINE, Timeline
 
 NEWEST = "newest"
