@@ -30,7 +30,7 @@ from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.testing.faults import Action, Faults
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.types.manifest import Manifest
-from holdfast.types.timeline import Timeline
+from holdfast.types.timeline import ANCESTORS_STATED, Timeline
 from tests.tuned import tuned
 
 SETTINGS = tuned(
@@ -209,10 +209,19 @@ def chain_of(steps: Iterable[Held], begun: Iterable[Timeline] = ()) -> list[Held
     timelines = [*begun, *(held.timeline for held in stated if held.timeline is not None)]
     if not timelines:
         return []
-    newest = max(timelines, key=lambda timeline: (timeline.number, timeline.id))
+    newest = whole(max(timelines, key=lambda timeline: (timeline.number, timeline.id)), timelines)
     order = [newest.id, *(fork.timeline for fork in newest.ancestors)]
     chain = [held for held in stated if is_of_chain(newest, held)]
     return sorted(chain, key=lambda held: (order.index(cast(Timeline, held.timeline).id), -held.step))
+
+
+def whole(timeline: Timeline, others: Iterable[Timeline]) -> Timeline:
+    """Return a timeline with the ancestors that its manifests leave out: others state them."""
+    stated = {other.id: other.ancestors for other in others}
+    ancestors = list(timeline.ancestors)
+    while len(ancestors) >= ANCESTORS_STATED and (more := stated.get(ancestors[-1].timeline)):
+        ancestors += more
+    return replace(timeline, ancestors=tuple(ancestors))
 
 
 def kept_by(

@@ -140,7 +140,7 @@ class WriterLease:
         accepted = epochs.accepted_steps(self._store, former_fence, step_folders(self._store))
         superseded = moved_steps(self._store, former_fence) if former_fence.has_timelines else None
         adopt_records(self._store, former_fence, number)
-        epochs.put_accepted(self._store, number, run_id, accepted, superseded)
+        epochs.put_accepted(self._store, number, run_id, accepted, superseded, former_fence.parents)
         try:
             # The list of the epoch before stays: readers use it if ours is damaged.
             epochs.remove_before(self._store, former_fence.epoch)

@@ -174,8 +174,11 @@ class _Chosen:
         """Record the newest timeline if no step of it stays: steps that it superseded must not come back."""
         newest, going = self.stored.newest, self.names
         stay = (*self.stored.chain, *self.stored.superseded)
-        is_stated = any(manifest.timeline == newest and _name_of(manifest) not in going for manifest in stay)
-        if newest.number > 1 and not is_stated and newest not in self.stored.recorded:
+        is_stated = any(
+            manifest.timeline is not None and manifest.timeline.id == newest.id and _name_of(manifest) not in going
+            for manifest in stay
+        )
+        if newest.number > 1 and not is_stated and newest.id not in self.stored.recorded:
             put_record(store, TimelineRecord(newest, epoch))
 
     def remove_what_names(self, store: Store, clock: Clock, names: Sequence[str]) -> None:

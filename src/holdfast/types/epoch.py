@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from holdfast.types.timeline import Fork
+
 
 @dataclass(frozen=True, slots=True)
 class Holder:
@@ -72,6 +74,9 @@ class Fence:
 
     has_timelines: bool = False
     """Whether the list is one that readers without timelines refuse."""
+
+    parents: Mapping[str, Fork] = field(default_factory=dict)
+    """Where timelines leave their parents, by id: of chains that are too long for a manifest."""
 
     def admits(self, step: int, epoch: int, digest: str) -> bool:
         """Return whether a manifest counts.

@@ -30,6 +30,7 @@ from holdfast.stores.local import LocalStore
 from holdfast.testing.comm import ThreadComm, outcomes_of_ranks
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.testing.framework import NumpyFramework
+from holdfast.types.timeline import FIRST_TIMELINE
 from tests.unit.ranks import PATIENT, World, fresh_store, plain, run_of, saved, sharded
 
 SETTINGS = Settings(chunk_bytes=4096, window_bytes=8192, collect_grace_seconds=0.0)
@@ -364,7 +365,7 @@ def test_a_damaged_manifest_begins_one_timeline_and_not_one_a_restart(tmp_path: 
     if is_moved:
         # A save at step 9 on a new timeline was killed after it had moved the manifest.
         store = store_of(tmp_path)
-        declare_timelines(store, 1)
+        declare_timelines(store, 1, FIRST_TIMELINE)
         displace(store, 9, read_manifest(store, "step-000000000009/").digest, 1)
     (path,) = tmp_path.glob("superseded/*.json") if is_moved else [step_path(tmp_path, 9) / "manifest.json"]
     path.write_bytes(path.read_bytes()[:-40])
