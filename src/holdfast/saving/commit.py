@@ -381,8 +381,7 @@ def sweep(
     try:
         folders = store.folders(location.folder)
         others = [folder for folder in folders if is_attempt_folder(folder) and folder != attempt]
-        kept = set(under_way)
-        referenced: frozenset[str] = frozenset()
+        kept, referenced = set(under_way), frozenset[str]()
         if others and location.step is not None:
             kept |= quarantined_attempts(store, location.step)
             kept |= moved_manifests(store, location.step).attempts(location.step, others)

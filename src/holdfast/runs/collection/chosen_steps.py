@@ -63,8 +63,8 @@ class Needs:
     pins: Pins
     """What this process needs."""
 
-    def set_aside(self, manifest: Manifest) -> bool:
-        """Return whether a manifest is under quarantine, or its attempt is."""
+    def is_quarantined(self, manifest: Manifest) -> bool:
+        """Return whether a manifest or its attempt is under quarantine."""
         records = self.quarantine.get(name_of(manifest)[0], {})
         return manifest.digest[:16] in records or any(
             manifest.attempt in record.attempts for record in records.values()
@@ -146,7 +146,7 @@ def undecided(
         chosen: The chosen steps.
     """
     whole = [manifest for step, manifest in manifests.items() if manifest is not None and step not in known]
-    whole += [manifest for manifest in elsewhere if not needs.set_aside(manifest)]
+    whole += [manifest for manifest in elsewhere if not needs.is_quarantined(manifest)]
     return {name_of(manifest): manifest for manifest in whole if name_of(manifest) not in chosen.going}
 
 
@@ -166,7 +166,7 @@ def _needed_by(manifest: Manifest, name: StepAndDigest, choice: ChosenNames, nee
     step, digest = name
     tags = [tag for tag in needs.tags.of(step, digest) if (tag, name) not in choice.overruled_tags]
     reader = needs.readers.get(step, needs.readers.get(None))
-    is_set_aside = name not in choice.names and needs.set_aside(manifest)
+    is_set_aside = name not in choice.names and needs.is_quarantined(manifest)
     return (
         *(f"tag {tag}" for tag in sorted(tags)),
         *([] if reader is None else [f"read by {reader}"]),
