@@ -199,7 +199,8 @@ def arranged(
     timelines = proven | {one for one in stated if not any(one.contradicts(other) for other in proven)}
     # Versions before stated all ancestors of a timeline in each of its manifests.
     in_order = sorted(timelines, key=lambda timeline: (timeline.number, timeline.id, len(timeline.ancestors)))
-    parents = parents_in(in_order) | dict(parents or {})
+    # What a manifest proves overrides what a damaged text states.
+    parents = parents_in(sorted(in_order, key=proven.__contains__)) | dict(parents or {})
     newest = in_order[-1].completed(parents) if in_order else FIRST_TIMELINE
     ages = {id_: age for age, id_ in enumerate((newest.id, *(fork.timeline for fork in newest.ancestors)))}
     in_folders = {manifest.step for manifest in ordered if superseded_in(manifest.key) is None}
