@@ -239,11 +239,11 @@ def test_a_crash_while_a_long_chain_goes_on_leaves_the_old_end_or_the_new_one() 
     before, last = committed_steps(template), ANCESTORS_STATED + 4
     at, outcomes = 0, set[int]()
     while True:
-        at += 2
+        at += 3
         store = MemoryStore(uuid.uuid4().hex)
         for entry in template.list():
             store.put(entry.key, template.get(entry.key, 1 << 20))
-        faults = Faults(raise_error(UnavailableError), at=at, names=PUTS, lasting=True, after=at % 4 == 0)
+        faults = Faults(raise_error(UnavailableError), at=at, names=PUTS, lasting=True, after=at % 2 == 0)
         with suppress(CheckpointError):
             go_back(FaultyStore(store, faults), last - 1, LatestN(last + 1))
         steps = committed_steps(store)
@@ -252,4 +252,4 @@ def test_a_crash_while_a_long_chain_goes_on_leaves_the_old_end_or_the_new_one() 
         outcomes.add(len(run_timelines(store).newest.ancestors))
         if not faults.met:
             break
-    assert at > 8 and outcomes == {ANCESTORS_STATED + 2, ANCESTORS_STATED + 3}
+    assert at > 9 and outcomes == {ANCESTORS_STATED + 2, ANCESTORS_STATED + 3}
