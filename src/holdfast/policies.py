@@ -89,12 +89,12 @@ class OnRequest:
 
 @dataclass(frozen=True, slots=True)
 class LatestN(_Counted):
-    """Keep the newest `n` steps of each timeline, and the `n` steps that a resume would try first."""
+    """Keep the `n` steps that a resume would try first."""
 
 
 @dataclass(frozen=True, slots=True)
 class EveryNth(_Counted):
-    """Keep each step that `n` divides."""
+    """Keep each step that `n` divides; of those that training went back past, the ones of the last three timelines."""
 
 
 @dataclass(frozen=True, slots=True)

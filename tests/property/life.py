@@ -30,7 +30,7 @@ from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.testing.faults import Action, Faults
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.types.manifest import Manifest
-from holdfast.types.timeline import Timeline
+from holdfast.types.timeline import ANCESTORS_STATED, Timeline
 from tests.tuned import tuned
 
 SETTINGS = tuned(
@@ -209,10 +209,19 @@ def chain_of(steps: Iterable[Held], begun: Iterable[Timeline] = ()) -> list[Held
     timelines = [*begun, *(held.timeline for held in stated if held.timeline is not None)]
     if not timelines:
         return []
-    newest = max(timelines, key=lambda timeline: (timeline.number, timeline.id))
+    newest = whole(max(timelines, key=lambda timeline: (timeline.number, timeline.id)), timelines)
     order = [newest.id, *(fork.timeline for fork in newest.ancestors)]
     chain = [held for held in stated if is_of_chain(newest, held)]
     return sorted(chain, key=lambda held: (order.index(cast(Timeline, held.timeline).id), -held.step))
+
+
+def whole(timeline: Timeline, others: Iterable[Timeline]) -> Timeline:
+    """Return a timeline with the ancestors that its manifests leave out: others state them."""
+    stated = {other.id: other.ancestors for other in others}
+    ancestors = list(timeline.ancestors)
+    while len(ancestors) >= ANCESTORS_STATED and (more := stated.get(ancestors[-1].timeline)):
+        ancestors += more
+    return replace(timeline, ancestors=tuple(ancestors))
 
 
 def kept_by(
@@ -228,10 +237,10 @@ def kept_by(
         each = [kept_by(part, steps, tagged, begun) for part in policy.policies]
         return set.union(*each) if isinstance(policy, AnyOf) else set.intersection(*each)
     if isinstance(policy, LatestN):
-        latest = {held for held in steps if sum(other.step > held.step for other in siblings(held, steps)) < policy.n}
-        return latest | set(chain_of(steps, begun)[: policy.n])
+        return set(chain_of(steps, begun)[: policy.n])
     if isinstance(policy, EveryNth):
-        return {held for held in steps if held.step % policy.n == 0}
+        recent = set(chain_of(steps, begun)).union(*last_left(steps, begun))
+        return {held for held in recent if held.step % policy.n == 0}
     if isinstance(policy, BestN):
         sign = 1 if policy.mode == "min" else -1
         ranked = sorted(
@@ -241,6 +250,14 @@ def kept_by(
         return set(ranked[: policy.n])
     assert isinstance(policy, Tagged)
     return tagged & set(steps)
+
+
+def last_left(steps: Iterable[Held], begun: Iterable[Timeline] = ()) -> list[list[Held]]:
+    """Return the steps of each of the last three timelines before the newest one."""
+    timelines = {held.timeline for held in steps if held.timeline is not None}
+    newest = max((*timelines, *begun), key=lambda timeline: (timeline.number, timeline.id), default=None)
+    numbers = sorted(timeline.number for timeline in timelines if timeline != newest)[-3:]
+    return [[held for held in steps if held.timeline and held.timeline.number == number] for number in numbers]
 
 
 def siblings(held: Held, steps: Iterable[Held]) -> list[Held]:

@@ -22,7 +22,7 @@ from holdfast.repository.epochs import current_fence
 from holdfast.repository.quarantine import is_quarantined, stated_timelines
 from holdfast.repository.tags import read_tags
 from holdfast.repository.timeline_records import timeline_records
-from holdfast.types.timeline import FIRST_TIMELINE, Fork, Timeline
+from holdfast.types.timeline import ANCESTORS_STATED, FIRST_TIMELINE, Fork, Timeline
 from tests.property.life import (
     METRIC,
     SETTINGS,
@@ -32,6 +32,7 @@ from tests.property.life import (
     files_of,
     is_of_chain,
     kept_by,
+    last_left,
     manifest_of,
     run_on,
     siblings,
@@ -105,20 +106,18 @@ class RunModel:
 
     def kept_for_certain(self, policy: KeepPolicy | None) -> set[Held]:
         """Return what a policy keeps, even if damaged steps of which nobody knows take the places of whole ones."""
+        gone = self.discarded()
         counted = [
             held
             for held in self.held
-            if not held.is_moved
+            if held not in gone
             and held.timeline is not None
-            and not (held.harmed and is_quarantined(self.store, held.step))
+            and not (held.harmed and not held.is_moved and is_quarantined(self.store, held.step))
         ]
-        gone = self.discarded()
-        counted = [held for held in counted if held not in gone]
-        newest = {max(siblings(held, counted), key=lambda other: other.step) for held in counted}
-        moved = {held for held in self.held if held.is_moved} - gone
-        begun = self.begun()
-        newest |= set(chain_of(counted, begun)[:1])
-        return {*kept_by(policy, counted, set(self.tags.values()), begun), *newest, *moved} & set(self.intact())
+        begun, tagged = self.begun(), set(self.tags.values())
+        chain = chain_of(counted, begun)
+        newest = {max(left, key=lambda held: held.step) for left in last_left(counted, begun)} | set(chain[:1])
+        return {*kept_by(policy, counted, tagged, begun), *newest, *(tagged - set(chain))} & set(self.intact())
 
     def settle(self, may_go: Collection[Held] = ()) -> None:
         """Take note of what storage says of what nobody was told."""
@@ -258,7 +257,7 @@ class Position:
             origin: The step that was loaded.
             passed_over: Whether newer steps were found damaged then.
         """
-        self.origin, self.passed_over = origin, passed_over
+        self._model, self.origin, self.passed_over = model, origin, passed_over
         self.timeline: Timeline | None = None
         """The timeline of the saves since."""
         self.step = 0 if origin is None else origin.step
@@ -314,7 +313,13 @@ class Position:
         if is_new:
             assert timeline.number > max(self._known.values()), f"{saved} is not of the newest timeline"
             fork = Fork(self._loaded.id, origin.step, self._digest)
-            assert timeline.ancestors == (fork, *self._loaded.ancestors)
+            # Without those of which no step is there any more.
+            there = {held.timeline.id for held in self._model.held if held.timeline is not None}
+            older = [each for each in self._loaded.ancestors if each.timeline in there]
+            stated = [each for each in timeline.ancestors[1:] if each.timeline in there]
+            assert timeline.ancestors[:1] == (fork,) and set(timeline.ancestors[1:]) <= set(self._loaded.ancestors)
+            assert stated == older[: len(stated)]
+            assert len(stated) == len(older) or len(timeline.ancestors) == ANCESTORS_STATED
 
 
 def _step_of(key: str) -> int:

@@ -9,7 +9,7 @@ import msgspec
 
 from holdfast.format.sealed_json import Digest, StepNumber
 from holdfast.types.inspected import inspected
-from holdfast.types.timeline import FIRST_TIMELINE, Fork, Timeline
+from holdfast.types.timeline import ANCESTORS_STATED, FIRST_TIMELINE, Fork, Timeline
 
 _NUMBER_MAX = (1 << 53) - 1
 _ANCESTORS_MAX = 100_000
@@ -22,8 +22,12 @@ _Id = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 _AncestorId = Annotated[str, msgspec.Meta(pattern=r"\A([0-9a-f]{16})?\Z")]
 
 
+ParentDocument = tuple[_Id, _AncestorId, StepNumber, Digest]
+"""The id of a timeline, and where it leaves its parent."""
+
+
 class TimelineDocument(msgspec.Struct):
-    """A timeline as JSON: its number, its id, and `[id, step, digest]` of each ancestor, the parent first."""
+    """A timeline as JSON: its number, its id, and `[id, step, digest]` of its nearest ancestors, the parent first."""
 
     number: _Number
     id: _Id
@@ -31,8 +35,8 @@ class TimelineDocument(msgspec.Struct):
 
 
 def encode_timeline(timeline: Timeline) -> dict[str, object]:
-    """Return a timeline as a JSON object."""
-    ancestors = [[fork.timeline, fork.step, fork.digest] for fork in timeline.ancestors]
+    """Return a timeline as a JSON object. The list of the epoch has the ancestors that it leaves out."""
+    ancestors = [[fork.timeline, fork.step, fork.digest] for fork in timeline.ancestors[:ANCESTORS_STATED]]
     return {"number": timeline.number, "id": timeline.id, "ancestors": ancestors}
 
 

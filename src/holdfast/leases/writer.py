@@ -134,8 +134,7 @@ class WriterLease:
     def _await_number(self) -> int:
         """Return the number of the next epoch, once the newest one is free."""
         former = epochs.newest_epoch(self._store)
-        if former:
-            _await_free(self._store, self._clock, former, self._lease_seconds)
+        has_ended = former > 0 and _await_free(self._store, self._clock, former, self._lease_seconds)
         if former >= EPOCH_MAX:
             raise InvalidError(
                 f"{self._store.url}: epoch {former} is the last possible number; expected a smaller one, for nobody "
@@ -151,7 +150,7 @@ class WriterLease:
         try:
             self._require_wanted(releases)
             try:
-                epochs.put_epoch(self._store, Epoch(number, run_id, holder))
+                epochs.put_epoch(self._store, Epoch(number, run_id, holder, has_ended))
             except ConflictError as conflict:
                 first = epochs.read_epoch(self._store, number)
                 if first is not None and is_this_process(first.holder) and not _is_living(first.holder):
@@ -178,12 +177,15 @@ class WriterLease:
     def _accept_steps(self, number: int, run_id: str) -> None:
         """Store which steps of former writers count. A manifest that they publish from now on does not."""
         former_fence = epochs.current_fence(self._store)
+        if former_fence.epoch >= number:
+            # The record of this number had gone: other jobs began and ended since this one listed the epochs.
+            raise _held_error(self._store, epochs.newest_epoch(self._store), "it came first")
         touch_root(self._store)
         finish_withdrawals(self._store, former_fence)
         accepted = epochs.accepted_steps(self._store, former_fence, step_folders(self._store))
         superseded = moved_steps(self._store, former_fence) if former_fence.has_timelines else None
         adopt_records(self._store, former_fence, number)
-        epochs.put_accepted(self._store, number, run_id, accepted, superseded)
+        epochs.put_accepted(self._store, number, run_id, accepted, superseded, former_fence.parents)
         try:
             # The list of the epoch before stays: readers use it if ours is damaged.
             epochs.remove_before(self._store, former_fence.epoch)
@@ -327,9 +329,11 @@ def hold_writer_lease(store: Store, clock: Clock, lease_seconds: float, run_id: 
         writer_lease.release()
 
 
-def _await_free(store: Store, clock: Clock, number: int, lease_seconds: float) -> None:
-    """Return once the holder of an epoch has released it, has exited, or renewed nothing for its lease time.
+def _await_free(store: Store, clock: Clock, number: int, lease_seconds: float) -> bool:
+    """Wait until the holder of an epoch has released it, has exited, or renewed nothing for its lease time.
 
+    Returns:
+        Whether it has ended for certain: a process that is silent may go on later.
     Args:
         store, clock: The root, and the clock to wait by.
         number: The epoch.
@@ -339,7 +343,7 @@ def _await_free(store: Store, clock: Clock, number: int, lease_seconds: float) -
     """
     first_heartbeat = _heartbeat_of(store, number)
     if first_heartbeat == epochs.RELEASED:
-        return
+        return True
     holder = None
     try:
         epoch = epochs.read_epoch(store, number)
@@ -349,10 +353,10 @@ def _await_free(store: Store, clock: Clock, number: int, lease_seconds: float) -
     if holder is not None:
         if is_this_process(holder):
             _require_dropped(store, number, holder)
-            return
+            return True
         if is_gone(holder):
             logger.info("epoch %d of the lease is taken over at once, its process has exited: %s", number, holder)
-            return
+            return True
         lease_seconds = holder.lease_seconds
     logger.warning(
         "%s is held by %s: waiting up to %.1f s for its heartbeat",
@@ -372,6 +376,7 @@ def _await_free(store: Store, clock: Clock, number: int, lease_seconds: float) -
             break
         clock.sleep(lease_seconds / _POLLS_PER_LEASE)
     logger.warning("epoch %d is taken over after %.1f s", number, waited)
+    return heartbeat == epochs.RELEASED
 
 
 def _require_dropped(store: Store, number: int, holder: Holder) -> None:

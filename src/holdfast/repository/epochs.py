@@ -30,11 +30,13 @@ from holdfast.format.names import (
     manifest_key,
 )
 from holdfast.format.sealed_json import Digest, EpochNumber, StepNumber, Text, decode_sealed, header, sealed
+from holdfast.format.timeline import ParentDocument
 from holdfast.ports.store import Store
 from holdfast.repository.publish import get_or_none, publish
 from holdfast.settings import MIB
 from holdfast.types.epoch import Epoch, Fence
-from holdfast.types.manifest import FORMAT_MINOR_TIMELINES
+from holdfast.types.manifest import FORMAT_MINOR_PARENTS, FORMAT_MINOR_TIMELINES
+from holdfast.types.timeline import ANCESTORS_STATED, Fork, Timeline, parents_in
 
 logger = logging.getLogger(__name__)
 
@@ -43,11 +45,15 @@ RELEASED = b"released\n"
 
 _ACCEPTED = "accepted"
 _ACCEPTED_WITH_TIMELINES = "accepted in a run with timelines"
-_ACCEPTED_KINDS = (_ACCEPTED, _ACCEPTED_WITH_TIMELINES)
+_ACCEPTED_WITH_PARENTS = "accepted in a run with many timelines"
+_ACCEPTED_KINDS = (_ACCEPTED, _ACCEPTED_WITH_TIMELINES, _ACCEPTED_WITH_PARENTS)
 
 _RECORD_BYTES_MAX = 1 << 16
 _ACCEPTED_BYTES_MAX = 256 * MIB
 _BEAT_BYTES_MAX = 64
+_RECORDS_KEPT = 8
+"""Records that stay whatever they state. A process that releases its epoch at its exit may still publish for a moment:
+it must find the record of the next one."""
 _TRIES = 10
 
 
@@ -58,12 +64,14 @@ class _OfEpoch(msgspec.Struct):
 class _EpochDocument(_OfEpoch):
     run_id: Text
     holder: HolderDocument
+    former_ended: bool = False
 
 
 class _AcceptedDocument(_OfEpoch):
     run_id: Text
     steps: list[tuple[StepNumber, str | None]]
     superseded: list[tuple[StepNumber, Digest]] = []
+    parents: list[ParentDocument] = []
     holdfast: dict[str, object] = {}
 
 
@@ -94,7 +102,7 @@ def read_epoch(store: Store, number: int) -> Epoch | None:
     if data is None:
         return None
     document = _decode(data, "epoch", _EpochDocument, number, f"{store.url}/{key}")
-    return Epoch(number, document.run_id, decode_holder(document.holder))
+    return Epoch(number, document.run_id, decode_holder(document.holder), document.former_ended)
 
 
 def put_epoch(store: Store, epoch: Epoch) -> None:
@@ -104,7 +112,13 @@ def put_epoch(store: Store, epoch: Epoch) -> None:
         ConflictError: Another process began it.
         UnavailableError: The store failed; the epoch may have begun.
     """
-    fields = {"epoch": epoch.number, "run_id": epoch.run_id, "holder": encode_holder(epoch.holder)}
+    fields: dict[str, object] = {
+        "epoch": epoch.number,
+        "run_id": epoch.run_id,
+        "holder": encode_holder(epoch.holder),
+    }
+    if epoch.former_ended:
+        fields["former_ended"] = True
     publish(store, epoch_key(epoch.number), sealed(header("epoch") | fields))
 
 
@@ -114,6 +128,7 @@ def put_accepted(
     run_id: str,
     accepted: Mapping[int, str | None],
     superseded: Iterable[tuple[int, str]] | None = None,
+    parents: Mapping[str, Fork] | None = None,
 ) -> None:
     """Write the list of former steps that count from now on. The holder of the epoch calls this once.
 
@@ -123,8 +138,9 @@ def put_accepted(
         run_id: The run.
         accepted: Digest of the manifest in the folder of each step; None if it cannot be read.
         superseded: Step and digest of the manifests outside step folders; None for a run with one timeline.
+        parents: Where timelines leave their parents, by id, as the list of the epoch before states it.
     """
-    publish(store, accepted_key(number), _encode_accepted(number, run_id, accepted, superseded))
+    publish(store, accepted_key(number), _encode_accepted(number, run_id, accepted, superseded, parents or {}))
 
 
 def _encode_accepted(
@@ -132,6 +148,7 @@ def _encode_accepted(
     run_id: str,
     accepted: Mapping[int, str | None],
     superseded: Iterable[tuple[int, str]] | None,
+    parents: Mapping[str, Fork],
 ) -> bytes:
     fields: dict[str, object] = {
         "epoch": number,
@@ -141,14 +158,22 @@ def _encode_accepted(
     if superseded is None:
         return sealed(header(_ACCEPTED) | fields)
     fields["superseded"] = [[step, digest] for step, digest in sorted(superseded)]
-    return sealed(header(_ACCEPTED_WITH_TIMELINES, FORMAT_MINOR_TIMELINES) | fields)
+    if not parents:
+        return sealed(header(_ACCEPTED_WITH_TIMELINES, FORMAT_MINOR_TIMELINES) | fields)
+    fields["parents"] = [[id_, fork.timeline, fork.step, fork.digest] for id_, fork in sorted(parents.items())]
+    return sealed(header(_ACCEPTED_WITH_PARENTS, FORMAT_MINOR_PARENTS) | fields)
 
 
-def declare_timelines(store: Store, number: int) -> None:
-    """Have readers without timelines refuse the run. The epoch's holder calls it before a second timeline begins.
+def declare_timelines(store: Store, number: int, timeline: Timeline) -> None:
+    """Have readers without timelines refuse the run. The epoch's holder calls it before a timeline begins.
 
-    The list keeps its content, so nothing changes for other readers. A second call changes nothing.
+    If the timeline has more ancestors than a manifest states, the list states them all from now on. Otherwise the list
+    keeps its content, so nothing changes for other readers. A second call changes nothing.
 
+    Args:
+        store: The root of the run.
+        number: The epoch.
+        timeline: The timeline, with all its ancestors.
     Raises:
         ConflictError: Another process took over.
         CorruptError: The list of the epoch is damaged.
@@ -157,10 +182,16 @@ def declare_timelines(store: Store, number: int) -> None:
     where = f"{store.url}/{key}"
     data = store.get(key, _ACCEPTED_BYTES_MAX)
     document = _decode(data, _ACCEPTED_KINDS, _AcceptedDocument, number, where)
-    if document.holdfast.get("kind") == _ACCEPTED_WITH_TIMELINES:
+    known = _parents(document)
+    parents = known | (parents_in([timeline]) if len(timeline.ancestors) > ANCESTORS_STATED else {})
+    if document.holdfast.get("kind") != _ACCEPTED and parents == known:
         return
     require_newest(store, number)
-    store.put(key, _encode_accepted(number, document.run_id, dict(document.steps), ()))
+    store.put(key, _encode_accepted(number, document.run_id, dict(document.steps), document.superseded, parents))
+
+
+def _parents(document: _AcceptedDocument) -> dict[str, Fork]:
+    return {id_: Fork(parent, step, digest) for id_, parent, step, digest in document.parents}
 
 
 def read_heartbeat(store: Store, number: int) -> bytes | None:
@@ -200,8 +231,9 @@ def _current_fence(store: Store) -> Fence:
             data = store.get(key, _ACCEPTED_BYTES_MAX)
             document = _decode(data, _ACCEPTED_KINDS, _AcceptedDocument, number, where)
             # A damaged newer list may have been the first one with timelines.
-            has_timelines = document.holdfast.get("kind") == _ACCEPTED_WITH_TIMELINES or is_damaged
-            return Fence(number, dict(document.steps), frozenset(document.superseded), has_timelines)
+            has_timelines = document.holdfast.get("kind") != _ACCEPTED or is_damaged
+            superseded = frozenset(document.superseded)
+            return Fence(number, dict(document.steps), superseded, has_timelines, _parents(document))
         except CorruptError as error:
             is_damaged = True
             logger.warning("the list of epoch %d cannot be read; the list before it is used: %s", number, error)
@@ -287,8 +319,9 @@ def require_newest(store: Store, number: int) -> None:
     Raises:
         ConflictError: A newer epoch exists; the message names its holder.
     """
-    # One look is enough: epochs have no gaps, and records are never removed. Read the record instead of asking for its
-    # size: a network mount answers a stat of an absent name from its cache for seconds, but asks the server at an open.
+    # One look is enough: a record goes only once no process writes under the epoch before it. Read the record instead
+    # of asking for its size: a network mount answers a stat of an absent name from its cache for seconds, but asks the
+    # server at an open.
     try:
         store.get(epoch_key(number + 1), _RECORD_BYTES_MAX)
     except MissingError:
@@ -334,13 +367,36 @@ def format_holder(store: Store, number: int) -> str:
 
 
 def remove_before(store: Store, number: int) -> None:
-    """Remove the lists and heartbeats of older epochs. The records stay: they say that an epoch is over."""
+    """Remove the lists and heartbeats of older epochs, and the records that no process looks for any more.
+
+    A record says to the writer of the epoch before it that this epoch is over. Once that writer has ended, only a
+    process that was about to begin the same epoch looks for the record: it finds the list of a newer epoch instead.
+
+    Args:
+        store: The root of the run.
+        number: The newest epoch with a list that stays whole. The caller's own list is stored.
+    """
     if number <= 1:
         return  # The first epoch has the number 1.
-    keys = (entry.key for entry in store.list(EPOCHS_FOLDER))
-    old = [key for key in keys if (epoch_of_key(key) or number) < number and key != epoch_key(epoch_of_key(key) or 0)]
+    old = []
+    # A record that has to stay is read at some restarts only: a run may have many of them.
+    looked_at = range(number - 2 * _RECORDS_KEPT, number - _RECORDS_KEPT)
+    for entry in store.list(EPOCHS_FOLDER):
+        epoch = epoch_of_key(entry.key)
+        if epoch is None or epoch >= number:
+            continue
+        if entry.key != epoch_key(epoch) or (epoch in looked_at and _former_ended(store, epoch)):
+            old.append(entry.key)
     if old:
         store.delete(old)
+
+
+def _former_ended(store: Store, number: int) -> bool:
+    try:
+        epoch = read_epoch(store, number)
+    except (CorruptError, InvalidError):
+        return False
+    return epoch is not None and epoch.former_ended
 
 
 def _numbers(store: Store, key_of: Callable[[int], str]) -> list[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest, run_fields_of_manifest
@@ -32,7 +32,7 @@ from holdfast.repository.timeline_records import timeline_records
 from holdfast.repository.withdrawal import name_moved, withdraw
 from holdfast.types.epoch import Fence
 from holdfast.types.manifest import Manifest
-from holdfast.types.timeline import FIRST_TIMELINE, Timeline
+from holdfast.types.timeline import FIRST_TIMELINE, Fork, Timeline, parents_in
 
 logger = logging.getLogger(__name__)
 
@@ -71,8 +71,27 @@ class RunTimelines:
     superseded: tuple[StoredManifest, ...]
     """All other manifests, by ascending step."""
 
-    recorded: frozenset[Timeline] = frozenset()
-    """The timelines that records state; a manifest may state them too."""
+    recorded: frozenset[str] = frozenset()
+    """Ids of the timelines that records state; a manifest may state them too."""
+
+    stated: frozenset[str] = frozenset()
+    """Ids of the timelines that anything states: a manifest, a record, or what is damaged or under quarantine."""
+
+    parents: Mapping[str, Fork] = field(default_factory=dict)
+    """Where timelines leave their parents, by id."""
+
+    def fork(self, origin: Timeline, number: int, new_id: str, step: int, digest: str) -> Timeline:
+        """Return a timeline that leaves another one at a step of it, without ancestors that have no step any more.
+
+        Args:
+            origin: The other timeline, as a manifest states it.
+            number, new_id, step, digest: As `Timeline.fork`.
+        """
+        timeline = origin.completed(self.parents).fork(number, new_id, step, digest)
+        if any(manifest.timeline is None for manifest in (*self.chain, *self.superseded)):
+            return timeline  # A damaged manifest may be of any of them.
+        parent, *older = timeline.ancestors
+        return replace(timeline, ancestors=(parent, *(fork for fork in older if fork.timeline in self.stated)))
 
     @property
     def known(self) -> frozenset[Timeline]:
@@ -121,10 +140,10 @@ def timelines_from(store: Store, step: int) -> RunTimelines:
 def timelines_under(store: Store, fence: Fence) -> RunTimelines:
     """Return the manifests of a run by timeline, as `run_timelines`, given which manifests count."""
     # Before the manifests: a record goes once a manifest states as new a timeline, so one of the two is seen.
-    recorded = frozenset(record.timeline for record in timeline_records(store, fence))
+    recorded = [record.timeline for record in timeline_records(store, fence)]
     manifests = list(_stored_manifests(store, fence, step_folders(store)))
     elsewhere = (*recorded, *stated_timelines(store)) if fence.has_timelines else ()
-    return replace(arranged(manifests, elsewhere), recorded=recorded)
+    return replace(arranged(manifests, elsewhere, fence.parents), recorded=frozenset(each.id for each in recorded))
 
 
 def newest_timeline(
@@ -151,7 +170,8 @@ def newest_timeline(
     known = [StoredManifest(step, manifest_key(step), each.digest, each.timeline) for step, each in whole]
     read = (_read(store, fence, step, key) for step, key in damaged)
     elsewhere = (*(record.timeline for record in timeline_records(store, fence)), *stated_timelines(store))
-    return arranged((*known, *(manifest for manifest in read if manifest is not None)), elsewhere).newest
+    manifests = (*known, *(manifest for manifest in read if manifest is not None))
+    return arranged(manifests, elsewhere, fence.parents).newest
 
 
 def committed_steps(store: Store) -> list[int]:
@@ -159,12 +179,17 @@ def committed_steps(store: Store) -> list[int]:
     return sorted(manifest.step for manifest in run_timelines(store).chain)
 
 
-def arranged(manifests: Iterable[StoredManifest], elsewhere: Iterable[Timeline] = ()) -> RunTimelines:
+def arranged(
+    manifests: Iterable[StoredManifest],
+    elsewhere: Iterable[Timeline] = (),
+    parents: Mapping[str, Fork] | None = None,
+) -> RunTimelines:
     """Return manifests by timeline. Pure.
 
     Args:
         manifests: The manifests that count.
         elsewhere: Timelines that records and manifests under `quarantine/` state.
+        parents: Where timelines leave their parents, by id, as the list of the epoch states it.
     """
     ordered = sorted(manifests, key=lambda manifest: (manifest.step, manifest.key))
     proven = {manifest.timeline for manifest in ordered if manifest.timeline is not None}
@@ -172,7 +197,12 @@ def arranged(manifests: Iterable[StoredManifest], elsewhere: Iterable[Timeline] 
     # steps that training went back past. A text that is damaged just there contradicts the others, and does not count.
     stated = {*elsewhere, *(manifest.stated for manifest in ordered if manifest.stated is not None)}
     timelines = proven | {one for one in stated if not any(one.contradicts(other) for other in proven)}
-    newest = max(timelines, key=lambda timeline: (timeline.number, timeline.id), default=FIRST_TIMELINE)
+    # Versions before stated all ancestors of a timeline in each of its manifests.
+    in_order = sorted(timelines, key=lambda timeline: (timeline.number, timeline.id, len(timeline.ancestors)))
+    # What a manifest proves overrides what a damaged text states.
+    parents = parents_in(sorted(in_order, key=proven.__contains__)) | dict(parents or {})
+    newest = in_order[-1].completed(parents) if in_order else FIRST_TIMELINE
+    ages = {id_: age for age, id_ in enumerate((newest.id, *(fork.timeline for fork in newest.ancestors)))}
     in_folders = {manifest.step for manifest in ordered if superseded_in(manifest.key) is None}
     chain: list[StoredManifest] = []
     superseded: list[StoredManifest] = []
@@ -183,21 +213,22 @@ def arranged(manifests: Iterable[StoredManifest], elsewhere: Iterable[Timeline] 
             # took its place. If none did, the save that moved it failed, and no newer timeline may have taken effect.
             is_in_chain = superseded_in(manifest.key) is None or manifest.step not in in_folders
         else:
-            is_in_chain = newest.holds(timeline.id, manifest.step)
+            age = ages.get(timeline.id)
+            is_in_chain = age == 0 or (age is not None and manifest.step <= newest.ancestors[age - 1].step)
         (chain if is_in_chain else superseded).append(manifest)
     # Training may have saved a lower number on a newer timeline: the newer timeline comes first all the same.
-    chain.sort(key=lambda manifest: (-_age_in(newest, manifest), manifest.step))
-    return RunTimelines(newest, tuple(chain), tuple(superseded))
+    chain.sort(key=lambda manifest: (-_age_in(newest, ages, manifest), manifest.step))
+    stated_ids = frozenset(timeline.id for timeline in timelines)
+    return RunTimelines(newest, tuple(chain), tuple(superseded), stated=stated_ids, parents=parents)
 
 
-def _age_in(newest: Timeline, manifest: StoredManifest) -> int:
+def _age_in(newest: Timeline, ages: Mapping[str, int], manifest: StoredManifest) -> int:
     """Return how many timelines of the chain are newer than that of a manifest in it."""
     if manifest.timeline is None:
         return next(
             (age for age, fork in enumerate(newest.ancestors) if manifest.step > fork.step), len(newest.ancestors)
         )
-    ids = [newest.id, *(fork.timeline for fork in newest.ancestors)]
-    return ids.index(manifest.timeline.id)
+    return ages[manifest.timeline.id]
 
 
 def displace(store: Store, step: int, digest: str, epoch: int) -> None:
@@ -260,10 +291,12 @@ class MovedManifests:
         return named | set(folders) if step in self.unreadable else named
 
 
-def moved_manifests(store: Store) -> MovedManifests:
-    """Return the manifests that made room for newer timelines."""
+def moved_manifests(store: Store, of_step: int | None = None) -> MovedManifests:
+    """Return the manifests that made room for newer timelines, of all steps or of one."""
     manifests, damaged = [], []
     for step, key in superseded_keys(store):
+        if of_step not in (None, step):
+            continue
         try:
             manifests.append(decode_manifest(store.get(key, MANIFEST_BYTES_MAX), f"{store.url}/{key}"))
         except MissingError:

@@ -125,7 +125,7 @@ def claim_step(
     epoch = writer_lease.hold(run_id)
     timeline = run_timelines(store).newest if timeline_of_save is None else timeline_of_save(epoch)
     if timeline.number > 1:
-        declare_timelines(store, epoch)
+        declare_timelines(store, epoch, timeline)
     is_free = is_unused(location)
     records = list_records(store) if suspects_in is not None or not is_free else []
     require_not_moved(location, timeline)

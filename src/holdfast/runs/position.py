@@ -180,7 +180,7 @@ class RunPosition:
         """
         assert self._origin is not None, "a step was loaded"
         number, new_id = self._new_number_and_id(stored)
-        timeline = self._origin.timeline.fork(number, new_id, self._origin.step, self._origin.digest)
+        timeline = stored.fork(self._origin.timeline, number, new_id, self._origin.step, self._origin.digest)
         if stored.recorded:
             # Before the timeline counts: once training has left it again, its steps are superseded, not discarded.
             held = (
@@ -232,7 +232,7 @@ class RunPosition:
 
         A step below the loaded one also needs a new timeline: on the same one, a resume would load the higher number.
         """
-        if stored.newest not in stored.known:
+        if all(stored.newest.id != timeline.id for timeline in stored.known):
             return False  # Only damaged manifests, or some under quarantine, state the newest timeline.
         at_origin = stored.at(origin.step)
         if at_origin is None or at_origin.timeline is None or at_origin.timeline.id != origin.timeline.id:
@@ -253,8 +253,8 @@ class RunPosition:
 def _begins_at(stored: RunTimelines, origin: _LoadedStep) -> bool:
     """Return whether the newest timeline leaves at the loaded step and has no step yet: a load began it by a record."""
     fork = Fork(origin.timeline.id, origin.step, origin.digest)
-    newest = stored.newest
-    return newest in stored.recorded and newest not in stored.known and newest.ancestors[:1] == (fork,)
+    newest, known = stored.newest, {timeline.id for timeline in stored.known}
+    return newest.id in stored.recorded and newest.id not in known and newest.ancestors[:1] == (fork,)
 
 
 def move_damaged(store: Store, origin: int, stored: RunTimelines, epoch: int) -> None:

@@ -18,8 +18,9 @@ from holdfast.repository.removal import mark_key, marks, put_request, remove_mar
 from holdfast.repository.tags import Tags, read_tags, remove_tag_of_step
 from holdfast.repository.timeline_records import TimelineRecord, put_record
 from holdfast.repository.timelines import RunTimelines, StoredManifest, run_timelines
-from holdfast.runs.collection.chosen_steps import ChosenNames, StepAndDigest
+from holdfast.runs.collection.chosen_steps import ChosenNames
 from holdfast.runs.collection.garbage_collection import CheckpointGC, CollectReport, planned, require_run
+from holdfast.types.removal import StepAndDigest
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +174,11 @@ class _Chosen:
         """Record the newest timeline if no step of it stays: steps that it superseded must not come back."""
         newest, going = self.stored.newest, self.names
         stay = (*self.stored.chain, *self.stored.superseded)
-        is_stated = any(manifest.timeline == newest and _name_of(manifest) not in going for manifest in stay)
-        if newest.number > 1 and not is_stated and newest not in self.stored.recorded:
+        is_stated = any(
+            manifest.timeline is not None and manifest.timeline.id == newest.id and _name_of(manifest) not in going
+            for manifest in stay
+        )
+        if newest.number > 1 and not is_stated and newest.id not in self.stored.recorded:
             put_record(store, TimelineRecord(newest, epoch))
 
     def remove_what_names(self, store: Store, clock: Clock, names: Sequence[str]) -> None:

@@ -382,17 +382,17 @@ def sweep(
     try:
         folders = store.folders(location.folder)
         others = [folder for folder in folders if is_attempt_folder(folder) and folder != attempt]
-        kept = set(under_way)
-        referenced: frozenset[str] = frozenset()
+        kept, referenced = set(under_way), frozenset[str]()
+        if others and location.step is not None:
+            kept |= quarantined_attempts(store, location.step)
+            kept |= moved_manifests(store, location.step).attempts(location.step, others)
+        others = [folder for folder in others if folder not in kept]
+        # Most often a newer timeline saves the step again, and nothing is left to remove: then no other step is read.
         if others and location.step is not None:
             counted = packs_named_by(_counted_manifests(store))
             # Read after those in the folders: a manifest that moves meanwhile is then in one of the two lists.
-            moved = moved_manifests(store)
-            kept |= quarantined_attempts(store, location.step) | moved.attempts(location.step, others)
-            referenced = counted | packs_named_by(moved.manifests)
+            referenced = counted | packs_named_by(moved_manifests(store).manifests)
         for folder in others:
-            if folder in kept:
-                continue
             prefix = f"{location.folder}{folder}/"
             keys = [entry.key for entry in store.list(prefix)]
             if all(is_attempt_file(key.removeprefix(prefix)) for key in keys):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from holdfast.types.timeline import Fork
+
 
 @dataclass(frozen=True, slots=True)
 class Holder:
@@ -44,13 +46,17 @@ class Epoch:
     """The time in which one process may write to a run."""
 
     number: int
-    """From 1 on, without gaps."""
+    """From 1 on. The next epoch has the next number."""
 
     run_id: str
     """The run."""
 
     holder: Holder
     """The process that created it."""
+
+    former_ended: bool = False
+    """Whether its holder knew that no process writes under the epoch before: that one was released, or its process had
+    exited."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,9 @@ class Fence:
 
     has_timelines: bool = False
     """Whether the list is one that readers without timelines refuse."""
+
+    parents: Mapping[str, Fork] = field(default_factory=dict)
+    """Where timelines leave their parents, by id: of chains that are too long for a manifest."""
 
     def admits(self, step: int, epoch: int, digest: str) -> bool:
         """Return whether a manifest counts.

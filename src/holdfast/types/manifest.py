@@ -25,6 +25,9 @@ FORMAT_MINOR_TIMELINES = 3
 FORMAT_MINOR_CODED = 4
 """Minor version that brought packs of coded pieces."""
 
+FORMAT_MINOR_PARENTS = 4
+"""Minor version that brought lists of epochs with the parents of timelines."""
+
 FORMAT_MINOR_MAX = FORMAT_MINOR_CODED
 """Newest minor version that this Holdfast reads; a newer one is refused."""
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+StepAndDigest = tuple[int, str]
+"""A step and the digest of its manifest."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepFiles:

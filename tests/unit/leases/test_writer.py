@@ -38,12 +38,13 @@ from holdfast.repository.epochs import (
     put_heartbeat,
     read_epoch,
     read_heartbeat,
+    require_newest,
 )
 from holdfast.repository.timelines import committed_steps
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
-from holdfast.testing.faults import Action, Faults, FaultyStore, raise_error, stall_until
+from holdfast.testing.faults import Action, FaultPoint, Faults, FaultyStore, raise_error, stall_until
 from holdfast.types.epoch import Epoch, Holder
 
 LEASE = 0.3
@@ -164,6 +165,86 @@ def test_a_holder_whose_process_is_gone_is_not_waited_for(
     start = time.monotonic()
     assert tenure_of().hold("run") == 2
     assert time.monotonic() - start < 5
+
+
+def records_in(store: MemoryStore) -> list[int]:
+    """Return the epochs that have a record."""
+    stored = {entry.key for entry in store.list("epochs/")}
+    return [number for number in range(1, 100) if epoch_key(number) in stored]
+
+
+def test_records_that_no_writer_looks_for_go(store: MemoryStore, tenure_of: Callable[..., WriterLease]) -> None:
+    for number in range(1, 41):
+        lease = tenure_of()
+        assert lease.hold("run") == number
+        lease.release()
+        assert len(list(store.list("epochs/"))) <= 20
+    assert records_in(store)[-1] == 40 and len(records_in(store)) <= 11
+
+
+def test_records_after_a_process_that_is_gone_go_too(store: MemoryStore, tenure_of: Callable[..., WriterLease]) -> None:
+    pid, started = corpse()
+    for number in range(1, 31):
+        lease = tenure_of()
+        assert lease.hold("run") == number
+        record = read_epoch(store, number)
+        assert record is not None
+        dead = replace(record.holder, pid=pid, started=started, nonce="9" * 32)
+        store.delete([epoch_key(number)])
+        put_epoch(store, replace(record, holder=dead))
+        lease.release()
+        assert read_heartbeat(store, number) != RELEASED
+    assert len(records_in(store)) <= 11
+
+
+def test_the_record_after_a_writer_that_was_only_silent_stays(
+    store: MemoryStore, tenure_of: Callable[..., WriterLease]
+) -> None:
+    put_epoch(store, Epoch(1, "run", elsewhere()))
+    put_heartbeat(store, 1, b"17\n")
+    for number in range(2, 31):
+        lease = tenure_of()
+        assert lease.hold("run") == number
+        lease.release()
+    assert 2 in records_in(store) and 3 not in records_in(store)
+    with pytest.raises(ConflictError, match=r"epoch 1 is over: epoch 30 "):
+        require_newest(store, 1)  # It goes on after 29 others.
+
+
+def test_a_record_that_does_not_say_how_the_writer_before_ended_stays(
+    store: MemoryStore, tenure_of: Callable[..., WriterLease]
+) -> None:
+    for number in range(1, 4):  # As versions before wrote them.
+        put_epoch(store, Epoch(number, "run", elsewhere()))
+        put_accepted(store, number, "run", {})
+    put_heartbeat(store, 3, RELEASED)
+    for _ in range(30):
+        lease = tenure_of()
+        lease.hold("run")
+        lease.release()
+    assert records_in(store)[:3] == [1, 2, 3] and records_in(store)[3] > 20
+
+
+def test_a_process_that_listed_before_many_others_came_and_went_is_refused(
+    store: MemoryStore, tenure_of: Callable[..., WriterLease]
+) -> None:
+    lease = tenure_of()
+    lease.hold("run")
+    lease.release()
+
+    def others_come_and_go(operation: FaultPoint) -> None:
+        assert operation.subject == epoch_key(2)
+        for _ in range(30):
+            other = tenure_of()
+            other.hold("run")
+            other.release()
+        assert 2 not in records_in(store)
+
+    late = WriterLease(FaultyStore(store, Faults(others_come_and_go, names=["put_if_absent"])), CLOCK, LONG)
+    with pytest.raises(ConflictError, match="epoch 31 "):
+        late.hold("run")
+    assert late.epoch == 0 and current_fence(store).epoch == 31
+    assert tenure_of().hold("run") == 32
 
 
 def test_a_process_id_that_another_process_has_now_is_gone() -> None:

@@ -85,6 +85,8 @@ def test_a_record_reads_back(store: MemoryStore) -> None:
     assert read_epoch(store, 3) == epoch
     assert read_epoch(store, 4) is None
     assert newest_epoch(store) == 3
+    put_epoch(store, Epoch(4, "run", HOLDER, former_ended=True))
+    assert read_epoch(store, 4) == Epoch(4, "run", HOLDER, former_ended=True)
     assert str(HOLDER) == "host node-7, process 4711, since 2026-01-01T00:00:00+00:00"
 
 
@@ -222,7 +224,7 @@ def test_where_what_was_accepted_is_damaged_the_one_before_counts(
     assert committed_steps(store) == [1, 2]
 
 
-def test_only_records_and_the_last_two_lists_stay(store: MemoryStore) -> None:
+def test_only_records_that_say_nothing_and_the_last_two_lists_stay(store: MemoryStore) -> None:
     for number in range(1, 5):
         before = current_fence(store).epoch
         begin(store, number)

@@ -73,7 +73,7 @@ def rewound(store: MemoryStore) -> MemoryStore:
     """A run with steps 1 to 3 of the first timeline; the second one left at step 1 and saved step 2 again."""
     begin(store, 1)
     digests = {step: publish(store, step) for step in (1, 2, 3)}
-    declare_timelines(store, 1)
+    declare_timelines(store, 1, SECOND)
     displace(store, 2, digests[2], 1)
     publish(store, 2, SECOND)
     assert committed_steps(store) == [1, 2]

@@ -11,12 +11,15 @@ import torch
 
 import holdfast
 from holdfast.api import list_steps, repair
+from holdfast.checkpoint.location import CheckpointLocation
 from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.format.manifest import decode_manifest
 from holdfast.format.names import accepted_key
 from holdfast.format.sealed_json import decode_sealed
+from holdfast.leases.reader import ReaderLease
 from holdfast.policies import LatestN, Policies
 from holdfast.ports.store import Store
 from holdfast.repository.catalog import read_manifest
@@ -30,6 +33,7 @@ from holdfast.stores.local import LocalStore
 from holdfast.testing.comm import ThreadComm, outcomes_of_ranks
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.testing.framework import NumpyFramework
+from holdfast.types.timeline import FIRST_TIMELINE
 from tests.unit.ranks import PATIENT, World, fresh_store, plain, run_of, saved, sharded
 
 SETTINGS = Settings(chunk_bytes=4096, window_bytes=8192, collect_grace_seconds=0.0)
@@ -364,7 +368,7 @@ def test_a_damaged_manifest_begins_one_timeline_and_not_one_a_restart(tmp_path: 
     if is_moved:
         # A save at step 9 on a new timeline was killed after it had moved the manifest.
         store = store_of(tmp_path)
-        declare_timelines(store, 1)
+        declare_timelines(store, 1, FIRST_TIMELINE)
         displace(store, 9, read_manifest(store, "step-000000000009/").digest, 1)
     (path,) = tmp_path.glob("superseded/*.json") if is_moved else [step_path(tmp_path, 9) / "manifest.json"]
     path.write_bytes(path.read_bytes()[:-40])
@@ -522,7 +526,7 @@ def test_nothing_is_collected_without_keep(tmp_path: Path) -> None:
     assert len(list_steps(tmp_path).steps) == 5
 
 
-def test_each_timeline_keeps_its_latest_steps(tmp_path: Path) -> None:
+def test_the_chain_keeps_its_latest_steps_and_the_former_timeline_its_newest(tmp_path: Path) -> None:
     save_steps(tmp_path, 100, 200, 300, 400, 500)
     go_on(tmp_path, 200, 240, 280, 320, 360, keep_last=2)
     # A restart with the policy, which the defect let resume 500 and remove 360.
@@ -530,19 +534,50 @@ def test_each_timeline_keeps_its_latest_steps(tmp_path: Path) -> None:
     collect(tmp_path, 2)
     assert resumed(tmp_path) == (380, -380)
     steps = list_steps(tmp_path).steps
-    assert [record.step for record in steps if record.superseded] == [400, 500]
+    assert [record.step for record in steps if record.superseded] == [500]
     assert [record.step for record in steps if record.committed] == [360, 380]
 
 
-def test_a_step_that_was_moved_stays_whole_though_the_policy_removes_others(tmp_path: Path) -> None:
+def test_the_newest_step_that_was_moved_stays_whole_though_the_policy_removes_others(tmp_path: Path) -> None:
     save_steps(tmp_path, 1, 2, 3)
     go_on(tmp_path, 1, 2, 3, 4, 5, keep_last=1)
     collect(tmp_path, 1)
     for name in superseded(tmp_path):
         assert list(holdfast.open_checkpoint(tmp_path / name).verify()) == []
-    assert {name[0] for name in superseded(tmp_path)} == {"2", "3"}
+    assert {name[0] for name in superseded(tmp_path)} == {"3"}
+    assert [path.name[:12] for path in (tmp_path / "superseded").iterdir()] == ["000000000003"]
     with manager_at(tmp_path) as manager:
         assert 5 in manager.steps() and 4 not in manager.steps()
+
+
+def test_what_stays_is_whole_though_the_steps_that_wrote_its_tensors_went(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    for step in range(1, 7):
+        go_on(tmp_path, step, step + 1, step + 2, keep_last=2)
+    steps = list_steps(tmp_path).steps
+    assert [record.step for record in steps if record.committed] == [7, 8]
+    assert [record.step for record in steps if record.superseded] == [5, 6, 7]
+    paths = [step_path(tmp_path, 7), step_path(tmp_path, 8), *(tmp_path / name for name in superseded(tmp_path))]
+    for path in paths:
+        assert list(holdfast.open_checkpoint(path).verify()) == []
+
+
+def test_a_superseded_step_that_is_read_stays_until_it_was_read(tmp_path: Path) -> None:
+    save_steps(tmp_path, 1, 2)
+    go_on(tmp_path, 1, 2, 3)
+    (name,) = superseded(tmp_path)
+    store = store_of(tmp_path)
+    (key,) = [entry.key for entry in store.list("superseded/")]
+    location = CheckpointLocation(store, "step-000000000002/", 2, root=store, moved_manifest=key)
+    lease = ReaderLease(SystemClock(), SETTINGS.lease_seconds)
+    lease.begin(location, decode_manifest(store.get(key, 1 << 20), key))
+    for step in range(2, 7):
+        go_on(tmp_path, step, step + 1, step + 2, keep_last=2)
+    assert name in superseded(tmp_path)
+    lease.close()
+    report = collected(store, SystemClock(), LatestN(2), 0.0, SETTINGS.lease_seconds)
+    assert name in report.superseded and name not in superseded(tmp_path)
+    assert not [entry for entry in store.list("superseded/") if "000000000002" in entry.key]
 
 
 @pytest.mark.parametrize("loss", ["quarantined", "torn", "unreadable", "set aside"])

@@ -76,7 +76,8 @@ def _show(dry_run: bool, screen: Screen, report: api.CollectReport) -> None:
     if report.reasons:
         screen.table(_COLUMNS, [[str(step), printable(", ".join(why))] for step, why in report.reasons.items()])
     verb = "would be removed" if dry_run else "removed"
-    steps = f"steps {', '.join(map(str, report.steps))}" if report.steps else "no step"
+    names = [*map(str, report.steps), *report.superseded]
+    steps = f"steps {', '.join(names)}" if names else "no step"
     uploads = f"; {counted(report.uploads, 'unfinished upload')}" if report.uploads else ""
     screen.line(f"{verb}: {steps}; {report.files} files, {shown_bytes(report.bytes)}{uploads}")
 
@@ -85,5 +86,5 @@ def _document(dry_run: bool, report: api.CollectReport) -> dict[str, object]:
     return {
         "dry_run": dry_run,
         "kept": {str(step): why for step, why in report.reasons.items()},
-        "removed": attributes(report, "steps", "files", "bytes", "uploads"),
+        "removed": attributes(report, "steps", "superseded", "files", "bytes", "uploads"),
     }

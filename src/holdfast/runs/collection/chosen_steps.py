@@ -1,8 +1,8 @@
-"""Steps that go because somebody chose them: named for removal, or discarded by a load that went back.
+"""Steps that go although their manifests may be moved: named for removal, discarded by a load, or left by the policy.
 
-No policy keeps them, nor does the rule that the newest step of each timeline stays. They stay for now while a tag, a
-reader, a save or this process needs them. A discarded step also stays while it is under quarantine; one that was named
-goes with its record. Their manifests may be in the folders of their steps or under `superseded/`.
+No policy keeps them, nor does the rule that the newest step of a former timeline stays. They stay for now while a
+tag, a reader, a save or this process needs them. A discarded step also stays while it is under quarantine; one that was
+named goes with its record. Their manifests may be in the folders of their steps or under `superseded/`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from holdfast.repository.timeline_records import TimelineRecord
 from holdfast.repository.timelines import MovedManifests
 from holdfast.runs.collection.pins import Pins
 from holdfast.types.manifest import Manifest
+from holdfast.types.removal import StepAndDigest
 from holdfast.types.timeline import Timeline
-
-StepAndDigest = tuple[int, str]
-"""A step and the digest of its manifest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +62,13 @@ class Needs:
 
     pins: Pins
     """What this process needs."""
+
+    def is_quarantined(self, manifest: Manifest) -> bool:
+        """Return whether a manifest or its attempt is under quarantine."""
+        records = self.quarantine.get(name_of(manifest)[0], {})
+        return manifest.digest[:16] in records or any(
+            manifest.attempt in record.attempts for record in records.values()
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +129,44 @@ def judged(
     return Chosen(frozenset(going), protected)
 
 
+def undecided(
+    manifests: Mapping[int, Manifest | None],
+    elsewhere: Iterable[Manifest],
+    known: Collection[int],
+    needs: Needs,
+    chosen: Chosen,
+) -> dict[StepAndDigest, Manifest]:
+    """Return the manifests that the policy decides about, by step and digest.
+
+    Args:
+        manifests: Those in the folders of steps; None for one that cannot be read.
+        elsewhere: Those under `superseded/` alone.
+        known: Steps that stay for another reason.
+        needs: What is under quarantine.
+        chosen: The chosen steps.
+    """
+    whole = [manifest for step, manifest in manifests.items() if manifest is not None and step not in known]
+    whole += [manifest for manifest in elsewhere if not needs.is_quarantined(manifest)]
+    return {name_of(manifest): manifest for manifest in whole if name_of(manifest) not in chosen.going}
+
+
+def left_by_policy(moved: Iterable[Manifest], kept: Collection[StepAndDigest], needs: Needs) -> set[StepAndDigest]:
+    """Return which manifests under `superseded/` go because no policy keeps them, and nothing else needs them.
+
+    Args:
+        moved: Those that count.
+        kept: Those that stay.
+        needs: What may need one.
+    """
+    names = ((name_of(manifest), manifest) for manifest in moved)
+    return {name for name, each in names if name not in kept and not _needed_by(each, name, NOTHING_CHOSEN, needs)}
+
+
 def _needed_by(manifest: Manifest, name: StepAndDigest, choice: ChosenNames, needs: Needs) -> tuple[str, ...]:
     step, digest = name
-    records = needs.quarantine.get(step, {})
     tags = [tag for tag in needs.tags.of(step, digest) if (tag, name) not in choice.overruled_tags]
     reader = needs.readers.get(step, needs.readers.get(None))
-    is_set_aside = name not in choice.names and (
-        digest[:16] in records or any(manifest.attempt in record.attempts for record in records.values())
-    )
+    is_set_aside = name not in choice.names and needs.is_quarantined(manifest)
     return (
         *(f"tag {tag}" for tag in sorted(tags)),
         *([] if reader is None else [f"read by {reader}"]),

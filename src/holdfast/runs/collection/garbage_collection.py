@@ -11,9 +11,9 @@ One collection, in order; any error ends it, and the next commit begins again:
 
 Several marks may be in their grace at once, in `Background`: each step waits for its own grace and no other.
 
-Only the holder of the writer lease collects. The policy decides about superseded steps like about others, and the
-newest step of each timeline stays. Manifests under `superseded/` stay, with all files that they name. Steps that were
-chosen go, whatever the policy says and wherever their manifests are: see `chosen_steps.py`.
+Only the holder of the writer lease collects. Where a manifest is stored decides nothing: the policy decides about those
+under `superseded/` as about those in the folders of steps. Steps that were chosen go, whatever the policy says: see
+`chosen_steps.py`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from holdfast.repository.timeline_records import timeline_records
 from holdfast.repository.timelines import MovedManifests, moved_manifests, newest_timeline
 from holdfast.runs.collection.chosen_steps import (
     NOTHING_CHOSEN,
-    Chosen,
     ChosenNames,
     Needs,
-    StepAndDigest,
     discarded_in,
     judged,
+    left_by_policy,
     name_of,
+    undecided,
 )
 from holdfast.runs.collection.inventory import Found, Inventory, ended_in
 from holdfast.runs.collection.linked_packs import linked_packs
@@ -57,7 +57,7 @@ from holdfast.runs.known_steps import KnownSteps
 from holdfast.runs.torn_steps import torn_steps
 from holdfast.types.epoch import Fence
 from holdfast.types.manifest import Manifest
-from holdfast.types.removal import StepFiles, Unreferenced
+from holdfast.types.removal import StepAndDigest, StepFiles, Unreferenced
 from holdfast.types.timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class CollectReport:
     """Their bytes."""
 
     superseded: tuple[str, ...] = ()
-    """Superseded steps that were removed, or would be, because somebody chose them: number and digest, `300@1f2e`."""
+    """Steps that were removed, or would be, with their manifests under `superseded/`: number and digest, `300@1f2e`."""
 
     protected: Mapping[StepAndDigest, tuple[str, ...]] = field(default_factory=dict)
     """Chosen steps, by number and digest, that stay for now, each with the reasons."""
@@ -284,9 +284,15 @@ class CheckpointGC:
         # Leases before tags: a tagger holds a lease on the step until its tag is put. See `runs/tags.py`.
         readers, tags = self._readers.holds(forget=self._writer_lease is not None), whole_tags(store)
         needs = Needs(tags, readers, quarantine, self._pins)
-        whole = [manifest for manifest in (*manifests.values(), *_counted(moved, fence)) if manifest is not None]
+        counted = _counted(moved, fence)
+        whole = [manifest for manifest in (*manifests.values(), *counted) if manifest is not None]
         chosen = judged(self._choice, whole, records, newest, needs)
-        reasons |= self._kept(manifests, reasons, all_files, newest, needs, chosen)
+        standing = {name_of(manifest) for manifest in manifests.values() if manifest is not None}
+        # After a crash both copies of a manifest may be there: the one in the folder goes first.
+        elsewhere = [manifest for manifest in counted if name_of(manifest) not in standing]
+        whys = self._kept(undecided(manifests, elsewhere, reasons, needs, chosen), all_files, newest, needs)
+        reasons |= {step: why for (step, digest), why in whys.items() if (step, digest) in standing}
+        chosen = replace(chosen, going=chosen.going | left_by_policy(elsewhere, whys.keys(), needs))
         for step in needed & manifests.keys():
             reasons[step] = (*reasons.get(step, ()), "a save under way needs it")
         current = self._pins.current
@@ -351,38 +357,30 @@ class CheckpointGC:
 
     def _kept(
         self,
-        manifests: Mapping[int, Manifest | None],
-        known: Mapping[int, tuple[str, ...]],
+        candidates: Mapping[StepAndDigest, Manifest],
         all_files: Sequence[StepFiles],
         newest: Timeline,
         needs: Needs,
-        chosen: Chosen,
-    ) -> Mapping[int, tuple[str, ...]]:
+    ) -> Mapping[StepAndDigest, tuple[str, ...]]:
         """Return why further steps stay: the policy or a tag keeps them, or a reader has a lease on them."""
-        tags = needs.tags
-        candidates = {
-            step: manifest
-            for step, manifest in manifests.items()
-            if manifest is not None and step not in known and (step, manifest.digest) not in chosen.going
-        }
         reasons = dict(torn_steps(self._store, candidates, all_files, newest))
         facts = [
             KeptFacts(
                 step,
                 manifest.created,
                 manifest.metrics,
-                tags.of(step, manifest.digest),
+                needs.tags.of(step, digest),
                 manifest.healthy,
                 manifest.timeline,
+                digest,
             )
-            for step, manifest in candidates.items()
-            if step not in reasons
+            for (step, digest), manifest in candidates.items()
+            if (step, digest) not in reasons
         ]
-        for step, why in needs.readers.items():
-            steps = candidates if step is None else [step] if step in candidates else []
-            reasons |= dict.fromkeys(steps, (f"read by {why}",))
-        for step, whys in kept(self._keep, facts, newest).items():
-            reasons[step] = (*whys, *reasons.get(step, ()))
+        for read, why in needs.readers.items():
+            reasons |= {name: (f"read by {why}",) for name in candidates if read in (None, name[0])}
+        for name, whys in kept(self._keep, facts, newest).items():
+            reasons[name] = (*whys, *reasons.get(name, ()))
         return reasons
 
     def await_readers(self) -> None:

@@ -10,9 +10,9 @@ from holdfast.repository import removal
 from holdfast.repository.publish import packs_named_by
 from holdfast.repository.timeline_records import TimelineRecord, ended_records
 from holdfast.repository.timelines import MovedManifests
-from holdfast.runs.collection.chosen_steps import Chosen, StepAndDigest, name_of
+from holdfast.runs.collection.chosen_steps import Chosen, name_of
 from holdfast.runs.collection.reachability import unreferenced
-from holdfast.types.removal import StepFiles, Unreferenced, steps_of
+from holdfast.types.removal import StepAndDigest, StepFiles, Unreferenced, steps_of
 
 
 @dataclass(frozen=True, slots=True)

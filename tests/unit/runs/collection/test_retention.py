@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from holdfast.errors import InvalidError
 from holdfast.policies import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, NewestPer, Tagged
-from holdfast.runs.collection.retention import LAST_HEALTHY, NEWEST, KeptFacts, kept
-from holdfast.types.timeline import FIRST_TIMELINE
+from holdfast.runs.collection import retention
+from holdfast.runs.collection.retention import FORMER_KEPT, LAST_HEALTHY, NEWEST, NEWEST_OF_FORMER, KeptFacts
+from holdfast.types.timeline import FIRST_TIMELINE, Timeline
 
 metrics = st.one_of(st.floats(allow_nan=True, allow_infinity=True), st.integers(-3, 3).map(float))
 times = st.one_of(
@@ -22,6 +23,11 @@ times = st.one_of(
     ),
     st.sampled_from(["", "yesterday", "1769900000"]),
 )
+
+
+def kept(policy: KeepPolicy | None, run: list[KeptFacts], newest: Timeline | None = None) -> dict[int, tuple[str, ...]]:
+    """Return the reasons by step, for runs with one manifest a step."""
+    return {step: why for (step, _), why in retention.kept(policy, run, newest).items()}
 
 
 @st.composite
@@ -129,13 +135,65 @@ def test_the_newest_of_each_period_is_that_of_the_highest_step_not_the_latest_ti
     assert list(kept(NewestPer("day"), at)) == [4, 5, 6]
 
 
-def test_the_latest_are_those_of_each_timeline_and_those_of_the_chain_that_a_resume_takes() -> None:
+def test_the_latest_are_those_that_a_resume_takes_and_the_last_of_what_was_left() -> None:
     second = FIRST_TIMELINE.fork(2, "a" * 16, 200, "d" * 32)
     old = [KeptFacts(step) for step in (100, 200, 300, 400, 500)]
     new = [KeptFacts(step, timeline=second) for step in (240, 280)]
-    assert list(kept(LatestN(2), [*old, new[0]])) == [200, 240, 400, 500]
-    assert list(kept(LatestN(3), [*old, *new])) == [200, 240, 280, 300, 400, 500]
-    assert list(kept(LatestN(2), [*old, *new])) == [240, 280, 400, 500]
+    assert list(kept(LatestN(2), [*old, new[0]])) == [200, 240, 500]
+    assert list(kept(LatestN(3), [*old, *new])) == [200, 240, 280, 500]
+    assert list(kept(LatestN(2), [*old, *new])) == [240, 280, 500]
+    # A policy that keeps them all keeps these too.
+    assert list(kept(AnyOf(LatestN(1), EveryNth(100)), [*old, *new])) == [100, 200, 280, 300, 400, 500]
+
+
+def gone_back(count: int, length: int) -> tuple[list[KeptFacts], list[Timeline]]:
+    """A run that goes back `count` times, to the first step of the newest timeline, and saves `length` steps each time.
+
+    So a step has several manifests, on different timelines.
+    """
+    timelines = [FIRST_TIMELINE]
+    run = [KeptFacts(step, digest=f"1.{step}") for step in range(1, length + 1)]
+    for number in range(2, count + 2):
+        fork = number - 1
+        timelines.append(timelines[-1].fork(number, f"{number:016x}", fork, f"{number - 1}.{fork}"))
+        run += [
+            KeptFacts(fork + i, timeline=timelines[-1], digest=f"{number}.{fork + i}") for i in range(1, length + 1)
+        ]
+    return run, timelines
+
+
+@given(policy=policies, count=st.integers(0, 12), length=st.integers(1, 4), seed=st.integers(0, 9))
+def test_how_often_training_went_back_does_not_count(policy: KeepPolicy, count: int, length: int, seed: int) -> None:
+    run, timelines = gone_back(count, length)
+    run = [replace(facts, metrics={"loss": 1.0, "accuracy": 1.0}) for facts in run]
+    random.Random(seed).shuffle(run)
+    found = retention.kept(policy, run)
+    chain = {facts.name for facts in run if timelines[-1].holds(facts.timeline.id, facts.step)}
+    last = {(number + length - 1, f"{number}.{number + length - 1}") for number in range(1, count + 1)[-FORMER_KEPT:]}
+    assert {name for name, why in found.items() if NEWEST_OF_FORMER in why} == last
+    if "NewestPer" not in str(policy) and "BestN" not in str(policy):
+        assert len(found.keys() - chain) <= FORMER_KEPT * length
+    # The decision is stable.
+    stays = [facts for facts in run if facts.name in found]
+    assert retention.kept(policy, stays, timelines[-1]).keys() == found.keys()
+
+
+def test_a_tag_keeps_what_was_left_whatever_the_policy_and_only_the_manifest_that_has_it() -> None:
+    run, _ = gone_back(9, 2)
+    tagged = next(facts for facts in run if facts.name == (3, "2.3"))
+    run[run.index(tagged)] = replace(tagged, tags=("paper",))
+    found = retention.kept(LatestN(1), run)
+    assert found[3, "2.3"] == ("tag paper",)
+    assert found.keys() == {(3, "2.3"), (9, "8.9"), (8, "7.8"), (10, "9.10"), (11, "10.11")}
+    assert found[11, "10.11"] == ("latest 1", NEWEST) and found[9, "8.9"] == (NEWEST_OF_FORMER,)
+
+
+def test_the_best_of_two_manifests_of_one_step_is_one_of_them() -> None:
+    run, _ = gone_back(1, 2)
+    run = [replace(facts, metrics={"loss": float(place != 1)}) for place, facts in enumerate(run)]
+    assert run[1].name == (2, "1.2") and run[2].name == (2, "2.2")
+    found = retention.kept(BestN(1, "loss"), run)
+    assert found == {(2, "1.2"): ("min loss", NEWEST_OF_FORMER), (3, "2.3"): (NEWEST,)}
 
 
 def test_reasons_say_which_rule_it_was() -> None:
@@ -183,6 +241,6 @@ def test_the_chain_of_a_newest_timeline_without_steps_counts() -> None:
     assert kept(LatestN(1), run, second) == {
         2: (LAST_HEALTHY,),
         3: ("latest 1", NEWEST),
-        5: ("latest 1", f"{NEWEST} of a superseded timeline"),
+        5: (NEWEST_OF_FORMER,),
     }
     assert kept(LatestN(1), run, replace(second, ancestors=())).keys() == {5}
