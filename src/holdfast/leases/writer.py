@@ -131,8 +131,8 @@ class WriterLease:
                 "Nothing was saved. Save with an open one"
             )
 
-    def _await_number(self) -> int:
-        """Return the number of the next epoch, once the newest one is free."""
+    def _await_number(self) -> tuple[int, bool]:
+        """Return the number of the next epoch, once the newest one is free, and whether its writer has ended."""
         former = epochs.newest_epoch(self._store)
         has_ended = former > 0 and _await_free(self._store, self._clock, former, self._lease_seconds)
         if former >= EPOCH_MAX:
@@ -140,10 +140,11 @@ class WriterLease:
                 f"{self._store.url}: epoch {former} is the last possible number; expected a smaller one, for nobody "
                 "wrote so many. Remove the record with that number, or save to another root"
             )
-        return former + 1
+        return former + 1, has_ended
 
     def _take(self, run_id: str) -> int:
-        releases, number = self._releases, self._await_number()
+        releases = self._releases
+        number, has_ended = self._await_number()
         holder = this_process(self._clock, self._lease_seconds)
         # Before the record: another manager of this process that reads the record must find this heartbeat.
         heartbeat = self._claimed = _Heartbeat(self._store, number, holder)
