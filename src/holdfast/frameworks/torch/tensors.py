@@ -16,6 +16,7 @@ from holdfast.frameworks.torch.held import (
     Held,
     HeldPart,
     Ranks,
+    coordinates_of,
     held_of,
     held_whole,
     is_meta,
@@ -32,6 +33,7 @@ from holdfast.frameworks.torch.private_layout import (
 from holdfast.frameworks.torch.side_stream import SideStream, on_stream, side_stream
 from holdfast.frameworks.torch.tickets import DONE, Tickets
 from holdfast.geometry.box import Box, flat_range_boxes
+from holdfast.geometry.coordinates import Located
 from holdfast.geometry.dtype import DTYPES, dtype_named
 from holdfast.geometry.region import Region, contains, first_element, region_boxes
 from holdfast.geometry.sharded import Sharded
@@ -129,6 +131,9 @@ def held_storable(
     Raises:
         InvalidError: The tensor cannot be stored, or it is a meta tensor; then the message ends with `advice`.
     """
+    if declared is None or isinstance(declared, Located):
+        # Those of the tensor itself come before those of the parameter whose state or gradient it is.
+        declared = coordinates_of(tensor, fqn) or declared
     if declared is None and type(tensor) is not DTensor and is_ordinary(tensor):
         # The fast path: a state may have 100,000 tensors, nearly all of them ordinary.
         return held_whole(tensor), (tensor,)
