@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from holdfast.coordination.job import Job
 from holdfast.errors import NAMES_SHOWN, InvalidError, first_three
-from holdfast.geometry.dtype import DTYPES
+from holdfast.geometry.dtype import DTYPES, PAIRS
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.loading.messages import Unfit
 from holdfast.loading.proposals import NameAdvice
@@ -37,9 +37,10 @@ def unfit_names(
     """
     found = [Unfit("shape", misfit.text, misfit.fqn) for misfit in restoration.misfits if misfit.is_shape]
     found += [
-        Unfit("dtype", f"{tensor.fqn} ({tensors[tensor.stored_fqn].dtype} saved, {tensor.dtype} wanted)")
-        for tensor in (() if cast else wanted)
-        if tensors[tensor.stored_fqn].dtype != tensor.dtype
+        Unfit("dtype", f"{tensor.fqn} ({saved} saved, {tensor.dtype} wanted)")
+        for tensor in wanted
+        for saved in [tensors[tensor.stored_fqn].dtype]
+        if saved != tensor.dtype and (not cast or PAIRS in (saved, tensor.dtype))
     ]
     found += [
         Unfit("kind", misfit.text, misfit.fqn)

@@ -137,6 +137,7 @@ def build_manifest(
         indexes=indexes,
         overview=overview,
         optimizers=whole.optimizers,
+        newer_types=whole.index.table.newer_types,
     )
 
 

@@ -25,7 +25,10 @@ FORMAT_MINOR_TIMELINES = 3
 FORMAT_MINOR_CODED = 4
 """Minor version that brought packs of coded pieces."""
 
-FORMAT_MINOR_MAX = FORMAT_MINOR_CODED
+FORMAT_MINOR_TYPES = 5
+"""Minor version that brought the element types of `NEWER_TYPES`."""
+
+FORMAT_MINOR_MAX = FORMAT_MINOR_TYPES
 """Newest minor version that this Holdfast reads; a newer one is refused."""
 
 METRIC_CHARACTERS_MAX = 200
@@ -147,6 +150,9 @@ class Manifest:
 
     optimizers: dict[str, OptimizerRecord] = field(default_factory=dict)
     """Class and state keys of each optimizer, by its path in the state; empty if none is known."""
+
+    newer_types: tuple[str, ...] = ()
+    """Element types in the index that readers before format 1.5 do not know, sorted."""
 
     digest: str = field(default="", compare=False)
     """xxh3-128 of the manifest's own bytes up to this field, in hex."""

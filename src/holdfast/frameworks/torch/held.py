@@ -314,19 +314,13 @@ def declared_like(declared: Sharded, tensor: torch.Tensor) -> Sharded | None:
 
 def _located(located: Located, fqn: str, ranks: Ranks) -> Held:
     (tensor,) = tensors_of(located, fqn)
-    local, where = local_of(tensor), f"{fqn}: on rank {ranks.rank}"
-    shape, boxes = located.boxes(tuple(local.shape), where)
+    local = local_of(tensor)
+    shape, boxes = located.boxes(tuple(local.shape), f"{fqn}: on rank {ranks.rank}")
     parts = []
     for box, inner in boxes:
         part = local if inner.shape == local.shape else local[inner.relative_to((0,) * local.ndim)]
-        try:
-            # Not by `reshape`, which may copy: a load must fill the tensor itself.
-            parts.append(HeldPart(box, part if box.shape == part.shape else part.view(box.shape)))
-        except RuntimeError:
-            raise InvalidError(
-                f"{where}: its rows merge the leading dimensions of {shape}, and it has strides {local.stride()}; "
-                "expected rows without gaps. Pass tensor.contiguous() with the same attributes"
-            ) from None
+        # A view exists for any strides: it cuts the dimension of rows into several.
+        parts.append(HeldPart(box, part if box.shape == part.shape else part.view(box.shape)))
     held = tuple(part for part in parts if part.region.numel) or (tuple(parts[:1]) if 0 in shape else ())
     return Held(shape, None, (ranks.rank,), held, is_located=True)
 
