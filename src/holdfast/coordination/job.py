@@ -17,7 +17,7 @@ from holdfast.engine.background import BackgroundQueue, WriteProgress
 from holdfast.engine.memory_limits import MemoryShare, memory_statement
 from holdfast.errors import BY_NAME, CheckpointError, CorruptError, MissingError, UnavailableError
 from holdfast.format.digest import short_digest_of
-from holdfast.plan.declared_parts import Replicas, SumCache
+from holdfast.plan.declared_parts import SumCache
 from holdfast.plan.plan_cache import PlanCache, SavePlan
 from holdfast.ports.codec import NO_CODECS, Codecs
 from holdfast.ports.comm import Comm, KeyValueStore
@@ -133,8 +133,6 @@ class Job:
         """What saves with compression share."""
         self.part_sums = SumCache()
         """Sums of the declared parts of earlier saves."""
-        self.replicas: dict[object, Replicas] = {}
-        """On rank 0: the replicas that it last asked for, by the layout of all ranks."""
         self.copies, self.commits = queues or _new_queues(clock)
         """Copies of states; and writes, votes and commits of saves, away from the training thread. One queue of copies:
         two concurrent saves could each hold half of the buffers and wait forever."""

@@ -75,7 +75,7 @@ class RankSums:
 
 
 @dataclass(frozen=True, slots=True)
-class Replicas:
+class ReplicaDivisions:
     """The replicas of tensors that carry their coordinates."""
 
     divisions: Sequence[Sequence[RankRanges]] = ()
@@ -109,6 +109,8 @@ class SumCache:
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, RankSums] = OrderedDict()
+        self.replicas: dict[object, ReplicaDivisions] = {}
+        """On rank 0: the replicas that it last asked for, by the layout of all ranks."""
 
     def of(self, digest: bytes, shards: Iterable[Shard], rank: int) -> RankSums:
         """Return the sums of a rank's shards.

@@ -204,13 +204,13 @@ class Decision:
 
     def _on_parts(self, verdict: SaveVerdict, question: PartsQuestion | None) -> SaveVerdict:
         """Return the verdict that asks about declared parts, or goes ahead if there is nothing to ask."""
-        replicas, job = self._parts.replicas, self._job
-        if question is not None and question.by_name and (layout := self._parts.layout) in job.replicas:
-            replicas = job.replicas[layout]
+        replicas, known = self._parts.replicas, self._job.part_sums
+        if question is not None and question.by_name and (layout := self._parts.layout) in known.replicas:
+            replicas = known.replicas[layout]
         elif question is not None:
             return replace(verdict, parts=question)
         elif replicas.division_of:
-            job.replicas = {self._parts.layout: replicas}
+            known.replicas = {self._parts.layout: replicas}
         self._meshes.add(replicas)
         return self._go_ahead(replace(verdict, parts=None))
 

@@ -21,7 +21,7 @@ from holdfast.plan.declared_parts import (
     NO_PARTS,
     DeclaredParts,
     DeclaredTensor,
-    Replicas,
+    ReplicaDivisions,
     Sum,
     decode_sum,
     problem_of,
@@ -98,7 +98,7 @@ class PartsJudgement:
         self._whole: Collection[str] = ()
         """FQNs of tensors that some ranks hold whole."""
         self._statements = stated
-        self.replicas = Replicas()
+        self.replicas = ReplicaDivisions()
         """The replicas of tensors with coordinates; set by `question` or `next_question`."""
 
     @property
@@ -124,7 +124,7 @@ class PartsJudgement:
         for each in self._statements:
             ranks.setdefault(decode_sum(each.statement.parts), []).extend(each.ranks)
         if len(located) == len(tensors) and total(ranks) == total(self._expected.values()):
-            self.replicas = Replicas([_division(ranks)])
+            self.replicas = ReplicaDivisions([_division(ranks)])
             return None
         return PartsQuestion(1, by_name=True)
 
@@ -168,7 +168,7 @@ class PartsJudgement:
                 division = _division(ranks)
                 division_of[fqn] = numbers.setdefault(division, len(numbers))
                 self._expected[fqn] = total(each[fqn] for each in sums if fqn in each)
-        self.replicas = Replicas([*numbers], division_of)
+        self.replicas = ReplicaDivisions([*numbers], division_of)
 
     def _refusal(self, fqns: Sequence[str], parts: Sequence[Mapping[str, DeclaredParts]]) -> InvalidError:
         texts = []

@@ -15,7 +15,7 @@ from holdfast.errors import CheckpointError, InvalidError, UnavailableError, fir
 from holdfast.geometry.mesh_packing import PackedMeshes
 from holdfast.geometry.rank_ranges import RankRanges
 from holdfast.geometry.tensor import Role
-from holdfast.plan.declared_parts import DeclaredParts, DeclaredTensor, Replicas, Sum
+from holdfast.plan.declared_parts import DeclaredParts, DeclaredTensor, ReplicaDivisions, Sum
 from holdfast.plan.siblings import TensorOnMesh
 from holdfast.ports.framework import UnmatchedPattern
 from holdfast.types.health import Health
@@ -225,7 +225,7 @@ class SiblingMeshes:
     exceptions: Mapping[str, int]
     """By FQN: number of the family of a tensor that differs from its slot."""
 
-    replicas: Replicas = field(default_factory=Replicas)
+    replicas: ReplicaDivisions = field(default_factory=ReplicaDivisions)
     """The replicas of tensors with coordinates; their groups are numbered after the families."""
 
     def family_of(self, class_number: int, slot: int, fqn: str) -> int:

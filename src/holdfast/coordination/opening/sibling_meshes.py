@@ -25,7 +25,7 @@ from holdfast.format.digest import short_digest_of
 from holdfast.geometry.mesh_packing import packed, unpacked
 from holdfast.geometry.rank_ranges import ranks_in
 from holdfast.geometry.tensor import Mesh
-from holdfast.plan.declared_parts import Replicas
+from holdfast.plan.declared_parts import ReplicaDivisions
 from holdfast.plan.rank_differences import Drift
 from holdfast.plan.siblings import RankClass, Siblings, SiblingSearch, TensorOnMesh, format_mesh
 from holdfast.types.health import with_drift
@@ -109,11 +109,11 @@ class MeshJudgement:
         self._siblings = self._search.of_one_class() if len(classes) == 1 else None
         self._different: list[tuple[int, list[list[int]]]] = []
         """Families with different samples: number, and the ranks at one position of its meshes by their samples."""
-        self._replicas = Replicas()
+        self._replicas = ReplicaDivisions()
         self._groups: list[tuple[int, ...]] = []
         """The replicas of tensors with coordinates. Each group is a family, whose meshes are its single ranks."""
 
-    def add(self, replicas: Replicas) -> None:
+    def add(self, replicas: ReplicaDivisions) -> None:
         """Take note of the replicas of tensors with coordinates."""
         self._replicas, self._groups = replicas, replicas.groups
 
