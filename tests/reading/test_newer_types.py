@@ -133,3 +133,10 @@ def test_views_in_any_order(tmp_path: Path, dtype: torch.dtype) -> None:
     holdfast.load(tmp_path / "c", targets, process_group=False)
     for name, view in views.items():
         assert torch.equal(targets[name].view(torch.uint8), view.view(torch.uint8)), name
+
+
+def test_one_pair_in_a_list_is_made_and_filled(tmp_path: Path) -> None:
+    holdfast.save(tmp_path / "c", {"list": [PAIRS[0, :1].clone(), PAIRS[1, 2].clone()]}, process_group=False)
+    state: dict[str, Any] = {"list": []}
+    holdfast.load(tmp_path / "c", state, process_group=False)
+    assert [tensor.view(torch.uint8).flatten().tolist() for tensor in state["list"]] == [[200], [162]]

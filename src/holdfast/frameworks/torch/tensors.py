@@ -34,7 +34,7 @@ from holdfast.frameworks.torch.side_stream import SideStream, on_stream, side_st
 from holdfast.frameworks.torch.tickets import DONE, Tickets
 from holdfast.geometry.box import Box, flat_range_boxes
 from holdfast.geometry.coordinates import Located
-from holdfast.geometry.dtype import DTYPES, dtype_named
+from holdfast.geometry.dtype import DTYPES, PAIRS, dtype_named
 from holdfast.geometry.region import Region, contains, first_element, region_boxes
 from holdfast.geometry.sharded import Sharded
 from holdfast.ports.framework import Target, Ticket
@@ -64,6 +64,15 @@ def storable_dtype(tensor: torch.Tensor, fqn: str) -> str:
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a stored element type."""
     return _TORCH_DTYPES[name]
+
+
+def zeros(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    """Return zeros of a stored element type. torch cannot set a single element of pairs, so those are set as bytes."""
+    return (
+        torch.zeros(shape, dtype=torch.uint8).view(torch_dtype(dtype))
+        if dtype == PAIRS
+        else torch.zeros(shape, dtype=torch_dtype(dtype))
+    )
 
 
 def require_storable(tensor: torch.Tensor, fqn: str) -> None:

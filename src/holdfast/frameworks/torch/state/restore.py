@@ -50,6 +50,7 @@ from holdfast.frameworks.torch.tensors import (
     require_not_expanded,
     storable_dtype,
     torch_dtype,
+    zeros,
 )
 from holdfast.frameworks.torch.ties import Ties, storage_key
 from holdfast.geometry.sharded import Sharded
@@ -203,7 +204,7 @@ class TorchRestoration:
             tensor = self._new[stored]  # Tied when it was saved, so tied again.
         else:
             self._catalog.require_stored(stored)
-            tensor = self._new[stored] = torch.zeros(spec.global_shape, dtype=torch_dtype(spec.dtype))
+            tensor = self._new[stored] = zeros(spec.global_shape, spec.dtype)
         self.want(reference.fqn, tensor)
         return tensor
 
