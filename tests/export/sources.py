@@ -46,6 +46,8 @@ SAFE_DTYPES = [
     torch.float8_e5m2,
     torch.float8_e4m3fnuz,
     torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+    torch.float4_e2m1fn_x2,
 ]
 """Types that safetensors has and torch too."""
 

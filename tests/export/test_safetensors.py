@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -192,9 +193,15 @@ def test_two_processes_write_the_same_bytes_as_one(tmp_path: Path) -> None:
     assert len(one) == 5
 
 
-def test_what_safetensors_cannot_hold_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
-    holdfast.save(tmp_path / "saved", {"model": {"w": torch.ones(3, dtype=torch.complex128)}}, process_group=False)
-    with pytest.raises(InvalidError, match=r"model\.w: dtype complex128; safetensors has no such type"):
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.ones(3, dtype=torch.complex128), torch.ones((), dtype=torch.uint8).view(torch.float4_e2m1fn_x2)],
+    ids=["complex128", "pair"],
+)
+def test_what_safetensors_cannot_hold_is_refused_and_nothing_is_left(tmp_path: Path, tensor: torch.Tensor) -> None:
+    holdfast.save(tmp_path / "saved", {"model": {"w": tensor}}, process_group=False)
+    text = f"model.w: dtype {str(tensor.dtype)[6:]} of shape {list(tensor.shape)}; safetensors has no such type"
+    with pytest.raises(InvalidError, match=re.escape(text)):
         exported(tmp_path / "saved", tmp_path / "out")
     assert os.listdir(tmp_path) == ["saved"]
 

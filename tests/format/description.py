@@ -29,6 +29,9 @@ CHECKPOINTS = (
 CODED_FOLDER = Path(__file__).parent / "golden-1.4"
 CODED_CHECKPOINTS = ("every-codec", "reusing/step-000000000002", "reusing/step-000000000004", "sharded", "split")
 """Checkpoints with coded pieces."""
+TYPES_FOLDER = Path(__file__).parent / "golden-1.5"
+TYPES_CHECKPOINTS = ("newer-types",)
+"""A checkpoint of the element types that format 1.5 added."""
 
 
 def described(value: object) -> object:

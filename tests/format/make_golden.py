@@ -1,6 +1,6 @@
 """Write golden checkpoints anew: `python -m tests.format.make_golden`. Once released they never change.
 
-With the argument `coded` it writes those of format 1.4 alone.
+With the argument `coded` it writes those of format 1.4 alone, with `types` that of format 1.5.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import holdfast
 from tests.format import coded_state, state
-from tests.format.description import CHECKPOINTS, CODED_CHECKPOINTS, CODED_FOLDER, EXPECTED, FOLDER, description
+from tests.format.description import (
+    CHECKPOINTS,
+    CODED_CHECKPOINTS,
+    CODED_FOLDER,
+    EXPECTED,
+    FOLDER,
+    TYPES_CHECKPOINTS,
+    TYPES_FOLDER,
+    description,
+)
 from tests.tuned import tuned
 
 WORLD_SIZE = 2
@@ -36,6 +45,7 @@ TUNING = CODED._tuning
 
 def make() -> None:
     make_coded()
+    make_types()
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
     with holdfast.CheckpointManager(FOLDER / "run") as manager:
@@ -70,6 +80,14 @@ def make_coded() -> None:
             manager.save(step, coded_state.going_on(step)).wait()
     run_ranks("coded")
     finish(CODED_FOLDER, CODED_CHECKPOINTS)
+
+
+def make_types() -> None:
+    """Save the element types that format 1.5 added."""
+    shutil.rmtree(TYPES_FOLDER, ignore_errors=True)
+    TYPES_FOLDER.mkdir()
+    holdfast.save(TYPES_FOLDER / TYPES_CHECKPOINTS[0], state.newer_types(3))
+    finish(TYPES_FOLDER, TYPES_CHECKPOINTS)
 
 
 def save_coded_share() -> None:
@@ -165,5 +183,7 @@ if __name__ == "__main__":
     is_rank, is_coded = "RANK" in os.environ, "coded" in sys.argv[1:]
     if is_coded:
         save_coded_share() if is_rank else make_coded()
+    elif "types" in sys.argv[1:]:
+        make_types()
     else:
         save_share() if is_rank else make()

@@ -1,4 +1,4 @@
-"""Reads checkpoints of format 1.4 as a stranger would: from `docs/format.md` alone, with numpy and zstd, no Holdfast.
+"""Reads checkpoints of format 1.5 as a stranger would: from `docs/format.md` alone, with numpy and zstd, no Holdfast.
 
 It proves that the page says enough. It checks no digests, because xxHash is in neither of the two.
 """
@@ -44,6 +44,8 @@ ITEMSIZE = {
     "float8_e5m2": 1,
     "float8_e4m3fnuz": 1,
     "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
 }
 
 
@@ -89,7 +91,7 @@ class Checkpoint:
         self._folder = folder
         self.manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_text("utf-8"))
         assert self.manifest["holdfast"]["kind"] == "checkpoint"
-        assert self.manifest["holdfast"]["format"][0] == 1 and self.manifest["holdfast"]["format"][1] <= 4
+        assert self.manifest["holdfast"]["format"][0] == 1 and self.manifest["holdfast"]["format"][1] <= 5
         self.attempt = folder / self.manifest["attempt"]
 
     @cached_property

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from holdfast.geometry.dtype import DTYPES
+from holdfast.geometry.dtype import DTYPES, NEWER_TYPES
 
 State = dict[str, object]
 
@@ -98,7 +98,11 @@ def training(seed: int) -> State:
         "optimizer": optimizer,
         "scheduler": scheduler,
         "values": values(seed),
-        "dtypes": {name: filled(torch.zeros(3, 5, dtype=getattr(torch, name)), seed) for name in DTYPES},
+        "dtypes": {
+            name: filled(torch.zeros(3, 5, dtype=getattr(torch, name)), seed)
+            for name in DTYPES
+            if name not in NEWER_TYPES
+        },
         "empty": torch.zeros(0, 4),
         "large": filled(torch.zeros(9, 700), seed),
     }
@@ -159,3 +163,14 @@ def partly_frozen(seed: int) -> State:
 def resumed(seed: int) -> State:
     """Return the same, the adapter that of two before."""
     return {**partly_frozen(seed), "adapter": partly_frozen(seed - 2)["adapter"]}
+
+
+def newer_types(seed: int) -> State:
+    """Return tensors of the element types that format 1.5 added, beside one that every version knows."""
+    codes = torch.arange(256, dtype=torch.uint8).roll(seed)
+    return {
+        "scales": codes.view(torch.float8_e8m0fnu).reshape(16, 16),
+        "weights": codes.view(torch.float4_e2m1fn_x2).reshape(4, 8, 8),
+        "pair": codes[:1].view(torch.float4_e2m1fn_x2).reshape(()),
+        "norm": filled(torch.zeros(5), seed),
+    }

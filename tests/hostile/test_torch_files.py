@@ -219,7 +219,7 @@ LYING_TENSORS = {
     "no storage": named(b"ctorch._utils\n_rebuild_tensor_v2\n(" + b"NK\0))\x89NtR"),
     "a tensor of nothing": named(b"ctorch._utils\n_rebuild_tensor_v2\n)R"),
     "a dtype that is not stored": named(tensor(kind="UntypedStorage", numel=16, function="_rebuild_tensor_v3",
-                                               tail=b"\x89Nctorch\nfloat4_e2m1fn_x2\n")),
+                                               tail=b"\x89Nctorch\nbits8\n")),
     "a dtype that is text": named(tensor(kind="UntypedStorage", numel=16, function="_rebuild_tensor_v3",
                                          tail=b"\x89N" + text("float32"))),
     "one storage of two types": b"\x80\x04}" + text("v") + tensor(kind="IntStorage") + b"s" + text("w") + tensor()

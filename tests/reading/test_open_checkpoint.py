@@ -35,6 +35,8 @@ UNSIGNED = {
     "float8_e5m2": "uint8",
     "float8_e4m3fnuz": "uint8",
     "float8_e5m2fnuz": "uint8",
+    "float8_e8m0fnu": "uint8",
+    "float4_e2m1fn_x2": "uint8",
     "complex32": "uint32",
 }
 

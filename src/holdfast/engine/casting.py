@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.errors import InvalidError
-from holdfast.geometry.dtype import BFLOAT16_NAN, DTYPES
+from holdfast.geometry.dtype import BFLOAT16_NAN, DTYPES, PAIRS
 
 CAST_TO = ("float16", "bfloat16", "float32", "float64")
 """Types to which floating elements can be cast."""
@@ -38,7 +38,7 @@ def widened(stored: NDArray[np.generic], dtype: str) -> NDArray[np.generic]:
 
 def can_cast(source: str, target: str) -> bool:
     """Return whether `cast` supports these two types."""
-    floating = DTYPES[source].floating and not source.startswith("complex")
+    floating = DTYPES[source].floating and not source.startswith("complex") and source != PAIRS
     return source == target or (floating and target in CAST_TO)
 
 
@@ -79,6 +79,8 @@ def common_type(a: str, b: str) -> str | None:
     Args:
         a, b: Element types by name.
     """
+    if PAIRS in (a, b):
+        return None
     types = [widened(np.zeros(0, DTYPES[dtype].numpy), dtype).dtype for dtype in (a, b)]
     if all(number.kind in "biu" for number in types):
         both = np.promote_types(*types)
@@ -141,9 +143,18 @@ def _float8_table(
     return numbers
 
 
+def _powers_of_two() -> NDArray[np.float32]:
+    """Return the number that each byte of float8_e8m0fnu encodes: an exponent without sign; 0xFF is NaN."""
+    powers = np.exp2(np.arange(256) - 127.0)
+    powers[0xFF] = np.nan
+    numbers: NDArray[np.float32] = powers.astype(np.float32)
+    return numbers
+
+
 _FLOAT8: dict[str, NDArray[np.float32]] = {
     "float8_e4m3fn": _float8_table(4, 7),
     "float8_e5m2": _float8_table(5, 15, like_ieee=True),
     "float8_e4m3fnuz": _float8_table(4, 8, one_zero=True),
     "float8_e5m2fnuz": _float8_table(5, 16, one_zero=True),
+    "float8_e8m0fnu": _powers_of_two(),
 }

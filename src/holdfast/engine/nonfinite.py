@@ -42,8 +42,8 @@ _ENCODINGS = {
     # No infinity; NaN has all bits set except the sign, which is either.
     "float8_e4m3fn": _Encoding(8, 0x7F),
 }
-_NEGATIVE_ZERO_IS_NAN = ("float8_e4m3fnuz", "float8_e5m2fnuz")
-"""Types without infinity; their only NaN has the bits of a negative zero."""
+_ONE_NAN = {"float8_e4m3fnuz": 0x80, "float8_e5m2fnuz": 0x80, "float8_e8m0fnu": 0xFF}
+"""Types without infinity, with the byte of their only NaN: of a negative zero, or of the largest exponent."""
 
 
 def nonfinite_count(dtype: str, data: bytes | memoryview) -> int:
@@ -53,9 +53,8 @@ def nonfinite_count(dtype: str, data: bytes | memoryview) -> int:
         dtype: Element type by name.
         data: Whole elements.
     """
-    if dtype in _NEGATIVE_ZERO_IS_NAN:
-        signed = np.frombuffer(data, np.int8)
-        return int(np.count_nonzero(signed == -128)) if signed.size and signed.min() == -128 else 0
+    if dtype in _ONE_NAN:
+        return int(np.count_nonzero(np.frombuffer(data, np.uint8) == _ONE_NAN[dtype]))
     encoding = _ENCODINGS.get(dtype)
     if encoding is None or not len(data):
         return 0

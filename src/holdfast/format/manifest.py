@@ -38,6 +38,7 @@ from holdfast.types.manifest import (
     FORMAT_MINOR_IMPORTED,
     FORMAT_MINOR_RUN,
     FORMAT_MINOR_TIMELINES,
+    FORMAT_MINOR_TYPES,
     FileRecord,
     Manifest,
     OptimizerRecord,
@@ -83,6 +84,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             **({} if manifest.timeline.number == 1 else {"timeline": encode_timeline(manifest.timeline)}),
             **({"optimizers": _encoded_optimizers(manifest.optimizers)} if manifest.optimizers else {}),
             **({"order": list(manifest.order)} if manifest.order else {}),
+            **({"newer_types": list(manifest.newer_types)} if manifest.newer_types else {}),
             "state": values.encode(manifest.tree, ""),
         }
     )
@@ -130,6 +132,7 @@ class _ManifestDocument(_RunFieldsDocument, kw_only=True):
     health: object = None
     optimizers: dict[Text, _OptimizerDocument] | None = None
     order: tuple[_Whole, ...] = ()
+    newer_types: tuple[Text, ...] = ()
     state: object
 
 
@@ -179,6 +182,8 @@ def _encoded_optimizers(optimizers: Mapping[str, OptimizerRecord]) -> dict[str, 
 
 def _minor_of(manifest: Manifest) -> int:
     """Return the lowest minor version of the format that has every field of a manifest."""
+    if manifest.newer_types:
+        return FORMAT_MINOR_TYPES
     if any(is_coded_pack_name(pack.name) for pack in manifest.packs):
         return FORMAT_MINOR_CODED
     if manifest.timeline.number > 1:

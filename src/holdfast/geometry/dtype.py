@@ -48,6 +48,8 @@ _ALL = (
     DType("float8_e5m2", "F8_E5M2", 1, "uint8", floating=True),
     DType("float8_e4m3fnuz", "F8_E4M3FNUZ", 1, "uint8", floating=True),
     DType("float8_e5m2fnuz", "F8_E5M2FNUZ", 1, "uint8", floating=True),
+    DType("float8_e8m0fnu", "F8_E8M0", 1, "uint8", floating=True),
+    DType("float4_e2m1fn_x2", "", 1, "uint8", floating=True),
 )
 
 DTYPES: dict[str, DType] = {dtype.name: dtype for dtype in _ALL}
@@ -55,6 +57,30 @@ DTYPES: dict[str, DType] = {dtype.name: dtype for dtype in _ALL}
 
 BY_SAFETENSORS: dict[str, DType] = {dtype.safetensors: dtype for dtype in _ALL if dtype.safetensors}
 """Every stored element type by its name in a safetensors header."""
+
+PAIRS = "float4_e2m1fn_x2"
+"""The type whose elements are two numbers of 4 bits. Nothing converts it."""
+
+_SINGLE = "F4"
+"""Its numbers one by one, as safetensors counts them: there the last dimension is twice as long."""
+
+NEWER_TYPES = frozenset({"float8_e8m0fnu", PAIRS})
+"""Element types that format 1.5 added."""
+
+
+def as_safetensors(dtype: str, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Return the name and shape of a tensor in a safetensors file; an empty name if safetensors lacks the type."""
+    if dtype == PAIRS and shape:
+        return _SINGLE, (*shape[:-1], 2 * shape[-1])
+    return DTYPES[dtype].safetensors, shape
+
+
+def of_safetensors(name: str, shape: tuple[int, ...]) -> tuple[DType, tuple[int, ...]] | None:
+    """Return the element type and shape of a tensor of a safetensors file; None if Holdfast does not store it."""
+    if name == _SINGLE and shape and shape[-1] % 2 == 0:
+        return DTYPES[PAIRS], (*shape[:-1], shape[-1] // 2)
+    known = BY_SAFETENSORS.get(name)
+    return None if known is None else (known, shape)
 
 
 def are_floats_and_integers(first: str, second: str) -> bool:

@@ -113,6 +113,9 @@ class Shard:
     pieces: tuple[Region, ...]
     """Held boxes or flat ranges; empty if the split leaves nothing for this rank."""
 
+    is_located: bool = False
+    """Whether the tensor carries its coordinates, so that ranks with equal pieces are replicas."""
+
     @property
     def bytes(self) -> int:
         """Bytes of the pieces."""

@@ -8,7 +8,7 @@ from typing import get_args
 
 from holdfast.coordination.job import Job
 from holdfast.errors import NAMES_SHOWN, InvalidError, first_three
-from holdfast.geometry.dtype import DTYPES, are_floats_and_integers
+from holdfast.geometry.dtype import DTYPES, PAIRS, are_floats_and_integers
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.loading.messages import Unfit, UnfitKind
 from holdfast.loading.proposals import NameAdvice
@@ -43,7 +43,9 @@ def unfit_names(
         if saved.dtype == tensor.dtype:
             continue
         # One element is a count: a float in one version of an optimizer, an integer in another.
-        mixes_numbers = math.prod(saved.global_shape) > 1 and are_floats_and_integers(saved.dtype, tensor.dtype)
+        mixes_numbers = PAIRS in (saved.dtype, tensor.dtype) or (
+            math.prod(saved.global_shape) > 1 and are_floats_and_integers(saved.dtype, tensor.dtype)
+        )
         if mixes_numbers or not cast:
             text = f"{tensor.fqn} ({saved.dtype} saved, {tensor.dtype} wanted)"
             found.append(Unfit("number" if mixes_numbers else "dtype", text))

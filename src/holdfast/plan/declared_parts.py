@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -17,10 +18,13 @@ import numpy as np
 from holdfast.errors import first_three
 from holdfast.format.digest import short_digest_of
 from holdfast.geometry.box import Box
+from holdfast.geometry.overlap import first_overlap
+from holdfast.geometry.rank_ranges import RankRanges, ranks_in
 from holdfast.geometry.region import region_boxes
 from holdfast.geometry.tensor import Shard
 from holdfast.geometry.value_class import value_class
 from holdfast.plan.cover import PRIME, volumes
+from holdfast.plan.siblings import NO_FAMILY
 
 Sum = tuple[int, int]
 """Residues modulo `PRIME`, of two random polynomials."""
@@ -29,9 +33,6 @@ NO_PARTS: Sum = 0, 0
 """The sum of nothing."""
 
 _PAIR = struct.Struct("<II")
-
-_PAIRS_MAX = 1_000_000
-"""Most pairs of boxes that the search for an overlap compares: a message must not take hours."""
 
 _LAYOUTS_MAX = 4
 """Layouts kept: a job may save several in turn."""
@@ -46,6 +47,9 @@ class DeclaredTensor:
 
     global_shape: tuple[int, ...]
     """Shape of the whole tensor."""
+
+    is_located: bool = False
+    """Whether the tensor carries its coordinates. Then ranks with equal parts are replicas, though none states it."""
 
 
 @value_class
@@ -70,11 +74,43 @@ class RankSums:
     """The sum of the same tensors as a whole."""
 
 
+@dataclass(frozen=True, slots=True)
+class ReplicaDivisions:
+    """The replicas of tensors that carry their coordinates."""
+
+    divisions: Sequence[Sequence[RankRanges]] = ()
+    """Divisions of the ranks into groups; the ranks of a group hold equal parts."""
+
+    division_of: Mapping[str, int] = field(default_factory=dict)
+    """By FQN: number of its division; 0 for all others."""
+
+    @property
+    def groups(self) -> list[tuple[int, ...]]:
+        """The ranks of each group, all divisions one after the other."""
+        return [ranks_in(group) for division in self.divisions for group in division]
+
+    def families_of(self, rank: int, families: int) -> list[int]:
+        """Return by division the number of the family that is the group of a rank, or `NO_FAMILY`.
+
+        Args:
+            rank: The rank.
+            families: Count of all families, of which the groups are the last.
+        """
+        found, first = [], families - sum(map(len, self.divisions))
+        for division in self.divisions:
+            numbers = (first + number for number, group in enumerate(division) if rank in ranks_in(group))
+            found.append(next(numbers, NO_FAMILY))
+            first += len(division)
+        return found
+
+
 class SumCache:
     """The sums of the layouts that were saved last: to sum up a flat range takes 20 µs, at every save."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, RankSums] = OrderedDict()
+        self.replicas: dict[object, ReplicaDivisions] = {}
+        """On rank 0: the replicas that it last asked for, by the layout of all ranks."""
 
     def of(self, digest: bytes, shards: Iterable[Shard], rank: int) -> RankSums:
         """Return the sums of a rank's shards.
@@ -102,7 +138,7 @@ def is_declared(shard: Shard) -> bool:
 def declared_tensors(shards: Iterable[Shard]) -> dict[str, DeclaredTensor]:
     """Return the tensors of which a rank declares parts, by FQN."""
     return {
-        shard.tensor.fqn: DeclaredTensor(shard.tensor.dtype, shard.tensor.global_shape)
+        shard.tensor.fqn: DeclaredTensor(shard.tensor.dtype, shard.tensor.global_shape, shard.is_located)
         for shard in shards
         if is_declared(shard)
     }
@@ -170,38 +206,22 @@ def problem_of(tensor: DeclaredTensor, held: Mapping[int, DeclaredParts]) -> str
             if held.get(other) != parts:
                 return f"rank {rank} states replicas [{first_three(parts.holders)}]; rank {other} states other parts"
         compared.update(parts.holders)
-    found = [(box, rank) for rank, parts in sorted(held.items()) if rank == parts.holders[0] for box in parts.boxes]
-    overlap = _overlap_in(found)
+    # Ranks with equal coordinates are replicas: one of them counts.
+    counted: dict[object, int] = {}
+    for rank, parts in sorted(held.items()):
+        if rank == parts.holders[0]:
+            counted.setdefault(parts.boxes if tensor.is_located else rank, rank)
+    found = [(box, rank) for rank in counted.values() for box in held[rank].boxes]
+    overlap = first_overlap([box for box, _ in found])
     if overlap is not None:
-        box, ranks = overlap
+        (one, first_rank), (other_box, second_rank) = (found[number] for number in overlap)
+        box, ranks = one.intersect(other_box) or one, sorted((first_rank, second_rank))
         text = f"rank {ranks[0]} holds it twice" if ranks[0] == ranks[1] else f"ranks {ranks[0]} and {ranks[1]} hold it"
         return f"{list(box.start)}–{list(box.stop)}: {text}"
     elements, all_elements = sum(box.numel for box, _ in found), Box.whole(tensor.global_shape).numel
     if elements < all_elements:
         return f"no rank holds {all_elements - elements} of {all_elements} elements"
     return f"ranks hold {elements} elements; the tensor has {all_elements}"
-
-
-def _overlap_in(found: Sequence[tuple[Box, int]]) -> tuple[Box, tuple[int, int]] | None:
-    """Return a box that two declared boxes share, and their ranks; None if none is found."""
-    found = [each for each in found if each[0].numel]
-    if not found or not found[0][0].start:
-        return (found[0][0], (found[0][1], found[1][1])) if len(found) > 1 else None
-    # Sort along the dimension that separates most boxes, and compare a box only with those that begin before its end.
-    dim = max(range(len(found[0][0].start)), key=lambda dim: len({box.start[dim] for box, _ in found}))
-    ordered = sorted(found, key=lambda each: each[0].start[dim])
-    pairs_left = _PAIRS_MAX
-    for number, (box, rank) in enumerate(ordered):
-        for other, other_rank in ordered[number + 1 :]:
-            pairs_left -= 1
-            if other.start[dim] >= box.stop[dim] or not pairs_left:
-                break
-            shared = box.intersect(other)
-            if shared is not None:
-                return shared, (min(rank, other_rank), max(rank, other_rank))
-        if not pairs_left:
-            break
-    return None
 
 
 def _sums_of_boxes(fqns: Sequence[str], boxes: Sequence[Box]) -> list[Sum]:

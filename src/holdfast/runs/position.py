@@ -106,8 +106,8 @@ class RunPosition:
         self._origin: _LoadedStep | None = None
         self._timeline: Timeline | None = None
         self._last_number = 0
-        self._deciding = threading.Lock()
-        """Held while a save decides on the timeline: on a thread of `CALLS`, which no signal handler interrupts."""
+        self._deciding = threading.Lock()  # Taken on threads of CALLS alone: no handler meets it.
+        """Held while a save decides on the timeline."""
 
     def location_of(self, step: int) -> CheckpointLocation:
         """Return the location of a step."""

@@ -294,8 +294,7 @@ class SaveAttempt:
             MissingError: There is no such key any more.
         """
         key = self.key(link_name(pack))
-        # Before the link is made: an aborted attempt removes it. The commit makes its name durable with those of the
-        # other files of the folder.
+        # Before the link is made: an aborted attempt removes it. The commit makes its name durable with the others.
         self.file_keys.append(key)
         return key if self.location.store.link(source, key) else None
 

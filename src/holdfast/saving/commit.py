@@ -138,6 +138,7 @@ def build_manifest(
         overview=overview,
         optimizers=whole.optimizers,
         order=whole.order,
+        newer_types=whole.index.table.newer_types,
     )
 
 

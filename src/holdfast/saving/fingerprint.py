@@ -181,10 +181,13 @@ class StateFingerprint:
         Only these tensors are sampled: the placements of all others say who holds equal copies.
         """
         samples: dict[int, dict[str, str]] = {number: {} for number in range(len(siblings.families))}
+        groups = siblings.replicas.families_of(self._slots.rank, len(siblings.families))
         for local in self._collected.shards:
-            family = self._family_of(local, siblings, class_number)
+            family = self._family_of(local, siblings, class_number, groups)
             if family != NO_FAMILY:
-                samples[family][local.shard.tensor.fqn] = self._sample(local).hex()
+                # Replicas must cut a tensor equally, too, since each plans what all of them write.
+                cut = repr(local.shard.pieces).encode() if local.shard.is_located else b""
+                samples[family][local.shard.tensor.fqn] = short_digest_of(self._sample(local), cut).hex()
         return {family: found for family, found in samples.items() if found}
 
     def sibling_holders(
@@ -201,13 +204,16 @@ class StateFingerprint:
         if lowest_only:
             meshes = [[min(family, key=lambda mesh: min(mesh.ranks))] for family in meshes]
         offset = len(meshes) if lowest_only else 0
+        groups = siblings.replicas.families_of(self._slots.rank, len(siblings.families))
         return {
             local.shard.tensor.fqn: self._slots.holders(local.shard, meshes[family], family + offset)
             for local in self._collected.shards
-            if (family := self._family_of(local, siblings, class_number)) != NO_FAMILY
+            if (family := self._family_of(local, siblings, class_number, groups)) != NO_FAMILY
         }
 
-    def _family_of(self, local: LocalShard, siblings: SiblingMeshes, class_number: int) -> int:
+    def _family_of(self, local: LocalShard, siblings: SiblingMeshes, class_number: int, groups: Sequence[int]) -> int:
+        if local.shard.is_located:
+            return groups[siblings.replicas.division_of.get(local.shard.tensor.fqn, 0)] if groups else NO_FAMILY
         slot = self._slots.slot_of(local.shard.layout)
         return NO_FAMILY if slot is None else siblings.family_of(class_number, slot, local.shard.tensor.fqn)
 
@@ -226,12 +232,12 @@ class StateFingerprint:
         texts: dict[tuple[object, ...], str] = {}
         for shard in self._shards:
             tensor, is_plain = shard.tensor, shard.holders is None
-            key = (tensor.dtype, tensor.global_shape, id(shard.layout), id(shard.role), is_plain)
+            key = (tensor.dtype, tensor.global_shape, id(shard.layout), id(shard.role), is_plain, shard.is_located)
             text = texts.get(key)
             if text is None:
                 require_listable(tensor)
                 layout = self._slots.text_of(shard.layout)
-                text = repr((tensor.dtype, tensor.global_shape, layout, shard.role, is_plain))
+                text = repr((tensor.dtype, tensor.global_shape, layout, shard.role, is_plain, shard.is_located))
                 texts[key] = text
             lines.append(f"{tensor.fqn}\0{text}")
         # No FQN contains a NUL, so the joined text is unambiguous.

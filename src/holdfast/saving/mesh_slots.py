@@ -67,7 +67,8 @@ class MeshSlots:
             family: Number that stands for `meshes`.
         """
         layout = shard.layout
-        assert layout is not None, "siblings are meshes"
+        if layout is None:  # A tensor with coordinates: each mesh is one rank.
+            return tuple(sorted(mesh.ranks[0] for mesh in meshes))
         key = id(layout), family
         if key not in self._holders:
             self._holders[key] = sibling_ranks(layout, coordinate_of(layout, self.rank), meshes)

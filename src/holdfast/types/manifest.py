@@ -28,7 +28,10 @@ FORMAT_MINOR_CODED = 4
 FORMAT_MINOR_PARENTS = 4
 """Minor version that brought lists of epochs with the parents of timelines."""
 
-FORMAT_MINOR_MAX = FORMAT_MINOR_CODED
+FORMAT_MINOR_TYPES = 5
+"""Minor version that brought the element types of `NEWER_TYPES`."""
+
+FORMAT_MINOR_MAX = FORMAT_MINOR_TYPES
 """Newest minor version that this Holdfast reads; a newer one is refused."""
 
 METRIC_CHARACTERS_MAX = 200
@@ -153,6 +156,9 @@ class Manifest:
 
     order: tuple[int, ...] = ()
     """Numbers of names in the order of the state (`format/state_order.py`); empty if it is unknown."""
+
+    newer_types: tuple[str, ...] = ()
+    """Element types in the index that readers before format 1.5 do not know, sorted."""
 
     digest: str = field(default="", compare=False)
     """xxh3-128 of the manifest's own bytes up to this field, in hex."""

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.engine.casting import CAST_TO, cast, widened
+from holdfast.engine.casting import CAST_TO, cast, common_type, widened
 from holdfast.errors import InvalidError
-from holdfast.geometry.dtype import DTYPES
+from holdfast.geometry.dtype import DTYPES, PAIRS
 
-NARROW = [each for each in DTYPES.values() if each.floating and each.itemsize <= 2 and each.name != "complex32"]
-FLOATING = [name for name, each in DTYPES.items() if each.floating and not name.startswith("complex")]
+NUMBERS = [each for name, each in DTYPES.items() if each.floating and not name.startswith("complex") and name != PAIRS]
+NARROW = [each for each in NUMBERS if each.itemsize <= 2]
+FLOATING = [each.name for each in NUMBERS]
 
 
 def patterns(dtype: str) -> np.ndarray:
@@ -58,7 +59,14 @@ def test_a_cast_rounds_as_torch_does(source: str, target: str) -> None:
     assert torch.equal(found.view(width)[~nan], expected.view(width)[~nan])
 
 
-@pytest.mark.parametrize(("source", "target"), [("int32", "float32"), ("complex64", "float32"), ("float32", "int8")])
+@pytest.mark.parametrize(
+    ("source", "target"), [("int32", "float32"), ("complex64", "float32"), ("float32", "int8"), (PAIRS, "float32")]
+)
 def test_what_is_no_floating_type_is_not_cast(source: str, target: str) -> None:
     with pytest.raises(InvalidError, match=f"cannot cast {source} to {target}"):
         cast(np.zeros(2, DTYPES[source].numpy), source, target)
+
+
+@pytest.mark.parametrize("other", ["uint8", "float32", "float8_e8m0fnu"])
+def test_pairs_have_no_type_in_common_with_numbers(other: str) -> None:
+    assert common_type(PAIRS, other) is common_type(other, PAIRS) is None

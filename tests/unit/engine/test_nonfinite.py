@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from holdfast.engine.nonfinite import nonfinite_count
 from holdfast.engine.writing.write import PackWriter
 from holdfast.format.pack import header_of
-from holdfast.geometry.dtype import DTYPES
+from holdfast.geometry.dtype import DTYPES, PAIRS
 from holdfast.plan.ownership import Owned
 from holdfast.plan.packing import packs_of
 from holdfast.ports.framework import Selection
@@ -22,7 +22,7 @@ from holdfast.stores.memory import MemoryStore
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.types.plan import PlannedPack
 
-FLOATING = [name for name, dtype in DTYPES.items() if dtype.floating]
+FLOATING = [name for name, dtype in DTYPES.items() if dtype.floating and name != PAIRS]
 INTEGRAL = [name for name in DTYPES if name not in FLOATING]
 EVERY_BIT_PATTERN = [name for name in FLOATING if DTYPES[name].itemsize <= 2]
 

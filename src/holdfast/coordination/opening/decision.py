@@ -204,7 +204,15 @@ class Decision:
 
     def _on_parts(self, verdict: SaveVerdict, question: PartsQuestion | None) -> SaveVerdict:
         """Return the verdict that asks about declared parts, or goes ahead if there is nothing to ask."""
-        return self._go_ahead(verdict) if question is None else replace(verdict, parts=question)
+        replicas, known = self._parts.replicas, self._job.part_sums
+        if question is not None and question.by_name and (layout := self._parts.layout) in known.replicas:
+            replicas = known.replicas[layout]
+        elif question is not None:
+            return replace(verdict, parts=question)
+        elif replicas.division_of:
+            known.replicas = {self._parts.layout: replicas}
+        self._meshes.add(replicas)
+        return self._go_ahead(replace(verdict, parts=None))
 
     def _share(self, classes: Sequence[tuple[int, ...]], details: Mapping[int, Details]) -> RankRanges:
         """Publish for each class which of its plain tensors other classes hold; return the numbers of those classes."""

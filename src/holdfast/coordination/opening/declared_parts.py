@@ -2,20 +2,26 @@
 
 The statements say whether all of them do, in 8 bytes a rank. If not, rank 0 asks for sums by interval of names, until
 it knows which tensors are wrong, and then for the parts of three of those. So no answer grows with the tensors.
+
+A tensor that carries its coordinates states no replicas: ranks with equal sums are replicas. If the replicas of one
+tensor are not those of another, rank 0 asks for the sum of each, about 10 bytes a tensor. It asks once for each layout.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 
 from holdfast.coordination.message_codec import decode_message, encode_message
 from holdfast.coordination.opening.records import DescribedState, PartsQuestion, Stated
 from holdfast.errors import InvalidError, first_three
+from holdfast.geometry.rank_ranges import RankRanges, rank_ranges
 from holdfast.plan.declared_parts import (
     NO_PARTS,
     DeclaredParts,
     DeclaredTensor,
+    ReplicaDivisions,
     Sum,
     decode_sum,
     problem_of,
@@ -53,8 +59,8 @@ def declared_by_all(
     if texts:
         raise InvalidError(
             f"{save_name}: ranks declare parts of different tensors under one name: {first_three(texts)}. Expected one "
-            "dtype and one global_shape of holdfast.Sharded. If these are different tensors (e.g. two pipeline stages "
-            "that reuse a name), give each a name of its own"
+            "dtype and one global_shape, of holdfast.Sharded or of the coordinates that a tensor carries. If these are "
+            "different tensors (e.g. two pipeline stages that reuse a name), give each a name of its own"
         )
     return tensors
 
@@ -64,6 +70,8 @@ def answer_on_parts(question: PartsQuestion, state: DescribedState) -> bytes:
     if question.fqns:
         return encode_message(state.declared_parts(question.fqns))
     sums = state.part_sums()
+    if question.by_name:
+        return zlib.compress(encode_message(sums), 1)
     return encode_message([total(_within(sums, interval)) for interval in question.intervals])
 
 
@@ -89,6 +97,14 @@ class PartsJudgement:
         """By FQN the sum that the parts of all ranks must have."""
         self._whole: Collection[str] = ()
         """FQNs of tensors that some ranks hold whole."""
+        self._statements = stated
+        self.replicas = ReplicaDivisions()
+        """The replicas of tensors with coordinates; set by `question` or `next_question`."""
+
+    @property
+    def layout(self) -> frozenset[object]:
+        """What the replicas follow from: equal in two saves only if all ranks hold equal parts in both."""
+        return frozenset((each.statement.layout, each.statement.parts, *each.ranks) for each in self._statements)
 
     def question(self, tensors: Mapping[str, DeclaredTensor], whole: Collection[str]) -> PartsQuestion | None:
         """Return the first question about declared parts; None if they cover every tensor exactly once.
@@ -101,10 +117,19 @@ class PartsJudgement:
         self._expected = sums_of_wholes(tensors) | {fqn: NO_PARTS for fqn in tensors if fqn in whole}
         if total(self._expected.values()) == self.held:
             return None
-        return _question_on(1, sorted(tensors))
+        located = [fqn for fqn, tensor in tensors.items() if tensor.is_located and fqn not in whole]
+        if not located:
+            return _question_on(1, sorted(tensors))
+        ranks: dict[Sum, list[int]] = {}
+        for each in self._statements:
+            ranks.setdefault(decode_sum(each.statement.parts), []).extend(each.ranks)
+        if len(located) == len(tensors) and total(ranks) == total(self._expected.values()):
+            self.replicas = ReplicaDivisions([_division(ranks)])
+            return None
+        return PartsQuestion(1, by_name=True)
 
-    def next_question(self, question: PartsQuestion, answers: Sequence[bytes]) -> PartsQuestion:
-        """Return the question that follows.
+    def next_question(self, question: PartsQuestion, answers: Sequence[bytes]) -> PartsQuestion | None:
+        """Return the question that follows; None if ranks with equal coordinates cover every tensor exactly once.
 
         Args:
             question: The question that the ranks have answered.
@@ -114,6 +139,10 @@ class PartsJudgement:
         """
         if question.fqns:
             raise self._refusal(question.fqns, [decode_message(answer, dict[str, DeclaredParts]) for answer in answers])
+        if question.by_name:
+            self._find_replicas([decode_message(zlib.decompress(answer), dict[str, Sum]) for answer in answers])
+            is_covered = total(self._expected.values()) == self.held
+            return None if is_covered else _question_on(question.number + 1, sorted(self._tensors))
         sums = [decode_message(answer, list[Sum]) for answer in answers]
         wrong = [
             interval
@@ -125,6 +154,21 @@ class PartsJudgement:
         searched = wrong[:_NAMED_MAX]
         fqns = [fqn for fqn in sorted(self._tensors) if any(first <= fqn <= last for first, last in searched)]
         return _question_on(question.number + 1, fqns)
+
+    def _find_replicas(self, sums: Sequence[Mapping[str, Sum]]) -> None:
+        """Find the replicas of each tensor with coordinates; what all its ranks together hold is then expected."""
+        numbers: dict[tuple[RankRanges, ...], int] = {(): 0}
+        division_of: dict[str, int] = {}
+        for fqn in self._tensors:
+            ranks: dict[Sum, list[int]] = {}
+            for rank, each in enumerate(sums):
+                if fqn in each:
+                    ranks.setdefault(each[fqn], []).append(rank)
+            if self._tensors[fqn].is_located and total(ranks) == self._expected[fqn]:
+                division = _division(ranks)
+                division_of[fqn] = numbers.setdefault(division, len(numbers))
+                self._expected[fqn] = total(each[fqn] for each in sums if fqn in each)
+        self.replicas = ReplicaDivisions([*numbers], division_of)
 
     def _refusal(self, fqns: Sequence[str], parts: Sequence[Mapping[str, DeclaredParts]]) -> InvalidError:
         texts = []
@@ -139,9 +183,17 @@ class PartsJudgement:
         return InvalidError(
             f"{self._save_name}: declared parts do not cover every tensor exactly once: {first_three(texts)}. Expected "
             "each element on one rank, or on all ranks of its replicas. Correct start=, flat_start= or replicas= of "
-            "holdfast.Sharded, and pass a process_group of all ranks. If these are different tensors (e.g. two "
+            "holdfast.Sharded, or the global_offsets and local_sizes that the tensor carries, where ranks with equal "
+            "ones are replicas. Pass a process_group of all ranks. If these are different tensors (e.g. two "
             "pipeline stages that reuse a name), give each a name of its own"
         )
+
+
+def _division(ranks: Mapping[Sum, Sequence[int]]) -> tuple[RankRanges, ...]:
+    """Return each group of several ranks with equal parts."""
+    groups = (sorted(group) for found, group in ranks.items() if found != NO_PARTS and len(group) > 1)
+    # As tuples, which have a hash.
+    return tuple(tuple(map(tuple, rank_ranges(group))) for group in sorted(groups))
 
 
 def _question_on(number: int, fqns: Sequence[str]) -> PartsQuestion:
@@ -157,4 +209,4 @@ def _within(sums: Mapping[str, Sum], interval: tuple[str, str]) -> list[Sum]:
 
 
 def _format(tensor: DeclaredTensor) -> str:
-    return f"{tensor.dtype} {list(tensor.global_shape)}"
+    return f"{tensor.dtype} {list(tensor.global_shape)}{' with coordinates of its own' if tensor.is_located else ''}"

@@ -15,7 +15,7 @@ from holdfast.errors import CheckpointError, InvalidError, UnavailableError, fir
 from holdfast.geometry.mesh_packing import PackedMeshes
 from holdfast.geometry.rank_ranges import RankRanges
 from holdfast.geometry.tensor import Role
-from holdfast.plan.declared_parts import DeclaredParts, DeclaredTensor, Sum
+from holdfast.plan.declared_parts import DeclaredParts, DeclaredTensor, ReplicaDivisions, Sum
 from holdfast.plan.siblings import TensorOnMesh
 from holdfast.ports.framework import UnmatchedPattern
 from holdfast.types.health import Health
@@ -225,6 +225,9 @@ class SiblingMeshes:
     exceptions: Mapping[str, int]
     """By FQN: number of the family of a tensor that differs from its slot."""
 
+    replicas: ReplicaDivisions = field(default_factory=ReplicaDivisions)
+    """The replicas of tensors with coordinates; their groups are numbered after the families."""
+
     def family_of(self, class_number: int, slot: int, fqn: str) -> int:
         """Return the number of the family of a tensor, or `NO_FAMILY`."""
         return self.exceptions.get(fqn, self.slots[class_number][slot])
@@ -242,6 +245,9 @@ class PartsQuestion:
 
     fqns: Sequence[str] = ()
     """Tensors of which a rank publishes what it declares."""
+
+    by_name: bool = False
+    """Whether a rank publishes the sum of each tensor of which it declares a part."""
 
     @property
     def key(self) -> str:

@@ -25,6 +25,7 @@ from holdfast.format.digest import short_digest_of
 from holdfast.geometry.mesh_packing import packed, unpacked
 from holdfast.geometry.rank_ranges import ranks_in
 from holdfast.geometry.tensor import Mesh
+from holdfast.plan.declared_parts import ReplicaDivisions
 from holdfast.plan.rank_differences import Drift
 from holdfast.plan.siblings import RankClass, Siblings, SiblingSearch, TensorOnMesh, format_mesh
 from holdfast.types.health import with_drift
@@ -108,6 +109,13 @@ class MeshJudgement:
         self._siblings = self._search.of_one_class() if len(classes) == 1 else None
         self._different: list[tuple[int, list[list[int]]]] = []
         """Families with different samples: number, and the ranks at one position of its meshes by their samples."""
+        self._replicas = ReplicaDivisions()
+        self._groups: list[tuple[int, ...]] = []
+        """The replicas of tensors with coordinates. Each group is a family, whose meshes are its single ranks."""
+
+    def add(self, replicas: ReplicaDivisions) -> None:
+        """Take note of the replicas of tensors with coordinates."""
+        self._replicas, self._groups = replicas, replicas.groups
 
     @property
     def are_matched_without_names(self) -> bool:
@@ -118,16 +126,14 @@ class MeshJudgement:
     def siblings(self) -> SiblingMeshes | None:
         """The siblings as every rank receives them; None if each tensor is on one mesh."""
         found = self._found
-        if not found.families:
-            return None
-        families = [packed(self._family(number)) for number in range(len(found.families))]
-        return SiblingMeshes(families, found.slots, found.exceptions)
+        families = [packed(self._family(number)) for number in range(self._families)]
+        return SiblingMeshes(families, found.slots, found.exceptions, self._replicas) if families else None
 
     @property
     def sibling_ranks(self) -> tuple[int, ...]:
         """The ranks on sibling meshes, ascending."""
-        digests = {digest for family in self._found.families for digest in family}
-        return tuple(sorted({rank for digest in digests for rank in self._meshes[digest].ranks}))
+        meshes = (mesh for number in range(self._families) for mesh in self._family(number))
+        return tuple(sorted({rank for mesh in meshes for rank in mesh.ranks}))
 
     def judge_names(
         self, tensors: Sequence[bytes], plain: Sequence[Plain], declared: Sequence[Collection[str]]
@@ -195,7 +201,7 @@ class MeshJudgement:
         """
         records = zip(ranks, read("samples", ranks), strict=True)
         digests = {rank: decode_message(record, dict[int, str]) for rank, record in records}
-        for number in range(len(self._found.families)):
+        for number in range(self._families):
             # Ranks at equal positions of siblings hold equal pieces.
             for ranks in zip(*(mesh.ranks for mesh in self._family(number)), strict=True):
                 groups: dict[str | None, list[int]] = {}
@@ -228,16 +234,19 @@ class MeshJudgement:
             by_name, other_by_name = samples[first][number], samples[other][number]
             differing = [fqn for fqn in sorted(by_name) if by_name[fqn] != other_by_name.get(fqn)]
             meshes = {rank: mesh for mesh in self._family(number) for rank in mesh.ranks}
-            texts += [f"{fqn} ({format_mesh(meshes[first])} ≠ {format_mesh(meshes[other])})" for fqn in differing]
+            names = [format_mesh(meshes[rank]) for rank in (first, other)]
+            if number >= len(self._found.families):
+                names = [f"rank {first}", f"rank {other} with equal coordinates"]
+            texts += [f"{fqn} ({names[0]} ≠ {names[1]})" for fqn in differing]
             for fqn in differing:
                 drift.add(fqn, groups)
         if job.settings.replicas == "refuse":
             raise InvalidError(
-                f"{self._save_name}: sibling meshes hold different values under one name: {first_three(texts)}. "
-                "Expected equal copies on meshes of equal shape. If these are different modules (e.g. two pipeline "
-                "stages that reuse a name), give each a name of its own. If they are replicas, training has made them "
-                "diverge: broadcast them from one rank, or save those of the lowest mesh with "
-                "Settings(replicas='lowest')"
+                f"{self._save_name}: replicas hold different values under one name: {first_three(texts)}. "
+                "Expected equal copies on sibling meshes, and in equal boxes on ranks with equal coordinates. If these "
+                "are different modules (e.g. two pipeline stages that reuse a name), give each a name of its own. If "
+                "they are replicas, training has made them diverge: broadcast them from one rank, or save those of the "
+                "lowest mesh or rank with Settings(replicas='lowest')"
             )
         if job.is_first_occurrence("siblings differ"):
             job.warn_once(self._save_name, drift.warning("those of the mesh with the lowest rank"))
@@ -248,8 +257,15 @@ class MeshJudgement:
         assert self._siblings is not None, "meshes are matched before siblings are asked for"
         return self._siblings
 
+    @property
+    def _families(self) -> int:
+        return len(self._found.families) + len(self._groups)
+
     def _family(self, number: int) -> list[Mesh]:
         """Return the meshes of a family by their first ranks."""
+        group = number - len(self._found.families)
+        if group >= 0:
+            return [Mesh((1,), (rank,)) for rank in self._groups[group]]
         return sorted((self._meshes[digest] for digest in self._found.families[number]), key=lambda mesh: mesh.ranks)
 
 

@@ -20,7 +20,7 @@ from holdfast.foreign.read import read_bytes
 from holdfast.foreign.typed_values import Count, Shape, typed
 from holdfast.foreign.values import remark
 from holdfast.geometry.box import Box
-from holdfast.geometry.dtype import BY_SAFETENSORS
+from holdfast.geometry.dtype import BY_SAFETENSORS, of_safetensors
 from holdfast.geometry.tensor import TensorSpec
 from holdfast.ports.store import Readable
 from holdfast.types.export import EXPORT_NOTE
@@ -275,13 +275,13 @@ def _entries(
 ) -> Iterator[SafetensorsEntry]:
     for name, stated in document.items():
         entry = typed(stated, _Entry, f"{where}: {name[:200]}")
-        dtype, shape, bounds = entry.dtype, entry.shape, entry.data_offsets
-        known = BY_SAFETENSORS.get(dtype)
-        if known is None:
+        dtype, bounds, found = entry.dtype, entry.data_offsets, of_safetensors(entry.dtype, entry.shape)
+        if found is None:
             raise InvalidError(
-                f"{where}: {name[:200]}: dtype {dtype[:20]}; expected one of {', '.join(BY_SAFETENSORS)}. "
-                "Convert the tensor"
+                f"{where}: {name[:200]}: dtype {dtype[:20]} of shape {list(entry.shape[:8])}; expected one of "
+                f"{', '.join(BY_SAFETENSORS)}, or F4 with an even last dimension. Convert the tensor"
             )
+        known, shape = found
         if bounds[1] - bounds[0] != math.prod(shape) * known.itemsize or first + bounds[1] > size:
             raise CorruptError(
                 f"{where}: {name[:200]}: {dtype} of shape {list(shape[:8])} at bytes {list(bounds)} of "

@@ -13,7 +13,7 @@ from holdfast.errors import InvalidError
 from holdfast.foreign.file_layout import FileLayout, TensorLeaf
 from holdfast.foreign.huggingface.safetensors_reader import HEADER_BYTES_MAX, NAMES_KEPT
 from holdfast.foreign.model_names import PartNames, exported_dtype, model_names, part_names
-from holdfast.geometry.dtype import DTYPES
+from holdfast.geometry.dtype import DTYPES, as_safetensors
 from holdfast.types.export import ExportContent, ExportFile, ExportOptions
 
 _METADATA = "__metadata__"
@@ -83,14 +83,15 @@ def _file(
     at = 0
     ordered = sorted(tensors.items(), key=lambda named: (-DTYPES[named[1].dtype].itemsize, named[0]))
     for name_in_file, leaf in ordered:
-        dtype, stop = DTYPES[leaf.dtype].safetensors, at + leaf.bytes
+        (dtype, shape), stop = as_safetensors(leaf.dtype, tuple(leaf.shape)), at + leaf.bytes
         if not dtype:
             raise InvalidError(
-                f"{leaf.fqn}: dtype {leaf.dtype}; safetensors has no such type. Use torch, dcp or holdfast"
+                f"{leaf.fqn}: dtype {leaf.dtype} of shape {list(leaf.shape)}; safetensors has no such type. Use torch, "
+                "dcp or holdfast"
             )
         if name_in_file == _METADATA:
             raise InvalidError(f"{leaf.fqn}: safetensors reserves the name {_METADATA}; rename the tensor")
-        header[name_in_file] = {"dtype": dtype, "shape": list(leaf.shape), "data_offsets": [at, stop]}
+        header[name_in_file] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, stop]}
         at = stop
     ties = {alias: stored for alias, stored in aliases.items() if stored in header}
     text = json.dumps({_METADATA: {**metadata, **ties}, **header}, separators=(",", ":")).encode()

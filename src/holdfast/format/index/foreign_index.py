@@ -96,7 +96,7 @@ def index_foreign(listing: ForeignListing, where: str) -> tuple[Manifest, Index]
 
 def _manifest(index: Index, **fields: Any) -> Manifest:
     """Return a manifest of another system's checkpoint: `_HEAD`, `packs` and `tree` are given, the rest is empty."""
-    fields["tensors"] = len(index.tensors)
+    fields["tensors"], fields["newer_types"] = len(index.tensors), index.table.newer_types
     fields["tensor_bytes"] = sum(spec.global_bytes for spec in index.tensors.values())
     return Manifest(
         run_id="", attempt="", created="", parent=None, layouts=(), software={}, parts=(), indexes=(), **fields

@@ -14,7 +14,7 @@ import numpy as np
 
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.format.index.columns import Ints, decode_column, encode_column, positions, products, run_starts
-from holdfast.geometry.dtype import DTYPES
+from holdfast.geometry.dtype import DTYPES, NEWER_TYPES
 from holdfast.geometry.tensor import TensorSpec
 
 Column = tuple[int, bytes]
@@ -94,6 +94,11 @@ class TensorTable:
     def numels(self) -> Ints:
         """Elements of each tensor."""
         return products(self.ndims, self.lengths)
+
+    @property
+    def newer_types(self) -> tuple[str, ...]:
+        """Element types that readers before format 1.5 do not know, sorted."""
+        return tuple(sorted(NEWER_TYPES.intersection(self._dtypes)))
 
     @property
     def bytes(self) -> int:

@@ -13,7 +13,7 @@ from holdfast.errors import CorruptError, InvalidError
 from holdfast.frameworks.torch.held import bytes_of
 from holdfast.frameworks.torch.private_layout import copy_versions
 from holdfast.frameworks.torch.tensors import dtype_name, require_storable
-from holdfast.geometry.dtype import DTYPES
+from holdfast.geometry.dtype import DTYPES, NEWER_TYPES
 from holdfast.types.values import SUBCLASS, FrameworkValue, Value
 
 OnTensor = Callable[[str, torch.Tensor], Value]
@@ -116,10 +116,13 @@ def small_tensor(path: str, tensor: torch.Tensor, numel_max: int = 1024) -> Fram
             f"{path}: a tensor of {tensor.numel()} elements as a value; expected at most {numel_max}. "
             "Put it into a dict of the state"
         )
+    if (dtype := dtype_name(tensor.dtype)) in NEWER_TYPES:
+        # Readers before format 1.5 would take it for damage: no manifest states the types of values.
+        raise InvalidError(
+            f"{path}: a tensor of {dtype} as a value; expected another type. Put it into a dict of the state"
+        )
     data = bytes_of(tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()).tobytes()
-    return FrameworkValue(
-        "torch.tensor", {"dtype": dtype_name(tensor.dtype), "shape": tuple(tensor.shape), "data": data}
-    )
+    return FrameworkValue("torch.tensor", {"dtype": dtype, "shape": tuple(tensor.shape), "data": data})
 
 
 def dict_like(value: dict[Any, object], items: Iterable[tuple[object, object]]) -> dict[Any, object]:

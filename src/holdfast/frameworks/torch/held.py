@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import SupportsIndex
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -22,6 +20,7 @@ from holdfast.frameworks.torch.private_layout import (
     split_factor_of,
 )
 from holdfast.geometry.box import Box
+from holdfast.geometry.coordinates import COORDINATES, DECIDING, Located, whole_numbers
 from holdfast.geometry.placement import held_boxes, held_boxes_in_shard_order, replica_ranks
 from holdfast.geometry.region import FlatRange, Region
 from holdfast.geometry.sharded import Sharded
@@ -77,6 +76,9 @@ class Held:
     parts: tuple[HeldPart, ...]
     """Regions and memory; empty if the split leaves nothing for this rank."""
 
+    is_located: bool = False
+    """Whether the tensor carries its coordinates."""
+
 
 def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, ranks: Ranks) -> Held:
     """Return the part of a tensor that this rank holds.
@@ -84,6 +86,8 @@ def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, ranks: Ran
     Raises:
         InvalidError: The layout cannot be stored, or the local tensor does not have the size that it states.
     """
+    if isinstance(declared, Located):
+        return _located(declared, fqn, ranks)
     if declared is not None:
         return _declared(declared, fqn, ranks)
     if isinstance(tensor, DTensor):
@@ -96,6 +100,34 @@ def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, ranks: Ran
         return Held(shape, None, (ranks.rank,), ())
     starts = [start for _, start in shards]
     return _declared(Sharded([local for local, _ in shards], shape, starts), fqn, ranks)
+
+
+def coordinates_of(tensor: torch.Tensor, fqn: str) -> Located | None:
+    """Return the coordinates that a tensor carries; None if it carries none.
+
+    Raises:
+        InvalidError: It carries a part of them.
+    """
+    kind = type(tensor)
+    carries = not DECIDING.isdisjoint(tensor.__dict__) or (
+        kind not in DENSE and any(isinstance(getattr(kind, name, None), property) for name in DECIDING)
+    )
+    if not carries or isinstance(tensor, DTensor):  # Mesh and placements of a DTensor state its layout.
+        return None
+    absent = [name for name in COORDINATES if not hasattr(tensor, name)]
+    if absent:
+        raise InvalidError(
+            f"{fqn}: carries {', '.join(name for name in COORDINATES if name not in absent)} without "
+            f"{', '.join(absent)}; expected all four attributes, or none. Set those too, or delete the others"
+        )
+    shape, *boxes = (getattr(tensor, name) for name in COORDINATES)
+    return Located(tensor, shape, start=boxes[0], local_offsets=boxes[1], local_sizes=boxes[2])
+
+
+def global_shape_of(tensor: torch.Tensor, fqn: str) -> tuple[int, ...]:
+    """Return the shape of a whole tensor, of which this rank may hold a part."""
+    located = coordinates_of(tensor, fqn)
+    return tuple(tensor.shape if located is None else located.global_shape)
 
 
 def held_whole(tensor: torch.Tensor) -> Held:
@@ -335,13 +367,26 @@ def declared_like(declared: Sharded, tensor: torch.Tensor) -> Sharded | None:
     """
     parameter = declared.tensor
     if isinstance(parameter, torch.Tensor) and parameter.shape == tensor.shape and tensor.ndim:
-        return Sharded(tensor, declared.global_shape, declared.start, declared.flat_start, declared.replicas)
+        return replace(declared, tensor=tensor)
     return None
+
+
+def _located(located: Located, fqn: str, ranks: Ranks) -> Held:
+    (tensor,) = tensors_of(located, fqn)
+    local = local_of(tensor)
+    shape, boxes = located.boxes(tuple(local.shape), f"{fqn}: on rank {ranks.rank}")
+    parts = []
+    for box, inner in boxes:
+        part = local if inner.shape == local.shape else local[inner.relative_to((0,) * local.ndim)]
+        # A view exists for any strides: it cuts the dimension of rows into several.
+        parts.append(HeldPart(box, part if box.shape == part.shape else part.view(box.shape)))
+    held = tuple(part for part in parts if part.region.numel) or (tuple(parts[:1]) if 0 in shape else ())
+    return Held(shape, None, (ranks.rank,), held, is_located=True)
 
 
 def _declared(declared: Sharded, fqn: str, ranks: Ranks) -> Held:
     tensors = tensors_of(declared, fqn)
-    shape = _whole_numbers(declared.global_shape)
+    shape = whole_numbers(declared.global_shape)
     if shape is None or any(length < 0 for length in shape):
         raise InvalidError(f"{fqn}: global_shape={declared.global_shape!r}; expected the length of each dimension")
     if (declared.start is None) == (declared.flat_start is None):
@@ -373,7 +418,7 @@ def _declared(declared: Sharded, fqn: str, ranks: Ranks) -> Held:
 def _replicas(stated: object, fqn: str, ranks: Ranks) -> tuple[int, ...]:
     if stated is None:
         return (ranks.rank,)
-    numbers = _whole_numbers(stated)
+    numbers = whole_numbers(stated)
     if numbers is None or not all(0 <= rank < ranks.world_size for rank in numbers):
         raise InvalidError(
             f"{fqn}: replicas={str(stated)[:80]}; expected ranks of the process group, from 0 to {ranks.world_size - 1}"
@@ -385,18 +430,9 @@ def _replicas(stated: object, fqn: str, ranks: Ranks) -> tuple[int, ...]:
     return tuple(sorted(set(numbers)))
 
 
-def _whole_numbers(stated: object) -> tuple[int, ...] | None:
-    """Return a sequence of integers as a tuple; None for anything else, such as fractions or text."""
-    if not isinstance(stated, Sequence) or isinstance(stated, str | bytes):
-        return None
-    if any(isinstance(number, bool) or not isinstance(number, SupportsIndex) for number in stated):
-        return None
-    return tuple(operator.index(number) for number in stated)
-
-
 def _flat_range(stated: object, local: torch.Tensor, shape: tuple[int, ...], fqn: str) -> FlatRange:
     numel = torch.Size(shape).numel()
-    (start,) = _whole_numbers([stated]) or (-1,)
+    (start,) = whole_numbers([stated]) or (-1,)
     if local.ndim != 1 or not 0 <= start <= start + local.numel() <= numel:
         raise InvalidError(
             f"{fqn}: flat_start={stated!r} with a local tensor of shape {tuple(local.shape)}; expected a 1-d tensor "
@@ -406,7 +442,7 @@ def _flat_range(stated: object, local: torch.Tensor, shape: tuple[int, ...], fqn
 
 
 def _box(stated: object, local: torch.Tensor, shape: tuple[int, ...], fqn: str) -> Box:
-    start = _whole_numbers(stated)
+    start = whole_numbers(stated)
     if start is not None and len(start) == len(shape) == local.ndim:
         box = Box(start, tuple(a + n for a, n in zip(start, local.shape, strict=True)))
         if Box.whole(shape).contains(box):

@@ -19,6 +19,7 @@ from holdfast.frameworks.torch.held import (
     Ranks,
     bits_of,
     bytes_of,
+    coordinates_of,
     extent_bytes,
     held_of,
     held_whole,
@@ -37,7 +38,8 @@ from holdfast.frameworks.torch.private_layout import (
 from holdfast.frameworks.torch.side_stream import SideStream, on_stream, side_stream
 from holdfast.frameworks.torch.tickets import DONE, Tickets
 from holdfast.geometry.box import Box, flat_range_boxes
-from holdfast.geometry.dtype import DTYPES, dtype_named
+from holdfast.geometry.coordinates import Located
+from holdfast.geometry.dtype import DTYPES, PAIRS, dtype_named
 from holdfast.geometry.region import Region, contains, first_element, region_boxes
 from holdfast.geometry.sharded import Sharded
 from holdfast.ports.framework import Target, Ticket
@@ -67,6 +69,15 @@ def storable_dtype(tensor: torch.Tensor, fqn: str) -> str:
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a stored element type."""
     return _TORCH_DTYPES[name]
+
+
+def zeros(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+    """Return zeros of a stored element type. torch cannot set a single element of pairs, so those are set as bytes."""
+    return (
+        torch.zeros(shape, dtype=torch.uint8).view(torch_dtype(dtype))
+        if dtype == PAIRS
+        else torch.zeros(shape, dtype=torch_dtype(dtype))
+    )
 
 
 def require_storable(tensor: torch.Tensor, fqn: str) -> None:
@@ -134,6 +145,9 @@ def held_storable(
     Raises:
         InvalidError: The tensor cannot be stored, or it is a meta tensor; then the message ends with `advice`.
     """
+    if declared is None or isinstance(declared, Located):
+        # Those of the tensor itself come before those of the parameter whose state or gradient it is.
+        declared = coordinates_of(tensor, fqn) or declared
     if declared is None and type(tensor) is not DTensor and is_ordinary(tensor):
         # The fast path: a state may have 100,000 tensors, nearly all of them ordinary.
         return held_whole(tensor), (tensor,)

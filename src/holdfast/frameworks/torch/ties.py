@@ -52,7 +52,7 @@ class Ties:
         # A plain tensor's shape is in `held`. To ask torch for it again makes a new object for each of 100,000 tensors.
         if 0 not in (held.global_shape if held.holders is None else tensor.shape):
             first, first_held, first_memory = self._first_in_memory(tensor, named)
-        elif declared is None:
+        elif declared is None and not held.is_located:
             return fqn
         else:
             first, first_held, first_memory = self._first.setdefault((id(tensor),), named)

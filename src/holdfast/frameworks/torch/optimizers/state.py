@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.containers import small_tensor, take_apart
-from holdfast.frameworks.torch.held import declared_like, dtensor_like
+from holdfast.frameworks.torch.held import coordinates_of, declared_like, dtensor_like
 from holdfast.frameworks.torch.optimizers.members import OptimizerMembers
 from holdfast.frameworks.torch.optimizers.parts import ParameterPart
 from holdfast.frameworks.torch.private_layout import local_tensor
@@ -207,7 +207,9 @@ def new_state_tensor(
     if is_subclass(parameter):
         parameter = _plain_like(parameter)
     if tuple(parameter.shape) == shape and not counts_steps:
-        return torch.empty_like(parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
+        # A load does not fill padding, which the optimizer reads.
+        make = torch.empty_like if coordinates_of(parameter, key) is None else torch.zeros_like
+        return make(parameter, dtype=dtype, memory_format=torch.preserve_format, requires_grad=False)
     if shape and isinstance(parameter, DTensor):
         return parameter.detach().new_empty(shape, dtype=dtype)
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter

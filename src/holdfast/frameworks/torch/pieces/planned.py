@@ -19,6 +19,7 @@ from holdfast.frameworks.torch.tensors import (
     storable_dtype,
     torch_dtype,
 )
+from holdfast.geometry.dtype import PAIRS
 from holdfast.geometry.tensor import Role, Shard, TensorSpec
 from holdfast.geometry.tensor_piece import TensorPiece
 from holdfast.ports.framework import Collected, LocalShard
@@ -96,7 +97,8 @@ def target_of(piece: TensorPiece, stored_dtype: str) -> TorchTarget:
 def _require_castable(fqn: str, wanted: torch.dtype, stored_dtype: str) -> None:
     stored = torch_dtype(stored_dtype)
     kinds = [(dtype.is_floating_point, dtype.is_complex) for dtype in (stored, wanted)]
-    if stored is not wanted and (kinds[0] != kinds[1] or not any(kinds[0])):
+    is_convertible = kinds[0] == kinds[1] and any(kinds[0]) and PAIRS not in (stored_dtype, dtype_name(wanted))
+    if stored is not wanted and not is_convertible:
         raise InvalidError(
             f"{fqn}: {stored_dtype} in the checkpoint and {dtype_name(wanted)} here; expected the same, or both "
             f"floating or both complex. Load into {stored_dtype} and convert it afterwards"

@@ -263,7 +263,7 @@ class _Collector:
         fqn, grad = f"{name}{gradients.SUFFIX}", gradients.gradient_of(tensor)
         if grad is not None and self._takes_part(fqn):
             self.unfenced["gradients change in backward"] = None
-            grad_declared = gradients.declared_for_gradient(fqn, declared, grad, by_fsdp1=by_fsdp1)
+            grad_declared = gradients.declared_for_gradient(fqn, declared, tensor, grad, by_fsdp1=by_fsdp1)
             self._tensor(fqn, grad, Role.PARAMETER, grad_declared)
 
     def _named_values(self, path: str, value: object) -> Value:
@@ -329,7 +329,7 @@ class _Collector:
             spec = TensorSpec(fqn, storable_dtype(tensor, fqn), held.global_shape)
             parts = held.parts
             regions = (parts[0].region,) if len(parts) == 1 else tuple([part.region for part in parts])
-            shard = Shard(spec, held.layout, held.holders, role, regions)
+            shard = Shard(spec, held.layout, held.holders, role, regions, held.is_located)
             source = TorchSource(parts, memory)
             if source.side is not None:
                 self.sides[source.side] = None

@@ -7,6 +7,7 @@ reducing it over ranks; then no rank has a value to save, and the save is refuse
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.errors import InvalidError
+from holdfast.frameworks.torch.held import coordinates_of
 from holdfast.frameworks.torch.optimizers.state import OptimizerView
 from holdfast.frameworks.torch.private_layout import is_without_reduction, unreduced_parameters
 from holdfast.geometry.sharded import Sharded
@@ -29,9 +31,9 @@ def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def declared_for_gradient(
-    fqn: str, declared: Sharded | None, grad: torch.Tensor, *, by_fsdp1: bool = False
+    fqn: str, declared: Sharded | None, parameter: torch.Tensor, grad: torch.Tensor, *, by_fsdp1: bool = False
 ) -> Sharded | None:
-    """Return the layout of a gradient whose parameter's layout is declared, or None.
+    """Return the layout of a gradient whose parameter's layout is declared, or that the parameter carries, or None.
 
     Raises:
         InvalidError: Its shape is not the parameter's, or FSDP1 keeps it inside its flat parameter.
@@ -41,6 +43,7 @@ def declared_for_gradient(
             f"{fqn}: FSDP1 keeps gradients inside its flat parameter, where they cannot be saved or loaded. Save "
             f"after the optimizer's step, use fully_shard (FSDP2), or leave it out with skip='*{SUFFIX}'"
         )
+    declared = declared or coordinates_of(parameter, fqn)
     if declared is None:
         return None
     if not isinstance(declared.tensor, torch.Tensor) or declared.tensor.shape != grad.shape:
@@ -49,7 +52,7 @@ def declared_for_gradient(
             "tensor of the parameter's own shape. Save after the optimizer's step, or leave it out with "
             f"skip='*{SUFFIX}'"
         )
-    return Sharded(grad, declared.global_shape, declared.start, declared.flat_start, declared.replicas)
+    return replace(declared, tensor=grad)
 
 
 def room_for_gradient(parameter: torch.Tensor, stored: torch.dtype) -> torch.Tensor:

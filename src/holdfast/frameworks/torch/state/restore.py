@@ -11,7 +11,7 @@ import torch
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.containers import put_together, tensors_in
-from holdfast.frameworks.torch.held import DENSE, Ranks, is_meta, memory_bytes
+from holdfast.frameworks.torch.held import DENSE, Ranks, global_shape_of, is_meta, memory_bytes
 from holdfast.frameworks.torch.optimizers.numbered import by_name, numbered
 from holdfast.frameworks.torch.optimizers.outside import has_own_state_dict, is_sharded, may_step, outside_state
 from holdfast.frameworks.torch.optimizers.restore import OptimizerRestoration
@@ -51,6 +51,7 @@ from holdfast.frameworks.torch.tensors import (
     require_not_expanded,
     storable_dtype,
     torch_dtype,
+    zeros,
 )
 from holdfast.frameworks.torch.ties import Ties, storage_key
 from holdfast.geometry.sharded import Sharded
@@ -190,7 +191,7 @@ class TorchRestoration:
             )
         if isinstance(template, torch.Tensor) and not self.takes_part(reference.fqn):
             return template
-        fits = isinstance(template, torch.Tensor) and tuple(template.shape) == spec.global_shape
+        fits = isinstance(template, torch.Tensor) and global_shape_of(template, reference.fqn) == spec.global_shape
         if isinstance(template, torch.Tensor) and not fits and self._resized.chooses(reference.fqn):
             text = (
                 f"{reference.fqn}: {tuple(template.shape)} here and {spec.global_shape} in the checkpoint, inside one "
@@ -205,7 +206,7 @@ class TorchRestoration:
             tensor = self._new[stored]  # Tied when it was saved, so tied again.
         else:
             self._catalog.require_stored(stored)
-            tensor = self._new[stored] = torch.zeros(spec.global_shape, dtype=torch_dtype(spec.dtype))
+            tensor = self._new[stored] = zeros(spec.global_shape, spec.dtype)
         self.want(reference.fqn, tensor)
         return tensor
 
@@ -343,7 +344,7 @@ class TorchRestoration:
                 self._finishes.append(lambda: gradients.give_gradient(tensor, None, fqn))
             return
         grad = self._gradients.setdefault(id(tensor), gradients.room_for_gradient(tensor, torch_dtype(stored.dtype)))
-        self.want(fqn, grad, gradients.declared_for_gradient(fqn, declared, grad, by_fsdp1=by_fsdp1))
+        self.want(fqn, grad, gradients.declared_for_gradient(fqn, declared, tensor, grad, by_fsdp1=by_fsdp1))
         self._finishes.append(lambda: gradients.give_gradient(tensor, grad, fqn))
 
     def _optimizer(self, view: OptimizerView, saved: Value) -> None:

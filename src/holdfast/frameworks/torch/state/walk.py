@@ -11,7 +11,7 @@ import torch
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.containers import holds_tensor
 from holdfast.frameworks.torch.fsdp1 import declarations, holds_any
-from holdfast.frameworks.torch.held import RankOfGlobal, tensors_of
+from holdfast.frameworks.torch.held import RankOfGlobal, coordinates_of, tensors_of
 from holdfast.frameworks.torch.optimizers.members import OptimizerMembers
 from holdfast.frameworks.torch.optimizers.names import StateNames, named_parameters_of, ties_of
 from holdfast.frameworks.torch.optimizers.state import OptimizerView
@@ -104,6 +104,8 @@ def walk(state: Mapping[str, object], rank_of_global: RankOfGlobal) -> DictNode:
         return root
     names_of_state = StateNames(known.module_objects, known.modules, dict(_loose(root)), known.declared)
     for parent, key, optimizer in known.optimizers:
+        known.locate(optimizer, _joined(parent.path, key))
+    for parent, key, optimizer in known.optimizers:
         path = _joined(parent.path, key)
         _require_unlisted(optimizer, path, known.listed)
         names, parts, owner = named_parameters_of(optimizer, path, names_of_state)
@@ -139,6 +141,15 @@ class _NamedNodes:
     elsewhere: set[int] = field(default_factory=set)
     listed: dict[int, str] = field(default_factory=dict)
     """Path of the declaration that lists a tensor among several, by the tensor's identity."""
+
+    def locate(self, optimizer: torch.optim.Optimizer, path: str) -> None:
+        """Take note of the parameters that carry their coordinates: most of their state carries none itself."""
+        where = f"{path}: a parameter"
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            located = None if id(parameter) in self.declared else coordinates_of(parameter, where)
+            if located is not None:
+                self.declared[id(parameter)] = located
+                self.elsewhere |= {id(parameter)} if located.is_empty else set()
 
 
 def leaves(node: DictNode) -> Iterator[Node]:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.errors import InvalidError
-from holdfast.frameworks.torch.held import DENSE, Ranks
+from holdfast.frameworks.torch.held import DENSE, Ranks, coordinates_of
 from holdfast.frameworks.torch.private_layout import local_tensor
 from holdfast.frameworks.torch.subclasses.context import described, qualified
 from holdfast.frameworks.torch.subclasses.known import known_class
@@ -80,7 +80,7 @@ def flattened(fqn: str, tensor: torch.Tensor, declared: Sharded | None, ranks: R
         InvalidError: It cannot be saved; the message names it and its class.
     """
     local = local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
-    if declared is not None:
+    if declared is not None or coordinates_of(tensor, fqn) is not None:
         raise InvalidError(
             f"{fqn}: {type(local).__name__} is a tensor subclass, of which a part is declared; expected all of it, or "
             "a DTensor. Pass its inner tensors as Sharded, or leave it out with skip="
