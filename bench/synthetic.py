@@ -192,7 +192,7 @@ class SyntheticJob:
 class _Scalar:
     """The bytes of a step counter, the only kind of tensor whose bytes are read before it is written."""
 
-    def sample(self, blocks: int, block_bytes: int) -> bytes:
+    def sample(self, blocks: int, block_bytes: int, *, whole_bytes: int, shift: float) -> bytes:
         return b"\0\0\x7aD"
 
     def copy_into(self, piece: Region, start: int, stop: int, buffer: memoryview) -> Ticket:

@@ -238,7 +238,8 @@ The layouts:
   same way.
 - **PP**: each rank keeps the modules of its stages under their own names. A rank has one or several stages.
 - **EP**: experts and their optimizer state are `Shard(0)` on a mesh of their own. All other parameters are under
-  FSDP2.
+  FSDP2. Every rank of the mesh must have the state: where an expert got no token, give it a gradient of zeros before
+  the first `optimizer.step()`. Otherwise the save is refused, and names the ranks.
 - **flat ranges**: parameters are concatenated and cut into equal runs that split rows, as in ZeRO. The caller
   declares them with `holdfast.Sharded`.
 """
