@@ -46,7 +46,9 @@ class DcpItem:
     """The unpickled value: for a chunk, a `StoredTensor` unless the file is damaged."""
 
 
-def read_items(files: Readable, saved: Saved, where: str, sizes: dict[str, int]) -> Iterator[DcpItem]:
+def read_items(
+    files: Readable, saved: Saved, where: str, sizes: dict[str, int], archives: list[tuple[str, int, int]]
+) -> Iterator[DcpItem]:
     """Yield every item with its value, file by file.
 
     Args:
@@ -54,6 +56,7 @@ def read_items(files: Readable, saved: Saved, where: str, sizes: dict[str, int])
         saved: The content of `.metadata`, which lists the items.
         where: The `.metadata` file, for messages.
         sizes: Receives the bytes of each file.
+        archives: Receives file, first byte and byte past the end of each item that `torch.save` wrote.
     Raises:
         CorruptError: An item is damaged or cut short, or two items overlap.
         InvalidError: An object is of a type that is not supported.
@@ -83,6 +86,7 @@ def read_items(files: Readable, saved: Saved, where: str, sizes: dict[str, int])
                             f"{url}: {where} has two items that begin at byte {item.start}; expected one"
                         )
                     reached = item.stop
+                    archives.append((item.file, item.start, item.stop))
                     value = reader.archived(item)
                 elif part is not None:
                     value = reader.in_blob(item, key, part, sizes[file])
