@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from holdfast.checkpoint.verify import Damage
 from holdfast.engine.buffers import BufferPool
 from holdfast.engine.parallel_map import ordered_parallel_map
-from holdfast.errors import CheckpointError
+from holdfast.errors import CheckpointError, first_three
 from holdfast.ports.store import Readable, read_range
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.types.listing import ForeignListing, StoredChecksum
@@ -61,16 +61,18 @@ class ChecksumComparison:
             yield count, None if crc == stored.crc else self._damage(stored, crc)
 
     def _damage(self, stored: StoredChecksum, crc: int | CheckpointError) -> Damage:
+        names = sorted(self._tensors_in(stored))
         text = str(crc)
         if isinstance(crc, int):
             text = f"entry {stored.name[:200]!r} has CRC-32 {crc:08x}; expected {stored.crc:08x}, as the file states"
-        return Damage(stored.file, stored.start, stored.stop, self._tensor_in(stored), text)
+        if len(names) > 1:
+            text += f"; the range holds {first_three(names)}"
+        return Damage(stored.file, stored.start, stored.stop, names[0] if len(names) == 1 else None, text)
 
-    def _tensor_in(self, stored: StoredChecksum) -> str | None:
-        """Return the first tensor with a piece that begins in a range."""
+    def _tensors_in(self, stored: StoredChecksum) -> set[str]:
+        """Return the tensors with a piece that begins in a range."""
         if not self._places:
             listed = self._listing.pieces.items()
             self._places = sorted((piece.file, piece.offset, fqn) for fqn, pieces in listed for piece in pieces)
-        at = bisect_left(self._places, (stored.file, stored.start, ""))
-        file, offset, fqn = self._places[at] if at < len(self._places) else ("", 0, "")
-        return fqn if file == stored.file and offset < stored.stop else None
+        first, last = (bisect_left(self._places, (stored.file, at, "")) for at in (stored.start, stored.stop))
+        return {fqn for _, _, fqn in self._places[first:last]}
