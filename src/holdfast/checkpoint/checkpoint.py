@@ -415,8 +415,8 @@ class Checkpoint:
     def verify(self, observer: Observer | None = None, *, deep: bool = False) -> Iterator[Damage]:
         """Yield every damage; nothing if all bytes are as they were saved.
 
-        Another system's checkpoint has no digests. Its sizes, structure and stored checksums are checked, and bytes that
-        it stores twice are compared: copies bit for bit, casts of master copies in samples, or completely if `deep`.
+        Another system's checkpoint has no digests. Its sizes, structure and own checksums are checked, and bytes that
+        it stores twice are compared: copies bit for bit, casts of master copies in samples, or all of them if `deep`.
 
         Args:
             observer: Receives progress.
