@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -47,7 +48,7 @@ class DcpItem:
 
 
 def read_items(
-    files: Readable, saved: Saved, where: str, sizes: dict[str, int], archives: list[tuple[str, int, int]]
+    files: Readable, saved: Saved, where: str, sizes: dict[str, int], archives: defaultdict[str, array[int]]
 ) -> Iterator[DcpItem]:
     """Yield every item with its value, file by file.
 
@@ -56,7 +57,7 @@ def read_items(
         saved: The content of `.metadata`, which lists the items.
         where: The `.metadata` file, for messages.
         sizes: Receives the bytes of each file.
-        archives: Receives file, first byte and byte past the end of each item that `torch.save` wrote.
+        archives: Receives by file the first byte and the byte past the end of each item that `torch.save` wrote.
     Raises:
         CorruptError: An item is damaged or cut short, or two items overlap.
         InvalidError: An object is of a type that is not supported.
@@ -86,7 +87,7 @@ def read_items(
                             f"{url}: {where} has two items that begin at byte {item.start}; expected one"
                         )
                     reached = item.stop
-                    archives.append((item.file, item.start, item.stop))
+                    archives[item.file].extend((item.start, item.stop))
                     value = reader.archived(item)
                 elif part is not None:
                     value = reader.in_blob(item, key, part, sizes[file])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from holdfast.errors import InvalidError, MissingError
@@ -85,7 +87,7 @@ class _OpenCheckpoint:
         self.tensors: dict[str, TensorSpec] = {}
         self.pieces: dict[str, list[ListedPiece]] = {}
         self.sizes: dict[str, int] = {}
-        self.archives: list[tuple[str, int, int]] = []
+        self.archives: defaultdict[str, array[int]] = defaultdict(lambda: array("q"))
         self.remarks: list[str] = []
 
     def state(self, saved: Saved, where: str) -> dict[str, Value]:
@@ -109,7 +111,7 @@ class _OpenCheckpoint:
             CorruptError: The file does not hold a dict of names.
         """
         common = read_torch_file(self._files, COMMON, also=ALSO)
-        self.archives.append((COMMON, 0, self._files.size(COMMON)))
+        self.archives[COMMON].extend((0, self._files.size(COMMON)))
         for key, value in typed(common, dict[str, object], f"{self._files.url}/{COMMON}").items():
             if key in nested:
                 remark(self.remarks, f"{COMMON}: {key} is left out; {METADATA} holds it too")

@@ -105,7 +105,7 @@ def finish_listing(
         tree=tree,
         aliases=tensors.aliases,
         replicas=tensors.replicas,
-        checksums=ArchiveChecksums(files, [(file, 0, size) for file, size in sizes.items()]),
+        checksums=ArchiveChecksums(files, {file: (0, size) for file, size in sizes.items()}),
         casts=casts,
         step=step if step >= 0 else None,
         world_size=ranks * folder.mp_degree,

@@ -90,7 +90,7 @@ class TorchTensors:
             tree=tree,
             order=self.order,
             aliases=self._aliases,
-            checksums=ArchiveChecksums(self._folder, [(key, 0, size) for key, size in self.files.items()]),
+            checksums=ArchiveChecksums(self._folder, {key: (0, size) for key, size in self.files.items()}),
             remarks=self.remarks,
         )
 
