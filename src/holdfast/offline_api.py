@@ -76,9 +76,9 @@ def import_checkpoint(
     """Make a checkpoint of another system a step of a run. One process calls; needs no torch.
 
     The step refers to the source's files: it records each file, its size and the digest of every chunk, for which all
-    bytes are read once. A load must allow the folder of the files with `Settings(allowed_roots=(…,))`; a file that has
-    changed is a `CorruptError`. With `copy` the bytes are copied into packs of the run, and the source may be deleted.
-    A checkpoint of Holdfast can be imported with `copy` only.
+    bytes are read. Checksums that the files hold are compared before. A load must allow the folder of the files with
+    `Settings(allowed_roots=(…,))`; a file that has changed is a `CorruptError`. With `copy` the bytes are copied into
+    packs of the run, and the source may be deleted. A checkpoint of Holdfast can be imported with `copy` only.
 
     Args:
         src: The checkpoint: a folder or file of any format that Holdfast reads.

@@ -406,7 +406,7 @@ class Checkpoint:
     def verification(
         self, observer: Observer | None = None, *, deep: bool = False
     ) -> Verification | ListedVerification:
-        """Return a verification that reads everything back; for another system's checkpoint, what is stored twice."""
+        """Return a verification that reads everything back; for another system's, see `verify`."""
         if self._listing is not None and self._location.foreign is not None:
             files = self._location.foreign.files
             return ListedVerification(self._listing, self.index, files, self.settings, observer, deep=deep)
@@ -415,8 +415,8 @@ class Checkpoint:
     def verify(self, observer: Observer | None = None, *, deep: bool = False) -> Iterator[Damage]:
         """Yield every damage; nothing if all bytes are as they were saved.
 
-        Another system's checkpoint has no digests. Its sizes and structure are checked, and bytes that it stores twice
-        are compared: copies bit for bit, casts of master copies in samples, or completely if `deep`.
+        Another system's checkpoint has no digests. Its sizes, structure and own checksums are checked, and bytes that
+        it stores twice are compared: copies bit for bit, casts of master copies in samples, or all of them if `deep`.
 
         Args:
             observer: Receives progress.

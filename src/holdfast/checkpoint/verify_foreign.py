@@ -1,4 +1,4 @@
-"""Verifies another system's checkpoint against itself: sizes, replicas, and tensors cast from master copies."""
+"""Verifies another system's checkpoint against itself: sizes, checksums, replicas, and casts of master copies."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from holdfast.checkpoint.checksums import ChecksumComparison
 from holdfast.checkpoint.tensor_reader import BATCH_BYTES, BATCHES_AT_ONCE, TensorReader
 from holdfast.checkpoint.verify import Damage
 from holdfast.engine.casting import can_cast
@@ -28,7 +29,7 @@ SAMPLED_BYTES = 8 * MIB
 
 
 class ListedVerification:
-    """Reads bytes that another system stored twice, and reports where the two differ."""
+    """Reads bytes that another system stored twice or with a checksum, and reports where the two differ."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class ListedVerification:
             index: The listing as an index, checked: every piece is inside its file, and the pieces leave no hole.
             files: The checkpoint's files.
             settings: Reads in flight.
-            observer: Receives progress, in bytes compared with another copy.
+            observer: Receives progress, in bytes compared with another copy or a checksum.
             deep: Compare every cast element instead of samples.
         """
         self._listing, self._index, self._files = listing, index, files
@@ -59,16 +60,28 @@ class ListedVerification:
         self._casts = list(self._casts_to_compare())
         self._copy_windows = [list(windows_of(number, copy.piece)) for number, copy in enumerate(self._copies)]
         self._cast_windows = self._windows_of_casts()
-        self.total_bytes = _bytes_in(self._copy_windows) + _bytes_in(self._cast_windows)
-        """Bytes that are compared with another copy."""
+        self._checksums = ChecksumComparison(listing, files, settings)
+        self._bytes_stored_twice = _bytes_in(self._copy_windows) + _bytes_in(self._cast_windows)
+        # Only the files state how many of their bytes have a checksum.
+        self._checksum_bytes_max = sum(listing.files.values()) if listing.checksums else 0
         self.sampled = _bytes_in(self._cast_windows) < sum(cast.piece.bytes for cast in self._casts)
         """Whether casts are compared in samples only."""
-        self._progress = ByteProgress(self.total_bytes, observer)
+        self._progress = ByteProgress(self._bytes_stored_twice + self._checksum_bytes_max, observer)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes to compare with another copy, and bytes compared with a checksum so far."""
+        return self._bytes_stored_twice + self._checksums.bytes
 
     @property
     def notes(self) -> Sequence[str]:
-        """What was compared, and how completely."""
+        """What was compared, and how completely; complete once `damages` has ended."""
         notes = ["files are valid in size and structure; they hold no digests, so bytes stored once are unverified"]
+        if self._checksums.ranges:
+            notes = [
+                f"files are valid in size and structure; {self._checksums.ranges:,} entries compared with their "
+                f"CRC-32, {self._checksums.bytes:,} bytes; other bytes stored once are unverified"
+            ]
         if self._copies:
             count, tensors = len(self._copies), len({copy.against for copy in self._copies})
             notes.append(
@@ -90,6 +103,10 @@ class ListedVerification:
     def damages(self) -> Iterator[Damage]:
         """Yield every difference; nothing for an undamaged checkpoint."""
         yield from self._damages_of_sizes()
+        try:
+            yield from self.checksum_damages()
+        except CheckpointError as error:
+            yield Damage("", None, None, None, str(error))
         yield from self._invalid
         whole = TensorReader(self._index.pieces_near, self._packs, self._settings, NO_CODECS)
         yield from self._damages_of(self._copies, self._copy_windows, whole, CHUNK_BYTES)
@@ -98,6 +115,20 @@ class ListedVerification:
             yield from self._damages_of(self._casts, self._cast_windows, page_reader, PAGE_BYTES)
         else:
             yield from self._damages_of(self._casts, self._cast_windows, whole, CHUNK_BYTES)
+
+    def checksum_damages(self) -> Iterator[Damage]:
+        """Yield every byte range that differs from its checksum.
+
+        Raises:
+            CheckpointError: The checksums cannot be read.
+        """
+        if not self._listing.checksums:
+            return
+        for count, damage in self._checksums.outcomes():
+            self._progress.add(count)
+            if damage is not None:
+                yield damage
+        self._progress.add(max(self._checksum_bytes_max - self._checksums.bytes, 0))
 
     def _copies_to_compare(self) -> Iterator[_ExpectedPiece]:
         listing = self._listing

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.geometry.region import Region
@@ -23,6 +23,26 @@ class ListedPiece:
 
     offset: int
     """Bytes from the start of the file to the first element; of any alignment."""
+
+
+@value_class
+class StoredChecksum:
+    """A CRC-32 that a file holds of a range of its own bytes."""
+
+    file: str
+    """Key of the file."""
+
+    name: str
+    """Name of the range in the file, for messages."""
+
+    start: int
+    """First byte."""
+
+    stop: int
+    """Byte past the range."""
+
+    crc: int
+    """The CRC-32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +74,9 @@ class ForeignListing:
 
     replicas: Mapping[str, Sequence[ListedPiece]] = field(default_factory=dict)
     """Further copies of listed tensors, by FQN. They should hold the same bytes; `verify` compares them."""
+
+    checksums: Iterable[StoredChecksum] = ()
+    """Checksums that the format stores. Each iteration reads them from the files, since they may take much memory."""
 
     casts: Mapping[str, str] = field(default_factory=dict)
     """FQN of a master copy to the FQN of the tensor that was cast from it, if both are listed. A load fills a target

@@ -46,7 +46,7 @@ def import_(
 
     To or from a URL, --copy is needed.
 
-    Every byte is read once, to compute digests.
+    Every byte is read to compute digests, and before that for checksums that the files hold.
     """
     with ended_well():
         if compression is not None and not copied:

@@ -57,7 +57,7 @@ def verify(
 class _Outcome:
     damages: list[api.Damage]
     checked_bytes: int = 0
-    """Bytes that the manifest lists; for another system's checkpoint, bytes compared with another copy."""
+    """Bytes that the manifest lists; for another system's checkpoint, bytes compared with a copy or a checksum."""
     notes: Sequence[str] = ()
     """What another system's checkpoint was compared with, and how closely."""
     sampled: bool = False
@@ -71,7 +71,8 @@ def _show(screen: Screen, outcome: _Outcome) -> None:
         screen.line(printable(note), style="dim")
     if not damages:
         checked = shown_bytes(outcome.checked_bytes)
-        done = f"compared with other copies{' in samples' * outcome.sampled}" if outcome.notes else "read and checked"
+        compared = f"compared with checksums or other copies{' in samples' * outcome.sampled}"
+        done = compared if outcome.notes else "read and checked"
         screen.line(f"whole: {checked} {done}", style="green")
         return
     limit = DAMAGES_MAX if screen.interactive else None

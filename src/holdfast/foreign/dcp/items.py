@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -46,7 +47,9 @@ class DcpItem:
     """The unpickled value: for a chunk, a `StoredTensor` unless the file is damaged."""
 
 
-def read_items(files: Readable, saved: Saved, where: str, sizes: dict[str, int]) -> Iterator[DcpItem]:
+def read_items(
+    files: Readable, saved: Saved, where: str, sizes: dict[str, int], archives: defaultdict[str, array[int]]
+) -> Iterator[DcpItem]:
     """Yield every item with its value, file by file.
 
     Args:
@@ -54,6 +57,7 @@ def read_items(files: Readable, saved: Saved, where: str, sizes: dict[str, int])
         saved: The content of `.metadata`, which lists the items.
         where: The `.metadata` file, for messages.
         sizes: Receives the bytes of each file.
+        archives: Receives by file the first byte and the byte past the end of each item that `torch.save` wrote.
     Raises:
         CorruptError: An item is damaged or cut short, or two items overlap.
         InvalidError: An object is of a type that is not supported.
@@ -83,6 +87,7 @@ def read_items(files: Readable, saved: Saved, where: str, sizes: dict[str, int])
                             f"{url}: {where} has two items that begin at byte {item.start}; expected one"
                         )
                     reached = item.stop
+                    archives[item.file].extend((item.start, item.stop))
                     value = reader.archived(item)
                 elif part is not None:
                     value = reader.in_blob(item, key, part, sizes[file])

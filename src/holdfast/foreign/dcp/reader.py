@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
 from holdfast.errors import InvalidError, MissingError
@@ -13,6 +15,7 @@ from holdfast.foreign.pickles.reader import unpickled
 from holdfast.foreign.pickles.tensors import StoredTensor
 from holdfast.foreign.read import read_bytes
 from holdfast.foreign.torch.archive_reader import read_torch_file
+from holdfast.foreign.torch.checksums import ArchiveChecksums
 from holdfast.foreign.typed_values import typed
 from holdfast.foreign.values import remark, to_value
 from holdfast.geometry.box import Box
@@ -69,6 +72,7 @@ class DcpFormat:
             pieces=reading.pieces,
             files=reading.sizes,
             tree=tree,
+            checksums=ArchiveChecksums(files, reading.archives),
             step=_step_of(nested),
             world_size=_world_size(reading.sizes),
             remarks=reading.remarks,
@@ -83,6 +87,7 @@ class _OpenCheckpoint:
         self.tensors: dict[str, TensorSpec] = {}
         self.pieces: dict[str, list[ListedPiece]] = {}
         self.sizes: dict[str, int] = {}
+        self.archives: defaultdict[str, array[int]] = defaultdict(lambda: array("q"))
         self.remarks: list[str] = []
 
     def state(self, saved: Saved, where: str) -> dict[str, Value]:
@@ -90,7 +95,7 @@ class _OpenCheckpoint:
         self.tensors.update(saved.tensors)
         self.pieces.update({key: [] for key in saved.tensors})
         objects: dict[str, Value] = {}
-        for entry in read_items(self._files, saved, where, self.sizes):
+        for entry in read_items(self._files, saved, where, self.sizes, self.archives):
             if entry.box is None:
                 objects[entry.key] = to_value(entry.value, entry.key, self._on_tensor, self.remarks)
             else:
@@ -106,6 +111,7 @@ class _OpenCheckpoint:
             CorruptError: The file does not hold a dict of names.
         """
         common = read_torch_file(self._files, COMMON, also=ALSO)
+        self.archives[COMMON].extend((0, self._files.size(COMMON)))
         for key, value in typed(common, dict[str, object], f"{self._files.url}/{COMMON}").items():
             if key in nested:
                 remark(self.remarks, f"{COMMON}: {key} is left out; {METADATA} holds it too")

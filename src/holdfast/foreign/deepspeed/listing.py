@@ -12,6 +12,7 @@ from holdfast.foreign.deepspeed.saved import ModelState, ZeroState
 from holdfast.foreign.deepspeed.tensors import Tensors
 from holdfast.foreign.deepspeed.tree import Values
 from holdfast.foreign.pickles.tensors import StoredTensor
+from holdfast.foreign.torch.checksums import ArchiveChecksums
 from holdfast.ports.store import Readable
 from holdfast.types.listing import ForeignListing
 
@@ -95,14 +96,16 @@ def finish_listing(
     ranks = zero.ranks if zero is not None else max(first.count("dp_world_size", 1), 1)
     without_zero = "weights of ZeRO" if parameters.trained else "no ZeRO"
     kind = without_zero if zero is None else f"ZeRO-{zero.stage}" if zero.stage else "BF16_Optimizer"
+    sizes = tensors.sizes(folder.sizes)
     return ForeignListing(
         format=f"deepspeed {first.version}, {prefix}{kind}",
         tensors=tensors.specs,
         pieces=tensors.pieces,
-        files=tensors.sizes(folder.sizes),
+        files=sizes,
         tree=tree,
         aliases=tensors.aliases,
         replicas=tensors.replicas,
+        checksums=ArchiveChecksums(files, {file: (0, size) for file, size in sizes.items()}),
         casts=casts,
         step=step if step >= 0 else None,
         world_size=ranks * folder.mp_degree,

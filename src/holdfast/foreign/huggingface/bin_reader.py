@@ -37,7 +37,7 @@ class HuggingFaceBinFormat:
         index = name or one_index(files, INDEX_SUFFIX)
         weights = weight_map(files, index, SUFFIX) if index else None
         keys = _all_parts(files) if weights is None else sorted(set(weights.values()))
-        tensors = TorchTensors(files.url)
+        tensors = TorchTensors(files)
         module: dict[str, object] = {}
         for key in keys:
             state = _state(files, key, tensors)

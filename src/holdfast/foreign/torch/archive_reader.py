@@ -91,7 +91,11 @@ def _root(entries: Mapping[str, ZipEntry], where: str) -> str:
 
 def _require_little_endian(files: Readable, key: str, entry: ZipEntry | None) -> None:
     order = b"little" if entry is None else read_bytes(files, key, entry.offset, entry.offset + entry.bytes, 64)
-    if order != b"little":
+    if order not in (b"little", b"big"):
+        raise CorruptError(
+            f"{files.url}/{key}: the entry byteorder holds {order!r}; expected b'little' or b'big'. Read another copy"
+        )
+    if order == b"big":
         raise InvalidError(
             f"{files.url}/{key}: saved with byte order {order!r}; expected little. "
             "Save it again on a little-endian machine"

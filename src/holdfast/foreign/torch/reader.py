@@ -48,7 +48,7 @@ class TorchSaveFormat:
     def listing(self, files: Readable, name: str) -> ForeignListing:
         """Return the tensors of the file, and its other values with their nesting."""
         value = read_torch_file(files, name)
-        tensors = TorchTensors(files.url)
+        tensors = TorchTensors(files)
         tensors.files[name] = files.size(name)
         if is_module_state(value):
             tree = Group("dict", {"model": module_state(value, "model", tensors)})

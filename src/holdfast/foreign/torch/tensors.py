@@ -8,8 +8,10 @@ from collections.abc import Iterator
 
 from holdfast.errors import InvalidError
 from holdfast.foreign.pickles.tensors import StoredTensor
+from holdfast.foreign.torch.checksums import ArchiveChecksums
 from holdfast.geometry.box import Box
 from holdfast.geometry.tensor import TensorSpec
+from holdfast.ports.store import Readable
 from holdfast.types.listing import ForeignListing, ListedPiece
 from holdfast.types.values import Group
 
@@ -23,13 +25,13 @@ _NAMES_BYTES_MAX = 1 << 30
 class TorchTensors:
     """The tensors of one checkpoint, added file by file."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, folder: Readable) -> None:
         """Start without tensors.
 
         Args:
-            url: The folder, for messages.
+            folder: The folder.
         """
-        self._url = url
+        self._folder, self._url = folder, folder.url
         self.specs: dict[str, TensorSpec] = {}
         self.files: dict[str, int] = {}
         """Bytes of each file that holds tensors."""
@@ -88,6 +90,7 @@ class TorchTensors:
             tree=tree,
             order=self.order,
             aliases=self._aliases,
+            checksums=ArchiveChecksums(self._folder, {key: (0, size) for key, size in self.files.items()}),
             remarks=self.remarks,
         )
 

@@ -71,10 +71,13 @@ class ZipEntry:
     checksum_at: int
     """Byte of the file at which the directory stores the CRC-32 of the content."""
 
+    checksum: int
+    """That CRC-32; 0 if the writer computed none."""
 
-_Record = tuple[int, int, bytes, int]
+
+_Record = tuple[int, int, bytes, int, int]
 """An entry as the directory states it: offsets of its local header in the archive and of its record in the directory,
-name, and size of the content."""
+name, size and CRC-32 of the content."""
 
 
 def zip_entries(files: Readable, key: str, start: int, stop: int) -> Mapping[str, ZipEntry]:
@@ -95,7 +98,7 @@ def zip_entries(files: Readable, key: str, start: int, stop: int) -> Mapping[str
     entries: dict[str, ZipEntry] = {}
     places = [start + header_at for header_at, *_ in records]
     headers = _headers(files, key, places, directory, where)
-    for (_, record_at, name_bytes, size), place, bound, header in zip(
+    for (_, record_at, name_bytes, size, checksum), place, bound, header in zip(
         records, places, [*places[1:], directory], headers, strict=True
     ):
         name = name_bytes.decode("utf-8", "backslashreplace")
@@ -112,7 +115,7 @@ def zip_entries(files: Readable, key: str, start: int, stop: int) -> Mapping[str
             )
         if name in entries:
             raise CorruptError(f"{where}: two entries {name[:200]!r}; expected each name once. Read another copy")
-        entries[name] = ZipEntry(name, offset, size, place, directory + record_at + CHECKSUM_IN_RECORD)
+        entries[name] = ZipEntry(name, offset, size, place, directory + record_at + CHECKSUM_IN_RECORD, checksum)
     return entries
 
 
@@ -182,7 +185,7 @@ def _records(directory: bytes, count: int, where: str) -> Iterator[_Record]:
             raise CorruptError(f"{where}: the zip directory ends at entry {number} of {count}. Read another copy")
         fields = RECORD.unpack_from(directory, at)
         signature, _, _, flags, method = fields[:5]
-        stored, size, name_bytes, extra_bytes, comment_bytes = fields[8:13]
+        checksum, stored, size, name_bytes, extra_bytes, comment_bytes = fields[7:13]
         header, record_at = fields[16], at
         name_at = at + RECORD.size
         at = name_at + name_bytes + extra_bytes + comment_bytes
@@ -200,7 +203,7 @@ def _records(directory: bytes, count: int, where: str) -> Iterator[_Record]:
             )
         if stored != size:
             raise CorruptError(f"{where}, entry {name[:200]!r}: {size} bytes stored in {stored}. Read another copy")
-        yield header, record_at, name, size
+        yield header, record_at, name, size, checksum
 
 
 def _widened(extra: bytes, fields: tuple[int, int, int], where: str) -> Iterator[int]:

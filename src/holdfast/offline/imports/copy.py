@@ -19,6 +19,7 @@ from holdfast.geometry.region import Region, flat_run
 from holdfast.geometry.tensor import Role, Shard, TensorSpec
 from holdfast.leases.writer import WriterLease
 from holdfast.offline.export.planned import ExportReport
+from holdfast.offline.imports.checksums import require_checksums
 from holdfast.offline.imports.stored_source import PieceReader, StoredSource
 from holdfast.ports.framework import Collected, LocalShard
 from holdfast.ports.observer import Observer
@@ -41,7 +42,9 @@ def saved_again(
     observer: Observer | None = None,
     writer_lease: WriterLease | None = None,
 ) -> SaveReport:
-    """Save the content of a checkpoint again, by an ordinary save; its bytes are read once and checked.
+    """Save the content of a checkpoint again, by an ordinary save; its bytes are checked.
+
+    They are read once; before that, a range is read once more if the source's own files hold a checksum of it.
 
     A tensor whose pieces are consecutive runs of its elements becomes one piece. Other tensors keep their pieces.
 
@@ -62,6 +65,7 @@ def saved_again(
     assert (location.step is None) == (writer_lease is None), "steps are written under an epoch, and nothing else is"
     if location.step is not None:
         require_no_checkpoint(location.store)
+    require_checksums(source)
     return save_and_wait(job, CopyRequest(source, location, job, observer, writer_lease))
 
 

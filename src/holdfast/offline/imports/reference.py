@@ -17,6 +17,7 @@ from holdfast.format.names import file_url, is_file_url
 from holdfast.format.pack import pack_digest
 from holdfast.format.values import values
 from holdfast.leases.writer import WriterLease
+from holdfast.offline.imports.checksums import require_checksums
 from holdfast.offline.imports.hash_chunks import digested
 from holdfast.ports.observer import Observer
 from holdfast.repository.catalog import check_size
@@ -36,7 +37,7 @@ def referenced(
 ) -> str:
     """Publish a step whose tensors stay in another system's files; return the attempt's id.
 
-    Every byte of those files is read once, for its digest.
+    Every byte of those files is read for its digest, and before that for a checksum that the files hold of it.
 
     Args:
         source: Another system's checkpoint.
@@ -60,6 +61,7 @@ def referenced(
     location.require_empty()
     name = f"import of step {location.step}"
     _require_plain_paths(source)
+    require_checksums(source)
     index = digested(source.index, source.packs, job.settings, observer)
     files = _file_records(source, index)
     # With an overview, tensors may not have more bytes than the files. Tied tensors share bytes, so they may.
