@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Union
 
 from holdfast.clock import Clock
 from holdfast.errors import UnavailableError
-from holdfast.interrupts import GUARD, Latch, UnlockedFuture, start_thread
+from holdfast.interrupts import Latch, UnlockedFuture, start_thread
 
 T = TypeVar("T")
 _Call = tuple[Future[Any], Callable[[], Any]]
@@ -141,6 +141,10 @@ def _start(thread: threading.Thread) -> None:
         ) from error
 
 
+_Message = Union[_Call, None, "weakref.ref[BackgroundQueue]"]
+"""A call, or what ends the thread: None for good, the queue if it is idle."""
+
+
 class BackgroundQueue:
     """Runs calls one after the other on a thread of its own; interpreter exit waits for them, unless a write hangs."""
 
@@ -152,12 +156,10 @@ class BackgroundQueue:
             progress: Knows whether a write hangs. Neither `close` nor the interpreter waits for such a write.
         """
         self.progress = progress
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         # The thread refers to the calls only: a queue that nobody refers to is dropped, and ends its thread. It is a
         # daemon: the interpreter would wait for any other thread, also for one whose write hangs.
         self._thread = self._new_thread(thread_name)
-        self._is_ending = False
-        """Whether the idle thread ends, and calls that come now need another."""
         weakref.finalize(self, self._calls.put, None).atexit = False
         _QUEUES.add(self)
         self._last: weakref.ref[Future[object]] | None = None
@@ -186,10 +188,11 @@ class BackgroundQueue:
             # By a signal handler, since the look above. The thread may have ended before it came to this call.
             with suppress(queue.Empty):
                 while (call := self._calls.get_nowait()) is not None:
-                    _carry_out(*call)
+                    if isinstance(call, tuple):
+                        _carry_out(*call)
                 self._calls.put(None)
-        elif self._is_ending:
-            self._replace_thread()
+        elif self._thread.ident is None:
+            _start(self._thread)  # The one that was there has ended since the look, for it was idle.
         return future
 
     def submit_short(self, work: Callable[[], object]) -> Future[object]:
@@ -212,29 +215,25 @@ class BackgroundQueue:
         if self._last is not None and (last := self._last()) is not None:
             with suppress(TimeoutError):
                 last.exception(SLICE_SECONDS)  # A save is committed a moment before its call ends.
-        with GUARD:
-            if self._thread.ident is None or self._closed.is_set() or not self.is_idle:
-                return
-            self._is_ending = True
-            self._calls.put(None)
-        self._replace_thread()
-
-    def _replace_thread(self) -> None:
-        """Wait for the end of the thread; have another one make the calls that came after that was asked for."""
         thread = self._thread
-        _join(thread)
-        with GUARD:
-            if self._thread is thread:
-                self._thread, self._is_ending = self._new_thread(thread.name), False
+        if thread.is_alive() and not self._closed.is_set() and self.is_idle:
+            self._calls.put(weakref.ref(self))
+            if thread is not threading.current_thread():
+                thread.join(SLICE_SECONDS)
+
+    def replace_thread(self) -> None:
+        """Have another thread make the calls from now on; called on the thread that ends."""
+        # Before the look at the calls. A call that is put after that look finds a thread to start.
+        self._thread = self._new_thread(self._thread.name)
         if not self._calls.empty():
-            _start(self._thread)
+            with suppress(RuntimeError):  # The next call tries again.
+                start_thread(self._thread)
 
     def close(self) -> None:
         """Wait for the calls submitted so far, then end the thread. A thread whose write hangs is left behind."""
         self._closed.set()
         self._calls.put(None)
-        thread = self._thread
-        while thread.is_alive() and thread is not threading.current_thread():
+        while (thread := self._thread).is_alive() and thread is not threading.current_thread():
             thread.join(SLICE_SECONDS)
             if self.progress.hung is not None:
                 return
@@ -386,10 +385,14 @@ def is_done_soon(work: Callable[[], object], clock: Clock) -> bool:
 _QUEUES: weakref.WeakSet[BackgroundQueue] = weakref.WeakSet()
 
 
-def _work(calls: queue.SimpleQueue[_Call | None]) -> None:
-    """Make calls until None comes."""
+def _work(calls: queue.SimpleQueue[_Message]) -> None:
+    """Make calls until None comes, or the queue itself, which then needs another thread."""
     while (call := calls.get()) is not None:
-        _carry_out(*call)
+        if isinstance(call, tuple):
+            _carry_out(*call)
+        elif (owner := call()) is not None:
+            owner.replace_thread()
+            return
         # This thread keeps nothing alive while it waits.
         del call
 

@@ -45,8 +45,10 @@ class Located(Sharded):
     @property
     def is_empty(self) -> bool:
         """Whether every box of this rank is empty, although the whole tensor has elements."""
-        sizes = _all_numbers(self.local_sizes)
-        return sizes is not None and 0 not in self.global_shape and not any(map(math.prod, sizes))
+        shape, sizes = whole_numbers(self.global_shape), _all_numbers(self.local_sizes)
+        if shape is None or sizes is None:
+            return False  # It is refused with the numbers.
+        return 0 not in shape and not any(map(math.prod, sizes))
 
     def boxes(self, local_shape: tuple[int, ...], where: str) -> tuple[tuple[int, ...], Boxes]:
         """Return the shape of the whole tensor, and the boxes of it, each with its box in the local tensor.
@@ -61,8 +63,8 @@ class Located(Sharded):
         """
         key = (self.global_shape, self.start, self.local_offsets, self.local_sizes, local_shape)
         try:
-            found = _known(key)
-        except TypeError:  # Lists have no hash.
+            found: tuple[_Numbers, Boxes] | str = _known(key)
+        except (TypeError, ValueError):  # Lists have no hash.
             found = _found(key)
         if isinstance(found, str):
             raise InvalidError(f"{where}: {found}. Correct the attributes where they are set on the tensor")
@@ -117,8 +119,17 @@ def _found(key: tuple[object, object, object, object, _Numbers]) -> tuple[_Numbe
     return shape, tuple(sorted(found, key=lambda each: each[0].start))
 
 
-# A save asks for the same coordinates as the save before it.
-_known = lru_cache(maxsize=1 << 14)(_found)
+@lru_cache(maxsize=1 << 14)
+def _known(key: tuple[object, object, object, object, _Numbers]) -> tuple[_Numbers, Boxes]:
+    """Return what `_found` does: a save asks for the same coordinates as the save before it.
+
+    Raises:
+        ValueError: Something is wrong. That is not kept, for 4 and 4.0 are one key.
+    """
+    found = _found(key)
+    if isinstance(found, str):
+        raise ValueError
+    return found
 
 
 def _box_in(shape: _Numbers, offset: _Numbers, size: _Numbers | None) -> Box | None:

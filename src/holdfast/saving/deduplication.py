@@ -215,11 +215,17 @@ class Deduplicator:
             }
         unchanged = _with_weights(unchanged)
         # A store of objects has no links, and would be asked for each pack, one after the other.
-        if self._settings.link_unchanged and entries_per_page(self._location.store) is None:
-            gone = {pack for pack in {piece.pack for piece in unchanged.values()} if not self._is_linkable(pack, link)}
+        if entries_per_page(self._location.store) is None:
+            keeps = partial(self._is_linkable, link=link) if self._settings.link_unchanged else self._stays
+            gone = {pack for pack in {piece.pack for piece in unchanged.values()} if not keeps(pack)}
             unchanged = _with_weights({key: piece for key, piece in unchanged.items() if piece.pack not in gone})
         self.unchanged_pieces = list(unchanged.values())
         return plan.without(frozenset(unchanged))
+
+    def _stays(self, pack: str) -> bool:
+        """Return whether no collection removes a pack: where the base has a link, a reference alone may break."""
+        base_link = "" if self._previous is None else self._previous.links.get(pack, "")
+        return not base_link or not exists(self._location.store, base_link)
 
     def _is_linkable(self, pack: str, link: LinkPack) -> bool:
         """Link a pack, or leave it at the reference if it cannot be linked; return False if it is gone, or may go."""
@@ -232,8 +238,7 @@ class Deduplicator:
             if made is not None:
                 self._links[pack] = made
                 return True
-            # Where the base has a link, a collection may remove the pack: a reference alone would break.
-            if not base_link or not exists(self._location.store, base_link):
+            if self._stays(pack):
                 logger.debug("%s refers to %s without a link", self._location.url, pack)
                 return True
         logger.warning("%s: %s cannot be linked any more; its tensors are written anew", self._location.url, pack)

@@ -349,6 +349,8 @@ class Transfer:
         if self._copied_at is None:
             self._copied_at = self._job.clock.monotonic_seconds()
         unsure, changed = self._staging.unsure, _changed(stamps)
+        if self._stamps is not stamps:
+            return  # The other thread has checked meanwhile. Training may have changed the state since.
         if unsure is not None:
             logger.error(
                 "%s: waiting for a device's copies failed, and they may go on (%s: %s). The save fails, and its "

@@ -123,3 +123,54 @@ def test_idle_calls_end_but_not_those_that_go_on() -> None:
 def test_a_call_may_end_the_idle_threads_itself() -> None:
     CALLS.submit(end_idle_threads).result(60)
     assert CALLS.submit(lambda: 1).result(60) == 1
+
+
+@pytest.mark.parametrize("where", ["before the put", "after the end was asked for", "as another thread"])
+def test_no_call_is_lost_where_the_idle_thread_ends_beside_it(where: str) -> None:
+    calls, made = new_queue(), list[int]()
+    calls.submit(lambda: made.append(0)).result(20.0)
+    inside = calls._calls
+
+    class Between:
+        """The queue of the thread. Something comes between a look and a put, once."""
+
+        get, get_nowait, empty = inside.get, inside.get_nowait, inside.empty
+
+        def put(self, message: object) -> None:
+            is_call, calls._calls = isinstance(message, tuple), inside
+            if is_call and where == "before the put":
+                calls.end_if_idle()
+            inside.put(message)  # type: ignore[arg-type]
+            if not is_call:
+                assert where != "before the put"
+                calls.submit(lambda: made.append(1)).result(20.0)
+
+    calls._calls = Between()  # type: ignore[assignment]
+    if where == "before the put":
+        calls.submit(lambda: made.append(1)).result(20.0)
+    elif where == "as another thread":
+        ending = threading.Thread(target=calls.end_if_idle)
+        ending.start()
+        ending.join(20.0)
+        assert not ending.is_alive()
+    else:
+        calls.end_if_idle()
+    calls.submit(lambda: made.append(2)).result(20.0)
+    calls.close()
+    assert made == [0, 1, 2] and not named("holdfast-test")
+
+
+def test_threads_that_end_when_idle_lose_no_call_of_another_thread() -> None:
+    calls, stop = new_queue(), threading.Event()
+
+    def end_again_and_again() -> None:
+        while not stop.is_set():
+            calls.end_if_idle()
+
+    ending = threading.Thread(target=end_again_and_again)
+    ending.start()
+    assert [calls.submit(lambda number=number: number).result(20.0) for number in range(2000)] == list(range(2000))  # type: ignore[misc]
+    stop.set()
+    ending.join(20.0)
+    calls.close()
+    assert not ending.is_alive()

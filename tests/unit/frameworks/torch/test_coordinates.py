@@ -226,3 +226,48 @@ def test_another_whole_shape_is_refused_with_both(tmp_path: Path) -> None:
     holdfast.save(tmp_path / "c", {"w": WHOLE})
     with pytest.raises(InvalidError, match=r"w: \(8, 6\) here and \(8, 5\) in the checkpoint"):
         holdfast.load(tmp_path / "c", {"w": carrying(torch.zeros(2, 6), (8, 6), [((0, 0), (0, 0), (2, 6))])})
+
+
+def located(local: torch.Tensor, shape: object, local_offset: int, size: object = (4,)) -> torch.Tensor:
+    """Return a tensor whose one box begins somewhere in it."""
+    for name, value in {
+        "global_shape": shape, "global_offsets": ((0,),), "local_offsets": ((local_offset,),), "local_sizes": (size,)
+    }.items():  # fmt: skip
+        setattr(local, name, value)
+    return local
+
+
+def test_names_that_view_one_buffer_keep_boxes_of_their_own(tmp_path: Path) -> None:
+    bucket = torch.arange(8.0)
+    state = {
+        "first": located(bucket.view(8), (4,), 0),
+        "second": located(bucket.view(8), (4,), 4),
+        "tied": located(bucket.view(8), (4,), 4),
+        "whole": located(bucket.view(8), (8,), 0, (8,)),
+    }
+    holdfast.save(tmp_path / "saved", state, process_group=False)
+    found = holdfast.read(tmp_path / "saved")
+    assert {name: value.tolist() for name, value in found.items()} == {  # type: ignore[attr-defined]
+        "first": [0, 1, 2, 3], "second": [4, 5, 6, 7], "tied": [4, 5, 6, 7], "whole": list(range(8)),
+    }  # fmt: skip
+    assert dict(holdfast.open_checkpoint(tmp_path / "saved").manifest.aliases) == {"tied": "second"}
+    bucket.zero_()
+    holdfast.load(tmp_path / "saved", state, process_group=False)
+    assert bucket.tolist() == list(range(8))
+
+
+def test_coordinates_are_taken_once_they_are_corrected(tmp_path: Path) -> None:
+    for number, wrong in enumerate([(4.0,), (True,), None]):
+        with pytest.raises(InvalidError, match="expected integers"):
+            holdfast.save(tmp_path / f"{number}", {"w": located(torch.ones(4), wrong, 0)}, process_group=False)
+        right = (4,) if wrong != (True,) else (1,)
+        size = right
+        holdfast.save(tmp_path / f"{number}", {"w": located(torch.ones(4), right, 0, size)}, process_group=False)
+
+
+def test_wrong_coordinates_of_a_parameter_are_refused_beside_its_optimizer(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    located(weight, None, 0)
+    state = {"w": weight, "optimizer": torch.optim.SGD([weight], lr=0.1)}
+    with pytest.raises(InvalidError, match="w: on rank 0: global_shape=None"):
+        holdfast.save(tmp_path / "saved", state, process_group=False)

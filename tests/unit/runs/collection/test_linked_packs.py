@@ -172,3 +172,15 @@ def test_a_refused_link_is_no_reference_to_a_pack_that_may_go(tmp_path: Path, mo
     api.collect(tmp_path, keep=LatestN(1), grace_seconds=0)
     require_whole(tmp_path, 3)
     assert folders(tmp_path) == [3]
+
+
+def test_a_job_without_links_writes_anew_what_its_base_holds_by_a_link_alone(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 2, 3, keep_last=2)
+    assert folders(tmp_path) == [2, 3]
+    with manager_at(tmp_path, links=False) as manager:
+        state = state_at(0)
+        manager.load(state)
+        for step, unchanged_bytes in ((4, 0), (5, FROZEN)):
+            report = manager.save(step, {**state, "moving": torch.full((3000,), float(step))}).wait()
+            assert report is not None and report.unchanged_bytes == unchanged_bytes
+    require_whole(tmp_path, 2, 3, 4, 5)

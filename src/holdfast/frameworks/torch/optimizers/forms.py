@@ -32,6 +32,7 @@ class StateForms:
         self._view, self._catalog, self._casts = view, catalog, casts
         kinds = {type(member) for member in view.members.steppers()}
         self._are_of_torch = all(kind.__module__.startswith("torch.optim.") for kind in kinds)
+        self._are_fused = any(group.get("fused") for member in view.members.steppers() for group in member.param_groups)
         self._growing = {key for kind in kinds for key in getattr(kind, _GROWING_STATE, ())}
 
     def saved_parameter(self, name: str) -> TensorSpec | None:
@@ -52,7 +53,8 @@ class StateForms:
         """
         saved, own = torch_dtype(stored.dtype), parameter.dtype
         if self._casts and self._are_of_torch and key in _COUNTS:
-            return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+            is_double = torch.get_default_dtype() == torch.float64 and not self._are_fused
+            return torch.float64 if is_double else torch.float32
         are_unlike = saved.is_complex != own.is_complex or saved.is_floating_point != own.is_floating_point
         if not self._casts or key == "step" or are_unlike:
             return saved
