@@ -28,7 +28,14 @@ from holdfast.coordination.exit.signals import Signals
 from holdfast.coordination.job import Job
 from holdfast.engine.background import CALLS, SLICE_SECONDS, are_done, wait_in_slices
 from holdfast.engine.parallel_map import ordered_parallel_map
-from holdfast.errors import PREEMPTED_ABANDONED, PREEMPTED_SAVED, CheckpointError, Preempted, UnavailableError
+from holdfast.errors import (
+    PREEMPTED_ABANDONED,
+    PREEMPTED_SAVED,
+    CheckpointError,
+    Preempted,
+    UnavailableError,
+    first_three,
+)
 from holdfast.format.digest import short_digest_of
 from holdfast.format.names import PACK_SUFFIX
 from holdfast.ports.framework import LocalShard
@@ -184,10 +191,17 @@ class PreemptionHandler:
                 seconds = [float(text) for text in job.key_value_store.get_many(keys, self._wait_seconds())]
                 seconds_left = self._deadline - job.clock.monotonic_seconds()
                 refusal = ""
-                if not fits(seconds, seconds_left):
+                if seconds_left <= 0:
                     refusal = (
-                        f"a save would take about {max(seconds):.1f} s; "
-                        f"of the grace {max(seconds_left, 0.0):.1f} s are left"
+                        f"the ranks reached it {-seconds_left:.1f} s after the grace ended; expected a step within the "
+                        f"{self._grace_seconds:g} s that begin with the signal"
+                    )
+                elif math.inf in seconds:
+                    ranks = first_three(rank for rank, each in enumerate(seconds) if each == math.inf)
+                    refusal = f"ranks [{ranks}] cannot estimate how long its save would take; their logs say why"
+                elif not fits(seconds, seconds_left):
+                    refusal = (
+                        f"a save would take about {max(seconds):.1f} s; of the grace {seconds_left:.1f} s are left"
                     )
                 job.key_value_store.set(key, refusal.encode(), self._wait_seconds())
                 return refusal or None
@@ -203,6 +217,9 @@ class PreemptionHandler:
         ages = [now - save.began_seconds for save in self._unfinished_saves]
         if self._durations:
             return expected_seconds(self._durations, ages, 0, None)
+        seconds_left = self._deadline - now
+        if seconds_left <= 0:
+            return math.inf  # The grace has ended: a probe without time would look like storage without an answer.
         # The key looks like a pack of an attempt: if the process is killed, the next sweep removes the file.
         attempt = short_digest_of(job.nonce.encode(), b"probe").hex()
         key = f"{location.folder}{attempt}/r{job.comm.rank:05d}.safetensors"
@@ -210,13 +227,13 @@ class PreemptionHandler:
         try:
             # On another thread: storage that hangs must not hold the end of the process.
             probe = CALLS.submit(lambda: write_bytes_per_second(location.store, key, in_flight, job.clock))
-            speed = wait_in_slices(probe, job.seconds_left(self._deadline), job.clock, lambda: None)
+            speed = wait_in_slices(probe, seconds_left, job.clock, lambda: None)
             return expected_seconds((), ages, held_bytes(), speed)
         except (CheckpointError, TimeoutError) as error:
             logger.warning(
                 "step %s: cannot estimate how long its save would take, so it is not saved: %s",
                 location.step,
-                str(error) or "storage does not answer",
+                str(error) or f"storage did not answer within {seconds_left:.1f} s, the rest of the grace",
             )
             return math.inf
 

@@ -192,6 +192,28 @@ def test_before_any_save_a_state_too_large_for_the_grace_is_not_begun(name: str)
     assert faults.met and not list(store.list()), "nothing of the probe stays, and nothing was written"
 
 
+@pytest.mark.parametrize(("world_size", "saves"), [(1, 0), (1, 1), (2, 0), (2, 1)])
+def test_a_step_after_the_end_of_the_grace_is_not_blamed_on_storage(
+    world_size: int, saves: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The rest of an evaluation outlasted the grace, before the first save or after one that has a duration."""
+    world = World(world_size, grace_seconds=0.3)
+
+    def part(rank: Rank) -> None:
+        for step in range(1, saves + 1):
+            rank.run.save(step, state_of(step, rank.size)).wait()
+        rank.run.maybe_save(2, state_of(2, rank.size))
+        rank.signals.tell()
+        time.sleep(0.5)
+        rank.train(100, first=3)
+
+    outcomes = world.play(part)
+    ((code, _),) = ends(outcomes)
+    assert code == 86
+    assert "after the grace ended; expected a step within the 0.3 s" in outcomes[0].why  # type: ignore[attr-defined]
+    assert "storage" not in caplog.text and "inf" not in caplog.text
+
+
 def test_a_save_that_takes_longer_than_those_before_it_is_abandoned_in_time() -> None:
     store, released = fresh_store(), threading.Event()
     armed = threading.Event()
