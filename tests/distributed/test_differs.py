@@ -105,7 +105,8 @@ def test_what_differs_in_ordinary_runs_is_logged_by_rank_0(results: Results, kin
     assert first[kind] == second[kind] == "done"
     assert second[f"{kind} logged"] == []
     texts = first[f"{kind} logged"]
-    expected = [f"save: {name} differs between ranks: only that of rank 0 is saved." for name in named]
+    differs = "differs between ranks (ranks [0] ≠ ranks [1]): only that of rank 0 is saved."
+    expected = [f"save: {name} {differs}" for name in named]
     assert [text.partition(" If each rank")[0] for text in texts] == expected
 
 

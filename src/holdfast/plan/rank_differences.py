@@ -84,17 +84,24 @@ class Differences:
             refused |= {name: ranks for name, ranks in self.others.items() if name in lossy}
         return [f"{name} ({_grouped([*ranks.values()])})" for name, ranks in sorted(refused.items())]
 
-    def warnings(self, names: Sequence[str]) -> list[str]:
-        """Return a warning for each of some names among `others`; one line names all beyond the first."""
+    def warnings(self, names: Sequence[str], silent: Mapping[int, Ranks]) -> list[str]:
+        """Return a warning for each of some names among `others`; one line names all beyond the first.
+
+        Args:
+            names: The names.
+            silent: As `drift`.
+        """
         shown = len(names) if len(names) <= _LINES_MAX else _LINES_MAX - 1
         lines = [
-            f"{printable(name)} differs between ranks: only that of rank {self._saved_rank(name)} is saved. {_ADVICE}"
+            f"{printable(name)} differs between ranks ({_grouped(_all_ranks(self.others[name], silent))}): only that of "
+            f"rank {self._saved_rank(name)} is saved. {_ADVICE}"
             for name in names[:shown]
         ]
         if rest := names[shown:]:
             saved_ranks = first_three(sorted({*map(self._saved_rank, rest)}))
+            groups = _grouped(_all_ranks(self.others[rest[0]], silent))
             lines.append(
-                f"{printable(first_three(rest))} differ between ranks: only those of ranks [{saved_ranks}] are saved. "
+                f"{printable(first_three(rest))} differ between ranks (the first: {groups}): only those of ranks [{saved_ranks}] are saved. "
                 f"{_ADVICE}"
             )
         return lines
@@ -107,10 +114,7 @@ class Differences:
         """
         drift = Drift()
         for name, by_digest in self.replicas.items():
-            groups = [
-                [*ranks, *(rank for each in ranks for rank in silent.get(each, ()))] for ranks in by_digest.values()
-            ]
-            drift.add(name, groups)
+            drift.add(name, _all_ranks(by_digest, silent))
         return drift
 
     def _saved_rank(self, name: str) -> int:
@@ -168,6 +172,11 @@ def refusal_of(name: str, texts: Sequence[str]) -> InvalidError:
 
 def _differing(ranks: RanksByDigest) -> RanksByDigest:
     return {name: by_digest for name, by_digest in sorted(ranks.items()) if len(by_digest) > 1}
+
+
+def _all_ranks(by_digest: Mapping[str, Ranks], silent: Mapping[int, Ranks]) -> list[list[int]]:
+    """Return the groups of ranks with equal copies, with the ranks that described nothing."""
+    return [sorted([*ranks, *chain(*(silent.get(each, ()) for each in ranks))]) for ranks in by_digest.values()]
 
 
 def _grouped(groups: Sequence[Ranks]) -> str:

@@ -187,9 +187,10 @@ class Decision:
             return self._save.refusal(refusal_of(self._save.name, refused))
         declared = declared_by_all(self._save.name, {ranks[0]: details[ranks[0]].declared for ranks in classes})
         new = [name for name in found.others if job.is_first_occurrence(f"{name} differs between ranks")]
-        for text in found.warnings(new):
+        silent = silent_ranks(asked, classes)
+        for text in found.warnings(new, silent):
             job.warn_once(self._save.name, text)
-        drift = found.drift(silent_ranks(asked, classes))
+        drift = found.drift(silent)
         if drift.health is not None and job.is_first_occurrence("replicas differ"):
             job.warn_once(self._save.name, drift.warning("those of the lowest rank"))
         agreed = replace(

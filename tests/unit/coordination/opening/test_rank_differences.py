@@ -34,7 +34,7 @@ def require_reports(outcomes: list[object]) -> list[SaveReport]:
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if " between ranks: only " in record.getMessage()]
+    return [record.getMessage() for record in caplog.records if "): only th" in record.getMessage()]
 
 
 REFUSED = {
@@ -80,7 +80,8 @@ def test_what_comes_to_differ_later_is_saved_and_logged_once(kind: str, caplog: 
         assert isinstance(reports, list)
         assert [report.divergent for report in reports] == [(), ("x",), ("x",)]
     (text,) = warnings_in(caplog)
-    assert text.startswith("save of step 2: x differs between ranks: only that of rank 0 is saved")
+    assert text.startswith("save of step 2: x differs between ranks (ranks [0")
+    assert "≠ ranks [" in text and "): only that of rank 0 is saved" in text
     for words in ADVICE:
         assert words in text
 
@@ -106,7 +107,26 @@ def test_many_names_are_one_line_beyond_twenty(caplog: pytest.LogCaptureFixture)
     World(2).play(part)
     texts = warnings_in(caplog)
     assert len(texts) == 20 and "x18 differs" in texts[18]
-    assert "x19, x20, x21 and 28 more differ between ranks: only those of ranks [0] are saved" in texts[19]
+    first = "(the first: ranks [0] ≠ ranks [1])"
+    assert f"x19, x20, x21 and 28 more differ between ranks {first}: only those of ranks [0] are saved" in texts[19]
+
+
+@pytest.mark.parametrize(
+    ("values", "groups"),
+    [
+        ((0, 0, 1, 0), "ranks [0, 1, 3] ≠ ranks [2]"),
+        ((1, 2, 2, 1), "ranks [0, 3] ≠ ranks [1, 2]"),
+        ((0, 1, 1, 1, 1, 1), "ranks [0] ≠ ranks [1, 2, 3 and 2 more]"),
+        ((0, 1, 2, 3), "ranks [0] ≠ ranks [1] ≠ ranks [2] and 1 more"),
+    ],
+)
+def test_the_warning_names_all_ranks_of_each_copy(
+    values: tuple[int, ...], groups: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ranks that described nothing too: their state is that of the lowest rank."""
+    World(len(values)).play(lambda rank, run: saved(run, 1, {"x": values[rank], "w": plain(1.0)}))
+    (text,) = warnings_in(caplog)
+    assert f"x differs between ranks ({groups}): only that of rank 0 is saved" in text
 
 
 LOWEST = replace(PATIENT, replicas="lowest")
