@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import threading
 from pathlib import Path
@@ -40,6 +41,41 @@ def settings_of_many_kinds(world: World, rounds: int) -> list[dict[str, int]]:
     settings = holdfast.Settings(lease_seconds=20.0)
     holdfast.save(world.scratch / "settings-again", {"w": torch.ones(1000)}, settings=settings)
     return held
+
+
+def random_states_of_other_numbers(world: World) -> dict[str, list[str]]:
+    """Save random states on every rank and on one, load both on other ranks; return what each load logs."""
+    pair = dist.new_group([0, 1])
+    first = {"rng": holdfast.RngState(), "more": {"rng": holdfast.RngState()}}
+    said: dict[str, list[str]] = {}
+    holdfast.save(world.scratch / "rng-all", first)
+    if world.rank == 0:
+        holdfast.save(world.scratch / "rng-one", first, process_group=False)
+    dist.barrier()
+    for saved in ("all", "one"):
+        said[f"{saved} to all"] = _logged_by_load(world.scratch / f"rng-{saved}", first, None)
+        if world.rank < 2:
+            said[f"{saved} to pair"] = _logged_by_load(world.scratch / f"rng-{saved}", first, pair)
+        if world.rank == 0:
+            said[f"{saved} to one"] = _logged_by_load(world.scratch / f"rng-{saved}", first, False)
+    return said
+
+
+def _logged_by_load(path: Path, state: dict[str, object], group: object) -> list[str]:
+    """Load; return the lines that name a random state."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("holdfast")
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        holdfast.load(path, state, process_group=group)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+    return [line for line in lines if "rng: " in line]
 
 
 def _held(world: World) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 
@@ -13,6 +14,8 @@ from holdfast.frameworks.torch.state.walk import Stateful
 from holdfast.ports.framework import Catalog
 from holdfast.types.per_rank import PerRank, RngState
 from holdfast.types.values import PerRankRef, Value
+
+logger = logging.getLogger(__name__)
 
 
 def loader_of_rank_value(
@@ -35,9 +38,16 @@ def loader_of_rank_value(
         return put_together(values[saved.path], plain_leaf)
 
     if isinstance(value, RngState):
-        if ranks.rank < catalog.world_size:
-            return partial(rng.restore, saved_by(ranks.rank), path)
-        return partial(rng.seed, catalog.run_id, catalog.step, ranks.rank)
+        if ranks.rank >= catalog.world_size:
+            return partial(rng.seed, catalog.run_id, catalog.step, ranks.rank)
+        state = saved_by(ranks.rank)
+
+        def restore() -> None:
+            rng.restore(state, path)
+            if ranks.rank == 0 and ranks.world_size != catalog.world_size:
+                logger.info("%s: %s", path, _of_other_ranks(catalog.world_size, ranks.world_size))
+
+        return restore
     if ranks.world_size == catalog.world_size:
         return _setter(path, value, saved_by(ranks.rank))
     if value.resize == "error":
@@ -50,6 +60,17 @@ def loader_of_rank_value(
         return _setter(path, value, saved_by(0))
     values = [saved_by(rank) for rank in range(catalog.world_size)]
     return _setter(path, value, value.resize(values, ranks.rank, ranks.world_size))
+
+
+def _of_other_ranks(saved: int, loading: int) -> str:
+    """Return what becomes of the random states of ranks that did not save, or do not load."""
+    first, last = sorted((saved, loading))
+    which = f"rank {first}" if last == first + 1 else f"ranks {first} to {last - 1}"
+    if loading > saved:
+        what = f"the random generators of {which} are seeded anew, from run, step and rank"
+    else:
+        what = f"the saved random states of {which} are not used"
+    return f"number of ranks: {saved} at the save, {loading} now: {what}"
 
 
 def _setter(path: str, value: PerRank, loaded: object) -> Callable[[], None]:
