@@ -10,6 +10,7 @@ from typing import NoReturn
 from holdfast.checkpoint.linked_packs import pack_with_link
 from holdfast.checkpoint.pack_sizes import require_sizes, short_packs
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.format.digest import short_digest_of
 from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from holdfast.format.names import (
     MANIFEST_FILE,
@@ -122,6 +123,12 @@ class CheckpointLocation:
         if self.foreign is not None and self.foreign.name:
             return f"{self.foreign.files.url}/{self.foreign.name}"
         return f"{self.store.url}/{self.folder}".rstrip("/")
+
+    @property
+    def url_digest(self) -> bytes:
+        """The digest of the location, by which ranks compare it."""
+        # The name of a folder may be no UTF-8.
+        return short_digest_of(self.url.encode(errors="surrogateescape"))
 
     @property
     def manifest_key(self) -> str:

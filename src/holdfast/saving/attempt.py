@@ -37,7 +37,7 @@ from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, committ
 from holdfast.engine.background import CALLS, is_done_soon, wait_in_slices
 from holdfast.engine.gc_pause import GcPause
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
-from holdfast.format.digest import hex_digest_of, short_digest_of
+from holdfast.format.digest import hex_digest_of
 from holdfast.format.names import link_name, part_name
 from holdfast.format.part import RankPart, encode_part
 from holdfast.saving.commit import assemble, lost_race_of, outcome_on_storage, publish_manifest, sweep
@@ -164,7 +164,7 @@ class SaveAttempt:
 
     def open(self) -> int:
         """Return the number of this save; from now on a failure to collect the state is a refusal on every rank."""
-        opening = SaveAgreement(self.job, self.step, short_digest_of(self.location.url.encode()))
+        opening = SaveAgreement(self.job, self.step, self.location.url_digest)
         self._deadline = self.job.agreement_deadline()
         try:
             self._opening = self._wait(CALLS.submit(opening.take_number))

@@ -93,7 +93,7 @@ class StateFingerprint:
         other, known = self._other_digests()
         return Statement(
             step=step,
-            location=short_digest_of(self._location.url.encode()),
+            location=self._location.url_digest,
             layout=self._layout_fingerprint,
             agreeing=short_digest_of(*(fqn.encode() + digest for fqn, digest in self._agreeing.items())),
             other=other,
