@@ -93,16 +93,15 @@ class Differences:
         """
         shown = len(names) if len(names) <= _LINES_MAX else _LINES_MAX - 1
         lines = [
-            f"{printable(name)} differs between ranks ({_grouped(_all_ranks(self.others[name], silent))}): only that of "
-            f"rank {self._saved_rank(name)} is saved. {_ADVICE}"
+            f"{printable(name)} differs between ranks ({self._copies(name, silent)}): "
+            f"only that of rank {self._saved_rank(name)} is saved. {_ADVICE}"
             for name in names[:shown]
         ]
         if rest := names[shown:]:
             saved_ranks = first_three(sorted({*map(self._saved_rank, rest)}))
-            groups = _grouped(_all_ranks(self.others[rest[0]], silent))
             lines.append(
-                f"{printable(first_three(rest))} differ between ranks (the first: {groups}): only those of ranks [{saved_ranks}] are saved. "
-                f"{_ADVICE}"
+                f"{printable(first_three(rest))} differ between ranks (the first: {self._copies(rest[0], silent)}): "
+                f"only those of ranks [{saved_ranks}] are saved. {_ADVICE}"
             )
         return lines
 
@@ -116,6 +115,9 @@ class Differences:
         for name, by_digest in self.replicas.items():
             drift.add(name, _all_ranks(by_digest, silent))
         return drift
+
+    def _copies(self, name: str, silent: Mapping[int, Ranks]) -> str:
+        return _grouped(_all_ranks(self.others[name], silent))
 
     def _saved_rank(self, name: str) -> int:
         return min(map(min, self.others[name].values()))

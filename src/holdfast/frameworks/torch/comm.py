@@ -5,17 +5,22 @@ from __future__ import annotations
 import hashlib
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from holdfast.errors import InvalidError
+from holdfast.errors import InvalidError, UnavailableError
 from holdfast.frameworks.alone import AloneComm
 from holdfast.frameworks.torch.descriptor_limit import warn_of_descriptor_limit
 from holdfast.frameworks.torch.key_value_store import TorchKeyValueStore
 from holdfast.frameworks.torch.private_layout import default_store, devices_of, timeouts_of
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _TAG = 0x686F6C64
 """Tag that separates these messages from point-to-point messages of the training script."""
@@ -70,6 +75,23 @@ def group_of(process_group: object) -> object:
     return dist.group.WORLD if process_group is None else process_group
 
 
+def _collective(call: Callable[Concatenate[ProcessGroupComm, P], T]) -> Callable[Concatenate[ProcessGroupComm, P], T]:
+    """Raise what torch.distributed reports of a dead or absent rank as one of our errors."""
+
+    @wraps(call)
+    def typed(self: ProcessGroupComm, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return call(self, *args, **kwargs)
+        except RuntimeError as error:  # So are torch's errors of backends, of the network and of time-outs.
+            raise UnavailableError(
+                f"rank {self.rank}: a collective of Holdfast ({call.__name__}) over {self.world_size} ranks failed: "
+                f"{error}; expected every rank to take part. A rank has ended, makes another call, or cannot be "
+                "reached: look at the logs of the other ranks, then restart the job"
+            ) from error
+
+    return typed
+
+
 class ProcessGroupComm:
     """The ranks of a torch process group."""
 
@@ -108,6 +130,7 @@ class ProcessGroupComm:
         """Return the group's rank of a global rank, or None if it is not a member."""
         return self._rank_of_global.get(rank)
 
+    @_collective
     def broadcast(self, payload: bytes | None) -> bytes:
         """Return rank 0's payload on every rank."""
         device = self._device()
@@ -118,6 +141,7 @@ class ProcessGroupComm:
             dist.broadcast(data, group=self._group, group_src=0)
         return data.cpu().numpy().tobytes()
 
+    @_collective
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Return every rank's payload, by rank."""
         device = self._device()
@@ -133,6 +157,7 @@ class ProcessGroupComm:
             for padded, length in zip(gathered, lengths, strict=True)
         ]
 
+    @_collective
     def bitwise_or(self, payload: bytes) -> bytes:
         """Return the bitwise OR of the payloads of all ranks, which have one length."""
         if not payload:
@@ -147,6 +172,7 @@ class ProcessGroupComm:
         dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=self._group)
         return np.packbits(bits.cpu().numpy()).tobytes()
 
+    @_collective
     def exchange(self, gives: Mapping[int, Sequence[memoryview]], takes: Mapping[int, Sequence[memoryview]]) -> None:
         """Send bytes to other ranks and receive theirs."""
         device = self._device()
