@@ -38,6 +38,55 @@ BY_NAME: dict[str, type[CheckpointError]] = {
 """The errors by name, so that a rank can send an error to another rank."""
 
 
+_MISTAKES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    BufferError,
+    ImportError,
+    LookupError,
+    NameError,
+    NotImplementedError,
+    RecursionError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+"""Built-in errors of a program. They come back with a retry, unlike those of storage, memory, devices and networks."""
+
+
+def translated(error: BaseException, prefix: str = "") -> CheckpointError:
+    """Return an error as one of ours, with itself as the cause.
+
+    Args:
+        error: Any error; one of ours comes back as it is.
+        prefix: Begins the message of another one.
+    """
+    if isinstance(error, CheckpointError):
+        return error
+    failure: CheckpointError
+    what = f"{prefix}{type(error).__name__}: {text_of(error)}"
+    if not isinstance(error, Exception):
+        failure = UnavailableError(f"{prefix}interrupted by {type(error).__name__}. Call again if the training goes on")
+    elif isinstance(error, _MISTAKES) and not isinstance(error, OSError):
+        failure = InvalidError(
+            f"{what}; an error of the call, of the state or of Holdfast, not of storage. Another try fails too: the "
+            "traceback of the cause shows the place"
+        )
+    else:
+        failure = UnavailableError(what)
+    failure.__cause__ = error
+    return failure
+
+
+def text_of(error: BaseException) -> str:
+    """Return an error's message, also if the error cannot be printed."""
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - an error of a user's own class
+        return "its message cannot be printed"
+
+
 class Preempted(SystemExit):
     """A rank received a signal to end, and every rank has left its loop at the same step.
 

@@ -53,6 +53,6 @@ def _raised(call: Callable[[], object]) -> str:
         call()
     except holdfast.CheckpointError as error:
         return f"{type(error).__name__}: {error}".replace("\n", " ")
-    except Exception as error:  # noqa: BLE001 - the test names it
+    except Exception as error:
         return f"foreign: {error!r}"
     return "nothing"

@@ -16,7 +16,7 @@ from holdfast.coordination.coding_history import JobCoding
 from holdfast.engine.arena import Arena
 from holdfast.engine.background import BackgroundQueue, WriteProgress
 from holdfast.engine.memory_limits import MemoryShare, memory_statement
-from holdfast.errors import BY_NAME, CheckpointError, CorruptError, MissingError, UnavailableError
+from holdfast.errors import BY_NAME, CheckpointError, CorruptError, MissingError, UnavailableError, translated
 from holdfast.format.digest import short_digest_of
 from holdfast.interrupts import GUARD
 from holdfast.plan.declared_parts import SumCache
@@ -349,9 +349,8 @@ def _statements(comm: Comm, clock: Clock, settings: Settings) -> list[bytes]:
 
 def error_text(error: BaseException) -> str:
     """Return an error as ASCII text that another rank can raise again."""
-    kind = type(error).__name__ if isinstance(error, CheckpointError) else UnavailableError.__name__
-    message = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    return json.dumps({"kind": kind, "message": message[:20_000], "absent": is_absence(error)})
+    ours = translated(error)
+    return json.dumps({"kind": type(ours).__name__, "message": str(ours)[:20_000], "absent": is_absence(error)})
 
 
 def is_absence(error: BaseException) -> bool:

@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from holdfast.api import Checkpoint
-from holdfast.errors import BY_NAME, CheckpointError, ConflictError, InvalidError, UnavailableError
+from holdfast.errors import BY_NAME, CheckpointError, ConflictError, InvalidError, UnavailableError, translated
 
 logger = logging.getLogger(__name__)
 
@@ -129,16 +129,20 @@ def mark_of(checkpoint: Checkpoint) -> dict[str, str] | None:
     return {key: str(mark.get(key, "unknown")) for key in ("name", "version", "model")}
 
 
+def sent_error(error: Exception) -> tuple[str, str]:
+    """Return an error, as one of Holdfast, for the other ranks: the name of its type, and its message."""
+    ours = translated(error)
+    return type(ours).__name__, str(ours)
+
+
 def error_of_rank(where: str, name: str, text: str) -> CheckpointError:
     """Return the error that a call raised on another rank.
 
     Args:
         where: The rank, as in `rank 0`.
-        name: Name of the type of the error. One that is not of Holdfast becomes `UnavailableError`, and is named.
-        text: Its message.
+        name, text: As `sent_error` returned them.
     """
-    kind = BY_NAME.get(name)
-    return UnavailableError(f"{where}: {name}: {text}") if kind is None else kind(f"{where}: {text}")
+    return BY_NAME.get(name, UnavailableError)(f"{where}: {text}")
 
 
 def from_first(call: Callable[[], _Result], *, is_first: bool, broadcast: Callable[[Any], Any]) -> _Result:
@@ -157,7 +161,7 @@ def from_first(call: Callable[[], _Result], *, is_first: bool, broadcast: Callab
         try:
             outcome = (None, call())
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an outcome
-            failure, outcome = error, ((type(error).__name__, str(error)), None)
+            failure, outcome = error, (sent_error(error), None)
     told, result = broadcast(outcome)
     if isinstance(failure, CheckpointError):
         raise failure

@@ -36,12 +36,12 @@ from holdfast.coordination.opening.records import Agreement, DescribedState, Sta
 from holdfast.coordination.outcome import Outcome, OutcomeKind, aborted, committed
 from holdfast.engine.background import CALLS, is_done_soon, wait_in_slices
 from holdfast.engine.gc_pause import GcPause
-from holdfast.errors import CheckpointError, InvalidError, UnavailableError
+from holdfast.errors import CheckpointError, InvalidError, UnavailableError, text_of
 from holdfast.format.digest import hex_digest_of
 from holdfast.format.names import link_name, part_name
 from holdfast.format.part import RankPart, encode_part
 from holdfast.saving.commit import assemble, lost_race_of, outcome_on_storage, publish_manifest, sweep
-from holdfast.saving.handle import SaveHandle, collect_error, text_of, typed
+from holdfast.saving.handle import SaveHandle, collect_error, typed
 from holdfast.saving.overwrite import lost_claim_of, replace_manifest
 from holdfast.saving.request import SaveRequest, claim_in_time
 from holdfast.saving.transfer import Transfer
@@ -472,7 +472,7 @@ class SaveAttempt:
         failure = typed(error, self.name)
         outcome = self.commit_vote.abort(failure)
         if outcome.kind is not OutcomeKind.ABORTED:
-            self._fail_unknown(f"{error}; {outcome.reason}", error)
+            self._fail_unknown(f"{failure}; {outcome.reason}", error)
             return
         # Where a write hangs, removing its files would hang too. The next save of the step removes them.
         if self.job.progress.hung is None:

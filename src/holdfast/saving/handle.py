@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import SaveHistory
-from holdfast.errors import CheckpointError, InvalidError, UnavailableError
+from holdfast.errors import CheckpointError, InvalidError, UnavailableError, translated
 from holdfast.interrupts import UnlockedFuture
 from holdfast.types.reports import SaveReport
 
@@ -139,7 +139,10 @@ class SaveHandle:
             return  # It was given up while its write hung, and the write has ended now.
         counted = self._history.note_failed()
         if not self._waiting:
-            logger.error("%s failed: %s: %s (%s)", self.name, type(error).__name__, error, counted)
+            if isinstance(error.__cause__, Exception | None):
+                logger.error("%s failed: %s: %s (%s)", self.name, type(error).__name__, error, counted)
+            else:
+                logger.warning("%s ended: %s", self.name, error)
         self.in_flight = None
         for future in (self.staged, self.replicated, self.committed):
             with suppress(InvalidStateError):
@@ -165,11 +168,7 @@ def _clear_frames(error: BaseException) -> None:
 
 def typed(error: BaseException, name: str) -> CheckpointError:
     """Return an error as one of ours, so that a handle never raises anything else."""
-    if isinstance(error, CheckpointError):
-        return error
-    failure = UnavailableError(f"{name}: {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure
+    return translated(error, f"{name}: ")
 
 
 def collect_error(error: BaseException, name: str) -> BaseException:
@@ -185,11 +184,3 @@ def collect_error(error: BaseException, name: str) -> BaseException:
     # The handle keeps only the refusal: its cause shows which `state_dict` failed.
     refusal.__cause__ = error
     return refusal
-
-
-def text_of(error: BaseException) -> str:
-    """Return an error's message, also if the error cannot be printed."""
-    try:
-        return str(error)
-    except Exception:  # noqa: BLE001 - an error of a user's own class
-        return "its message cannot be printed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import logging
 import threading
 import weakref
@@ -10,13 +11,15 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import pytest
+import torch
 
 from holdfast.checkpoint_manager import CheckpointManager
+from holdfast.coordination.job import error_from, error_text
 from holdfast.errors import CorruptError, InvalidError, UnavailableError
-from holdfast.saving.handle import SaveHandle
-from holdfast.testing.faults import Faults, FaultyStore, raise_error
+from holdfast.saving.handle import SaveHandle, typed
+from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
 from holdfast.types.reports import SaveReport
-from tests.unit.ranks import World, plain, saved
+from tests.unit.ranks import World, fresh_store, plain, saved, sharded
 
 REPORT = SaveReport(7, "memory://x", "0" * 16, 1, 0, 1, True, "copy", 0.1, 0.0, 0.0, 0.2, (), ())
 
@@ -263,3 +266,62 @@ def test_close_waits_for_saves_under_way() -> None:
 
     assert world.play(part) == [[True] * 5] * 2
     assert world.committed() == [0, 1, 2, 3, 4]
+
+
+class Strange(Exception):
+    """Of a package that a store uses."""
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (TypeError("not subscriptable"), InvalidError),
+        (UnicodeEncodeError("utf-8", "\udce9", 0, 1, "surrogates not allowed"), InvalidError),
+        (KeyError("w"), InvalidError),
+        (AssertionError("it was opened"), InvalidError),
+        (RecursionError("too deep"), InvalidError),
+        (io.UnsupportedOperation("fileno"), UnavailableError),
+        (OSError(28, "No space left"), UnavailableError),
+        (TimeoutError("no answer"), UnavailableError),
+        (MemoryError("no room"), UnavailableError),
+        (torch.OutOfMemoryError("no room"), UnavailableError),
+        (RuntimeError("can't start new thread"), UnavailableError),
+        (Strange("connection reset"), UnavailableError),
+        (CorruptError("damaged"), CorruptError),
+    ],
+    ids=lambda each: each.__name__ if isinstance(each, type) else type(each).__name__,
+)
+def test_a_foreign_error_becomes_what_its_caller_must_do(error: Exception, kind: type[Exception]) -> None:
+    """Of the same type, and with the same words, on the rank that met it and on the others."""
+    ours = typed(error, "save of step 7")
+    assert type(ours) is kind and type(error_from(error_text(error))) is kind
+    assert str(error) in str(ours) and str(error) in str(error_from(error_text(error)))
+    assert ours is error or (ours.__cause__ is error and str(ours).startswith("save of step 7: "))
+    assert (kind is InvalidError) == ("not of storage. Another try fails too" in str(ours))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3), GeneratorExit()], ids=repr)
+def test_an_interrupted_save_is_no_failure_of_storage(error: BaseException, caplog: pytest.LogCaptureFixture) -> None:
+    handle = SaveHandle("save of step 7")
+    with caplog.at_level(logging.DEBUG, logger="holdfast"):
+        handle.fail(typed(error, handle.name))
+    (record,) = caplog.records
+    name = type(error).__name__
+    assert record.levelno == logging.WARNING and "failed" not in record.getMessage()
+    assert record.getMessage().startswith(f"save of step 7 ended: save of step 7: interrupted by {name}. ")
+    with pytest.raises(UnavailableError, match=f"save of step 7: interrupted by {name}"):
+        handle.wait()
+
+
+@pytest.mark.parametrize(("error", "kind"), [(TypeError, InvalidError), (OSError, UnavailableError)])
+@pytest.mark.parametrize("operation", ["upload", "upload.write", "put_if_absent"])
+def test_a_defect_on_one_rank_is_not_blamed_on_storage_on_any(
+    error: type[Exception], kind: type[Exception], operation: str
+) -> None:
+    def fail(_: FaultPoint) -> None:
+        raise error("a defect")
+
+    store = fresh_store()
+    world = World(2, store=store, stores={1: FaultyStore(store, Faults(fail, names={operation}, lasting=True))})
+    for outcome in world.play(lambda rank, run: saved(run, 1, {"w": sharded(2)})):
+        assert type(outcome) is kind and f"{error.__name__}: a defect" in str(outcome), outcome

@@ -79,7 +79,7 @@ def _collective(call: Callable[Concatenate[ProcessGroupComm, P], T]) -> Callable
     """Raise what torch.distributed reports of a dead or absent rank as one of our errors."""
 
     @wraps(call)
-    def typed(self: ProcessGroupComm, *args: P.args, **kwargs: P.kwargs) -> T:
+    def typed(self: ProcessGroupComm, /, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return call(self, *args, **kwargs)
         except RuntimeError as error:  # So are torch's errors of backends, of the network and of time-outs.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from accelerate.utils import gather_object
 
 from holdfast.errors import UnavailableError
-from holdfast.integrations.host import error_of_rank
+from holdfast.integrations.host import error_of_rank, sent_error
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def _called(call: Callable[[], T], shown: Callable[[T], T | None]) -> tuple[T, l
         own = call()
     except Exception as raised:  # noqa: BLE001 - every process learns of it, then it is raised
         error = raised
-    failure = None if error is None else (type(error).__name__, str(error))
+    failure = None if error is None else sent_error(error)
     told: list[tuple[tuple[str, str] | None, T]]
     told = _gathered((failure, None if own is None else shown(own)))
     if error is not None:
