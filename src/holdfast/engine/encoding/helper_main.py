@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import socket
 import sys
+from contextlib import suppress
 
 import msgspec
 
@@ -30,7 +32,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 """What a scheduler sends to all processes of a job before it ends: the last save still needs helpers."""
 
 _LOOK_SECONDS = 30.0
-"""How often a helper looks whether its parent lives: another child of the parent may keep the socket open."""
+"""How often a helper looks whether its parent lives, where the system does not report the end of a process."""
 
 
 def serve(codecs: Codecs) -> int:
@@ -40,14 +42,18 @@ def serve(codecs: Codecs) -> int:
     theirs, memory, chunk_bytes, counts_nonfinite, parent = map(int, sys.argv[2:7])
     worker = _Worker(codecs, SlotMemory(memory, SLOTS, chunk_bytes), counts_nonfinite=bool(counts_nonfinite))
     with socket.socket(fileno=theirs) as asked:
-        asked.settimeout(_LOOK_SECONDS)
+        events = select.poll()
+        events.register(theirs, select.POLLIN)
+        # The end of the parent, although another child of the parent may keep the socket open. PR_SET_PDEATHSIG reports
+        # the end of the thread that started this process.
+        with suppress(OSError):
+            events.register(os.pidfd_open(parent), select.POLLIN)
         try:
             asked.send(READY)
             while os.getppid() == parent:
-                try:
-                    message = asked.recv(MESSAGE_BYTES_MAX)
-                except TimeoutError:
+                if theirs not in dict(events.poll(_LOOK_SECONDS * 1000)):
                     continue
+                message = asked.recv(MESSAGE_BYTES_MAX)
                 if not message:
                     break
                 asked.send(msgspec.msgpack.encode(worker.encoded(msgspec.msgpack.decode(message, type=UnitRequest))))

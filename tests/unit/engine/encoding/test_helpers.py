@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.engine.casting import cast
-from holdfast.engine.encoding import helper_process
+from holdfast.engine.encoding import helper_main, helper_process
 from holdfast.engine.encoding.chunk_encoder import ChunkEncoder, EncodedChunk, PairedWeight
 from holdfast.engine.encoding.encode import Encoder
 from holdfast.engine.encoding.helper_messages import SLOTS
@@ -339,6 +339,45 @@ def test_helpers_end_at_once_though_a_forked_process_lives() -> None:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert seconds < helper_process._EXIT_SECONDS_MAX
+
+
+@pytest.mark.parametrize("ends", ["killed", "exits", "stops first"])
+def test_helpers_end_with_a_parent_whose_forked_process_lives(ends: str) -> None:
+    """As a worker of a data loader does, it keeps their socket open."""
+    reading, writing = os.pipe()
+    if (parent := os.fork()) == 0:
+        helpers = started()
+        pid = pid_of(the_helper(helpers))
+        if (child := os.fork()) == 0:
+            time.sleep(60)
+            os._exit(0)
+        os.write(writing, f"{pid} {child}".encode())
+        time.sleep(0.0 if ends == "exits" else 60.0)
+        os._exit(0)
+    os.close(writing)
+    with open(reading) as pipe:
+        assert select.select([pipe], [], [], READY_SECONDS_MAX)[0]
+        pid, child = map(int, os.read(reading, 100).split())
+    if ends == "stops first":
+        os.kill(parent, signal.SIGSTOP)
+        assert is_alive(pid)
+    if ends != "exits":
+        os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    # By itself it looks for its parent twice as late.
+    ended = within(helper_main._LOOK_SECONDS / 2, lambda: not is_alive(pid))
+    os.kill(child, signal.SIGKILL)
+    assert ended
+
+
+def test_helpers_outlive_the_thread_that_started_them() -> None:
+    found: list[CodingHelpers] = []
+    thread = threading.Thread(target=lambda: found.append(started()))
+    thread.start()
+    thread.join()
+    pack = of_many_chunks()
+    assert stored(pack, found[0]) == stored(pack) and not the_helper(found[0]).is_lost
+    found[0].close()
 
 
 def test_a_helper_of_another_version_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
