@@ -32,7 +32,9 @@ class PartBuilder:
         self._layouts = layouts_of(collected) if is_leader else ()
         self._tree = fingerprint.tree_bytes if is_leader else None
         self._optimizers = dict(collected.optimizers) if is_leader else {}
-        self._order = tuple(collected.order) if is_leader else ()
+        # A part holds Unicode only. Values may have other names, which their encoding escapes.
+        names = collected.order if is_leader else ()
+        self._order = tuple(each for each in names if each.isascii() or each == each.encode(errors="ignore").decode())
         self._replicas = replicas_of(collected, agreement) if settings.compare_replicas else None
         shards = collected.shards if settings.count_nonfinite else ()
         self._roles = {local.shard.tensor.fqn: local.shard.role for local in shards}

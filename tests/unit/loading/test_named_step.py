@@ -135,7 +135,7 @@ def test_the_best_is_what_keep_keeps(world: World) -> None:
     facts = [KeptFacts(step, metrics=metrics) for step, metrics in METRICS.items()]
     for metric, mode in (("loss", "min"), ("loss", "max"), ("accuracy", "min"), ("accuracy", "max")):
         rule = BestN(1, metric, mode)  # type: ignore[arg-type]
-        (best,) = (step for step, why in kept(rule, facts).items() if f"{mode} {metric}" in why)
+        (best,) = (step for (step, _), why in kept(rule, facts).items() if f"{mode} {metric}" in why)
         assert loaded(world, best=(metric, mode)) == best
 
 
