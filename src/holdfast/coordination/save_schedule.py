@@ -100,10 +100,13 @@ class Schedule:
         try:
             decision: bool | None = None
             while self._events:
-                decision = self._handle(self._events[0])
-                if decision is None:
+                first = self._events[0]
+                answer = self._handle(first)
+                if answer is None:
                     return None
                 self._events.popleft()
+                # A signal handler may have queued an event of its own behind this one.
+                decision = answer if first is event else decision
             return decision
         finally:
             self._is_replaying = False

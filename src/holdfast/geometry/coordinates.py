@@ -1,7 +1,7 @@
 """The coordinates that a plain tensor carries itself, as attributes.
 
-The attributes are those of PyTorch's protocol `CheckpointableTensor` (torch 2.14). One tensor in memory holds several
-boxes of a larger tensor. What no box covers is padding.
+The attributes are those of PyTorch's protocol `CheckpointableTensor` (main branch, July 2026). One tensor in memory
+holds several boxes of a larger tensor. What no box covers is padding.
 """
 
 from __future__ import annotations

@@ -83,8 +83,9 @@ class Discarding:
             if (run_id := read_run_id(store)) is not None:
                 # On another thread: a signal handler may save meanwhile, and then shares the lease.
                 holding = CALLS.submit(lambda: lease.hold(run_id))
-                wait_in_slices(holding, seconds, job.clock, lambda: None)
+                # Before the wait: a lease that is taken late is given up too if the load fails.
                 self._has_taken_lease = not is_held
+                wait_in_slices(holding, seconds, job.clock, lambda: None)
         except TimeoutError:
             self._failure = UnavailableError(f"the writer lease was not taken within {seconds:,.0f} s; look at storage")
         except ConflictError as error:

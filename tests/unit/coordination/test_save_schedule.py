@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -400,3 +401,26 @@ def test_a_request_that_was_counted_and_never_named_holds_rank_0_up_once(monkeyp
     first, second = played(2, OnRequest(), part)
     assert first == second and len(first) == 1  # type: ignore[arg-type]
     assert time.monotonic() - start < 5
+
+
+def test_a_save_in_a_handler_that_interrupts_a_decision_does_not_answer_it() -> None:
+    """The handler saves another step. Its event is handled by the call that it interrupted."""
+
+    def part(_: int, schedule: Schedule, job: Job) -> list[bool]:
+        really, answers = schedule._handle, list[bool]()
+
+        def handle(event: Any) -> bool | None:
+            answer = really(event)
+            if event.kind == "decide" and event.step == 10 and answer:
+                schedule.note_saved(7)
+            return answer
+
+        schedule._handle = handle  # type: ignore[method-assign]
+        for step in range(1, 12):
+            answers.append(schedule.is_due(step))
+            if answers[-1]:
+                schedule.note_saved(step)
+        return answers
+
+    (answers,) = played(1, EveryNSteps(10), part)
+    assert answers == [step == 10 for step in range(1, 12)]
