@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 import holdfast
 from holdfast import api
 from holdfast.errors import CorruptError
+from holdfast.format.state_order import text_of
 from holdfast.integrations import dcp
 from tests.hostile.crafting import sealed
 
@@ -154,7 +155,7 @@ def test_a_checkpoint_without_an_order_is_read_as_before(
     (path / "manifest.json").write_bytes(sealed(document))
     found = holdfast.read(path)
     assert found.keys() == state.keys() and found["model"].keys() == model.state_dict().keys()
-    document["order"] = [10_000]
+    document["order"] = text_of([10_000])
     (path / "manifest.json").write_bytes(sealed(document))
     with pytest.raises(CorruptError, match=r"order has the number 10000; expected below \d+"):
         holdfast.read(path)

@@ -31,6 +31,7 @@ from holdfast.format.sealed_json import (
     header,
     sealed,
 )
+from holdfast.format.state_order import numbers_in, text_of
 from holdfast.format.timeline import TimelineDocument, decode_timeline, encode_timeline
 from holdfast.format.values import values
 from holdfast.types.manifest import (
@@ -83,7 +84,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             **({} if manifest.health is None else {"health": encode_health(manifest.health)}),
             **({} if manifest.timeline.number == 1 else {"timeline": encode_timeline(manifest.timeline)}),
             **({"optimizers": _encoded_optimizers(manifest.optimizers)} if manifest.optimizers else {}),
-            **({"order": list(manifest.order)} if manifest.order else {}),
+            **({"order": text_of(manifest.order)} if manifest.order else {}),
             **({"newer_types": list(manifest.newer_types)} if manifest.newer_types else {}),
             "state": values.encode(manifest.tree, ""),
         }
@@ -131,7 +132,7 @@ class _ManifestDocument(_RunFieldsDocument, kw_only=True):
     metrics: object = None
     health: object = None
     optimizers: dict[Text, _OptimizerDocument] | None = None
-    order: tuple[_Whole, ...] = ()
+    order: str = ""
     newer_types: tuple[Text, ...] = ()
     state: object
 
@@ -164,6 +165,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
             path: OptimizerRecord(record.class_name, tuple(record.state_keys))
             for path, record in (document.optimizers or {}).items()
         },
+        "order": numbers_in(document.order, where),
         "tree": tree,
         "packs": packs,
         "parts": _records(document.parts, is_part_name, where),
