@@ -136,14 +136,14 @@ def test_a_loop_that_saves_first_may_save_the_step_that_it_loaded(tmp_path: Path
         assert manager.load(state(9.0)) == 10
         with torch.no_grad():
             torch.randn(3) + model(torch.randn(2, 4)).sum()  # An evaluation draws numbers.
-        report = manager.save(10, state(1.5), tags=["resumed"]).wait()
+        report = manager.save(10, state(2.0), tags=["resumed"]).wait()
         assert report is not None and (report.step, report.bytes) == (10, 0)
         assert list_steps(tmp_path).steps[0].tags == ("resumed",)
         take_a_step()
         with pytest.raises(
             holdfast.ConflictError, match=r"already there.*Save the state as another step.*discard_newer"
         ):
-            manager.save(10, state(1.5)).wait()
+            manager.save(10, state(2.0)).wait()
         manager.save(11, state(1.5)).wait()
     remove_steps(tmp_path, 11, grace_seconds=0.0)
     with run_at(tmp_path) as manager:

@@ -11,9 +11,10 @@ import torch
 import holdfast
 from holdfast.api import list_steps, remove_steps
 from holdfast.clock import SystemClock
+from holdfast.format.names import link_name
 from holdfast.leases.process import this_process
 from holdfast.repository.reader_leases import put_lease
-from holdfast.repository.removal import is_link_key, mark_keys
+from holdfast.repository.removal import is_link_key, is_pack_key, mark_keys
 from holdfast.stores.local import LocalStore
 from tests.unit.cli.running import holdfast as command
 from tests.unit.cli.running import separately
@@ -68,9 +69,13 @@ def test_a_dry_run_shows_what_would_go_and_touches_nothing(root: Path) -> None:
     assert planned["dry_run"] and planned["removed"]["steps"] == ["100", "200"] and planned["left"] == {}
     done = json.loads(command("rm", root, 100, 200, "--grace", 0, "--json").out)
     assert done["removed"] == planned["removed"] and not done["dry_run"]
-    gone = before.keys() - files(root).keys()
-    # A link takes no space: the pack of the backbone stays for the steps that are left.
+    left = files(root).keys()
+    gone = before.keys() - left
+    # A link takes no space, and the pack of the backbone none beside the links of the steps that are left.
+    linked = {name.rpartition("/")[2] for name in left if is_link_key(name)}
     uncounted = {name for name in gone if name.endswith("manifest.json") or is_link_key(name)}
+    uncounted |= {name for name in gone if is_pack_key(name) and link_name(name) in linked}
+    assert len(linked) == 1
     assert sum(len(before[name]) for name in gone - uncounted) == done["removed"]["bytes"]
 
 

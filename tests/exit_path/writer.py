@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import holdfast
 from holdfast import Settings
-from holdfast.geometry.dtype import DTYPES
+from holdfast.geometry.dtype import DTYPES, NEWER_TYPES
 from tests.tuned import tuned
 
 RANKS = 2
@@ -36,7 +36,8 @@ SETTINGS = tuned(Settings(chunk_bytes=4096), pack_header_bytes_max=16 * 1024)
 """So small that the state of every dtype takes several packs per rank."""
 
 
-STOCK = tuple(name for name, dtype in DTYPES.items() if dtype.safetensors)
+# The reader of PyTorch knows no F8_E8M0: `tests/reading/test_newer_types.py` opens such packs with safetensors.
+STOCK = tuple(name for name, dtype in DTYPES.items() if dtype.safetensors and name not in NEWER_TYPES)
 """Element types that stock readers know; the others lie apart and are not theirs to read."""
 
 

@@ -99,15 +99,17 @@ def test_a_call_that_goes_on_keeps_its_thread() -> None:
 
 
 def test_idle_calls_end_but_not_those_that_go_on() -> None:
-    calls, end = DaemonCalls(), threading.Event()
+    calls, begun, end = DaemonCalls(), threading.Event(), threading.Event()
     threads: list[threading.Thread] = []
 
     def note(wait: bool) -> None:
         threads.append(threading.current_thread())
+        begun.set()
         if wait:
             end.wait(60)
 
     going: Future[None] = calls.submit(lambda: note(True))
+    assert begun.wait(60)
     calls.submit(lambda: note(False)).result(60)
     calls.end_idle()
     assert [thread.is_alive() for thread in threads] == [True, False]
