@@ -271,7 +271,8 @@ class DaemonCalls:
             while True:
                 inbox, thread = self._idle.pop()
                 inbox.put(None)
-                _join(thread)
+                if thread is not threading.current_thread():
+                    thread.join()
 
     def _work(self, inbox: queue.SimpleQueue[_Call | None]) -> None:
         idle = inbox, threading.current_thread()
@@ -292,11 +293,6 @@ def end_idle_threads() -> None:
     CALLS.end_idle()
     for each in list(_QUEUES):
         each.end_if_idle()
-
-
-def _join(thread: threading.Thread) -> None:
-    if thread is not threading.current_thread():
-        thread.join()
 
 
 def wait_in_slices(future: Future[T], seconds: float, clock: Clock, note_slice: Callable[[], None]) -> T:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import binascii
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 
 from holdfast.errors import CorruptError
+from holdfast.format.values.scalars import base64_document, base64_value
 from holdfast.types.values import Group
 
 
@@ -28,7 +28,7 @@ def numbers_of(order: Iterable[str], tensors: Iterable[str], aliases: Iterable[s
 
 def text_of(numbers: Sequence[int]) -> str:
     """Return numbers as text. As a list of JSON, those of 30,000 names take 25 ms at each look at a manifest."""
-    return binascii.b2a_base64(np.array(numbers, dtype="<u4").tobytes(), newline=False).decode("ascii")
+    return base64_document(np.array(numbers, dtype="<u4").tobytes())
 
 
 def numbers_in(text: str, where: str) -> tuple[int, ...]:
@@ -38,7 +38,7 @@ def numbers_in(text: str, where: str) -> tuple[int, ...]:
         CorruptError: It is no such text.
     """
     try:
-        return tuple(np.frombuffer(binascii.a2b_base64(text, strict_mode=True), dtype="<u4").tolist())
+        return tuple(np.frombuffer(base64_value(text), dtype="<u4").tolist())
     except ValueError as error:
         raise CorruptError(
             f"{where}: order is no base64 text of 4-byte numbers ({error}). Read another copy"

@@ -224,13 +224,16 @@ class Deduplicator:
 
     def _stays(self, pack: str) -> bool:
         """Return whether no collection removes a pack: where the base has a link, a reference alone may break."""
-        base_link = "" if self._previous is None else self._previous.links.get(pack, "")
+        base_link = self._base_link(pack)
         return not base_link or not exists(self._location.store, base_link)
+
+    def _base_link(self, pack: str) -> str:
+        """Return the key of the link to a pack that the base step has, or may have; empty if it has none."""
+        return "" if self._previous is None else self._previous.links.get(pack, "")
 
     def _is_linkable(self, pack: str, link: LinkPack) -> bool:
         """Link a pack, or leave it at the reference if it cannot be linked; return False if it is gone, or may go."""
-        base_link = "" if self._previous is None else self._previous.links.get(pack, "")
-        for source in filter(None, (pack, base_link)):
+        for source in filter(None, (pack, self._base_link(pack))):
             try:
                 made = link(pack, source)
             except MissingError:

@@ -11,6 +11,7 @@ from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.writing.write import WrittenPack
 from holdfast.format.index.index_builder import IndexBuilder
 from holdfast.format.part import RankPart
+from holdfast.format.values import values
 from holdfast.ports.framework import Collected
 from holdfast.saving.deduplication import Deduplicator
 from holdfast.saving.fingerprint import StateFingerprint
@@ -33,8 +34,7 @@ class PartBuilder:
         self._tree = fingerprint.tree_bytes if is_leader else None
         self._optimizers = dict(collected.optimizers) if is_leader else {}
         # A part holds Unicode only. Values may have other names, which their encoding escapes.
-        names = collected.order if is_leader else ()
-        self._order = tuple(each for each in names if each.isascii() or each == each.encode(errors="ignore").decode())
+        self._order = tuple(filter(values.is_json_scalar, collected.order)) if is_leader else ()
         self._replicas = replicas_of(collected, agreement) if settings.compare_replicas else None
         shards = collected.shards if settings.count_nonfinite else ()
         self._roles = {local.shard.tensor.fqn: local.shard.role for local in shards}

@@ -51,8 +51,8 @@ class Ties:
         named = (fqn, held, memory)
         if held.is_located and held.parts:
             # Several names may view one buffer, each with boxes of its own in it.
-            layout = (held.global_shape, *(part.region for part in held.parts))
-            return self._first.setdefault((layout, *(storage_key(part.local) for part in held.parts)), named)[0]
+            key = (*_layout_key(held, memory), *(storage_key(part.local) for part in held.parts))
+            return self._first.setdefault(key, named)[0]
         # A plain tensor's shape is in `held`. To ask torch for it again makes a new object for each of 100,000 tensors.
         if 0 not in (held.global_shape if held.holders is None else tensor.shape):
             first, first_held, first_memory = self._first_in_memory(tensor, named)
