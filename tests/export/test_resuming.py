@@ -127,7 +127,10 @@ def test_an_export_killed_at_any_moment_goes_on_and_ends_the_same(
         if process.wait() == 0:
             break
         kills += 1
-        assert not target.exists()
+        if target.exists():  # The kill came behind the publication: the files are whole, and the next try says so.
+            assert contents(target) == whole
+            if os.listdir(tmp_path) == ["out"]:
+                return
     assert kills >= 1, "nothing was killed: the test proves nothing"
     word, resumed, total = lines[-1].split()
     assert word == "done"
