@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import holdfast
+from holdfast.coordination.job import Job
 from holdfast.errors import InvalidError
+from holdfast.frameworks.torch.state import overlaps
+from holdfast.loading import load
+from holdfast.loading.resolve import Resolved
+from holdfast.loading.same_content import fill_alone
+from holdfast.ports.framework import Wanted
 
 State = dict[str, object]
 
@@ -189,6 +196,30 @@ def test_buffers_parameters_and_moments(tmp_path: Path, cast: bool) -> None:
         tmp_path / "b", {"ring": other, "optimizer": moments}, process_group=False, cast=cast, skip="*weight.mom*"
     )
     assert moments.state[other.bias]["momentum_buffer"].tolist() == [9.0] * 5
+
+
+@pytest.mark.parametrize(("together_bytes", "calls"), ((4000, 1), (1200, 2), (1, 22)))
+def test_what_is_compared_is_read_once_many_targets_in_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together_bytes: int, calls: int
+) -> None:
+    flat = torch.zeros(300)
+    parts = holdfast.Sharded([flat[200:260], flat[240:300]], (100,), [(0,), (40,)])
+    views = {f"view{number:02}": flat[10 * number : 10 * number + 5] for number in range(20)}
+    whole = torch.arange(300.0)
+    saved = {"flat": whole, "parts": whole[200:], **{f"view{n:02}": whole[10 * n : 10 * n + 5] for n in range(20)}}
+    holdfast.save(tmp_path / "c", saved, process_group=False)
+    filled: list[list[str]] = []
+
+    def fill(job: Job, resolved: Resolved, wanted: Sequence[Wanted]) -> None:
+        filled.append([each.fqn for each in wanted])
+        fill_alone(job, resolved, wanted)
+
+    monkeypatch.setattr(load, "fill_alone", fill)
+    monkeypatch.setattr(overlaps, "_TOGETHER_BYTES", together_bytes)
+    holdfast.load(tmp_path / "c", {"flat": flat, "parts": parts, **views}, process_group=False)
+    assert torch.equal(flat, whole)
+    assert len(filled) == calls
+    assert sorted(chain.from_iterable(filled)) == sorted(saved)
 
 
 @pytest.mark.usefixtures("group")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import cast
 
 import numpy as np
@@ -17,6 +18,13 @@ from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.held import extent_bytes
 from holdfast.frameworks.torch.tensors import TorchTarget
 from holdfast.ports.framework import Wanted
+from holdfast.settings import MIB
+
+_TOGETHER_BYTES = 64 * MIB
+"""Targets of so many bytes are filled in one call, or one larger target."""
+
+_UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers that are compared, by their bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +43,8 @@ class _TargetMemory:
     start: int
     """Address of the first byte."""
 
-    def in_scratch(self, scratch: torch.Tensor, first: int, unit: int = 1) -> torch.Tensor:
-        """Return the view of this memory in scratch memory that begins at an address.
+    def in_scratch(self, scratch: torch.Tensor, first: int, unit: int) -> torch.Tensor:
+        """Return the view of this memory in scratch memory that begins at an address, one element for `unit` bytes.
 
         Its last dimension is the units of one element.
         """
@@ -57,8 +65,10 @@ def require_equal_overlaps(wanted: Sequence[Wanted], fill: Callable[[Sequence[Wa
         InvalidError: Names both targets, or the one.
     """
     for first, stop, runs in _clusters(wanted):
-        if _is_shared(first, stop, runs):
-            _require_equal(first, stop, runs, fill)
+        # Every address of an element is a multiple of the unit behind `first`; 8 bytes are the largest integer.
+        unit = math.gcd(8, *(number for run in runs for number in (run.local.itemsize, run.start - first)))
+        if _is_shared(first, stop, runs, unit):
+            _require_equal(first, stop, runs, unit, fill)
 
 
 def _clusters(wanted: Sequence[Wanted]) -> Iterator[tuple[int, int, list[_TargetMemory]]]:
@@ -105,9 +115,8 @@ def _is_injective(local: torch.Tensor) -> bool:
     return True
 
 
-def _is_shared(first: int, stop: int, runs: Sequence[_TargetMemory]) -> bool:
+def _is_shared(first: int, stop: int, runs: Sequence[_TargetMemory], unit: int) -> bool:
     """Return whether an address has several elements: the columns of one matrix have none."""
-    unit = math.gcd(*(number for run in runs for number in (run.local.itemsize, run.start - first)))
     marks = torch.zeros((stop - first) // unit, dtype=torch.bool)
     for run in runs:
         run.in_scratch(marks, first, unit).fill_(True)
@@ -115,24 +124,25 @@ def _is_shared(first: int, stop: int, runs: Sequence[_TargetMemory]) -> bool:
 
 
 def _require_equal(
-    first: int, stop: int, runs: Sequence[_TargetMemory], fill: Callable[[Sequence[Wanted]], None]
+    first: int, stop: int, runs: Sequence[_TargetMemory], unit: int, fill: Callable[[Sequence[Wanted]], None]
 ) -> None:
-    scratch, is_filled = torch.zeros(stop - first, dtype=torch.uint8), torch.zeros(stop - first, dtype=torch.bool)
-    for number, run in enumerate(runs):
-        given, there = _stored_bytes(run, fill), run.in_scratch(scratch, first)
-        differs = (there != given) & run.in_scratch(is_filled, first)
+    scratch = torch.zeros((stop - first) // unit, dtype=_UNITS[unit])
+    is_filled = torch.zeros(len(scratch), dtype=torch.bool)
+    for number, (run, given) in enumerate(_stored(runs, unit, fill)):
+        there, is_there = run.in_scratch(scratch, first, unit), run.in_scratch(is_filled, first, unit)
+        differs = (there != given).logical_and_(is_there)
         if bool(differs.any()):
             marks = torch.zeros_like(is_filled)
-            run.in_scratch(marks, first).copy_(differs)
-            other = next(each for each in runs[:number] if bool(each.in_scratch(marks, first).any()))
+            run.in_scratch(marks, first, unit).copy_(differs)
+            other = next(each for each in runs[:number] if bool(each.in_scratch(marks, first, unit).any()))
             raise InvalidError(
                 f"{run.wanted.fqn}: shares a part of its memory with {other.wanted.fqn}, and the checkpoint holds "
                 "different values for that part; expected equal values, or memory of its own for each. Give one of "
                 "them its own memory, e.g. tensor.clone(), or leave it out with skip="
             )
         there.copy_(given)
-        run.in_scratch(is_filled, first).fill_(True)
-        if bool((there != given).any()):
+        is_there.fill_(True)
+        if not torch.equal(there, given):
             raise InvalidError(
                 f"{run.wanted.fqn}: the target {list(run.local.shape)} has strides {list(run.local.stride())}, so "
                 "several of its elements share memory, and the checkpoint holds different values for them; expected "
@@ -140,14 +150,37 @@ def _require_equal(
             )
 
 
-def _stored_bytes(run: _TargetMemory, fill: Callable[[Sequence[Wanted]], None]) -> torch.Tensor:
-    """Return the bytes that a load would write to a run; the last dimension is the bytes of one element."""
-    target = cast("TorchTarget", run.wanted.target)
-    # A clone: what a load with `partial` leaves as it is keeps its present bytes.
-    dense = [(box, local.cpu().resolve_conj().resolve_neg()) for box, local in target.memories]
-    own = target.over([(box, local.clone(memory_format=torch.contiguous_format)) for box, local in dense])
-    fill([replace(run.wanted, target=own)])
-    (_, filled), local = own.memories[run.number], run.local
-    filled = filled.conj_physical() if local.is_conj() else filled
-    filled = filled.neg() if local.is_neg() else filled
-    return filled.reshape(-1).view(torch.uint8).view(*local.shape, local.itemsize)
+def _stored(
+    runs: Sequence[_TargetMemory], unit: int, fill: Callable[[Sequence[Wanted]], None]
+) -> Iterator[tuple[_TargetMemory, torch.Tensor]]:
+    """Yield each run with the units that a load would write to it; the last dimension is the units of one element."""
+    batch: list[Sequence[_TargetMemory]] = []
+    room = _TOGETHER_BYTES
+    for _, own in groupby(runs, key=lambda run: id(run.wanted)):
+        batch.append([*own])
+        room -= cast("TorchTarget", batch[-1][0].wanted.target).local_bytes
+        if room <= 0:
+            yield from _filled(batch, unit, fill)
+            batch, room = [], _TOGETHER_BYTES
+    if batch:
+        yield from _filled(batch, unit, fill)
+
+
+def _filled(
+    batch: Sequence[Sequence[_TargetMemory]], unit: int, fill: Callable[[Sequence[Wanted]], None]
+) -> Iterator[tuple[_TargetMemory, torch.Tensor]]:
+    """Yield the runs of some targets, each with the stored units; one call fills all of these targets."""
+    copies = []
+    for run, *_ in batch:
+        target = cast("TorchTarget", run.wanted.target)
+        # A clone: what a load with `partial` leaves as it is keeps its present bytes.
+        dense = [(box, local.cpu().resolve_conj().resolve_neg()) for box, local in target.memories]
+        copies.append(target.over([(box, local.clone(memory_format=torch.contiguous_format)) for box, local in dense]))
+    fill([replace(own[0].wanted, target=copy) for own, copy in zip(batch, copies, strict=True)])
+    for own, copy in zip(batch, copies, strict=True):
+        for run in own:
+            (_, filled), local = copy.memories[run.number], run.local
+            filled = filled.conj_physical() if local.is_conj() else filled
+            filled = filled.neg() if local.is_neg() else filled
+            units = filled.reshape(-1).view(torch.uint8).view(_UNITS[unit])
+            yield run, units.view(*local.shape, local.itemsize // unit)
