@@ -155,7 +155,7 @@ def test_a_checkpoint_without_an_order_is_read_as_before(
     (path / "manifest.json").write_bytes(sealed(document))
     found = holdfast.read(path)
     assert found.keys() == state.keys() and found["model"].keys() == model.state_dict().keys()
-    document["order"] = text_of([10_000])
+    document["order"] = text_of((10_000).to_bytes(4, "little"))
     (path / "manifest.json").write_bytes(sealed(document))
     with pytest.raises(CorruptError, match=r"order has the number 10000; expected below \d+"):
         holdfast.read(path)

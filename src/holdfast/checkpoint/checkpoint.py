@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from types import EllipsisType
 from typing import TypeVar
 
@@ -29,7 +30,7 @@ from holdfast.format.index.index import Index
 from holdfast.format.index.split_index import SplitIndex
 from holdfast.format.manifest import decode_manifest
 from holdfast.format.names import is_file_url, is_pack_name, rank_of_pack, step_of_pack
-from holdfast.format.state_order import names_of
+from holdfast.format.state_order import names_of, paths_of
 from holdfast.format.values import values
 from holdfast.geometry.box import Box
 from holdfast.geometry.mesh import described_mesh
@@ -155,7 +156,7 @@ class Checkpoint:
     def content(self) -> ExportContent:
         """Its tensors, tied names and values, and their order in the state."""
         tensors, manifest = self.index.tensors, self.manifest
-        order = names_of(manifest.order, tensors, manifest.aliases, manifest.tree, self.url)
+        order = names_of(manifest.order, tensors, chain(manifest.aliases, paths_of(manifest.tree)), self.url)
         return ExportContent(tensors, manifest.aliases, manifest.tree, order)
 
     @cached_property

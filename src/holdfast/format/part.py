@@ -38,7 +38,8 @@ class _PartDocument(msgspec.Struct):
     nonfinite: CountedDocument | UnsetType = UNSET
     replicas: ReplicasDocument | UnsetType = UNSET
     optimizers: dict[str, OptimizerRecord] | UnsetType = UNSET
-    order: tuple[str, ...] | UnsetType = UNSET
+    order: bytes | UnsetType = UNSET
+    order_names: tuple[str, ...] | UnsetType = UNSET
     world_size: int = 0
     digest: bytes = b""
 
@@ -87,8 +88,11 @@ class RankPart:
     optimizers: Mapping[str, OptimizerRecord] = field(default_factory=dict)
     """Class and state keys of each optimizer, by path; from the same ranks as `tree`."""
 
-    order: tuple[str, ...] = ()
-    """Names in the order of the state; from the same ranks as `tree`."""
+    order: bytes = b""
+    """Numbers of the part's own names in the order of the state (`state_order.py`); from the same ranks as `tree`."""
+
+    order_names: tuple[str, ...] = ()
+    """Numbered names of tensors that only other parts have."""
 
 
 def require_part_of(part: RankPart, rank: int, attempt: str, where: str) -> None:
@@ -120,6 +124,7 @@ def encode_part(part: RankPart) -> bytes:
             replicas_document(part.replicas),
             dict(part.optimizers) if part.optimizers else UNSET,
             part.order or UNSET,
+            part.order_names or UNSET,
             part.world_size,
             bytes(DIGEST_BYTES),
         )
@@ -171,5 +176,6 @@ def decode_part(data: bytes, where: str, tables: TensorTables | None = None) -> 
         replicas_in(document.replicas, where),
         document.world_size,
         {} if isinstance(document.optimizers, UnsetType) else document.optimizers,
-        () if isinstance(document.order, UnsetType) else document.order,
+        b"" if isinstance(document.order, UnsetType) else document.order,
+        () if isinstance(document.order_names, UnsetType) else document.order_names,
     )

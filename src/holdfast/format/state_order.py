@@ -1,9 +1,9 @@
-"""The order of the names in a state, as numbers in a list of names that writer and reader form alike."""
+"""The order of the names in a state, as numbers in a sorted list of names that writer and reader form alike."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import pairwise
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -12,63 +12,74 @@ from holdfast.format.values.scalars import base64_document, base64_value
 from holdfast.types.values import Group
 
 
-def numbers_of(order: Iterable[str], tensors: Iterable[str], aliases: Iterable[str], tree: Group) -> tuple[int, ...]:
-    """Return the numbers of names in the order of their state; none if they ascend, as without a stated order.
+def numbers_of(order: Iterable[str], tensors: Sequence[str], others: Iterable[str]) -> bytes:
+    """Return the numbers of names in the order of their state, 4 bytes each; none if they ascend.
 
     A name that the checkpoint lacks is left out.
 
     Args:
         order: The names, each once.
-        tensors, aliases, tree: FQNs, tied names and values of the checkpoint.
+        tensors: FQNs, ascending.
+        others: Tied names, and the paths of values (`paths_of`).
     """
-    number_of = {name: number for number, name in enumerate(_names(tensors, aliases, tree))}
-    numbers = tuple(number_of[name] for name in order if name in number_of)
-    return () if all(first < second for first, second in pairwise(numbers)) else numbers
+    # A state may have 100,000 tensors and few other names: only the others are sorted in between.
+    count = len(tensors)
+    place_of = dict(zip(tensors, range(count), strict=True))
+    between = sorted({name for name in others if name not in place_of})
+    before = np.array([bisect_left(tensors, name) for name in between], dtype=np.int64)
+    place_of |= zip(between, range(count, count + len(between)), strict=True)
+    shifts = np.searchsorted(before, np.arange(count), side="right")
+    number_at = np.concatenate([np.arange(count) + shifts, before + np.arange(len(between))])
+    numbers = number_at[[place for place in map(place_of.get, order) if place is not None]]
+    return b"" if (np.diff(numbers) > 0).all() else numbers.astype("<u4").tobytes()
 
 
-def text_of(numbers: Sequence[int]) -> str:
-    """Return numbers as text. As a list of JSON, those of 30,000 names take 25 ms at each look at a manifest."""
-    return base64_document(np.array(numbers, dtype="<u4").tobytes())
+def text_of(numbers: bytes) -> str:
+    """Return numbers as the text in a manifest. As a list of JSON, 30,000 numbers take 25 ms at each look at it."""
+    return base64_document(numbers)
 
 
-def numbers_in(text: str, where: str) -> tuple[int, ...]:
+def numbers_in(text: str, where: str) -> bytes:
     """Return the numbers in a text; inverse of `text_of`.
 
     Raises:
         CorruptError: It is no such text.
     """
     try:
-        return tuple(np.frombuffer(base64_value(text), dtype="<u4").tolist())
+        numbers = base64_value(text)
     except ValueError as error:
-        raise CorruptError(
-            f"{where}: order is no base64 text of 4-byte numbers ({error}). Read another copy"
-        ) from error
+        raise CorruptError(f"{where}: order is no base64 text ({error}). Read another copy") from error
+    _require_whole(numbers, where)
+    return numbers
 
 
-def names_of(
-    numbers: Sequence[int], tensors: Collection[str], aliases: Collection[str], tree: Group, where: str
-) -> tuple[str, ...]:
+def names_of(numbers: bytes, tensors: Iterable[str], others: Iterable[str], where: str) -> tuple[str, ...]:
     """Return the names of some numbers; inverse of `numbers_of`.
 
     Raises:
-        CorruptError: A number has no name.
+        CorruptError: A number has no name, or is cut off.
     """
-    names = _names(tensors, aliases, tree) if numbers else []
-    if numbers and max(numbers) >= len(names):
+    _require_whole(numbers, where)
+    chosen = np.frombuffer(numbers, dtype="<u4")
+    names = sorted({*tensors, *others}) if chosen.size else []
+    if chosen.size and chosen.max() >= len(names):
         raise CorruptError(
-            f"{where}: order has the number {max(numbers)}; expected below {len(names)}. Read another copy"
+            f"{where}: order has the number {chosen.max()}; expected below {len(names)}. Read another copy"
         )
-    return tuple(map(names.__getitem__, numbers))
+    return tuple(map(names.__getitem__, chosen.tolist()))
 
 
-def _names(tensors: Iterable[str], aliases: Iterable[str], tree: Group) -> list[str]:
-    return sorted({*tensors, *aliases, *_paths(tree, "")})
-
-
-def _paths(group: Group, path: str) -> Iterator[str]:
+def paths_of(group: Group, path: str = "") -> Iterator[str]:
     """Yield the path of each item of a group, and of the groups of kind `dict` and `module` below it."""
     for key, item in group.items.items():
         inner = f"{path}.{key}" if path else key
         yield inner
         if isinstance(item, Group) and item.kind in ("dict", "module"):
-            yield from _paths(item, inner)
+            yield from paths_of(item, inner)
+
+
+def _require_whole(numbers: bytes, where: str) -> None:
+    if len(numbers) % 4:
+        raise CorruptError(
+            f"{where}: order has {len(numbers)} bytes; expected numbers of 4 bytes each. Read another copy"
+        )

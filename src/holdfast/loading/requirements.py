@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import get_args
 
 from holdfast.coordination.job import Job
@@ -38,10 +39,8 @@ def unfit_names(
         cast: Whether another dtype is converted; never floats to integers or back, since one side is quantised.
     """
     found = [Unfit("shape", misfit.text, misfit.fqn) for misfit in restoration.misfits if misfit.is_shape]
-    for tensor in wanted:
+    for tensor in [each for each in wanted if tensors[each.stored_fqn].dtype != each.dtype]:
         saved = tensors[tensor.stored_fqn]
-        if saved.dtype == tensor.dtype:
-            continue
         # One element is a count: a float in one version of an optimizer, an integer in another.
         mixes_numbers = PAIRS in (saved.dtype, tensor.dtype) or (
             math.prod(saved.global_shape) > 1 and are_floats_and_integers(saved.dtype, tensor.dtype)
@@ -119,8 +118,8 @@ def filled_bytes(restoration: Restoration, plan: LoadPlan) -> int:
         InvalidError: They differ.
     """
     itemsizes = [DTYPES[wanted.dtype].itemsize for wanted in restoration.wanted]
-    parts = (part for run in plan.runs for read in (run, *run.bases) for chunk in read.chunks for part in chunk.parts)
-    filled = sum(part.box.numel * itemsizes[part.wanted_number] for part in parts)
+    chunks = chain.from_iterable([read.chunks for run in plan.runs for read in (run, *run.bases)])
+    filled = sum([part.box.numel * itemsizes[part.wanted_number] for chunk in chunks for part in chunk.parts])
     partly = {tensor.fqn for tensor in restoration.partly}
     held = sum(restoration.held.values())
     held -= sum(restoration.held.get(fqn, 0) for fqn in {*restoration.missing, *partly})

@@ -28,6 +28,7 @@ from holdfast.engine.background import is_done_soon
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, first_three, refusal
 from holdfast.foreign.dcp.metadata import Path
 from holdfast.format.part import RankPart
+from holdfast.format.state_order import numbers_of, paths_of
 from holdfast.format.values import values as codec
 from holdfast.frameworks.alone import AloneComm
 from holdfast.frameworks.torch.pieces.planned import collected_pieces, neutral_value
@@ -43,7 +44,7 @@ from holdfast.saving.request import PathRequest, claim_in_time
 from holdfast.saving.save import RankShare
 from holdfast.settings import Settings
 from holdfast.types.reports import SaveReport
-from holdfast.types.values import Value
+from holdfast.types.values import Group, Value
 
 logger = logging.getLogger(__name__)
 
@@ -197,8 +198,8 @@ class PieceWriter:
             if mark is not None:
                 tree.items[MARK] = dict(mark)
             ways = (path[:depth] for path in (paths or {}).values() for depth in range(1, len(path) + 1))
-            order = tuple(dict.fromkeys(".".join(map(str, way)) for way in ways))
-            whole = replace(own_part, tree=codec.dumps(codec.encode(tree, "")), order=order)
+            own_part = replace(own_part, tree=codec.dumps(codec.encode(tree, "")))
+            whole = _ordered(own_part, tree, (".".join(map(str, way)) for way in ways))
             own_vote = _done(attempt, lambda: attempt.write_part(whole))
             attempt.commit_vote.carry({each.rank: each.vote for each in written if each.vote is not None})
             over = Latch()
@@ -355,6 +356,14 @@ def _encoded(values: Mapping[str, object], add: Callable[[TensorPiece], None]) -
     if refused:
         raise refusal([_SKIP.sub("leave it out of the state", text) for text in refused])
     return codec.dumps(document)
+
+
+def _ordered(part: RankPart, tree: Group, order: Iterable[str]) -> RankPart:
+    """Return a part that states the order of the names of all parts."""
+    fqns, own = part.index.table.fqns, [*part.aliases, *paths_of(tree)]
+    order, known = dict.fromkeys(order), {*fqns, *own}
+    foreign = tuple(name for name in order if name not in known)
+    return replace(part, order=numbers_of(order, fqns, [*own, *foreign]), order_names=foreign)
 
 
 def _of_all_ranks(parts: Sequence[bytes], attempt: SaveAttempt) -> list[_Written]:

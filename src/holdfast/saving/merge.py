@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -18,7 +18,7 @@ from holdfast.format.index.index_checks import require_pairs
 from holdfast.format.index.tensor_table import TensorTables
 from holdfast.format.names import part_name
 from holdfast.format.part import RankPart, decode_part, require_part_of
-from holdfast.format.state_order import numbers_of
+from holdfast.format.state_order import names_of, numbers_of, paths_of
 from holdfast.format.values import values
 from holdfast.repository.catalog import read_file
 from holdfast.saving.health.health_findings import Findings
@@ -30,6 +30,10 @@ _PARTS_PER_BATCH = 64
 
 _OBJECTS_AT_ONCE = 64
 """Parts that are read at once from a store of objects: each takes a round trip, and every rank has one."""
+
+
+_Order = tuple[bytes, Sequence[str], list[str]]
+"""Numbers of the names in a part, its FQNs, and its other names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ class MergedParts:
     optimizers: dict[str, OptimizerRecord]
     """Class and state keys of each optimizer, by path."""
 
-    order: tuple[int, ...]
+    order: bytes
     """Numbers of names in the order of the state, as the manifest has them."""
 
 
@@ -80,7 +84,7 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
     layouts: dict[tuple[tuple[int, ...], tuple[str, ...]], int] = {}
     findings = Findings()
     optimizers: dict[str, OptimizerRecord] = {}
-    order: dict[str, None] = {}
+    orders: list[_Order] = []
     records = [FileRecord(part_name(rank), vote.part_bytes, vote.part_digest) for rank, vote in enumerate(votes)]
     files = ordered_parallel_map(
         lambda record: read_file(location.store, location.folder, attempt, record),
@@ -93,25 +97,24 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
         packs += part.packs
         for path, record in part.optimizers.items():
             optimizers[path] = _joined(optimizers.get(path, record), record)
-        order |= dict.fromkeys(part.order)
         findings.add(rank, part.counted, part.replicas)
         for alias, fqn in part.aliases.items():
             aliases.setdefault(alias, fqn)
         for mesh, placements, count in part.layouts:
             layouts[mesh, placements] = max(count, layouts.get((mesh, placements), 0))
         if part.tree is not None:
-            _merge_into(tree.items, _tree_in(part.tree, rank, location.url).items)
+            own_tree = _tree_in(part.tree, rank, location.url)
+            # The names come before the merge, which gives this tree the items of others.
+            others = [*part.aliases, *paths_of(own_tree), *part.order_names]
+            orders.append((part.order, part.index.table.fqns, others))
+            _merge_into(tree.items, own_tree.items)
     with GcPause():
         index = merging.merged()
         require_exact_cover(index, int(attempt, 16) >> 8, location.url)
         require_pairs(index, location.url)
     packs = _without_repeats(packs, location.url)
     require_sizes(packs, location.packs_in(attempt), location.step)
-    provenance = tuple(
-        {"mesh": list(mesh), "placements": list(placements), "tensors": count}
-        for (mesh, placements), count in sorted(layouts.items())
-    )
-    numbers = index.table.numbers
+    numbers = index.table.numbers if aliases else {}
     stored = {alias: fqn for alias, fqn in aliases.items() if fqn in numbers and alias not in numbers}
     return MergedParts(
         index,
@@ -119,10 +122,27 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
         tuple(records),
         tree,
         stored,
-        provenance,
+        _provenance_of(layouts),
         findings,
         optimizers,
-        numbers_of(order, numbers, stored, tree),
+        _order_of(orders, index.table.fqns, [*stored, *paths_of(tree)], location.url),
+    )
+
+
+def _order_of(orders: Sequence[_Order], tensors: Sequence[str], others: list[str], where: str) -> bytes:
+    """Return the numbers of the names of all parts, those of a lower rank first; arguments as `numbers_of`."""
+    if len(orders) == 1 and orders[0][2] == others and len(orders[0][1]) == len(tensors):
+        return orders[0][0]  # The part has the same names, so the same numbers.
+    names: dict[str, None] = {}
+    for order in orders:
+        names |= dict.fromkeys(names_of(*order, where))
+    return numbers_of(names, tensors, others)
+
+
+def _provenance_of(layouts: Mapping[tuple[tuple[int, ...], tuple[str, ...]], int]) -> tuple[dict[str, object], ...]:
+    return tuple(
+        {"mesh": list(mesh), "placements": list(placements), "tensors": count}
+        for (mesh, placements), count in sorted(layouts.items())
     )
 
 

@@ -11,7 +11,7 @@ from holdfast.engine.gc_pause import GcPause
 from holdfast.engine.writing.write import WrittenPack
 from holdfast.format.index.index_builder import IndexBuilder
 from holdfast.format.part import RankPart
-from holdfast.format.values import values
+from holdfast.format.state_order import numbers_of, paths_of
 from holdfast.ports.framework import Collected
 from holdfast.saving.deduplication import Deduplicator
 from holdfast.saving.fingerprint import StateFingerprint
@@ -33,8 +33,8 @@ class PartBuilder:
         self._layouts = layouts_of(collected) if is_leader else ()
         self._tree = fingerprint.tree_bytes if is_leader else None
         self._optimizers = dict(collected.optimizers) if is_leader else {}
-        # A part holds Unicode only. Values may have other names, which their encoding escapes.
-        self._order = tuple(filter(values.is_json_scalar, collected.order)) if is_leader else ()
+        self._order = collected.order if is_leader else ()
+        self._others = [*collected.aliases, *paths_of(collected.tree)] if self._order else []
         self._replicas = replicas_of(collected, agreement) if settings.compare_replicas else None
         shards = collected.shards if settings.count_nonfinite else ()
         self._roles = {local.shard.tensor.fqn: local.shard.role for local in shards}
@@ -71,7 +71,7 @@ class PartBuilder:
             replicas=self._replicas,
             world_size=self._job.comm.world_size,
             optimizers=self._optimizers,
-            order=self._order,
+            order=numbers_of(self._order, index.table.fqns, self._others),
         )
 
 

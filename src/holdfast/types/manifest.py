@@ -154,8 +154,8 @@ class Manifest:
     optimizers: dict[str, OptimizerRecord] = field(default_factory=dict)
     """Class and state keys of each optimizer, by its path in the state; empty if none is known."""
 
-    order: tuple[int, ...] = ()
-    """Numbers of names in the order of the state (`format/state_order.py`); empty if it is unknown."""
+    order: bytes = b""
+    """Numbers of names in the order of the state (`format/state_order.py`); empty if the order is unknown."""
 
     newer_types: tuple[str, ...] = ()
     """Element types in the index that readers before format 1.5 do not know, sorted."""

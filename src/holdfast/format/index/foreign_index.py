@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from holdfast.errors import CorruptError, InvalidError
@@ -11,7 +12,7 @@ from holdfast.format.index.index import Index
 from holdfast.format.index.index_builder import IndexBuilder
 from holdfast.format.index.index_file import decode_unhashed, encode_index
 from holdfast.format.index.tensor_table import NDIM_MAX, is_addressable
-from holdfast.format.state_order import numbers_of
+from holdfast.format.state_order import numbers_of, paths_of
 from holdfast.format.values import values
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.region import FlatRange
@@ -89,7 +90,7 @@ def index_foreign(listing: ForeignListing, where: str) -> tuple[Manifest, Index]
         step=listing.step,
         world_size=listing.world_size,
         origin=listing.format,
-        order=numbers_of(listing.order, listing.tensors, listing.aliases, listing.tree),
+        order=numbers_of(listing.order, index.table.fqns, chain(listing.aliases, paths_of(listing.tree))),
     )
     return manifest, index
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -76,8 +77,15 @@ class Held:
     parts: tuple[HeldPart, ...]
     """Regions and memory; empty if the split leaves nothing for this rank."""
 
-    is_located: bool = False
-    """Whether the tensor carries its coordinates."""
+    is_located: ClassVar[bool] = False
+    """Whether the tensor carries its coordinates. A field would need larger blocks of memory for 100,000 objects."""
+
+
+class LocatedHeld(Held):
+    """The part of a tensor that carries its coordinates."""
+
+    __slots__ = ()
+    is_located: ClassVar[bool] = True
 
 
 def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, ranks: Ranks) -> Held:
@@ -109,9 +117,13 @@ def coordinates_of(tensor: torch.Tensor, fqn: str) -> Located | None:
         InvalidError: It carries a part of them.
     """
     kind = type(tensor)
-    carries = not DECIDING.isdisjoint(tensor.__dict__) or (
-        kind not in DENSE and any(isinstance(getattr(kind, name, None), property) for name in DECIDING)
-    )
+    if kind in DENSE:
+        # The fast path asks for no `__dict__`: torch makes one for each tensor that is asked, and keeps the dict.
+        carries = (
+            hasattr(tensor, "global_offsets") or hasattr(tensor, "local_offsets") or hasattr(tensor, "local_sizes")
+        )
+    else:
+        carries = any(name in tensor.__dict__ or isinstance(getattr(kind, name, None), property) for name in DECIDING)
     if not carries or isinstance(tensor, DTensor):  # Mesh and placements of a DTensor state its layout.
         return None
     absent = [name for name in COORDINATES if not hasattr(tensor, name)]
@@ -122,12 +134,6 @@ def coordinates_of(tensor: torch.Tensor, fqn: str) -> Located | None:
         )
     shape, *boxes = (getattr(tensor, name) for name in COORDINATES)
     return Located(tensor, shape, start=boxes[0], local_offsets=boxes[1], local_sizes=boxes[2])
-
-
-def global_shape_of(tensor: torch.Tensor, fqn: str) -> tuple[int, ...]:
-    """Return the shape of a whole tensor, of which this rank may hold a part."""
-    located = coordinates_of(tensor, fqn)
-    return tuple(tensor.shape if located is None else located.global_shape)
 
 
 def held_whole(tensor: torch.Tensor) -> Held:
@@ -381,7 +387,7 @@ def _located(located: Located, fqn: str, ranks: Ranks) -> Held:
         # A view exists for any strides: it cuts the dimension of rows into several.
         parts.append(HeldPart(box, part if box.shape == part.shape else part.view(box.shape)))
     held = tuple(part for part in parts if part.region.numel) or (tuple(parts[:1]) if 0 in shape else ())
-    return Held(shape, None, (ranks.rank,), held, is_located=True)
+    return LocatedHeld(shape, None, (ranks.rank,), held)
 
 
 def _declared(declared: Sharded, fqn: str, ranks: Ranks) -> Held:

@@ -137,6 +137,12 @@ def _require_dense(tensor: torch.Tensor, fqn: str) -> None:
     )
 
 
+def global_shape_of(tensor: torch.Tensor, fqn: str) -> tuple[int, ...]:
+    """Return the shape of a whole tensor, of which this rank may hold a part."""
+    located = coordinates_of(tensor, fqn)
+    return tuple(tensor.shape if located is None else located.global_shape)
+
+
 def held_storable(
     fqn: str, tensor: torch.Tensor, declared: Sharded | None, ranks: Ranks, advice: str
 ) -> tuple[Held, Sequence[torch.Tensor]]:
@@ -377,36 +383,33 @@ class TorchTarget(Target):
         parts = held.parts
         self.boxes: tuple[Box, ...]
         """The wanted boxes, global coordinates."""
+        self.memories: Sequence[tuple[Box, torch.Tensor]]
+        """The held boxes, each with the memory to fill."""
         self.local_bytes: int
         """Bytes of the memory to fill."""
         if len(parts) == 1 and isinstance(parts[0].region, Box):
             # The fast path: a state may have 100,000 tensors, nearly all of one box.
             region, local = parts[0].region, parts[0].local
-            self._boxes, self.boxes, self.local_bytes = [(region, local)], (region,), local.nbytes
+            self.memories, self.boxes, self.local_bytes = [(region, local)], (region,), local.nbytes
         else:
-            self._boxes = _boxes(held)
-            self.boxes = tuple([box for box, _ in self._boxes])
+            self.memories = _boxes(held)
+            self.boxes = tuple([box for box, _ in self.memories])
             self.local_bytes = sum([part.local.nbytes for part in parts])
         on_gpu = bool(parts) and parts[0].local.is_cuda
         # Other threads fill it. Their copies must run after the work on the caller's stream.
         self._stream = torch.cuda.current_stream(parts[0].local.device) if on_gpu else None
 
-    @property
-    def memories(self) -> Sequence[tuple[Box, torch.Tensor]]:
-        """The held boxes, each with the memory to fill."""
-        return self._boxes
-
     def over(self, memories: Sequence[tuple[Box, torch.Tensor]]) -> TorchTarget:
         """Return a target of the same boxes with other memory, on the host."""
         other = copy(self)
-        other._boxes, other._stream = [*memories], None
+        other.memories, other._stream = memories, None
         return other
 
     def place(self, part: Box, source: memoryview, source_box: Box) -> None:
         """Copy `part` from the row-major bytes of `source_box`; convert if the dtypes differ."""
-        for box, local in self._boxes:
+        for box, local in self.memories:
             # Declared targets may overlap (a halo); then each of them is filled.
-            if len(self._boxes) == 1 or box.contains(part):
+            if len(self.memories) == 1 or box.contains(part):
                 self._place(box, local, part, source, source_box)
 
     @classmethod
@@ -416,11 +419,11 @@ class TorchTarget(Target):
         """Copy one box to each of several targets."""
         address = np.frombuffer(source, dtype=np.uint8).ctypes.data
         for target, box, (start, stop) in zip(targets, boxes, ranges, strict=True):
-            held, local = target._boxes[0]
+            held, local = target.memories[0]
             # memmove: an array over the memory, built for one write, takes three times as long.
             if (
                 box is held
-                and len(target._boxes) == 1
+                and len(target.memories) == 1
                 and local.dtype is target._stored
                 and stop - start == target.local_bytes
                 and local.is_cpu
@@ -433,7 +436,7 @@ class TorchTarget(Target):
 
     def memory(self, part: Box) -> memoryview | None:
         """Return the host memory that takes the stored bytes of `part` as they are, if it is one contiguous run."""
-        boxes = self._boxes
+        boxes = self.memories
         if len(boxes) > 1:
             boxes = [(box, local) for box, local in boxes if box.contains(part)]
             if len(boxes) != 1:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -66,6 +67,19 @@ class Ties:
                 "layout. Correct one of them, or leave one out with skip="
             )
         return first
+
+    def are_apart(self, held: Mapping[str, int]) -> bool:
+        """Return whether it is certain that no two tensors share memory; each has one part without gaps.
+
+        Args:
+            held: Bytes of each name that is the first of its memory, in the order of calls.
+        """
+        if len(self._at) != len(held) or self._first:
+            return False
+        starts, extents = np.array([*self._at], dtype=np.int64), np.array([*held.values()], dtype=np.int64)
+        order = np.argsort(starts, kind="stable")
+        starts = starts[order]
+        return bool((starts[:-1] + extents[order][:-1] <= starts[1:]).all())
 
     def _first_in_memory(self, tensor: torch.Tensor, named: _Named) -> _Named:
         local = tensor

@@ -43,6 +43,13 @@ class _TargetMemory:
     start: int
     """Address of the first byte."""
 
+    @classmethod
+    def of(cls, wanted: Wanted, number: int) -> _TargetMemory:
+        """Return one memory of a target."""
+        target = cast("TorchTarget", wanted.target)
+        local = target.memories[number][1]
+        return cls(wanted, number, local, local.data_ptr())
+
     def in_scratch(self, scratch: torch.Tensor, first: int, unit: int) -> torch.Tensor:
         """Return the view of this memory in scratch memory that begins at an address, one element for `unit` bytes.
 
@@ -73,36 +80,30 @@ def require_equal_overlaps(wanted: Sequence[Wanted], fill: Callable[[Sequence[Wa
 
 def _clusters(wanted: Sequence[Wanted]) -> Iterator[tuple[int, int, list[_TargetMemory]]]:
     """Yield memory in which elements may be shared: addresses of its start and stop, and the runs in it."""
+    members = [(each, part) for each in wanted for part in range(len(cast("TorchTarget", each.target).memories))]
+    memory = [local for each in wanted for _, local in cast("TorchTarget", each.target).memories]
     # Lists and one sort: a state may have 100,000 tensors, nearly all of them apart.
-    targets = cast("list[TorchTarget]", [each.target for each in wanted])
-    memory = [local for target in targets for _, local in target.memories]
-    addresses = [local.data_ptr() for local in memory]
-    extents = np.array([local.nbytes for local in memory], dtype=np.int64)
-    strided = [number for number, local in enumerate(memory) if not local.is_contiguous()]
-    for number in strided:
-        extents[number] = extent_bytes(memory[number])
+    addresses = np.array([local.data_ptr() for local in memory], dtype=np.int64)
+    extents = np.array([extent_bytes(local) for local in memory], dtype=np.int64)
+    is_strided = np.array([not local.is_contiguous() for local in memory])
     numbers = np.flatnonzero(extents)
     if not numbers.size:
         return
-    starts = np.array(addresses, dtype=np.int64)[numbers]
+    starts = addresses[numbers]
     order = np.argsort(starts, kind="stable")
     starts, numbers = starts[order], numbers[order]
     stops = np.maximum.accumulate(starts + extents[numbers])
     is_first = np.append(True, starts[1:] >= stops[:-1])
     bounds = np.append(np.flatnonzero(is_first), len(numbers))
-    cluster_of = np.empty(len(memory), dtype=np.int64)
-    cluster_of[numbers] = np.cumsum(is_first) - 1
-    own_overlaps = [number for number in strided if not _is_injective(memory[number])]
-    suspect = np.union1d(np.flatnonzero(np.diff(bounds) > 1), cluster_of[own_overlaps])
-    if not suspect.size:
+    # One memory with strides may overlap itself.
+    is_suspect = np.logical_or.reduceat(is_strided[numbers], bounds[:-1]) | (np.diff(bounds) > 1)
+    if not is_suspect.any():
         return
-    owners = [
-        (each, part) for each, target in zip(wanted, targets, strict=True) for part in range(len(target.memories))
-    ]
-    for cluster in suspect.tolist():
+    for cluster in np.flatnonzero(is_suspect).tolist():
         begin, end = bounds[cluster], bounds[cluster + 1]
-        members = [(*owners[number], memory[number], addresses[number]) for number in sorted(numbers[begin:end])]
-        yield int(starts[begin]), int(stops[end - 1]), [_TargetMemory(*member) for member in members]
+        runs = [_TargetMemory.of(*members[number]) for number in sorted(numbers[begin:end])]
+        if len(runs) > 1 or not _is_injective(runs[0].local):
+            yield int(starts[begin]), int(stops[end - 1]), runs
 
 
 def _is_injective(local: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from holdfast.errors import InvalidError
 from holdfast.frameworks.torch.containers import put_together, tensors_in
-from holdfast.frameworks.torch.held import DENSE, Ranks, global_shape_of, is_meta, memory_bytes
+from holdfast.frameworks.torch.held import DENSE, Ranks, is_meta, memory_bytes
 from holdfast.frameworks.torch.optimizers.numbered import by_name, numbered
 from holdfast.frameworks.torch.optimizers.outside import has_own_state_dict, is_sharded, may_step, outside_state
 from holdfast.frameworks.torch.optimizers.restore import OptimizerRestoration
@@ -47,6 +47,7 @@ from holdfast.frameworks.torch.subclasses.flatten import is_subclass
 from holdfast.frameworks.torch.tensors import (
     TorchTarget,
     dtype_name,
+    global_shape_of,
     held_storable,
     require_not_expanded,
     storable_dtype,
@@ -67,21 +68,16 @@ class TorchRestoration:
     filled.
     """
 
-    def __init__(
-        self,
-        state: Mapping[str, object],
-        catalog: Catalog,
-        selection: Selection,
-        ranks: Ranks,
-    ) -> None:
-        self._catalog, self._selection = catalog, selection
+    def __init__(self, state: Mapping[str, object], catalog: Catalog, selection: Selection, ranks: Ranks) -> None:
+        self._catalog, self._selection, self._ranks = catalog, selection, ranks
         self._selector = Selector(selection)
-        self._ranks = ranks
         self.wanted: list[Wanted] = []
         self.held: dict[str, int] = {}
         self.missing: list[str] = []
         self.unexpected: list[str] = []
         self.skipped: list[str] = []
+        self._is_strided = False
+        """Whether a tensor has gaps between its elements, or several parts."""
         self.misfits: list[Misfit] = []
         self._used: set[str] = set()
         self._resized = ResizedTensors(selection.partial)
@@ -107,7 +103,8 @@ class TorchRestoration:
         tree = (name for key, value in catalog.tree.items.items() for name in saved_names(value, key))
         self.unmatched = self._selector.unmatched(chain(catalog.tensors, catalog.aliases, tree), self._stored_names)
         self.misfits += self._resized.misfits(catalog.same_content)
-        require_equal_overlaps(self.wanted, catalog.fill)
+        if self._is_strided or not self._ties.are_apart(self.held):
+            require_equal_overlaps(self.wanted, catalog.fill)
         self.fills_any = bool(self.wanted or self._finishes)
 
     @cached_property
@@ -154,9 +151,10 @@ class TorchRestoration:
         if fqn in self._stored_names:
             raise InvalidError(f"{fqn}: two leaves of the state have this name; expected different names. Rename a key")
         self._stored_names[fqn] = stored
-        for part in held.parts:
-            if not part.local.is_contiguous():
-                require_not_expanded(part.local, fqn, "the target is")
+        strided = [part.local for part in held.parts if not part.local.is_contiguous()]
+        self._is_strided |= bool(strided) or len(held.parts) != 1
+        for local in strided:
+            require_not_expanded(local, fqn, "the target is")
         overlap = None
         if held.global_shape != spec.global_shape:
             overlap = self._resized.overlap((fqn, *parameter), tensor, held.global_shape, stored, spec.global_shape)
