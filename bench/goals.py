@@ -143,9 +143,8 @@ GOALS = (
     _more("vs_dcp_fsspec", "object store, save and load together: speed ÷ DCP with s3fs", 3, 1.3),
     _more("vs_dcp_fsspec_save", "object store, save: speed ÷ DCP with s3fs"),
     _more("vs_dcp_fsspec_load", "object store, load: speed ÷ DCP with s3fs"),
-    _more("vs_s3torchconnector", "object store, save and load together: speed ÷ DCP with s3torchconnector", 3, 1.3),
     _more(
-        "vs_s3torchconnector_signed",
+        "vs_s3torchconnector",
         "object store, save and load together: speed ÷ DCP with s3torchconnector, content signed by Holdfast alone",
     ),
     _more("vs_s3torchconnector_save", "object store, save: speed ÷ DCP with s3torchconnector"),

@@ -15,13 +15,3 @@ def settings(**values: object) -> holdfast.Settings:
     known = {field.name for field in dataclasses.fields(holdfast.Settings)}
     named = {name if name in known else OLDER_NAMES.get(name, name): value for name, value in values.items()}
     return holdfast.Settings(**named)  # type: ignore[arg-type]
-
-
-def unsigned_settings(**values: object) -> holdfast.Settings:
-    """Return settings with which no content is signed over plain HTTP, which users cannot choose."""
-
-    @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-    class Unsigned(holdfast.Settings):
-        _tuning = dataclasses.replace(holdfast.Settings._tuning, signs_over_plain_http=False)
-
-    return Unsigned(**values)  # type: ignore[arg-type]

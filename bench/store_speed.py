@@ -32,7 +32,7 @@ from bench.part import (
     times_as_fast,
     with_rivals,
 )
-from bench.settings import settings, unsigned_settings
+from bench.settings import settings
 from bench.state import MIB, sharded_state
 from bench.store_place import SHAPES, Limit, Place, wait_until_idle
 from bench.store_proxy import proxy
@@ -78,13 +78,10 @@ class Speed:
             for name in RIVALS:
                 self._add_rival(name, proxied if name == PROXIED else place.endpoint)
                 if name == PROXIED:
-                    self.contenders += [
-                        self._ours("ours_proxied", proxied),
-                        self._ours("ours_unsigned", proxied, signs=False),
-                    ]
+                    self.contenders.append(self._ours("ours_proxied", proxied))
 
-    def _ours(self, name: str, endpoint: str, *, signs: bool = True) -> Contender:
-        chosen = (settings if signs else unsigned_settings)(object_store=holdfast.ObjectSettings(endpoint=endpoint))
+    def _ours(self, name: str, endpoint: str) -> Contender:
+        chosen = settings(object_store=holdfast.ObjectSettings(endpoint=endpoint))
         return Contender(
             name,
             lambda folder: holdfast.save(self._place.folder(folder), self._saved, settings=chosen),
@@ -186,14 +183,12 @@ def keys(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:
         found["get_cpu_vs_limit"] = share_of(rounds, "ours_read_cpu", [f"{name}_cpu" for name in reads])
         found["object_cpu_seconds_per_gib"] = share_of(rounds, "ours_write_cpu", [f"{name}_cpu" for name in writes])
     for name in RIVALS:
-        # The same scheme and signing on both sides: this rival signs no content over plain HTTP.
-        ours = "ours_unsigned" if name == PROXIED else "ours"
+        # The same proxy on both sides.
+        ours = "ours_proxied" if name == PROXIED else "ours"
         rivals = contenders(rounds, f"{name}_")
         writes, reads = ([each for each in rivals if each.endswith(f"_{verb}")] for verb in ("write", "read"))
         if writes:
             found[f"vs_{name}"] = _both_verbs(rounds, ours, rivals)
-            if name == PROXIED:
-                found[f"vs_{name}_signed"] = _both_verbs(rounds, "ours_proxied", rivals)
             found[f"vs_{name}_save"] = times_as_fast(rounds, f"{ours}_write", writes)
             found[f"vs_{name}_load"] = times_as_fast(rounds, f"{ours}_read", reads)
     return found

@@ -56,9 +56,6 @@ class Tuning:
     """Most packs and ranges that a process moves to and from one server at a time, and most other requests. A server
     that takes fewer shows it, and the limit follows."""
 
-    signs_over_plain_http: bool = True
-    """Whether requests sign what they send over plain HTTP. A bench chooses not to, beside a client that does not."""
-
     sample_blocks: int = 64
     """Blocks sampled of each plain tensor when replicas are compared."""
 

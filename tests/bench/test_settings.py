@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import pytest
 
 import holdfast
-from bench.settings import OLDER_NAMES, settings, unsigned_settings
+from bench.settings import OLDER_NAMES, settings
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,6 @@ def test_a_setting_goes_under_the_name_that_the_package_knows(monkeypatch: pytes
 def test_a_name_that_no_package_knows_is_refused() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
         settings(colour="blue")
-
-
-def test_a_client_that_signs_nothing_is_met_alike() -> None:
-    chosen = unsigned_settings(deduplicate=False)
-    assert (chosen.deduplicate, chosen._tuning.signs_over_plain_http) == (False, False)
-    assert holdfast.Settings._tuning.signs_over_plain_http
 
 
 def test_names_changed() -> None:

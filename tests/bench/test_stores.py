@@ -90,7 +90,7 @@ def test_a_proxy_without_a_speed_passes_every_byte_on(tmp_path: Path) -> None:
 
 def test_what_is_measured_becomes_every_key() -> None:
     first = {"ours": 2.0, "ours_proxied": 4.0, "limit_4": 1.8, "limit_8": 1.0, "dcp_fsspec_1": 8.0, "dcp_fsspec_4": 9.0}
-    first |= {"s3torchconnector_1": 8.0, "s3torchconnector_4": 12.0, "ours_unsigned": 2.0}
+    first |= {"s3torchconnector_1": 8.0, "s3torchconnector_4": 12.0}
     each: Round = {}
     for name, seconds in first.items():
         each |= {f"{name}_write": seconds, f"{name}_read": seconds / 2}
@@ -104,10 +104,9 @@ def test_what_is_measured_becomes_every_key() -> None:
         "vs_dcp_fsspec": 4.0,
         "vs_dcp_fsspec_save": 4.0,
         "vs_dcp_fsspec_load": 4.0,
-        "vs_s3torchconnector": 4.0,
-        "vs_s3torchconnector_signed": 2.0,
-        "vs_s3torchconnector_save": 4.0,
-        "vs_s3torchconnector_load": 4.0,
+        "vs_s3torchconnector": 2.0,
+        "vs_s3torchconnector_save": 2.0,
+        "vs_s3torchconnector_load": 2.0,
     }
     for name in [name for name in each if name.startswith(("dcp", "s3torch"))]:
         del each[name]

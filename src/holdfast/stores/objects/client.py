@@ -74,7 +74,6 @@ class Clients:
             settings.silence_timeout_seconds,
             settings.bytes_per_second_min,
         )
-        self._signs_over_plain_http = settings._tuning.signs_over_plain_http
         self._made_here: _Made | None = None
         self._first_contact = FirstContact(f"{address.scheme} {self.endpoint or settings.object_store.region}")
 
@@ -235,7 +234,7 @@ class Clients:
 
         TLS protects the content already, and hashing it once more would take most of the time. Plain HTTP does not.
         """
-        return self._is_plain and self._signs_over_plain_http
+        return self._is_plain
 
     @property
     def _is_plain(self) -> bool:

@@ -15,8 +15,7 @@ from holdfast.settings import MIB, Settings
 from holdfast.stores.keys import Split, is_key, is_listed, split_key, split_name, split_prefix
 from holdfast.stores.objects.address import KEY_BYTES_MAX, Address
 from holdfast.stores.objects.client import Clients
-from holdfast.stores.objects.plain_reads import PlainReads
-from holdfast.stores.parts import check_buffers, check_ranges
+from holdfast.stores.parts import check_buffers
 from holdfast.stores.remote.reads import Batch, batches_of, cut, read_by_batches
 
 _PAGE_ENTRIES = 1000
@@ -46,7 +45,6 @@ class ObjectReading:
         # would cost more than the whole.
         self.page_entries = _WHOLE_LISTING if address.scheme == "az" else _PAGE_ENTRIES
         self.clients = Clients(address, settings)
-        self._plain: PlainReads | None = None
         self._has_bucket = False
         self._known: dict[str, tuple[bytes, Any]] = {}
         """Small objects that were read last, by key, with their metadata: a replacement compares with these tags."""
@@ -76,14 +74,9 @@ class ObjectReading:
 
     def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
         """Read byte ranges of one object: neighbours by one request, several requests side by side."""
-        where, full = self.where(key), self.full_key(key)
-        if self._plain is not None and not self._sends_whole_objects and self._plain.reads(ranges):
-            check_ranges(where, ranges[-1][1], ranges, buffers)
-            if self._plain.read(where, full, ranges, buffers, on_range):
-                return
-            self._sends_whole_objects = self._plain.sends_whole_objects
+        full = self.full_key(key)
         read_by_batches(
-            where,
+            self.where(key),
             ranges,
             buffers,
             on_range,

@@ -18,7 +18,6 @@ from holdfast.stores.objects.conditional_delete import ConditionalDelete
 from holdfast.stores.objects.multipart import MultipartUpload, Parts, abort_uploads
 from holdfast.stores.objects.parts_of_azure import BlocksOfContainer
 from holdfast.stores.objects.parts_of_s3 import PartsOfBucket
-from holdfast.stores.objects.plain_reads import PlainReads
 from holdfast.stores.objects.reading import ObjectReading
 from holdfast.stores.objects.signed import SignedRequests
 from holdfast.stores.parts import PartLedger
@@ -87,7 +86,6 @@ class ObjectStore(ObjectReading):
         """Return what sends large objects in parts; None where one request takes any object (Google)."""
         if self.address.scheme == "s3":
             requests = SignedRequests(self.address, settings.object_store, self.clients)
-            self._plain = PlainReads(self.clients, settings.object_store, requests)
             return PartsOfBucket(requests, _encryption(settings.object_store.kms_key))
         return BlocksOfContainer(self.clients, self._clock, self.url) if self.address.scheme == "az" else None
 
