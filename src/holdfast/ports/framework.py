@@ -52,16 +52,6 @@ class Source(Protocol):
         """
         ...
 
-    def memory(self, piece: Region) -> memoryview | None:
-        """Return the bytes of a piece as they lie in host memory; None if they are not there as one row-major run.
-
-        The view keeps the memory. What it shows changes with the state.
-
-        Args:
-            piece: As for `copy_into`.
-        """
-        ...
-
     @classmethod
     def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], buffer: memoryview) -> Ticket:
         """Copy whole pieces of several sources of one state, one after the other: much faster for tiny pieces.

@@ -89,15 +89,6 @@ class _ArraySource:
         buffer[: stop - start] = _bytes_of(self.array, piece)[start:stop]
         return _Copied()
 
-    def memory(self, piece: Region) -> memoryview | None:
-        assert any(contains(region, piece) for region in self.held), f"{piece} is read; expected a part of {self.held}"
-        if isinstance(piece, Box):
-            run = self.array[piece.relative_to((0,) * self.array.ndim)]
-        else:
-            run = self.array.reshape(-1)[piece.start : piece.stop]
-        lies_there = run.ndim and run.flags.c_contiguous and np.shares_memory(run, self.array)
-        return run.view(np.uint8).data.cast("B") if lies_there else None
-
     @classmethod
     def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], buffer: memoryview) -> _Copied:
         at = 0

@@ -23,12 +23,10 @@ from holdfast.engine.nonfinite import NonFinite
 from holdfast.engine.staging import Staging
 from holdfast.engine.stream import Scratch, stream
 from holdfast.engine.writing.completions import Completions, in_flight
-from holdfast.engine.writing.lent_memory import LentMemory, LentUpload
 from holdfast.engine.writing.windows import WrittenWindows
 from holdfast.format.pack import pack_digest
 from holdfast.ports.codec import NO_CODECS, Codecs
 from holdfast.ports.framework import Source
-from holdfast.ports.lent_memory import TakesLentMemory
 from holdfast.ports.store import Store, Upload
 from holdfast.settings import Settings
 from holdfast.types.manifest import FileRecord
@@ -139,15 +137,11 @@ class PackWriter:
             completions: Makes the pack durable, perhaps later; None: it is durable on return.
             weights: Of a coded pack, the weights that its masters were perhaps rounded from.
         Raises:
-            InvalidError: A piece was changed while it was sent from where it lies; the pack is perhaps stored.
             CheckpointError: The write failed; nothing of the pack is left.
         """
         if pack.plan.is_coded:
             chunks = self._encoder.from_sources(sources)
             return self._write_coded(pack, chunks, written, completions, weights)
-        lent = self._lent(pack, sources)
-        if lent is not None:
-            return self._write_lent(pack, *lent, written, completions)
         return self._write(pack, self._buffers, sources, written, completions)
 
     def write_staged(
@@ -191,51 +185,6 @@ class PackWriter:
             self._buffers.quarantine_buffer(buffer)
             raise
         self._buffers.give(buffer)
-
-    def _lent(self, pack: PlannedPack, sources: Sequence[Source]) -> tuple[LentMemory, Upload] | None:
-        """Return a pack as it lies in memory, and its upload; None if it must be copied."""
-        if not isinstance(self._store, TakesLentMemory):
-            return None
-        memory = LentMemory.of(pack.header, pack.plan, sources)
-        upload = None if memory is None else self._store.lent_upload(pack.key, tuple(memory.parts))
-        return None if memory is None or upload is None else (memory, upload)
-
-    def _write_lent(
-        self,
-        pack: PlannedPack,
-        memory: LentMemory,
-        upload: Upload,
-        written: Callable[[int], None] | None,
-        completions: Completions | None,
-    ) -> WrittenPack:
-        nonfinite = NonFinite() if self._settings.count_nonfinite else None
-        try:
-            with nullcontext() if self.meter is None else self.meter.working():
-                digests = stream(pack.header, pack.plan, memory, self._settings.chunk_bytes, None, nonfinite)
-            self._sample(pack, memory.parts)
-            checked = LentUpload(upload, memory, digests, self._settings.chunk_bytes)
-            with in_flight(self.meter, pack.bytes):
-                if written is not None:
-                    written(pack.bytes)
-                if completions is None:
-                    checked.complete()
-        except BaseException:
-            upload.abort()
-            raise
-        if completions is not None:
-            completions.begin(checked)
-        return _written_plain(pack, digests, nonfinite)
-
-    def _sample(self, pack: PlannedPack, parts: Sequence[memoryview]) -> None:
-        """Let the probe look at a pack where it lies, as if in windows."""
-        probe = None if self._probe is None else self._probe.of(pack)
-        if probe is None:
-            return
-        offset, window_bytes = 0, self._settings.window_bytes
-        for part in parts:
-            for start in range(0, len(part), window_bytes):
-                probe.look(offset + start, part[start : start + window_bytes])
-            offset += len(part)
 
     def _write(
         self,

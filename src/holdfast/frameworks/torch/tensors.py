@@ -196,13 +196,6 @@ class TorchSource:
             return DONE
         return self.side.queued(lambda: _queue_run(local, offset + start, offset + stop, buffer))
 
-    def memory(self, piece: Region) -> memoryview | None:
-        """Return the bytes of a piece as they lie in host memory; None if they are not there as one row-major run."""
-        local, offset = self._place_of(piece)
-        if not local.is_cpu or not _is_one_run(local):
-            return None
-        return bytes_of(local)[offset : offset + piece.numel * local.itemsize]
-
     def _place_of(self, piece: Region) -> tuple[torch.Tensor, int]:
         """Return the tensor that holds a piece, and how many of its row-major bytes are before the piece."""
         part = self._parts[0]

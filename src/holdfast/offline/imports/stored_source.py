@@ -171,9 +171,6 @@ class StoredSource:
             at = end
         return _READ
 
-    def memory(self, piece: Region) -> None:
-        """Return None: the bytes are in a store."""
-
     @classmethod
     def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], buffer: memoryview) -> _Read:
         """Copy several regions, each whole, one after the other."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +16,6 @@ from holdfast.frameworks.torch.tensors import TorchSource, _copy_run, _gathered,
 from holdfast.frameworks.torch.tickets import Tickets
 from holdfast.geometry.box import Box
 from holdfast.geometry.dtype import DTYPES
-from holdfast.geometry.region import FlatRange
 from holdfast.geometry.sharded import Sharded
 
 
@@ -349,27 +347,3 @@ def test_every_copy_is_waited_for_whatever_the_others_say(fails: int | None) -> 
         with pytest.raises(ValueError, match="no memory"):
             unsure.wait()
     assert [each.waits for each in copies] == [2, 2, 2]
-
-
-@pytest.mark.parametrize("name", sorted(DTYPES))
-def test_the_memory_of_a_piece_is_what_would_be_copied(name: str) -> None:
-    tensor = random_bits(getattr(torch, name), 60).reshape(6, 10)
-    source = TorchSource([HeldPart(Box((4, 0), (10, 10)), tensor)], [tensor])
-    piece = Box((6, 0), (9, 10))
-    memory, copied = source.memory(piece), bytearray(30 * tensor.itemsize)
-    source.copy_into(piece, 0, len(copied), memoryview(copied)).wait()
-    assert memory is not None and memory == copied
-    assert np.frombuffer(memory, np.uint8).ctypes.data == tensor[2:].data_ptr()
-
-
-def test_a_piece_that_is_not_one_run_of_host_memory_has_none() -> None:
-    flat = torch.arange(24.0)
-    whole = TorchSource([HeldPart(FlatRange(100, 124), flat)], [flat])
-    memory = whole.memory(FlatRange(103, 105))
-    assert memory is not None and np.frombuffer(memory, np.float32).tolist() == [3.0, 4.0]
-    complex_one = torch.zeros(4, dtype=torch.complex64)
-    for local in (flat.reshape(4, 6).t(), flat[::2], complex_one.conj(), torch.empty(4, 6, device="meta")):
-        assert (
-            TorchSource([HeldPart(Box.whole(tuple(local.shape)), local)], [local]).memory(Box.whole(tuple(local.shape)))
-            is None
-        )
