@@ -184,7 +184,7 @@ campaign-stores: $(READY)
 	@$(PY) -m tests.campaign
 
 # One environment at a time, and none afterwards: a torch takes some GiB. It is removed after a failure too.
-CORE := tests/unit tests/contract tests/property tests/distributed/test_matrix.py
+CORE := tests/unit tests/contract tests/property tests/distributed/test_matrix.py tests/distributed/test_coordinates.py
 test-torch:
 	@if test -z "$(TORCH)"; then echo "holdfast: say which torch: make test-torch TORCH=2.14.1" >&2; exit 2; fi
 	@if test -z "$(PYTHON)"; then \

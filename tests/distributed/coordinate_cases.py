@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast
 from holdfast.errors import InvalidError
+from holdfast.integrations import dcp as drop_in
 from tests.coordinates import Piece, carrying, part_of
 from tests.distributed.launch import World
 
@@ -92,6 +94,43 @@ def load_meshed(world: World, path: str, again: str) -> dict[str, list[float]]:
     assert report.missing == report.unexpected == ()
     holdfast.save(again, state, process_group=group)
     return contents(state)
+
+
+def through_dcp(world: World, path: str) -> list[bool]:
+    """Save and load such tensors by PyTorch's planners, with its own storage and with Holdfast's."""
+    saved, blank = (training(world.rank, steps) for steps in (2, 0))
+    kind = dcp.CheckpointableTensor  # type: ignore[attr-defined]
+    results = [isinstance(saved[name], kind) for name in ("weight", "owned")]
+
+    def state(of: dict[str, Any]) -> dict[str, Any]:
+        pieces = UNEVEN[world.rank][1]
+        return {"weight": carrying(of["weight"].detach(), WHOLE.shape, pieces), "owned": of["owned"]}
+
+    def is_filled() -> bool:
+        pairs = [
+            (blank["weight"][place], saved["weight"][place])
+            for _, start, size in UNEVEN[world.rank][1]
+            for place in [tuple(slice(at, at + length) for at, length in zip(start, size, strict=True))]
+        ]
+        same = all(torch.equal(*pair) for pair in pairs) and torch.equal(blank["owned"], saved["owned"])
+        with torch.no_grad():
+            blank["weight"].zero_(), blank["owned"].zero_()
+        return same
+
+    dcp.save(state(saved), storage_writer=dcp.FileSystemWriter(f"{path}/torch"))
+    holdfast.load(f"{path}/torch", state(blank))
+    results.append(is_filled())
+    dcp.save(state(saved), storage_writer=drop_in.HoldfastWriter(f"{path}/written"))
+    holdfast.load(f"{path}/written", state(blank))
+    results.append(is_filled())
+    dcp.load(state(blank), storage_reader=drop_in.HoldfastReader(f"{path}/written"))
+    results.append(is_filled())
+    dcp.load(state(blank), storage_reader=drop_in.HoldfastReader(f"{path}/torch"))
+    results.append(is_filled())
+    drop_in.save(state(saved), checkpoint_id=f"{path}/dropped")
+    drop_in.load(state(blank), checkpoint_id=f"{path}/dropped")
+    results.append(is_filled())
+    return results
 
 
 HALVES = [[((0, 0), (0, 0), (5, 7))], [((5, 0), (0, 0), (5, 7))]]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 import holdfast
 from tests.distributed.coordinate_cases import UNEVEN, WHOLE, WRONG, training
@@ -93,3 +95,16 @@ def test_coordinates(tmp_path: Path) -> None:
             assert problem in str(text), (name, text)
             assert "fine" not in str(text)
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.skipif(not hasattr(dcp, "CheckpointableTensor"), reason="this torch has no CheckpointableTensor")
+def test_the_protocol_of_dcp(tmp_path: Path) -> None:
+    """Uneven and several boxes on 3 ranks, by PyTorch's planners: both storages, both ways, and whole on one rank."""
+    ranks = run_world(3, [case("through_dcp", "dcp", path=str(tmp_path))], tmp_path / "world")
+    for each in ranks.values("dcp"):
+        assert isinstance(each, list) and each == [True] * 7
+    for name in ("torch", "written", "dropped"):
+        whole = {"weight": torch.zeros(10, 7), "owned": torch.zeros(4)}
+        holdfast.load(tmp_path / name, whole, process_group=False)
+        assert torch.equal(whole["weight"], expected("weight")), name
+        assert whole["owned"].tolist() == [0, 1, 2, 3]
