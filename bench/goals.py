@@ -144,11 +144,11 @@ GOALS = (
     _more("vs_dcp_fsspec_save", "object store, save: speed ÷ DCP with s3fs"),
     _more("vs_dcp_fsspec_load", "object store, load: speed ÷ DCP with s3fs"),
     _more(
-        "vs_s3torchconnector",
+        "vs_s3torchconnector_signed",
         "object store, save and load together: speed ÷ DCP with s3torchconnector, content signed by Holdfast alone",
     ),
-    _more("vs_s3torchconnector_save", "object store, save: speed ÷ DCP with s3torchconnector"),
-    _more("vs_s3torchconnector_load", "object store, load: speed ÷ DCP with s3torchconnector"),
+    _more("vs_s3torchconnector_signed_save", "object store, save: speed ÷ DCP with s3torchconnector"),
+    _more("vs_s3torchconnector_signed_load", "object store, load: speed ÷ DCP with s3torchconnector"),
     _less(
         "round_trips_before_return", "object store, second save: round trips of rank 0 before the call returns", 1, 2
     ),

@@ -183,14 +183,14 @@ def keys(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:
         found["get_cpu_vs_limit"] = share_of(rounds, "ours_read_cpu", [f"{name}_cpu" for name in reads])
         found["object_cpu_seconds_per_gib"] = share_of(rounds, "ours_write_cpu", [f"{name}_cpu" for name in writes])
     for name in RIVALS:
-        # The same proxy on both sides.
-        ours = "ours_proxied" if name == PROXIED else "ours"
+        # The same proxy on both sides. Over plain HTTP this rival signs no content, and Holdfast does.
+        ours, key = ("ours_proxied", f"vs_{name}_signed") if name == PROXIED else ("ours", f"vs_{name}")
         rivals = contenders(rounds, f"{name}_")
         writes, reads = ([each for each in rivals if each.endswith(f"_{verb}")] for verb in ("write", "read"))
         if writes:
-            found[f"vs_{name}"] = _both_verbs(rounds, ours, rivals)
-            found[f"vs_{name}_save"] = times_as_fast(rounds, f"{ours}_write", writes)
-            found[f"vs_{name}_load"] = times_as_fast(rounds, f"{ours}_read", reads)
+            found[key] = _both_verbs(rounds, ours, rivals)
+            found[f"{key}_save"] = times_as_fast(rounds, f"{ours}_write", writes)
+            found[f"{key}_load"] = times_as_fast(rounds, f"{ours}_read", reads)
     return found
 
 

@@ -104,9 +104,9 @@ def test_what_is_measured_becomes_every_key() -> None:
         "vs_dcp_fsspec": 4.0,
         "vs_dcp_fsspec_save": 4.0,
         "vs_dcp_fsspec_load": 4.0,
-        "vs_s3torchconnector": 2.0,
-        "vs_s3torchconnector_save": 2.0,
-        "vs_s3torchconnector_load": 2.0,
+        "vs_s3torchconnector_signed": 2.0,
+        "vs_s3torchconnector_signed_save": 2.0,
+        "vs_s3torchconnector_signed_load": 2.0,
     }
     for name in [name for name in each if name.startswith(("dcp", "s3torch"))]:
         del each[name]
