@@ -149,3 +149,8 @@ def names_of_each_rank(world: World, path: str) -> None:
     """Save modules of which every rank has its own, beside one that all have, as under a pipeline."""
     own = {f"{world.rank}.{name}": torch.ones(2) for name in ("z", "a", "m")}
     holdfast.save(path, {"shared": torch.ones(1), "stages": {"norm": torch.zeros(3), **own}, "step": 3})
+
+
+def ascending_names_of_rank_0(world: World, path: str) -> None:
+    """Save tensors of which every rank has its own: the names of rank 0 ascend, and come behind those of rank 1."""
+    holdfast.save(path, {name: torch.ones(2) for name in ("ba" if world.rank else "xy")})

@@ -17,6 +17,7 @@ CASES = (
     "cast_to_fresh_shards",
     "replicas_into_shards",
     "names_of_each_rank",
+    "ascending_names_of_rank_0",
 )
 
 
@@ -72,3 +73,5 @@ def test_names_of_a_lower_rank_come_first_each_in_its_own_order(results: Results
     found = holdfast.read(root / "names_of_each_rank")
     assert list(found) == ["shared", "stages", "step"]
     assert list(found["stages"]) == ["norm", "0.z", "0.a", "0.m", "1.z", "1.a", "1.m"]
+    assert results.values("ascending_names_of_rank_0") == [None, None]
+    assert list(holdfast.read(root / "ascending_names_of_rank_0")) == ["x", "y", "b", "a"]

@@ -13,7 +13,7 @@ from holdfast.types.values import Group
 
 
 def numbers_of(order: Iterable[str], tensors: Sequence[str], others: Iterable[str]) -> bytes:
-    """Return the numbers of names in the order of their state, 4 bytes each; none if they ascend.
+    """Return the numbers of names in the order of their state, 4 bytes each.
 
     A name that the checkpoint lacks is left out.
 
@@ -31,7 +31,13 @@ def numbers_of(order: Iterable[str], tensors: Sequence[str], others: Iterable[st
     shifts = np.searchsorted(before, np.arange(count), side="right")
     number_at = np.concatenate([np.arange(count) + shifts, before + np.arange(len(between))])
     numbers = number_at[[place for place in map(place_of.get, order) if place is not None]]
-    return b"" if (np.diff(numbers) > 0).all() else numbers.astype("<u4").tobytes()
+    return numbers.astype("<u4").tobytes()
+
+
+def unless_ascending(numbers: bytes) -> bytes:
+    """Return the numbers that a manifest states: none if they ascend, as without a stated order."""
+    values = np.frombuffer(numbers, dtype="<u4")
+    return numbers if (values[1:] < values[:-1]).any() else b""
 
 
 def text_of(numbers: bytes) -> str:

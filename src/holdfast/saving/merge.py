@@ -18,7 +18,7 @@ from holdfast.format.index.index_checks import require_pairs
 from holdfast.format.index.tensor_table import TensorTables
 from holdfast.format.names import part_name
 from holdfast.format.part import RankPart, decode_part, require_part_of
-from holdfast.format.state_order import names_of, numbers_of, paths_of
+from holdfast.format.state_order import names_of, numbers_of, paths_of, unless_ascending
 from holdfast.format.values import values
 from holdfast.repository.catalog import read_file
 from holdfast.saving.health.health_findings import Findings
@@ -125,7 +125,7 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
         _provenance_of(layouts),
         findings,
         optimizers,
-        _order_of(orders, index.table.fqns, [*stored, *paths_of(tree)], location.url),
+        unless_ascending(_order_of(orders, index.table.fqns, [*stored, *paths_of(tree)], location.url)),
     )
 
 

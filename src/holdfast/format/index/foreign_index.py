@@ -12,7 +12,7 @@ from holdfast.format.index.index import Index
 from holdfast.format.index.index_builder import IndexBuilder
 from holdfast.format.index.index_file import decode_unhashed, encode_index
 from holdfast.format.index.tensor_table import NDIM_MAX, is_addressable
-from holdfast.format.state_order import numbers_of, paths_of
+from holdfast.format.state_order import numbers_of, paths_of, unless_ascending
 from holdfast.format.values import values
 from holdfast.geometry.dtype import DTYPES
 from holdfast.geometry.region import FlatRange
@@ -81,6 +81,7 @@ def index_foreign(listing: ForeignListing, where: str) -> tuple[Manifest, Index]
             builder.add(spec, piece.region, piece.file, piece.offset, b"")
     index = builder.index()
     packs = tuple(FileRecord(name, count, "") for name, count in listing.files.items())
+    others = chain(listing.aliases, paths_of(listing.tree))
     manifest = _manifest(
         index,
         packs=packs,
@@ -90,7 +91,7 @@ def index_foreign(listing: ForeignListing, where: str) -> tuple[Manifest, Index]
         step=listing.step,
         world_size=listing.world_size,
         origin=listing.format,
-        order=numbers_of(listing.order, index.table.fqns, chain(listing.aliases, paths_of(listing.tree))),
+        order=unless_ascending(numbers_of(listing.order, index.table.fqns, others)),
     )
     return manifest, index
 

@@ -43,13 +43,6 @@ class _TargetMemory:
     start: int
     """Address of the first byte."""
 
-    @classmethod
-    def of(cls, wanted: Wanted, number: int) -> _TargetMemory:
-        """Return one memory of a target."""
-        target = cast("TorchTarget", wanted.target)
-        local = target.memories[number][1]
-        return cls(wanted, number, local, local.data_ptr())
-
     def in_scratch(self, scratch: torch.Tensor, first: int, unit: int) -> torch.Tensor:
         """Return the view of this memory in scratch memory that begins at an address, one element for `unit` bytes.
 
@@ -80,12 +73,15 @@ def require_equal_overlaps(wanted: Sequence[Wanted], fill: Callable[[Sequence[Wa
 
 def _clusters(wanted: Sequence[Wanted]) -> Iterator[tuple[int, int, list[_TargetMemory]]]:
     """Yield memory in which elements may be shared: addresses of its start and stop, and the runs in it."""
-    members = [(each, part) for each in wanted for part in range(len(cast("TorchTarget", each.target).memories))]
-    memory = [local for each in wanted for _, local in cast("TorchTarget", each.target).memories]
+    members = [
+        (each, number, local, local.data_ptr())
+        for each in wanted
+        for number, (_, local) in enumerate(cast("TorchTarget", each.target).memories)
+    ]
     # Lists and one sort: a state may have 100,000 tensors, nearly all of them apart.
-    addresses = np.array([local.data_ptr() for local in memory], dtype=np.int64)
-    extents = np.array([extent_bytes(local) for local in memory], dtype=np.int64)
-    is_strided = np.array([not local.is_contiguous() for local in memory])
+    addresses = np.array([address for *_, address in members], dtype=np.int64)
+    extents = np.array([extent_bytes(local) for _, _, local, _ in members], dtype=np.int64)
+    is_strided = np.array([not local.is_contiguous() for _, _, local, _ in members])
     numbers = np.flatnonzero(extents)
     if not numbers.size:
         return
@@ -97,11 +93,9 @@ def _clusters(wanted: Sequence[Wanted]) -> Iterator[tuple[int, int, list[_Target
     bounds = np.append(np.flatnonzero(is_first), len(numbers))
     # One memory with strides may overlap itself.
     is_suspect = np.logical_or.reduceat(is_strided[numbers], bounds[:-1]) | (np.diff(bounds) > 1)
-    if not is_suspect.any():
-        return
     for cluster in np.flatnonzero(is_suspect).tolist():
         begin, end = bounds[cluster], bounds[cluster + 1]
-        runs = [_TargetMemory.of(*members[number]) for number in sorted(numbers[begin:end])]
+        runs = [_TargetMemory(*members[number]) for number in sorted(numbers[begin:end])]
         if len(runs) > 1 or not _is_injective(runs[0].local):
             yield int(starts[begin]), int(stops[end - 1]), runs
 
