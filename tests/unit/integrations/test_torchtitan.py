@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from torch.distributed import checkpoint as dcp
 
 import holdfast
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.format.names import PACK_SUFFIX
+from holdfast.stores.syscalls import Syscalls
 from tests.held_optimizers import HoldsOptimizers
 from tests.unit.integrations.torchtitan_shapes import stand_in
 
@@ -478,11 +482,24 @@ def test_failed_saves_max_ends_the_training(tmp_path: Path) -> None:
         training.close()
 
 
-def test_a_lazy_save_whose_state_changes_fails_without_ending_the_training(tmp_path: Path) -> None:
+def test_a_lazy_save_whose_state_changes_fails_without_ending_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The save checks for changes once its last byte is written: a change after the check would do no harm.
+    is_changed = threading.Event()
+    write = Syscalls.pwrite
+
+    def pwrite(self: Syscalls, fd: int, data: Any, offset: int) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(PACK_SUFFIX):
+            assert is_changed.wait(60.0)
+        return write(self, fd, data, offset)
+
+    monkeypatch.setattr(Syscalls, "pwrite", pwrite)
     training = Training(tmp_path, async_mode="async_with_pinned_mem")
     training.train(2)
     with torch.no_grad():
         training.parts[0].out.weight.mul_(2)
+    is_changed.set()
     training.manager.maybe_wait_for_staging()
     training.train(4)
     training.manager.maybe_wait_for_staging()
