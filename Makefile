@@ -1,7 +1,8 @@
 # Every target sets itself up: Python 3.11+, its venv module and make are all that must be there.
 #
 #   make demo    train, kill in the middle of a save, resume three ways (minutes)
-#   make test    the whole test suite
+#   make test    the test suite (9 minutes on two processors)
+#   make test-long   kills in number, power cuts, many ranks and large amounts; together with `make test`, every test
 #   make check   ruff, mypy, import-linter
 #   make bench   the benchmark (20 to 30 minutes, 16 GiB of memory), QUICK=1 in about 5; ONLY=large,tiny for some parts
 #   make bench-interop   DeepSpeed's and DCP's checkpoints read in place and exported, beside their own tools (minutes)
@@ -38,7 +39,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The suite starts hundreds of processes: each would compile all of Holdfast anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test check bench bench-interop bench-scale bench-stores bench-compression bench-compare integrations fuzz campaign campaign-stores test-torch dist clean
+.PHONY: help demo test test-long check bench bench-interop bench-scale bench-stores bench-compression bench-compare integrations fuzz campaign campaign-stores test-torch dist clean
 
 PINNED_TORCH := torch==2.13.0
 TORCH ?=
@@ -90,8 +91,15 @@ $(READY): pyproject.toml
 demo: $(READY)
 	@$(PY) -m demo
 
+SUITE := -m pytest -q -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 test: $(READY)
-	@$(PY) -m pytest -q -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	@$(PY) $(SUITE) -m 'not long'
+
+# Properties of which `make test` tries few examples are tried with four times as many.
+test-long: $(READY)
+	@$(PY) $(SUITE) -m long
+	@PROPERTY_TIMES=4 $(PY) $(SUITE) tests/property/test_any_mesh_to_any_mesh.py tests/property/test_unchanged.py \
+	    tests/property/test_placement_as_torch.py tests/property/test_renamed_and_resized.py
 
 check: $(READY)
 	@$(VENV)/bin/ruff check .
@@ -171,7 +179,7 @@ campaign: $(READY)
 	    tests/crash/test_discard_kill.py tests/crash/test_remove_kill.py tests/crash/test_remove_beside.py \
 	    tests/crash/test_import_kill.py
 	@LIFE_EXAMPLES=$$((5 * $(ROUNDS))) $(PY) -m pytest -q --timeout 3600 -o faulthandler_timeout=3660 tests/property/test_life_of_a_run.py
-	@PROPERTY_TIMES=30 $(PY) -m pytest -q --timeout 7200 -o faulthandler_timeout=7260 \
+	@PROPERTY_TIMES=120 $(PY) -m pytest -q --timeout 7200 -o faulthandler_timeout=7260 \
 	    tests/property/test_any_mesh_to_any_mesh.py tests/property/test_unchanged.py tests/property/test_compressed.py
 	@FLIPPED_BYTES=all COMPRESSED_LAYOUTS=all $(PY) -m pytest -q --timeout 7200 -o faulthandler_timeout=7260 \
 	    tests/crash/test_compressed_flips.py tests/distributed/test_matrix.py
@@ -193,7 +201,7 @@ test-torch:
 	    echo "holdfast: installing torch $(TORCH)"; \
 	    $(PYTHON) -m venv --clear $(TORCH_VENV); \
 	    $(TORCH_VENV)/bin/python -m pip install --quiet --disable-pip-version-check 'torch==$(TORCH)' -e '.[dev,cli]'; \
-	    $(TORCH_VENV)/bin/python -m pytest -q -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(CORE)
+	    $(TORCH_VENV)/bin/python $(SUITE) $(CORE)
 
 # Three environments: the tools that build and check; the wheel with torch; the wheel and what it requires, no torch.
 # The last two are made anew: what an earlier wheel brought along would hide what this one lacks. The wheel is built

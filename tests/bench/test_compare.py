@@ -203,6 +203,7 @@ def test_what_cannot_run_here_is_said_before_anything_is_measured(
     assert not fake.order
 
 
+@pytest.mark.long
 def test_a_real_part_runs_with_the_package_of_each_side(tmp_path: Path) -> None:
     sizes = {"tensors": 20, "rounds": 1}
     part = of_part("tiny", sizes, sizes, tiny_amounts)

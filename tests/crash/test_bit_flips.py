@@ -21,6 +21,8 @@ from tests.crash.rig import (
     training_state,
 )
 
+pytestmark = pytest.mark.long
+
 FLIPS = 1000
 
 

@@ -25,6 +25,7 @@ from tests.crash.rig import committed_at, copy_with_links, local_store, paths_un
 from tests.crash.sweeping import fates_of_kills, judge_after_errors
 
 pytestmark = [
+    pytest.mark.long,
     # The fork happens while threads of earlier tests may stand idle; the child uses none of their locks.
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
     pytest.mark.timeout(600),

@@ -31,6 +31,7 @@ from tests.crash.rig import (
 from tests.crash.sweeping import fates_of_kills, judge_after_errors
 
 pytestmark = [
+    pytest.mark.long,
     # The fork happens while threads of earlier tests may stand idle; the child uses none of their locks.
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
     pytest.mark.timeout(600),

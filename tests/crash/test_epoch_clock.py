@@ -19,7 +19,7 @@ from tests.crash.epoch_processes import writers
 
 LEASE_SECONDS = 9.0
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 
 
 def libfaketime(now: Path) -> Path | None:

@@ -22,7 +22,7 @@ WRITERS = 8
 LEASE_SECONDS = 3.0
 HEAD_START_SECONDS = 0.05
 
-pytestmark = pytest.mark.timeout(60 + 12 * ROUNDS)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(60 + 12 * ROUNDS)]
 
 
 def race(root: Path, step: int, racers: list[Writer]) -> Writer:

@@ -22,6 +22,8 @@ from holdfast.testing.fault_proxy import FaultKind, FaultProxy, ProxyFault
 from tests.campaign.network import down, hasty, is_request, play
 from tests.object_server import ObjectServer
 
+pytestmark = pytest.mark.long
+
 ELEMENTS = 50_000
 
 

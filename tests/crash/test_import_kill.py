@@ -37,6 +37,7 @@ from tests.crash.rig import (
 from tests.crash.sweeping import swept_by
 
 pytestmark = [
+    pytest.mark.long,
     # The fork happens while threads of earlier tests may stand idle; the child uses none of their locks.
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
     pytest.mark.timeout(300),

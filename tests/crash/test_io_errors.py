@@ -37,7 +37,7 @@ from tests.crash.rig import (
     step_path,
 )
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 WRITING = {"fallocate", "pwrite", "ftruncate", "fsync", "mkdir", "link"}
 NAMING = {"open", "mkdir", "link", "unlink", "rename", "rmdir"}

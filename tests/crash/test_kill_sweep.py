@@ -164,6 +164,7 @@ def template(in_memory: Path) -> Path:
     return root
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "save",
     [
@@ -201,6 +202,7 @@ def go_back_over_store(root: Path, faults: Faults) -> None:
     go_back(FaultyStore(local_store(root), switch), switch, faults)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("save", "points"), [(go_back_over_syscalls, swept_by("GO_BACK_STRIDE")), (go_back_over_store, EVERY_CALL)]
 )
@@ -224,6 +226,7 @@ def test_going_back_dies_anywhere_and_no_step_of_either_timeline_is_lost(
     assert fates == sorted(fates, reverse=True), "once committed, always committed"
 
 
+@pytest.mark.long
 def test_first_save_of_a_run_dies_anywhere(in_memory: Path) -> None:
     fates = sweep(in_memory / "none", in_memory / "runs" / "deep", save_over_syscalls, set(), swept_by("SWEEP_STRIDE"))
     assert "old" in fates

@@ -18,6 +18,7 @@ from holdfast.testing.faults import Faults, FaultyStore, kill_process
 from tests.crash.rig import NEW, OLD, SETTINGS, committed_at, in_child, local_store, require_whole, step_path
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
     pytest.mark.timeout(300),
 ]

@@ -48,6 +48,7 @@ from tests.overwriting import (
 )
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
     pytest.mark.timeout(300),
 ]

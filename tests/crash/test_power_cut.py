@@ -47,6 +47,7 @@ from tests.overwriting import save as save_over
 from tests.property.life import Switch
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
     pytest.mark.timeout(300),
 ]

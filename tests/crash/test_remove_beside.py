@@ -24,6 +24,7 @@ from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from tests.crash.rig import committed_at, local_store, require_whole, run_at, training_state
 
 pytestmark = [
+    pytest.mark.long,
     # The fork happens while threads of earlier tests may stand idle; the child uses none of their locks.
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
     pytest.mark.timeout(600),

@@ -34,6 +34,7 @@ from tests.crash.sweeping import fates_of_kills
 from tests.unit.cli.running import holdfast as command
 
 pytestmark = [
+    pytest.mark.long,
     # The fork happens while threads of earlier tests may stand idle; the child uses none of their locks.
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
     pytest.mark.timeout(600),

@@ -38,6 +38,7 @@ from tests.crash.test_repair import SPLIT
 from tests.crash.test_resume import resumed
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
     pytest.mark.timeout(300),
 ]

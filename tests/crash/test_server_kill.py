@@ -16,7 +16,7 @@ from tests.object_server import PROGRAM, VARIABLES, object_server
 
 KILLS = 12
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 
 def test_a_killed_server_loses_nothing_acknowledged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

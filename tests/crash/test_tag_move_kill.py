@@ -21,6 +21,7 @@ from tests.crash.rig import NEW, OLD, committed_at, local_store, run_at, trainin
 from tests.crash.sweeping import fates_of_kills
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
     pytest.mark.timeout(600),
 ]

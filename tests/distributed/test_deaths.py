@@ -130,6 +130,7 @@ def test_a_death_leaves_the_truth_behind(worlds: dict[str, tuple[Path, Results]]
     assert len(attempts) == 1, "what the dead attempt left is gone once the step is committed"
 
 
+@pytest.mark.long
 def test_a_slow_committer_that_wakes_late_destroys_nothing(tmp_path: Path) -> None:
     """The committer is stopped after it won the outcome; a new job commits the step; then the old one goes on."""
     root = tmp_path / "run"

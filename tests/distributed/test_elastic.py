@@ -9,11 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 import holdfast
 from tests.distributed.faulty import state_of
 from tests.distributed.forked import REPOSITORY, environment
+
+pytestmark = pytest.mark.long
 
 
 def test_an_elastic_restart_saves_the_step_again_and_no_vote_of_the_first_life_counts(tmp_path: Path) -> None:

@@ -63,6 +63,7 @@ def test_the_faults_of_a_seed_are_the_same_each_time_and_hold_every_kind() -> No
     assert {fault.kind for fault in draw(7, len(KINDS))} == set(KINDS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drawn", trainings(), ids=lambda drawn: f"training-{drawn.number}")
 @pytest.mark.timeout(max(300, FAULTS * SECONDS_OF_FAULT_MAX + 60))
 def test_a_failed_save_never_ends_training(tmp_path: Path, drawn: Drawn) -> None:
@@ -137,12 +138,14 @@ def require_whole(root: Path, steps: list[int]) -> None:
             assert (found["step"], loader.position) == (step, step)
 
 
+@pytest.mark.long
 def test_rank_0_comes_five_times_later_to_every_save_and_none_fails(tmp_path: Path) -> None:
     case = Case(f"{CASES}:rank_0_is_late", {"root": str(tmp_path / "run")}, "late")
     for value in values(run_world(2, [case], tmp_path / "world"), "late"):
         assert value == {"failures": [""] * 6, "steps": [1, 2, 3, 4, 5, 6]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("host", "victim"), [("launcher", 1), ("rank0", 0)], ids=["a rank", "the host"])
 def test_a_restart_after_a_death_reaches_the_last_step(
     tmp_path: Path, host: Literal["rank0", "launcher"], victim: int

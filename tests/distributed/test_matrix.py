@@ -27,7 +27,7 @@ SEED = None if _DRAWN_BY == "all" else int(_DRAWN_BY)
 
 Digests = dict[str, str]
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 """The first test to ask for the matrix waits for all of it."""
 
 

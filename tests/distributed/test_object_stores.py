@@ -65,6 +65,7 @@ def test_two_ranks_train(objects: ObjectServer, tmp_path: Path, capfd: pytest.Ca
     _require_no_secret(objects, url, results.logs(), *capfd.readouterr())
 
 
+@pytest.mark.long
 def test_one_of_eight_writers_wins(objects: ObjectServer, tmp_path: Path) -> None:
     url = objects.new_url()
     said = work("race", url, ROUNDS, tmp_path / "outcomes", variables=objects.environment)
@@ -99,6 +100,7 @@ def test_a_writer_whose_files_the_winner_removed_has_lost(objects: ObjectServer)
     assert not checkpoint.read("weights").any()
 
 
+@pytest.mark.long
 def test_a_killed_writer_leaves_nothing_behind(objects: ObjectServer, tmp_path: Path) -> None:
     """Killed at its n-th change of step 2, before or after the server got the request."""
     seen: dict[int, int] = {}

@@ -23,6 +23,7 @@ ROUNDS = int(os.environ.get("PREEMPTION_ROUNDS", "5"))
 KINDS: list[Told] = ["one", "all", "launcher", "one", "all"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(120 + 60 * ROUNDS)
 def test_a_training_that_is_told_to_end_again_and_again_is_the_one_that_never_was(tmp_path: Path) -> None:
     seed = random.randrange(2**32)
@@ -122,6 +123,7 @@ with holdfast.CheckpointManager(sys.argv[1], every=100_000, process_group=False,
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_workers_of_a_data_loader_outlive_a_signal_to_the_group(tmp_path: Path, number: int) -> None:
     with subprocess.Popen(

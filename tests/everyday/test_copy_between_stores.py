@@ -182,6 +182,7 @@ class Ends:
         return child.exitcode
 
 
+@pytest.mark.long
 def test_a_copy_that_is_killed_or_interrupted_goes_on(
     run: Path, server: ObjectServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ def killed(name: str, folder: Path) -> dict[int, str]:
     return losses_of("".join(lines))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(SCRIPTS))
 def test_killed_example_resumes_to_the_same_losses(name: str, tmp_path: Path) -> None:
     whole = undisturbed(name, tmp_path / "whole")

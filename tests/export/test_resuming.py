@@ -104,6 +104,7 @@ def whole(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, b
     return contents(target)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 def test_an_export_killed_at_any_moment_goes_on_and_ends_the_same(
     tmp_path: Path, source: Path, whole: dict[str, bytes], seed: int
@@ -140,6 +141,7 @@ def test_an_export_killed_at_any_moment_goes_on_and_ends_the_same(
     assert os.listdir(tmp_path) == ["out"]
 
 
+@pytest.mark.long
 def test_a_command_killed_with_its_workers_at_work_goes_on(tmp_path: Path) -> None:
     tensors = {f"layer{n}": noise((8, MIB), torch.float32, n) for n in range(6)}
     holdfast.save(tmp_path / "saved", {"model": tensors}, process_group=False)
@@ -220,6 +222,7 @@ def stopped(source: Path, target: Path, options: ExportOptions | None = None) ->
         export.run(request, observer=StopsAt(0.5))
 
 
+@pytest.mark.long
 def test_what_was_done_is_not_done_again(tmp_path: Path, source: Path) -> None:
     stopped(source, tmp_path / "out")
     larger = ExportRequest(memory_bytes=64 * MIB, workers=1, window_bytes_max=64 * PAGE_BYTES)

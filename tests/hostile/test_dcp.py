@@ -277,6 +277,7 @@ def test_something_else_in_place_of_a_part(folder: Path, what: str) -> None:
     refused(folder, CorruptError, "[Ee]xpected")
 
 
+@pytest.mark.long
 def test_a_flipped_byte_anywhere_in_an_archive_ends_in_a_typed_error_or_in_a_tensor_as_stated(folder: Path) -> None:
     data = bytearray((folder / DATA).read_bytes())
     info = place_of(folder, "model.w")

@@ -188,6 +188,7 @@ def test_a_tag_that_leads_out_of_the_folder_is_not_followed(tmp_path: Path) -> N
         assert not DeepSpeedFormat().recognises(ForeignFiles(tmp_path / "inside"), "")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name_of",
     [lambda n: f"note{n}.txt", lambda n: f"zero_pp_rank_{n + 2}_mp_rank_00_optim_states.pt"],

@@ -157,6 +157,7 @@ def test_links_pipes_and_folders_in_place_of_files(tmp_path: Path) -> None:
         holdfast.open_checkpoint(folder)
 
 
+@pytest.mark.long
 def test_a_folder_of_a_hundred_thousand_files_is_told_in_seconds(tmp_path: Path) -> None:
     for number in range(100_000):
         os.mknod(tmp_path / f"{number}.txt")

@@ -132,6 +132,7 @@ def outcomes() -> dict[str, Any]:
     return {each["name"]: each for each in map(json.loads, done.stdout.splitlines())}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", OUT_OF_PROPORTION)
 def test_a_pickle_out_of_proportion_is_refused_soon(outcomes: dict[str, Any], name: str) -> None:
     outcome = outcomes[name]

@@ -57,6 +57,7 @@ print(json.dumps({"saved": saved, "loaded": loaded, "right": right, "bytes": byt
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["rows", "transposed"])
 def test_saving_and_loading_2_gib_adds_little_memory(tmp_path: Path, kind: str) -> None:
     command = [sys.executable, "-c", SAVE_AND_LOAD, str(tmp_path), kind]
@@ -91,6 +92,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("memory_mib", "workers", "dtype"), [(64, 1, ""), (512, 1, ""), (1024, 1, "bfloat16"), (256, 2, "")]
 )

@@ -12,6 +12,7 @@ from bench.objects_on_paper import PAGE_ENTRIES
 from bench.synthetic import SyntheticJob, dense, llama_405b, mixture, targets
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("job", "loads"), [(dense(128), True), (mixture(1024), False)], ids=("dense", "mixture"))
 def test_a_job_on_paper_is_committed_and_loaded_on_other_layouts(
     job: SyntheticJob, loads: bool, tmp_path: Path
@@ -39,6 +40,7 @@ def test_a_job_whose_packs_are_cut_is_committed_by_pages(tmp_path: Path) -> None
     assert found["index_bytes_per_chunk"] < 64
 
 
+@pytest.mark.long
 def test_ranks_of_a_target_hold_every_tensor_once() -> None:
     for job in targets(128):
         held: dict[str, int] = {}

@@ -30,7 +30,7 @@ STEP = 7
 
 
 @settings(
-    max_examples=examples(200),
+    max_examples=examples(50),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

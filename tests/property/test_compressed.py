@@ -87,7 +87,7 @@ def trained_jobs(draw: st.DrawFn) -> Job2Job:
 
 
 @settings(
-    max_examples=examples(25),
+    max_examples=examples(12),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -107,7 +108,7 @@ def job_of(saved: Holder, loaded: Holder) -> Job2Job:
     return Job2Job(4, 5, tensors)
 
 
-@pytest.fixture(scope="module", params=KINDS, ids=lambda kind: kind.__name__)
+@pytest.fixture(scope="module")
 def stored(request: pytest.FixtureRequest) -> Iterator[Stored]:
     """A state that was saved once, whichever way it is loaded."""
     saved: Holder = request.param
@@ -119,6 +120,17 @@ def stored(request: pytest.FixtureRequest) -> Iterator[Stored]:
         empty(store)
 
 
+def pairs() -> list[Any]:
+    """Return every two ways; `make test` loads from each to two others, `make test-long` to all."""
+    found = []
+    for one, saved in enumerate(KINDS):
+        for other, loaded in enumerate(KINDS):
+            marks = [] if (other - one) % len(KINDS) in (1, 4) else [pytest.mark.long]
+            found.append(pytest.param(saved, loaded, marks=marks, id=f"{saved.__name__}-{loaded.__name__}"))
+    return found
+
+
+@pytest.mark.parametrize("stored", KINDS, indirect=True, ids=lambda kind: kind.__name__)
 def test_every_kind_stores_all_once(stored: Stored) -> None:
     store, saved = stored
     job = job_of(saved, plain)
@@ -131,7 +143,7 @@ def test_every_kind_stores_all_once(stored: Stored) -> None:
     require_balance(job, index)
 
 
-@pytest.mark.parametrize("loaded", KINDS)
+@pytest.mark.parametrize(("stored", "loaded"), pairs(), indirect=["stored"])
 def test_from_one_to_the_other(stored: Stored, loaded: Holder) -> None:
     store, saved = stored
     manifest = read_manifest(store, step_folder(STEP))

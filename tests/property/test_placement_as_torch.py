@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from holdfast.geometry.placement import boxes_at, coordinate_of, held_boxes, held_boxes_in_shard_order, replica_ranks
 from holdfast.geometry.tensor import Layout, Placement
 from tests.property.held import layouts, meshes
-from tests.property.states import SHAPES
+from tests.property.states import SHAPES, examples
 
 _TorchPlacement = Replicate | Shard | _StridedShard
 
@@ -60,7 +60,7 @@ def local_tensors(layout: Layout, shape: tuple[int, ...]) -> dict[tuple[int, ...
     return locals_
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(laid_out())
 def test_held_boxes_are_what_torch_cuts(case: tuple[Layout, tuple[int, ...]]) -> None:
     layout, shape = case
@@ -98,7 +98,7 @@ def ordered(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...], dict[int, list[in
     return Layout(mesh_shape, ranks, tuple(map(Placement, dims, split))), shape, order
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(ordered())
 def test_in_shard_order_every_cut_is_a_plain_one(case: tuple[Layout, tuple[int, ...], dict[int, list[int]]]) -> None:
     layout, shape, order = case
@@ -119,7 +119,7 @@ def test_in_shard_order_every_cut_is_a_plain_one(case: tuple[Layout, tuple[int, 
             assert not any(each.numel() for each in found)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(laid_out())
 def test_a_split_that_no_order_explains_is_meant_as_stated(case: tuple[Layout, tuple[int, ...]]) -> None:
     layout, shape = case
@@ -134,7 +134,7 @@ def test_a_split_that_no_order_explains_is_meant_as_stated(case: tuple[Layout, t
             assert len(boxes) <= 1, "plain cuts leave one box"
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(laid_out())
 def test_first_box_and_local_shape_are_what_torch_computes(case: tuple[Layout, tuple[int, ...]]) -> None:
     layout, shape = case
@@ -151,7 +151,7 @@ def test_first_box_and_local_shape_are_what_torch_computes(case: tuple[Layout, t
             assert not held or not math.prod(shape)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(laid_out())
 def test_every_replica_group_is_the_ranks_with_the_same_boxes(case: tuple[Layout, tuple[int, ...]]) -> None:
     layout, shape = case

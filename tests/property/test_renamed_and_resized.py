@@ -16,7 +16,7 @@ from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor
 from holdfast.types.reports import LoadReport, PartlyFilled
 from tests.property.held import Held, any_held
-from tests.property.states import RANKS, SETTINGS, Tensor, empty, fresh_store, run_of, state_on, tensors
+from tests.property.states import RANKS, SETTINGS, Tensor, empty, examples, fresh_store, run_of, state_on, tensors
 
 STEP = 7
 
@@ -69,7 +69,9 @@ def jobs(draw: st.DrawFn) -> tuple[int, int, tuple[Resized, ...], str]:
     return save_ranks, load_ranks, found, draw(st.sampled_from(("auto", "always")))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
 @given(jobs())
 def test_any_names_any_shapes_any_layouts(job: tuple[int, int, tuple[Resized, ...], str]) -> None:
     save_ranks, load_ranks, found, share_reads = job

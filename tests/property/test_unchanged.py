@@ -57,7 +57,7 @@ def histories(draw: st.DrawFn) -> History:
 
 
 @settings(
-    max_examples=examples(50),
+    max_examples=examples(12),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

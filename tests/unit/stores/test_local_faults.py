@@ -213,6 +213,7 @@ def test_read_error_names_the_range(tmp_path: Path) -> None:
         read_range(store, "step/sub/new", 5, 50, aligned_buffer(100))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("act", (put_whole, put_if_absent_whole, upload_whole))
 def test_sigkill_at_every_operation_of_a_write(tmp_path: Path, act: Callable[[LocalStore], None]) -> None:
     names = operations(tmp_path / "recorded", act)
