@@ -31,7 +31,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "ddp2": ("ratio_ddp2",),
     "hsdp": ("ratio_hsdp",),
     "fp32_fsdp2": ("ratio_fp32_fsdp2",),
-    "codecs": ("encode_vs_zipnn", "encode_vs_zstd3", "decode_vs_zipnn", "encode_two_threads"),
+    "codecs": ("encode_vs_zipnn", "encode_vs_zstd3", "decode_vs_zipnn"),
     "speed": ("save_on_vs_dcp_zstd", "load_on_vs_dcp_zstd"),
     "auto": ("auto_vs_raw_worst", "auto_vs_raw_slow"),
     "slowdown": ("coding_slowdown",),

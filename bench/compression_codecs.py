@@ -21,7 +21,6 @@ from bench.state import MIB
 from holdfast import wiring
 from holdfast.engine.buffers import copy_part
 from holdfast.engine.encoding.encode import EncodedPiece, Encoder, KnownWeights
-from holdfast.engine.encoding.helper_process import CodingHelpers
 from holdfast.format.digest import digest_of
 from holdfast.geometry.box import Box
 from holdfast.geometry.chunking import DIGEST_BYTES, chunk_range, pair_range
@@ -74,15 +73,13 @@ class Ours:
         self._packs = [PackPlan(f"coded/r00000-{number}.safetensors", items) for number, items in _packed(state)]
         # Every page is written here, before a clock starts. A save has windows that it writes.
         self._windows = memoryview(bytearray(b"\1") * bytes_of(state))
-        self._helpers = CodingHelpers(wiring.CODING_ENTRY, settings(compression_threads=2))
-        assert self._helpers.wait_ready(60.0) == 1, "a helper process is ready"
         self._end = 0
         self._encoded: list[tuple[PackItem, EncodedPiece, int]] = []
         self._scratch = memoryview(bytearray(self.chunk_bytes))
 
-    def encode(self, threads: int = 1) -> None:
+    def encode(self) -> None:
         """Encode the whole state."""
-        encoder = Encoder(self.codecs, settings(), self._helpers if threads > 1 else None)
+        encoder = Encoder(self.codecs, settings())
         pairs = {
             (item.tensor.fqn, item.region): KINDS["weight"].format(split(item.tensor.fqn)[1])
             for item in self._packs[OTHERS].items
@@ -167,17 +164,13 @@ class Codecs:
         ]
 
     def round(self, number: int) -> Round:
-        """Return the processor seconds of each contender, and the wall seconds of one and two threads."""
+        """Return the processor seconds of each contender."""
         each: Round = {}
         for name, work in (*in_turn(self.encoders, number), *in_turn(self.decoders, number)):
             start = time.process_time()
             work()
             each[name] = time.process_time() - start
         self._stored = []
-        for threads in in_turn((1, 2), number):
-            start = time.perf_counter()
-            self._ours.encode(threads)
-            each[f"wall_{threads}"] = time.perf_counter() - start
         return each
 
     def _encode_zipnn(self) -> None:
@@ -207,12 +200,11 @@ def measure(root: Path, params: Params) -> Measured:
 
 
 def values(rounds: Sequence[Round], params: Params) -> dict[str, list[float]]:
-    """Return how many times as fast as the rivals ours is, and two threads as one."""
+    """Return how many times as fast as the rivals ours is."""
     ratios = {
         "encode_vs_zipnn": ("zipnn_encode", "encode"),
         "encode_vs_zstd3": ("zstd3_encode", "encode"),
         "decode_vs_zipnn": ("zipnn_decode", "decode"),
-        "encode_two_threads": ("wall_1", "wall_2"),
     }
     return {key: [each[theirs] / each[ours] for each in rounds] for key, (theirs, ours) in ratios.items()}
 

@@ -181,7 +181,6 @@ GOALS = (
     _more("encode_vs_zipnn", "encoding, digests included: bytes per processor second ÷ zipnn", 2, 1.4),
     _more("encode_vs_zstd3", "encoding, digests included: bytes per processor second ÷ zstd level 3", 2.2, 1.5),
     _more("decode_vs_zipnn", "decoding, all digests checked: bytes per processor second ÷ zipnn, unchecked", 0.6, 0.3),
-    _more("encode_two_threads", "encoding: speed of two threads ÷ one", 1.9, 1.6),
     _more("save_on_vs_dcp_zstd", "durable save, compressed: speed ÷ DCP with ZStandard", 2, 1.4),
     _more("load_on_vs_dcp_zstd", "cold load of compressed, all digests checked: speed ÷ DCP with ZStandard", 1.5, 1.1),
     _more("auto_vs_raw_worst", "save, compression='auto': speed ÷ raw, to the store that suits it least", 1.0, 0.97),

@@ -13,7 +13,6 @@ from holdfast.clock import SystemClock
 from holdfast.engine.arena import Arena
 from holdfast.engine.casting import cast
 from holdfast.engine.encoding.encode import KnownWeights
-from holdfast.engine.encoding.helper_process import CodingHelpers
 from holdfast.engine.staging import Staging
 from holdfast.engine.writing.write import PackWriter, WrittenPack
 from holdfast.format.digest import digest_of
@@ -108,18 +107,17 @@ class Pack:
         store: Store,
         chosen_codecs: Codecs | None = None,
         written: Callable[[int], None] | None = None,
-        helpers: CodingHelpers | None = None,
     ) -> WrittenPack:
-        writer = PackWriter(store, self.settings, codecs() if chosen_codecs is None else chosen_codecs, helpers)
+        writer = PackWriter(store, self.settings, codecs() if chosen_codecs is None else chosen_codecs)
         return writer.write(self.planned, self.sources, written, None, self.weights())
 
-    def write_staged(self, store: Store, buffers: int, helpers: CodingHelpers | None = None) -> WrittenPack:
+    def write_staged(self, store: Store, buffers: int) -> WrittenPack:
         arena = Arena(self.settings.window_bytes, buffers * self.settings.window_bytes, SystemClock())
         staging = Staging(arena)
         copying = threading.Thread(target=lambda: staging.copy([self.planned], self.sources))
         copying.start()
         try:
-            result = PackWriter(store, self.settings, codecs(), helpers).write_staged(
+            result = PackWriter(store, self.settings, codecs()).write_staged(
                 self.planned, staging, None, None, self.weights()
             )
         except BaseException as error:

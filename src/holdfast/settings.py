@@ -219,9 +219,6 @@ class Settings:
     measured rates say makes the save faster, or no slower. The same on every rank. Off, since stock safetensors readers
     see nothing of compressed tensors (`docs/compression.md`)."""
 
-    compression_threads: int = 1
-    """Threads per rank that compress: the one that writes, and helper processes. They pay where processors are free."""
-
     compression_skip: tuple[str, ...] = ()
     """Patterns, as in `skip`, of tensors that stay as they are: `("model.*",)` leaves weights to stock readers."""
 
@@ -316,7 +313,6 @@ class Settings:
         cap = self.max_bytes_per_second
         self._require("max_bytes_per_second", cap is None or cap >= 1, "a whole number from 1, or None")
         self._require("compression", self.compression in ("off", "auto", "on"), "'off', 'auto' or 'on'")
-        self._require("compression_threads", 1 <= self.compression_threads <= 64, "a whole number from 1 to 64")
         self._require("compression_skip", _are_texts(self.compression_skip), "a tuple of patterns")
         mode = self.file_mode
         is_mode = mode is None or (0 <= mode <= 0o777 and bool(mode & 0o400))

@@ -164,17 +164,6 @@ def codecs() -> Codecs:
     return MappingProxyType({codec.name: codec for codec in known})
 
 
-CODING_ENTRY = "holdfast.wiring:coding_helper"
-"""What each process calls that codes beside the threads of a job."""
-
-
-def coding_helper() -> int:
-    """Code what the process asks for that started this one; return an exit status."""
-    from holdfast.engine.encoding.helper_main import serve
-
-    return serve(codecs())
-
-
 def listed(files: Readable, name: str) -> ForeignListing | None:
     """Return what the format lists that recognises some files; None if none does."""
     known = next((each for each in formats() if each.recognises(files, name)), None)
@@ -341,7 +330,7 @@ def repairable_at(path: object, settings: Settings) -> tuple[Store, int | None]:
 
 def lone_job(settings: Settings) -> Job:
     """Return a job of this process alone that needs no torch."""
-    return Job(AloneComm(), SystemClock(), settings, codecs=codecs(), coding_entry=CODING_ENTRY)
+    return Job(AloneComm(), SystemClock(), settings, codecs=codecs())
 
 
 def comm_of(process_group: ProcessGroup) -> Comm:
@@ -407,7 +396,7 @@ def saving_job(process_group: ProcessGroup, settings: Settings, root: object) ->
 
 
 def _saving_job(comm: Comm, settings: Settings) -> Job:
-    return Job(comm, SystemClock(), settings, framework_of(comm), codecs=codecs(), coding_entry=CODING_ENTRY)
+    return Job(comm, SystemClock(), settings, framework_of(comm), codecs=codecs())
 
 
 _JOBS_MAX = 4

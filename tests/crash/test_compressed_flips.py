@@ -29,7 +29,7 @@ from tests.property.states import SETTINGS, fresh_store, run_of
 from tests.tuned import tuned
 
 STEP = 3
-ON = tuned(replace(SETTINGS, compression="on", compression_threads=1), coded_bytes_min=256)
+ON = tuned(replace(SETTINGS, compression="on"), coded_bytes_min=256)
 DRAWN = {"payload": 120, "header": 30, "index": 20}
 """Bytes that the suite flips. Every one costs a load, and one outside the index a verification too."""
 

@@ -77,7 +77,7 @@ def load(world: World, path: str, layout: str, exchange: str) -> list[int]:
     return [report.bytes, report.exchanged_bytes]
 
 
-COMPRESSED = replace(ROUNDS_OF_32_KIB, compression="on", compression_threads=1)
+COMPRESSED = replace(ROUNDS_OF_32_KIB, compression="on")
 
 
 def trained_state() -> dict[str, object]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,6 @@ import holdfast
 from holdfast import api, wiring
 from holdfast.checkpoint.checkpoint import Checkpoint
 from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.engine.encoding.helper_process import Helper, HelperTask
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.format import sealed_json
 from holdfast.format.names import is_coded_pack_name, step_folder
@@ -27,7 +24,7 @@ from holdfast.stores.local import LocalStore
 from tests.everyday.frozen_run import ran, step_path
 from tests.unit.cli.running import holdfast as command
 
-ON = Settings(compression="on", compression_threads=1, chunk_bytes=4 * PAGE_BYTES)
+ON = Settings(compression="on", chunk_bytes=4 * PAGE_BYTES)
 STEPS = (1, 2)
 
 
@@ -206,38 +203,11 @@ def test_export_compresses_and_decompresses(made: Path, tmp_path: Path) -> None:
     assert refused.status != 0 and "expected on or off" in refused.err
 
 
-def test_a_training_whose_saves_have_helpers_loses_one_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    units: list[int] = []
-    begin = Helper.begin
-
-    def counted(self: Helper, *arguments: Any) -> HelperTask:
-        units.append(self._process.pid)
-        return begin(self, *arguments)
-
-    monkeypatch.setattr(Helper, "begin", counted)
-    settings = replace(ON, compression_threads=3, deduplicate=False)
-    with holdfast.CheckpointManager(tmp_path / "run", process_group=False, settings=settings) as manager:
-        for step in range(1, 5):
-            if step == 3:
-                os.kill(units[-1], signal.SIGKILL)
-            manager.save(step, state_at(step)).wait()
-            if step == 1:  # It has started them.
-                assert manager._job.coding.helpers.wait_ready(60.0) == 2
-    assert len(set(units)) == 2 and "is lost" in caplog.text
-    for step in range(1, 5):
-        require_step(step_path(tmp_path / "run", step), step)
-        assert coded_packs(step_path(tmp_path / "run", step))
-    for pid in set(units):
-        assert not Path(f"/proc/{pid}").exists(), "helpers end with the manager"
-
-
 @pytest.mark.parametrize("chunk_pages", (1, 8))
-def test_several_threads_that_compress_copy_the_values(made: Path, tmp_path: Path, chunk_pages: int) -> None:
-    """What is copied is read front to back, however many threads encode it, and whatever the size of their chunks."""
+def test_what_is_compressed_on_the_way_of_a_copy_keeps_its_values(made: Path, tmp_path: Path, chunk_pages: int) -> None:
+    """A copy reads its source front to back, whatever the size of the chunks that it encodes."""
     step = step_path(made, 2)
-    settings = replace(ON, compression_threads=3, chunk_bytes=chunk_pages * PAGE_BYTES)
+    settings = replace(ON, chunk_bytes=chunk_pages * PAGE_BYTES)
     api.export(step, tmp_path / "again", to="holdfast", settings=settings)
     assert coded_packs(tmp_path / "again")
     require_step(tmp_path / "again", 2)

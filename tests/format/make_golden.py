@@ -36,7 +36,7 @@ from tests.tuned import tuned
 
 WORLD_SIZE = 2
 CODED = tuned(
-    holdfast.Settings(compression="on", compression_threads=1, chunk_bytes=4096),
+    holdfast.Settings(compression="on", chunk_bytes=4096),
     coded_bytes_min=4096,
     unchanged_bytes_min=1,
 )

@@ -33,7 +33,7 @@ from tests.tuned import tuned
 
 STEP = 7
 ON = tuned(
-    replace(SETTINGS, compression="on", compression_threads=1),
+    replace(SETTINGS, compression="on"),
     coded_bytes_min=256,
     zero_copy_bytes_min=1,
     exchange_bytes_max=64 << 10,

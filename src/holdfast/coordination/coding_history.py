@@ -1,16 +1,14 @@
-"""What the saves of a job share to code: what earlier ones have shown about coding and its stores, and helpers."""
+"""What the saves of a job share to code: what earlier ones have shown about coding and its stores."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 
-from holdfast.engine.encoding.helper_process import CodingHelpers
 from holdfast.interrupts import GUARD
 from holdfast.plan.coding.choice import Amounts, KindsChoice
 from holdfast.plan.coding.kinds import OwnedKinds
 from holdfast.plan.coding.learning import Knowledge, codings_of
 from holdfast.plan.plan_cache import PlanCache
-from holdfast.settings import Settings
 from holdfast.types.coding import Compression, Kind, KindCoding, Measured, Sampling
 
 _PLACES_MAX = 16
@@ -25,19 +23,18 @@ class CodingHistory:
         self._knowledge = Knowledge()
 
     def begin(
-        self, amounts: Amounts, threads: int, compression: Compression, chunk_bytes: int
+        self, amounts: Amounts, compression: Compression, chunk_bytes: int
     ) -> tuple[KindsChoice, dict[Kind, Sampling]]:
         """Begin a save: return what it codes, and what it samples of the rest.
 
         Args:
             amounts: What the rank owns.
-            threads: Threads that code.
             compression: The setting.
             chunk_bytes: Raw bytes of a chunk.
         """
         while True:
             known = self._knowledge
-            begun, choice = known.begun(amounts, threads, compression)
+            begun, choice = known.begun(amounts, compression)
             samplings = begun.samplings(choice, amounts, chunk_bytes)
             if self._replace(known, begun):
                 return choice, samplings
@@ -88,21 +85,13 @@ class CodingHistories:
 class JobCoding:
     """What the saves of a job share to code; used only with compression."""
 
-    def __init__(self, entry: str, settings: Settings, histories: CodingHistories | None = None) -> None:
-        """Know nothing yet, and start no helper.
+    def __init__(self, histories: CodingHistories | None = None) -> None:
+        """Know nothing yet.
 
         Args:
-            entry: What helper processes call, as `CodingHelpers`.
-            settings: How the job saves.
             histories: Those of another job of the same ranks; None: new ones.
         """
         self.owned_kinds: PlanCache[OwnedKinds] = PlanCache()
         """What this rank owns of the layouts of earlier saves, by kind."""
         self.histories = histories or CodingHistories()
         """What earlier saves have shown."""
-        self.helpers = CodingHelpers(entry, settings)
-        """Processes that code beside the threads of this one."""
-
-    def with_settings(self, settings: Settings) -> JobCoding:
-        """Return the same for a job of other settings: it has helpers of its own."""
-        return JobCoding(self.helpers.entry, settings, self.histories)

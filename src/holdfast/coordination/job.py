@@ -97,7 +97,6 @@ class Job:
         framework: Framework | None = None,
         *,
         codecs: Codecs = NO_CODECS,
-        coding_entry: str = "",
         saves: bool = True,
         queues: tuple[BackgroundQueue, BackgroundQueue] | None = None,
     ) -> None:
@@ -109,7 +108,6 @@ class Job:
             settings: How the job saves and loads.
             framework: Takes states apart and fills them; None for a job that only moves stored bytes.
             codecs: What chunks are coded and decoded by.
-            coding_entry: What helper processes call, as `CodingHelpers`; empty: there are none.
             saves: False for a job that only loads: it needs no keys, so construction is no collective then.
             queues: The queues for copies and commits of a job that shares them; None: make new ones.
         """
@@ -132,7 +130,7 @@ class Job:
         """Memory for copies of the state."""
         self.plan_cache: PlanCache[SavePlan] = PlanCache()
         """Plans of earlier saves."""
-        self.coding = JobCoding(coding_entry, settings)
+        self.coding = JobCoding()
         """What saves with compression share."""
         self.part_sums = SumCache()
         """Sums of the declared parts of earlier saves."""
@@ -159,7 +157,7 @@ class Job:
         job = Job(self.comm, self.clock, settings, self._framework, codecs=self.codecs, queues=queues)
         # Its saves end in one order with those of this job: one overwrites what another publishes.
         job.attempts_under_way, job.attempts_begun = self.attempts_under_way, self.attempts_begun
-        job.coding = self.coding.with_settings(settings)
+        job.coding = JobCoding(self.coding.histories)
         return job
 
     @property
@@ -316,10 +314,9 @@ class Job:
             raise
 
     def close(self) -> None:
-        """Wait for the saves in the background, end their threads and helpers, and free the arena."""
+        """Wait for the saves in the background, end their threads, and free the arena."""
         self.copies.close()
         self.commits.close()
-        self.coding.helpers.close()
         self.arena.close()
 
     @property

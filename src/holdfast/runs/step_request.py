@@ -56,7 +56,7 @@ class RunParts:
         self.job = job
         self.store = store
         """The root of the run."""
-        self.writer = PackWriter(store, settings, job.codecs, job.coding.helpers)
+        self.writer = PackWriter(store, settings, job.codecs)
         """Writes packs below the root."""
         self.writer_lease = WriterLease(store, job.clock, settings.lease_seconds)
         """The right to write to the root."""

@@ -31,9 +31,7 @@ class SaveCoding:
         settings = job.settings
         self._settings, self._owned = settings, owned
         self._history = job.coding.histories.of(_place_of(location))
-        self._choice, samplings = self._history.begin(
-            owned.amounts, writer.coding_threads, settings.compression, settings.chunk_bytes
-        )
+        self._choice, samplings = self._history.begin(owned.amounts, settings.compression, settings.chunk_bytes)
         self.pieces = CodingChoice(
             settings.chunk_bytes, settings._tuning.coded_bytes_min, owned.kinds, self._choice.coded
         )

@@ -148,7 +148,7 @@ class PathRequest(NeverLoaded):
         self.overwrites = overwrite
         self._overwriting = Overwriting(location, job) if overwrite and job.comm.rank == 0 else None
         self.on_end = None if self._overwriting is None else self._overwriting.end
-        self.writer = PackWriter(location.store, job.settings, job.codecs, job.coding.helpers)
+        self.writer = PackWriter(location.store, job.settings, job.codecs)
         self.deduplicator = Deduplicator(self.location, None, self.writer, job.settings)
 
     def collect(self) -> Collected:

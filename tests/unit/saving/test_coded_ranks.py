@@ -21,7 +21,7 @@ from tests.tuned import tuned
 from tests.unit.ranks import PATIENT, World, saved
 
 MIN_BYTES = 1024
-ON = tuned(replace(PATIENT, compression="on", compression_threads=1), coded_bytes_min=MIN_BYTES)
+ON = tuned(replace(PATIENT, compression="on"), coded_bytes_min=MIN_BYTES)
 R, S = Placement(None), Placement(0)
 LAYOUTS = {
     "data parallel": (2, None),

@@ -25,7 +25,7 @@ from tests.object_server import ObjectServer
 from tests.tuned import tuned
 
 ON = tuned(
-    Settings(chunk_bytes=8192, window_bytes=8192, windows_in_flight=2, compression="on", compression_threads=2),
+    Settings(chunk_bytes=8192, window_bytes=8192, windows_in_flight=2, compression="on"),
     coded_bytes_min=8192,
     unchanged_bytes_min=4096,
 )
@@ -219,7 +219,7 @@ def test_off_is_byte_for_byte_as_without_the_setting(tmp_path: Path) -> None:
 
 
 def test_a_wrong_setting_is_refused() -> None:
-    for wrong in ({"compression": "yes"}, {"compression_threads": 0}, {"compression_skip": "model.*"}):
+    for wrong in ({"compression": "yes"}, {"compression_skip": "model.*"}):
         with pytest.raises(InvalidError, match=next(iter(wrong))):
             Settings(**wrong)  # type: ignore[arg-type]
 

@@ -34,7 +34,7 @@ from tests.unit.ranks import fresh_store
 CHUNK = 64 << 10
 AUTO = tuned(
     Settings(
-        chunk_bytes=CHUNK, window_bytes=CHUNK, compression="auto", compression_threads=1, deduplicate=False,
+        chunk_bytes=CHUNK, window_bytes=CHUNK, compression="auto", deduplicate=False,
         commit_timeout_seconds=20.0,
     ),
     coded_bytes_min=CHUNK,

@@ -57,56 +57,30 @@ class ChunkMemory:
 
 
 class CopiedChunks:
-    """Chunks that are copied from the sources of a pack."""
+    """Chunks that are copied from their sources when they are taken: in file order, as stored sources need."""
 
-    def __init__(self, sources: Sequence[Source], memory: ChunkMemory, *, in_order: bool) -> None:
+    def __init__(self, sources: Sequence[Source], memory: ChunkMemory) -> None:
         """Copy nothing yet.
 
         Args:
             sources: Where the bytes come from, by shard number.
             memory: Where they are copied to.
-            in_order: Whether `take` copies: on its thread, in file order.
         """
-        self._sources, self._memory, self._in_order = sources, memory, in_order
+        self._sources, self._memory = sources, memory
 
     def take(self, item: PackItem, start: int, stop: int) -> RawChunk:
         """Return a chunk."""
-        chunk = _CopiedChunk(self._sources[item.shard_number], item, start, stop, self._memory)
-        if self._in_order:
-            chunk.copy()
-        return chunk
-
-    def close(self) -> None:
-        """Do nothing: each chunk has memory of its own."""
-
-
-class _CopiedChunk:
-    def __init__(self, source: Source, item: PackItem, start: int, stop: int, memory: ChunkMemory) -> None:
-        self._source, self._item, self._start, self._stop = source, item, start, stop
-        self._memory = memory
-        self._buffer: memoryview | None = None
-
-    def bytes(self) -> memoryview:
-        if self._buffer is None:
-            self.copy()
-        assert self._buffer is not None, "it is copied"
-        return self._buffer[: self._stop - self._start]
-
-    def copy(self) -> None:
-        """Copy the bytes to memory of the encoder."""
-        buffer = self._memory.take()
+        buffer, length = self._memory.take(), stop - start
         try:
-            room = buffer[: self._stop - self._start]
-            self._source.copy_into(self._item.region, self._start, self._stop, room).wait()
+            self._sources[item.shard_number].copy_into(item.region, start, stop, buffer[:length]).wait()
         except BaseException:
             # A device may still be copying into it.
             QUARANTINED.append(buffer)
             raise
-        self._buffer = buffer
+        return _HeldChunk(buffer, length, self._memory)
 
-    def release(self) -> None:
-        if self._buffer is not None:
-            self._memory.give(self._buffer)
+    def close(self) -> None:
+        """Do nothing: each chunk has memory of its own."""
 
 
 class StagedChunks:

@@ -15,7 +15,6 @@ from itertools import accumulate
 
 from holdfast.engine.buffers import BufferPool
 from holdfast.engine.encoding.encode import NO_WEIGHTS, EncodedPiece, Encoder, KnownWeights
-from holdfast.engine.encoding.helper_process import CodingHelpers
 from holdfast.engine.encoding.meter import SaveMeter
 from holdfast.engine.encoding.probe import ChunkProbe, Prepare
 from holdfast.engine.encoding.raw_chunks import RawChunks
@@ -65,9 +64,6 @@ class PackWriter:
         store: Store,
         settings: Settings,
         codecs: Codecs = NO_CODECS,
-        helpers: CodingHelpers | None = None,
-        *,
-        reads_in_order: bool = False,
     ) -> None:
         """Allocate the buffers.
 
@@ -75,20 +71,13 @@ class PackWriter:
             store: Where packs go.
             settings: Sizes, and how packs are coded.
             codecs: What chunks are coded by.
-            helpers: Processes that code beside the thread that writes; None: there are none.
-            reads_in_order: Whether sources are read front to back, as stored ones must be.
         """
         self._store, self._settings = store, settings
-        self._encoder = Encoder(codecs, settings, helpers, reads_in_order=reads_in_order)
+        self._encoder = Encoder(codecs, settings)
         self._buffers = BufferPool(settings.windows_in_flight + 1, settings.window_bytes)
         self.meter: SaveMeter | None = None
         """Measures what this writer does; None: nothing does."""
         self._probe: ChunkProbe | None = None
-
-    @property
-    def coding_threads(self) -> int:
-        """Threads that code, those of helpers included."""
-        return self._encoder.threads
 
     def sampler(self, weight_types: Mapping[str, str], codec_for: Callable[[str], str]) -> Prepare:
         """Return what codes samples as this writer codes chunks; arguments as `Encoder.sampler`."""
@@ -104,8 +93,6 @@ class PackWriter:
         """Return a block within which all packs of a save are written."""
         if self.meter is None:
             return nullcontext()
-        # A save whose packs are plain starts helpers, too: a later one counts on them.
-        self._encoder.start_helpers()
         return self.meter.saving()
 
     @property

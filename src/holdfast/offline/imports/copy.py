@@ -86,7 +86,7 @@ class CopyRequest(NeverLoaded):
         """Do nothing yet; arguments as `saved_again`."""
         self._source, self._job, self._observer, self._writer_lease = source, job, observer, writer_lease
         self.location = location
-        self.writer = PackWriter(location.store, job.settings, job.codecs, job.coding.helpers, reads_in_order=True)
+        self.writer = PackWriter(location.store, job.settings, job.codecs)
         self.deduplicator = Deduplicator(location, None, self.writer, job.settings)
 
     def collect(self) -> Collected:

@@ -1,7 +1,7 @@
 """Decides which kinds of tensors a save codes: those that make it shorter, never slower than raw.
 
 A save is a pipeline of coding and writing, so it takes as long as the slower of both:
-`T = max(stored bytes / bytes per second of the store, raw bytes of coded kinds / (threads * bytes per second of one))`.
+`T = max(stored bytes / bytes per second of the store, raw bytes of coded kinds / bytes per second of coding)`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class SaveModel:
     store_bytes_per_second: float
     """Bytes per second that the store takes from this rank."""
 
-    threads: float
-    """Threads that code, as many as have a processor of their own: fewer if they wait for processors."""
+    processors: float
+    """The share of a processor that the thread that codes has: less than one if it waits for processors."""
 
     def seconds(self, amounts: Amounts, coded: Collection[Kind]) -> float:
         """Return how long a save takes that codes some kinds, all of them measured."""
@@ -63,8 +63,8 @@ class SaveModel:
         return raw_bytes * (1 - 1 / self.rates[kind].ratio)
 
     def coding_seconds(self, kind: Kind, raw_bytes: int) -> float:
-        """Return how long all threads together code so many bytes of a kind."""
-        return raw_bytes / (self.threads * self.rates[kind].bytes_per_second)
+        """Return how long coding takes for so many bytes of a kind."""
+        return raw_bytes / (self.processors * self.rates[kind].bytes_per_second)
 
     def gain(self, kind: Kind) -> float:
         """Return the bytes that coding a kind saves in a processor second."""
@@ -75,9 +75,9 @@ class SaveModel:
         """Return whether coding a kind is faster than writing it raw.
 
         Chunks are stored in file order, through a short queue. Where many chunks of a slower kind follow one another,
-        the store waits for the threads, whatever the sum over all kinds says.
+        the store waits for the thread that codes, whatever the sum over all kinds says.
         """
-        return self.threads * self.rates[kind].bytes_per_second > self.store_bytes_per_second
+        return self.processors * self.rates[kind].bytes_per_second > self.store_bytes_per_second
 
     def best_first(self, kinds: Iterable[Kind]) -> list[Kind]:
         """Return the kinds that are known to shrink, those first that save most bytes in a processor second."""

@@ -65,15 +65,15 @@ class Knowledge:
     measured_at: Mapping[Kind, int] = field(default_factory=dict)
     """By kind, `saves` when it was last measured."""
 
-    def model(self, threads: int) -> SaveModel | None:
+    def model(self) -> SaveModel | None:
         """Return what is known; None if nothing was written yet."""
         if self.store_bytes_per_second is None:
             return None
-        return SaveModel(self.rates, self.store_bytes_per_second, threads / self.stretch)
+        return SaveModel(self.rates, self.store_bytes_per_second, 1 / self.stretch)
 
-    def begun(self, amounts: Amounts, threads: int, compression: Compression) -> tuple[Knowledge, KindsChoice]:
+    def begun(self, amounts: Amounts, compression: Compression) -> tuple[Knowledge, KindsChoice]:
         """Return the knowledge once the next save has begun, and the choice of that save."""
-        model = self.model(threads)
+        model = self.model()
         if compression == "on":
             choice = chosen_for_size(amounts, model)
         else:

@@ -27,8 +27,22 @@ from holdfast.testing.framework import GlobalTensor
 from holdfast.types.coding import Kind
 from holdfast.wiring import codecs
 from tests.coded_packs import KEY, KINDS, SMALL, Pack, drawn, memory, with_pair
-from tests.coding_helpers import FailingCodec
 from tests.looked_at import ClockOfLooks
+
+
+class FailingCodec:
+    """Takes every type, and codes none."""
+
+    name, base = "planes", "none"
+
+    def takes(self, dtype: str, base_dtype: str = "") -> bool:
+        return True
+
+    def coder(self, dtype: str, base_dtype: str = "") -> FailingCodec:
+        return self
+
+    def encode(self, raw: memoryview, base: memoryview | None = None) -> Sequence[StoredPart] | None:
+        raise MemoryError("no room")
 
 
 @settings(max_examples=40, deadline=None)

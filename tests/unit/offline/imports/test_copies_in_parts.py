@@ -28,11 +28,11 @@ from tests.decoded import stored_pieces, stored_tensors
 from tests.tuned import tuned
 
 STORED = tuned(
-    Settings(chunk_bytes=2 * PAGE_BYTES, window_bytes=2 * PAGE_BYTES, windows_in_flight=2, compression_threads=1),
+    Settings(chunk_bytes=2 * PAGE_BYTES, window_bytes=2 * PAGE_BYTES, windows_in_flight=2),
     coded_bytes_min=256,
 )
 COPIED = tuned(
-    replace(STORED, chunk_bytes=PAGE_BYTES, compression_threads=4),
+    replace(STORED, chunk_bytes=PAGE_BYTES),
     coded_bytes_min=256,
     cell_elements=7000,
     full_pack_bytes=1 << 15,

@@ -45,7 +45,7 @@ def played(
     """Return the choices of saves at given bandwidths, and what is known after them."""
     knowledge, choices = knowledge or Knowledge(), []
     for number, bandwidth in enumerate(bandwidths):
-        knowledge, choice = knowledge.begun(STATE, 1, "auto")
+        knowledge, choice = knowledge.begun(STATE, "auto")
         measured = saved(choice, bandwidth, slowdown=2.5 if number in slow_saves else 1.0)
         knowledge = knowledge.ended(choice, measured, "auto")
         choices.append(choice)
@@ -118,7 +118,7 @@ def test_a_store_that_waits_for_the_coding_threads_is_not_taken_for_slower() -> 
 
 def test_threads_that_wait_for_processors_code_less_until_that_is_forgotten() -> None:
     """One save in which coding took 2.5 times its processor time makes the next ones raw; later one tries again."""
-    knowledge, choice = Knowledge(RATES, 0.5e9).begun(STATE, 1, "auto")
+    knowledge, choice = Knowledge(RATES, 0.5e9).begun(STATE, "auto")
     assert choice.coded == STATE.kinds.keys()
     seconds = 2.5 * sum(STATE.kinds[kind] / RATES[kind].bytes_per_second for kind in choice.coded)
     coded = {kind: coded_at(RATES[kind], STATE.kinds[kind], 2.5) for kind in choice.coded}
@@ -164,7 +164,7 @@ def test_a_sample_counts_half_and_a_save_whole() -> None:
 
 
 def test_the_rows_of_a_report_say_what_the_packs_hold() -> None:
-    knowledge, choice = Knowledge(RATES, 0.1e9).begun(STATE, 1, "auto")
+    knowledge, choice = Knowledge(RATES, 0.1e9).begun(STATE, "auto")
     measured = saved(choice, 0.1e9)
     rows = codings_of(knowledge.ended(choice, measured, "auto"), choice, STATE, measured)
     assert [row.kind for row in rows] == ["float32 exp_avg", "float32 master", "bfloat16 parameter"]
@@ -173,24 +173,24 @@ def test_the_rows_of_a_report_say_what_the_packs_hold() -> None:
     assert (master.codec, master.raw_bytes, master.stored_bytes, master.ratio) == ("planes", 400 << 20, 200 << 20, 2.0)
     assert master.predicted_seconds == master.found_seconds == choice.predicted_seconds(STATE)
     assert master.store_bytes_per_second is not None and abs(master.store_bytes_per_second - 0.1e9) < 1
-    raw_knowledge, raw_choice = Knowledge(RATES, 90e9).begun(STATE, 1, "auto")
+    raw_knowledge, raw_choice = Knowledge(RATES, 90e9).begun(STATE, "auto")
     raw = saved(raw_choice, 90e9)
     (row, *_) = codings_of(raw_knowledge, raw_choice, STATE, raw)
     assert (row.codec, row.stored_bytes, row.ratio) == ("", row.raw_bytes, 1.2), "the ratio that coding would have"
 
 
 def test_on_tries_every_kind_and_leaves_out_what_does_not_shrink() -> None:
-    knowledge, choice = Knowledge().begun(STATE, 1, "on")
+    knowledge, choice = Knowledge().begun(STATE, "on")
     assert choice.coded == STATE.kinds.keys()
     truth = {**RATES, MOMENTS: Rates(1.01, 750e6)}
     knowledge = knowledge.ended(choice, saved(choice, 50e9, truth=truth, slowdown=9), "on")
     assert not knowledge.withheld, "size comes first"
-    knowledge, choice = knowledge.begun(STATE, 1, "on")
+    knowledge, choice = knowledge.begun(STATE, "on")
     assert choice.coded == {WEIGHTS, MASTERS}
 
 
 def test_the_first_raw_save_samples_one_chunk_in_64_of_each_kind() -> None:
-    knowledge, choice = Knowledge().begun(STATE, 1, "auto")
+    knowledge, choice = Knowledge().begun(STATE, "auto")
     samplings = knowledge.samplings(choice, STATE, 1 << 20)
     assert {kind: each.count for kind, each in samplings.items()} == {WEIGHTS: 4, MASTERS: 7, MOMENTS: 7}
     assert {(each.first_bytes, each.every_bytes) for each in samplings.values()} == {(0, 64 << 20)}
@@ -202,7 +202,7 @@ def test_later_raw_saves_sample_in_turn_what_they_have_time_for() -> None:
     knowledge = Knowledge(
         RATES, 5e9, probe_seconds=4.4 * cost, measured_at={WEIGHTS: 3, MASTERS: 1, MOMENTS: 2}, saves=3
     )
-    knowledge, choice = knowledge.begun(STATE, 1, "auto")
+    knowledge, choice = knowledge.begun(STATE, "auto")
     assert not choice.coded
     assert list(knowledge.samplings(choice, STATE, chunk)) == [MASTERS, MOMENTS], "longest ago first"
     poor = Knowledge(RATES, 5e9, probe_seconds=1.9 * cost)
@@ -215,5 +215,5 @@ def test_later_raw_saves_sample_in_turn_what_they_have_time_for() -> None:
 
 
 def test_coded_kinds_are_not_sampled() -> None:
-    knowledge, choice = Knowledge(RATES, 0.1e9, probe_seconds=1.0).begun(STATE, 1, "auto")
+    knowledge, choice = Knowledge(RATES, 0.1e9, probe_seconds=1.0).begun(STATE, "auto")
     assert choice.coded and not knowledge.samplings(choice, STATE, 1 << 20)
