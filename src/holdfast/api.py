@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from holdfast.offline.diff.values import value_document
     from holdfast.offline.export.planned import ExportReport
     from holdfast.offline.imports.import_step import ImportReport
-    from holdfast.offline.links.relink import RelinkReport
     from holdfast.offline.repair.repair import RepairReport, StepRepair
     from holdfast.offline_api import (
         EXPORT_DTYPES,
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
         export,
         import_checkpoint,
         list_steps,
-        relink,
         remove_steps,
         repair,
         tag,
@@ -77,7 +75,6 @@ __all__ = [
     "ImportReport",
     "LoadReport",
     "NameOnly",
-    "RelinkReport",
     "RepairReport",
     "RunRecord",
     "SaveHandle",
@@ -103,7 +100,6 @@ __all__ = [
     "load",
     "open_checkpoint",
     "read",
-    "relink",
     "repair",
     "policies",
     "save",
@@ -120,7 +116,6 @@ _HOMES = {
     "holdfast.offline.export.export": {"ExportReport"},
     "holdfast.offline.imports.import_step": {"ImportReport"},
     "holdfast.offline.copying.copy_run": {"CopyReport"},
-    "holdfast.offline.links.relink": {"RelinkReport"},
     "holdfast.offline.repair.repair": {"RepairReport", "StepRepair"},
     "holdfast.offline_api": {
         "EXPORT_DTYPES",
@@ -131,7 +126,6 @@ _HOMES = {
         "export",
         "import_checkpoint",
         "list_steps",
-        "relink",
         "remove_steps",
         "repair",
         "tag",

@@ -25,7 +25,6 @@ from holdfast.offline.diff.compare import differences
 from holdfast.offline.export.planned import ExportReport, ExportRequest
 from holdfast.offline.imports.copy import exported
 from holdfast.offline.imports.import_step import ImportReport, import_step
-from holdfast.offline.links.relink import Relinking, RelinkReport
 from holdfast.offline.repair.repair import Repair, RepairReport
 from holdfast.offline.repair.single import SingleRepair
 from holdfast.policies import KeepPolicy
@@ -54,7 +53,6 @@ __all__ = [
     "export",
     "import_checkpoint",
     "list_steps",
-    "relink",
     "remove_steps",
     "repair",
     "tag",
@@ -275,36 +273,6 @@ def repair(
         store, References(settings.allowed_roots), SystemClock(), settings,
         codecs=wiring.codecs(), dry_run=bool(dry_run), unfinished=bool(unfinished), observer=observer,
     ).run(number)  # fmt: skip
-
-
-def relink(
-    root: wiring.Path,
-    *,
-    dry_run: bool = False,
-    observer: Observer | None = None,
-    settings: Settings = wiring.DEFAULT_SETTINGS,
-) -> RelinkReport:
-    """Store packs that steps of a run share once again, after a copy that kept no hard links. Needs no torch.
-
-    Copies of one pack become one file only if the digest of the pack proves each of them. A file that it refutes is
-    left alone and reported. No job may write to the run.
-
-    Args:
-        root: The root of the run.
-        dry_run: Change nothing, only report.
-        observer: Receives progress while copies are compared.
-        settings: How to hold the writer lease.
-    Raises:
-        MissingError: The path holds no run.
-        InvalidError: The path is one checkpoint.
-        ConflictError: A job writes to the run.
-        UnavailableError: Storage failed; the same call continues.
-    """
-    store = wiring.store_at(root, settings)
-    return Relinking(
-        store, SystemClock(), settings.lease_seconds,
-        codecs=wiring.codecs(), dry_run=bool(dry_run), observer=observer,
-    ).run()  # fmt: skip
 
 
 def copy_run(

@@ -1,9 +1,8 @@
-"""SIGKILL at every operation that copies a run, restores its links, or restores a pack from a copy of it."""
+"""SIGKILL at every operation that copies a run, or restores a pack from a copy of it."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 from holdfast.checkpoint.location import none_allowed
 from holdfast.clock import SystemClock
 from holdfast.offline.copying.copy_run import RunCopy
-from holdfast.offline.links.relink import Relinking
 from holdfast.offline.repair.repair import Repair
 from holdfast.testing.faults import Faults, FaultyStore, kill_process
 from tests.crash.rig import NEW, OLD, SETTINGS, committed_at, in_child, local_store, require_whole, step_path
@@ -22,8 +20,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
     pytest.mark.timeout(300),
 ]
-
-Act = Callable[[Path, Faults | None], None]
 
 
 @pytest.fixture
@@ -46,11 +42,6 @@ def links_are_whole(root: Path) -> bool:
 def copy(source: Path, root: Path, faults: Faults | None) -> None:
     store = local_store(root)
     RunCopy(local_store(source), store if faults is None else FaultyStore(store, faults), SystemClock()).run()
-
-
-def relink(root: Path, faults: Faults | None) -> None:
-    store = local_store(root) if faults is None else FaultyStore(local_store(root), faults)
-    Relinking(store, SystemClock(), SETTINGS.lease_seconds).run()
 
 
 def repair(root: Path, faults: Faults | None) -> None:
@@ -90,25 +81,21 @@ def damaged(root: Path) -> None:
         pack.write_bytes(data)
 
 
-@pytest.mark.parametrize("act", [relink, repair])
 def test_restoring_that_dies_anywhere_loses_nothing_and_is_finished_by_the_next(
-    template: Path, in_memory: Path, act: Act
+    template: Path, in_memory: Path
 ) -> None:
     unlinked = in_memory / "unlinked"
     shutil.copytree(template, unlinked)
-    if act is repair:
-        damaged(unlinked)
+    damaged(unlinked)
     assert not links_are_whole(unlinked)
     kills = 0
     for at in range(1, 2000):
         root = in_memory / str(at)
         shutil.copytree(unlinked, root)
-        ending = in_child(partial(act, root, Faults(kill_process(), at=at, names=CHANGES)))
+        ending = in_child(partial(repair, root, Faults(kill_process(), at=at, names=CHANGES)))
         kills += ending.killed
-        if act is relink:
-            require_whole(root, {OLD, NEW})
         if ending.killed:
-            act(root, None)
+            repair(root, None)
             require_whole(root, {OLD, NEW})
         assert links_are_whole(root)
         assert not (root / "relinking").exists()

@@ -111,31 +111,30 @@ def test_cp_beside_a_job_that_saves(tmp_path: Path) -> None:
     require_resumes(tmp_path / "copy", 2)
 
 
-def test_relink_after_a_copy_without_links(run: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    ran("cp", "-r", run, copy)
-    before = used_bytes(copy)
-    planned = command("relink", copy, "--dry-run", "--json").json()
-    assert used_bytes(copy) == before
-    document = command("relink", copy, "--json").json()
-    assert {**planned, "dry_run": False} == document
-    assert document["freed_bytes"] > 2 * FROZEN_BYTES and document["differing"] == []
-    assert abs(used_bytes(copy) - used_bytes(run)) < FROZEN_BYTES / 4
+def test_a_copy_without_links_is_copied_with_links_again(run: Path, tmp_path: Path) -> None:
+    large, lean = tmp_path / "large", tmp_path / "lean"
+    ran("cp", "-r", run, large)
+    assert used_bytes(large) > used_bytes(run) + 2 * FROZEN_BYTES
+    ended = command("relink", large)
+    assert ended.status == 2 and f"`holdfast cp {large} NEW`" in ended.err
+    assert command("cp", large, lean).status == 0
+    assert abs(used_bytes(lean) - used_bytes(run)) < FROZEN_BYTES / 4
     for step in STEPS:
-        require_step(step_path(copy, step), step)
-    assert command("relink", copy).out == "every link is there\n"
+        require_step(step_path(lean, step), step)
+    ran("rm", "-rf", step_path(lean, 1))
+    for step in (2, 3):
+        require_step(step_path(lean, step), step)
 
 
-def test_relink_makes_links_that_were_never_made(tmp_path: Path) -> None:
-    with holdfast.CheckpointManager(tmp_path, process_group=False, settings=Settings(link_unchanged=False)) as manager:
+def test_a_copy_has_links_that_a_save_did_not_make(tmp_path: Path) -> None:
+    settings = Settings(link_unchanged=False)
+    with holdfast.CheckpointManager(tmp_path / "run", process_group=False, settings=settings) as manager:
         for step in STEPS:
             manager.save(step, state_at(step)).wait()
-        with pytest.raises(ConflictError):
-            api.relink(tmp_path)
-    assert api.relink(tmp_path).linked == 3
-    ran("rm", "-rf", step_path(tmp_path, 1))
+    assert api.copy_run(tmp_path / "run", tmp_path / "copy").linked == 3
+    ran("rm", "-rf", step_path(tmp_path / "copy", 1))
     for step in (2, 3):
-        require_step(step_path(tmp_path, step), step)
+        require_step(step_path(tmp_path / "copy", step), step)
 
 
 def damaged_pack(root: Path) -> Path:
@@ -149,27 +148,18 @@ def damaged_pack(root: Path) -> Path:
     return pack
 
 
-def test_relink_leaves_a_damaged_copy_alone_and_repair_replaces_it(run: Path, tmp_path: Path) -> None:
+def test_repair_replaces_a_damaged_pack_by_the_copy_of_another_step(run: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     ran("cp", "-r", run, copy)
     pack = damaged_pack(copy)
     content = pack.read_bytes()
-    ended = command("relink", copy)
-    assert ended.status == 1 and f"{pack.relative_to(copy)}: is not what was saved" in ended.out
-    assert pack.read_bytes() == content
     planned = command("repair", copy, "--step", "1", "--dry-run", "--json").json()
     assert planned["steps"][0]["outcome"] == "repaired" and pack.read_bytes() == content
     report = api.repair(copy, 1)
     assert [(step.outcome, step.lost) for step in report.steps] == [("repaired", ())]
     (kept,) = (copy / "quarantine").glob("step-000000000001.*.r00000.safetensors")
     assert kept.read_bytes() == content, "what was replaced is kept"
-    assert (
-        len(
-            {path.stat().st_ino for path in copy.rglob(f"step-000000000001.{pack.parent.name}.*")}
-            | {pack.stat().st_ino}
-        )
-        == 1
-    )
+    assert pack.stat().st_nlink == 2, "it is a link to the copy of another step"
     for step in STEPS:
         require_step(step_path(copy, step), step)
 
@@ -243,9 +233,7 @@ def test_packs_that_no_other_reader_opens_are_copied_and_linked_too(tmp_path: Pa
             manager.save(step, {**state, "head": state["head"] + step}).wait()
     (link,) = (tmp_path / "run").rglob("*.enc.*.link")
     ran("cp", "-r", tmp_path / "run", tmp_path / "copy")
-    report = api.relink(tmp_path / "copy")
-    assert (report.linked, report.differing) == (1, [])
-    api.copy_run(tmp_path / "run", tmp_path / "copied")
+    api.copy_run(tmp_path / "copy", tmp_path / "copied")
     assert (tmp_path / "copied" / link.relative_to(tmp_path / "run")).stat().st_nlink == 2
     for step in (1, 2):
         assert list(holdfast.open_checkpoint(step_path(tmp_path / "copied", step)).verify()) == []

@@ -48,14 +48,6 @@ def repair_a_manifest(root: Path) -> None:
     assert api.repair(root).steps
 
 
-def relink_a_copy(root: Path) -> None:
-    linked = next(path for path in sorted(root.rglob("*.link")) if path.stat().st_nlink > 1)
-    shutil.copy2(linked, linked.with_suffix(".copied"))
-    linked.with_suffix(".copied").rename(linked)
-    api.relink(root)
-    assert linked.stat().st_nlink > 1
-
-
 def import_foreign(root: Path) -> None:
     api.export(root, root.with_name("foreign.pt"), to="torch", step=4)
     api.import_checkpoint(root.with_name("foreign.pt"), root, step=50, copy=True)
@@ -72,7 +64,6 @@ COMMANDS: dict[str, Act] = {
     "tag": lambda root: api.tag(root, 3, "good"),
     "load": lambda root: require_loads(root, 4),
     "verify": lambda root: command("verify", root),
-    "relink": relink_a_copy,
     "repair": repair_a_manifest,
     "next job": lambda root: save_steps(root, 60, 61),
     "rewind": go_on_after_rewind,

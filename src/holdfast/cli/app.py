@@ -32,8 +32,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, inspect, verify, export, diff, import_, tag, gc, rm, trace, repair, cp, relink):
+for command in (ls, inspect, verify, export, diff, import_, tag, gc, rm, trace, repair, cp):
     app.command(name=command.__name__.rstrip("_"))(command)
+app.command(hidden=True)(relink)
 
 
 def _version(wanted: bool) -> None:

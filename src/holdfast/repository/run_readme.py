@@ -27,7 +27,7 @@ These commands keep the links:
     rsync -aH RUN/ COPY
     cp -a RUN COPY
 
-If a copy lost them, `holdfast relink COPY` restores them. `holdfast ls RUN` shows which steps stand alone.
+If a copy lost them, copy it with `holdfast cp COPY NEW`. `holdfast ls RUN` shows which steps stand alone.
 Do not change a file in place: it may have a name in several steps.
 """
 

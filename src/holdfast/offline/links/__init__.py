@@ -1,5 +1,5 @@
-"""The names of shared packs in a run: proving that two are equal, and linking them again.
+"""The names of shared packs in a run: proving that two are equal, and replacing one by a link.
 
-`offline_api` calls `relink.py`; repair uses the proofs. Read `shared_packs.py` first.
+Repair and copies use the proofs. Read `shared_packs.py` first.
 It never decides which steps or packs stay.
 """
