@@ -27,6 +27,9 @@ IDENTITY_BYTES = 8
 _MEETINGS_MAX = 8
 """Meetings that may be left in the folder: if storage takes no reports, each save leaves one."""
 
+_TRIES = 100
+"""How often a rank comes to a meeting whose folder is removed meanwhile: each time another meeting has just ended."""
+
 _RANKS_MAX = 64
 """Most ranks that share a file: a reader takes files up to 1 MiB."""
 
@@ -74,11 +77,15 @@ class NodeReports:
             return
         meeting = self._folder / f"{report.operation.verb}-{report.id}"
         try:
-            _make_own(self._folder)
-            if report.operation.rank == self.ranks[0]:
-                _remove_old(self._folder)
-            meeting.mkdir(mode=0o700, exist_ok=True)
-            _write(meeting / _waiting(report.operation.rank), encode_reports([report]))
+            for tries_left in reversed(range(_TRIES)):
+                try:
+                    self._come(self._folder, meeting, report)
+                    break
+                except FileNotFoundError:
+                    # The last rank of an earlier meeting has just removed the folder. A rank that gave up here would
+                    # leave the others waiting if it is the lowest: they count on the lowest rank to store theirs.
+                    if not tries_left:
+                        raise
         except OSError:
             put_reports(store, folder, [report])  # The rank cannot meet the others.
             return
@@ -89,6 +96,14 @@ class NodeReports:
             raise  # Of the store, which may lack its bucket.
         except FileNotFoundError:
             return  # Another rank has stored the reports.
+
+    def _come(self, folder: Path, meeting: Path, report: RankReport) -> None:
+        """Put a report of this rank into a meeting."""
+        _make_own(folder)
+        if report.operation.rank == self.ranks[0]:
+            _remove_old(folder)
+        meeting.mkdir(mode=0o700, exist_ok=True)
+        _write(meeting / _waiting(report.operation.rank), encode_reports([report]))
 
     def _store_all(self, meeting: Path, store: Store, folder: str, own: RankReport) -> None:
         """Store what the ranks have put into their meeting, if this rank's report is not stored yet."""

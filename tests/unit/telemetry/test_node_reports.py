@@ -16,6 +16,7 @@ from holdfast.errors import CheckpointError, InvalidError, MissingError, Unavail
 from holdfast.ports.store import Store
 from holdfast.repository.reports import reports_in
 from holdfast.stores.memory import MemoryStore
+from holdfast.telemetry import node_reports
 from holdfast.telemetry.node_reports import IDENTITY_BYTES, NodeReports, node_identity
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from holdfast.types.events import Operation, RankReport
@@ -70,6 +71,26 @@ def test_ranks_that_come_at_once_are_all_stored(folder: Path) -> None:
     with ThreadPoolExecutor(ranks) as pool:
         list(pool.map(come, range(ranks)))
     assert stored(store) == {file_of(0, f"{number:016x}"): list(range(ranks)) for number in range(3)}
+    assert list(folder.iterdir()) == []
+
+
+def test_a_folder_that_an_earlier_meeting_removes_meanwhile_is_made_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rank of one save removes the empty folder while rank 0 comes to the meeting of the next save."""
+    store, left, make = MemoryStore(uuid.uuid4().hex), [True, True], node_reports._make_own
+
+    def made_and_removed(path: Path) -> None:
+        make(path)
+        if left:
+            left.pop()
+            path.rmdir()
+
+    monkeypatch.setattr(node_reports, "_make_own", made_and_removed)
+    for rank in range(3):
+        NodeReports(rank, [HERE] * 3, "job").put(store, "", report(rank))
+    assert not left
+    assert stored(store) == {file_of(0): [0, 1, 2]}
     assert list(folder.iterdir()) == []
 
 
