@@ -273,9 +273,11 @@ def test_a_change_before_it_is_known_that_all_is_copied_aborts_the_save(tmp_path
     gate.opened.set()
     with pytest.raises(InvalidError, match="changed while being copied lazily"):
         handle.wait(timeout=60.0)
+    gate.opened.clear()  # A save checks for changes once its last byte is written, too.
     handle = run.save(2, training.state)
     transfer_of(handle)._staging.wait()
     in_place(training)
+    gate.opened.set()
     with pytest.raises(InvalidError, match="changed while being copied lazily"):
         handle.wait(timeout=60.0)
     assert run.steps() == []
