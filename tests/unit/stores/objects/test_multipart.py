@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import random
+import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -232,3 +235,45 @@ def test_the_secret_key_is_in_no_error(objects: ObjectServer, proxy: ObjectProxy
     shown = "".join(traceback.format_exception(caught.value)) + repr(store.__dict__)
     assert len(signatures) == 1
     assert not [secret for secret in (SECRET_KEY, ACCESS_KEY, *signatures) if secret in shown]
+
+
+def require_signed(asked: Asked) -> None:
+    """Compute Signature Version 4 from the request as a server sees it."""
+    _, stated = asked.headers["authorization"].split(" ", 1)
+    found = dict(part.strip().split("=", 1) for part in stated.split(","))
+    names = found["SignedHeaders"].split(";")
+    assert {"host", "x-amz-content-sha256", "x-amz-date"} <= {*names}
+    path, _, query = asked.path.partition("?")
+    lines = "".join(f"{name}:{asked.headers[name].strip()}\n" for name in names)
+    canonical = "\n".join((asked.method, path, "&".join(sorted(query.split("&"))), lines, ";".join(names)))
+    canonical += f"\n{asked.headers['x-amz-content-sha256']}"
+    access, *scope = found["Credential"].split("/")
+    assert access == ACCESS_KEY and scope[-1] == "aws4_request"
+    digest = hashlib.sha256(canonical.encode()).hexdigest()
+    to_sign = "\n".join(("AWS4-HMAC-SHA256", asked.headers["x-amz-date"], "/".join(scope), digest))
+    key = f"AWS4{SECRET_KEY}".encode()
+    for part in scope:
+        key = hmac.digest(key, part.encode(), "sha256")
+    assert hmac.digest(key, to_sign.encode(), "sha256").hex() == found["Signature"]
+
+
+def test_every_request_of_an_upload_is_signed_as_it_is_sent(objects: ObjectServer, proxy: ObjectProxy) -> None:
+    uploaded(store_at(f"{objects.new_url()}/a+b=c@d", proxy.endpoint), "large")
+    signed = [asked for asked in proxy.asked if "uploadId" in asked.path or "uploads" in asked.path]
+    assert {asked.method for asked in signed} == {"POST", "PUT"} and len(signed) == 5
+    for asked in signed:
+        require_signed(asked)
+    parts = [DATA[start : start + PART] for start in range(0, len(DATA), PART)]
+    stated = {asked.headers["x-amz-content-sha256"] for asked in signed if asked.method == "PUT"}
+    assert stated == {hashlib.sha256(part).hexdigest() for part in parts}
+
+
+def test_without_botocore_parts_are_refused_with_the_command(
+    objects: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_at(objects.new_url(), objects.endpoint)
+    store.put("small", b"1")
+    monkeypatch.setitem(sys.modules, "botocore.auth", None)
+    with pytest.raises(InvalidError, match=r"botocore.*pip install 'holdfast\[s3\]'"):
+        uploaded(store, "large")
+    assert store.get("small", 1) == b"1"
