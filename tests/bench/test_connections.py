@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from bench.connections import announced_step_calls, connections_per_rank
 from holdfast.frameworks.torch.descriptor_limit import CONNECTIONS_PER_RANK
 
 
+@pytest.mark.long
 def test_a_rank_has_no_more_connections_than_rank_0_checks_its_limit_for() -> None:
     counts = connections_per_rank(ranks=2)
     assert 2 <= counts["connections_per_rank_at_rest"] <= counts["connections_per_rank"], counts

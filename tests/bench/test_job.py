@@ -10,6 +10,7 @@ from bench import job
 from bench.parts import PARTS
 
 
+@pytest.mark.long
 def test_two_ranks_measure_and_rank_0_is_heard(tmp_path: Path) -> None:
     part, params = PARTS["tiny_dtensor"], {"tensors": 20, "rounds": 2}
     measured = job.run(part, params, tmp_path / "bench")

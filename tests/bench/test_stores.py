@@ -179,6 +179,7 @@ def test_round_trips_are_requests_of_which_each_waits_for_the_one_before() -> No
     assert store_requests._round_trips([]) == 0
 
 
+@pytest.mark.long
 def test_requests_are_counted_on_the_wire(
     objects: ObjectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

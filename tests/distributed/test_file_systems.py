@@ -41,6 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_one_of_eight_writers_wins(folder: Path) -> None:
     outcomes = [json.loads((folder / f"outcomes.{number}").read_text()) for number in range(RACERS)]
     for turn in range(ROUNDS):

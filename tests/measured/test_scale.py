@@ -29,6 +29,7 @@ def test_a_job_on_paper_is_committed_and_loaded_on_other_layouts(
         assert statuses <= 64 * job.world_size + names + (512 << 10), "offers of reads may take 512 KiB"
 
 
+@pytest.mark.long
 def test_a_job_whose_packs_are_cut_is_committed_by_pages(tmp_path: Path) -> None:
     job = replace(dense(128), layers=llama_405b()[:18])
     found = scale.measured(job, tmp_path / "job", loads=False, cut=True)

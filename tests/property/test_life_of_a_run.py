@@ -65,7 +65,7 @@ from tests.property.life import (
 )
 from tests.property.run_model import Position, RunModel
 
-EXAMPLES = int(os.environ.get("LIFE_EXAMPLES", "24"))
+EXAMPLES = int(os.environ.get("LIFE_EXAMPLES", "12"))
 STEPS = int(os.environ.get("LIFE_STEPS", "40"))
 
 

@@ -70,6 +70,7 @@ def stored(draw: st.DrawFn) -> dict[str, list[Piece]]:
     return pieces
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(stored(), meshes(), st.sampled_from((1, 3 * CHUNK, 1 << 20)))
 def test_every_rank_is_told_what_its_load_plan_lists(

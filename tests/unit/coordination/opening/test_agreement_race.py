@@ -47,7 +47,7 @@ def test_rank_0s_refusal_may_land_at_any_moment_of_an_arrival(at: int, after: bo
 
     faults = Faults(refuse, at=at, names=("present", "get_many"), after=after)
     comm = RankOneOfTwo(faults)
-    job = Job(comm, SystemClock(), Settings(commit_timeout_seconds=2.0))
+    job = Job(comm, SystemClock(), Settings(commit_timeout_seconds=0.5))
     opening = SaveAgreement(job, 7, PLACE).take_number()
     opening.refuse(InvalidError("also no"))
     assert job.sequence == 1, "the next save of this rank is number 1, as it is rank 0's"
