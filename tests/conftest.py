@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.object_server import VARIABLES, ObjectServer, object_server
+from tests.support.object_server import VARIABLES, ObjectServer, object_server
 
 # c10d looks up the names of both ends of every connection, on the key-value store's only thread too, and glibc's
 # `files` does not know IPv4-mapped 127.0.0.1: a name server that loses a packet stalls all ranks for its 5 s.

@@ -19,7 +19,7 @@ from bench import store_requests, store_speed, stores
 from bench.part import Measured, Part, Round, Spread, spread_of
 from bench.store_place import VARIABLE
 from bench.store_proxy import proxy
-from tests.object_server import ObjectServer
+from tests.support.object_server import ObjectServer
 
 BODY = b"x" * 300_000
 

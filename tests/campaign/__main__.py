@@ -19,8 +19,8 @@ from pathlib import Path
 from tests.campaign import secrets, suites
 from tests.campaign.record import FOLDER, RESULTS, ROOT, Options, Record, options_now, write_results
 from tests.campaign.server_parts import SERVERS, wanted
-from tests.object_server import ACCESS_KEY, SECRET_KEY
 from tests.servers import azurite, ceph, packages
+from tests.support.object_server import ACCESS_KEY, SECRET_KEY
 
 _JOBS = int(os.environ.get("JOBS") or 2)
 """Servers that run side by side."""

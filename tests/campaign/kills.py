@@ -20,7 +20,7 @@ from holdfast.settings import KIB, Settings
 from tests.campaign.judging import require_collected, require_whole
 from tests.campaign.network import empty_state, require_equal, state_of
 from tests.servers.server import Server
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 
 _RETRY_SECONDS = 300.0
 """How long a client waits for a server that starts again."""

@@ -19,7 +19,7 @@ from holdfast.settings import KIB, Settings
 from holdfast.testing.fault_proxy import FaultKind, FaultProxy, ProxiedRequest, ProxyFault
 from holdfast.types.reports import SaveReport
 from tests.servers.server import S3Server
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 
 BUDGET_SECONDS = 30.0
 """How long a save may hold training, by the settings of every run here."""

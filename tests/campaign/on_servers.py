@@ -18,10 +18,10 @@ from holdfast.stores.wrappers.retrying import RetryingStore
 from holdfast.testing.store import StoreSuite
 from tests.distributed.launch import Case, run_world
 from tests.distributed.object_cases import TRAINED
-from tests.object_proxy import object_proxy
 from tests.servers.all import EXCLUSIVE, SERVERS, only_variables_of
 from tests.servers.rclone import rclone
 from tests.servers.server import Server
+from tests.support.object_proxy import object_proxy
 
 
 @pytest.fixture(scope="module", params=EXCLUSIVE)

@@ -23,10 +23,10 @@ import holdfast
 from holdfast.testing.fault_proxy import FaultProxy
 from tests.campaign import kills, network, races, secrets
 from tests.campaign.record import FOLDER, ROOT, Block, Options, Record
-from tests.object_server import PROGRAM, object_server
 from tests.servers.azurite import azurite
 from tests.servers.ceph import ceph
 from tests.servers.server import S3Server, Server
+from tests.support.object_server import PROGRAM, object_server
 
 _BLOCK_SECONDS_MAX = 3600
 _FAILURE_CHARACTERS_MAX = 4000

@@ -16,7 +16,7 @@ from holdfast.stores.objects.store import ObjectStore
 from holdfast.stores.wrappers.concurrency import ConcurrencyLimit
 from holdfast.stores.wrappers.retrying import RetryingStore
 from holdfast.testing.fault_proxy import FaultKind, FaultProxy, ProxiedRequest, ProxyFault
-from tests.object_server import ObjectServer
+from tests.support.object_server import ObjectServer
 from tests.unit.stores.wrappers.by_hand import ClockBySleep
 
 

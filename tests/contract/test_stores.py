@@ -24,10 +24,10 @@ from holdfast.stores.objects.store import ObjectStore
 from holdfast.stores.wrappers.retrying import RetryingStore
 from holdfast.testing.store import Listings, SmallObjects, StoreSuite
 from holdfast.testing.store_names import AnyNamesSuite
-from tests.file_systems import IN_MEMORY, QUIET
-from tests.object_server import ObjectServer
 from tests.servers.all import only_variables_of
 from tests.servers.google import GoogleFake, google
+from tests.support.fsspec_file_systems import IN_MEMORY, QUIET
+from tests.support.object_server import ObjectServer
 from tests.unit.stores.wrappers.by_hand import ClockBySleep
 from tests.unit.stores.wrappers.network import NetworkStore, drawn
 

@@ -34,9 +34,9 @@ from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.syscalls import Syscalls
 from holdfast.testing.faults import Faults, FaultyKeyValueStore, FaultySyscalls
-from tests.going_on import goes_on
 from tests.property.life import Switch
-from tests.tuned import tuned
+from tests.support.resumed_run import goes_on
+from tests.support.tuning import tuned
 
 SETTINGS = tuned(
     Settings(chunk_bytes=PAGE_BYTES, window_bytes=2 * PAGE_BYTES, windows_in_flight=3, commit_timeout_seconds=5.0),

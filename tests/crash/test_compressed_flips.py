@@ -24,9 +24,9 @@ from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor
 from holdfast.types.plan import Piece
-from tests.coded_pieces import training_values
 from tests.property.states import SETTINGS, fresh_store, run_of
-from tests.tuned import tuned
+from tests.support.coded_states import training_values
+from tests.support.tuning import tuned
 
 STEP = 3
 ON = tuned(replace(SETTINGS, compression="on"), coded_bytes_min=256)

@@ -20,7 +20,7 @@ from holdfast.settings import ObjectSettings, Settings
 from holdfast.stores.wrappers import backoff
 from holdfast.testing.fault_proxy import FaultKind, FaultProxy, ProxyFault
 from tests.campaign.network import down, hasty, is_request, play
-from tests.object_server import ObjectServer
+from tests.support.object_server import ObjectServer
 
 pytestmark = pytest.mark.long
 

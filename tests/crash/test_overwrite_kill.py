@@ -32,7 +32,7 @@ from tests.crash.rig import (
     paths_under,
 )
 from tests.crash.sweeping import fates_of_kills
-from tests.overwriting import (
+from tests.support.overwritten_checkpoint import (
     EVERYTHING,
     HASTY,
     PATIENT,

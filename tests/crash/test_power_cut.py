@@ -42,9 +42,9 @@ from tests.crash.rig import (
     training_state,
 )
 from tests.crash.sweeping import swept_by
-from tests.overwriting import number_at
-from tests.overwriting import save as save_over
 from tests.property.life import Switch
+from tests.support.overwritten_checkpoint import number_at
+from tests.support.overwritten_checkpoint import save as save_over
 
 pytestmark = [
     pytest.mark.long,

@@ -34,7 +34,7 @@ from tests.crash.rig import (
     training_state,
 )
 from tests.crash.test_resume import resumed
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 
 SPLIT = tuned(SETTINGS, index_chunks_max=8)
 

@@ -12,7 +12,7 @@ import pytest
 
 from holdfast.stores.wrappers import backoff
 from tests.campaign.kills import servers_killed
-from tests.object_server import PROGRAM, VARIABLES, object_server
+from tests.support.object_server import PROGRAM, VARIABLES, object_server
 
 KILLS = 12
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import holdfast
 from holdfast.errors import InvalidError
 from holdfast.integrations import dcp as drop_in
-from tests.coordinates import Piece, carrying, part_of
 from tests.distributed.launch import World
+from tests.support.located_tensors import Piece, carrying, part_of
 
 WHOLE = torch.linspace(-3, 3, 70).reshape(10, 7)
 UNEVEN: Mapping[int, tuple[Sequence[int], list[Piece]]] = {

@@ -20,7 +20,7 @@ from holdfast.ports.comm import Comm
 from holdfast.settings import Settings
 from holdfast.testing.comm import CommSuite
 from tests.distributed.launch import World
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 
 Buffers = Mapping[int, Sequence[memoryview]]
 

@@ -21,7 +21,7 @@ from holdfast.ports.store import Store
 from holdfast.saving.handle import SaveHandle
 from holdfast.settings import Settings
 from holdfast.testing.faults import Action, FaultPoint, Faults, FaultyKeyValueStore, FaultyStore
-from tests.going_on import goes_on
+from tests.support.resumed_run import goes_on
 
 TIMEOUT_SECONDS = 5.0
 """Of the commits in these tests."""

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import holdfast
 from holdfast.settings import Settings
 from tests.distributed.launch import World
-from tests.going_on import goes_on
-from tests.tuned import tuned
+from tests.support.resumed_run import goes_on
+from tests.support.tuning import tuned
 
 FORGETFUL = tuned(Settings(), sample_whole_bytes=0, sample_blocks=2, sample_block_bytes=4)
 """Looks at two elements of a tensor, so it misses one of 500,000."""

@@ -18,8 +18,8 @@ import holdfast
 from holdfast.errors import InvalidError
 from tests.distributed.launch import World
 from tests.distributed.networks import NormNet, adamw, digest, digests, plain, sharded, train
-from tests.held_optimizers import HoldsOptimizers
-from tests.tuned import tuned
+from tests.support.held_optimizers import HoldsOptimizers
+from tests.support.tuning import tuned
 
 
 def _grid(mesh: list[int] | None) -> DeviceMesh | None:

@@ -20,7 +20,7 @@ import torch
 import holdfast
 from holdfast.settings import KIB, Settings
 from tests.campaign.network import state_of
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 
 RACERS = 8
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import holdfast
 from holdfast.errors import InvalidError
 from tests.distributed.launch import World
-from tests.subclasses import KnownMomentum, Momentum, Pair, blocks_of
+from tests.support.tensor_subclasses import KnownMomentum, Momentum, Pair, blocks_of
 
 KINDS: dict[str, type[Momentum]] = {"known": KnownMomentum, "unknown": Momentum}
 

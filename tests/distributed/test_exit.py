@@ -45,7 +45,7 @@ manager.save(1, {"weights": torch.ones(5_000_000)})
 
 SPLIT_FALLS_OFF_THE_END = """
 import sys, torch, holdfast
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 settings = tuned(holdfast.Settings(chunk_bytes=4096), index_chunks_max=8)
 manager = holdfast.CheckpointManager(sys.argv[1], settings=settings)
 manager.save(1, {f"w{number}": torch.ones(5_000) for number in range(50)})

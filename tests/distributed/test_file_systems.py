@@ -14,14 +14,14 @@ import holdfast
 from holdfast import offline_api
 from holdfast.settings import Settings
 from tests.distributed.object_worker import RACERS
-from tests.file_systems import KILLING
+from tests.support.fsspec_file_systems import KILLING
 
 ROUNDS = 20
 KILLS = 14
 
 _WORK = f"""
 import importlib, sys
-import holdfast.stores.fsspec.store, tests.file_systems
+import holdfast.stores.fsspec.store, tests.support.fsspec_file_systems
 from tests.distributed import object_worker
 
 for name in object_worker.IMPORTED:

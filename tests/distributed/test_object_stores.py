@@ -22,8 +22,8 @@ from holdfast.stores.objects.store import ObjectStore
 from tests.distributed.launch import Case, run_world
 from tests.distributed.object_cases import TRAINED
 from tests.distributed.object_worker import RACERS
-from tests.object_proxy import CUT, LOST, Asked, object_proxy
-from tests.object_server import ACCESS_KEY, BUCKET, SECRET_KEY, ObjectServer
+from tests.support.object_proxy import CUT, LOST, Asked, object_proxy
+from tests.support.object_server import ACCESS_KEY, BUCKET, SECRET_KEY, ObjectServer
 
 ROUNDS = 20
 KILLS = 12

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import holdfast
 from tests.distributed.launch import World
 from tests.distributed.networks import digest
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 
 SETTINGS = tuned(holdfast.Settings(chunk_bytes=4096, window_bytes=8192), unchanged_bytes_min=1024)
 ROWS = 60

@@ -36,8 +36,8 @@ from tests.everyday.frozen_run import (
     step_path,
     used_bytes,
 )
-from tests.object_proxy import CUT, Asked, object_proxy
-from tests.object_server import BUCKET, ObjectServer
+from tests.support.object_proxy import CUT, Asked, object_proxy
+from tests.support.object_server import BUCKET, ObjectServer
 from tests.unit.cli.running import command as separate_command
 from tests.unit.cli.running import holdfast as command
 

@@ -13,7 +13,7 @@ import torch
 import holdfast
 from holdfast.errors import ConflictError, InvalidError
 from holdfast.settings import ObjectSettings, Settings
-from tests.file_systems import CARELESS, IN_MEMORY, QUIET, READABLE
+from tests.support.fsspec_file_systems import CARELESS, IN_MEMORY, QUIET, READABLE
 from tests.unit.cli.running import holdfast as command
 
 ALONE = Settings(object_store=ObjectSettings(single_writer=True))

@@ -16,8 +16,8 @@ from holdfast.errors import ConflictError, InvalidError
 from holdfast.settings import MIB, ObjectSettings, Settings
 from tests.export.sources import bits, noise
 from tests.export.written import dcp_loaded, dcp_saved, loaded
-from tests.object_proxy import Asked, ObjectProxy, object_proxy
-from tests.object_server import BUCKET, ObjectServer
+from tests.support.object_proxy import Asked, ObjectProxy, object_proxy
+from tests.support.object_server import BUCKET, ObjectServer
 from tests.unit.cli.running import holdfast as command
 
 TENSORS = {f"layer{number}.weight": noise((300, 1000), torch.float32, number) for number in range(4)}

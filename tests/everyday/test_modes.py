@@ -16,7 +16,7 @@ from holdfast.errors import CheckpointError, InvalidError
 from holdfast.policies import LatestN
 from holdfast.settings import Settings
 from tests.everyday.frozen_run import step_path
-from tests.file_modes import GROUP, OTHER_USER, as_root, as_user, modes_in, open_folder, require_modes, umask
+from tests.support.file_modes import GROUP, OTHER_USER, as_root, as_user, modes_in, open_folder, require_modes, umask
 from tests.unit.cli.running import holdfast as command
 
 Act = Callable[[Path], object]

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import holdfast
 from holdfast import Settings
 from holdfast.geometry.dtype import DTYPES, NEWER_TYPES
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 
 RANKS = 2
 STEP = 7

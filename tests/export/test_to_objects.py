@@ -24,7 +24,7 @@ from holdfast.types.events import Progress
 from holdfast.types.export import ExportOptions
 from tests.export.sources import SMALL, noise
 from tests.export.test_publishing import contents
-from tests.object_server import ObjectServer
+from tests.support.object_server import ObjectServer
 
 NOTE, BEGUN = ".holdfast-export/plan.json", ".holdfast-export/begun"
 SHARDS = 450 * KIB

@@ -32,7 +32,7 @@ from tests.format.description import (
     TYPES_FOLDER,
     description,
 )
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 
 WORLD_SIZE = 2
 CODED = tuned(

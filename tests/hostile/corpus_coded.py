@@ -16,7 +16,7 @@ import torch
 import holdfast
 from tests.hostile.cases import HARMLESS, Case
 from tests.hostile.crafting import STEP, Crafted, Document, column, digest, numbers_of, state_of
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 
 
 @cache

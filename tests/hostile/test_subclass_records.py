@@ -15,7 +15,7 @@ from torch import nn
 import holdfast
 from holdfast.errors import CheckpointError
 from tests.hostile.crafting import STEP, Crafted, Document
-from tests.subclasses import KnownMomentum, blocks_of
+from tests.support.tensor_subclasses import KnownMomentum, blocks_of
 
 HUGE = {"$int": "0x" + "f" * 20_000}
 
@@ -75,7 +75,7 @@ CHANGES: dict[str, Callable[[Document], object]] = {
     "a class that could be imported": _with(**{"class": "antigravity.Tensor"}),
     "a function of the system": _with(**{"class": "os.system"}),
     "a class of torch": _with(**{"class": "torch.distributed.tensor.DTensor"}),
-    "another class at hand": _with(**{"class": "tests.subclasses.Pair"}),
+    "another class at hand": _with(**{"class": "tests.support.tensor_subclasses.Pair"}),
     "a class that steers a terminal": _with(**{"class": "\x1b[31m"}),
     "a class that is a number": _with(**{"class": 5}),
     "a huge class": _with(**{"class": HUGE}),

@@ -31,7 +31,7 @@ from holdfast.testing.faults import Action, Faults
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.types.manifest import Manifest
 from holdfast.types.timeline import ANCESTORS_STATED, Timeline
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 
 SETTINGS = tuned(
     Settings(

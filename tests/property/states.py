@@ -25,7 +25,7 @@ from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from tests.property.held import Held, any_held, meshes
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 
 SETTINGS = tuned(
     Settings(

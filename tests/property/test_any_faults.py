@@ -25,7 +25,7 @@ from holdfast.types.reports import SaveReport
 from tests.property.held import meshes
 from tests.property.states import Tensor, empty, fresh_store, run_of, state_on, tensors
 from tests.property.test_any_mesh_to_any_mesh import elements_of
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 from tests.unit.ranks import PATIENT, saved
 from tests.unit.stores.wrappers.by_hand import ClockBySleep
 from tests.unit.stores.wrappers.network import FLIPPED, LATE, LOST_AFTER, LOST_BEFORE, REFUSED, NetworkStore, drawn

@@ -35,7 +35,7 @@ from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.types.listing import ForeignListing, ListedPiece
 from holdfast.types.values import Group
 from tests.property.held import flat_runs, guillotine
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 
 STEP = 3
 

@@ -25,11 +25,11 @@ from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor
 from holdfast.types.reports import LoadReport
-from tests.coded_pieces import rounded_to_bfloat16
 from tests.property.held import Held, any_held, meshes
 from tests.property.states import SETTINGS, Job2Job, Tensor, empty, examples, fresh_store, run_of, state_on, tensors
 from tests.property.test_any_mesh_to_any_mesh import require_filled_within
-from tests.tuned import tuned
+from tests.support.coded_states import rounded_to_bfloat16
+from tests.support.tuning import tuned
 
 STEP = 7
 ON = tuned(

@@ -28,7 +28,7 @@ from tests.property.test_any_mesh_to_any_mesh import (
     require_written_by_holders,
     save,
 )
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 
 SHAPE = (61, 67)
 NUMEL = math.prod(SHAPE)

@@ -15,9 +15,9 @@ from holdfast.ports.store import Store
 from holdfast.stores.objects.store import ObjectStore
 from holdfast.stores.wrappers.retrying import RetryingStore
 from holdfast.testing.faults import FaultyStore, raise_error
-from tests.object_server import ObjectServer
 from tests.property.life import SETTINGS
 from tests.property.test_life_of_a_run import LifeOfARun
+from tests.support.object_server import ObjectServer
 
 EXAMPLES = int(os.environ.get("LIFE_EXAMPLES", "1"))
 STEPS = int(os.environ.get("LIFE_STEPS", "30"))

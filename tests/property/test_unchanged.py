@@ -20,7 +20,7 @@ from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor
 from tests.property.states import SETTINGS, Job2Job, Tensor, empty, examples, fresh_store, jobs, run_of, state_on
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 
 ANY_SIZE = tuned(SETTINGS, unchanged_bytes_min=1)
 """The smallest pieces are compared too."""

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import holdfast
 from holdfast.errors import InvalidError
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 
 CODES = torch.arange(240, dtype=torch.uint8).reshape(6, 40)
 SCALES, PAIRS = CODES.view(torch.float8_e8m0fnu), CODES.flip(0).contiguous().view(torch.float4_e2m1fn_x2)

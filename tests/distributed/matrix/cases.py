@@ -12,7 +12,7 @@ import holdfast
 from holdfast.settings import Settings
 from tests.distributed.launch import World
 from tests.distributed.matrix.layouts import KINDS
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 
 SAVED_STEPS = [1, 2]
 

@@ -25,7 +25,7 @@ from holdfast.testing.calls import RecordingStore, StoreCall
 from holdfast.testing.framework import GlobalTensor
 from holdfast.types.manifest import FileRecord, Manifest
 from holdfast.types.values import Group
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 from tests.unit.ranks import PATIENT, World, plain, saved
 
 ATTEMPT, OTHER_ATTEMPT = "00000000000000aa", "00000000000000bb"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import holdfast as package
-from tests.newer_format import write_newer
+from tests.support.newer_format import write_newer
 from tests.unit.cli.running import command, holdfast, on_terminal, separately
 
 STEP = "step-000000000010"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import holdfast as package
-from tests.newer_format import write_newer
+from tests.support.newer_format import write_newer
 from tests.unit.cli.conftest import small_state
 from tests.unit.cli.running import holdfast, separately
 

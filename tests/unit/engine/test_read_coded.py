@@ -26,7 +26,7 @@ from holdfast.ports.store import Buffers, ByteRanges, OnRange, Readable
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.memory import MemoryStore
 from holdfast.types.plan import LoadPlan, Piece, WantedBoxes, give_slot_bytes
-from tests.coded_pieces import ATTEMPT, CHUNK, CodedPieces, stored_training, training_values
+from tests.support.coded_states import ATTEMPT, CHUNK, CodedPieces, stored_training, training_values
 
 SETTINGS = Settings(chunk_bytes=CHUNK, window_bytes=CHUNK, read_window_bytes=4 * CHUNK, windows_in_flight=2)
 SHAPE = (60, 211)

@@ -42,7 +42,7 @@ from holdfast.stores.memory import MemoryStore
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.types.plan import Piece, PlannedPack, WantedBoxes
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 
 KEY = "0123456789abcdef/r00000.safetensors"
 SMALL = Settings(chunk_bytes=PAGE_BYTES, window_bytes=PAGE_BYTES, windows_in_flight=1)

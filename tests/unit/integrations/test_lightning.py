@@ -21,7 +21,7 @@ import torch
 import holdfast
 from holdfast.errors import ConflictError, InvalidError, MissingError
 from holdfast.integrations.host import MARK
-from tests.object_server import ObjectServer
+from tests.support.object_server import ObjectServer
 from tests.unit.integrations.recorded_lightning import (
     VERSION,
     LightningOptimizer,

@@ -18,7 +18,7 @@ import holdfast
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.format.names import PACK_SUFFIX
 from holdfast.stores.syscalls import Syscalls
-from tests.held_optimizers import HoldsOptimizers
+from tests.support.held_optimizers import HoldsOptimizers
 from tests.unit.integrations.torchtitan_shapes import stand_in
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

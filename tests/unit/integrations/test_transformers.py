@@ -23,7 +23,7 @@ from holdfast.integrations.transformers import HoldfastMixin
 from holdfast.integrations.transformers.exports import Complete, ModelFolders
 from holdfast.integrations.transformers.resuming import ResumeStep, find, say_other_ranks
 from tests.distributed.launch import Case, run_world
-from tests.file_modes import require_modes, umask
+from tests.support.file_modes import require_modes, umask
 from tests.unit.integrations.recorded_trainer import RecordedArguments, RecordedTrainer, fail_at_no_step
 
 SETTINGS = holdfast.Settings(collect_grace_seconds=0)

@@ -29,8 +29,8 @@ from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.testing.framework import NumpyFramework
 from holdfast.types.epoch import Epoch
 from holdfast.wiring import shared_job
-from tests.gaps import every_gap
-from tests.overwriting import HASTY, job_of, number_at, request, state_of
+from tests.support.between_calls import every_gap
+from tests.support.overwritten_checkpoint import HASTY, job_of, number_at, request, state_of
 from tests.unit.leases.test_writer import elsewhere, until
 from tests.unit.ranks import fresh_store
 

@@ -35,7 +35,7 @@ from holdfast.testing.framework import GlobalTensor
 from holdfast.types.manifest import Manifest
 from holdfast.types.plan import ExchangePlan, LoadPlan, Throughput, WantedBoxes
 from holdfast.types.reports import LoadReport
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 from tests.unit.ranks import PATIENT, fresh_store, run_of, sharded
 
 RANKS = 3

@@ -24,7 +24,7 @@ from holdfast.plan.reads import load_plan
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.testing.comm import ThreadComm, outcomes_of_ranks
 from holdfast.types.plan import LoadPlan, WantedBoxes
-from tests.coded_pieces import ATTEMPT, CHUNK, CodedPieces, stored_training
+from tests.support.coded_states import ATTEMPT, CHUNK, CodedPieces, stored_training
 
 SETTINGS = Settings(chunk_bytes=CHUNK, window_bytes=CHUNK, read_window_bytes=4 * CHUNK, windows_in_flight=2)
 SHAPE = (120, 211)

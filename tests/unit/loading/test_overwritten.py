@@ -28,8 +28,8 @@ from holdfast.testing.comm import ThreadComm, outcomes_of_ranks
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.types.reports import LoadReport
-from tests.overwriting import EVERYTHING, HASTY, location_of, number_in, save, state_of
-from tests.tuned import tuned
+from tests.support.overwritten_checkpoint import EVERYTHING, HASTY, location_of, number_in, save, state_of
+from tests.support.tuning import tuned
 
 SETTINGS = replace(HASTY, lease_seconds=5.0, reports=False)
 MOMENTS = {

@@ -27,7 +27,7 @@ from holdfast.settings import Settings
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, outcomes_of_ranks, run_ranks
 from holdfast.testing.framework import GlobalTensor
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 from tests.unit.ranks import PATIENT, fresh_store, plain, run_of, sharded
 
 SPLIT = tuned(PATIENT, index_chunks_max=8)

@@ -17,7 +17,7 @@ from holdfast.repository.epochs import current_fence, newest_epoch, put_accepted
 from holdfast.repository.timeline_records import TimelineRecord, adopt_records, put_record, take_back, timeline_records
 from holdfast.types.epoch import Epoch
 from holdfast.types.timeline import Timeline
-from tests.gaps import every_gap
+from tests.support.between_calls import every_gap
 from tests.unit.ranks import fresh_store
 
 CLOCK = SystemClock()

@@ -15,7 +15,7 @@ from holdfast.offline.repair.repair import Repair
 from holdfast.repository.catalog import read_manifest
 from holdfast.repository.quarantine import identity_at, list_records, quarantine
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
-from tests.newer_format import write_newer
+from tests.support.newer_format import write_newer
 from tests.unit.runs.test_going_back import (
     SETTINGS,
     go_on,

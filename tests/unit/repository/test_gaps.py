@@ -37,7 +37,7 @@ from holdfast.stores.local import LocalStore
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.types.epoch import Epoch
-from tests.gaps import Gap, StoreWithoutLinks, every_gap
+from tests.support.between_calls import Gap, StoreWithoutLinks, every_gap
 from tests.unit.ranks import World, fresh_store, plain, saved
 
 CLOCK = SystemClock()

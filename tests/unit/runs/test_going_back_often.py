@@ -28,7 +28,7 @@ from holdfast.stores.memory import MemoryStore
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from holdfast.testing.framework import NumpyFramework
 from holdfast.types.timeline import ANCESTORS_STATED
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 
 SETTINGS = tuned(Settings(lease_seconds=600.0, collect_grace_seconds=0.0, reports=False))
 CLOCK = SystemClock()

@@ -16,8 +16,8 @@ from holdfast.geometry.tensor import Layout, Placement, Role
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.framework import GlobalTensor
 from holdfast.types.reports import SaveReport
-from tests.decoded import stored_tensors
-from tests.tuned import tuned
+from tests.support.chunk_decoder import stored_tensors
+from tests.support.tuning import tuned
 from tests.unit.ranks import PATIENT, World, saved
 
 MIN_BYTES = 1024

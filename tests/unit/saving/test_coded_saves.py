@@ -20,9 +20,9 @@ from holdfast.stores.local import LocalStore
 from holdfast.stores.syscalls import Syscalls
 from holdfast.types.reports import SaveReport
 from holdfast.wiring import saving_job, store_at
-from tests.decoded import stored_pieces, stored_tensors
-from tests.object_server import ObjectServer
-from tests.tuned import tuned
+from tests.support.chunk_decoder import stored_pieces, stored_tensors
+from tests.support.object_server import ObjectServer
+from tests.support.tuning import tuned
 
 ON = tuned(
     Settings(chunk_bytes=8192, window_bytes=8192, windows_in_flight=2, compression="on"),

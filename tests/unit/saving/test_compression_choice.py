@@ -26,9 +26,9 @@ from holdfast.types.coding import KindCoding
 from holdfast.types.events import RankReport
 from holdfast.types.reports import SaveReport
 from holdfast.wiring import codecs
-from tests.decoded import stored_pieces, stored_tensors
-from tests.looked_at import ClockOfLooks
-from tests.tuned import tuned
+from tests.support.chunk_decoder import stored_pieces, stored_tensors
+from tests.support.cpu_clock import ClockOfLooks
+from tests.support.tuning import tuned
 from tests.unit.ranks import fresh_store
 
 CHUNK = 64 << 10

@@ -25,7 +25,7 @@ from holdfast.repository.quarantine import identity_at, quarantine
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
 from holdfast.types.reports import SaveReport
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 
 MIB = 1 << 20
 SMALL = tuned(Settings(chunk_bytes=4096, window_bytes=8192), unchanged_bytes_min=4096)

@@ -12,7 +12,7 @@ from holdfast.errors import InvalidError
 from holdfast.settings import PAGE_BYTES
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.framework import GlobalTensor
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 from tests.unit.ranks import PATIENT, World, plain, saved
 
 LIMIT = 8 * PAGE_BYTES

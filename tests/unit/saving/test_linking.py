@@ -34,7 +34,7 @@ from holdfast.stores.local import LocalStore
 from holdfast.stores.syscalls import Syscalls
 from holdfast.testing.faults import Faults, FaultyStore
 from tests.crash.rig import run_at
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 
 SMALL = tuned(Settings(chunk_bytes=4096, window_bytes=8192, collect_grace_seconds=0.0), unchanged_bytes_min=4096)
 

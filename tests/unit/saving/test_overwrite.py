@@ -33,8 +33,8 @@ from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
 from holdfast.testing.framework import NumpyFramework
 from holdfast.types.reports import SaveReport
 from tests.crash.rig import content_under, paths_under
-from tests.newer_format import write_newer
-from tests.overwriting import (
+from tests.support.newer_format import write_newer
+from tests.support.overwritten_checkpoint import (
     EVERYTHING,
     HASTY,
     PATIENT,

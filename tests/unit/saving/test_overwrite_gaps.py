@@ -17,8 +17,8 @@ from holdfast.ports.store import Store
 from holdfast.repository.overwriting import read_claim, take_claim_away
 from holdfast.saving.save import save_and_wait
 from holdfast.types.reports import SaveReport
-from tests.gaps import every_gap
-from tests.overwriting import job_of, request, save, state_of
+from tests.support.between_calls import every_gap
+from tests.support.overwritten_checkpoint import job_of, request, save, state_of
 from tests.unit.ranks import fresh_store
 
 

@@ -21,7 +21,17 @@ from holdfast.saving.save import save_and_wait
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
-from tests.overwriting import EVERYTHING, HASTY, PATIENT, attempt_at, attempts_at, job_of, number_at, save, state_of
+from tests.support.overwritten_checkpoint import (
+    EVERYTHING,
+    HASTY,
+    PATIENT,
+    attempt_at,
+    attempts_at,
+    job_of,
+    number_at,
+    save,
+    state_of,
+)
 
 WAIT_SECONDS = 20.0
 

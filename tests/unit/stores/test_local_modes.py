@@ -15,7 +15,7 @@ from holdfast.stores.destination import LocalDestination
 from holdfast.stores.local import LocalStore
 from holdfast.stores.syscalls import Syscalls
 from holdfast.testing.store import fill
-from tests.file_modes import (
+from tests.support.file_modes import (
     GROUP,
     OTHER_USER,
     allowed_by_acl,

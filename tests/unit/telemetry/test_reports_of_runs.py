@@ -22,7 +22,7 @@ from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
 from holdfast.testing.framework import GlobalTensor
 from holdfast.types.events import Began, Ended, Entered, Event, Failed, Phase, Progress, RankReport
 from holdfast.types.reports import LoadReport, SaveReport
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 from tests.unit.ranks import HASTY, PATIENT, World, fresh_store, plain, saved, sharded
 from tests.unit.telemetry.traced import require_sound
 

@@ -12,7 +12,7 @@ from http.client import HTTPConnection, HTTPException
 import pytest
 
 from holdfast.testing.fault_proxy import FaultKind, FaultProxy, ProxiedRequest, ProxyFault
-from tests.object_server import BUCKET, ObjectServer
+from tests.support.object_server import BUCKET, ObjectServer
 
 
 def port_of(server: ObjectServer) -> int:

@@ -10,7 +10,7 @@ from holdfast.errors import InvalidError
 from holdfast.geometry.tensor import Layout, Placement, Role
 from holdfast.testing.framework import GlobalTensor
 from holdfast.types.reports import SaveReport
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 from tests.unit.ranks import PATIENT, World, plain, saved
 
 COUNT = 4096

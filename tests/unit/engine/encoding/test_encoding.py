@@ -26,8 +26,8 @@ from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from holdfast.testing.framework import GlobalTensor
 from holdfast.types.coding import Kind
 from holdfast.wiring import codecs
-from tests.coded_packs import KEY, KINDS, SMALL, Pack, drawn, memory, with_pair
-from tests.looked_at import ClockOfLooks
+from tests.support.coded_packs import KEY, KINDS, SMALL, Pack, drawn, memory, with_pair
+from tests.support.cpu_clock import ClockOfLooks
 
 
 class FailingCodec:

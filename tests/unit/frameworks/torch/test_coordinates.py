@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 import holdfast
 from holdfast.errors import InvalidError
-from tests.coordinates import Piece, carrying, part_of
-from tests.tuned import tuned
+from tests.support.located_tensors import Piece, carrying, part_of
+from tests.support.tuning import tuned
 
 WHOLE = torch.arange(40.0).reshape(8, 5)
 SWAPPED: list[Piece] = [((4, 0), (0, 0), (4, 5)), ((0, 0), (5, 0), (4, 5))]

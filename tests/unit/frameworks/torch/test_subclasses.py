@@ -13,7 +13,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import InvalidError
-from tests.subclasses import BLOCK, Blocks, Momentum, Options, Pair, Rounding, blocks_of
+from tests.support.tensor_subclasses import BLOCK, Blocks, Momentum, Options, Pair, Rounding, blocks_of
 
 
 def save(path: Path, state: dict[str, object], **options: Any) -> None:
@@ -117,7 +117,9 @@ def test_a_fresh_optimizer_makes_only_classes_that_its_own_module_has(tmp_path: 
     model, optimizer = trained(2)
     save(tmp_path / "c", {"model": model, "optimizer": optimizer})
     fresh = nn.Linear(8, 4)
-    with pytest.raises(InvalidError, match=r"momentum: is a tests\.subclasses\.Blocks .*, which SGD does not make"):
+    with pytest.raises(
+        InvalidError, match=r"momentum: is a tests\.support\.tensor_subclasses\.Blocks .*, which SGD does not make"
+    ):
         load(tmp_path / "c", {"model": fresh, "optimizer": torch.optim.SGD(fresh.parameters())}, strict=False)
     foreign = torch.optim.SGD(model.parameters(), lr=0.1)
     foreign.state = optimizer.state
@@ -139,7 +141,9 @@ def test_a_context_of_enums_named_tuples_and_dtypes_is_compared(tmp_path: Path) 
     save(tmp_path / "c", {"model": quantised(0, options=options, device=torch.device("cpu"))})
     other = quantised(1, options=options, device=torch.device("meta"))
     load(tmp_path / "c", {"model": other})  # Another device is no difference.
-    with pytest.raises(InvalidError, match=r"model\.0\.weight: the context of this tests.subclasses.Blocks differs"):
+    with pytest.raises(
+        InvalidError, match=r"model\.0\.weight: the context of this tests\.support\.tensor_subclasses\.Blocks differs"
+    ):
         load(tmp_path / "c", {"model": quantised(1, options=options._replace(rounding=Rounding.DOWN))})
     with pytest.raises(InvalidError, match="context"):
         load(tmp_path / "c", {"model": quantised(1, options=options, more=True)})
@@ -156,13 +160,19 @@ def test_a_plain_tensor_and_a_subclass_do_not_fill_each_other(tmp_path: Path) ->
     plain, blocks = torch.ones(2, 4), blocks_of(torch.ones(2, 4))
     save(tmp_path / "plain", {"w": plain})
     save(tmp_path / "blocks", {"w": blocks})
-    with pytest.raises(InvalidError, match=r"w: is a plain tensor in the checkpoint and a tests\.subclasses\.Blocks"):
+    with pytest.raises(
+        InvalidError, match=r"w: is a plain tensor in the checkpoint and a tests\.support\.tensor_subclasses\.Blocks"
+    ):
         load(tmp_path / "plain", {"w": blocks})
-    with pytest.raises(InvalidError, match=r"w is a tests\.subclasses\.Blocks in the checkpoint and a tensor here"):
+    with pytest.raises(
+        InvalidError, match=r"w is a tests\.support\.tensor_subclasses\.Blocks in the checkpoint and a tensor here"
+    ):
         load(tmp_path / "blocks", {"w": plain})
     model = nn.Sequential(nn.Linear(8, 4))
     save(tmp_path / "model", {"model": quantised(0)[:1]})
-    with pytest.raises(InvalidError, match=r"model\.0\.weight is a tests\.subclasses\.Blocks in the checkpoint"):
+    with pytest.raises(
+        InvalidError, match=r"model\.0\.weight is a tests\.support\.tensor_subclasses\.Blocks in the checkpoint"
+    ):
         load(tmp_path / "model", {"model": model})
 
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import holdfast
 from holdfast.errors import InvalidError
-from tests.held_optimizers import HoldsOptimizers
+from tests.support.held_optimizers import HoldsOptimizers
 
 
 class Container(HoldsOptimizers):

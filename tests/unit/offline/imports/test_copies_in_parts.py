@@ -23,9 +23,9 @@ from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
-from tests.coded_pieces import rounded_to_bfloat16
-from tests.decoded import stored_pieces, stored_tensors
-from tests.tuned import tuned
+from tests.support.chunk_decoder import stored_pieces, stored_tensors
+from tests.support.coded_states import rounded_to_bfloat16
+from tests.support.tuning import tuned
 
 STORED = tuned(
     Settings(chunk_bytes=2 * PAGE_BYTES, window_bytes=2 * PAGE_BYTES, windows_in_flight=2),

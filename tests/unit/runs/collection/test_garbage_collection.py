@@ -37,7 +37,7 @@ from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.types.removal import Unreferenced
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 from tests.unit.ranks import World, fresh_store, plain
 
 Result = TypeVar("Result")

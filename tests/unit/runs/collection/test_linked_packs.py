@@ -23,7 +23,7 @@ from holdfast.runs.collection.linked_packs import linked_packs
 from holdfast.settings import Settings
 from holdfast.stores.local import LocalStore
 from holdfast.stores.syscalls import Syscalls
-from tests.tuned import tuned
+from tests.support.tuning import tuned
 from tests.unit.cli.running import holdfast as command
 
 SMALL = tuned(Settings(chunk_bytes=4096, window_bytes=8192, collect_grace_seconds=0.0), unchanged_bytes_min=4096)

@@ -26,7 +26,7 @@ from holdfast.stores.fsspec.store import FileSystemStore
 from holdfast.stores.wrappers import backoff
 from holdfast.stores.wrappers.retrying import RetryingStore
 from holdfast.stores.wrappers.time_limits import TimeLimits
-from tests.file_systems import CARELESS, IN_MEMORY, QUIET, READABLE, QuietFileSystem
+from tests.support.fsspec_file_systems import CARELESS, IN_MEMORY, QUIET, READABLE, QuietFileSystem
 
 
 class OddFileSystem(LocalFileSystem):

@@ -13,9 +13,9 @@ from holdfast.settings import ObjectSettings, Settings
 from holdfast.stores.objects.first_contact import FirstContact
 from holdfast.stores.objects.store import ObjectStore
 from holdfast.stores.wrappers.retrying import RetryingStore
-from tests.object_proxy import object_proxy
-from tests.object_server import ObjectServer
 from tests.servers.process import free_port
+from tests.support.object_proxy import object_proxy
+from tests.support.object_server import ObjectServer
 from tests.unit.stores.wrappers.by_hand import ClockBySleep
 
 UNKNOWN_NAME = "dns error: failed to lookup address information: Name or service not known"

@@ -16,9 +16,9 @@ from holdfast.settings import ObjectSettings, Settings
 from holdfast.stores.objects.address import address_of
 from holdfast.stores.objects.google_azure import credentials_of, options_of
 from holdfast.stores.objects.store import ObjectStore
-from tests.object_proxy import ObjectProxy, object_proxy
 from tests.servers.all import only_variables_of
 from tests.servers.google import GoogleFake, google
+from tests.support.object_proxy import ObjectProxy, object_proxy
 
 GS, AZ = address_of("gs://bucket/run"), address_of("az://container/run")
 

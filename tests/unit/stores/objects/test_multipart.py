@@ -17,8 +17,8 @@ from holdfast.settings import MIB, ObjectSettings, Settings
 from holdfast.stores.objects.parts_of_s3 import PartsOfBucket
 from holdfast.stores.objects.store import ObjectStore
 from holdfast.stores.wrappers.retrying import RetryingStore
-from tests.object_proxy import CUT, LOST, Asked, ObjectProxy, object_proxy
-from tests.object_server import ACCESS_KEY, BUCKET, SECRET_KEY, ObjectServer
+from tests.support.object_proxy import CUT, LOST, Asked, ObjectProxy, object_proxy
+from tests.support.object_server import ACCESS_KEY, BUCKET, SECRET_KEY, ObjectServer
 
 PART = 5 * MIB
 DATA = random.Random(3).randbytes(2 * PART + 70_000)

@@ -22,9 +22,9 @@ from holdfast.settings import PAGE_BYTES, ObjectSettings, Settings
 from holdfast.stores.objects.conditional_delete import _OTHER_TAG
 from holdfast.stores.objects.store import ObjectStore
 from holdfast.stores.wrappers.retrying import RetryingStore
-from tests.object_proxy import CUT, LOST, Asked, ObjectProxy, object_proxy
-from tests.object_server import ACCESS_KEY, BUCKET, SECRET_KEY, ObjectServer
 from tests.servers.server import S3Server
+from tests.support.object_proxy import CUT, LOST, Asked, ObjectProxy, object_proxy
+from tests.support.object_server import ACCESS_KEY, BUCKET, SECRET_KEY, ObjectServer
 
 TLS = Path(__file__).parents[3] / "fixtures" / "tls"
 

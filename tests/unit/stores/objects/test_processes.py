@@ -12,7 +12,7 @@ import pytest
 from holdfast.errors import InvalidError
 from holdfast.settings import ObjectSettings, Settings
 from holdfast.stores.objects.store import ObjectStore
-from tests.object_server import ObjectServer
+from tests.support.object_server import ObjectServer
 
 _FORKS = """
 import os, sys

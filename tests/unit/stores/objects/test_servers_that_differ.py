@@ -13,9 +13,9 @@ from holdfast.settings import MIB, ObjectSettings, Settings
 from holdfast.stores.objects import reading
 from holdfast.stores.objects.conditional_delete import _OTHER_TAG
 from holdfast.stores.objects.store import ObjectStore
-from tests.object_proxy import Asked, ObjectProxy, object_proxy
-from tests.object_server import BUCKET, ObjectServer
 from tests.servers.server import TLS
+from tests.support.object_proxy import Asked, ObjectProxy, object_proxy
+from tests.support.object_server import BUCKET, ObjectServer
 
 
 @pytest.fixture

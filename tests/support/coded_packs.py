@@ -26,7 +26,7 @@ from holdfast.stores.memory import MemoryStore
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.types.plan import PackItem, PackPlan, Piece, PlannedPack
 from holdfast.wiring import codecs
-from tests.decoded import raw_chunk
+from tests.support.chunk_decoder import raw_chunk
 
 KEY = "0123456789abcdef/coded/r00000.safetensors"
 NAME = "coded/r00000.safetensors"
