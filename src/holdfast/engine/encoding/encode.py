@@ -167,6 +167,7 @@ class Encoder:
                 encoded(sum(sizes))
                 if times is not None:
                     times.note(item, unit, sizes)
+                del unit  # The next unit takes the memory.
             found.append(piece.encoded())
         return found
 

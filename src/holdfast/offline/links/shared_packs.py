@@ -48,9 +48,6 @@ class Names:
     other: tuple[str, ...]
     """Keys of objects of another size."""
 
-    absent: tuple[str, ...]
-    """Keys of links that do not exist."""
-
 
 def manifests_of(store: Store) -> Iterator[Manifest]:
     """Yield the manifests of a run that count and can be read."""
@@ -89,7 +86,7 @@ def packs_with_links(manifest: Manifest, shared: Sequence[SharedPack]) -> list[t
 def names_of(store: Store, record: FileRecord, links: Sequence[str]) -> Names:
     """Return which keys of a pack exist, and which of them name one object."""
     objects: dict[str, list[str]] = {}
-    other, absent = [], []
+    other = []
     for key in (record.name, *links):
         try:
             if store.size(key) != record.bytes:
@@ -97,10 +94,9 @@ def names_of(store: Store, record: FileRecord, links: Sequence[str]) -> Names:
             else:
                 objects.setdefault(store.identity(key), []).append(key)
         except MissingError:
-            if key != record.name:
-                absent.append(key)
+            continue
     groups = sorted(objects.values(), key=lambda keys: (record.name not in keys, -len(keys)))
-    return Names(tuple(map(tuple, groups)), tuple(other), tuple(absent))
+    return Names(tuple(map(tuple, groups)), tuple(other))
 
 
 def chunk_bytes_of(store: Store, manifest: Manifest) -> int:
