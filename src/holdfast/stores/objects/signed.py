@@ -1,17 +1,18 @@
-"""Requests that the client library lacks, signed by botocore and sent over a connection of their own.
+"""Requests that the client library lacks, signed here and sent over a connection of their own: Signature Version 4.
 
 They carry parts of an upload, and list and abort uploads. Credentials come from where the client finds its own.
 """
 
 from __future__ import annotations
 
-import importlib
+import hashlib
+import hmac
+import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from holdfast.errors import CheckpointError, InvalidError
 from holdfast.settings import ObjectSettings
@@ -22,6 +23,8 @@ from holdfast.stores.objects.refusals import refusal
 _REGION = "us-east-1"
 _REPLY_BYTES_MAX = 8 << 20
 """Longest reply that is read: a page of a listing has a thousand entries."""
+
+_UNSIGNED = "UNSIGNED-PAYLOAD"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +64,7 @@ class SignedRequests:
             key: Full key of an object; empty for the bucket.
             query: Parameters.
             data: Content.
-            headers: Further headers.
+            headers: Further headers; those that begin with `x-amz-` are signed.
         Raises:
             CheckpointError: The request failed. No exception of the connection is chained to it: it may repeat headers.
         """
@@ -71,25 +74,32 @@ class SignedRequests:
     def signed(
         self, method: str, key: str, query: dict[str, str], data: bytes | memoryview, headers: dict[str, str]
     ) -> tuple[str, dict[str, str]]:
-        """Return URL and headers of a request with its signature.
-
-        Raises:
-            InvalidError: botocore is not installed.
-        """
-        auth, requests, credentials, config = _botocore(self._address)
+        """Return URL and headers of a request with its signature."""
         keys = self._clients.keys()
         origin, path = self._place(key, keys)
+        host = urllib.parse.urlsplit(origin).netloc
+        digest = hashlib.sha256(data).hexdigest() if self._clients.signs_content else _UNSIGNED
+        moment = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        headers |= {"x-amz-content-sha256": digest, "x-amz-date": moment}
+        if keys.token:
+            headers["x-amz-security-token"] = keys.token
+        covered = {name: value for name, value in headers.items() if name.startswith("x-amz-")} | {"host": host}
+        names = ";".join(sorted(covered))
         asked = "&".join(f"{_quoted(name)}={_quoted(value)}" for name, value in sorted(query.items()))
-        url = f"{origin}{path}{'?' if asked else ''}{asked}"
-        # botocore would leave out a port that is the default one, and urllib sends that port.
-        headers["host"] = urllib.parse.urlsplit(origin).netloc
-        headers.setdefault("content-type", "application/octet-stream")
-        request = requests.AWSRequest(method, url, headers=headers, data=data)
-        request.context["client_config"] = config.Config(s3={"payload_signing_enabled": self._clients.signs_content})
+        lines = "".join(f"{name}:{covered[name].strip()}\n" for name in sorted(covered))
+        canonical = "\n".join((method, path, asked, lines, names, digest))
         region = self._settings.region or keys.region or _REGION
-        owner = credentials.Credentials(keys.access, keys.secret, keys.token or None)
-        auth.S3SigV4Auth(owner, "s3", region).add_auth(request)
-        return url, dict(request.headers.items())
+        scope = f"{moment[:8]}/{region}/s3/aws4_request"
+        to_sign = "\n".join(("AWS4-HMAC-SHA256", moment, scope, hashlib.sha256(canonical.encode()).hexdigest()))
+        signing = f"AWS4{keys.secret}".encode()
+        for part in scope.split("/"):
+            signing = hmac.digest(signing, part.encode(), "sha256")
+        signature = hmac.digest(signing, to_sign.encode(), "sha256").hex()
+        headers["authorization"] = (
+            f"AWS4-HMAC-SHA256 Credential={keys.access}/{scope}, SignedHeaders={names}, Signature={signature}"
+        )
+        headers.setdefault("content-type", "application/octet-stream")
+        return f"{origin}{path}{'?' if asked else ''}{asked}", headers
 
     def _place(self, key: str, keys: Keys) -> tuple[str, str]:
         """Return scheme and host of the server, and the path of an object there."""
@@ -141,23 +151,6 @@ def sent(
     except Exception as error:  # noqa: BLE001 - a connection fails in many ways; all are translated
         failure = refusal(doing, where, OSError(str(error)))
     raise failure
-
-
-def _botocore(address: Address) -> tuple[Any, ...]:
-    """Return the modules of botocore that sign.
-
-    Raises:
-        InvalidError: The package is not installed.
-    """
-    try:
-        return tuple(
-            importlib.import_module(f"botocore.{name}") for name in ("auth", "awsrequest", "credentials", "config")
-        )
-    except ImportError as error:
-        raise InvalidError(
-            f"{address.url}: needs the package botocore for parts of an upload: pip install 'holdfast[s3]'; or raise "
-            "Settings.object_bytes_in_flight_max above the largest object"
-        ) from error
 
 
 def _quoted(text: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import random
-import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -266,14 +265,3 @@ def test_every_request_of_an_upload_is_signed_as_it_is_sent(objects: ObjectServe
     parts = [DATA[start : start + PART] for start in range(0, len(DATA), PART)]
     stated = {asked.headers["x-amz-content-sha256"] for asked in signed if asked.method == "PUT"}
     assert stated == {hashlib.sha256(part).hexdigest() for part in parts}
-
-
-def test_without_botocore_parts_are_refused_with_the_command(
-    objects: ObjectServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = store_at(objects.new_url(), objects.endpoint)
-    store.put("small", b"1")
-    monkeypatch.setitem(sys.modules, "botocore.auth", None)
-    with pytest.raises(InvalidError, match=r"botocore.*pip install 'holdfast\[s3\]'"):
-        uploaded(store, "large")
-    assert store.get("small", 1) == b"1"
