@@ -81,7 +81,7 @@ class NodeReports:
                 try:
                     self._come(self._folder, meeting, report)
                     break
-                except FileNotFoundError:
+                except (FileNotFoundError, FileExistsError):  # `mkdir` says the latter if it goes amid the call.
                     # The last rank of an earlier meeting has just removed the folder. A rank that gave up here would
                     # leave the others waiting if it is the lowest: they count on the lowest rank to store theirs.
                     if not tries_left:
