@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from holdfast.engine.buffers import allocate_aligned
@@ -129,7 +129,6 @@ def is_proven(
     record: FileRecord,
     chunk_bytes: int,
     listing: PackPieces,
-    on_bytes: Callable[[int], None] = lambda count: None,
 ) -> bool:
     """Return whether a stored pack is exactly the one that a manifest records.
 
@@ -138,7 +137,6 @@ def is_proven(
         record: Its record.
         chunk_bytes: The bytes of its chunks.
         listing: Lists its pieces, and finds what they are coded against.
-        on_bytes: Called with the stored bytes of each chunk that was read.
     """
     try:
         if stored.files.size(stored.key) != record.bytes:
@@ -147,7 +145,7 @@ def is_proven(
         pieces = listing.of(header, record.name, stored.url, chunk_bytes)
         if pieces and max(piece.offset + piece.stored_bytes for piece in pieces) > record.bytes:
             return False
-        digests = digests_of(stored, pieces, listing, on_bytes)
+        digests = digests_of(stored, pieces, listing)
     except (CorruptError, MissingError):
         return False
     return pack_digest(header, b"".join(digests)) == record.digest
@@ -176,7 +174,6 @@ def digests_of(
     stored: Stored,
     pieces: Sequence[Piece],
     listing: PackPieces,
-    on_bytes: Callable[[int], None] = lambda count: None,
 ) -> list[bytes]:
     """Return the digests of the chunks of each piece of a pack, decoded and hashed again.
 
@@ -190,7 +187,5 @@ def digests_of(
         piece_digests = b""
         for number in range(chunk_count(piece.bytes, piece.chunk_bytes)):
             piece_digests += digest_of(chunks.raw(piece, number, stored))
-            start, stop = piece.stored_range(number)
-            on_bytes(stop - start)
         digests.append(piece_digests)
     return digests

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.checkpoint.location import CheckpointLocation
@@ -115,7 +115,6 @@ def proven(
     groups: Sequence[tuple[str, ...]],
     referring: Manifest,
     codecs: Codecs,
-    on_bytes: Callable[[int], None] = lambda count: None,
 ) -> list[tuple[str, ...]]:
     """Return the groups of keys whose object is the pack that was saved, as its digest proves.
 
@@ -125,7 +124,6 @@ def proven(
         groups: The keys of each object.
         referring: A manifest that names the pack.
         codecs: What decodes coded chunks.
-        on_bytes: Called with the stored bytes of each chunk that was read.
     Raises:
         CorruptError: The index of the manifest is damaged.
     """
@@ -133,7 +131,7 @@ def proven(
     chunk_bytes = chunk_bytes_of(store, referring)
     location = CheckpointLocation(store, step_folder(referring.step), referring.step, root=store)
     listing = PackPieces(referring, location.packs_of(referring), codecs)
-    return [keys for keys in groups if is_proven(Stored(store, keys[0]), record, chunk_bytes, listing, on_bytes)]
+    return [keys for keys in groups if is_proven(Stored(store, keys[0]), record, chunk_bytes, listing)]
 
 
 def replace_by_link(store: Store, clock: Clock, source: str, key: str) -> bool:
