@@ -81,9 +81,10 @@ class NodeReports:
                 try:
                     self._come(self._folder, meeting, report)
                     break
-                except (FileNotFoundError, FileExistsError):  # `mkdir` says the latter if it goes amid the call.
-                    # The last rank of an earlier meeting has just removed the folder. A rank that gave up here would
-                    # leave the others waiting if it is the lowest: they count on the lowest rank to store theirs.
+                except (FileNotFoundError, FileExistsError):
+                    # The last rank of an earlier meeting has just removed the folder: before `mkdir`, or between the
+                    # two looks that `mkdir` takes. The lowest rank does not give up: the other ranks leave their
+                    # reports to the lowest rank.
                     if not tries_left:
                         raise
         except OSError:

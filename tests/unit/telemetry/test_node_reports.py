@@ -74,8 +74,9 @@ def test_ranks_that_come_at_once_are_all_stored(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.parametrize("amid", [False, True])
 def test_a_folder_that_an_earlier_meeting_removes_meanwhile_is_made_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch, amid: bool
 ) -> None:
     """The last rank of one save removes the empty folder while rank 0 comes to the meeting of the next save."""
     store, left, make = MemoryStore(uuid.uuid4().hex), [True, True], node_reports._make_own
@@ -85,6 +86,8 @@ def test_a_folder_that_an_earlier_meeting_removes_meanwhile_is_made_again(
         if left:
             left.pop()
             path.rmdir()
+            if amid:  # As `mkdir` that finds the folder, and then no folder.
+                raise FileExistsError(path)
 
     monkeypatch.setattr(node_reports, "_make_own", made_and_removed)
     for rank in range(3):
