@@ -76,10 +76,10 @@ class Coded:
     """Bytes of the chunks afterwards."""
 
     seconds: float
-    """Processor seconds of the threads that coded them."""
+    """Processor seconds of the thread that coded them."""
 
     elapsed_seconds: float = 0.0
-    """Seconds that passed meanwhile on these threads, with their waits for a processor."""
+    """Seconds that passed meanwhile, with the waits of that thread for a processor."""
 
     codecs: Mapping[str, int] = field(default_factory=dict)
     """By codec, the raw bytes of its chunks; the empty name counts chunks that gained nothing, and are stored raw."""
@@ -136,7 +136,7 @@ class KindCoding:
     """Raw bytes for each stored byte, as last measured when coding: in these packs, or in a sample; None: never."""
 
     encode_bytes_per_second: float | None
-    """Raw bytes for each processor second of one coding thread, as last measured; None: never."""
+    """Raw bytes for each processor second of coding, as last measured; None: never."""
 
     store_bytes_per_second: float | None
     """Bytes per second that the store took from this rank while a write was in flight; None: no byte was written."""

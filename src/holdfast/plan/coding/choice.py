@@ -48,7 +48,7 @@ class SaveModel:
     store_bytes_per_second: float
     """Bytes per second that the store takes from this rank."""
 
-    processors: float
+    processor_share: float
     """The share of a processor that the thread that codes has: less than one if it waits for processors."""
 
     def seconds(self, amounts: Amounts, coded: Collection[Kind]) -> float:
@@ -64,7 +64,7 @@ class SaveModel:
 
     def coding_seconds(self, kind: Kind, raw_bytes: int) -> float:
         """Return how long coding takes for so many bytes of a kind."""
-        return raw_bytes / (self.processors * self.rates[kind].bytes_per_second)
+        return raw_bytes / (self.processor_share * self.rates[kind].bytes_per_second)
 
     def gain(self, kind: Kind) -> float:
         """Return the bytes that coding a kind saves in a processor second."""
@@ -77,7 +77,7 @@ class SaveModel:
         Chunks are stored in file order, through a short queue. Where many chunks of a slower kind follow one another,
         the store waits for the thread that codes, whatever the sum over all kinds says.
         """
-        return self.processors * self.rates[kind].bytes_per_second > self.store_bytes_per_second
+        return self.processor_share * self.rates[kind].bytes_per_second > self.store_bytes_per_second
 
     def best_first(self, kinds: Iterable[Kind]) -> list[Kind]:
         """Return the kinds that are known to shrink, those first that save most bytes in a processor second."""

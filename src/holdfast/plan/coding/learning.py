@@ -138,8 +138,8 @@ class Knowledge:
         found = measured.written_bytes / measured.write_seconds
         if known is None or not measured.coded or measured.write_seconds >= _BUSY_SHARE * measured.seconds:
             return found
-        # The store waited for the coding threads, so it had fewer writes at a time than it can take: it is this fast at
-        # least. An estimate that is too low would let later saves code what they should not.
+        # The store waited for the thread that codes, and had fewer writes at a time than it can take. So the store is
+        # at least this fast. Too low an estimate would let later saves code kinds that should stay raw.
         return max(found, known)
 
     def _stretch(self, measured: Measured) -> float:

@@ -32,8 +32,8 @@ models = st.builds(
 amounts = st.builds(Amounts, st.dictionaries(st.sampled_from(KINDS), st.integers(0, 1 << 40)), st.integers(0, 1 << 30))
 
 
-def at(bytes_per_second: float, processors: float = 1.0) -> SaveModel:
-    return SaveModel(RATES, bytes_per_second, processors)
+def at(bytes_per_second: float, processor_share: float = 1.0) -> SaveModel:
+    return SaveModel(RATES, bytes_per_second, processor_share)
 
 
 @given(amounts, models, st.lists(st.tuples(amounts, models), max_size=3))
@@ -81,7 +81,7 @@ def test_kinds_cut_into_crumbs_take_the_ideal_time(now: Amounts, model: SaveMode
     rates_of_crumbs = {Kind(kind.dtype, f"{kind.name}{n}"): model.rates[kind] for kind in known for n in range(50)}
     crumbs = {Kind(kind.dtype, f"{kind.name}{n}"): now.kinds[kind] // 50 for kind in known for n in range(50)}
     cut = Amounts(crumbs, now.bytes - sum(crumbs.values()))
-    fine = SaveModel(rates_of_crumbs, model.store_bytes_per_second, model.processors)
+    fine = SaveModel(rates_of_crumbs, model.store_bytes_per_second, model.processor_share)
     one_crumb = max((fine.coding_seconds(kind, count) for kind, count in crumbs.items()), default=0.0)
     rounding = 50 * len(known) / min(model.store_bytes_per_second, 1e6)
     bound = (ideal + one_crumb + rounding) * (1 + 1e-9)
@@ -97,8 +97,8 @@ def test_a_slow_store_codes_all_and_a_fast_one_nothing() -> None:
 
 def test_a_thread_that_waits_for_a_processor_codes_at_a_slower_store() -> None:
     assert chosen(STATE, at(1.2e9), None).coded
-    assert not chosen(STATE, at(1.2e9, processors=0.5), None).coded
-    assert chosen(STATE, at(0.5e9, processors=0.5), None).coded
+    assert not chosen(STATE, at(1.2e9, processor_share=0.5), None).coded
+    assert chosen(STATE, at(0.5e9, processor_share=0.5), None).coded
 
 
 def test_the_first_save_is_raw_and_says_why() -> None:
@@ -127,13 +127,13 @@ def test_every_decision_has_a_reason() -> None:
 
 @given(st.floats(1e7, 1e10), st.floats(0.1, 1.0), st.lists(st.floats(1.0, 1.0999), min_size=2, max_size=40))
 def test_bandwidth_that_wavers_by_less_than_a_tenth_brings_nothing_back(
-    lowest: float, processors: float, wavers: list[float]
+    lowest: float, processor_share: float, wavers: list[float]
 ) -> None:
     """The choice may get away from one that became slower than raw; it never returns."""
     choice: KindsChoice | None = None
     past: list[frozenset[Kind]] = []
     for waver in wavers:
-        choice = chosen(STATE, at(lowest * waver, processors), choice)
+        choice = chosen(STATE, at(lowest * waver, processor_share), choice)
         if not past or past[-1] != choice.coded:
             assert choice.coded not in past
             past.append(choice.coded)
