@@ -115,8 +115,9 @@ def test_a_copy_without_links_is_copied_with_links_again(run: Path, tmp_path: Pa
     large, lean = tmp_path / "large", tmp_path / "lean"
     ran("cp", "-r", run, large)
     assert used_bytes(large) > used_bytes(run) + 2 * FROZEN_BYTES
-    ended = command("relink", large)
-    assert ended.status == 2 and f"`holdfast cp {large} NEW`" in ended.err
+    for options in ((), ("--dry-run", "--json")):
+        ended = command("relink", large, *options)
+        assert ended.status == 2 and f"`holdfast cp {large} NEW`" in ended.err
     assert command("cp", large, lean).status == 0
     assert abs(used_bytes(lean) - used_bytes(run)) < FROZEN_BYTES / 4
     for step in STEPS:

@@ -34,7 +34,8 @@ app = typer.Typer(
 )
 for command in (ls, inspect, verify, export, diff, import_, tag, gc, rm, trace, repair, cp):
     app.command(name=command.__name__.rstrip("_"))(command)
-app.command(hidden=True)(relink)
+# With the options of earlier versions, too.
+app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(relink)
 
 
 def _version(wanted: bool) -> None:
