@@ -99,7 +99,8 @@ test: $(READY)
 test-long: $(READY)
 	@$(PY) $(SUITE) -m long
 	@PROPERTY_TIMES=4 $(PY) $(SUITE) tests/property/test_any_mesh_to_any_mesh.py tests/property/test_unchanged.py \
-	    tests/property/test_placement_as_torch.py tests/property/test_renamed_and_resized.py
+	    tests/property/test_placement_as_torch.py tests/property/test_renamed_and_resized.py \
+	    tests/property/test_compressed.py tests/property/test_life_of_a_run.py
 
 check: $(READY)
 	@$(VENV)/bin/ruff check .

@@ -64,8 +64,9 @@ from tests.property.life import (
     state_of,
 )
 from tests.property.run_model import Position, RunModel
+from tests.property.states import examples
 
-EXAMPLES = int(os.environ.get("LIFE_EXAMPLES", "12"))
+EXAMPLES = int(os.environ.get("LIFE_EXAMPLES", examples(12)))
 STEPS = int(os.environ.get("LIFE_STEPS", "40"))
 
 

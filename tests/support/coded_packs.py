@@ -108,16 +108,16 @@ class Pack:
         chosen_codecs: Codecs | None = None,
         written: Callable[[int], None] | None = None,
     ) -> WrittenPack:
-        writer = PackWriter(store, self.settings, codecs() if chosen_codecs is None else chosen_codecs)
+        writer = PackWriter(store, self.settings, chosen_codecs or codecs())
         return writer.write(self.planned, self.sources, written, None, self.weights())
 
-    def write_staged(self, store: Store, buffers: int) -> WrittenPack:
+    def write_staged(self, store: Store, buffers: int, chosen_codecs: Codecs | None = None) -> WrittenPack:
         arena = Arena(self.settings.window_bytes, buffers * self.settings.window_bytes, SystemClock())
         staging = Staging(arena)
         copying = threading.Thread(target=lambda: staging.copy([self.planned], self.sources))
         copying.start()
         try:
-            result = PackWriter(store, self.settings, codecs()).write_staged(
+            result = PackWriter(store, self.settings, chosen_codecs or codecs()).write_staged(
                 self.planned, staging, None, None, self.weights()
             )
         except BaseException as error:

@@ -186,11 +186,12 @@ def test_a_store_that_fails_leaves_nothing_and_lends_nothing(operation: str, buf
     assert [entry.key for entry in store.list()] == [KEY]
 
 
-def test_a_codec_that_fails_leaves_nothing() -> None:
+@pytest.mark.parametrize("buffers", [None, 1, 3, 50])
+def test_a_codec_that_fails_leaves_nothing_and_lends_nothing(buffers: int | None) -> None:
     pack = Pack({"t": drawn("int64", 512 * 20, "equal", 0)})
-    store = memory()
+    store, failing = memory(), {**codecs(), "zstd": FailingCodec()}
     with pytest.raises(MemoryError, match="no room"):
-        pack.write(store, {**codecs(), "zstd": FailingCodec()})  # type: ignore[dict-item]
+        pack.write(store, failing) if buffers is None else pack.write_staged(store, buffers, failing)  # type: ignore[arg-type]
     assert list(store.list()) == []
 
 
