@@ -19,11 +19,11 @@ from holdfast.checkpoint_manager import CheckpointManager
 from holdfast.clock import SystemClock
 from holdfast.coordination.job import Job
 from holdfast.errors import CheckpointError
-from holdfast.format.names import epoch_key, manifest_key, step_folder
+from holdfast.format.names import epoch_key, link_name, manifest_key, step_folder
 from holdfast.frameworks.alone import AloneComm
 from holdfast.policies import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, SavePolicy, Tagged
 from holdfast.ports.store import Store
-from holdfast.repository.catalog import manifest_in, read_manifest_bytes
+from holdfast.repository.catalog import exists, manifest_in, read_manifest_bytes
 from holdfast.repository.epochs import newest_epoch, put_epoch, read_epoch
 from holdfast.repository.publish import packs_named_by
 from holdfast.settings import PAGE_BYTES, Settings
@@ -188,6 +188,12 @@ def files_of(manifest: Manifest, held: Held) -> frozenset[str]:
     records = (*manifest.parts, *manifest.indexes, *((manifest.overview,) if manifest.overview else ()))
     own = {f"{step_folder(held.step)}{manifest.attempt}/{record.name}" for record in records}
     return frozenset({held.key, *own, *packs_named_by([manifest])})
+
+
+def has_link(store: Store, held: Held, pack: str) -> bool:
+    """Return whether a step holds a pack of another step by a link: a collection may then remove the original."""
+    own = {key.rpartition("/")[0] for key in held.files if key.startswith(step_folder(held.step))}
+    return any(exists(store, f"{folder}/{link_name(pack)}") for folder in own)
 
 
 def is_of_chain(newest: Timeline, held: Held) -> bool:
