@@ -24,7 +24,7 @@ from bench.compression_store import CappedStore, Line, manager_over
 from bench.part import Measured, Params, Part, Round, Spread, in_turn, spreads_of
 from bench.settings import settings
 from bench.state import MIB
-from holdfast.stores.local import LocalStore
+from holdfast.backends.stores.local import LocalStore
 
 UNCAPPED = 0
 CAPS_MB = (100, 250, 500, 1000, UNCAPPED)

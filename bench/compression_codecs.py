@@ -18,16 +18,16 @@ from bench.compression_state import KINDS, State, bytes_of, repeated, snapshots,
 from bench.part import Measured, Params, Part, Round, Spread, in_turn, spreads_of
 from bench.settings import settings
 from bench.state import MIB
-from holdfast import wiring
-from holdfast.engine.buffers import copy_part
-from holdfast.engine.encoding.encode import EncodedPiece, Encoder, KnownWeights
-from holdfast.format.digest import digest_of
-from holdfast.geometry.box import Box
-from holdfast.geometry.chunking import DIGEST_BYTES, chunk_range, pair_range
-from holdfast.geometry.tensor import TensorSpec
-from holdfast.plan.coding.coded_pieces import codec_for
-from holdfast.ports.codec import Coder, StoredPart
-from holdfast.types.plan import PackItem, PackPlan
+from holdfast._face import wiring
+from holdfast.base.geometry.box import Box
+from holdfast.base.geometry.chunking import DIGEST_BYTES, chunk_range, pair_range
+from holdfast.base.geometry.tensor import TensorSpec
+from holdfast.base.ports.codec import Coder, StoredPart
+from holdfast.base.types.plan import PackItem, PackPlan
+from holdfast.core.engine.buffers import copy_part
+from holdfast.core.engine.encoding.encode import EncodedPiece, Encoder, KnownWeights
+from holdfast.core.format.digest import digest_of
+from holdfast.core.plan.coding.coded_pieces import codec_for
 
 CODED_BYTES_MIN = 64 << 10
 """Smaller pieces are never coded."""

@@ -6,14 +6,14 @@ import random
 from collections.abc import Sequence
 from itertools import accumulate
 
-from holdfast.geometry.chunking import chunk_count, chunk_range
-from holdfast.geometry.tensor import Shard
-from holdfast.plan.coding.coded_pieces import CodingChoice
-from holdfast.plan.coding.kinds import kinds_owned
-from holdfast.plan.ownership import Owned
-from holdfast.plan.pairs import pairs_of
+from holdfast.base.geometry.chunking import chunk_count, chunk_range
+from holdfast.base.geometry.tensor import Shard
+from holdfast.base.types.plan import Coding, PackItem, PackPlan
+from holdfast.core.plan.coding.coded_pieces import CodingChoice
+from holdfast.core.plan.coding.kinds import kinds_owned
+from holdfast.core.plan.ownership import Owned
+from holdfast.core.plan.pairs import pairs_of
 from holdfast.settings import Settings
-from holdfast.types.plan import Coding, PackItem, PackPlan
 
 SHARES = {"bfloat16": 0.663, "residual": 0.501, "float32": 0.81}
 """Stored bytes ÷ raw bytes, as measured: of weights, of masters, and of moments."""

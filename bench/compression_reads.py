@@ -22,7 +22,7 @@ from bench.compression_store import CountingStore, manager_over, pack_bytes
 from bench.part import Measured, Params, Part, Round, Spread, spread_of
 from bench.settings import settings
 from bench.state import MIB
-from holdfast.stores.local import LocalStore
+from holdfast.backends.stores.local import LocalStore
 
 
 def stored_bytes(folder: Path) -> dict[str, int]:

@@ -12,9 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import holdfast
-from holdfast import wiring
-from holdfast.ports.store import Buffers, ByteRanges, OnBytes, OnRange, Release, Upload
-from holdfast.stores.local import LocalStore
+from holdfast._face import wiring
+from holdfast.backends.stores.local import LocalStore
+from holdfast.base.ports.store import Buffers, ByteRanges, OnBytes, OnRange, Release, Upload
 
 NEXT_FREE = struct.Struct("d")
 

@@ -21,13 +21,13 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 import holdfast
-from holdfast.clock import SystemClock
-from holdfast.coordination.job import Job
-from holdfast.coordination.save_schedule import Schedule
+from holdfast.base.clock import SystemClock
+from holdfast.base.ports.comm import KeyValueStore
 from holdfast.policies import AnyOf, EveryNSteps, OnRequest
-from holdfast.ports.comm import KeyValueStore
 from holdfast.settings import Settings
 from holdfast.testing.comm import ThreadComm, run_ranks
+from holdfast.training.coordination.job import Job
+from holdfast.training.coordination.save_schedule import Schedule
 
 RANKS, STEPS = 4, 40
 ANNOUNCED_STEPS, STEP_SECONDS = 400, 0.01

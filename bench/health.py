@@ -9,17 +9,17 @@ from collections.abc import Callable
 
 import torch
 
-from holdfast.engine.buffers import BufferPool, allocate_aligned
-from holdfast.engine.nonfinite import NonFinite
-from holdfast.engine.stream import Scratch, stream
-from holdfast.format.pack import header_of
-from holdfast.frameworks.torch.framework import TorchFramework
-from holdfast.frameworks.torch.held import Ranks
-from holdfast.plan.ownership import Owned
-from holdfast.plan.packing import packs_of
-from holdfast.ports.framework import Collected, Selection
-from holdfast.saving.health.health_record import REPLICA_WINDOW_BYTES, content_digest
+from holdfast.backends.torch.framework import TorchFramework
+from holdfast.backends.torch.held import Ranks
+from holdfast.base.ports.framework import Collected, Selection
+from holdfast.core.engine.buffers import BufferPool, allocate_aligned
+from holdfast.core.engine.nonfinite import NonFinite
+from holdfast.core.engine.stream import Scratch, stream
+from holdfast.core.format.pack import header_of
+from holdfast.core.plan.ownership import Owned
+from holdfast.core.plan.packing import packs_of
 from holdfast.settings import MIB
+from holdfast.training.saving.health.health_record import REPLICA_WINDOW_BYTES, content_digest
 
 ROUNDS = 15
 _BUFFERS = BufferPool(1, 4 * MIB)

@@ -9,15 +9,15 @@ from operator import or_
 
 from bench.opening_on_paper import Left, LoneComm
 from bench.synthetic import SyntheticJob
-from holdfast.format.index.index import Index
-from holdfast.format.index.split_index import SplitIndex
-from holdfast.loading.exchange import offer_of
-from holdfast.loading.messages import ChosenStep, RankStatus
-from holdfast.loading.statuses import _OFFERS_BYTES_MAX, gather_statuses, names_of
+from holdfast.base.types.manifest import Manifest
+from holdfast.base.types.plan import LoadPlan
+from holdfast.core.format.index.index import Index
+from holdfast.core.format.index.split_index import SplitIndex
 from holdfast.settings import Settings
 from holdfast.testing.comm import ThreadGroup
-from holdfast.types.manifest import Manifest
-from holdfast.types.plan import LoadPlan
+from holdfast.training.loading.exchange import offer_of
+from holdfast.training.loading.messages import ChosenStep, RankStatus
+from holdfast.training.loading.statuses import _OFFERS_BYTES_MAX, gather_statuses, names_of
 
 _PARAM_GROUPS = "optimizer.param_groups."
 _LENGTH_BYTES = 8

@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from holdfast.backends.stores.keys import is_listed
+from holdfast.base.ports.forwarding import ForwardingStore
+from holdfast.base.ports.store import Entry, Store
+from holdfast.core.format.names import PACK_SUFFIX
 from holdfast.errors import MissingError
-from holdfast.format.names import PACK_SUFFIX
-from holdfast.ports.forwarding import ForwardingStore
-from holdfast.ports.store import Entry, Store
-from holdfast.stores.keys import is_listed
 
 OBJECT_BYTES_MAX = 5 << 30
 """Largest object of S3."""

@@ -8,27 +8,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from bench.synthetic import SyntheticJob
-from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.clock import SystemClock
-from holdfast.coordination.job import Job
-from holdfast.coordination.opening.agreement import SaveAgreement
-from holdfast.coordination.opening.details import encode_details, encode_difference
-from holdfast.coordination.opening.records import Agreement, Details, Statement
-from holdfast.coordination.opening.sibling_meshes import encode_tensors
-from holdfast.coordination.save_context import SaveContext
-from holdfast.format.digest import short_digest_of
-from holdfast.format.pack import coded_header_body, header_of
-from holdfast.geometry.tensor import Shard
-from holdfast.plan.coding.coded_pieces import CodingChoice
-from holdfast.plan.grid import cut_at_grid
-from holdfast.plan.ownership import Owned, owned_by
-from holdfast.plan.packing import PackSizes, packs_of
-from holdfast.ports.framework import Collected
-from holdfast.ports.in_process import InProcessKeyValueStore
-from holdfast.saving.fingerprint import StateFingerprint
+from holdfast.base.clock import SystemClock
+from holdfast.base.geometry.tensor import Shard
+from holdfast.base.ports.framework import Collected
+from holdfast.base.ports.in_process import InProcessKeyValueStore
+from holdfast.base.types.plan import PackPlan
+from holdfast.core.format.digest import short_digest_of
+from holdfast.core.format.pack import coded_header_body, header_of
+from holdfast.core.plan.coding.coded_pieces import CodingChoice
+from holdfast.core.plan.grid import cut_at_grid
+from holdfast.core.plan.ownership import Owned, owned_by
+from holdfast.core.plan.packing import PackSizes, packs_of
 from holdfast.settings import Settings
+from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.testing.comm import ThreadComm, ThreadGroup
-from holdfast.types.plan import PackPlan
+from holdfast.training.coordination.job import Job
+from holdfast.training.coordination.opening.agreement import SaveAgreement
+from holdfast.training.coordination.opening.details import encode_details, encode_difference
+from holdfast.training.coordination.opening.records import Agreement, Details, Statement
+from holdfast.training.coordination.opening.sibling_meshes import encode_tensors
+from holdfast.training.coordination.save_context import SaveContext
+from holdfast.training.saving.fingerprint import StateFingerprint
 
 Coding = Callable[[Sequence[Shard], Sequence[Owned]], CodingChoice]
 """Chooses which pieces a rank codes, by its shards and what it owns of them."""

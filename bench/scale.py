@@ -29,36 +29,36 @@ from bench.objects_on_paper import OBJECT_BYTES_MAX, PACKS_FILE, PaperObjects, w
 from bench.opening_on_paper import STEP, Opened, opened, opened_with_a_difference, packs_on, paper_context
 from bench.silence_on_paper import calls_with_a_dead_rank
 from bench.synthetic import SyntheticJob, dense, mixture, targets
-from holdfast.checkpoint.index_loading import index_for, index_frames, resolved_frames
-from holdfast.checkpoint.location import CheckpointLocation, manifest_bytes_at
-from holdfast.checkpoint.pack_sizes import short_packs
-from holdfast.clock import SystemClock
-from holdfast.coordination.commit_vote import Vote
-from holdfast.coordination.opening.records import Agreement
-from holdfast.engine.gc_pause import GcPause
-from holdfast.format.digest import hex_digest_of
-from holdfast.format.index.index_builder import IndexBuilder
-from holdfast.format.index.split_index import SplitIndex
-from holdfast.format.names import part_name, step_folder
-from holdfast.format.pack import pack_digest
-from holdfast.format.part import RankPart, encode_part
-from holdfast.geometry.box import Box
-from holdfast.geometry.chunking import DIGEST_BYTES, chunk_count
-from holdfast.geometry.tensor import Shard
-from holdfast.plan.packing import PackSizes
-from holdfast.plan.reads import load_plan
-from holdfast.ports.store import Store
-from holdfast.repository.catalog import ensure_run, read_manifest
-from holdfast.repository.publish import publish
-from holdfast.runs.collection.garbage_collection import planned
-from holdfast.runs.listing import run_record
-from holdfast.saving.commit import assemble
-from holdfast.saving.rank_part import layouts_of
-from holdfast.saving.save import sizes_of_packs
+from holdfast.backends.stores.local import LocalStore
+from holdfast.base.clock import SystemClock
+from holdfast.base.geometry.box import Box
+from holdfast.base.geometry.chunking import DIGEST_BYTES, chunk_count
+from holdfast.base.geometry.tensor import Shard
+from holdfast.base.ports.store import Store
+from holdfast.base.types.manifest import FileRecord
+from holdfast.base.types.plan import WantedBoxes
+from holdfast.core.engine.gc_pause import GcPause
+from holdfast.core.format.digest import hex_digest_of
+from holdfast.core.format.index.index_builder import IndexBuilder
+from holdfast.core.format.index.split_index import SplitIndex
+from holdfast.core.format.names import part_name, step_folder
+from holdfast.core.format.pack import pack_digest
+from holdfast.core.format.part import RankPart, encode_part
+from holdfast.core.plan.packing import PackSizes
+from holdfast.core.plan.reads import load_plan
 from holdfast.settings import Settings
-from holdfast.stores.local import LocalStore
-from holdfast.types.manifest import FileRecord
-from holdfast.types.plan import WantedBoxes
+from holdfast.stored.checkpoint.index_loading import index_for, index_frames, resolved_frames
+from holdfast.stored.checkpoint.location import CheckpointLocation, manifest_bytes_at
+from holdfast.stored.checkpoint.pack_sizes import short_packs
+from holdfast.stored.repository.catalog import ensure_run, read_manifest
+from holdfast.stored.repository.publish import publish
+from holdfast.training.coordination.commit_vote import Vote
+from holdfast.training.coordination.opening.records import Agreement
+from holdfast.training.runs.collection.garbage_collection import planned
+from holdfast.training.runs.listing import run_record
+from holdfast.training.saving.commit import assemble
+from holdfast.training.saving.rank_part import layouts_of
+from holdfast.training.saving.save import sizes_of_packs
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent / "runs" / "scale"

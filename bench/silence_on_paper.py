@@ -16,15 +16,15 @@ from functools import partial
 
 from bench.opening_on_paper import LoneComm, paper_context
 from bench.synthetic import SyntheticJob
-from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.clock import SystemClock
-from holdfast.coordination.job import Job
-from holdfast.coordination.opening.agreement import SaveAgreement
+from holdfast.base.clock import SystemClock
+from holdfast.base.ports.in_process import InProcessKeyValueStore
 from holdfast.errors import UnavailableError
-from holdfast.ports.in_process import InProcessKeyValueStore
-from holdfast.saving.fingerprint import StateFingerprint
 from holdfast.settings import Settings
+from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.testing.comm import ThreadGroup
+from holdfast.training.coordination.job import Job
+from holdfast.training.coordination.opening.agreement import SaveAgreement
+from holdfast.training.saving.fingerprint import StateFingerprint
 
 STEP = 1000
 _VERDICT = "/verdict"

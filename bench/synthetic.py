@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
 
-from holdfast.geometry.box import Box
-from holdfast.geometry.placement import coordinate_of, held_boxes_in_shard_order, replica_ranks
-from holdfast.geometry.region import Region
-from holdfast.geometry.tensor import Layout, Placement, Role, Shard, TensorSpec
-from holdfast.ports.framework import Collected, LocalShard, Ticket
-from holdfast.types.values import Group, PerRankRef
+from holdfast.base.geometry.box import Box
+from holdfast.base.geometry.placement import coordinate_of, held_boxes_in_shard_order, replica_ranks
+from holdfast.base.geometry.region import Region
+from holdfast.base.geometry.tensor import Layout, Placement, Role, Shard, TensorSpec
+from holdfast.base.ports.framework import Collected, LocalShard, Ticket
+from holdfast.base.types.values import Group, PerRankRef
 
 Lies = Literal["column", "row", "whole", "expert"]
 """How tensor or expert parallelism cuts a weight: its rows, its columns, not at all, or by experts."""

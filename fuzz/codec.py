@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from contextlib import suppress
 
+from holdfast._face.wiring import codecs
+from holdfast.base.geometry.dtype import DTYPES
 from holdfast.errors import CorruptError
-from holdfast.geometry.dtype import DTYPES
 from holdfast.testing.codec import Chunk, CodecSuite, chunk_of
-from holdfast.wiring import codecs
 
 _CASES = [(codec, *types) for codec in codecs().values() for types in CodecSuite.types_of(codec)]
 

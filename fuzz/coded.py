@@ -8,18 +8,18 @@ from itertools import accumulate, pairwise
 
 import msgspec
 
+from holdfast.base.geometry.box import Box
+from holdfast.base.geometry.region import FlatRange
+from holdfast.base.geometry.tensor import TensorSpec
+from holdfast.base.types.plan import Coding, PackItem, PackPlan
+from holdfast.core.format.codec_names import CODEC_BASES, needs_pair
+from holdfast.core.format.index.columns import encode_column
+from holdfast.core.format.index.index import Index
+from holdfast.core.format.index.index_builder import IndexBuilder
+from holdfast.core.format.index.index_checks import require_pairs
+from holdfast.core.format.index.index_file import decode_index, encode_index
+from holdfast.core.format.pack import coded_header_body, stated_pieces
 from holdfast.errors import CheckpointError, CorruptError
-from holdfast.format.codec_names import CODEC_BASES, needs_pair
-from holdfast.format.index.columns import encode_column
-from holdfast.format.index.index import Index
-from holdfast.format.index.index_builder import IndexBuilder
-from holdfast.format.index.index_checks import require_pairs
-from holdfast.format.index.index_file import decode_index, encode_index
-from holdfast.format.pack import coded_header_body, stated_pieces
-from holdfast.geometry.box import Box
-from holdfast.geometry.region import FlatRange
-from holdfast.geometry.tensor import TensorSpec
-from holdfast.types.plan import Coding, PackItem, PackPlan
 
 PACK = "coded/r00000.safetensors"
 _CHUNK = 4096

@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 import torch.distributed.checkpoint as dcp
 
+from holdfast.backends.foreign.dcp.metadata import saved_of
+from holdfast.backends.foreign.dcp.nesting import nested_of, tree_of
+from holdfast.backends.foreign.dcp.reader import METADATA, DcpFormat
+from holdfast.backends.foreign.pickles.objects import OpaqueObject
+from holdfast.base.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, hand_out
+from holdfast.base.types.values import FrameworkValue, TensorRef
+from holdfast.core.format.index.foreign_index import index_foreign
 from holdfast.errors import CheckpointError, MissingError
-from holdfast.foreign.dcp.metadata import saved_of
-from holdfast.foreign.dcp.nesting import nested_of, tree_of
-from holdfast.foreign.dcp.reader import METADATA, DcpFormat
-from holdfast.foreign.pickles.objects import OpaqueObject
-from holdfast.format.index.foreign_index import index_foreign
-from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, hand_out
-from holdfast.types.values import FrameworkValue, TensorRef
 
 DATA = "__0_0.distcp"
 

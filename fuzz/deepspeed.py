@@ -7,11 +7,11 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast.checkpoint.coverage import uncovered_names
+from holdfast.backends.foreign.deepspeed.reader import DeepSpeedFormat
+from holdfast.backends.stores.memory import MemoryStore
+from holdfast.core.format.index.foreign_index import index_foreign
 from holdfast.errors import CheckpointError
-from holdfast.foreign.deepspeed.reader import DeepSpeedFormat
-from holdfast.format.index.foreign_index import index_foreign
-from holdfast.stores.memory import MemoryStore
+from holdfast.stored.checkpoint.coverage import uncovered_names
 
 FOLDER = Path(__file__).parents[1] / "tests/fixtures/deepspeed/zero1_tp2_dp2/ckpt/global_step3"
 CHANGED = {"model": "mp_rank_00_model_states.pt", "optimizer": "zero_pp_rank_1_mp_rank_01_optim_states.pt"}

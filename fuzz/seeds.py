@@ -20,15 +20,15 @@ from fuzz import codec
 from fuzz.coded import header_seed, index_seed
 from fuzz.dcp import DATA, checkpoint
 from fuzz.deepspeed import pickle_of
-from holdfast.foreign.dcp.reader import METADATA
-from holdfast.format.codec_names import CODEC_BASES
-from holdfast.format.index.index import Index
-from holdfast.format.index.index_builder import IndexBuilder
-from holdfast.format.index.overview import encode_overview, split
-from holdfast.format.values import values
-from holdfast.format.values.values import _CODEC_OF_TAG, _CONTAINER_OF_TAG
-from holdfast.geometry.box import Box
-from holdfast.geometry.tensor import TensorSpec
+from holdfast.backends.foreign.dcp.reader import METADATA
+from holdfast.base.geometry.box import Box
+from holdfast.base.geometry.tensor import TensorSpec
+from holdfast.core.format.codec_names import CODEC_BASES
+from holdfast.core.format.index.index import Index
+from holdfast.core.format.index.index_builder import IndexBuilder
+from holdfast.core.format.index.overview import encode_overview, split
+from holdfast.core.format.values import values
+from holdfast.core.format.values.values import _CODEC_OF_TAG, _CONTAINER_OF_TAG
 
 GOLDEN = Path(__file__).resolve().parents[1] / "tests" / "format"
 

@@ -16,34 +16,41 @@ from itertools import pairwise
 import numpy as np
 
 from fuzz import codec, coded, dcp, deepspeed
-from holdfast.checkpoint.coverage import uncovered_names
+from holdfast.backends.foreign.huggingface.safetensors_reader import SafetensorsFormat
+from holdfast.backends.foreign.pickles.reader import unpickled
+from holdfast.backends.foreign.torch.reader import TorchSaveFormat
+from holdfast.backends.foreign.values import to_value
+from holdfast.backends.stores.keys import split_key
+from holdfast.backends.stores.memory import MemoryStore
+from holdfast.backends.torch.containers import put_together
+from holdfast.base.geometry.box import Box
+from holdfast.base.geometry.dtype import DTYPES
+from holdfast.base.geometry.region import region_boxes
+from holdfast.base.types.plan import WantedBoxes
+from holdfast.base.types.values import TensorRef
 from holdfast.cli.tree import tree_lines
+from holdfast.core.format.digest import hex_digest_of
+from holdfast.core.format.index.columns import decode_column, encode_column
+from holdfast.core.format.index.foreign_index import index_foreign
+from holdfast.core.format.index.index import Index
+from holdfast.core.format.index.index_file import IndexDocument, decode_index, encode_index, index_of
+from holdfast.core.format.index.overview import decode_overview, encode_overview
+from holdfast.core.format.manifest import decode_manifest, encode_manifest
+from holdfast.core.format.names import (
+    is_file_url,
+    is_index_name,
+    is_pack_name,
+    is_part_name,
+    step_folder,
+    step_of_folder,
+)
+from holdfast.core.format.pack import entries_of
+from holdfast.core.format.part import decode_part, encode_part
+from holdfast.core.format.values import values
+from holdfast.core.format.values.values import _CODEC_OF_TAG, _CONTAINER_OF_TAG
+from holdfast.core.plan.reads import load_plan
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, printable
-from holdfast.foreign.huggingface.safetensors_reader import SafetensorsFormat
-from holdfast.foreign.pickles.reader import unpickled
-from holdfast.foreign.torch.reader import TorchSaveFormat
-from holdfast.foreign.values import to_value
-from holdfast.format.digest import hex_digest_of
-from holdfast.format.index.columns import decode_column, encode_column
-from holdfast.format.index.foreign_index import index_foreign
-from holdfast.format.index.index import Index
-from holdfast.format.index.index_file import IndexDocument, decode_index, encode_index, index_of
-from holdfast.format.index.overview import decode_overview, encode_overview
-from holdfast.format.manifest import decode_manifest, encode_manifest
-from holdfast.format.names import is_file_url, is_index_name, is_pack_name, is_part_name, step_folder, step_of_folder
-from holdfast.format.pack import entries_of
-from holdfast.format.part import decode_part, encode_part
-from holdfast.format.values import values
-from holdfast.format.values.values import _CODEC_OF_TAG, _CONTAINER_OF_TAG
-from holdfast.frameworks.torch.containers import put_together
-from holdfast.geometry.box import Box
-from holdfast.geometry.dtype import DTYPES
-from holdfast.geometry.region import region_boxes
-from holdfast.plan.reads import load_plan
-from holdfast.stores.keys import split_key
-from holdfast.stores.memory import MemoryStore
-from holdfast.types.plan import WantedBoxes
-from holdfast.types.values import TensorRef
+from holdfast.stored.checkpoint.coverage import uncovered_names
 
 OVERVIEW_FILES = 5
 """Index files of each fuzzed overview."""

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
         read,
         save,
     )
+    from holdfast.base.geometry.sharded import Sharded
+    from holdfast.base.types.per_rank import PerRank, RngState
     from holdfast.errors import (
         CheckpointError,
         ConflictError,
@@ -32,9 +34,7 @@ if TYPE_CHECKING:
         Preempted,
         UnavailableError,
     )
-    from holdfast.geometry.sharded import Sharded
     from holdfast.settings import ObjectSettings, Preemption, Settings
-    from holdfast.types.per_rank import PerRank, RngState
 
 __version__ = "0.1.0"
 
@@ -76,9 +76,9 @@ _HOMES = {
         "MissingError",
     },
     "holdfast.settings": {"ObjectSettings", "Preemption", "Settings"},
-    "holdfast.types.per_rank": {"PerRank", "RngState"},
-    "holdfast.geometry.sharded": {"Sharded"},
-    "holdfast.checkpoint_manager": {"CheckpointManager"},
+    "holdfast.base.types.per_rank": {"PerRank", "RngState"},
+    "holdfast.base.geometry.sharded": {"Sharded"},
+    "holdfast._face.checkpoint_manager": {"CheckpointManager"},
 }
 """Public names by module. All other public names are in `holdfast.api`."""
 

@@ -6,34 +6,29 @@ import importlib
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from holdfast import policies, wiring
-from holdfast.arguments import Globs, require_bool, require_state, selection_of
-from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.coordination.job import Job
-from holdfast.engine.background import end_idle_threads
+from holdfast import policies
+from holdfast._face import wiring
+from holdfast._face.arguments import Globs, require_bool, require_state, selection_of
+from holdfast.base.geometry.region import FlatRange, Region
+from holdfast.base.geometry.sharded import Sharded
+from holdfast.base.types.reports import LoadReport, SaveReport
+from holdfast.core.engine.background import end_idle_threads
 from holdfast.errors import InvalidError
-from holdfast.geometry.region import FlatRange, Region
-from holdfast.geometry.sharded import Sharded
-from holdfast.loading.load import load_checkpoint
-from holdfast.loading.load_request import LoadRequest
-from holdfast.loading.named_step import finder_of, selector_at
-from holdfast.loading.rename_rules import Renames
-from holdfast.saving.handle import SaveHandle
-from holdfast.saving.request import PathRequest
-from holdfast.saving.save import begin_save, save_and_wait
-from holdfast.saving.wrong_call import refuse_call
 from holdfast.settings import Settings
-from holdfast.types.reports import LoadReport, SaveReport
+from holdfast.stored.checkpoint.checkpoint import Checkpoint
+from holdfast.training.coordination.job import Job
+from holdfast.training.loading.load import load_checkpoint
+from holdfast.training.loading.load_request import LoadRequest
+from holdfast.training.loading.named_step import finder_of, selector_at
+from holdfast.training.loading.rename_rules import Renames
+from holdfast.training.saving.handle import SaveHandle
+from holdfast.training.saving.request import PathRequest
+from holdfast.training.saving.save import begin_save, save_and_wait
+from holdfast.training.saving.wrong_call import refuse_call
 
 if TYPE_CHECKING:
-    from holdfast.checkpoint.verify import Damage
-    from holdfast.checkpoint_manager import CheckpointManager
-    from holdfast.offline.copying.copy_run import CopyReport
-    from holdfast.offline.diff.values import value_document
-    from holdfast.offline.export.planned import ExportReport
-    from holdfast.offline.imports.import_step import ImportReport
-    from holdfast.offline.repair.repair import RepairReport, StepRepair
-    from holdfast.offline_api import (
+    from holdfast._face.checkpoint_manager import CheckpointManager
+    from holdfast._face.offline_api import (
         EXPORT_DTYPES,
         collect,
         copy_checkpoint,
@@ -48,14 +43,20 @@ if TYPE_CHECKING:
         trace,
         untag,
     )
-    from holdfast.plan.forecast import Forecast
-    from holdfast.repository.tags import Tag
-    from holdfast.runs.collection.garbage_collection import CollectReport
-    from holdfast.runs.listing import RunRecord, StepRecord
-    from holdfast.runs.removing import RemovedSteps
-    from holdfast.telemetry.trace import Trace
-    from holdfast.types.diff import Change, Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
-    from holdfast.whole_state import read
+    from holdfast._face.whole_state import read
+    from holdfast.base.types.diff import Change, Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
+    from holdfast.core.plan.forecast import Forecast
+    from holdfast.offline.copying.copy_run import CopyReport
+    from holdfast.offline.diff.values import value_document
+    from holdfast.offline.export.planned import ExportReport
+    from holdfast.offline.imports.import_step import ImportReport
+    from holdfast.offline.repair.repair import RepairReport, StepRepair
+    from holdfast.stored.checkpoint.verify import Damage
+    from holdfast.stored.repository.tags import Tag
+    from holdfast.training.runs.collection.garbage_collection import CollectReport
+    from holdfast.training.runs.listing import RunRecord, StepRecord
+    from holdfast.training.runs.removing import RemovedSteps
+    from holdfast.training.telemetry.trace import Trace
 
 __all__ = [
     "EXPORT_DTYPES",
@@ -110,14 +111,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "holdfast.checkpoint.verify": {"Damage"},
-    "holdfast.checkpoint_manager": {"CheckpointManager"},
+    "holdfast.stored.checkpoint.verify": {"Damage"},
+    "holdfast._face.checkpoint_manager": {"CheckpointManager"},
     "holdfast.offline.diff.values": {"value_document"},
     "holdfast.offline.export.export": {"ExportReport"},
     "holdfast.offline.imports.import_step": {"ImportReport"},
     "holdfast.offline.copying.copy_run": {"CopyReport"},
     "holdfast.offline.repair.repair": {"RepairReport", "StepRepair"},
-    "holdfast.offline_api": {
+    "holdfast._face.offline_api": {
         "EXPORT_DTYPES",
         "collect",
         "copy_checkpoint",
@@ -132,14 +133,14 @@ _HOMES = {
         "trace",
         "untag",
     },
-    "holdfast.plan.forecast": {"Forecast"},
-    "holdfast.repository.tags": {"Tag"},
-    "holdfast.runs.collection.garbage_collection": {"CollectReport"},
-    "holdfast.runs.listing": {"RunRecord", "StepRecord"},
-    "holdfast.runs.removing": {"RemovedSteps"},
-    "holdfast.telemetry.trace": {"Trace"},
-    "holdfast.types.diff": {"Change", "Diff", "NameOnly", "TensorDiff", "TieDiff", "ValueDiff", "Verdict"},
-    "holdfast.whole_state": {"read"},
+    "holdfast.core.plan.forecast": {"Forecast"},
+    "holdfast.stored.repository.tags": {"Tag"},
+    "holdfast.training.runs.collection.garbage_collection": {"CollectReport"},
+    "holdfast.training.runs.listing": {"RunRecord", "StepRecord"},
+    "holdfast.training.runs.removing": {"RemovedSteps"},
+    "holdfast.training.telemetry.trace": {"Trace"},
+    "holdfast.base.types.diff": {"Change", "Diff", "NameOnly", "TensorDiff", "TieDiff", "ValueDiff", "Verdict"},
+    "holdfast._face.whole_state": {"read"},
 }
 """Names by module that are imported on first use: who only saves or loads a path does not wait for their modules."""
 

@@ -1,6 +1,6 @@
 """Observers of saves and loads: `CheckpointManager(root, observers=[jsonl("events.jsonl"), prometheus(port=9464)])`.
 
-An observer of your own is an object with a method `on_event(event)`. The events are those of `holdfast.types.events`.
+An observer of your own is an object with a method `on_event(event)`. This module exports the events.
 """
 
 from __future__ import annotations
@@ -8,10 +8,21 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from holdfast.base.ports.observer import Observer
+from holdfast.base.types.coding import KindCoding, KindDecision
+from holdfast.base.types.events import (
+    Began,
+    Decided,
+    Ended,
+    Entered,
+    Event,
+    Failed,
+    Operation,
+    Phase,
+    Progress,
+    RankReport,
+)
 from holdfast.errors import InvalidError
-from holdfast.ports.observer import Observer
-from holdfast.types.coding import KindCoding, KindDecision
-from holdfast.types.events import Began, Decided, Ended, Entered, Event, Failed, Operation, Phase, Progress, RankReport
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -49,7 +60,7 @@ def jsonl(path: str | os.PathLike[str]) -> Observer:
     Raises:
         InvalidError: The path is not a path, or its folder does not exist.
     """
-    from holdfast.telemetry.sinks.jsonl import JsonLines
+    from holdfast.training.telemetry.sinks.jsonl import JsonLines
 
     return JsonLines(path)
 
@@ -71,7 +82,7 @@ def prometheus(
         UnavailableError: The port is in use or not allowed.
     """
     try:
-        from holdfast.telemetry.sinks.prometheus import observer_in, serve
+        from holdfast.training.telemetry.sinks.prometheus import observer_in, serve
     except ImportError as error:
         raise InvalidError(
             "observers.prometheus needs prometheus-client, which is not installed: pip install 'holdfast[metrics]'"
@@ -89,7 +100,7 @@ def progress() -> Observer:
         InvalidError: rich is not installed: `pip install 'holdfast[cli]'`.
     """
     try:
-        from holdfast.telemetry.sinks.progress_bar import on_stderr
+        from holdfast.training.telemetry.sinks.progress_bar import on_stderr
     except ImportError as error:
         raise InvalidError(
             "observers.progress needs rich, which is not installed: pip install 'holdfast[cli]'"

@@ -38,12 +38,12 @@ from bench.compression_store import CappedStore, CountingStore, Line, manager_ov
 from bench.goals import GOALS
 from bench.part import Measured, Part
 from bench.parts import COMPRESSION_PARTS
-from holdfast.geometry.box import Box
-from holdfast.geometry.tensor import TensorSpec
-from holdfast.plan.pairs import pairs_of
+from holdfast.backends.stores.local import LocalStore
+from holdfast.base.geometry.box import Box
+from holdfast.base.geometry.tensor import TensorSpec
+from holdfast.base.types.plan import PackItem, PackPlan
+from holdfast.core.plan.pairs import pairs_of
 from holdfast.settings import Settings
-from holdfast.stores.local import LocalStore
-from holdfast.types.plan import PackItem, PackPlan
 
 ROUNDS: dict[str, dict[str, float]] = {
     "ratios": {"ours": 1.4, "plain_weights": 1.3, "zipnn": 1.25, "dcp_zstd": 1.12},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bench.connections import announced_step_calls, connections_per_rank
-from holdfast.frameworks.torch.descriptor_limit import CONNECTIONS_PER_RANK
+from holdfast.backends.torch.descriptor_limit import CONNECTIONS_PER_RANK
 
 
 @pytest.mark.long

@@ -67,7 +67,7 @@ def test_other_ranks_are_well_only_if_they_resumed_from_the_last_save() -> None:
 
 
 def test_every_phase_of_the_table_is_one_that_a_save_comes_to(tmp_path: Path) -> None:
-    from holdfast.telemetry import trace
+    from holdfast.training.telemetry import trace
 
     known = {*trace._SAVING, *trace._COMMITTING}
     assert {name for name, _ in PHASES.values()} <= known

@@ -9,7 +9,7 @@ import pytest
 from bench.scale import SETTINGS, location_at
 from bench.silence_on_paper import calls_with_a_dead_rank
 from bench.synthetic import dense
-from holdfast.coordination.absent_ranks import ASKING_RANKS
+from holdfast.training.coordination.absent_ranks import ASKING_RANKS
 
 
 @pytest.mark.parametrize("ranks", (128, 512))

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterable
 
 import holdfast
-from holdfast import offline_api, wiring
-from holdfast.format.names import is_attempt_folder, manifest_key, step_folder
-from holdfast.repository.catalog import read_manifest
-from holdfast.repository.publish import packs_named_by
-from holdfast.repository.timelines import committed_steps
+from holdfast._face import offline_api, wiring
+from holdfast.core.format.names import is_attempt_folder, manifest_key, step_folder
 from holdfast.settings import Settings
+from holdfast.stored.repository.catalog import read_manifest
+from holdfast.stored.repository.publish import packs_named_by
+from holdfast.stored.repository.timelines import committed_steps
 from tests.servers.server import Server
 
 _OF_RUN = re.compile(

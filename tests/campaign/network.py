@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 
 import holdfast
+from holdfast.base.types.reports import SaveReport
 from holdfast.errors import CorruptError, MissingError, UnavailableError
-from holdfast.saving.handle import SaveHandle
 from holdfast.settings import KIB, Settings
 from holdfast.testing.fault_proxy import FaultKind, FaultProxy, ProxiedRequest, ProxyFault
-from holdfast.types.reports import SaveReport
+from holdfast.training.saving.handle import SaveHandle
 from tests.servers.server import S3Server
 from tests.support.tuning import tuned
 

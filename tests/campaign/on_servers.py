@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import offline_api
+from holdfast._face import offline_api
+from holdfast.backends.stores.objects.store import ObjectStore
+from holdfast.backends.stores.wrappers.retrying import RetryingStore
+from holdfast.base.ports.store import Store
 from holdfast.errors import ConflictError, InvalidError
-from holdfast.ports.store import Store
-from holdfast.stores.objects.store import ObjectStore
-from holdfast.stores.wrappers.retrying import RetryingStore
 from holdfast.testing.store import StoreSuite
 from tests.distributed.launch import Case, run_world
 from tests.distributed.object_cases import TRAINED

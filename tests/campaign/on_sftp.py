@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.ports.store import Store
+from holdfast.backends.stores.fsspec.abilities import Abilities, abilities
+from holdfast.backends.stores.fsspec.placing import Way
+from holdfast.backends.stores.fsspec.store import FileSystemStore
+from holdfast.backends.stores.wrappers.retrying import RetryingStore
+from holdfast.base.ports.store import Store
 from holdfast.settings import Settings
-from holdfast.stores.fsspec.abilities import Abilities, abilities
-from holdfast.stores.fsspec.placing import Way
-from holdfast.stores.fsspec.store import FileSystemStore
-from holdfast.stores.wrappers.retrying import RetryingStore
 from holdfast.testing.store import StoreSuite
 from tests.distributed.launch import Case, run_world
 from tests.distributed.object_cases import TRAINED

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import offline_api
+from holdfast._face import offline_api
+from holdfast.backends.stores.objects.store import ObjectStore
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.settings import ObjectSettings, Settings
-from holdfast.stores.objects.store import ObjectStore
 from tests.servers.all import only_variables_of
 from tests.servers.azurite import AzuriteServer, azurite
 from tests.servers.ceph import CephServer, ceph

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.backends.stores.objects.store import ObjectStore
+from holdfast.base.ports.temporary import TemporaryError
 from holdfast.errors import InvalidError
-from holdfast.ports.temporary import TemporaryError
-from holdfast.stores.objects.store import ObjectStore
 from tests.servers.all import only_variables_of
 from tests.servers.azurite import azurite
 from tests.servers.google import google

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.geometry.dtype import DTYPES
-from holdfast.ports.codec import Codec
+from holdfast._face.wiring import codecs
+from holdfast.base.geometry.dtype import DTYPES
+from holdfast.base.ports.codec import Codec
 from holdfast.testing.codec import Chunk, CodecSuite, rounded
-from holdfast.wiring import codecs
 
 
 class _Named(CodecSuite):

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from holdfast.backends.alone import AloneComm
+from holdfast.backends.torch.comm import SoloComm
+from holdfast.backends.torch.key_value_store import TorchKeyValueStore
+from holdfast.base.ports.comm import Comm, KeyValueStore
+from holdfast.base.ports.in_process import InProcessKeyValueStore
 from holdfast.errors import UnavailableError
-from holdfast.frameworks.alone import AloneComm
-from holdfast.frameworks.torch.comm import SoloComm
-from holdfast.frameworks.torch.key_value_store import TorchKeyValueStore
-from holdfast.ports.comm import Comm, KeyValueStore
-from holdfast.ports.in_process import InProcessKeyValueStore
 from holdfast.testing.comm import (
     CommSuite,
     KeyValueStoreSuite,

@@ -9,15 +9,15 @@ from dataclasses import replace
 
 import pytest
 
+from holdfast.backends.stores.objects.store import ObjectStore
+from holdfast.backends.stores.wrappers.concurrency import ConcurrencyLimit
+from holdfast.backends.stores.wrappers.retrying import RetryingStore
+from holdfast.base.ports.temporary import TemporaryError, store_for_operation
 from holdfast.errors import ConflictError, InvalidError, MissingError, UnavailableError
-from holdfast.ports.temporary import TemporaryError, store_for_operation
 from holdfast.settings import MIB, PAGE_BYTES, ObjectSettings, Settings
-from holdfast.stores.objects.store import ObjectStore
-from holdfast.stores.wrappers.concurrency import ConcurrencyLimit
-from holdfast.stores.wrappers.retrying import RetryingStore
 from holdfast.testing.fault_proxy import FaultKind, FaultProxy, ProxiedRequest, ProxyFault
 from tests.support.object_server import ObjectServer
-from tests.unit.stores.wrappers.by_hand import ClockBySleep
+from tests.unit.backends.stores.wrappers.by_hand import ClockBySleep
 
 
 @pytest.fixture

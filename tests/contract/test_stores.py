@@ -14,22 +14,22 @@ from typing import ClassVar
 
 import pytest
 
+from holdfast.backends.stores.fsspec.store import FileSystemStore
+from holdfast.backends.stores.local import LocalStore
+from holdfast.backends.stores.memory import MemoryStore
+from holdfast.backends.stores.objects.store import ObjectStore
+from holdfast.backends.stores.wrappers.retrying import RetryingStore
+from holdfast.base.ports.store import Store
 from holdfast.errors import MissingError
-from holdfast.ports.store import Store
 from holdfast.settings import Settings
-from holdfast.stores.fsspec.store import FileSystemStore
-from holdfast.stores.local import LocalStore
-from holdfast.stores.memory import MemoryStore
-from holdfast.stores.objects.store import ObjectStore
-from holdfast.stores.wrappers.retrying import RetryingStore
 from holdfast.testing.store import Listings, SmallObjects, StoreSuite
 from holdfast.testing.store_names import AnyNamesSuite
 from tests.servers.all import only_variables_of
 from tests.servers.google import GoogleFake, google
 from tests.support.fsspec_file_systems import IN_MEMORY, QUIET
 from tests.support.object_server import ObjectServer
-from tests.unit.stores.wrappers.by_hand import ClockBySleep
-from tests.unit.stores.wrappers.network import NetworkStore, drawn
+from tests.unit.backends.stores.wrappers.by_hand import ClockBySleep
+from tests.unit.backends.stores.wrappers.network import NetworkStore, drawn
 
 _SHARED_MEMORY = "/dev/shm"
 

@@ -17,16 +17,16 @@ from dataclasses import replace
 
 import numpy as np
 
-from holdfast.checkpoint_manager import CheckpointManager
-from holdfast.clock import SystemClock
-from holdfast.coordination.job import Job
+from holdfast._face.checkpoint_manager import CheckpointManager
+from holdfast.backends.alone import AloneComm
+from holdfast.backends.stores.local import LocalStore
+from holdfast.base.clock import SystemClock
+from holdfast.base.ports.store import Store
 from holdfast.errors import CheckpointError
-from holdfast.frameworks.alone import AloneComm
-from holdfast.ports.store import Store
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.stores.local import LocalStore
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
+from holdfast.training.coordination.job import Job
 
 SETTINGS = Settings(chunk_bytes=PAGE_BYTES, window_bytes=2 * PAGE_BYTES, commit_timeout_seconds=60.0)
 

@@ -19,21 +19,21 @@ from typing import cast
 import torch
 
 import holdfast
-from holdfast import wiring
+from holdfast._face import wiring
+from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.api import list_steps
-from holdfast.checkpoint_manager import CheckpointManager
-from holdfast.clock import Clock, SystemClock
-from holdfast.coordination.job import Job
-from holdfast.format.names import link_name
-from holdfast.frameworks.torch.comm import SoloComm
-from holdfast.frameworks.torch.framework import TorchFramework
-from holdfast.frameworks.torch.held import Ranks
-from holdfast.ports.store import Store
-from holdfast.saving.handle import SaveHandle
+from holdfast.backends.stores.local import LocalStore
+from holdfast.backends.stores.syscalls import Syscalls
+from holdfast.backends.torch.comm import SoloComm
+from holdfast.backends.torch.framework import TorchFramework
+from holdfast.backends.torch.held import Ranks
+from holdfast.base.clock import Clock, SystemClock
+from holdfast.base.ports.store import Store
+from holdfast.core.format.names import link_name
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.stores.local import LocalStore
-from holdfast.stores.syscalls import Syscalls
 from holdfast.testing.faults import Faults, FaultyKeyValueStore, FaultySyscalls
+from holdfast.training.coordination.job import Job
+from holdfast.training.saving.handle import SaveHandle
 from tests.property.life import Switch
 from tests.support.resumed_run import goes_on
 from tests.support.tuning import tuned

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.clock import SystemClock
+from holdfast.base.clock import SystemClock
+from holdfast.base.ports.store import Store
 from holdfast.errors import CheckpointError
-from holdfast.leases.writer import hold_writer_lease
 from holdfast.policies import LatestN
-from holdfast.ports.store import Store
-from holdfast.repository.catalog import read_run_id
-from holdfast.runs.collection.garbage_collection import CheckpointGC
+from holdfast.stored.leases.writer import hold_writer_lease
+from holdfast.stored.repository.catalog import read_run_id
 from holdfast.testing.faults import Faults, FaultyStore, fail_with
+from holdfast.training.runs.collection.garbage_collection import CheckpointGC
 from tests.crash.judging import Judged
 from tests.crash.mounts import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image
 from tests.crash.rig import committed_at, copy_with_links, local_store, paths_under, require_whole, run_at

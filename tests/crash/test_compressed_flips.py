@@ -13,17 +13,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from holdfast import wiring
-from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.location import CheckpointLocation
+from holdfast._face import wiring
+from holdfast.backends.stores.memory import MemoryStore
+from holdfast.base.geometry.chunking import chunk_count
+from holdfast.base.geometry.tensor import Role
+from holdfast.base.types.plan import Piece
+from holdfast.core.format.names import step_folder
 from holdfast.errors import CorruptError
-from holdfast.format.names import step_folder
-from holdfast.geometry.chunking import chunk_count
-from holdfast.geometry.tensor import Role
-from holdfast.stores.memory import MemoryStore
+from holdfast.stored.checkpoint.checkpoint import Checkpoint
+from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor
-from holdfast.types.plan import Piece
 from tests.property.states import SETTINGS, fresh_store, run_of
 from tests.support.coded_states import training_values
 from tests.support.tuning import tuned

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.api import list_steps
-from holdfast.checkpoint_manager import CheckpointManager
-from holdfast.clock import SystemClock
-from holdfast.ports.store import Store
-from holdfast.repository.catalog import read_run_id
-from holdfast.runs.collection.chosen_steps import ChosenNames
-from holdfast.runs.collection.garbage_collection import CheckpointGC
+from holdfast.base.clock import SystemClock
+from holdfast.base.ports.store import Store
+from holdfast.stored.repository.catalog import read_run_id
 from holdfast.testing.faults import Faults, FaultyStore
+from holdfast.training.runs.collection.chosen_steps import ChosenNames
+from holdfast.training.runs.collection.garbage_collection import CheckpointGC
 from tests.crash.mounts import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image
 from tests.crash.rig import (
     committed_at,

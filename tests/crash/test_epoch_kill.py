@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.clock import SystemClock
-from holdfast.leases.writer import WriterLease
-from holdfast.repository.epochs import current_fence, newest_epoch
+from holdfast.base.clock import SystemClock
+from holdfast.stored.leases.writer import WriterLease
+from holdfast.stored.repository.epochs import current_fence, newest_epoch
 from holdfast.testing.faults import Faults, kill_process
 from tests.crash.judging import Judged
 from tests.crash.mounts import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image

@@ -14,10 +14,10 @@ import torch
 from prometheus_client import CollectorRegistry
 
 import holdfast
+from holdfast.backends.stores.wrappers import backoff
 from holdfast.errors import UnavailableError
 from holdfast.observers import prometheus
 from holdfast.settings import ObjectSettings, Settings
-from holdfast.stores.wrappers import backoff
 from holdfast.testing.fault_proxy import FaultKind, FaultProxy, ProxyFault
 from tests.campaign.network import down, hasty, is_request, play
 from tests.support.object_server import ObjectServer

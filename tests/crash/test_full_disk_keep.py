@@ -12,7 +12,7 @@ import torch
 
 import holdfast
 from holdfast import api
-from holdfast.checkpoint_manager import CheckpointManager
+from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.errors import UnavailableError
 from tests.crash.mounts import mounted, workplace
 

@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import save_file
 
 import holdfast
-from holdfast import wiring
-from holdfast.clock import SystemClock
-from holdfast.coordination.job import Job
+from holdfast._face import wiring
+from holdfast.backends.alone import AloneComm
+from holdfast.base.clock import SystemClock
+from holdfast.base.ports.store import Store
 from holdfast.errors import ConflictError
-from holdfast.frameworks.alone import AloneComm
 from holdfast.offline.imports.import_step import import_step
-from holdfast.ports.store import Store
 from holdfast.testing.faults import Faults, FaultyStore, kill_process
+from holdfast.training.coordination.job import Job
 from tests.crash.judging import Judged
 from tests.crash.rig import (
     NEW,

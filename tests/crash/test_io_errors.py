@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.checkpoint_manager import CheckpointManager
+from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.settings import Settings
 from holdfast.testing.faults import FaultPoint, Faults, fail_with

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from holdfast.backends.stores.local import LocalStore
 from holdfast.errors import ConflictError
 from holdfast.settings import Settings
-from holdfast.stores.local import LocalStore
 from holdfast.testing.faults import Faults, FaultyStore, kill_process
 from tests.crash.judging import Judged
 from tests.crash.rig import (

@@ -19,16 +19,23 @@ import torch
 
 import holdfast
 from holdfast import ConflictError, MissingError, Settings, api
-from holdfast.checkpoint_manager import CheckpointManager
-from holdfast.clock import SystemClock
-from holdfast.coordination.job import Job
-from holdfast.frameworks.alone import AloneComm
+from holdfast._face.checkpoint_manager import CheckpointManager
+from holdfast.backends.alone import AloneComm
+from holdfast.backends.stores.local import LocalStore
+from holdfast.base.clock import SystemClock
 from holdfast.policies import LatestN
-from holdfast.repository.epochs import RELEASED, current_fence, put_accepted, put_epoch, put_heartbeat, read_epoch
-from holdfast.repository.timelines import committed_steps
-from holdfast.stores.local import LocalStore
+from holdfast.stored.repository.epochs import (
+    RELEASED,
+    current_fence,
+    put_accepted,
+    put_epoch,
+    put_heartbeat,
+    read_epoch,
+)
+from holdfast.stored.repository.timelines import committed_steps
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.testing.framework import NumpyFramework
+from holdfast.training.coordination.job import Job
 from tests.crash.epoch_processes import Writer, writers
 from tests.crash.epoch_worker import state_of as writer_state
 

@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.clock import SystemClock
-from holdfast.coordination.job import Job
+from holdfast.backends.stores.local import LocalStore
+from holdfast.base.clock import SystemClock
 from holdfast.errors import CheckpointError, ConflictError
-from holdfast.loading.load import load_checkpoint
-from holdfast.loading.load_request import LoadRequest
-from holdfast.saving.save import begin_save
-from holdfast.stores.local import LocalStore
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.testing.framework import NumpyFramework
+from holdfast.training.coordination.job import Job
+from holdfast.training.loading.load import load_checkpoint
+from holdfast.training.loading.load_request import LoadRequest
+from holdfast.training.saving.save import begin_save
 from tests.crash.rig import (
     Ending,
     FaultyComm,

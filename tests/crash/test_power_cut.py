@@ -12,8 +12,8 @@ from typing import cast
 
 import pytest
 
-from holdfast.stores.local import LocalStore
-from holdfast.stores.syscalls import Syscalls
+from holdfast.backends.stores.local import LocalStore
+from holdfast.backends.stores.syscalls import Syscalls
 from holdfast.testing.faults import Faults, FaultySyscalls
 from tests.crash.judging import Judged
 from tests.crash.mounts import (

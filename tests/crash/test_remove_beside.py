@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.clock import SystemClock
+from holdfast.base.clock import SystemClock
+from holdfast.core.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from holdfast.errors import CheckpointError, ConflictError, MissingError
-from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
-from holdfast.leases.reader import ReaderLease
-from holdfast.loading.named_step import finder_of, location_named
-from holdfast.repository.tags import read_tags
-from holdfast.runs.removing import RemovedSteps, StepRemoval
-from holdfast.runs.tags import tag_step
+from holdfast.stored.checkpoint.location import CheckpointLocation
+from holdfast.stored.leases.reader import ReaderLease
+from holdfast.stored.repository.tags import read_tags
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
+from holdfast.training.loading.named_step import finder_of, location_named
+from holdfast.training.runs.removing import RemovedSteps, StepRemoval
+from holdfast.training.runs.tags import tag_step
 from tests.crash.rig import committed_at, local_store, require_whole, run_at, training_state
 
 pytestmark = [

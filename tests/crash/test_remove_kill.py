@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import api, wiring
-from holdfast.clock import SystemClock
+from holdfast import api
+from holdfast._face import wiring
+from holdfast.base.clock import SystemClock
 from holdfast.errors import MissingError
-from holdfast.repository.tags import read_tags
-from holdfast.runs.tags import tag_step
+from holdfast.stored.repository.tags import read_tags
 from holdfast.testing.faults import Faults, FaultyStore, fail_with, kill_process
+from holdfast.training.runs.tags import tag_step
 from tests.crash.judging import Judged
 from tests.crash.rig import (
     SETTINGS,

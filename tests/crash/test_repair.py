@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.checkpoint.location import none_allowed
-from holdfast.clock import SystemClock
+from holdfast.base.clock import SystemClock
+from holdfast.base.ports.store import Store
+from holdfast.core.format.names import step_folder
 from holdfast.errors import CorruptError, MissingError
-from holdfast.format.names import step_folder
 from holdfast.offline.repair.repair import Repair, StepRepair
-from holdfast.ports.store import Store
-from holdfast.repository.catalog import read_manifest
-from holdfast.repository.epochs import RELEASED
-from holdfast.repository.tags import put_tag, read_tags
+from holdfast.stored.checkpoint.location import none_allowed
+from holdfast.stored.repository.catalog import read_manifest
+from holdfast.stored.repository.epochs import RELEASED
+from holdfast.stored.repository.tags import put_tag, read_tags
 from tests.crash.damages import DAMAGES, damage_a_chunk, flip, index_of, largest_pack_of, manifest_of, truncate
 from tests.crash.rig import (
     NEW,

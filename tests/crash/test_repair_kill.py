@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.checkpoint.location import none_allowed
-from holdfast.checkpoint_manager import CheckpointManager
-from holdfast.clock import SystemClock
+from holdfast._face.checkpoint_manager import CheckpointManager
+from holdfast.base.clock import SystemClock
 from holdfast.offline.repair.repair import Repair
+from holdfast.stored.checkpoint.location import none_allowed
 from holdfast.testing.faults import Faults, kill_process
 from tests.crash.damages import DAMAGES, damage_a_chunk, index_of, manifest_of, truncate
 from tests.crash.judging import Judged

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.checkpoint_manager import CheckpointManager
+from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.runs.listing import run_record
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
+from holdfast.training.runs.listing import run_record
 from tests.crash.damages import DAMAGES, damage_a_chunk, flip, manifest_of
 from tests.crash.rig import (
     NEW,

@@ -12,21 +12,21 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.checkpoint_manager import CheckpointManager
-from holdfast.clock import SystemClock
-from holdfast.coordination.job import Job
+from holdfast._face.checkpoint_manager import CheckpointManager
+from holdfast.backends.torch import containers
+from holdfast.backends.torch.framework import TorchFramework
+from holdfast.backends.torch.held import Ranks
+from holdfast.base.clock import SystemClock
+from holdfast.base.ports.store import Store
+from holdfast.core.format.names import manifest_key
+from holdfast.core.format.sealed_json import sealed
 from holdfast.errors import InvalidError, UnavailableError
-from holdfast.format.names import manifest_key
-from holdfast.format.sealed_json import sealed
-from holdfast.frameworks.torch import containers
-from holdfast.frameworks.torch.framework import TorchFramework
-from holdfast.frameworks.torch.held import Ranks
-from holdfast.loading import step_choice as resume
-from holdfast.loading.resume_order import ResumeOrder
-from holdfast.ports.store import Store
-from holdfast.repository.quarantine import identity_at, quarantine
+from holdfast.stored.repository.quarantine import identity_at, quarantine
 from holdfast.testing.comm import ThreadComm, ThreadGroup
 from holdfast.testing.faults import FaultPoint, Faults
+from holdfast.training.coordination.job import Job
+from holdfast.training.loading import step_choice as resume
+from holdfast.training.loading.resume_order import ResumeOrder
 from tests.crash.damages import damage_a_chunk, flip
 from tests.crash.rig import (
     NEW,

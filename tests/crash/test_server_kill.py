@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.stores.wrappers import backoff
+from holdfast.backends.stores.wrappers import backoff
 from tests.campaign.kills import servers_killed
 from tests.support.object_server import PROGRAM, VARIABLES, object_server
 

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.clock import SystemClock
+from holdfast.base.clock import SystemClock
+from holdfast.base.ports.store import Store
 from holdfast.errors import CheckpointError, UnavailableError
-from holdfast.ports.store import Store
-from holdfast.repository.tags import read_tags
-from holdfast.runs.tags import tag_step
+from holdfast.stored.repository.tags import read_tags
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
+from holdfast.training.runs.tags import tag_step
 from tests.crash.mounts import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image
 from tests.crash.rig import NEW, OLD, committed_at, local_store, run_at, training_state
 from tests.crash.sweeping import fates_of_kills

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.frameworks.torch.comm import comm_of
+from holdfast.backends.torch.comm import comm_of
 from tests.distributed.launch import World
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.coordination import absent_ranks
+from holdfast.training.coordination import absent_ranks
 from tests.distributed.launch import World
 
 WAIT_SECONDS = 50.0

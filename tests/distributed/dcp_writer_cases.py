@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import holdfast
-from holdfast import wiring
+from holdfast._face import wiring
 from holdfast.integrations import dcp
 from holdfast.testing.faults import Faults, FaultyStore, kill_process
 from tests.distributed.dcp_cases import even

@@ -20,7 +20,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from holdfast.clock import SystemClock
+from holdfast.base.clock import SystemClock
 from holdfast.errors import UnavailableError
 from holdfast.testing.faults import FaultPoint, Faults
 from tests.distributed.fault_cases import connections_to

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from holdfast.frameworks.torch.key_value_store import TorchKeyValueStore
+from holdfast.backends.torch.key_value_store import TorchKeyValueStore
 from holdfast.testing.faults import FaultPoint
 from tests.distributed.faulty import SETTINGS, Trigger, run_with, state_of
 from tests.distributed.forked import write_whole

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import holdfast
-from holdfast.frameworks.torch.comm import ProcessGroupComm
-from holdfast.ports.comm import Comm
+from holdfast.backends.torch.comm import ProcessGroupComm
+from holdfast.base.ports.comm import Comm
 from holdfast.settings import Settings
 from holdfast.testing.comm import CommSuite
 from tests.distributed.launch import World

@@ -19,15 +19,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import holdfast
-from holdfast import wiring
-from holdfast.checkpoint_manager import CheckpointManager
-from holdfast.coordination.job import Job
+from holdfast._face import wiring
+from holdfast._face.checkpoint_manager import CheckpointManager
+from holdfast.backends.stores.local import LocalStore
+from holdfast.backends.stores.syscalls import Syscalls
 from holdfast.errors import CheckpointError
-from holdfast.saving.handle import SaveHandle
 from holdfast.settings import Settings
-from holdfast.stores.local import LocalStore
-from holdfast.stores.syscalls import Syscalls
 from holdfast.testing.faults import FaultPoint, FaultyStore, FaultySyscalls
+from holdfast.training.coordination.job import Job
+from holdfast.training.saving.handle import SaveHandle
 from tests.distributed.drawn_faults import DrawnFault, RankFaults, draw
 from tests.distributed.faulty import BoardedComm
 from tests.distributed.forked import write_whole

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import torch
 
-from holdfast import wiring
-from holdfast.checkpoint_manager import CheckpointManager
-from holdfast.clock import SystemClock
-from holdfast.coordination.job import Job
+from holdfast._face import wiring
+from holdfast._face.checkpoint_manager import CheckpointManager
+from holdfast.base.clock import SystemClock
+from holdfast.base.ports.comm import Comm, KeyValueStore
+from holdfast.base.ports.store import Store
 from holdfast.errors import CheckpointError
-from holdfast.ports.comm import Comm, KeyValueStore
-from holdfast.ports.store import Store
-from holdfast.saving.handle import SaveHandle
 from holdfast.settings import Settings
 from holdfast.testing.faults import Action, FaultPoint, Faults, FaultyKeyValueStore, FaultyStore
+from holdfast.training.coordination.job import Job
+from holdfast.training.saving.handle import SaveHandle
 from tests.support.resumed_run import goes_on
 
 TIMEOUT_SECONDS = 5.0

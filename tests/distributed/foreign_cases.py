@@ -6,7 +6,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import holdfast
-from holdfast import wiring
+from holdfast._face import wiring
 from holdfast.errors import CheckpointError
 from tests.distributed.launch import World
 from tests.distributed.networks import adamw, digests, sharded, train

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast import wiring
+from holdfast._face import wiring
 from tests.distributed.launch import World
 
 

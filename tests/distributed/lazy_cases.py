@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.checkpoint_manager import CheckpointManager
+from holdfast._face.checkpoint_manager import CheckpointManager
+from holdfast.backends.torch.fence import close_fence
+from holdfast.base.types.reports import SaveReport
 from holdfast.errors import InvalidError
-from holdfast.frameworks.torch.fence import close_fence
 from holdfast.testing.faults import FaultPoint
-from holdfast.types.reports import SaveReport
 from tests.distributed.faulty import PATIENT, Trigger, run_with
 from tests.distributed.launch import World
 from tests.distributed.matrix.layouts import KINDS, Built

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast
-from holdfast import offline_api
+from holdfast._face import offline_api
 from tests.distributed.launch import World
 
 

@@ -122,8 +122,8 @@ WORKS: dict[str, Callable[..., None]] = {"race": race, "killed": killed, "killed
 IMPORTED = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
-    "holdfast.checkpoint_manager",
-    "holdfast.frameworks.torch.framework",
+    "holdfast._face.checkpoint_manager",
+    "holdfast.backends.torch.framework",
 )
 """Once for all forks: what a save imports, but for the client of the object store."""
 

@@ -8,8 +8,8 @@ from dataclasses import asdict
 import torch
 
 import holdfast
+from holdfast.base.types.reports import LoadReport, SaveReport
 from holdfast.observers import jsonl
-from holdfast.types.reports import LoadReport, SaveReport
 from tests.distributed.exchange_cases import ROUNDS_OF_32_KIB, laid_out, whole_state
 from tests.distributed.launch import World
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.stores.syscalls import Syscalls
+from holdfast.backends.stores.syscalls import Syscalls
 from tests.distributed.launch import World
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast import offline_api
+from holdfast._face import offline_api
 from holdfast.settings import Settings
 from tests.distributed.object_worker import RACERS
 from tests.support.fsspec_file_systems import KILLING
@@ -21,7 +21,7 @@ KILLS = 14
 
 _WORK = f"""
 import importlib, sys
-import holdfast.stores.fsspec.store, tests.support.fsspec_file_systems
+import holdfast.backends.stores.fsspec.store, tests.support.fsspec_file_systems
 from tests.distributed import object_worker
 
 for name in object_worker.IMPORTED:

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import offline_api
+from holdfast._face import offline_api
+from holdfast.backends.stores.objects.store import ObjectStore
 from holdfast.errors import ConflictError
 from holdfast.settings import ObjectSettings, Settings
-from holdfast.stores.objects.store import ObjectStore
 from tests.distributed.launch import Case, run_world
 from tests.distributed.object_cases import TRAINED
 from tests.distributed.object_worker import RACERS

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.repository.reports import reports_in
+from holdfast.backends.stores.local import LocalStore
+from holdfast.base.types.events import RankReport
 from holdfast.settings import Settings
-from holdfast.stores.local import LocalStore
-from holdfast.types.events import RankReport
+from holdfast.stored.repository.reports import reports_in
 from tests.distributed.forked import environment
 from tests.distributed.launch import Case, run_world
-from tests.unit.telemetry.traced import require_sound
+from tests.unit.training.telemetry.traced import require_sound
 
 RANKS = 2
 

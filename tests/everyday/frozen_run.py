@@ -9,11 +9,11 @@ import torch
 
 import holdfast
 from holdfast import api
-from holdfast.format.names import step_folder
+from holdfast.backends.stores.local import LocalStore
+from holdfast.backends.stores.syscalls import Syscalls
+from holdfast.core.format.names import step_folder
 from holdfast.policies import LatestN
 from holdfast.settings import Settings
-from holdfast.stores.local import LocalStore
-from holdfast.stores.syscalls import Syscalls
 from tests.crash.rig import run_at
 
 STEPS = (1, 2, 3)

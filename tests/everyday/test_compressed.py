@@ -12,15 +12,16 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import api, wiring
-from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.location import CheckpointLocation
+from holdfast import api
+from holdfast._face import wiring
+from holdfast.backends.stores.local import LocalStore
+from holdfast.core.format import sealed_json
+from holdfast.core.format.names import is_coded_pack_name, step_folder
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.format import sealed_json
-from holdfast.format.names import is_coded_pack_name, step_folder
 from holdfast.pieces import BoxReader, TensorPiece
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.stores.local import LocalStore
+from holdfast.stored.checkpoint.checkpoint import Checkpoint
+from holdfast.stored.checkpoint.location import CheckpointLocation
 from tests.everyday.frozen_run import ran, step_path
 from tests.unit.cli.running import holdfast as command
 

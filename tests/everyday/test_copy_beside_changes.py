@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from holdfast import api
-from holdfast.clock import SystemClock
+from holdfast.backends.stores.local import LocalStore
+from holdfast.base.clock import SystemClock
+from holdfast.base.ports.forwarding import ForwardingStore
+from holdfast.base.ports.store import Entry
+from holdfast.core.format.names import RUN_FILE, step_of_folder
 from holdfast.errors import CheckpointError, UnavailableError
-from holdfast.format.names import RUN_FILE, step_of_folder
 from holdfast.offline.copying.copy_run import RunCopy
-from holdfast.ports.forwarding import ForwardingStore
-from holdfast.ports.store import Entry
 from holdfast.settings import Settings
-from holdfast.stores.local import LocalStore
 from tests.everyday.frozen_run import require_step, step_path
 
 

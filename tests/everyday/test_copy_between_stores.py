@@ -17,15 +17,15 @@ from safetensors.torch import save_file
 
 import holdfast
 from holdfast import api
-from holdfast.clock import SystemClock
+from holdfast.backends.stores.local import LocalStore
+from holdfast.backends.stores.objects.store import ObjectStore
+from holdfast.backends.stores.wrappers.retrying import RetryingStore
+from holdfast.base.clock import SystemClock
+from holdfast.core.format.names import step_folder
 from holdfast.errors import ConflictError, CorruptError
-from holdfast.format.names import step_folder
 from holdfast.offline.copying.copy_run import RunCopy
 from holdfast.offline.copying.destination import CopyDestination
 from holdfast.settings import MIB, ObjectSettings, Settings
-from holdfast.stores.local import LocalStore
-from holdfast.stores.objects.store import ObjectStore
-from holdfast.stores.wrappers.retrying import RetryingStore
 from tests.everyday.frozen_run import (
     FROZEN_BYTES,
     STEPS,

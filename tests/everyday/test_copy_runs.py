@@ -11,13 +11,13 @@ import torch
 
 import holdfast
 from holdfast import api
-from holdfast.clock import SystemClock
+from holdfast.backends.stores.local import LocalStore
+from holdfast.base.clock import SystemClock
+from holdfast.core.format.names import is_link_name, step_folder
 from holdfast.errors import ConflictError, InvalidError, MissingError
-from holdfast.format.names import is_link_name, step_folder
 from holdfast.offline.copying.copy_run import RunCopy
-from holdfast.repository.run_readme import README_FILE
 from holdfast.settings import Settings
-from holdfast.stores.local import LocalStore
+from holdfast.stored.repository.run_readme import README_FILE
 from tests.everyday.frozen_run import (
     FROZEN_BYTES,
     STEPS,

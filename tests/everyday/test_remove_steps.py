@@ -11,10 +11,10 @@ import pytest
 
 import holdfast
 from holdfast import api
+from holdfast.backends.stores.syscalls import Syscalls
+from holdfast.core.format.names import is_link_name
 from holdfast.errors import CorruptError
-from holdfast.format.names import is_link_name
 from holdfast.settings import Settings
-from holdfast.stores.syscalls import Syscalls
 from tests.everyday.frozen_run import (
     FROZEN_BYTES,
     STEPS,

@@ -10,12 +10,12 @@ import torch
 
 import holdfast
 from holdfast.api import list_steps, remove_steps
-from holdfast.clock import SystemClock
-from holdfast.format.names import link_name
-from holdfast.leases.process import this_process
-from holdfast.repository.reader_leases import put_lease
-from holdfast.repository.removal import is_link_key, is_pack_key, mark_keys
-from holdfast.stores.local import LocalStore
+from holdfast.backends.stores.local import LocalStore
+from holdfast.base.clock import SystemClock
+from holdfast.core.format.names import link_name
+from holdfast.stored.leases.process import this_process
+from holdfast.stored.repository.reader_leases import put_lease
+from holdfast.stored.repository.removal import is_link_key, is_pack_key, mark_keys
 from tests.unit.cli.running import holdfast as command
 from tests.unit.cli.running import separately
 

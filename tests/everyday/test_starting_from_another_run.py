@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import holdfast
+from holdfast.base.types.reports import PartlyFilled
 from holdfast.errors import InvalidError
-from holdfast.types.reports import PartlyFilled
 
 State = dict[str, object]
 

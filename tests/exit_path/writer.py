@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import holdfast
 from holdfast import Settings
-from holdfast.geometry.dtype import DTYPES, NEWER_TYPES
+from holdfast.base.geometry.dtype import DTYPES, NEWER_TYPES
 from tests.support.tuning import tuned
 
 RANKS = 2

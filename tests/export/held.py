@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from holdfast import cli, export_wiring, offline_api
-from holdfast.clock import SystemClock
-from holdfast.stores.destination import LocalDestination, LocalJournal
+from holdfast import cli
+from holdfast._face import export_wiring, offline_api
+from holdfast.backends.stores.destination import LocalDestination, LocalJournal
+from holdfast.base.clock import SystemClock
 
 WORKER = "tests.export.held:worker"
 """What a worker that holds is started with, in the place of `export_wiring.WORKER_ENTRY`."""

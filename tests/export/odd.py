@@ -7,8 +7,8 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from holdfast.geometry.box import Box
-from holdfast.types.export import Checksum, ExportContent, ExportFile, ExportOptions, ExportTensor
+from holdfast.base.geometry.box import Box
+from holdfast.base.types.export import Checksum, ExportContent, ExportFile, ExportOptions, ExportTensor
 
 if TYPE_CHECKING:
     import torch

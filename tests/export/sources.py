@@ -7,22 +7,22 @@ from pathlib import Path
 
 import torch
 
-from holdfast import export_wiring, wiring
-from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint_manager import CheckpointManager
-from holdfast.clock import SystemClock
-from holdfast.coordination.job import Job
-from holdfast.frameworks.torch.framework import TorchFramework
-from holdfast.frameworks.torch.held import Ranks
-from holdfast.geometry.sharded import Sharded
+from holdfast._face import export_wiring, wiring
+from holdfast._face.checkpoint_manager import CheckpointManager
+from holdfast.backends.stores.destination import LocalDestination
+from holdfast.backends.stores.local import LocalStore
+from holdfast.backends.torch.framework import TorchFramework
+from holdfast.backends.torch.held import Ranks
+from holdfast.base.clock import SystemClock
+from holdfast.base.geometry.sharded import Sharded
+from holdfast.base.ports.foreign import Writer
+from holdfast.base.types.export import ExportOptions
 from holdfast.offline.export.export import Export
 from holdfast.offline.export.planned import ExportReport, ExportRequest
-from holdfast.ports.foreign import Writer
 from holdfast.settings import MIB, PAGE_BYTES, Settings
-from holdfast.stores.destination import LocalDestination
-from holdfast.stores.local import LocalStore
+from holdfast.stored.checkpoint.checkpoint import Checkpoint
 from holdfast.testing.comm import ThreadComm, run_ranks
-from holdfast.types.export import ExportOptions
+from holdfast.training.coordination.job import Job
 
 SMALL = Settings(chunk_bytes=PAGE_BYTES, window_bytes=2 * PAGE_BYTES, windows_in_flight=2)
 REQUEST = ExportRequest(memory_bytes=64 * MIB, workers=1, window_bytes_max=PAGE_BYTES)

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import holdfast
 from holdfast import api
+from holdfast.backends.foreign.dcp.writer import DcpWriter
+from holdfast.base.geometry.tensor import TensorSpec
+from holdfast.base.types.export import ExportContent, ExportOptions
+from holdfast.base.types.values import Group
 from holdfast.errors import InvalidError
-from holdfast.foreign.dcp.writer import DcpWriter
-from holdfast.geometry.tensor import TensorSpec
-from holdfast.types.export import ExportContent, ExportOptions
-from holdfast.types.values import Group
 from tests.export.sources import export_by, noise, saved_by_ranks, small_model, trained_state
 from tests.export.written import alike, dcp_loaded, every_kind, same
 

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from holdfast import api
-from holdfast.types.export import ExportOptions
+from holdfast.base.types.export import ExportOptions
 from tests.export.sources import bits, exported
-from tests.unit.foreign.deepspeed.test_fixtures import FIXTURES, FOLDERS, fqn_of, reference, trustworthy
+from tests.unit.backends.foreign.deepspeed.test_fixtures import FIXTURES, FOLDERS, fqn_of, reference, trustworthy
 
 
 @pytest.mark.parametrize(("case", "kind"), FOLDERS)

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file, save, save_file
 
 import holdfast
-from holdfast import export_wiring, wiring
+from holdfast._face import export_wiring, wiring
+from holdfast.backends.stores.destination import LocalDestination
+from holdfast.base.types.export import ExportOptions
 from holdfast.errors import ConflictError, InvalidError, UnavailableError
 from holdfast.offline.export.planned import ExportReport, ExportRequest, ExportShare
 from holdfast.settings import MIB, PAGE_BYTES
-from holdfast.stores.destination import LocalDestination
-from holdfast.types.export import ExportOptions
 from tests.export.sources import SMALL, noise
 
 REQUEST = ExportRequest(memory_bytes=64 * MIB, workers=1, window_bytes_max=4 * PAGE_BYTES)

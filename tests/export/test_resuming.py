@@ -16,13 +16,14 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import api, export_wiring, wiring
+from holdfast import api
+from holdfast._face import export_wiring, wiring
+from holdfast.base.types.events import Progress
+from holdfast.base.types.export import ExportOptions
 from holdfast.errors import ConflictError, CorruptError, InvalidError, UnavailableError
 from holdfast.offline.export import workers
 from holdfast.offline.export.planned import ExportRequest
 from holdfast.settings import MIB, PAGE_BYTES
-from holdfast.types.events import Progress
-from holdfast.types.export import ExportOptions
 from tests.export import held
 from tests.export.held import children, is_running, wait_until, written_down
 from tests.export.sources import SMALL, bits, exported, noise
@@ -34,10 +35,10 @@ import sys, threading
 from holdfast import wiring
 from holdfast.offline.export.export import Export
 from holdfast.offline.export.planned import ExportRequest
-from holdfast.clock import SystemClock
+from holdfast.base.clock import SystemClock
 from holdfast.settings import MIB, PAGE_BYTES, Settings
-from holdfast.types.export import ExportOptions
-from holdfast.stores.destination import LocalDestination
+from holdfast.base.types.export import ExportOptions
+from holdfast.backends.stores.destination import LocalDestination
 from tests.export.odd import OddWriter
 
 class Fast(SystemClock):

@@ -14,9 +14,9 @@ from safetensors import safe_open
 
 import holdfast
 from holdfast import api
+from holdfast.base.types.export import ExportOptions
 from holdfast.errors import InvalidError
 from holdfast.settings import MIB
-from holdfast.types.export import ExportOptions
 from tests.export.sources import SAFE_DTYPES, bits, exported, noise, saved_by_ranks, small_model, trained_state
 
 

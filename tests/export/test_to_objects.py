@@ -12,16 +12,17 @@ import torch
 from safetensors.torch import save
 
 import holdfast
-from holdfast import api, export_wiring, wiring
-from holdfast.clock import SystemClock
+from holdfast import api
+from holdfast._face import export_wiring, wiring
+from holdfast.backends.stores.memory import MemoryStore
+from holdfast.base.clock import SystemClock
+from holdfast.base.types.events import Progress
+from holdfast.base.types.export import ExportOptions
 from holdfast.errors import ConflictError, InvalidError, MissingError, UnavailableError
 from holdfast.offline.export.object_place import ObjectPlace
 from holdfast.offline.export.planned import ExportRequest
 from holdfast.settings import KIB, MIB, Settings
-from holdfast.stores.memory import MemoryStore
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
-from holdfast.types.events import Progress
-from holdfast.types.export import ExportOptions
 from tests.export.sources import SMALL, noise
 from tests.export.test_publishing import contents
 from tests.support.object_server import ObjectServer

@@ -14,15 +14,15 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import holdfast
 from holdfast import api
+from holdfast.backends.foreign.file_layout import FileLayout, TensorLeaf
+from holdfast.backends.foreign.torch.archive_reader import read_torch_file
+from holdfast.backends.foreign.torch.archive_writer import put_archive
+from holdfast.backends.foreign.torch.writer import TorchWriter
+from holdfast.backends.stores.foreign import ForeignFiles
+from holdfast.base.geometry.tensor import TensorSpec
+from holdfast.base.types.export import ExportContent, ExportOptions
+from holdfast.base.types.values import Group
 from holdfast.errors import InvalidError
-from holdfast.foreign.file_layout import FileLayout, TensorLeaf
-from holdfast.foreign.torch.archive_reader import read_torch_file
-from holdfast.foreign.torch.archive_writer import put_archive
-from holdfast.foreign.torch.writer import TorchWriter
-from holdfast.geometry.tensor import TensorSpec
-from holdfast.stores.foreign import ForeignFiles
-from holdfast.types.export import ExportContent, ExportOptions
-from holdfast.types.values import Group
 from tests.export.sources import bits, export_by, noise, saved_by_ranks, small_model, trained_state
 from tests.export.written import alike, every_kind, loaded, mapped, same
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.types.export import ExportOptions
+from holdfast.base.types.export import ExportOptions
 from tests.export.sources import bits, exported
 
 

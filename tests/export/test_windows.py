@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import wiring
+from holdfast._face import wiring
+from holdfast.base.types.export import ExportContent, ExportOptions
 from holdfast.offline.export.planned import ExportRequest
 from holdfast.settings import MIB, PAGE_BYTES
-from holdfast.types.export import ExportContent, ExportOptions
 from tests.export.odd import OddWriter, content_of
 from tests.export.sources import SMALL, export_by, noise, saved_by_ranks
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.utils.serialization import config
 
-from holdfast.geometry.dtype import DTYPES
+from holdfast.base.geometry.dtype import DTYPES
 from tests.export.sources import bits, noise
 
 ALL_DTYPES = [getattr(torch, name) for name in DTYPES]

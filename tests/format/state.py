@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from holdfast.geometry.dtype import DTYPES, NEWER_TYPES
+from holdfast.base.geometry.dtype import DTYPES, NEWER_TYPES
 
 State = dict[str, object]
 

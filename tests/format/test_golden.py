@@ -13,7 +13,7 @@ import torch
 
 import holdfast
 from holdfast.api import list_steps
-from holdfast.types.health import Health
+from holdfast.base.types.health import Health
 from tests.format import state
 from tests.format.description import CHECKPOINTS, EXPECTED, FOLDER, described, description
 

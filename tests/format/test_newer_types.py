@@ -13,8 +13,8 @@ import torch
 from safetensors import safe_open
 
 import holdfast
+from holdfast.core.format import sealed_json
 from holdfast.errors import InvalidError
-from holdfast.format import sealed_json
 from tests.format import second_decoder, state
 from tests.format.description import TYPES_CHECKPOINTS, TYPES_FOLDER, description
 from tests.format.test_golden import LEAVES_NOTHING

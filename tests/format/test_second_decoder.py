@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from holdfast._face.wiring import codecs
 from holdfast.testing.codec import joined_parts
-from holdfast.wiring import codecs
 from tests.format import second_decoder
 
 CODECS = codecs()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from holdfast.format.state_order import text_of
+from holdfast.core.format.state_order import text_of
 from tests.hostile.cases import HARMLESS, Case
 from tests.hostile.crafting import Crafted, Document, digest, seal, sealed
 

@@ -13,8 +13,8 @@ import struct
 import sys
 import time
 
+from holdfast.backends.foreign.pickles.reader import unpickled
 from holdfast.errors import CheckpointError
-from holdfast.foreign.pickles.reader import unpickled
 from tests.hostile.torch_files import number, text
 
 

@@ -14,11 +14,11 @@ import torch
 from safetensors.torch import save_file
 
 import holdfast
+from holdfast.backends.foreign.deepspeed.reader import DeepSpeedFormat
+from holdfast.backends.stores.foreign import ForeignFiles
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
-from holdfast.foreign.deepspeed.reader import DeepSpeedFormat
-from holdfast.stores.foreign import ForeignFiles
-from tests.unit.foreign.deepspeed.assembled import listing_of
-from tests.unit.foreign.deepspeed.crafted import Crafted, numbered, save
+from tests.unit.backends.foreign.deepspeed.assembled import listing_of
+from tests.unit.backends.foreign.deepspeed.crafted import Crafted, numbered, save
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "deepspeed"
 TAG = "global_step3"

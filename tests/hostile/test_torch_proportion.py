@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.backends.foreign.pickles import limits, opcodes
+from holdfast.backends.foreign.pickles.reader import unpickled
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
-from holdfast.foreign.pickles import limits, opcodes
-from holdfast.foreign.pickles.reader import unpickled
 from tests.hostile.torch_files import archive, listed, state, text
 
 MIB = 1 << 20

@@ -6,9 +6,9 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from holdfast.foreign.torch.reader import TorchSaveFormat
-from holdfast.stores.foreign import ForeignFiles
-from holdfast.types.listing import ForeignListing
+from holdfast.backends.foreign.torch.reader import TorchSaveFormat
+from holdfast.backends.stores.foreign import ForeignFiles
+from holdfast.base.types.listing import ForeignListing
 
 
 @dataclass

@@ -14,7 +14,7 @@ from tests.house.source import FILES, PACKAGE, ROOT, name_of, tree_of
 
 LINES_MAX = 500
 
-STANDARD_LIBRARY_ONLY = ("errors", "settings", "clock", "geometry", "types", "ports")
+STANDARD_LIBRARY_ONLY = ("errors", "settings", "policies", "base")
 """Rooms that import nothing but Python and Holdfast itself."""
 
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}

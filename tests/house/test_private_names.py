@@ -15,7 +15,7 @@ import pytest
 
 from tests.house.source import FILES, PACKAGE, name_of, tree_of
 
-LAYOUT = PACKAGE / "frameworks" / "torch" / "private_layout.py"
+LAYOUT = PACKAGE / "backends" / "torch" / "private_layout.py"
 """The one module that may."""
 
 OF_OTHERS = {
@@ -119,7 +119,7 @@ def findings(path: Path) -> list[str]:
         is_inherited = off_self and name in defined_anywhere() - of_torch
         if not (is_own or is_inherited or name in OF_OTHERS):
             found.append(f"line {line}: {name}")
-    if path.is_relative_to(PACKAGE / "frameworks"):
+    if path.is_relative_to(PACKAGE / "backends" / "torch"):
         # Foreign formats state such names as text, because they are in the files. Only this room holds torch's objects.
         for node in ast.walk(tree):
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in of_torch:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from holdfast.telemetry.operation import OperationTrace
+from holdfast.training.telemetry.operation import OperationTrace
 
 PHASES = {
     "staging": ("plan", "end"),

@@ -21,7 +21,7 @@ import holdfast
 from tests.distributed.forked import environment
 from tests.distributed.launch import Case, Results, run_world
 from tests.interop.deepspeed_training import BATCH, Model, groups_of, words_of
-from tests.unit.foreign.deepspeed.assembled import assembled, listing_of
+from tests.unit.backends.foreign.deepspeed.assembled import assembled, listing_of
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs the extra interop"),

@@ -19,13 +19,13 @@ from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 import holdfast
+from holdfast.backends.stores.local import LocalStore
+from holdfast.backends.stores.syscalls import Syscalls
+from holdfast.core.format import digest, manifest
+from holdfast.core.format.index.index_file import encode_index
+from holdfast.core.format.values import values
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, UnavailableError
-from holdfast.format import digest, manifest
-from holdfast.format.index.index_file import encode_index
-from holdfast.format.values import values
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.stores.local import LocalStore
-from holdfast.stores.syscalls import Syscalls
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, FaultySyscalls, raise_error
 from tests.crash.rig import (
     MANIFEST,

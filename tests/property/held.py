@@ -10,9 +10,9 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from holdfast.geometry.box import Box
-from holdfast.geometry.region import FlatRange, Region
-from holdfast.geometry.tensor import Layout, Placement
+from holdfast.base.geometry.box import Box
+from holdfast.base.geometry.region import FlatRange, Region
+from holdfast.base.geometry.tensor import Layout, Placement
 
 SPLIT_MAX = 4
 Declared = Mapping[int, tuple[Region, ...]]

@@ -13,24 +13,24 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.checkpoint_manager import CheckpointManager
-from holdfast.clock import SystemClock
-from holdfast.coordination.job import Job
+from holdfast._face.checkpoint_manager import CheckpointManager
+from holdfast.backends.alone import AloneComm
+from holdfast.base.clock import SystemClock
+from holdfast.base.ports.store import Store
+from holdfast.base.types.manifest import Manifest
+from holdfast.base.types.timeline import ANCESTORS_STATED, Timeline
+from holdfast.core.format.names import epoch_key, link_name, manifest_key, step_folder
 from holdfast.errors import CheckpointError
-from holdfast.format.names import epoch_key, link_name, manifest_key, step_folder
-from holdfast.frameworks.alone import AloneComm
 from holdfast.policies import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, SavePolicy, Tagged
-from holdfast.ports.store import Store
-from holdfast.repository.catalog import exists, manifest_in, read_manifest_bytes
-from holdfast.repository.epochs import newest_epoch, put_epoch, read_epoch
-from holdfast.repository.publish import packs_named_by
 from holdfast.settings import PAGE_BYTES, Settings
+from holdfast.stored.checkpoint.checkpoint import Checkpoint
+from holdfast.stored.checkpoint.location import CheckpointLocation
+from holdfast.stored.repository.catalog import exists, manifest_in, read_manifest_bytes
+from holdfast.stored.repository.epochs import newest_epoch, put_epoch, read_epoch
+from holdfast.stored.repository.publish import packs_named_by
 from holdfast.testing.faults import Action, Faults
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
-from holdfast.types.manifest import Manifest
-from holdfast.types.timeline import ANCESTORS_STATED, Timeline
+from holdfast.training.coordination.job import Job
 from tests.support.tuning import tuned
 
 SETTINGS = tuned(

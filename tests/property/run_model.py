@@ -10,19 +10,19 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from holdfast.base.ports.store import Store
+from holdfast.base.types.timeline import ANCESTORS_STATED, FIRST_TIMELINE, Fork, Timeline
+from holdfast.core.format.manifest import MANIFEST_BYTES_MAX, run_fields_of_manifest
+from holdfast.core.format.names import SUPERSEDED_FOLDER, manifest_key, step_folder, superseded_in, superseded_key
+from holdfast.core.format.sealed_json import stated_digest
+from holdfast.core.format.timeline import timeline_in_damaged
 from holdfast.errors import CheckpointError
-from holdfast.format.manifest import MANIFEST_BYTES_MAX, run_fields_of_manifest
-from holdfast.format.names import SUPERSEDED_FOLDER, manifest_key, step_folder, superseded_in, superseded_key
-from holdfast.format.sealed_json import stated_digest
-from holdfast.format.timeline import timeline_in_damaged
 from holdfast.policies import KeepPolicy
-from holdfast.ports.store import Store
-from holdfast.repository.catalog import manifest_digest, step_folders
-from holdfast.repository.epochs import current_fence
-from holdfast.repository.quarantine import is_quarantined, stated_timelines
-from holdfast.repository.tags import read_tags
-from holdfast.repository.timeline_records import timeline_records
-from holdfast.types.timeline import ANCESTORS_STATED, FIRST_TIMELINE, Fork, Timeline
+from holdfast.stored.repository.catalog import manifest_digest, step_folders
+from holdfast.stored.repository.epochs import current_fence
+from holdfast.stored.repository.quarantine import is_quarantined, stated_timelines
+from holdfast.stored.repository.tags import read_tags
+from holdfast.stored.repository.timeline_records import timeline_records
 from tests.property.life import (
     METRIC,
     SETTINGS,

@@ -13,17 +13,17 @@ import numpy as np
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from holdfast import wiring
-from holdfast.checkpoint_manager import CheckpointManager
-from holdfast.clock import SystemClock
-from holdfast.coordination.job import Job
-from holdfast.geometry.dtype import DTYPES
-from holdfast.geometry.tensor import Layout, Role
-from holdfast.ports.store import Buffers, OnBytes
+from holdfast._face import wiring
+from holdfast._face.checkpoint_manager import CheckpointManager
+from holdfast.backends.stores.memory import MemoryStore
+from holdfast.base.clock import SystemClock
+from holdfast.base.geometry.dtype import DTYPES
+from holdfast.base.geometry.tensor import Layout, Role
+from holdfast.base.ports.store import Buffers, OnBytes
 from holdfast.settings import Settings
-from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
+from holdfast.training.coordination.job import Job
 from tests.property.held import Held, any_held, meshes
 from tests.support.tuning import tuned
 

@@ -12,23 +12,31 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint_manager import CheckpointManager
+from holdfast._face.checkpoint_manager import CheckpointManager
+from holdfast.backends.stores.wrappers.retrying import RetryingStore
+from holdfast.base.geometry.tensor import Layout
+from holdfast.base.ports.store import Store
+from holdfast.base.types.reports import SaveReport
 from holdfast.errors import CheckpointError, CorruptError
-from holdfast.geometry.tensor import Layout
-from holdfast.ports.store import Store
-from holdfast.repository.timelines import committed_steps
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.stores.wrappers.retrying import RetryingStore
+from holdfast.stored.repository.timelines import committed_steps
 from holdfast.testing.comm import ThreadComm, outcomes_of_ranks
 from holdfast.testing.framework import GlobalTensor
-from holdfast.types.reports import SaveReport
 from tests.property.held import meshes
 from tests.property.states import Tensor, empty, fresh_store, run_of, state_on, tensors
 from tests.property.test_any_mesh_to_any_mesh import elements_of
 from tests.support.tuning import tuned
+from tests.unit.backends.stores.wrappers.by_hand import ClockBySleep
+from tests.unit.backends.stores.wrappers.network import (
+    FLIPPED,
+    LATE,
+    LOST_AFTER,
+    LOST_BEFORE,
+    REFUSED,
+    NetworkStore,
+    drawn,
+)
 from tests.unit.ranks import PATIENT, saved
-from tests.unit.stores.wrappers.by_hand import ClockBySleep
-from tests.unit.stores.wrappers.network import FLIPPED, LATE, LOST_AFTER, LOST_BEFORE, REFUSED, NetworkStore, drawn
 
 EXAMPLES = int(os.environ.get("ANY_FAULTS_EXAMPLES", "20"))
 STEPS = (7, 8)

@@ -14,26 +14,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.checkpoint_manager import CheckpointManager
-from holdfast.clock import SystemClock
-from holdfast.coordination.job import Job
+from holdfast._face.checkpoint_manager import CheckpointManager
+from holdfast.backends.alone import AloneComm
+from holdfast.backends.stores.foreign import ForeignFiles, References
+from holdfast.backends.stores.memory import MemoryStore
+from holdfast.base.clock import SystemClock
+from holdfast.base.geometry.box import Box
+from holdfast.base.geometry.dtype import DTYPES
+from holdfast.base.geometry.region import Region, region_boxes
+from holdfast.base.geometry.tensor import TensorSpec
+from holdfast.base.ports.store import Store
+from holdfast.base.types.listing import ForeignListing, ListedPiece
+from holdfast.base.types.values import Group
+from holdfast.core.format.names import step_folder
 from holdfast.errors import CorruptError
-from holdfast.format.names import step_folder
-from holdfast.frameworks.alone import AloneComm
-from holdfast.geometry.box import Box
-from holdfast.geometry.dtype import DTYPES
-from holdfast.geometry.region import Region, region_boxes
-from holdfast.geometry.tensor import TensorSpec
 from holdfast.offline.imports.import_step import import_step
-from holdfast.ports.store import Store
 from holdfast.settings import Settings
-from holdfast.stores.foreign import ForeignFiles, References
-from holdfast.stores.memory import MemoryStore
+from holdfast.stored.checkpoint.checkpoint import Checkpoint
+from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
-from holdfast.types.listing import ForeignListing, ListedPiece
-from holdfast.types.values import Group
+from holdfast.training.coordination.job import Job
 from tests.property.held import flat_runs, guillotine
 from tests.support.tuning import tuned
 

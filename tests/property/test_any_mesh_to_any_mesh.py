@@ -10,20 +10,20 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from numpy.typing import NDArray
 
-from holdfast.format.index.index import Index
-from holdfast.format.names import rank_of_pack, step_folder
-from holdfast.geometry.dtype import DTYPES
-from holdfast.geometry.placement import coordinate_of, sibling_ranks
-from holdfast.geometry.region import FlatRange, Region, contains, region_boxes
-from holdfast.plan.reads import load_plan
-from holdfast.repository.catalog import read_index, read_manifest
+from holdfast.backends.stores.memory import MemoryStore
+from holdfast.base.geometry.dtype import DTYPES
+from holdfast.base.geometry.placement import coordinate_of, sibling_ranks
+from holdfast.base.geometry.region import FlatRange, Region, contains, region_boxes
+from holdfast.base.types.manifest import Manifest
+from holdfast.base.types.plan import OPAQUE_FOLDER, Piece, WantedBoxes
+from holdfast.base.types.reports import LoadReport
+from holdfast.core.format.index.index import Index
+from holdfast.core.format.names import rank_of_pack, step_folder
+from holdfast.core.plan.reads import load_plan
 from holdfast.settings import Settings
-from holdfast.stores.memory import MemoryStore
+from holdfast.stored.repository.catalog import read_index, read_manifest
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor
-from holdfast.types.manifest import Manifest
-from holdfast.types.plan import OPAQUE_FOLDER, Piece, WantedBoxes
-from holdfast.types.reports import LoadReport
 from tests.property.states import SETTINGS, Job2Job, Tensor, empty, examples, fresh_store, jobs, run_of, state_on
 
 STEP = 7

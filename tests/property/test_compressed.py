@@ -14,17 +14,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from holdfast import wiring
-from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.format.index.index import Index
-from holdfast.format.names import is_coded_pack_name, step_folder
-from holdfast.geometry.tensor import Layout, Placement, Role
-from holdfast.repository.catalog import read_index, read_manifest
-from holdfast.stores.memory import MemoryStore
+from holdfast._face import wiring
+from holdfast.backends.stores.memory import MemoryStore
+from holdfast.base.geometry.tensor import Layout, Placement, Role
+from holdfast.base.types.reports import LoadReport
+from holdfast.core.format.index.index import Index
+from holdfast.core.format.names import is_coded_pack_name, step_folder
+from holdfast.stored.checkpoint.checkpoint import Checkpoint
+from holdfast.stored.checkpoint.location import CheckpointLocation
+from holdfast.stored.repository.catalog import read_index, read_manifest
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor
-from holdfast.types.reports import LoadReport
 from tests.property.held import Held, any_held, meshes
 from tests.property.states import SETTINGS, Job2Job, Tensor, empty, examples, fresh_store, run_of, state_on, tensors
 from tests.property.test_any_mesh_to_any_mesh import require_filled_within

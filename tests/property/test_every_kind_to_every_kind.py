@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.format.names import step_folder
-from holdfast.geometry.box import Box
-from holdfast.geometry.dtype import DTYPES
-from holdfast.geometry.region import FlatRange
-from holdfast.geometry.tensor import Layout, Placement, Role
-from holdfast.repository.catalog import read_index, read_manifest
-from holdfast.stores.memory import MemoryStore
-from holdfast.types.plan import OPAQUE_FOLDER
+from holdfast.backends.stores.memory import MemoryStore
+from holdfast.base.geometry.box import Box
+from holdfast.base.geometry.dtype import DTYPES
+from holdfast.base.geometry.region import FlatRange
+from holdfast.base.geometry.tensor import Layout, Placement, Role
+from holdfast.base.types.plan import OPAQUE_FOLDER
+from holdfast.core.format.names import step_folder
+from holdfast.stored.repository.catalog import read_index, read_manifest
 from tests.property.held import Held
 from tests.property.states import SETTINGS, Job2Job, Tensor, empty, fresh_store
 from tests.property.test_any_mesh_to_any_mesh import (

@@ -8,16 +8,16 @@ import numpy as np
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint_manager import CheckpointManager
+from holdfast._face.checkpoint_manager import CheckpointManager
+from holdfast.backends.stores.wrappers.retrying import RetryingStore
+from holdfast.base.geometry.tensor import Layout, Placement
+from holdfast.base.types.reports import SaveReport
 from holdfast.errors import CheckpointError, UnavailableError
-from holdfast.geometry.tensor import Layout, Placement
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.stores.wrappers.retrying import RetryingStore
 from holdfast.testing.framework import GlobalTensor
-from holdfast.types.reports import SaveReport
+from tests.unit.backends.stores.wrappers.by_hand import ClockBySleep
+from tests.unit.backends.stores.wrappers.network import NetworkStore, drawn
 from tests.unit.ranks import PATIENT, World, fresh_store, saved
-from tests.unit.stores.wrappers.by_hand import ClockBySleep
-from tests.unit.stores.wrappers.network import NetworkStore, drawn
 
 STEPS = (1, 2)
 

@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from holdfast.backends.torch.held import Ranks, held_of
+from holdfast.base.geometry.box import Box
 from holdfast.errors import InvalidError
-from holdfast.frameworks.torch.held import Ranks, held_of
-from holdfast.geometry.box import Box
 
 
 @contextmanager

@@ -19,22 +19,22 @@ from hypothesis import HealthCheck, Phase, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from holdfast.checkpoint.location import none_allowed
-from holdfast.checkpoint_manager import CheckpointManager
+from holdfast._face.checkpoint_manager import CheckpointManager
+from holdfast.backends.stores.local import LocalStore
+from holdfast.backends.stores.memory import MemoryStore
+from holdfast.backends.stores.syscalls import Syscalls
+from holdfast.base.ports.store import Store
+from holdfast.core.format.names import manifest_key, step_folder
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, UnavailableError
-from holdfast.format.names import manifest_key, step_folder
 from holdfast.offline.repair.repair import Repair
 from holdfast.policies import KeepPolicy
-from holdfast.ports.store import Store
-from holdfast.repository.catalog import exists
-from holdfast.repository.epochs import RELEASED, newest_epoch, put_heartbeat
-from holdfast.repository.tags import read_tags
-from holdfast.runs.collection.garbage_collection import CheckpointGC, CollectReport, collected
-from holdfast.runs.removing import StepRemoval
-from holdfast.stores.local import LocalStore
-from holdfast.stores.memory import MemoryStore
-from holdfast.stores.syscalls import Syscalls
+from holdfast.stored.checkpoint.location import none_allowed
+from holdfast.stored.repository.catalog import exists
+from holdfast.stored.repository.epochs import RELEASED, newest_epoch, put_heartbeat
+from holdfast.stored.repository.tags import read_tags
 from holdfast.testing.faults import Action, FaultPoint, Faults, FaultyStore, FaultySyscalls, fail_with, raise_error
+from holdfast.training.runs.collection.garbage_collection import CheckpointGC, CollectReport, collected
+from holdfast.training.runs.removing import StepRemoval
 from tests.crash.mounts import workplace
 from tests.property.life import (
     CHANGES,

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from holdfast.backends.stores.objects.store import ObjectStore
+from holdfast.backends.stores.wrappers.retrying import RetryingStore
+from holdfast.base.ports.store import Store
 from holdfast.errors import UnavailableError
-from holdfast.ports.store import Store
-from holdfast.stores.objects.store import ObjectStore
-from holdfast.stores.wrappers.retrying import RetryingStore
 from holdfast.testing.faults import FaultyStore, raise_error
 from tests.property.life import SETTINGS
 from tests.property.test_life_of_a_run import LifeOfARun

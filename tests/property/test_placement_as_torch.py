@@ -14,8 +14,14 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from holdfast.geometry.placement import boxes_at, coordinate_of, held_boxes, held_boxes_in_shard_order, replica_ranks
-from holdfast.geometry.tensor import Layout, Placement
+from holdfast.base.geometry.placement import (
+    boxes_at,
+    coordinate_of,
+    held_boxes,
+    held_boxes_in_shard_order,
+    replica_ranks,
+)
+from holdfast.base.geometry.tensor import Layout, Placement
 from tests.property.held import layouts, meshes
 from tests.property.states import SHAPES, examples
 

@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from holdfast.geometry.box import Box
-from holdfast.stores.memory import MemoryStore
+from holdfast.backends.stores.memory import MemoryStore
+from holdfast.base.geometry.box import Box
+from holdfast.base.types.reports import LoadReport, PartlyFilled
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor
-from holdfast.types.reports import LoadReport, PartlyFilled
 from tests.property.held import Held, any_held
 from tests.property.states import RANKS, SETTINGS, Tensor, empty, examples, fresh_store, run_of, state_on, tensors
 

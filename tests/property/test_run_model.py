@@ -6,12 +6,12 @@ import uuid
 
 import pytest
 
-from holdfast.checkpoint.location import none_allowed
+from holdfast.backends.stores.memory import MemoryStore
+from holdfast.core.format.names import manifest_key
 from holdfast.errors import MissingError
-from holdfast.format.names import manifest_key
 from holdfast.offline.repair.repair import Repair
-from holdfast.runs.collection.garbage_collection import collected
-from holdfast.stores.memory import MemoryStore
+from holdfast.stored.checkpoint.location import none_allowed
+from holdfast.training.runs.collection.garbage_collection import collected
 from tests.property.life import CLOCK, SETTINGS, SIZES, run_on, state_of
 from tests.property.run_model import RunModel
 

@@ -9,14 +9,14 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.format.names import is_pack_name, step_folder, step_of_pack, step_pack_name
-from holdfast.geometry.dtype import DTYPES
-from holdfast.repository.catalog import read_manifest
-from holdfast.repository.publish import packs_named_by
-from holdfast.repository.timelines import committed_steps
-from holdfast.stores.memory import MemoryStore
+from holdfast.backends.stores.memory import MemoryStore
+from holdfast.base.geometry.dtype import DTYPES
+from holdfast.core.format.names import is_pack_name, step_folder, step_of_pack, step_pack_name
+from holdfast.stored.checkpoint.checkpoint import Checkpoint
+from holdfast.stored.checkpoint.location import CheckpointLocation
+from holdfast.stored.repository.catalog import read_manifest
+from holdfast.stored.repository.publish import packs_named_by
+from holdfast.stored.repository.timelines import committed_steps
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor
 from tests.property.states import SETTINGS, Job2Job, Tensor, empty, examples, fresh_store, jobs, run_of, state_on

@@ -12,11 +12,11 @@ from safetensors.torch import save_file
 
 import holdfast
 from holdfast import api
-from holdfast.checkpoint import tensor_reader as windows
+from holdfast.base.types.events import Progress
 from holdfast.errors import CorruptError, MissingError
 from holdfast.offline.diff import compare as differences
 from holdfast.settings import MIB, PAGE_BYTES, Settings
-from holdfast.types.events import Progress
+from holdfast.stored.checkpoint import tensor_reader as windows
 
 SMALL_CHUNKS = Settings(chunk_bytes=PAGE_BYTES, window_bytes=PAGE_BYTES)
 

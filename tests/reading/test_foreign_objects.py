@@ -13,14 +13,15 @@ import torch
 from safetensors.torch import save, save_file
 
 import holdfast
-from holdfast import CheckpointManager, api, wiring
+from holdfast import CheckpointManager, api
+from holdfast._face import wiring
+from holdfast.backends.stores import foreign_objects
+from holdfast.backends.stores.foreign_objects import ForeignObjects
+from holdfast.backends.stores.memory import MemoryStore
+from holdfast.base.ports.store import Buffers, ByteRanges, OnRange
+from holdfast.base.types.diff import Verdict
+from holdfast.base.types.events import Progress
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
-from holdfast.ports.store import Buffers, ByteRanges, OnRange
-from holdfast.stores import foreign_objects
-from holdfast.stores.foreign_objects import ForeignObjects
-from holdfast.stores.memory import MemoryStore
-from holdfast.types.diff import Verdict
-from holdfast.types.events import Progress
 from tests.export.sources import bits, noise
 from tests.export.written import dcp_saved
 

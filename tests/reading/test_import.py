@@ -17,15 +17,15 @@ from safetensors.torch import save_file
 
 import holdfast
 from holdfast import api
-from holdfast.clock import SystemClock
-from holdfast.coordination.job import Job
+from holdfast._face.wiring import checkpoint_at
+from holdfast.backends.alone import AloneComm
+from holdfast.backends.stores.local import LocalStore
+from holdfast.base.clock import SystemClock
+from holdfast.base.types.events import Progress
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
-from holdfast.frameworks.alone import AloneComm
 from holdfast.offline.imports.import_step import import_step
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.stores.local import LocalStore
-from holdfast.types.events import Progress
-from holdfast.wiring import checkpoint_at
+from holdfast.training.coordination.job import Job
 
 SETTINGS = Settings(chunk_bytes=PAGE_BYTES, window_bytes=2 * PAGE_BYTES, read_window_bytes=3 * PAGE_BYTES)
 STEP = 7

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 import holdfast
-from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.location import CheckpointLocation
+from holdfast.backends.stores.local import LocalStore
+from holdfast.backends.stores.memory import MemoryStore
+from holdfast.base.geometry.dtype import DTYPES
+from holdfast.base.ports.store import Buffers, ByteRanges, OnRange
 from holdfast.errors import CorruptError, InvalidError, MissingError
-from holdfast.geometry.dtype import DTYPES
-from holdfast.ports.store import Buffers, ByteRanges, OnRange
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.stores.local import LocalStore
-from holdfast.stores.memory import MemoryStore
+from holdfast.stored.checkpoint.checkpoint import Checkpoint
+from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.testing.faults import Faults, FaultyStore
 
 SMALL_CHUNKS = Settings(chunk_bytes=PAGE_BYTES, window_bytes=PAGE_BYTES)

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 import holdfast
 from holdfast import api
+from holdfast.core.format.state_order import text_of
 from holdfast.errors import CorruptError
-from holdfast.format.state_order import text_of
 from holdfast.integrations import dcp
 from tests.hostile.crafting import sealed
 

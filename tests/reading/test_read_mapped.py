@@ -17,11 +17,11 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.checkpoint_manager import CheckpointManager
+from holdfast._face.checkpoint_manager import CheckpointManager
+from holdfast.backends.stores.local import LocalStore
+from holdfast.core.format.names import step_folder
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.format.names import step_folder
 from holdfast.settings import Settings
-from holdfast.stores.local import LocalStore
 from tests.reading.test_read import require_equal
 from tests.unit.ranks import PATIENT, World, plain, sharded
 

@@ -15,18 +15,18 @@ import torch
 from safetensors.torch import save_file
 
 import holdfast
-from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.checkpoint.verify import Damage
-from holdfast.geometry.box import Box
-from holdfast.geometry.region import FlatRange
-from holdfast.geometry.tensor import TensorSpec
+from holdfast.backends.stores.foreign import ForeignFiles
+from holdfast.backends.stores.memory import MemoryStore
+from holdfast.base.geometry.box import Box
+from holdfast.base.geometry.region import FlatRange
+from holdfast.base.geometry.tensor import TensorSpec
+from holdfast.base.types.events import Progress
+from holdfast.base.types.listing import ForeignListing, ListedPiece
+from holdfast.base.types.values import Group
 from holdfast.settings import Settings
-from holdfast.stores.foreign import ForeignFiles
-from holdfast.stores.memory import MemoryStore
-from holdfast.types.events import Progress
-from holdfast.types.listing import ForeignListing, ListedPiece
-from holdfast.types.values import Group
+from holdfast.stored.checkpoint.checkpoint import Checkpoint
+from holdfast.stored.checkpoint.location import CheckpointLocation
+from holdfast.stored.checkpoint.verify import Damage
 from tests.unit.cli.running import holdfast as command
 
 ROWS, COLUMNS = 1500, 1000
@@ -141,7 +141,7 @@ def test_a_copy_that_differs_is_named_with_its_bytes(folder: Path) -> None:
 def test_what_is_no_cast_of_its_master_is_named_with_its_bytes(
     folder: Path, deep: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.checkpoint.verify_foreign.SAMPLED_BYTES", 1)
+    monkeypatch.setattr("holdfast.stored.checkpoint.verify_foreign.SAMPLED_BYTES", 1)
     ends = 1, 2 * ROWS * 400 - 1
     flipped(folder / "right", *ends)
     found = damages(folder, deep=deep, replicas={})
@@ -154,7 +154,7 @@ def test_what_is_no_cast_of_its_master_is_named_with_its_bytes(
 def test_what_a_sample_passes_over_is_found_by_looking_at_everything(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("holdfast.checkpoint.verify_foreign.SAMPLED_BYTES", 1)
+    monkeypatch.setattr("holdfast.stored.checkpoint.verify_foreign.SAMPLED_BYTES", 1)
     middle = 2 * (700 * 600 + 300)
     flipped(folder / "left", middle)
     work = opened(folder, listing_of(folder, replicas={})).verification()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from holdfast.base.ports.forwarding import ForwardingStore
+from holdfast.base.ports.store import Store
 from holdfast.errors import CheckpointError
-from holdfast.ports.forwarding import ForwardingStore
-from holdfast.ports.store import Store
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 
 CALLS_MAX = 200

@@ -7,15 +7,15 @@ from functools import cache
 
 import numpy as np
 
-from holdfast.format.coded_chunks import base_number, decode_chunk
-from holdfast.format.digest import digest_of
-from holdfast.geometry.box import Box
-from holdfast.geometry.chunking import chunk_count, chunk_range
-from holdfast.geometry.dtype import DTYPES
-from holdfast.ports.store import Store
-from holdfast.repository.catalog import read_index, read_manifest
-from holdfast.types.plan import Piece
-from holdfast.wiring import codecs
+from holdfast._face.wiring import codecs
+from holdfast.base.geometry.box import Box
+from holdfast.base.geometry.chunking import chunk_count, chunk_range
+from holdfast.base.geometry.dtype import DTYPES
+from holdfast.base.ports.store import Store
+from holdfast.base.types.plan import Piece
+from holdfast.core.format.coded_chunks import base_number, decode_chunk
+from holdfast.core.format.digest import digest_of
+from holdfast.stored.repository.catalog import read_index, read_manifest
 
 BytesOf = Callable[[str], bytes]
 """Returns the bytes of a pack, by its name in the index."""

@@ -9,23 +9,23 @@ from dataclasses import replace
 
 import numpy as np
 
-from holdfast.clock import SystemClock
-from holdfast.engine.arena import Arena
-from holdfast.engine.casting import cast
-from holdfast.engine.encoding.encode import KnownWeights
-from holdfast.engine.staging import Staging
-from holdfast.engine.writing.write import PackWriter, WrittenPack
-from holdfast.format.digest import digest_of
-from holdfast.format.pack import coded_header_body, stated_pieces
-from holdfast.geometry.dtype import DTYPES
-from holdfast.ports.codec import Codecs
-from holdfast.ports.framework import LocalShard, Selection, Source
-from holdfast.ports.store import Store
+from holdfast._face.wiring import codecs
+from holdfast.backends.stores.memory import MemoryStore
+from holdfast.base.clock import SystemClock
+from holdfast.base.geometry.dtype import DTYPES
+from holdfast.base.ports.codec import Codecs
+from holdfast.base.ports.framework import LocalShard, Selection, Source
+from holdfast.base.ports.store import Store
+from holdfast.base.types.plan import PackItem, PackPlan, Piece, PlannedPack
+from holdfast.core.engine.arena import Arena
+from holdfast.core.engine.casting import cast
+from holdfast.core.engine.encoding.encode import KnownWeights
+from holdfast.core.engine.staging import Staging
+from holdfast.core.engine.writing.write import PackWriter, WrittenPack
+from holdfast.core.format.digest import digest_of
+from holdfast.core.format.pack import coded_header_body, stated_pieces
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.stores.memory import MemoryStore
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
-from holdfast.types.plan import PackItem, PackPlan, Piece, PlannedPack
-from holdfast.wiring import codecs
 from tests.support.chunk_decoder import raw_chunk
 
 KEY = "0123456789abcdef/coded/r00000.safetensors"

@@ -9,18 +9,18 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast import wiring
-from holdfast.format.codec_names import needs_pair
-from holdfast.format.digest import digest_of
-from holdfast.geometry.box import Box
-from holdfast.geometry.chunking import chunk_count, chunk_range, pair_range
-from holdfast.geometry.region import FlatRange, Region
-from holdfast.geometry.tensor import TensorSpec
-from holdfast.ports.store import Packs, Readable, packs_under
+from holdfast._face import wiring
+from holdfast.backends.stores.memory import MemoryStore
+from holdfast.base.geometry.box import Box
+from holdfast.base.geometry.chunking import chunk_count, chunk_range, pair_range
+from holdfast.base.geometry.region import FlatRange, Region
+from holdfast.base.geometry.tensor import TensorSpec
+from holdfast.base.ports.store import Packs, Readable, packs_under
+from holdfast.base.types.plan import Coding, Piece
+from holdfast.core.format.codec_names import needs_pair
+from holdfast.core.format.digest import digest_of
 from holdfast.settings import PAGE_BYTES
-from holdfast.stores.memory import MemoryStore
 from holdfast.testing.codec import joined_parts
-from holdfast.types.plan import Coding, Piece
 
 ATTEMPT = "0123456789abcdef/"
 CHUNK = PAGE_BYTES

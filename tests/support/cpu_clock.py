@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from holdfast.clock import SystemClock
+from holdfast.base.clock import SystemClock
 
 
 class ClockOfLooks(SystemClock):

@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 
 import holdfast
-from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.clock import SystemClock
-from holdfast.coordination.job import Job
-from holdfast.frameworks.alone import AloneComm
-from holdfast.ports.framework import Selection
-from holdfast.ports.store import Store
-from holdfast.saving.request import PathRequest
-from holdfast.saving.save import save_and_wait
+from holdfast.backends.alone import AloneComm
+from holdfast.backends.stores.local import LocalStore
+from holdfast.base.clock import SystemClock
+from holdfast.base.ports.framework import Selection
+from holdfast.base.ports.store import Store
+from holdfast.base.types.reports import SaveReport
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.stores.local import LocalStore
+from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
-from holdfast.types.reports import SaveReport
+from holdfast.training.coordination.job import Job
+from holdfast.training.saving.request import PathRequest
+from holdfast.training.saving.save import save_and_wait
 
 HASTY = Settings(chunk_bytes=PAGE_BYTES, window_bytes=2 * PAGE_BYTES, collect_grace_seconds=0.0, lease_seconds=0.3)
 """Removes what was replaced at the next overwrite, and takes a claim over soon."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.checkpoint_manager import CheckpointManager
-from holdfast.repository.timelines import run_timelines
-from holdfast.types.timeline import Timeline
+from holdfast._face.checkpoint_manager import CheckpointManager
+from holdfast.base.types.timeline import Timeline
+from holdfast.stored.repository.timelines import run_timelines
 
 
 def goes_on(run: CheckpointManager) -> CheckpointManager:

@@ -8,23 +8,23 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from holdfast.checkpoint_manager import CheckpointManager
-from holdfast.clock import SystemClock
-from holdfast.coordination.job import Job
-from holdfast.format.names import step_folder
-from holdfast.geometry.tensor import Layout, Placement, Role
-from holdfast.ports.comm import KeyValueStore
-from holdfast.ports.observer import Observer
-from holdfast.ports.store import Store
-from holdfast.repository.catalog import read_index, read_manifest
-from holdfast.repository.timelines import committed_steps
+from holdfast._face.checkpoint_manager import CheckpointManager
+from holdfast._face.wiring import codecs
+from holdfast.backends.stores.memory import MemoryStore
+from holdfast.base.clock import SystemClock
+from holdfast.base.geometry.tensor import Layout, Placement, Role
+from holdfast.base.ports.comm import KeyValueStore
+from holdfast.base.ports.observer import Observer
+from holdfast.base.ports.store import Store
+from holdfast.base.types.manifest import Manifest
+from holdfast.base.types.plan import Piece
+from holdfast.core.format.names import step_folder
 from holdfast.settings import Settings
-from holdfast.stores.memory import MemoryStore
+from holdfast.stored.repository.catalog import read_index, read_manifest
+from holdfast.stored.repository.timelines import committed_steps
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
-from holdfast.types.manifest import Manifest
-from holdfast.types.plan import Piece
-from holdfast.wiring import codecs
+from holdfast.training.coordination.job import Job
 
 PATIENT = Settings(chunk_bytes=4096, window_bytes=8192, windows_in_flight=2, commit_timeout_seconds=20.0)
 HASTY = Settings(chunk_bytes=4096, window_bytes=8192, windows_in_flight=2, commit_timeout_seconds=1.0)

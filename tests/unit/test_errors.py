@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.backends.stores.local import LocalStore
+from holdfast.backends.stores.syscalls import Syscalls
 from holdfast.errors import BY_NAME, CheckpointError, MissingError
-from holdfast.stores.local import LocalStore
-from holdfast.stores.syscalls import Syscalls
 
 CALLS: dict[str, Callable[[Path], object]] = {
     "load": lambda path: holdfast.load(path, {"a": torch.zeros(1)}, process_group=False),

@@ -17,18 +17,20 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import Settings, wiring
-from holdfast.engine import background
+from holdfast import Settings
+from holdfast._face import wiring
+from holdfast._face.pieces import names
+from holdfast._face.pieces import writer as writer_module
+from holdfast._face.pieces.torch_bytes import torch_bytes
+from holdfast.backends.foreign.file_layout import FileLayout
+from holdfast.backends.foreign.torch.archive_writer import put_archive
+from holdfast.base.types.values import FrameworkValue, Group, Value
+from holdfast.core.engine import background
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
-from holdfast.foreign.file_layout import FileLayout
-from holdfast.foreign.torch.archive_writer import put_archive
 from holdfast.integrations import host
-from holdfast.pieces import BoxReader, PickledValue, PieceWriter, TensorPiece, names
-from holdfast.pieces import writer as writer_module
-from holdfast.pieces.torch_bytes import torch_bytes
-from holdfast.saving import attempt, request
+from holdfast.pieces import BoxReader, PickledValue, PieceWriter, TensorPiece
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
-from holdfast.types.values import FrameworkValue, Group, Value
+from holdfast.training.saving import attempt, request
 
 Given = tuple[Sequence[TensorPiece], Mapping[str, object]]
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.arguments import policies_of
+from holdfast._face.arguments import policies_of
 from holdfast.errors import InvalidError
 from holdfast.policies import (
     AllOf,

@@ -21,7 +21,7 @@ LOADS = """
 import sys
 import holdfast
 holdfast.load, holdfast.save
-unneeded = [name for name in sys.modules if name.startswith(("holdfast.offline", "holdfast.runs"))]
+unneeded = [name for name in sys.modules if name.startswith(("holdfast.offline", "holdfast.training.runs"))]
 assert not unneeded, unneeded
 """
 

@@ -7,12 +7,13 @@ from typing import Annotated
 
 import typer
 
-from holdfast import api, wiring
+from holdfast import api
+from holdfast._face import wiring
 from holdfast.cli.screen import stderr
+from holdfast.core.format.step_name import NEWEST_NAME
 from holdfast.errors import CheckpointError, InvalidError, printable
-from holdfast.format.step_name import NEWEST_NAME
-from holdfast.loading.named_step import is_run
 from holdfast.settings import ObjectSettings, Settings
+from holdfast.training.loading.named_step import is_run
 
 Root = Annotated[str, typer.Argument(metavar="ROOT", help="The folder of a run, which holds step-* folders.")]
 Step = Annotated[

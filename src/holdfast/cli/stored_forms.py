@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
-from holdfast.checkpoint.codings import StoredForm
+from holdfast.base.types.coding import KindCoding
 from holdfast.cli.screen import Screen, shown_ranks
 from holdfast.errors import printable
-from holdfast.telemetry.log_lines import shown_bytes
-from holdfast.types.coding import KindCoding
+from holdfast.stored.checkpoint.codings import StoredForm
+from holdfast.training.telemetry.log_lines import shown_bytes
 
 _KIND_COLUMNS = ("KIND", "CODEC", ">BYTES", ">STORED", ">RATIO", "RANKS", "WHY")
 

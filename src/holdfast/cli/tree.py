@@ -7,8 +7,8 @@ from itertools import islice
 
 import numpy as np
 
+from holdfast.base.types.values import SUBCLASS, FrameworkValue, Group, PerRankRef, Skipped, TensorRef
 from holdfast.errors import printable
-from holdfast.types.values import SUBCLASS, FrameworkValue, Group, PerRankRef, Skipped, TensorRef
 
 TEXT_MAX = 100
 """Characters of one value that are shown."""

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
-from holdfast.clock import Clock, SystemClock
-from holdfast.ports.forwarding import ForwardingStore
-from holdfast.ports.store import Store
+from holdfast.base.clock import Clock, SystemClock
+from holdfast.base.ports.forwarding import ForwardingStore
+from holdfast.base.ports.store import Store
 
 _Result = TypeVar("_Result")
 

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from holdfast.base.geometry.dtype import DTYPES
+from holdfast.base.ports.codec import GAIN_PARTS, RAW_PER_STORED_MAX, Codec, Coder, PairCodec, StoredPart
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.geometry.dtype import DTYPES
-from holdfast.ports.codec import GAIN_PARTS, RAW_PER_STORED_MAX, Codec, Coder, PairCodec, StoredPart
 
 Bytes = NDArray[np.uint8]
 

@@ -12,9 +12,9 @@ from typing import TypeVar, cast
 
 import pytest
 
+from holdfast.base.ports.comm import Comm, KeyValueStore
+from holdfast.base.ports.in_process import InProcessKeyValueStore
 from holdfast.errors import InvalidError, UnavailableError, first_three
-from holdfast.ports.comm import Comm, KeyValueStore
-from holdfast.ports.in_process import InProcessKeyValueStore
 
 _Result = TypeVar("_Result")
 

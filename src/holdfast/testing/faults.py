@@ -13,10 +13,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from holdfast.base.ports.comm import KeyValueStore
+from holdfast.base.ports.forwarding import ForwardingStore
+from holdfast.base.ports.store import Release, Store, Upload
 from holdfast.errors import CheckpointError
-from holdfast.ports.comm import KeyValueStore
-from holdfast.ports.forwarding import ForwardingStore
-from holdfast.ports.store import Release, Store, Upload
 
 _Result = TypeVar("_Result")
 

@@ -10,13 +10,22 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.geometry.box import Box
-from holdfast.geometry.placement import boxes_at, coordinate_of, replica_ranks
-from holdfast.geometry.region import FlatRange, Region, contains, region_boxes
-from holdfast.geometry.tensor import Layout, Role, Shard, TensorSpec
-from holdfast.ports.framework import Catalog, Collected, LocalShard, Misfit, Selection, Target, UnmatchedPattern, Wanted
-from holdfast.types.reports import PartlyFilled
-from holdfast.types.values import Group
+from holdfast.base.geometry.box import Box
+from holdfast.base.geometry.placement import boxes_at, coordinate_of, replica_ranks
+from holdfast.base.geometry.region import FlatRange, Region, contains, region_boxes
+from holdfast.base.geometry.tensor import Layout, Role, Shard, TensorSpec
+from holdfast.base.ports.framework import (
+    Catalog,
+    Collected,
+    LocalShard,
+    Misfit,
+    Selection,
+    Target,
+    UnmatchedPattern,
+    Wanted,
+)
+from holdfast.base.types.reports import PartlyFilled
+from holdfast.base.types.values import Group
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from typing import ClassVar
 
 import pytest
 
+from holdfast.base.ports.store import Store
 from holdfast.errors import ConflictError, InvalidError, MissingError
-from holdfast.ports.store import Store
 
 
 class StoreFixture:

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import pytest
 
+from holdfast.base.ports.foreign import any_names_of
+from holdfast.base.ports.store import Store
 from holdfast.errors import ConflictError, InvalidError, MissingError
-from holdfast.ports.foreign import any_names_of
-from holdfast.ports.store import Store
 from holdfast.settings import PAGE_BYTES
 from holdfast.testing.store_links import StoreFixture
 

@@ -13,9 +13,9 @@ from contextlib import suppress
 
 import pytest
 
+from holdfast.base.ports.lent_memory import TakesLentMemory
+from holdfast.base.ports.store import Store, Upload
 from holdfast.errors import ConflictError, InvalidError, MissingError
-from holdfast.ports.lent_memory import TakesLentMemory
-from holdfast.ports.store import Store, Upload
 from holdfast.settings import PAGE_BYTES
 from holdfast.testing.store_links import StoreFixture
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.base.types.values import FrameworkValue, Group, Skipped, TensorRef
 from holdfast.cli.screen import shown_ranks
 from holdfast.cli.tree import tree_lines
 from holdfast.errors import printable
-from holdfast.telemetry.log_lines import shown_bytes
-from holdfast.types.values import FrameworkValue, Group, Skipped, TensorRef
+from holdfast.training.telemetry.log_lines import shown_bytes
 
 
 @pytest.mark.parametrize(

@@ -124,8 +124,8 @@ def test_tags_move(named: Path) -> None:
 
 
 def test_a_number_that_became_a_tag_before_is_removed(named: Path) -> None:
-    from holdfast.repository.tags import put_tag
-    from holdfast.stores.local import LocalStore
+    from holdfast.backends.stores.local import LocalStore
+    from holdfast.stored.repository.tags import put_tag
 
     put_tag(LocalStore(named, settings=package.Settings()), 10, "300", "now")
     assert holdfast("tag", named).out.split()[3] == "300"

@@ -28,11 +28,12 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.storage import WriteResult
 
 import holdfast
-from holdfast import Settings, wiring
+from holdfast import Settings
+from holdfast._face import wiring
+from holdfast._face.pieces import staging
 from holdfast.errors import ConflictError, InvalidError, UnavailableError
 from holdfast.integrations import dcp
 from holdfast.integrations.host import mark_of
-from holdfast.pieces import staging
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
 
 pytestmark = [

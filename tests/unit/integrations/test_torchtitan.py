@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed import checkpoint as dcp
 
 import holdfast
+from holdfast.backends.stores.syscalls import Syscalls
+from holdfast.core.format.names import PACK_SUFFIX
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
-from holdfast.format.names import PACK_SUFFIX
-from holdfast.stores.syscalls import Syscalls
 from tests.support.held_optimizers import HoldsOptimizers
 from tests.unit.integrations.torchtitan_shapes import stand_in
 

@@ -7,16 +7,22 @@ from dataclasses import replace
 
 import pytest
 
-from holdfast.clock import SystemClock
+from holdfast.base.clock import SystemClock
+from holdfast.base.ports.store import Store
+from holdfast.base.types.epoch import Epoch
+from holdfast.base.types.timeline import Timeline
 from holdfast.errors import ConflictError
-from holdfast.leases.process import this_process
 from holdfast.offline.copying.destination import CopyDestination
 from holdfast.offline.export.object_place import ObjectPlace
-from holdfast.ports.store import Store
-from holdfast.repository.epochs import current_fence, newest_epoch, put_accepted, put_epoch
-from holdfast.repository.timeline_records import TimelineRecord, adopt_records, put_record, take_back, timeline_records
-from holdfast.types.epoch import Epoch
-from holdfast.types.timeline import Timeline
+from holdfast.stored.leases.process import this_process
+from holdfast.stored.repository.epochs import current_fence, newest_epoch, put_accepted, put_epoch
+from holdfast.stored.repository.timeline_records import (
+    TimelineRecord,
+    adopt_records,
+    put_record,
+    take_back,
+    timeline_records,
+)
 from tests.support.between_calls import every_gap
 from tests.unit.ranks import fresh_store
 

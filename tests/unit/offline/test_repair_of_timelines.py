@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 
 from holdfast.api import StepRepair, list_steps, repair
-from holdfast.checkpoint.location import none_allowed
-from holdfast.clock import SystemClock
+from holdfast.base.clock import SystemClock
 from holdfast.errors import ConflictError
 from holdfast.offline.repair.repair import Repair
-from holdfast.repository.catalog import read_manifest
-from holdfast.repository.quarantine import identity_at, list_records, quarantine
+from holdfast.stored.checkpoint.location import none_allowed
+from holdfast.stored.repository.catalog import read_manifest
+from holdfast.stored.repository.quarantine import identity_at, list_records, quarantine
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from tests.support.newer_format import write_newer
-from tests.unit.runs.test_going_back import (
+from tests.unit.training.runs.test_going_back import (
     SETTINGS,
     go_on,
     manager_at,

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.backends.stores.memory import MemoryStore
+from holdfast.backends.stores.syscalls import Syscalls
+from holdfast.base.ports.comm import KeyValueStore
+from holdfast.base.ports.store import Store
 from holdfast.errors import CheckpointError, MissingError, UnavailableError
-from holdfast.ports.comm import KeyValueStore
-from holdfast.ports.store import Store
 from holdfast.settings import PAGE_BYTES
-from holdfast.stores.memory import MemoryStore
-from holdfast.stores.syscalls import Syscalls
 from holdfast.testing.faults import (
     FaultPoint,
     Faults,

@@ -12,7 +12,7 @@ from holdfast.cli.opening import AsJson, SingleWriter, is_root, settings_with
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, counted, print_result
 from holdfast.errors import InvalidError, first_three, printable
-from holdfast.telemetry.log_lines import shown_bytes
+from holdfast.training.telemetry.log_lines import shown_bytes
 
 
 def cp(

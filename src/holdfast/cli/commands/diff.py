@@ -17,7 +17,7 @@ from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, counted, print_result
 from holdfast.cli.tree import in_line
 from holdfast.errors import printable
-from holdfast.telemetry.log_lines import shown_bytes
+from holdfast.training.telemetry.log_lines import shown_bytes
 
 ROWS_MAX = 50
 

@@ -13,7 +13,7 @@ from holdfast.cli.opening import AllowRoot, AsJson, SingleWriter, Step, path_of,
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, counted, print_result
 from holdfast.errors import InvalidError, printable
-from holdfast.telemetry.log_lines import shown_bytes
+from holdfast.training.telemetry.log_lines import shown_bytes
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power

@@ -12,7 +12,7 @@ from holdfast.cli.ending import ended_well
 from holdfast.cli.opening import AsJson, Grace, Root, SingleWriter, say_grace, settings_with
 from holdfast.cli.screen import Screen, attributes, counted, print_result
 from holdfast.errors import InvalidError, printable
-from holdfast.telemetry.log_lines import shown_bytes
+from holdfast.training.telemetry.log_lines import shown_bytes
 
 _COLUMNS = (">STEP", "STAYS BECAUSE")
 

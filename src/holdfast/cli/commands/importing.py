@@ -13,7 +13,7 @@ from holdfast.cli.opening import AllowRoot, AsJson, SingleWriter, path_of, setti
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, print_result
 from holdfast.errors import InvalidError, printable
-from holdfast.telemetry.log_lines import shown_bytes
+from holdfast.training.telemetry.log_lines import shown_bytes
 
 
 def import_(

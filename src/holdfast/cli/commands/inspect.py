@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from holdfast import api
-from holdfast.checkpoint.codings import StoredForm, stored_form
+from holdfast.base.types.health import findings_of
 from holdfast.cli.commands.ls import health_document, json_number, shown_metrics, shown_time
 from holdfast.cli.ending import ended_well
 from holdfast.cli.opening import AsJson, Step, opened
@@ -18,8 +18,8 @@ from holdfast.cli.screen import Screen, attributes, counted, shown_ranks, stdout
 from holdfast.cli.stored_forms import codings_document, show_codings, shown_codecs, shown_ratio
 from holdfast.cli.tree import tree_lines
 from holdfast.errors import printable
-from holdfast.telemetry.log_lines import shown_bytes
-from holdfast.types.health import findings_of
+from holdfast.stored.checkpoint.codings import StoredForm, stored_form
+from holdfast.training.telemetry.log_lines import shown_bytes
 
 TENSORS_MAX = 50
 RANKS_MAX = 64

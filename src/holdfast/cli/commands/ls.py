@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
 from holdfast import api
+from holdfast.base.types.health import Health, findings_of, is_healthy
 from holdfast.cli.ending import ended_well
 from holdfast.cli.opening import AsJson, Root
 from holdfast.cli.screen import Screen, attributes, counted, print_result
+from holdfast.core.format.names import step_of_pack
 from holdfast.errors import CorruptError, first_three, printable
-from holdfast.format.names import step_of_pack
-from holdfast.telemetry.log_lines import shown_bytes
-from holdfast.types.health import Health, findings_of, is_healthy
+from holdfast.training.telemetry.log_lines import shown_bytes
 
 _COLUMNS = (">STEP", "CREATED", ">AGE", ">TENSORS", ">BYTES", ">RANKS", "ATTEMPT")
 

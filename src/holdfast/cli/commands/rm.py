@@ -12,7 +12,7 @@ from holdfast.cli.ending import NOT_DONE, ended_well
 from holdfast.cli.opening import AsJson, Grace, Root, SingleWriter, say_grace, settings_with
 from holdfast.cli.screen import Screen, attributes, print_result
 from holdfast.errors import printable
-from holdfast.telemetry.log_lines import shown_bytes
+from holdfast.training.telemetry.log_lines import shown_bytes
 
 
 def rm(

@@ -15,9 +15,9 @@ from holdfast.cli.ending import DAMAGED, ended_well
 from holdfast.cli.opening import AllowRoot, AsJson, Step, opened, step_of
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, counted, print_result
+from holdfast.core.format.names import MANIFEST_FILE
 from holdfast.errors import CorruptError, printable
-from holdfast.format.names import MANIFEST_FILE
-from holdfast.telemetry.log_lines import shown_bytes
+from holdfast.training.telemetry.log_lines import shown_bytes
 
 DAMAGES_MAX = 50
 """Damages listed one by one on a terminal."""

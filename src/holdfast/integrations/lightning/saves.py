@@ -19,10 +19,10 @@ from typing import TypeVar
 import holdfast
 from holdfast import SaveHandle, Settings
 from holdfast.api import SaveReport, end_idle_threads
+from holdfast.base.interrupts import GUARD, Latch
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.integrations.lightning.contents import with_way_out
 from holdfast.integrations.lightning.folders import CheckpointPath, local_path, remove, tidy
-from holdfast.interrupts import GUARD, Latch
 
 logger = logging.getLogger(__name__)
 

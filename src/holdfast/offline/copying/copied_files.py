@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from holdfast.base.ports.store import Store, Stored
+from holdfast.base.types.manifest import FileRecord, Manifest
+from holdfast.core.format.names import is_file_url, link_name, step_folder, step_of_pack
 from holdfast.errors import CheckpointError
-from holdfast.format.names import is_file_url, link_name, step_folder, step_of_pack
-from holdfast.ports.store import Store, Stored
-from holdfast.repository.publish import pack_paths
-from holdfast.repository.removal import link_keys
-from holdfast.types.manifest import FileRecord, Manifest
+from holdfast.stored.repository.publish import pack_paths
+from holdfast.stored.repository.removal import link_keys
 
 
 @dataclass(slots=True)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from holdfast.checkpoint.location import CheckpointLocation, manifest_bytes_at, manifest_in_place_of
-from holdfast.clock import Clock
+from holdfast.base.clock import Clock
+from holdfast.base.ports.codec import NO_CODECS, Codecs
+from holdfast.base.ports.observer import Observer
+from holdfast.base.ports.store import Store, Stored
+from holdfast.base.types.manifest import FileRecord, Manifest
+from holdfast.core.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
+from holdfast.core.format.names import MANIFEST_FILE, is_file_url
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
-from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
-from holdfast.format.names import MANIFEST_FILE, is_file_url
 from holdfast.offline.copying.copied_files import CopiedFile, key_alone
 from holdfast.offline.copying.copy_run import CopyReport, shown_damages
 from holdfast.offline.copying.destination import CopyDestination
 from holdfast.offline.copying.file_copies import FileCopies
-from holdfast.ports.codec import NO_CODECS, Codecs
-from holdfast.ports.observer import Observer
-from holdfast.ports.store import Store, Stored
-from holdfast.repository.publish import get_or_none, publish
-from holdfast.repository.reports import REPORTS_FOLDER
-from holdfast.types.manifest import FileRecord, Manifest
+from holdfast.stored.checkpoint.location import CheckpointLocation, manifest_bytes_at, manifest_in_place_of
+from holdfast.stored.repository.publish import get_or_none, publish
+from holdfast.stored.repository.reports import REPORTS_FOLDER
 
 
 class CheckpointCopy:

@@ -9,13 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from holdfast.checkpoint.location import require_no_checkpoint
-from holdfast.checkpoint.verify import Damage
-from holdfast.clock import Clock
-from holdfast.engine.parallel_map import ordered_parallel_map
-from holdfast.errors import CheckpointError, CorruptError, MissingError, first_three
-from holdfast.format.manifest import MANIFEST_BYTES_MAX
-from holdfast.format.names import (
+from holdfast.base.clock import Clock
+from holdfast.base.ports.codec import NO_CODECS, Codecs
+from holdfast.base.ports.observer import Observer
+from holdfast.base.ports.store import Store, Stored
+from holdfast.base.types.manifest import FileRecord
+from holdfast.core.engine.parallel_map import ordered_parallel_map
+from holdfast.core.format.manifest import MANIFEST_BYTES_MAX
+from holdfast.core.format.names import (
     EPOCHS_FOLDER,
     MANIFEST_FILE,
     RUN_FILE,
@@ -25,25 +26,24 @@ from holdfast.format.names import (
     step_folder,
     superseded_in,
 )
+from holdfast.errors import CheckpointError, CorruptError, MissingError, first_three
 from holdfast.offline.copying.copied_files import CopiedFile, CopiedManifest, files_of_run, needed_files
 from holdfast.offline.copying.destination import CopyDestination
 from holdfast.offline.copying.file_copies import Copied, FileCopies, location_in_run
-from holdfast.ports.codec import NO_CODECS, Codecs
-from holdfast.ports.observer import Observer
-from holdfast.ports.store import Store, Stored
-from holdfast.repository.catalog import manifest_in, read_run_id, step_folders
-from holdfast.repository.epochs import RELEASED
-from holdfast.repository.latest import name_latest
-from holdfast.repository.publish import get_or_none, publish
-from holdfast.repository.quarantine import QUARANTINE
-from holdfast.repository.removal import link_keys
-from holdfast.repository.reports import REPORTS_FOLDER
-from holdfast.repository.run_readme import README_FILE
-from holdfast.repository.tags import TAGS_FOLDER
-from holdfast.repository.timeline_records import TIMELINES_FOLDER
-from holdfast.repository.timelines import superseded_keys
 from holdfast.settings import MIB
-from holdfast.types.manifest import FileRecord
+from holdfast.stored.checkpoint.location import require_no_checkpoint
+from holdfast.stored.checkpoint.verify import Damage
+from holdfast.stored.repository.catalog import manifest_in, read_run_id, step_folders
+from holdfast.stored.repository.epochs import RELEASED
+from holdfast.stored.repository.latest import name_latest
+from holdfast.stored.repository.publish import get_or_none, publish
+from holdfast.stored.repository.quarantine import QUARANTINE
+from holdfast.stored.repository.removal import link_keys
+from holdfast.stored.repository.reports import REPORTS_FOLDER
+from holdfast.stored.repository.run_readme import README_FILE
+from holdfast.stored.repository.tags import TAGS_FOLDER
+from holdfast.stored.repository.timeline_records import TIMELINES_FOLDER
+from holdfast.stored.repository.timelines import superseded_keys
 
 _RECORDS = (EPOCHS_FOLDER, TIMELINES_FOLDER, QUARANTINE, REPORTS_FOLDER)
 """Folders of records beside the steps, without tags."""

@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import logging
 
-from holdfast.clock import Clock
-from holdfast.errors import ConflictError, InvalidError, printable
-from holdfast.format.manifest import MANIFEST_BYTES_MAX
-from holdfast.format.names import (
+from holdfast.base.clock import Clock
+from holdfast.base.ports.store import Store
+from holdfast.base.ports.unended_uploads import KeepsUploads
+from holdfast.core.format.manifest import MANIFEST_BYTES_MAX
+from holdfast.core.format.names import (
     COPY_CLAIM_FILE,
     COPYING_FOLDER,
     is_attempt_file,
     is_attempt_folder,
     step_of_folder,
 )
-from holdfast.ports.store import Store
-from holdfast.ports.unended_uploads import KeepsUploads
-from holdfast.repository.publish import get_or_none, publish
-from holdfast.repository.quarantine import QUARANTINE
+from holdfast.errors import ConflictError, InvalidError, printable
+from holdfast.stored.repository.publish import get_or_none, publish
+from holdfast.stored.repository.quarantine import QUARANTINE
 
 logger = logging.getLogger(__name__)
 

@@ -8,23 +8,23 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.checkpoint.verify import Damage
-from holdfast.clock import Clock
-from holdfast.engine.buffers import allocate_aligned
-from holdfast.engine.parallel_map import WorkerThreads
+from holdfast.base.clock import Clock
+from holdfast.base.ports.codec import Codecs
+from holdfast.base.ports.observer import ByteProgress, Observer
+from holdfast.base.ports.store import Store, Stored, read_range
+from holdfast.base.types.manifest import Manifest
+from holdfast.core.engine.buffers import allocate_aligned
+from holdfast.core.engine.parallel_map import WorkerThreads
+from holdfast.core.format.index.index_file import decode_index
+from holdfast.core.format.names import COPYING_FOLDER, is_coded_pack_name, step_folder
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError, UnavailableError
-from holdfast.format.index.index_file import decode_index
-from holdfast.format.names import COPYING_FOLDER, is_coded_pack_name, step_folder
 from holdfast.offline.copying.copied_files import CopiedFile
 from holdfast.offline.copying.proof import ContentProof, NoProof, PackProof, Proof, damages_of_pack
 from holdfast.offline.links.pack_proof import PackPieces
-from holdfast.ports.codec import Codecs
-from holdfast.ports.observer import ByteProgress, Observer
-from holdfast.ports.store import Store, Stored, read_range
-from holdfast.repository.catalog import read_file, read_index
 from holdfast.settings import MIB, PAGE_BYTES
-from holdfast.types.manifest import Manifest
+from holdfast.stored.checkpoint.location import CheckpointLocation
+from holdfast.stored.checkpoint.verify import Damage
+from holdfast.stored.repository.catalog import read_file, read_index
 
 _FILES_AT_ONCE = 8
 _WINDOW_BYTES = 8 * MIB

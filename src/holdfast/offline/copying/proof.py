@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Protocol
 
-from holdfast.checkpoint.verify import Damage
-from holdfast.engine.decoding.chunk_reader import ChunkReader, refutation
+from holdfast.base.geometry.chunking import DIGEST_BYTES, chunk_count
+from holdfast.base.ports.codec import Codecs
+from holdfast.base.ports.store import Packs, Stored
+from holdfast.base.types.manifest import FileRecord
+from holdfast.base.types.plan import Piece
+from holdfast.core.engine.decoding.chunk_reader import ChunkReader, refutation
+from holdfast.core.format.digest import digest_of, new_digest
+from holdfast.core.format.index.index import Index
+from holdfast.core.format.pack import HEADER_BYTES_MAX, pack_digest
 from holdfast.errors import CorruptError
-from holdfast.format.digest import digest_of, new_digest
-from holdfast.format.index.index import Index
-from holdfast.format.pack import HEADER_BYTES_MAX, pack_digest
-from holdfast.geometry.chunking import DIGEST_BYTES, chunk_count
 from holdfast.offline.links.pack_proof import PackPieces
-from holdfast.ports.codec import Codecs
-from holdfast.ports.store import Packs, Stored
-from holdfast.types.manifest import FileRecord
-from holdfast.types.plan import Piece
+from holdfast.stored.checkpoint.verify import Damage
 
 _LENGTH_BYTES = 8
 _DAMAGES_MAX = 1000

@@ -6,18 +6,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.tensor_reader import BATCH_BYTES, BATCHES_AT_ONCE
-from holdfast.engine.casting import common_type
-from holdfast.engine.compare import Measure
-from holdfast.engine.parallel_map import ordered_parallel_map
-from holdfast.format.index.index import Index
-from holdfast.geometry.tensor import TensorSpec
+from holdfast.base.geometry.tensor import TensorSpec
+from holdfast.base.ports.observer import ByteProgress, Observer
+from holdfast.base.types.diff import Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
+from holdfast.base.types.values import per_rank_paths
+from holdfast.core.engine.casting import common_type
+from holdfast.core.engine.compare import Measure
+from holdfast.core.engine.parallel_map import ordered_parallel_map
+from holdfast.core.format.index.index import Index
+from holdfast.core.plan.compare import CompareWindow, batches, unsettled
 from holdfast.offline.diff.values import value_diffs
-from holdfast.plan.compare import CompareWindow, batches, unsettled
-from holdfast.ports.observer import ByteProgress, Observer
-from holdfast.types.diff import Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
-from holdfast.types.values import per_rank_paths
+from holdfast.stored.checkpoint.checkpoint import Checkpoint
+from holdfast.stored.checkpoint.tensor_reader import BATCH_BYTES, BATCHES_AT_ONCE
 
 
 def differences(

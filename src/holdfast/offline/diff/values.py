@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping
 
-from holdfast.format.values import values
-from holdfast.types.diff import ValueDiff
+from holdfast.base.types.diff import ValueDiff
+from holdfast.core.format.values import values
 
 
 def value_diffs(a: object, b: object, path: str = "") -> Iterator[ValueDiff]:

@@ -44,7 +44,8 @@ class Destination(Protocol):
 
     The work outlives the process: notes and journals beside it record what was done. Any thread may make any call.
     Several processes may call at once, except `claimed`, `begin`, `clear` and `publish`. An implementation raises only
-    the five errors of `holdfast.errors`. `stores/destination.py` implements it; `offline/` may not import stores.
+    the five errors of `holdfast.errors`. `offline/` may not import stores: `backends/stores/destination.py` implements
+    this protocol.
     """
 
     @property

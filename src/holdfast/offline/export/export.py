@@ -12,8 +12,10 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.clock import Clock
+from holdfast.base.clock import Clock
+from holdfast.base.ports.foreign import Writer
+from holdfast.base.ports.observer import ByteProgress, Observer
+from holdfast.base.types.export import ExportOptions, ExportWindow
 from holdfast.errors import ConflictError, CorruptError
 from holdfast.offline.export.crc32 import joined_crc32
 from holdfast.offline.export.destination import Destination, OutputFile
@@ -28,10 +30,8 @@ from holdfast.offline.export.planned import (
 )
 from holdfast.offline.export.window_writer import WINDOWS, DoneWindow, WindowWriter
 from holdfast.offline.export.windows import share_of, windows_of
-from holdfast.ports.foreign import Writer
-from holdfast.ports.observer import ByteProgress, Observer
 from holdfast.settings import MIB, PAGE_BYTES
-from holdfast.types.export import ExportOptions, ExportWindow
+from holdfast.stored.checkpoint.checkpoint import Checkpoint
 
 logger = logging.getLogger(__name__)
 

@@ -10,10 +10,13 @@ from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 
-from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.clock import Clock
-from holdfast.engine.buffers import allocate_aligned
-from holdfast.engine.read import ReadPool
+from holdfast.base.clock import Clock
+from holdfast.base.ports.foreign import Writer
+from holdfast.base.ports.observer import ByteProgress, Observer
+from holdfast.base.ports.store import Upload
+from holdfast.base.types.export import ExportFile, ExportOptions, WindowPlan
+from holdfast.core.engine.buffers import allocate_aligned
+from holdfast.core.engine.read import ReadPool
 from holdfast.errors import ConflictError, InvalidError
 from holdfast.offline.export.crc32 import joined_crc32
 from holdfast.offline.export.object_place import ObjectPlace
@@ -27,11 +30,8 @@ from holdfast.offline.export.planned import (
 )
 from holdfast.offline.export.window_writer import DoneWindow, ExportSource, fill
 from holdfast.offline.export.windows import share_of, windows_of
-from holdfast.ports.foreign import Writer
-from holdfast.ports.observer import ByteProgress, Observer
-from holdfast.ports.store import Upload
 from holdfast.settings import PAGE_BYTES
-from holdfast.types.export import ExportFile, ExportOptions, WindowPlan
+from holdfast.stored.checkpoint.checkpoint import Checkpoint
 
 OBJECT_SHARE = 0.625
 """Share of the memory that objects on their way may take; the rest is for reads, which a store answers with memory of

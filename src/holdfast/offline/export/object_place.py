@@ -7,11 +7,11 @@ import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from holdfast.clock import Clock
+from holdfast.base.clock import Clock
+from holdfast.base.ports.store import Store
+from holdfast.base.types.export import EXPORT_NOTE
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError
-from holdfast.ports.store import Store
-from holdfast.repository.publish import is_put_first
-from holdfast.types.export import EXPORT_NOTE
+from holdfast.stored.repository.publish import is_put_first
 
 logger = logging.getLogger(__name__)
 

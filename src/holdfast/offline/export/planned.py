@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.clock import Clock
+from holdfast.base.clock import Clock
+from holdfast.base.ports.foreign import Writer
+from holdfast.base.ports.observer import Observer
+from holdfast.base.types.export import ExportFile, ExportOptions, ExportWindow, WindowPlan
+from holdfast.base.types.plan import WantedBoxes
+from holdfast.core.format.names import is_coded_pack_name
+from holdfast.core.plan.reads import longest_read
 from holdfast.errors import ConflictError, InvalidError
-from holdfast.format.names import is_coded_pack_name
 from holdfast.offline.export.window_writer import ExportSource
 from holdfast.offline.export.windows import FilePlan
-from holdfast.plan.reads import longest_read
-from holdfast.ports.foreign import Writer
-from holdfast.ports.observer import Observer
 from holdfast.settings import MIB, PAGE_BYTES, Settings
-from holdfast.types.export import ExportFile, ExportOptions, ExportWindow, WindowPlan
-from holdfast.types.plan import WantedBoxes
+from holdfast.stored.checkpoint.checkpoint import Checkpoint
 
 OnWindow = Callable[[int, int], None]
 """Called for each window with the bytes written, and the bytes read for them."""

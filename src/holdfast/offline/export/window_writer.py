@@ -13,19 +13,19 @@ from types import EllipsisType
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.clock import Clock
-from holdfast.engine.buffers import BufferPool
-from holdfast.engine.casting import cast
-from holdfast.engine.read import ReadPool, execute
+from holdfast.base.clock import Clock
+from holdfast.base.geometry.box import Box
+from holdfast.base.geometry.dtype import DTYPES
+from holdfast.base.ports.codec import Codecs
+from holdfast.base.ports.framework import Target
+from holdfast.base.ports.store import Packs
+from holdfast.base.types.export import ExportWindow, Fill, WindowPlan
+from holdfast.core.engine.buffers import BufferPool
+from holdfast.core.engine.casting import cast
+from holdfast.core.engine.read import ReadPool, execute
 from holdfast.errors import CheckpointError
-from holdfast.geometry.box import Box
-from holdfast.geometry.dtype import DTYPES
 from holdfast.offline.export.destination import OutputFile
-from holdfast.ports.codec import Codecs
-from holdfast.ports.framework import Target
-from holdfast.ports.store import Packs
 from holdfast.settings import MIB, Settings
-from holdfast.types.export import ExportWindow, Fill, WindowPlan
 
 WINDOWS = 4
 """Windows in memory at once: one is filled while others are written or wait to be."""

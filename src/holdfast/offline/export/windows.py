@@ -8,10 +8,10 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Generic, TypeVar
 
+from holdfast.base.geometry.dtype import DTYPES
+from holdfast.base.geometry.region import run_boxes
+from holdfast.base.types.export import ExportFile, ExportTensor, ExportWindow, Fill
 from holdfast.errors import InvalidError
-from holdfast.geometry.dtype import DTYPES
-from holdfast.geometry.region import run_boxes
-from holdfast.types.export import ExportFile, ExportTensor, ExportWindow, Fill
 
 _Part = TypeVar("_Part")
 

@@ -14,12 +14,12 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from holdfast.coordination.job import error_from, error_text
-from holdfast.engine.child_python import command_of
+from holdfast.base.types.export import ExportOptions
+from holdfast.core.engine.child_python import command_of
 from holdfast.errors import UnavailableError
 from holdfast.offline.export.planned import ExportShare, OnWindow, PlannedExport, WorkerPool
 from holdfast.settings import ObjectSettings, Settings
-from holdfast.types.export import ExportOptions
+from holdfast.training.coordination.job import error_from, error_text
 
 
 def worker_pool(

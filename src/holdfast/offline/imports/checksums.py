@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.verify_foreign import ListedVerification
 from holdfast.errors import CorruptError
+from holdfast.stored.checkpoint.checkpoint import Checkpoint
+from holdfast.stored.checkpoint.verify_foreign import ListedVerification
 
 
 def require_checksums(source: Checkpoint) -> None:

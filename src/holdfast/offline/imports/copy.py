@@ -6,33 +6,33 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.location import CheckpointLocation, require_no_checkpoint
-from holdfast.checkpoint.pack_sizes import require_sizes
-from holdfast.coordination.job import Job
-from holdfast.coordination.save_context import SaveContext
-from holdfast.engine.writing.write import PackWriter
+from holdfast.base.geometry.box import Box
+from holdfast.base.geometry.region import Region, flat_run
+from holdfast.base.geometry.tensor import Role, Shard, TensorSpec
+from holdfast.base.ports.framework import Collected, LocalShard
+from holdfast.base.ports.observer import Observer
+from holdfast.base.ports.store import Store
+from holdfast.base.types.manifest import Parent
+from holdfast.base.types.plan import Piece
+from holdfast.base.types.reports import SaveReport
+from holdfast.base.types.values import per_rank_paths
+from holdfast.core.engine.writing.write import PackWriter
+from holdfast.core.format.names import MANIFEST_FILE
 from holdfast.errors import InvalidError, first_three
-from holdfast.format.names import MANIFEST_FILE
-from holdfast.geometry.box import Box
-from holdfast.geometry.region import Region, flat_run
-from holdfast.geometry.tensor import Role, Shard, TensorSpec
-from holdfast.leases.writer import WriterLease
 from holdfast.offline.export.planned import ExportReport
 from holdfast.offline.imports.checksums import require_checksums
 from holdfast.offline.imports.stored_source import PieceReader, StoredSource
-from holdfast.ports.framework import Collected, LocalShard
-from holdfast.ports.observer import Observer
-from holdfast.ports.store import Store
-from holdfast.repository.catalog import read_manifest
-from holdfast.runs.opening import claim_step
-from holdfast.saving.deduplication import Deduplicator
-from holdfast.saving.request import NeverLoaded, claim_path
-from holdfast.saving.save import save_and_wait
-from holdfast.types.manifest import Parent
-from holdfast.types.plan import Piece
-from holdfast.types.reports import SaveReport
-from holdfast.types.values import per_rank_paths
+from holdfast.stored.checkpoint.checkpoint import Checkpoint
+from holdfast.stored.checkpoint.location import CheckpointLocation, require_no_checkpoint
+from holdfast.stored.checkpoint.pack_sizes import require_sizes
+from holdfast.stored.leases.writer import WriterLease
+from holdfast.stored.repository.catalog import read_manifest
+from holdfast.training.coordination.job import Job
+from holdfast.training.coordination.save_context import SaveContext
+from holdfast.training.runs.opening import claim_step
+from holdfast.training.saving.deduplication import Deduplicator
+from holdfast.training.saving.request import NeverLoaded, claim_path
+from holdfast.training.saving.save import save_and_wait
 
 
 def saved_again(

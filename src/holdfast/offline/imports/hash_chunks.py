@@ -7,15 +7,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from holdfast.engine.buffers import BufferPool
-from holdfast.engine.parallel_map import ordered_parallel_map
-from holdfast.format.digest import digest_of
-from holdfast.format.index.columns import Ints, positions, run_starts
-from holdfast.format.index.index import Index
-from holdfast.format.names import file_url
-from holdfast.geometry.chunking import DIGEST_BYTES
-from holdfast.ports.observer import ByteProgress, Observer
-from holdfast.ports.store import Packs, read_range
+from holdfast.base.geometry.chunking import DIGEST_BYTES
+from holdfast.base.ports.observer import ByteProgress, Observer
+from holdfast.base.ports.store import Packs, read_range
+from holdfast.core.engine.buffers import BufferPool
+from holdfast.core.engine.parallel_map import ordered_parallel_map
+from holdfast.core.format.digest import digest_of
+from holdfast.core.format.index.columns import Ints, positions, run_starts
+from holdfast.core.format.index.index import Index
+from holdfast.core.format.names import file_url
 from holdfast.settings import PAGE_BYTES, Settings
 
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.coordination.job import Job
+from holdfast.base.ports.observer import Observer
+from holdfast.base.ports.store import Store
+from holdfast.core.format.names import require_step, step_folder
 from holdfast.errors import InvalidError
-from holdfast.format.names import require_step, step_folder
-from holdfast.leases.writer import WriterLease
 from holdfast.offline.imports.copy import saved_again
 from holdfast.offline.imports.reference import referenced
-from holdfast.ports.observer import Observer
-from holdfast.ports.store import Store
-from holdfast.repository.latest import name_latest
+from holdfast.stored.checkpoint.checkpoint import Checkpoint
+from holdfast.stored.checkpoint.location import CheckpointLocation
+from holdfast.stored.leases.writer import WriterLease
+from holdfast.stored.repository.latest import name_latest
+from holdfast.training.coordination.job import Job
 
 logger = logging.getLogger(__name__)
 

@@ -5,25 +5,25 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 
-from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.location import CheckpointLocation, require_no_checkpoint
-from holdfast.coordination.job import Job
-from holdfast.coordination.outcome import OutcomeKind
-from holdfast.coordination.save_context import SaveContext
+from holdfast.base.ports.observer import Observer
+from holdfast.base.types.manifest import FileRecord, Manifest
+from holdfast.core.format.index.index import Index
+from holdfast.core.format.manifest import encode_manifest
+from holdfast.core.format.names import file_url, is_file_url
+from holdfast.core.format.pack import pack_digest
+from holdfast.core.format.values import values
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
-from holdfast.format.index.index import Index
-from holdfast.format.manifest import encode_manifest
-from holdfast.format.names import file_url, is_file_url
-from holdfast.format.pack import pack_digest
-from holdfast.format.values import values
-from holdfast.leases.writer import WriterLease
 from holdfast.offline.imports.checksums import require_checksums
 from holdfast.offline.imports.hash_chunks import digested
-from holdfast.ports.observer import Observer
-from holdfast.repository.catalog import check_size
-from holdfast.runs.opening import claim_step
-from holdfast.saving.commit import installed_versions, publish_manifest, sweep, write_index
-from holdfast.types.manifest import FileRecord, Manifest
+from holdfast.stored.checkpoint.checkpoint import Checkpoint
+from holdfast.stored.checkpoint.location import CheckpointLocation, require_no_checkpoint
+from holdfast.stored.leases.writer import WriterLease
+from holdfast.stored.repository.catalog import check_size
+from holdfast.training.coordination.job import Job
+from holdfast.training.coordination.outcome import OutcomeKind
+from holdfast.training.coordination.save_context import SaveContext
+from holdfast.training.runs.opening import claim_step
+from holdfast.training.saving.commit import installed_versions, publish_manifest, sweep, write_index
 
 logger = logging.getLogger(__name__)
 

@@ -7,18 +7,18 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Self
 
-from holdfast.engine.buffers import allocate_aligned
-from holdfast.engine.decoding.chunk_reader import ChunkReader, chunk_of
-from holdfast.engine.decoding.read_ahead import ReadAhead
-from holdfast.engine.read import require_digest
+from holdfast.base.geometry.region import Region, contains, first_element
+from holdfast.base.ports.codec import Codecs
+from holdfast.base.ports.observer import ByteProgress, Observer
+from holdfast.base.ports.store import Packs, Stored
+from holdfast.base.types.plan import Piece
+from holdfast.core.engine.buffers import allocate_aligned
+from holdfast.core.engine.decoding.chunk_reader import ChunkReader, chunk_of
+from holdfast.core.engine.decoding.read_ahead import ReadAhead
+from holdfast.core.engine.read import require_digest
+from holdfast.core.format.digest import new_digest
 from holdfast.errors import CorruptError, MissingError
-from holdfast.format.digest import new_digest
-from holdfast.geometry.region import Region, contains, first_element
-from holdfast.ports.codec import Codecs
-from holdfast.ports.observer import ByteProgress, Observer
-from holdfast.ports.store import Packs, Stored
 from holdfast.settings import MIB, PAGE_BYTES
-from holdfast.types.plan import Piece
 
 _READ_BYTES = 4 * MIB
 

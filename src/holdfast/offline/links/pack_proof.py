@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from holdfast.engine.buffers import allocate_aligned
-from holdfast.engine.decoding.chunk_reader import ChunkReader
+from holdfast.base.geometry.chunking import chunk_count
+from holdfast.base.geometry.region import Region
+from holdfast.base.ports.codec import Codecs
+from holdfast.base.ports.store import Packs, Stored, read_range
+from holdfast.base.types.manifest import FileRecord, Manifest
+from holdfast.base.types.plan import Piece
+from holdfast.core.engine.buffers import allocate_aligned
+from holdfast.core.engine.decoding.chunk_reader import ChunkReader
+from holdfast.core.format.digest import digest_of
+from holdfast.core.format.names import is_pack_name, rank_of_pack, step_of_pack
+from holdfast.core.format.pack import HEADER_BYTES_MAX, pack_digest, stated_pieces
 from holdfast.errors import CorruptError, InvalidError, MissingError
-from holdfast.format.digest import digest_of
-from holdfast.format.names import is_pack_name, rank_of_pack, step_of_pack
-from holdfast.format.pack import HEADER_BYTES_MAX, pack_digest, stated_pieces
-from holdfast.geometry.chunking import chunk_count
-from holdfast.geometry.region import Region
-from holdfast.ports.codec import Codecs
-from holdfast.ports.store import Packs, Stored, read_range
 from holdfast.settings import PAGE_BYTES
-from holdfast.types.manifest import FileRecord, Manifest
-from holdfast.types.plan import Piece
 
 
 class PackPieces:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.clock import Clock
+from holdfast.base.clock import Clock
+from holdfast.base.ports.codec import Codecs
+from holdfast.base.ports.store import Store, Stored
+from holdfast.base.types.manifest import FileRecord, Manifest
+from holdfast.core.format.names import step_folder, step_of_pack
 from holdfast.errors import CheckpointError, MissingError
-from holdfast.format.names import step_folder, step_of_pack
 from holdfast.offline.links.pack_proof import PackPieces, is_proven
-from holdfast.ports.codec import Codecs
-from holdfast.ports.store import Store, Stored
-from holdfast.repository.catalog import manifest_in, read_index, read_manifest_bytes
-from holdfast.repository.publish import pack_paths
-from holdfast.repository.removal import link_keys
-from holdfast.repository.timelines import run_timelines
-from holdfast.types.manifest import FileRecord, Manifest
+from holdfast.stored.checkpoint.location import CheckpointLocation
+from holdfast.stored.repository.catalog import manifest_in, read_index, read_manifest_bytes
+from holdfast.stored.repository.publish import pack_paths
+from holdfast.stored.repository.removal import link_keys
+from holdfast.stored.repository.timelines import run_timelines
 
 RELINKING = "relinking/"
 """Folder under the root for names that are about to replace others. Nothing in it is needed afterwards."""

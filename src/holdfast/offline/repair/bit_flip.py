@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from holdfast.format.digest import digest_of
+from holdfast.core.format.digest import digest_of
 
 _TAIL = re.compile(rb',\n "digest": "([0-9a-f]{32})"\n}\n')
 _TAIL_BYTES = len(b',\n "digest": "') + 32 + len(b'"\n}\n')

@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 
-from holdfast.clock import Clock
+from holdfast.base.clock import Clock
+from holdfast.base.ports.codec import Codecs
+from holdfast.base.ports.store import Store
+from holdfast.base.types.manifest import Manifest
+from holdfast.core.format.names import is_coded_pack_name
 from holdfast.errors import UnavailableError
-from holdfast.format.names import is_coded_pack_name
 from holdfast.offline.links.shared_packs import (
     Names,
     manifests_of,
@@ -19,12 +22,9 @@ from holdfast.offline.links.shared_packs import (
     shared_packs,
 )
 from holdfast.offline.repair.overlay import OverlayStore
-from holdfast.ports.codec import Codecs
-from holdfast.ports.store import Store
-from holdfast.repository.catalog import exists
-from holdfast.repository.quarantine import backup_key
-from holdfast.repository.removal import link_keys
-from holdfast.types.manifest import Manifest
+from holdfast.stored.repository.catalog import exists
+from holdfast.stored.repository.quarantine import backup_key
+from holdfast.stored.repository.removal import link_keys
 
 logger = logging.getLogger(__name__)
 

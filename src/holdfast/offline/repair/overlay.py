@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from heapq import merge
 
+from holdfast.base.ports.forwarding import ForwardingStore
+from holdfast.base.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, Store, Upload
 from holdfast.errors import CorruptError, MissingError
-from holdfast.ports.forwarding import ForwardingStore
-from holdfast.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, Store, Upload
-from holdfast.repository.publish import holds
+from holdfast.stored.repository.publish import holds
 
 
 class OverlayStore(ForwardingStore):

@@ -7,14 +7,15 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.coordination.commit_vote import Vote
-from holdfast.errors import CheckpointError, first_three
-from holdfast.format.digest import hex_digest_of
-from holdfast.format.index.index import Index, IndexMerger
-from holdfast.format.index.index_builder import IndexBuilder
-from holdfast.format.index.index_file import INDEX_BYTES_MAX
-from holdfast.format.names import (
+from holdfast.base.geometry.region import Region
+from holdfast.base.ports.codec import Codecs
+from holdfast.base.types.manifest import FORMAT_MAJOR, FORMAT_MINOR_MAX, FileRecord, Manifest
+from holdfast.base.types.timeline import FIRST_TIMELINE, Timeline
+from holdfast.core.format.digest import hex_digest_of
+from holdfast.core.format.index.index import Index, IndexMerger
+from holdfast.core.format.index.index_builder import IndexBuilder
+from holdfast.core.format.index.index_file import INDEX_BYTES_MAX
+from holdfast.core.format.names import (
     is_attempt_folder,
     is_coded_pack_name,
     is_pack_name,
@@ -24,19 +25,18 @@ from holdfast.format.names import (
     rank_of_part,
     step_of_pack,
 )
-from holdfast.format.pack import pack_digest
-from holdfast.format.part import decode_part, is_sealed, require_part_of
-from holdfast.format.timeline import timeline_in_damaged
-from holdfast.geometry.region import Region
+from holdfast.core.format.pack import pack_digest
+from holdfast.core.format.part import decode_part, is_sealed, require_part_of
+from holdfast.core.format.timeline import timeline_in_damaged
+from holdfast.errors import CheckpointError, first_three
 from holdfast.offline.links.pack_proof import PackPieces, digests_of, header_of
-from holdfast.ports.codec import Codecs
-from holdfast.repository.catalog import read_file
-from holdfast.repository.timelines import RunTimelines
-from holdfast.saving.commit import build_manifest, write_index
-from holdfast.saving.merge import merge_parts
 from holdfast.settings import MIB, Settings
-from holdfast.types.manifest import FORMAT_MAJOR, FORMAT_MINOR_MAX, FileRecord, Manifest
-from holdfast.types.timeline import FIRST_TIMELINE, Timeline
+from holdfast.stored.checkpoint.location import CheckpointLocation
+from holdfast.stored.repository.catalog import read_file
+from holdfast.stored.repository.timelines import RunTimelines
+from holdfast.training.coordination.commit_vote import Vote
+from holdfast.training.saving.commit import build_manifest, write_index
+from holdfast.training.saving.merge import merge_parts
 
 LOST_TIMELINE = Timeline(2, "0" * 16)
 """The timeline of a rebuilt manifest whose own one is lost. It is never the newest where another second one exists."""

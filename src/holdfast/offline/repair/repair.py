@@ -12,19 +12,19 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from holdfast.checkpoint.coverage import require_covered
-from holdfast.checkpoint.location import CheckpointLocation, require_no_checkpoint
-from holdfast.checkpoint.pack_sizes import short_packs
-from holdfast.checkpoint.verify import Damage, Verification
-from holdfast.clock import Clock, utc_now_text
+from holdfast.base.clock import Clock, utc_now_text
+from holdfast.base.ports.codec import NO_CODECS, Codecs
+from holdfast.base.ports.observer import Observer
+from holdfast.base.ports.store import Packs, Store
+from holdfast.base.types.manifest import FileRecord, Manifest
+from holdfast.base.types.timeline import Timeline
+from holdfast.core.format.digest import hex_digest_of
+from holdfast.core.format.index.index import Index
+from holdfast.core.format.index.index_file import INDEX_BYTES_MAX, encode_index
+from holdfast.core.format.manifest import MANIFEST_BYTES_MAX, decode_manifest, encode_manifest
+from holdfast.core.format.names import OVERVIEW_FILE, index_name, is_index_name, step_folder
+from holdfast.core.format.sealed_json import stated_digest
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, first_three
-from holdfast.format.digest import hex_digest_of
-from holdfast.format.index.index import Index
-from holdfast.format.index.index_file import INDEX_BYTES_MAX, encode_index
-from holdfast.format.manifest import MANIFEST_BYTES_MAX, decode_manifest, encode_manifest
-from holdfast.format.names import OVERVIEW_FILE, index_name, is_index_name, step_folder
-from holdfast.format.sealed_json import stated_digest
-from holdfast.leases.writer import WriterLease
 from holdfast.offline.links.shared_packs import has_unfinished, remove_unfinished
 from holdfast.offline.repair.bit_flip import correct_bit_flip
 from holdfast.offline.repair.damaged_packs import plan_packs, replace_packs
@@ -38,31 +38,31 @@ from holdfast.offline.repair.rebuild import (
     require_known_format,
     timeline_of_damaged,
 )
-from holdfast.ports.codec import NO_CODECS, Codecs
-from holdfast.ports.observer import Observer
-from holdfast.ports.store import Packs, Store
-from holdfast.repository.catalog import (
+from holdfast.settings import Settings
+from holdfast.stored.checkpoint.coverage import require_covered
+from holdfast.stored.checkpoint.location import CheckpointLocation, require_no_checkpoint
+from holdfast.stored.checkpoint.pack_sizes import short_packs
+from holdfast.stored.checkpoint.verify import Damage, Verification
+from holdfast.stored.leases.writer import WriterLease
+from holdfast.stored.repository.catalog import (
     manifest_in,
     read_index,
     read_manifest_bytes,
     read_run_id,
     step_folders,
 )
-from holdfast.repository.epochs import current_fence, is_valid_manifest
-from holdfast.repository.publish import get_or_none
-from holdfast.repository.quarantine import backup, identity_at, is_quarantined, quarantined, release
-from holdfast.repository.tags import TAGS_FOLDER, tags_for_new_manifest
-from holdfast.repository.timelines import (
+from holdfast.stored.repository.epochs import current_fence, is_valid_manifest
+from holdfast.stored.repository.publish import get_or_none
+from holdfast.stored.repository.quarantine import backup, identity_at, is_quarantined, quarantined, release
+from holdfast.stored.repository.tags import TAGS_FOLDER, tags_for_new_manifest
+from holdfast.stored.repository.timelines import (
     DamagedManifest,
     RunTimelines,
     moved_manifests,
     run_timelines,
     superseded_keys,
 )
-from holdfast.saving.commit import write_index
-from holdfast.settings import Settings
-from holdfast.types.manifest import FileRecord, Manifest
-from holdfast.types.timeline import Timeline
+from holdfast.training.saving.commit import write_index
 
 logger = logging.getLogger(__name__)
 

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from holdfast.checkpoint.location import CheckpointLocation
+from holdfast.base.ports.store import Store
+from holdfast.base.types.manifest import Manifest
+from holdfast.base.types.timeline import FIRST_TIMELINE, Timeline
+from holdfast.core.format.digest import hex_digest_of
+from holdfast.core.format.index.index_file import INDEX_BYTES_MAX
+from holdfast.core.format.manifest import decode_manifest, encode_manifest
+from holdfast.core.format.timeline import timeline_in_damaged
 from holdfast.errors import ConflictError
-from holdfast.format.digest import hex_digest_of
-from holdfast.format.index.index_file import INDEX_BYTES_MAX
-from holdfast.format.manifest import decode_manifest, encode_manifest
-from holdfast.format.timeline import timeline_in_damaged
-from holdfast.leases.path_claim import PathClaim, release_path_claim, take_path_claim
 from holdfast.offline.repair.overlay import OverlayStore
 from holdfast.offline.repair.rebuild import stated_step
 from holdfast.offline.repair.repair import Repair, RepairReport
-from holdfast.ports.store import Store
-from holdfast.repository.overwriting import require_claim
-from holdfast.types.manifest import Manifest
-from holdfast.types.timeline import FIRST_TIMELINE, Timeline
+from holdfast.stored.checkpoint.location import CheckpointLocation
+from holdfast.stored.leases.path_claim import PathClaim, release_path_claim, take_path_claim
+from holdfast.stored.repository.overwriting import require_claim
 
 REPLACED_FOLDER = "replaced/"
 """Folder of the files that a repair replaced, in the folder of the checkpoint."""

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from holdfast.base.geometry.box import Box
+from holdfast.base.geometry.dtype import DTYPES
+from holdfast.base.types.export import Checksum, ExportFile, ExportTensor, ExportWindow
 from holdfast.errors import CorruptError, InvalidError
-from holdfast.geometry.box import Box
-from holdfast.geometry.dtype import DTYPES
 from holdfast.offline.export.crc32 import joined_crc32
 from holdfast.offline.export.windows import FilePlan, share_of, windows_of
-from holdfast.types.export import Checksum, ExportFile, ExportTensor, ExportWindow
 
 DTYPE_NAMES = ("uint8", "int16", "float32", "complex128")
 

@@ -8,21 +8,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from holdfast import wiring
-from holdfast.checkpoint.checkpoint import Checkpoint
-from holdfast.checkpoint.location import CheckpointLocation
-from holdfast.checkpoint_manager import CheckpointManager
-from holdfast.clock import SystemClock
-from holdfast.coordination.job import Job
+from holdfast._face import wiring
+from holdfast._face.checkpoint_manager import CheckpointManager
+from holdfast.backends.stores.memory import MemoryStore
+from holdfast.backends.torch.comm import SoloComm
+from holdfast.base.clock import SystemClock
+from holdfast.base.geometry.region import FlatRange
+from holdfast.core.format.names import step_folder
 from holdfast.errors import CorruptError
-from holdfast.format.names import step_folder
-from holdfast.frameworks.torch.comm import SoloComm
-from holdfast.geometry.region import FlatRange
 from holdfast.offline.imports.copy import saved_again
 from holdfast.settings import PAGE_BYTES, Settings
-from holdfast.stores.memory import MemoryStore
+from holdfast.stored.checkpoint.checkpoint import Checkpoint
+from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
+from holdfast.training.coordination.job import Job
 from tests.support.chunk_decoder import stored_pieces, stored_tensors
 from tests.support.coded_states import rounded_to_bfloat16
 from tests.support.tuning import tuned

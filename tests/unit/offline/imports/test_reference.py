@@ -9,19 +9,19 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from holdfast import wiring
-from holdfast.checkpoint_manager import CheckpointManager
-from holdfast.clock import SystemClock
-from holdfast.coordination.job import Job
+from holdfast._face import wiring
+from holdfast._face.checkpoint_manager import CheckpointManager
+from holdfast.backends.alone import AloneComm
+from holdfast.backends.stores.foreign import References
+from holdfast.backends.stores.memory import MemoryStore
+from holdfast.base.clock import SystemClock
+from holdfast.base.geometry.tensor import Layout, Placement
 from holdfast.errors import InvalidError
-from holdfast.frameworks.alone import AloneComm
-from holdfast.geometry.tensor import Layout, Placement
 from holdfast.offline.imports.import_step import import_step
 from holdfast.settings import Settings
-from holdfast.stores.foreign import References
-from holdfast.stores.memory import MemoryStore
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
+from holdfast.training.coordination.job import Job
 from tests.unit.ranks import PATIENT, fresh_store
 
 RANKS = 3

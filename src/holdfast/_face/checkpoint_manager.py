@@ -1,0 +1,500 @@
+"""The manager of a run: a training loop saves and loads its steps with it.
+
+It forwards to the features of `training/runs/`, and starts saves and loads with them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from types import TracebackType
+from typing import Self
+
+from holdfast._face import wiring
+from holdfast._face.arguments import (
+    Globs,
+    TagNames,
+    policies_of,
+    preemption_of,
+    require_save_arguments,
+    require_state,
+    selection_of,
+)
+from holdfast.backends.stores.foreign import References
+from holdfast.base.interrupts import require_uninterrupted
+from holdfast.base.ports.framework import Selection
+from holdfast.base.ports.observer import Observer
+from holdfast.base.ports.store import Packs, Store
+from holdfast.base.types.reports import LoadReport, SaveReport
+from holdfast.core.format.names import is_step, plain_step
+from holdfast.errors import InvalidError
+from holdfast.policies import KeepPolicy, Policies, SavePolicy
+from holdfast.settings import Preemption, Settings
+from holdfast.stored.checkpoint.location import CheckpointLocation, none_allowed, require_no_checkpoint
+from holdfast.stored.repository.catalog import read_run_id
+from holdfast.stored.repository.tags import remove_tag
+from holdfast.stored.repository.timelines import committed_steps, run_timelines
+from holdfast.training.coordination.exit.signals import Signals
+from holdfast.training.coordination.job import Job
+from holdfast.training.coordination.save_schedule import Schedule
+from holdfast.training.loading.load import Loaded, load, load_attempt
+from holdfast.training.loading.load_request import LoadRequest
+from holdfast.training.loading.named_step import finder_of
+from holdfast.training.loading.rename_rules import Renames
+from holdfast.training.runs.collection.background_collection import Background, lacks_room
+from holdfast.training.runs.collection.garbage_collection import CheckpointGC
+from holdfast.training.runs.collection.pins import Pins, StepPin
+from holdfast.training.runs.discarding import Discarding
+from holdfast.training.runs.loaded_state import loaded_state
+from holdfast.training.runs.opening import OpeningFacts
+from holdfast.training.runs.preemption import PreemptionHandler, estimated_write_bytes
+from holdfast.training.runs.saves_in_flight import SavesInFlight
+from holdfast.training.runs.step_request import RunParts, StepRequest, StepState
+from holdfast.training.runs.tags import tag_step
+from holdfast.training.saving.handle import SaveHandle
+from holdfast.training.saving.save import begin_save
+from holdfast.training.saving.wrong_call import refuse_call
+from holdfast.training.telemetry.dispatcher import EventDispatcher
+
+
+class CheckpointManager:
+    """Saves and loads the steps of one run under a root. A context manager; every rank of the group makes one.
+
+    Construction is a collective: ranks agree on a nonce and count who shares their memory. Saving runs no collective.
+    """
+
+    def __init__(
+        self,
+        root: wiring.Path,
+        *,
+        save: SavePolicy | None = None,
+        keep: KeepPolicy | None = None,
+        every: int | None = None,
+        keep_last: int | None = None,
+        start_over: bool = False,
+        preemption: Preemption | bool = True,
+        process_group: wiring.ProcessGroup = None,
+        settings: Settings = wiring.DEFAULT_SETTINGS,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        """Open a root.
+
+        Args:
+            root: Folder of the `step-*` folders; the first save creates it.
+            save: When `maybe_save` saves; the same on every rank. See `holdfast.policies`.
+            keep: Which steps are kept; None for all. The newest valid one always is.
+            every: Short for `save=AnyOf(EveryNSteps(every), OnRequest())`.
+            keep_last: Short for `keep=AnyOf(LatestN(keep_last), Tagged())`.
+            start_over: Whether the first save begins anew although the root holds steps and none was loaded. The steps
+                stay stored, superseded. Without it, such a save raises.
+            preemption: Signals after which `maybe_save` saves and ends the process, from its first call until `close`.
+                True for SIGTERM and SIGINT, with a grace of 30 s; False for none. See `holdfast.Preemption`.
+            process_group: None for the default group, False for this process alone, or a group.
+            settings: How to save and load.
+            observers: Receive events of saves and loads: those of `holdfast.observers`, or your own. A slow or broken
+                observer cannot delay or fail a save.
+        Raises:
+            InvalidError: The root is a checkpoint or no path; `save` or `keep` is invalid or given twice;
+                `preemption` is given on a thread that receives no signals; or `WORLD_SIZE` is over 1 and there is no
+                process group.
+        """
+        policies = policies_of(save, every, keep, keep_last)
+        wanted = preemption_of(preemption)
+        store = wiring.store_at(root, settings)
+        job = wiring.saving_job(process_group, settings, root)
+        handler = None
+        if wanted is not None:
+            handler = PreemptionHandler(job, Signals(wanted.signals, job.clock), wanted.grace_seconds)
+        self._open(store, job, References(settings.allowed_roots), policies, observers, handler)
+        self._position.starts_over = start_over
+        self._follows_default_group = process_group is None
+
+    @classmethod
+    def over(
+        cls,
+        store: Store,
+        job: Job,
+        references: Packs = none_allowed,
+        policies: Policies = Policies(),  # noqa: B008 - frozen
+        observers: Sequence[Observer] = (),
+        preemption_handler: PreemptionHandler | None = None,
+    ) -> Self:
+        """Return a manager over a store and a job that the caller made; the manager closes the job.
+
+        Args:
+            store: The root.
+            job: The ranks.
+            references: Opens files elsewhere that imported steps refer to.
+            policies: When to save and what to keep.
+            observers: Receive events.
+            preemption_handler: Ends the loop on a signal; None for no preemption.
+        """
+        manager = cls.__new__(cls)
+        manager._open(store, job, references, policies, observers, preemption_handler)
+        return manager
+
+    def _open(
+        self,
+        store: Store,
+        job: Job,
+        references: Packs,
+        policies: Policies,
+        observers: Sequence[Observer],
+        preemption_handler: PreemptionHandler | None,
+    ) -> None:
+        require_no_checkpoint(store)
+        self._store, self._job, self._keep = store, job, policies.keep
+        self._dispatcher = EventDispatcher(observers, job.clock)
+        self._schedule = None if policies.save is None else Schedule(job, policies.save)
+        self._preemption = preemption_handler
+        home = CheckpointLocation(store, "", None, references=references, root=store)
+        self._parts = RunParts(job, home, policies.keep)
+        self._position = self._parts.position
+        self._saves = SavesInFlight(job.progress)
+        self._closed = False
+        self._follows_default_group = False
+        self.load_report: LoadReport | None = None
+        """Report of the last load."""
+
+    def maybe_save(
+        self,
+        step: int,
+        state: Mapping[str, object],
+        *,
+        metrics: Mapping[str, object] | None = None,
+        tags: TagNames = (),
+        move_tags: TagNames = (),
+        only: Globs = None,
+        skip: Globs = None,
+        grads: bool = False,
+    ) -> SaveHandle | None:
+        """Save a step of the training loop if a save is due; return its handle, or None.
+
+        Every rank calls it after every step. All ranks decide alike without waiting for each other. `metrics` are
+        numbers by name; only those of rank 0 are stored. Other arguments and errors as `save`; no tag is put or moved
+        if nothing is saved. A step that was just saved or loaded is not saved again.
+
+        Raises:
+            InvalidError: The manager was made without `save` and `every`.
+            Preempted: A rank received a signal. All ranks stop at this step; `code` tells whether it is saved. A
+                `SystemExit`, not an `Exception`.
+        """
+        self._require_not_closed()
+        if self._schedule is None:
+            raise InvalidError(
+                f"{self._store.url}: maybe_save does not know when to save; expected a manager made with every=100 or "
+                "save=…, as in CheckpointManager(root, every=100). To save at once, call save(step, state)"
+            )
+        step = plain_step(step)
+        passed = _passed(step, state, "maybe_save(step, state)", (only, skip, grads), metrics, (tags, move_tags))
+        if passed.misuse is not None and (self._job.comm.world_size == 1 or not is_step(step)):
+            # Without a step this rank cannot decide whether the others save. They raise at their next save.
+            return refuse_call(self._job, passed.misuse)
+        if self._preemption is not None and self._preemption.should_stop(step):
+            self._preemption.save_and_exit(
+                step,
+                self._position.location_of(step),
+                lambda: self._estimated_write_bytes(passed),
+                lambda: self._begin_save(step, replace(passed, is_last=True)),
+                is_committed=self._position.is_loaded(step),
+            )
+        return self._begin_save(step, passed) if self._schedule.is_due(step) else None
+
+    def request_save(self) -> None:
+        """Request a save soon, from any rank, thread or signal handler.
+
+        The rank forwards the request at its next `maybe_save`. All ranks save at one step, about a second later.
+
+        Raises:
+            InvalidError: The policy has no `OnRequest()`.
+        """
+        if self._schedule is None or not self._schedule.takes_requests:
+            raise InvalidError(
+                f"{self._store.url}: the policy takes no requests, so no rank would save; expected a manager made "
+                "with every=… or save=AnyOf(…, OnRequest()). To save at once, call save(step, state)"
+            )
+        self._schedule.request()
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, object],
+        *,
+        metrics: Mapping[str, object] | None = None,
+        tags: TagNames = (),
+        move_tags: TagNames = (),
+        only: Globs = None,
+        skip: Globs = None,
+        grads: bool = False,
+    ) -> SaveHandle:
+        """Begin to save a step; return once it is staged, or at once if it is copied lazily. As `async_save`.
+
+        Args:
+            step: The training iteration.
+            state: As `async_save`, and so `only`, `skip` and `grads`.
+            metrics: Metrics of the step, numbers by name; only those of rank 0 are stored.
+            tags: Tags that the step gets once it is committed; only those of rank 0 are set. A tag that another step
+                has stays there. That is a warning, in the log and in `SaveReport.untagged`; the step is saved.
+            move_tags: Tags that the step gets likewise, also if another step has them: `move_tags={"best"}`.
+        """
+        self._require_not_closed()
+        step = plain_step(step)
+        passed = _passed(step, state, "save(step, state)", (only, skip, grads), metrics, (tags, move_tags))
+        return self._begin_save(step, passed)
+
+    def load(
+        self,
+        state: Mapping[str, object],
+        step: int | str | None = None,
+        *,
+        best: str | tuple[str, str] | None = None,
+        strict: bool = True,
+        cast: bool = False,
+        only: Globs = None,
+        skip: Globs = None,
+        grads: bool = False,
+        rename: Mapping[str, str] | None = None,
+        partial: Iterable[str] | None = None,
+        hyperparameters: bool = True,
+        discard_newer: bool = False,
+    ) -> int | None:
+        """Fill a state from a step, or from the newest valid step; return the step, or None if the root has none yet.
+
+        `step` is a number, a tag (`"best"`), or `"latest"`, the same as None. `best="loss"` loads the committed step
+        with the lowest loss, `best=("accuracy", "max")` that with the highest accuracy, ranked as `BestN` ranks.
+
+        All ranks skip damaged newer steps together, quarantine them, and report them in `load_report.passed_over`.
+        Arguments and errors as the function `load`. A given step that is absent raises `MissingError`; a damaged one
+        raises `CorruptError`.
+
+        Going back: if steps newer than the loaded one exist, the next save begins a new timeline there. The newer steps
+        stay stored, but are superseded: a load without a step takes the newest step of the newest timeline. A
+        superseded step is loaded by number and digest, as `holdfast ls` lists it: `step="300@1f2e"`.
+
+        With `discard_newer` the newer steps are superseded at once, also for a restart before the next save, and rank 0
+        removes them in the background. Tagged ones stay. `load_report.discarded` and `left` name them. It needs a step,
+        and raises `ConflictError` beside another writer; the state is then unchanged.
+        """
+        require_state(state, "load(state, step)")
+        self._require_not_closed()
+        find = finder_of(step, best)
+        discarding = Discarding(self._parts, find) if discard_newer else None
+        selection = selection_of(only, skip, grads, partial, hyperparameters=hyperparameters, cast=cast)
+        request = LoadRequest(state, selection, strict, Renames.of(rename))
+        position = self._position
+        selector = position.selector(find, None if discarding is None else discarding.prepare)
+        if discarding is not None:
+            self._saves.await_ends()  # They are newer, too.
+        with load_attempt(self._job, position.home, selector, request, self._dispatcher) as attempt:
+            try:
+                loaded = load(attempt)
+            except BaseException:
+                if discarding is not None:
+                    discarding.give_up()
+                raise
+            if loaded is None:
+                return None
+            # Before the reader lease ends: garbage collection must not remove the step in between.
+            self._note_loaded(request, loaded)
+            if discarding is not None:
+                self.load_report = discarding.execute(loaded)
+            return loaded.location.step
+
+    def steps(self) -> list[int]:
+        """Return the committed steps that a load may take, ascending. Superseded steps are not among them."""
+        return committed_steps(self._store)
+
+    @property
+    def latest(self) -> int | None:
+        """The newest committed step of the newest timeline, or None."""
+        chain = run_timelines(self._store).chain
+        return chain[-1].step if chain else None
+
+    def tag(self, step: int | str, name: str, *, move: bool = False) -> None:
+        """Tag a committed step; do nothing if it has the tag already. Call it on one rank.
+
+        A superseded step is named by number and digest, as `300@1f2e`. With `move`, the step gets the tag also if
+        another step has it: at any time, and after a crash, the tag is at one of the two.
+
+        Raises:
+            InvalidError: The name is no valid tag: it is a number, `latest`, or has other characters.
+            MissingError: There is no such step.
+            ConflictError: Another step has the tag, and it is not to move; or the step is being deleted.
+        """
+        tag_step(self._store, self._job.clock, step, name, move=bool(move))
+
+    def untag(self, name: str) -> None:
+        """Remove a tag; its step stays as it is. Call it on one rank.
+
+        Raises:
+            MissingError: There is no such tag.
+        """
+        remove_tag(self._store, name)
+
+    def kept(self) -> dict[int, tuple[str, ...]]:
+        """Return the steps that garbage collection would keep now, each with its reasons. Removes nothing.
+
+        Raises:
+            InvalidError: `keep` ranks by a metric that no step has.
+            CorruptError: A tag cannot be read, so it may name a step that must stay.
+        """
+        if read_run_id(self._store) is None:
+            return {}
+        inventory = CheckpointGC(self._store, self._job.clock, self._keep, None, self._parts.pins).survey()
+        return dict(sorted(inventory.reasons.items()))
+
+    def wait(self) -> None:
+        """Wait for every save in flight.
+
+        Raises:
+            CheckpointError: A save failed, and no call has raised its error yet. If several failed, the first is
+                raised; its cause is an `ExceptionGroup` of all errors, or of the first and the last 100.
+        """
+        self._saves.wait(closing=self._closed)
+
+    def close(self, *, wait: bool = True) -> None:
+        """Wait for every save in flight, delete the steps that `keep` does not keep, and release the resources.
+
+        Raises as `wait`. Steps that a load discarded go too. If steps are due for deletion, rank 0 waits for the rest
+        of their grace, up to a minute, and says so. It does not wait after a signal, nor while an exception is handled:
+        the next job deletes them then.
+
+        Args:
+            wait: Whether to wait for the grace; saves in flight are awaited in any case.
+        """
+        self._close(hand_on=True, may_wait=wait and sys.exception() is None)
+
+    def __enter__(self) -> Self:
+        """Return the manager."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close. An error while closing never hides an error of the block."""
+        try:
+            self._close(hand_on=error is None, may_wait=error is None)
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"closing the checkpoint manager also failed: {failure}")
+
+    def _note_loaded(self, request: LoadRequest, loaded: Loaded) -> None:
+        """Continue training from a loaded step."""
+        position = self._position
+        self.load_report = loaded.report
+        position.move_to(loaded)
+        position.loaded_state = loaded_state(self._job.framework, request, loaded)
+        if position.has_gone_back and self._preemption is not None:
+            self._preemption.forget_last()
+        if self._schedule is not None and loaded.location.step is not None:
+            self._schedule.note_loaded(loaded.location.step)
+
+    def _begin_save(self, step: int, passed: StepState) -> SaveHandle:
+        if passed.misuse is not None:
+            return refuse_call(self._job, passed.misuse)
+        self._position.loaded = None
+        if self._position.loaded_state is not None and step != self._position.loaded_state.step:
+            self._position.loaded_state = None
+        if self._schedule is not None:
+            self._schedule.note_saved(step)
+        request = StepRequest(self._parts, self._position.location_of(step), passed)
+        try:
+            handle = begin_save(self._job, request, self._dispatcher)
+        except BaseException:
+            self._parts.pins.unpin(request.pin, is_committed=False)
+            raise
+        parts = self._parts
+        ended = partial(_note_failed, parts.opening_facts, parts.pins, parts.collecting, request.pin, handle)
+        handle.committed.add_done_callback(ended)
+        self._position.lineage = request.lineage
+        self._saves.add(handle)
+        if self._preemption is not None:
+            self._preemption.note_save(step, handle)
+        return handle
+
+    def _close(self, *, hand_on: bool, may_wait: bool) -> None:
+        """Wait for every save in flight, then release the resources.
+
+        Args:
+            hand_on: Whether the restored handler receives a signal that no step handled.
+            may_wait: Whether to wait for the grace of steps that are due for deletion.
+        """
+        if self._closed:
+            return
+        require_uninterrupted(f"{self._store.url}: close")
+        self._closed = True
+        # The stack runs the callbacks from last to first, and each runs even if another raises.
+        with ExitStack() as ending:
+            if self._preemption is not None:
+                # Pushed first, so that it runs last: a signal that no step handled may end the process here.
+                ending.callback(self._preemption.close, hand_on=hand_on)
+            ending.callback(self._dispatcher.close)
+            ending.push(partial(self._end_run, may_wait))
+            ending.callback(self._job.close)
+            self.wait()
+
+    def _end_run(
+        self, may_wait: bool, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        """End garbage collection and release the writer lease; an `ExitStack` passes the error of the close so far."""
+        # A failed save is no reason to leave steps behind; Ctrl-C while saves end is.
+        may_wait = may_wait and (error is None or isinstance(error, Exception))
+        preemption = self._preemption
+        self._parts.close(lambda: may_wait and not (preemption is not None and preemption.has_received_signal))
+
+    def _estimated_write_bytes(self, passed: StepState) -> int:
+        """Return a lower bound of the bytes that this rank must write, before any comparison with what is stored."""
+        if passed.misuse is not None or (self._position.base is not None and self._job.settings.deduplicate):
+            return 0  # Every byte may be unchanged.
+        collected = self._job.framework.collect(passed.state, passed.selection)
+        return estimated_write_bytes(collected.shards, self._job.comm.world_size)
+
+    def _require_not_closed(self) -> None:
+        if self._closed:
+            raise InvalidError(f"{self._store.url}: the manager is closed; make a new CheckpointManager")
+        if self._follows_default_group:
+            wiring.require_group(None, self._job.comm)  # The script may have made a process group since.
+
+
+def _passed(
+    step: object,
+    state: Mapping[str, object],
+    call: str,
+    chosen: tuple[Globs, Globs, bool],
+    metrics: Mapping[str, object] | None,
+    tags: tuple[TagNames, TagNames],
+) -> StepState:
+    """Return the arguments of a call that saves, or what is wrong with them: every rank then raises, or none."""
+    try:
+        require_save_arguments(step, state, call)
+        return StepState(state, selection_of(*chosen), metrics, *tags)
+    except InvalidError as misuse:
+        return StepState({}, Selection(), misuse=misuse)
+
+
+def _note_failed(
+    facts: OpeningFacts,
+    pins: Pins,
+    collecting: Background | None,
+    pin: StepPin,
+    handle: SaveHandle,
+    committed: Future[SaveReport],
+) -> None:
+    """Unpin what a save needed that has certainly failed, and look for room if it found none.
+
+    Holds no reference to the manager: the handle outlives it.
+    """
+    error = committed.exception()
+    if handle.may_be_committed:
+        pins.note_unknown(pin)
+    elif error is not None:
+        pins.unpin(pin, is_committed=False)
+    if error is not None:
+        facts.forget()
+    if collecting is not None and error is not None and lacks_room(error):
+        collecting.want_room()

@@ -1,0 +1,460 @@
+"""The public functions that need no job and no torch: import, export, list, tag, repair, copy, collect,
+remove, compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from holdfast._face import export_wiring, wiring
+from holdfast._face.arguments import Globs, patterns_of
+from holdfast._face.export_wiring import EXPORT_DTYPES
+from holdfast.backends.stores.destination import LocalDestination
+from holdfast.backends.stores.foreign import References
+from holdfast.backends.stores.local import LocalStore
+from holdfast.base.clock import SystemClock
+from holdfast.base.ports.observer import Observer
+from holdfast.base.types.diff import Diff
+from holdfast.base.types.export import ExportOptions
+from holdfast.core.format.names import MANIFEST_FILE, step_folder
+from holdfast.core.format.step_name import step_name
+from holdfast.errors import InvalidError
+from holdfast.offline.copying.copy_checkpoint import CheckpointCopy
+from holdfast.offline.copying.copy_run import CopyReport, RunCopy
+from holdfast.offline.diff.compare import differences
+from holdfast.offline.export.planned import ExportReport, ExportRequest
+from holdfast.offline.imports.copy import exported
+from holdfast.offline.imports.import_step import ImportReport, import_step
+from holdfast.offline.repair.repair import Repair, RepairReport
+from holdfast.offline.repair.single import SingleRepair
+from holdfast.policies import KeepPolicy
+from holdfast.settings import Settings
+from holdfast.stored.checkpoint.checkpoint import Checkpoint
+from holdfast.stored.checkpoint.location import require_no_checkpoint
+from holdfast.stored.repository.catalog import exists
+from holdfast.stored.repository.tags import remove_tag
+from holdfast.training.loading.named_step import find_named, number_of
+from holdfast.training.runs.collection.garbage_collection import CollectReport, collected
+from holdfast.training.runs.collection.garbage_collection import planned as collection_planned
+from holdfast.training.runs.listing import RunRecord, run_record
+from holdfast.training.runs.removing import RemovedSteps, StepRemoval
+from holdfast.training.runs.tags import tag_step
+from holdfast.training.telemetry.trace import Trace, trace_of
+
+__all__ = [
+    "EXPORT_DTYPES",
+    "collect",
+    "copy_checkpoint",
+    "copy_run",
+    "diff",
+    "export",
+    "import_checkpoint",
+    "list_steps",
+    "remove_steps",
+    "repair",
+    "tag",
+    "trace",
+    "untag",
+]
+
+
+def import_checkpoint(
+    src: wiring.Path,
+    root: wiring.Path,
+    *,
+    step: int | None = None,
+    from_step: int | str | None = None,
+    copy: bool = False,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+    observer: Observer | None = None,
+) -> ImportReport:
+    """Make a checkpoint of another system a step of a run. One process calls; needs no torch.
+
+    The step refers to the source's files: it records each file, its size and the digest of every chunk, for which all
+    bytes are read. Checksums that the files hold are compared before. A load must allow the folder of the files with
+    `Settings(allowed_roots=(…,))`; a file that has changed is a `CorruptError`. With `copy` the bytes are copied into
+    packs of the run, and the source may be deleted. A checkpoint of Holdfast can be imported with `copy` only.
+
+    Args:
+        src: The checkpoint: a folder or file of any format that Holdfast reads.
+        root: The folder of the run; created if it does not exist.
+        step: The step that it becomes; None for its own step number.
+        from_step: The step of `src`, if that is the root of a run: a number, a tag, or `latest`.
+        copy: Whether to copy its bytes. To or from a URL they are always copied: a step refers to files of disks only.
+        settings: Bytes of a chunk, and reads in flight.
+        observer: Receives progress.
+    Raises:
+        ConflictError: The step exists and was not touched, or a file of the source changed during the import.
+        InvalidError: The checkpoint has no step number, or cannot be imported this way.
+        MissingError: There is no checkpoint.
+        CorruptError: The checkpoint is damaged; nothing was committed.
+        UnavailableError: Storage failed, or the outcome is unknown.
+    """
+    with closing(wiring.lone_job(settings)) as job:
+        store = wiring.copy_store_at(root, src, settings)
+        if not copy:
+            wiring.require_files(wiring.store_at(src, settings), store)
+        source = wiring.checkpoint_at(src, settings, from_step)
+        return import_step(source, store, job, step, copied=copy, observer=observer)
+
+
+def export(
+    src: wiring.Path,
+    dst: wiring.Path,
+    *,
+    to: str,
+    step: int | str | None = None,
+    shard_bytes: int | None = None,
+    dtype: str | None = None,
+    model_only: bool = True,
+    memory_bytes: int = 1 << 30,
+    workers: int = 1,
+    observer: Observer | None = None,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> ExportReport:
+    """Write a checkpoint, of Holdfast or of a format that it reads, as files of another system. Needs no torch.
+
+    The files appear at `dst` all at once, when they are complete and durable. At a URL every file appears whole, one
+    by one, and last the one by which readers find the others. After any interruption, the same call resumes.
+
+    Args:
+        src: The checkpoint; with `step` the root of a run.
+        dst: The file or folder to create; it must not exist.
+        to: The format: `safetensors`, `torch` or `dcp` (docs/formats.md). `holdfast` copies everything into a
+            checkpoint of our own, by one process and not resumed; the options up to `memory_bytes` do not apply to it.
+        step: A step of the run: its number, a tag, `"300@1f2e"`, or `"latest"`, the newest valid one.
+        shard_bytes: Most bytes of tensors in a file, for formats with several. None: 5 GB; at a URL, where a file is
+            sent whole from memory, an eighth of a worker's memory.
+        dtype: Dtype for the floating tensors of the model: float32, float16 or bfloat16; None: as they are.
+        model_only: Whether to leave out everything but the model.
+        memory_bytes: Memory for data in flight, of all workers together.
+        workers: Number of parallel processes.
+        observer: Receives progress.
+        settings: How to read; with `to="holdfast"` also how to write, `compression` too.
+    Raises:
+        InvalidError: The call is wrong, or the format cannot hold the checkpoint.
+        ConflictError: `dst` exists, or another process exports to it; it was not touched.
+        UnavailableError: The file system is full, or storage failed.
+        CorruptError: Stored bytes are not what was saved.
+    """
+    export_wiring.require_options(dtype, shard_bytes, memory_bytes=memory_bytes, workers=workers)
+    if step is not None:
+        src = wiring.step_path(wiring.step_at(src, step, settings))
+    if to == export_wiring.HOLDFAST:
+        if dtype is not None or workers > 1:
+            raise InvalidError(
+                f"dtype={dtype!r}, workers={workers}; expected neither with to={to!r}: one process copies tensors as is"
+            )
+        checkpoint = wiring.checkpoint_at(src, settings)
+        store = wiring.copy_store_at(dst, checkpoint.url, settings)
+        if isinstance(store, LocalStore):
+            LocalDestination(store.url).require_outside(checkpoint.url)
+        # No reports: the files of an export are those that its own report lists, and no others.
+        with closing(wiring.lone_job(replace(settings, reports=False))) as job:
+            return exported(checkpoint, store, job, observer)
+    settings, shard_bytes = export_wiring.resources_of(dst, settings, memory_bytes, workers, shard_bytes)
+    options = ExportOptions(shard_bytes=shard_bytes, dtype=dtype, model_only=bool(model_only))
+    request = ExportRequest(memory_bytes=memory_bytes, workers=workers)
+    planned = export_wiring.export_of(src, dst, to, options, settings)
+    pool = export_wiring.export_pool(src, dst, to, options, settings) if workers > 1 else None
+    return planned.run(request, pool, observer)
+
+
+def list_steps(root: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> RunRecord:
+    """Return every step under the root of a run: committed, damaged and unfinished. Read-only, needs no torch.
+
+    Raises:
+        MissingError: The path holds no run.
+        InvalidError: The path is one checkpoint.
+    """
+    return run_record(wiring.store_at(root, settings))
+
+
+def tag(
+    root: wiring.Path,
+    step: int | str,
+    name: str,
+    *,
+    move: bool = False,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> None:
+    """Give a committed step of a run a tag; no change if it has the tag already. Needs no torch.
+
+    Args:
+        root: The folder of the run.
+        step: The step: its number, `300@1f2e` for a superseded one, another tag of it, or `latest`.
+        name: The tag.
+        move: Whether to move the tag if another step has it. At any time, it is at one of the two.
+        settings: How to reach storage.
+    Raises:
+        InvalidError: The name is not valid, or the path is one checkpoint.
+        MissingError: There is no such step.
+        ConflictError: The tag names another step, and is not to move; it was not touched.
+    """
+    store = wiring.store_at(root, settings)
+    require_no_checkpoint(store)
+    tag_step(store, SystemClock(), step, name, move=bool(move))
+
+
+def untag(root: wiring.Path, name: str, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> None:
+    """Remove a tag of a run; the step stays as it is. Needs no torch.
+
+    Raises:
+        InvalidError: The name is not valid, or the path is one checkpoint.
+        MissingError: There is no such tag.
+    """
+    store = wiring.store_at(root, settings)
+    require_no_checkpoint(store)
+    remove_tag(store, name)
+
+
+def trace(path: wiring.Path, *, step: int | str | None = None, settings: Settings = wiring.DEFAULT_SETTINGS) -> Trace:
+    """Return a trace of the saves and loads of a checkpoint, or of every step of a run, on all ranks.
+
+    ui.perfetto.dev and chrome://tracing draw its `document`, written as JSON. Needs no torch.
+
+    Args:
+        path: The checkpoint, or the root of a run.
+        step: One step of the run: its number, a tag, or `latest`; None for all.
+        settings: How to read.
+    Raises:
+        MissingError: The path holds no reports, or there is no such step or tag.
+    """
+    store = wiring.store_at(path, settings)
+    folder = None if step is None else step_folder(find_named(store, step_name(step))[1].step)
+    return trace_of(store, folder)
+
+
+def repair(
+    root: wiring.Path,
+    step: int | str | None = None,
+    *,
+    dry_run: bool = False,
+    unfinished: bool = False,
+    observer: Observer | None = None,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> RepairReport:
+    """Rebuild damaged manifests and indexes of a run from its other files, and report what is lost.
+
+    It writes only data whose digests prove that it was saved. Every replaced file is kept under `quarantine/`. A step
+    that is complete afterwards can be resumed from again. No job may write to the run. Needs no torch.
+
+    The folder of one step stands for that step of its run. A checkpoint that is in no run is repaired from its own
+    files alone, and replaced files are kept in its folder `replaced/`.
+
+    Args:
+        root: The root of the run, the folder of one step, or one checkpoint.
+        step: The step: its number, a tag, or `latest`; None: every step whose manifest, index, file sizes or quarantine
+            show damage.
+        dry_run: Write nothing, only report.
+        unfinished: Accept the manifest of that step although it is fenced (see `holdfast ls`), if everything that it
+            names is intact.
+        observer: Receives progress while a step is read back.
+        settings: How to read, and how an index is split.
+    Raises:
+        MissingError: There is no such step, or none at all.
+        InvalidError: A step of one checkpoint is asked for, or a step is of a newer format.
+        ConflictError: A job writes to the run.
+        UnavailableError: Storage failed; the same call resumes.
+    """
+    store, of_path = wiring.repairable_at(root, settings)
+    number = of_path
+    if step is not None:
+        if of_path is not None:
+            raise InvalidError(f"{root}: is step {of_path} of a run already; expected no step, or the root of the run")
+        number = number_of(store, step_name(step))
+    if number is None and unfinished:
+        raise InvalidError("unfinished=True without a step; expected the step to accept, as in step=100")
+    repair_class = SingleRepair if number is None and exists(store, MANIFEST_FILE) else Repair
+    return repair_class(
+        store, References(settings.allowed_roots), SystemClock(), settings,
+        codecs=wiring.codecs(), dry_run=bool(dry_run), unfinished=bool(unfinished), observer=observer,
+    ).run(number)  # fmt: skip
+
+
+def copy_run(
+    root: wiring.Path,
+    destination: wiring.Path,
+    *,
+    skip_damaged: bool = False,
+    observer: Observer | None = None,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> CopyReport:
+    """Copy a whole run to another place, on any store, and store what its steps share once there too. Needs no torch.
+
+    Every file that a manifest names is copied once, and proven by its digest on the way. A job may write to the run
+    meanwhile: steps that it removes or saves again before they were copied are left out and reported. If the process is
+    interrupted or killed, the same call continues.
+
+    Args:
+        root: The root of the run.
+        destination: A new folder.
+        skip_damaged: Whether to leave out steps that are damaged, rather than to refuse to complete the copy.
+        observer: Receives progress, from several threads, one at a time.
+        settings: How to reach storage, memory for objects on their way, permission bits of files. Without such bits,
+            the copy has those of the run.
+    Raises:
+        MissingError: The path holds no run.
+        ConflictError: The destination holds something else than an unfinished copy of this run.
+        CorruptError: Steps are damaged; the message names the places. All others are there.
+        InvalidError: The path is one checkpoint, or one path is inside the other.
+        UnavailableError: Storage failed; the same call continues.
+    """
+    source = wiring.store_at(root, settings)
+    target = wiring.copy_store_at(destination, root, settings)
+    wiring.require_apart(source, target)
+    copy = RunCopy(source, target, SystemClock(), observer, codecs=wiring.codecs(), skip_damaged=bool(skip_damaged))
+    return copy.run()
+
+
+def copy_checkpoint(
+    src: wiring.Path,
+    destination: wiring.Path,
+    *,
+    step: int | str | None = None,
+    observer: Observer | None = None,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> CopyReport:
+    """Copy one checkpoint of Holdfast, or one step of a run, to a folder of its own, on any store. Needs no torch.
+
+    The copy has all packs that the checkpoint needs, also those of other steps. It is proven by its digests on the way.
+    If the process is interrupted or killed, the same call continues.
+
+    Args:
+        src: The checkpoint; with `step` the root of a run.
+        destination: A new folder.
+        step: A step of the run: its number, a tag, `"300@1f2e"`, or `"latest"`, the newest valid one.
+        observer: Receives progress.
+        settings: As for `copy_run`.
+    Raises:
+        MissingError: There is no checkpoint.
+        ConflictError: The destination holds something else than an unfinished copy of this checkpoint.
+        CorruptError: It is damaged; the message names the places.
+        InvalidError: It is of another system, or one path is inside the other.
+        UnavailableError: Storage failed; the same call continues.
+    """
+    location = wiring.location_at(src, settings) if step is None else wiring.step_at(src, step, settings)
+    target = wiring.copy_store_at(destination, location.url, settings)
+    wiring.require_apart(location.store, target)
+    return CheckpointCopy(location, target, SystemClock(), observer, codecs=wiring.codecs()).run()
+
+
+def collect(
+    root: wiring.Path,
+    *,
+    keep: KeepPolicy | None = None,
+    dry_run: bool = False,
+    grace_seconds: float | None = None,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> CollectReport:
+    """Remove the steps of a run that a policy does not keep, and files of dead saves. Needs no torch.
+
+    For runs without a writing job: a manager with `keep` does the same in the background. The newest valid step, the
+    last healthy one, quarantined steps and steps with readers always stay. So do packs that a kept step refers to. If
+    the process is killed, every step is complete or gone, and the next call resumes.
+
+    Args:
+        root: The folder of the run.
+        keep: Which steps stay, as in `holdfast.policies`; None for all of them.
+        dry_run: Only report what would be removed.
+        grace_seconds: Time between mark and removal; None for `settings.collect_grace_seconds`.
+        settings: How to hold the writer lease.
+    Raises:
+        MissingError: The path holds no run.
+        InvalidError: The path is one checkpoint, or the policy ranks by a metric that no step has.
+        ConflictError: A job writes to the run; the message names it.
+        CorruptError: A damaged file hides which steps must stay; nothing was removed.
+        UnavailableError: Storage failed; the next call resumes.
+    """
+    grace = _grace_of(grace_seconds, settings)
+    store = wiring.store_at(root, settings)
+    if dry_run:
+        return collection_planned(store, SystemClock(), keep)
+    return collected(store, SystemClock(), keep, grace, settings.lease_seconds)
+
+
+def remove_steps(
+    root: wiring.Path,
+    steps: Sequence[int | str] | int | str,
+    *,
+    tagged: bool = False,
+    all_steps: bool = False,
+    dry_run: bool = False,
+    grace_seconds: float | None = None,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> RemovedSteps:
+    """Remove steps of a run by name. For runs without a writing job. Needs no torch.
+
+    Packs that other steps refer to stay. A step that somebody reads stays for now, and is in `left`. If the process is
+    killed, every step is complete or gone; `collect` removes what is left of one that is gone.
+
+    Args:
+        root: The folder of the run.
+        steps: Their numbers or tags, or `latest`; a superseded step is named by number and digest, as `300@1f2e`.
+        tagged: Whether steps with tags go too, and their tags with them.
+        all_steps: Whether the last step that a resume could take may go.
+        dry_run: Only report what would be removed.
+        grace_seconds: Time between mark and removal; None for `settings.collect_grace_seconds`.
+        settings: How to hold the writer lease.
+    Raises:
+        MissingError: There is no such step, or the path holds no run; nothing was removed.
+        ConflictError: A step has a tag, or a job writes to the run; nothing was removed.
+        InvalidError: No step that a resume could take would stay, or the path is one checkpoint; nothing was removed.
+        CorruptError: A manifest or tag cannot be read; nothing was removed.
+        UnavailableError: Storage failed; call again.
+    """
+    grace = _grace_of(grace_seconds, settings)
+    named = list(steps) if isinstance(steps, Iterable) and not isinstance(steps, str) else [steps]
+    if not named:
+        raise InvalidError("steps=[]; expected one step at least, as in steps=[100]")
+    removal, store = StepRemoval(named, bool(tagged), bool(all_steps)), wiring.store_at(root, settings)
+    if dry_run:
+        return removal.planned(store, SystemClock())
+    return removal.execute(store, SystemClock(), grace, settings.lease_seconds)
+
+
+def _grace_of(grace_seconds: float | None, settings: Settings) -> float:
+    if grace_seconds is not None and not 0 <= grace_seconds < float("inf"):
+        raise InvalidError(f"grace_seconds={grace_seconds!r}; expected a finite number of seconds, 0 or more")
+    return settings.collect_grace_seconds if grace_seconds is None else grace_seconds
+
+
+def diff(
+    a: wiring.Path | Checkpoint,
+    b: wiring.Path | Checkpoint,
+    *,
+    tensors: Globs = None,
+    cast: bool = False,
+    full: bool = False,
+    observer: Observer | None = None,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> Diff:
+    """Return all differences between two checkpoints of any formats. Never communicates, needs no torch.
+
+    Of two checkpoints of Holdfast, bytes with equal digests are not read.
+
+    Args:
+        a, b: Paths, or opened checkpoints.
+        tensors: Compare only tensors with a name that matches one of these patterns, and no values.
+        cast: Compare tensors of different dtypes by value, each widened exactly; otherwise only report the dtypes.
+        full: Also read bytes with equal digests, so that norms cover whole tensors.
+        observer: Receives progress.
+        settings: How to read.
+    Raises:
+        MissingError: A path holds no checkpoint.
+        InvalidError: A path is the root of a run.
+        CorruptError: A checkpoint is damaged.
+        ConflictError: One was overwritten meanwhile.
+    """
+    opened = [side if isinstance(side, Checkpoint) else wiring.checkpoint_at(side, settings) for side in (a, b)]
+    patterns = None if tensors is None else patterns_of("tensors", tensors)
+
+    def chosen(name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns or ())
+
+    names = None if patterns is None else chosen
+    with opened[0].blaming_overwrite(), opened[1].blaming_overwrite():
+        return differences(*opened, chosen=names, cast=cast, full=full, observer=observer)

@@ -1,0 +1,236 @@
+"""Reads the whole state of a checkpoint without a template, as `torch.load` returns it for an exported one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import numpy as np
+
+from holdfast._face import wiring
+from holdfast._face.arguments import Globs, selection_of
+from holdfast.backends.foreign.file_layout import SmallTensor, TensorLeaf
+from holdfast.backends.foreign.nested_state import State, nested_state
+from holdfast.backends.foreign.values import below
+from holdfast.base.geometry.dtype import DTYPES
+from holdfast.base.types.export import ExportOptions
+from holdfast.base.types.values import FrameworkValue
+from holdfast.errors import ConflictError, CorruptError, InvalidError, first_three
+from holdfast.settings import Settings
+from holdfast.stored.checkpoint.checkpoint import Checkpoint, require_framework
+from holdfast.stored.checkpoint.mapped_tensors import MappedTensors
+
+_ABSENT = object()
+_OVERWRITES_MAX = 10
+"""How often a read begins again because its checkpoint was overwritten."""
+
+
+def read(
+    path: wiring.Path,
+    *,
+    step: int | str | None = None,
+    only: Globs = None,
+    framework: str = "torch",
+    mmap: bool = False,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
+) -> Mapping[str, object]:
+    """Read the state of a checkpoint into new memory, without a state to fill. This process alone reads.
+
+    The result is what `torch.load` would return for the same state: a module or an optimizer is its `state_dict()`,
+    with parameters of an optimizer by name, and everything else keeps its nesting. What each rank has for itself
+    (`PerRank`, `RngState`) is left out, with a warning: see `open_checkpoint(path).per_rank(rank)`.
+
+    Args:
+        path: The checkpoint, of any format that Holdfast reads; with `step` the root of a run.
+        step: A step of the run: its number, a tag, `"300@1f2e"`, or `"latest"`, the newest valid one.
+        only: Read only names that match one of these patterns, and all below them, as in `only="model.*"`.
+        framework: `torch` for tensors on the CPU, or `numpy`, which needs no torch: bfloat16 and float8 become unsigned
+            integers of their width, and torch's dtypes and devices their names.
+        mmap: Whether tensors are mapped from the files, and read and checked when they are first asked for. The
+            result, and each dict in it that holds tensors, is then a read-only mapping, and `copy()` of it a dict; a
+            list or tuple is put together as a whole. A tensor that several ranks saved in parts, or whose chunks are
+            coded, is read into memory.
+            Writing to a tensor never changes a file. Files may be deleted or replaced meanwhile, but not cut short or
+            overwritten in place.
+        settings: How to read.
+    Returns:
+        The state as nested dicts; with `mmap` as nested mappings, which raise `CorruptError` where a damaged tensor is
+        first asked for.
+    Raises:
+        MissingError: There is no checkpoint, step or tag.
+        InvalidError: The path is the root of a run without a step, the format is newer, or a pattern matches no name.
+        CorruptError: The checkpoint is damaged.
+        UnavailableError: Storage failed, or the tensors do not fit into memory.
+    """
+    require_framework(framework)
+    patterns = selection_of(only, None, False).only
+    for _ in range(_OVERWRITES_MAX):
+        checkpoint = wiring.checkpoint_at(path, settings, step)
+        try:
+            return _read(checkpoint, patterns, framework, mmap=mmap)
+        except (ConflictError, CorruptError):
+            if not checkpoint.is_overwritten:
+                raise
+            # All of it is read anew, so that no two checkpoints are mixed.
+    return _read(wiring.checkpoint_at(path, settings, step), patterns, framework, mmap=mmap)
+
+
+def _read(
+    checkpoint: Checkpoint, patterns: Sequence[str] | None, framework: str, *, mmap: bool
+) -> Mapping[str, object]:
+    state = nested_state(checkpoint.content, ExportOptions(), flat_optimizers=False)
+    if patterns is not None:
+        state = _Selected(patterns).of(state, checkpoint.url)
+    names = [leaf.fqn for leaf in _leaves(state) if isinstance(leaf, TensorLeaf)]
+    tensors = MappedTensors(checkpoint, names, framework) if mmap else checkpoint.read_all(names, framework)
+    if isinstance(tensors, MappedTensors) and tensors.lacks_files and checkpoint.is_overwritten:
+        raise ConflictError(f"{checkpoint.url}: was overwritten before its files were mapped. Read it again")
+
+    def fill(leaf: object) -> object:
+        if isinstance(leaf, TensorLeaf):
+            return tensors[leaf.fqn]
+        if isinstance(leaf, SmallTensor):
+            array = np.frombuffer(bytearray(leaf.data), DTYPES[leaf.dtype].numpy).reshape(leaf.shape)
+            return checkpoint.as_framework(array, leaf.dtype, framework)
+        if isinstance(leaf, FrameworkValue):
+            return wiring.built_by_torch(leaf) if framework == "torch" else leaf.value
+        return leaf
+
+    if mmap:
+        return MappedState(state, fill)
+    _fill(state, fill)
+    return state
+
+
+class MappedState(Mapping[str, object]):
+    """A state, or a dict in it, whose tensors are checked when they are first asked for. Read-only."""
+
+    def __init__(self, state: Mapping[str, object], fill: Callable[[object], object]) -> None:
+        """Ask for no tensor yet.
+
+        Args:
+            state: Its values, with leaves in place of tensors.
+            fill: Returns what takes the place of a leaf.
+        """
+        self._state, self._fill = state, fill
+        self._made: dict[str, object] = {}
+
+    def __getitem__(self, key: str) -> object:
+        """Return a value; the same one each time.
+
+        Raises:
+            CorruptError: A tensor in it is damaged.
+        """
+        if key not in self._made:
+            value = self._state[key]
+            if isinstance(value, dict) and any(isinstance(leaf, TensorLeaf) for leaf in _leaves(value)):
+                made: object = MappedState(value, self._fill)
+            else:
+                made = _fill(value, self._fill)
+            # Of two threads that make it at once, both return the same.
+            self._made.setdefault(key, made)
+        return self._made[key]
+
+    def __iter__(self) -> Iterator[str]:
+        """Return the keys; asks for no value."""
+        return iter(self._state)
+
+    def __len__(self) -> int:
+        """Return the number of keys."""
+        return len(self._state)
+
+    def __contains__(self, key: object) -> bool:
+        """Return whether a key is there; asks for no value."""
+        return key in self._state
+
+    def copy(self) -> dict[str, object]:
+        """Return plain dicts, all the way down, with the same tensors; asks for all of them.
+
+        For code that takes only dicts. `load_state_dict` of an optimizer begins with this call.
+
+        Raises:
+            CorruptError: A tensor in it is damaged.
+        """
+        return {key: value.copy() if isinstance(value, MappedState) else value for key, value in self.items()}
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, object]]]:
+        """Pickle, and copy with `copy`, as plain dicts: a deep copy must share no memory with this state."""
+        return dict, (self.copy(),)
+
+    def __repr__(self) -> str:
+        """Return the keys: the values would all be read."""
+        return f"MappedState({list(self._state)})"
+
+
+class _Selected:
+    """The part of a state that patterns select."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._unmatched = dict.fromkeys(patterns)
+        self._patterns = patterns
+
+    def of(self, state: State, url: str) -> State:
+        """Return the part of a state.
+
+        Raises:
+            InvalidError: A pattern matches nothing.
+        """
+        kept = {key: part for key, value in state.items() if (part := self._part(value, below("", key))) is not _ABSENT}
+        if self._unmatched:
+            raise InvalidError(
+                f"{url}: only={first_three(map(repr, self._unmatched))}: matches no name. At the top it has "
+                f"{first_three(sorted(map(str, state)))}; `holdfast inspect` lists all names"
+            )
+        return kept
+
+    def _part(self, value: object, path: str) -> object:
+        """Return what is selected of a value; `_ABSENT` if nothing is. A list counts as one value."""
+        names = (*_at_and_above(path), *(_at_and_above(value.fqn) if isinstance(value, TensorLeaf) else ()))
+        hits = [pattern for pattern in self._patterns if any(fnmatchcase(name, pattern) for name in names)]
+        for pattern in hits:
+            self._unmatched.pop(pattern, None)
+        if hits:
+            return value
+        if isinstance(value, dict) and not isinstance(value, Counter):
+            parts = {key: self._part(item, below(path, key)) for key, item in value.items()}
+            for key in [key for key, part in parts.items() if part is _ABSENT]:
+                del value[key]
+            value.update({key: part for key, part in parts.items() if part is not _ABSENT})
+            return value or _ABSENT
+        if isinstance(value, list | tuple):
+            parts_of_list = [self._part(item, f"{path}.{number}") for number, item in enumerate(value)]
+            return _ABSENT if all(part is _ABSENT for part in parts_of_list) else value
+        return _ABSENT
+
+
+def _at_and_above(name: str) -> Iterator[str]:
+    """Yield a name and the names above it: a pattern applies to all names below the ones that it matches."""
+    yield name
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def _leaves(value: object) -> Iterator[object]:
+    """Yield what is no container."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else None
+    if items is None:
+        yield value
+    else:
+        for item in items:
+            yield from _leaves(item)
+
+
+def _fill(value: object, fill: Callable[[object], object]) -> object:
+    """Return a value with its leaves replaced. Dicts and lists are changed in place: they keep type and attributes."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            value[key] = _fill(item, fill)
+        return value
+    if isinstance(value, list):
+        value[:] = [_fill(item, fill) for item in value]
+        return value
+    if isinstance(value, tuple):
+        return tuple(_fill(item, fill) for item in value)
+    return fill(value)

@@ -1,0 +1,485 @@
+"""Chooses and makes the implementations for the public functions: stores, jobs, formats, checkpoints, exports."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from dataclasses import replace
+from functools import cache
+from types import MappingProxyType
+
+from holdfast.backends.alone import AloneComm
+from holdfast.backends.stores.foreign import ForeignFiles, References
+from holdfast.backends.stores.foreign_objects import ForeignObjects
+from holdfast.backends.stores.local import LocalStore
+from holdfast.backends.stores.memory import MemoryStore
+from holdfast.backends.stores.objects.address import SCHEMES
+from holdfast.base.clock import SystemClock
+from holdfast.base.ports.codec import Codec, Codecs
+from holdfast.base.ports.comm import Comm
+from holdfast.base.ports.foreign import Format, any_names_of
+from holdfast.base.ports.framework import Framework
+from holdfast.base.ports.store import Readable, Store
+from holdfast.base.types.listing import ForeignListing
+from holdfast.base.types.values import FrameworkValue
+from holdfast.core.format.names import MANIFEST_FILE, RUN_FILE, is_superseded_name, step_and_digest, step_of_folder
+from holdfast.errors import InvalidError, MissingError
+from holdfast.settings import Settings
+from holdfast.stored.checkpoint.checkpoint import Checkpoint
+from holdfast.stored.checkpoint.location import CheckpointLocation, ForeignPath
+from holdfast.stored.repository.catalog import exists
+from holdfast.training.coordination.absent_ranks import CallWatch
+from holdfast.training.coordination.job import Job
+from holdfast.training.loading.named_step import finder_of, location_named
+from holdfast.training.loading.step_choice import find_step, location_of
+
+Path = str | os.PathLike[str]
+ProcessGroup = object
+"""None, False, or a `torch.distributed.ProcessGroup`."""
+
+DEFAULT_SETTINGS = Settings()
+
+
+def store_at(path: object, settings: Settings) -> Store:
+    """Return the store at a path or URL.
+
+    Raises:
+        InvalidError: It is not a path, or its scheme is not supported.
+    """
+    if not isinstance(path, str | os.PathLike):
+        hint = " The arguments are swapped: the path comes first" if isinstance(path, dict) else ""
+        raise InvalidError(f"path is {type(path).__name__}; expected a folder as str or Path.{hint}")
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text:
+        raise InvalidError(f"path={text!r}; expected a folder as str or Path")
+    scheme, separator, rest = text.partition("://")
+    if not separator:
+        # Many a config file says ~, and no shell expands it there.
+        return _local(os.path.expanduser(text), settings)
+    if scheme == "file":
+        return _local(rest, settings)
+    if scheme == "memory" and rest:
+        return MemoryStore(rest)
+    if scheme in SCHEMES:
+        # Imported at the first such URL: a run on disks does without.
+        from holdfast.backends.stores.objects.store import ObjectStore
+        from holdfast.backends.stores.wrappers.retrying import RetryingStore
+
+        return RetryingStore(ObjectStore(text, settings=settings), settings)
+    if scheme == "memory":
+        raise InvalidError("path: memory:// has no name; expected memory://NAME")
+    # Any other name is one of fsspec, or a mistake that this says.
+    from holdfast.backends.stores.fsspec.store import REQUESTS_IN_FLIGHT_MAX, FileSystemStore
+    from holdfast.backends.stores.wrappers.retrying import RetryingStore
+
+    return RetryingStore(
+        FileSystemStore(text, settings=settings), settings, requests_in_flight_max=REQUESTS_IN_FLIGHT_MAX
+    )
+
+
+def _local(path: str, settings: Settings) -> LocalStore:
+    return LocalStore(path, settings=settings, mode_from=(RUN_FILE, MANIFEST_FILE))
+
+
+def for_copy_of(source: object, settings: Settings) -> Settings:
+    """Return the settings for a copy or an export: no user may read it who may not read the source.
+
+    Args:
+        source: The path of a run or checkpoint.
+        settings: Of the caller. If they name permission bits, these count.
+    """
+    if settings.file_mode is not None or not isinstance(store := store_at(source, settings), LocalStore):
+        return settings
+    return replace(settings, file_mode=store.found_mode())
+
+
+def copy_store_at(path: object, source: object, settings: Settings) -> Store:
+    """Return the store at a path for a copy of a run or checkpoint; a run that is there already keeps its bits."""
+    store = store_at(path, settings)
+    is_new = isinstance(store, LocalStore) and store.found_mode() is None
+    return store_at(path, for_copy_of(source, settings)) if is_new else store
+
+
+def parent_of(store: Store, settings: Settings) -> tuple[Store, str] | None:
+    """Return the store of the folder above a store, and the name of the store in it; None if it has none above."""
+    if isinstance(store, LocalStore):
+        parent, name = os.path.split(os.path.realpath(store.url))
+        return _local(parent, settings), name
+    scheme, _, rest = store.url.partition("://")
+    above, slash, name = rest.rpartition("/")
+    if isinstance(store, MemoryStore) or not slash or not above:
+        return None
+    return store_at(f"{scheme}://{above}", settings), name
+
+
+def require_apart(first: Store, second: Store) -> None:
+    """Refuse two folders of which one is the other, or inside it.
+
+    Raises:
+        InvalidError: They are not apart.
+    """
+    if isinstance(first, LocalStore) == isinstance(second, LocalStore):
+        is_local = isinstance(first, LocalStore)
+        paths = [(os.path.realpath(store.url) if is_local else store.url) + "/" for store in (first, second)]
+        if paths[0].startswith(paths[1]) or paths[1].startswith(paths[0]):
+            raise InvalidError(f"{second.url}: is or contains {first.url}, or is inside it; expected a folder apart")
+
+
+@cache
+def formats() -> tuple[Format, ...]:
+    """Return the formats of other systems. The first that recognises a checkpoint reads it.
+
+    Imported at the first checkpoint of another system: the import takes as long as the rest of a command.
+    """
+    from holdfast.backends.foreign.dcp.reader import DcpFormat
+    from holdfast.backends.foreign.deepspeed.reader import DeepSpeedFormat
+    from holdfast.backends.foreign.huggingface.bin_reader import HuggingFaceBinFormat
+    from holdfast.backends.foreign.huggingface.safetensors_reader import SafetensorsFormat
+    from holdfast.backends.foreign.torch.reader import TorchSaveFormat
+
+    return (
+        DcpFormat(),
+        DeepSpeedFormat(),
+        SafetensorsFormat(),
+        HuggingFaceBinFormat(),
+        TorchSaveFormat(),
+    )
+
+
+@cache
+def codecs() -> Codecs:
+    """Return the codecs by name, in the order in which they are tried.
+
+    Imported when a chunk is to be coded or decoded: a plain save does without.
+    """
+    from holdfast.backends.codecs.dictionary import DictionaryCodec
+    from holdfast.backends.codecs.planes import PlanesCodec
+    from holdfast.backends.codecs.residual import ResidualCodec
+    from holdfast.backends.codecs.sparse import SparseCodec
+    from holdfast.backends.codecs.zstd import ZstdCodec
+
+    known: tuple[Codec, ...] = (ResidualCodec(), SparseCodec(), DictionaryCodec(), PlanesCodec(), ZstdCodec())
+    return MappingProxyType({codec.name: codec for codec in known})
+
+
+def listed(files: Readable, name: str) -> ForeignListing | None:
+    """Return what the format lists that recognises some files; None if none does."""
+    known = next((each for each in formats() if each.recognises(files, name)), None)
+    if known is not None:
+        return known.listing(files, name)
+    from holdfast.backends.foreign.incomplete import require_complete
+
+    require_complete(files, name)
+    return None
+
+
+def foreign_at(path: str) -> ForeignPath:
+    """Return the files at a path of a file system, for the format that recognises them."""
+    name = os.path.basename(path) if os.path.isfile(path) else ""
+    files = ForeignFiles(os.path.dirname(os.path.abspath(path)) if name else path)
+    return ForeignPath(files, name, listed, is_file=bool(name))
+
+
+_SINGLE_OBJECTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+"""How the URL of one file ends. Nothing is asked to find out: every rank of a job must take it for the same."""
+
+_INDEX_OBJECTS = (".safetensors.index.json", ".bin.index.json", "/.metadata")
+"""How the URL of a file ends that names others beside it."""
+
+
+def foreign_in(store: Store, path: str, settings: Settings) -> ForeignPath | None:
+    """Return the objects at a URL, for the format that recognises them; None if the store has no foreign names.
+
+    A URL with the ending of a file names one object, unless a slash follows.
+    """
+    above = parent_of(store, settings) if path.endswith((*_SINGLE_OBJECTS, *_INDEX_OBJECTS)) else None
+    folder, name = above if above is not None else (store, "")
+    named = any_names_of(folder)
+    if named is None:
+        return None
+    only = name if name.endswith(_SINGLE_OBJECTS) else ""
+    return ForeignPath(ForeignObjects(named, only=only), name, _listed_object if name else listed)
+
+
+def _listed_object(files: Readable, name: str) -> ForeignListing | None:
+    try:
+        files.size(name)
+    except MissingError as missing:
+        raise MissingError(f"{files.url}/{name}: no such object; the URL of a folder ends in '/'") from missing
+    return listed(files, name)
+
+
+def require_files(source: Store, run: Store) -> None:
+    """Require a checkpoint and a run on file systems: a step refers to files there only.
+
+    Raises:
+        InvalidError: One of them is not.
+    """
+    for store in (source, run):
+        if not isinstance(store, LocalStore | MemoryStore):
+            raise InvalidError(
+                f"{store.url}: a step refers to files between two paths of file systems only. Copy the bytes: --copy, "
+                "copy=True"
+            )
+
+
+def location_at(path: object, settings: Settings) -> CheckpointLocation:
+    """Return the location of one checkpoint to read: of Holdfast, or of another system.
+
+    A step of a run that a newer timeline superseded is named by number and digest below the root: `ROOT/300@1f2e`.
+
+    Raises:
+        MissingError: No superseded step has this number and digest.
+        InvalidError: It is not a path, or its scheme is not supported.
+    """
+    store = store_at(path, settings)
+    url, is_local = store.url, isinstance(store, LocalStore)
+    foreign = foreign_at(url) if is_local else foreign_in(store, str(path), settings)
+    if is_superseded_name(os.path.basename(url)) and not (is_local and os.path.lexists(url)):
+        return _superseded_at(*os.path.split(url), settings)
+    return CheckpointLocation(store, "", None, foreign, References(settings.allowed_roots), run_around(store, settings))
+
+
+def run_around(store: Store, settings: Settings) -> Store | None:
+    """Return the root of the run if a store is the folder of a step; None otherwise.
+
+    A step may refer to packs of the steps beside it. Links are resolved: they may point to a step of a run.
+    """
+    above = parent_of(store, settings)
+    return above[0] if above is not None and step_of_folder(above[1]) is not None else None
+
+
+def _superseded_at(parent: str, name: str, settings: Settings) -> CheckpointLocation:
+    """Return the location of a superseded step."""
+    home = home_at(parent, settings)
+    _, manifest = find_step(home.store, *step_and_digest(name))
+    return location_of(home, manifest)
+
+
+def saved_at(path: object, settings: Settings, *, overwrite: bool) -> CheckpointLocation:
+    """Return the location of one checkpoint to save.
+
+    Args:
+        path: The path.
+        settings: Permission bits of files.
+        overwrite: Whether it may be replaced. The location then has what else is there: a file, or a step of a run.
+    Raises:
+        InvalidError: It is not a path, or its scheme is not supported.
+    """
+    store = store_at(path, settings)
+    if not overwrite:
+        return CheckpointLocation(store, "", None)
+    foreign = foreign_at(store.url) if isinstance(store, LocalStore) else None
+    return CheckpointLocation(store, "", None, foreign, root=run_around(store, settings))
+
+
+def home_at(path: object, settings: Settings) -> CheckpointLocation:
+    """Return the root of a run, to read its steps.
+
+    Raises:
+        InvalidError: It is not a path, or its scheme is not supported.
+    """
+    store = store_at(path, settings)
+    return CheckpointLocation(store, "", None, references=References(settings.allowed_roots), root=store)
+
+
+def step_at(root: object, step: object, settings: Settings) -> CheckpointLocation:
+    """Return the location of one step of a run, for a process that reads alone.
+
+    Args:
+        root: The root of the run.
+        step: Its number, number and digest, tag, or `latest`: the newest one that is not damaged.
+        settings: How to read.
+    Raises:
+        InvalidError: The path is one checkpoint, or the name can be that of no step.
+        MissingError: There is no such step or tag, or no run.
+        CorruptError: `latest`, and every step is damaged.
+    """
+    return location_named(home_at(root, settings), finder_of(step), SystemClock())
+
+
+def step_path(location: CheckpointLocation) -> str:
+    """Return the path by which the location of one step of a run is opened.
+
+    Raises:
+        InvalidError: It is in the memory of this process.
+    """
+    if isinstance(location.store, MemoryStore):
+        raise InvalidError(f"{location.store.url}: a step has a path of its own on a file or object store only")
+    if location.moved_manifest is None:
+        return location.url
+    return f"{location.store.url}/{location.step}@{location.digest}"
+
+
+def repairable_at(path: object, settings: Settings) -> tuple[Store, int | None]:
+    """Return the store to repair, and the step if the path is the folder of a step: the store is the root then.
+
+    Raises:
+        InvalidError: It is not a path, or its scheme is not supported.
+    """
+    store = store_at(path, settings)
+    above = parent_of(store, settings)
+    if above is not None:
+        root, step = above[0], step_of_folder(above[1])
+        if step is not None and exists(root, RUN_FILE):
+            return root, step
+    return store, None
+
+
+def lone_job(settings: Settings) -> Job:
+    """Return a job of this process alone that needs no torch."""
+    return Job(AloneComm(), SystemClock(), settings, codecs=codecs())
+
+
+def comm_of(process_group: ProcessGroup) -> Comm:
+    """Return the `Comm` of a process group.
+
+    Args:
+        process_group: None for the default group (or one process, if torch.distributed is not initialised),
+            False for this process alone, or a group.
+    Raises:
+        InvalidError: It is of another type, or PyTorch is not installed or of a version that cannot be used.
+    """
+    try:
+        from holdfast.backends.torch import comm
+    except ImportError as error:
+        raise InvalidError(
+            f"saving and loading states needs PyTorch, {_why_no_torch(error)}. "
+            "open_checkpoint, ls, inspect and verify work without it"
+        ) from error
+    return comm.comm_of(process_group)
+
+
+def require_group(process_group: ProcessGroup, comm: Comm) -> None:
+    """Refuse to save as if this process were alone although it is one of several ranks.
+
+    Args:
+        process_group: As the caller passed it.
+        comm: What `comm_of` returned for it.
+    Raises:
+        InvalidError: The message says how to mend it.
+    """
+    if process_group is None and comm.world_size == 1:
+        from holdfast.backends.torch.comm import require_default_group_of_one
+
+        require_default_group_of_one()
+
+
+def framework_of(comm: Comm) -> Framework:
+    """Return the framework of a job's states."""
+    from holdfast.backends.torch.comm import ProcessGroupComm, SoloComm
+    from holdfast.backends.torch.framework import TorchFramework
+    from holdfast.backends.torch.held import Ranks
+
+    assert isinstance(comm, ProcessGroupComm | SoloComm)
+    return TorchFramework(Ranks(comm.rank, comm.world_size, comm.rank_of_global))
+
+
+def loading_job(process_group: ProcessGroup, settings: Settings) -> Job:
+    """Return a job over a group that only loads; no collective."""
+    comm = comm_of(process_group)
+    return Job(comm, SystemClock(), settings, framework_of(comm), codecs=codecs(), saves=False)
+
+
+def saving_job(process_group: ProcessGroup, settings: Settings, root: object) -> Job:
+    """Return a new job over a group for the manager of a root; a collective of its ranks.
+
+    Raises:
+        InvalidError: This process is one of several ranks without a group.
+    """
+    comm = comm_of(process_group)
+    require_group(process_group, comm)
+    with CallWatch(comm, f"CheckpointManager({root})", "CheckpointManager(...)"):
+        return _saving_job(comm, settings)
+
+
+def _saving_job(comm: Comm, settings: Settings) -> Job:
+    return Job(comm, SystemClock(), settings, framework_of(comm), codecs=codecs())
+
+
+_JOBS_MAX = 4
+"""Jobs kept for the saves by path of one group: one for each value of `Settings`, of those used last."""
+
+_jobs: weakref.WeakKeyDictionary[object, OrderedDict[Settings, Job]] = weakref.WeakKeyDictionary()
+
+_jobs_lock = threading.RLock()
+"""Threads that save by path share one job. A signal handler that saves enters again, and the job that it made stays."""
+
+
+def _forget_threads() -> None:
+    """Do without what the lock of the parent says: a thread of it may have held the lock."""
+    global _jobs_lock
+    _jobs_lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_forget_threads)
+
+
+def shared_job(process_group: ProcessGroup, settings: Settings) -> Job:
+    """Return the job that saves by path of a group and of equal settings share.
+
+    A collective of its ranks at the first of them. Jobs of one group share connections and threads.
+
+    Raises:
+        InvalidError: This process is one of several ranks without a group.
+    """
+    comm = comm_of(process_group)
+    require_group(process_group, comm)
+    from holdfast.backends.torch.comm import SoloComm, group_of
+
+    # A process alone has no group: the class of its comm is the key. A job refers to its group weakly, so the entry of
+    # a group that is destroyed goes with it.
+    key = SoloComm if isinstance(comm, SoloComm) else group_of(process_group)
+    with _jobs_lock:
+        jobs = _jobs.setdefault(key, OrderedDict())
+        # A process that was forked has none of the threads.
+        for inherited in [each for each, job in jobs.items() if job.is_inherited]:
+            del jobs[inherited]
+        job = jobs.get(settings)
+        if job is None:
+            living = next(iter(jobs.values()), None)
+            with CallWatch(comm, "the first save by path with these settings", "save(path, state)"):
+                made = _saving_job(comm, settings) if living is None else living.with_settings(settings)
+            job = jobs.setdefault(settings, made)
+        jobs.move_to_end(settings)
+        # Every rank drops the same ones: each makes the same calls. A save in flight keeps its job until it ends.
+        while len(jobs) > _JOBS_MAX:
+            jobs.popitem(last=False)
+        return job
+
+
+def checkpoint_at(path: object, settings: Settings, step: object = None) -> Checkpoint:
+    """Return the checkpoint at a path; with a step, that step of the run at the path."""
+    location = location_at(path, settings) if step is None else step_at(path, step, settings)
+    return Checkpoint(location, settings, _to_torch, codecs=codecs())
+
+
+def _to_torch(array: object, dtype: str) -> object:
+    """Return a torch tensor of a stored dtype from a numpy array of its bits."""
+    try:
+        from holdfast.backends.torch.tensors import tensor_of
+    except ImportError as error:
+        raise InvalidError(f"framework='torch' needs PyTorch, {_why_no_torch(error)}") from error
+    return tensor_of(array, dtype)
+
+
+def built_by_torch(value: FrameworkValue) -> object:
+    """Return the torch object of a neutral value.
+
+    Raises:
+        InvalidError: This torch has no such value, or PyTorch is not installed.
+    """
+    try:
+        from holdfast.backends.torch.containers import put_together
+    except ImportError as error:
+        raise InvalidError(f"framework='torch' needs PyTorch, {_why_no_torch(error)}") from error
+    return put_together(value, lambda leaf: leaf)
+
+
+def _why_no_torch(error: ImportError) -> str:
+    """Return what a failed import says of torch, and what to do: it is absent, or it has moved what Holdfast reads."""
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return "which is not installed: pip install 'holdfast[torch]'"
+    return f"and what is installed cannot be used ({error}); for a tested version: pip install 'holdfast[torch]'"

@@ -1,5 +1,0 @@
-"""How the ranks of one job agree, through the key-value store only.
-
-Saving, loading and `runs/` call it. Read `job.py` first, then `opening/agreement.py` and `commit_vote.py`.
-It issues no collective after construction, every wait has a deadline, and it knows no tensor bytes.
-"""

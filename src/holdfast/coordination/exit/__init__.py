@@ -1,5 +1,0 @@
-"""The exit of a loop after a signal: handlers, the agreement on the last call, and the grace that is left.
-
-Only `runs/preemption.py` and the manager call it. Read `exit_agreement.py` first.
-It saves nothing by itself.
-"""

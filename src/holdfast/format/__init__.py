@@ -1,6 +1,0 @@
-"""Our format, encode and decode: manifest, index, packs, values. Bytes in, frozen values out.
-
-`docs/format.md` is its contract. `repository/`, `checkpoint/` and the paths of saving and loading call it.
-Read `manifest.py` first, then `index/`.
-Nothing here touches a store, a clock or a thread.
-"""

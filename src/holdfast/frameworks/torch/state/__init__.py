@@ -1,5 +1,0 @@
-"""A PyTorch state: walked, taken apart into shards and values, and filled again.
-
-`frameworks/torch/framework.py` calls it. Read `walk.py` first, then `collect.py` and `restore.py`.
-It never touches storage.
-"""

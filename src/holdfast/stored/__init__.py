@@ -1,0 +1,5 @@
+"""What a store holds: one checkpoint read-only, the files of a run, and the leases of its writers and readers.
+
+`training/` and `offline/` call it. Read `checkpoint/checkpoint.py` first.
+No module here needs torch or a training job.
+"""

@@ -1,0 +1,243 @@
+"""What a job loads: rank 0 chooses, reads and judges it, and sends it to every rank."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from holdfast.base.clock import Clock
+from holdfast.base.types.manifest import Manifest
+from holdfast.base.types.reports import SkippedStep
+from holdfast.core.engine.background import side_by_side
+from holdfast.core.format.digest import short_digest_of
+from holdfast.core.format.index.foreign_index import decode_foreign, encode_foreign, index_foreign
+from holdfast.core.format.index.index import Index
+from holdfast.core.format.index.split_index import SplitIndex
+from holdfast.errors import CheckpointError, CorruptError, MissingError
+from holdfast.stored.checkpoint.coverage import RequireStored, require_covered, stored_by
+from holdfast.stored.checkpoint.index_loading import index_frames, manifest_or_listing, resolved_frames
+from holdfast.stored.checkpoint.location import CheckpointLocation
+from holdfast.stored.checkpoint.pack_sizes import short_packs
+from holdfast.stored.leases.reader import ReaderLease
+from holdfast.stored.repository.catalog import manifest_in
+from holdfast.training.coordination.job import Job, error_from, error_text, is_absence
+from holdfast.training.loading.messages import ChosenStep
+from holdfast.training.loading.run_visibility import require_no_run_elsewhere
+from holdfast.training.loading.step_choice import NewestValid, StepDamage, StepSelector
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The checkpoint that a job loads, the same on every rank."""
+
+    location: CheckpointLocation
+    """Where it is stored."""
+
+    manifest: Manifest
+    """Its commit record."""
+
+    index: Index | SplitIndex
+    """Its tensors and pieces."""
+
+    require_stored: RequireStored
+    """Refuses a tensor with a piece in the missing part of a pack."""
+
+    passed_over: tuple[SkippedStep, ...]
+    """Newer steps that are damaged."""
+
+    newer: tuple[int, ...]
+    """Newer steps that exist and were not asked for."""
+
+    discards: bool
+    """Whether rank 0 discards them after the load."""
+
+    reader_id: str
+    """16 hex digits that name the reading job in its reports."""
+
+    require_unchanged: Callable[[], None]
+    """On rank 0, once all ranks have read: refuses another system's files that were replaced since they were listed."""
+
+
+_SoundStep = tuple[ChosenStep, Manifest, Index | SplitIndex, Callable[[], None]]
+"""A checkpoint that rank 0 found sound: the message for every rank, the manifest, the index, and `require_unchanged`.
+"""
+
+
+def resolve(
+    job: Job, home: CheckpointLocation, selector: StepSelector, damage: StepDamage | None, lease: ReaderLease
+) -> Resolved | None:
+    """Return what the job loads, None if there is nothing; a collective.
+
+    Storage is read once per job, by rank 0. It sends a whole index, or the overview of an index in several files, of
+    which each rank then reads and judges the files that it needs. For another system's checkpoint it sends the listing.
+
+    Args:
+        job: The ranks that load together.
+        home: Where checkpoints are stored; each rank may have a store of its own.
+        selector: Asked on rank 0.
+        damage: What the ranks found in the checkpoint that was resolved before.
+        lease: On rank 0, protects the step from deletion.
+    Raises:
+        CheckpointError: Rank 0 cannot choose or read a checkpoint; on every rank.
+        UnavailableError: Rank 0 finds no run, and another rank does; on every rank.
+    """
+    sound: _SoundStep | None = None
+    own: Exception | None = None
+    message = None
+    if job.comm.rank == 0:
+        chosen = ChosenStep()
+        try:
+            sound = _next_sound_step(selector, damage, lease, job.clock)
+            if sound is not None:
+                chosen = sound[0]
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
+            own = error
+            stands = damage is not None and error is damage.error
+            chosen = ChosenStep(error=error_text(error), is_damage=stands)
+        message = _with_choice(chosen, selector, job).encode()
+    chosen = ChosenStep.decode(job.comm.broadcast(message))
+    if chosen.is_damage and damage is not None:
+        raise damage.error
+    if chosen.error is not None:
+        raise own if own is not None else error_from(chosen.error, "rank 0: ")
+    if chosen.folder is None:
+        require_no_run_elsewhere(job, home.store)
+        return None
+    location = replace(home, folder=chosen.folder, step=chosen.step)
+    require_unchanged = _stays
+    if sound is not None:
+        _, manifest, index, require_unchanged = sound  # Rank 0 reuses its decoded objects.
+    elif chosen.is_foreign:
+        manifest, index = decode_foreign(chosen.frames, location.url)
+    else:
+        manifest, index = resolved_frames(chosen.frames, location)
+    require_stored = stored_by(index, chosen.short_packs)
+    return Resolved(
+        location,
+        manifest,
+        index,
+        require_stored,
+        chosen.passed_over,
+        chosen.newer,
+        chosen.discards,
+        chosen.reader_id,
+        require_unchanged,
+    )
+
+
+def _stays() -> None:
+    """Do nothing: Holdfast never rewrites a file, and of other systems' files rank 0 alone knows what was listed."""
+
+
+def _with_choice(chosen: ChosenStep, selector: StepSelector, job: Job) -> ChosenStep:
+    """Return what rank 0 sends, with what else the selector knows."""
+    # The same for the same reader: a job that evaluates every checkpoint replaces its own reports there.
+    reader_id = short_digest_of(platform.node().encode(), str(job.comm.world_size).encode()).hex()
+    passed_over, newer = tuple(selector.passed_over), tuple(selector.newer)
+    return replace(chosen, passed_over=passed_over, newer=newer, discards=selector.discards, reader_id=reader_id)
+
+
+def _next_sound_step(
+    selector: StepSelector, damage: StepDamage | None, lease: ReaderLease, clock: Clock
+) -> _SoundStep | None:
+    """Return the first checkpoint of a selector that rank 0 finds sound; None if there is nothing to load.
+
+    Rank 0 judges before it sends: damage of a manifest or index is then one rank's error, not every rank's.
+
+    Raises:
+        CheckpointError: No checkpoint can be read.
+    """
+    location = selector.next(damage, lease.announce)
+    while location is not None:
+        try:
+            lease.announce(location)
+            begin = partial(lease.begin, location)
+            return _judge(location, clock, begin, require_whole=selector.requires_whole)
+        except (CorruptError, MissingError) as error:
+            # Rank 0 alone found it. A selector of one exact checkpoint raises the error again.
+            location = selector.next(StepDamage(error, frozenset((0,)), is_absence(error)), lease.announce)
+    return None
+
+
+def newest_sound(home: CheckpointLocation, clock: Clock) -> CheckpointLocation | None:
+    """Return the newest step of a run whose manifest, index and sizes of packs are undamaged; None without steps.
+
+    For a process that reads alone. It records no damage.
+
+    Args:
+        home: The root of the run.
+        clock: Source of randomness.
+    Raises:
+        CorruptError: Every step is damaged.
+    """
+    selector = NewestValid(home, clock, lambda _: True)
+    location = selector.next(None)
+    while location is not None:
+        try:
+            _judge(location, clock, lambda manifest: None, require_whole=True)
+            return location
+        except (CorruptError, MissingError) as error:
+            location = selector.next(StepDamage(error, frozenset((0,)), is_absence(error)))
+    return None
+
+
+def _frames_and_short_packs(
+    location: CheckpointLocation, data: bytes, begin: Callable[[Manifest], None]
+) -> tuple[list[bytes], Mapping[str, tuple[int, CheckpointError]]]:
+    """Return what rank 0 reads for every rank, and the packs that are too short; all of it at once.
+
+    Args:
+        location: The checkpoint.
+        data: Its manifest.
+        begin: Called with it, before anything else is read.
+    Raises:
+        CheckpointError: The manifest or the index is damaged, or cannot be read.
+    """
+    manifest = manifest_in(location.folder, data, location.manifest_url)
+    # Before other files are asked for: one that is missing because the step is being deleted is no damage.
+    begin(manifest)
+    frames = [data]
+    short: dict[str, tuple[int, CheckpointError]] = {}
+    side_by_side(
+        lambda: frames.extend(index_frames(location, manifest)),
+        lambda: short.update(short_packs(location.store, location.folder, manifest, location.packs_of(manifest))),
+    )
+    return frames, short
+
+
+def _judge(
+    location: CheckpointLocation, clock: Clock, begin: Callable[[Manifest], None], *, require_whole: bool
+) -> _SoundStep:
+    """Read and check the manifest and index of a checkpoint.
+
+    Args:
+        location: Where it is stored.
+        clock: Source of randomness.
+        begin: Called once the manifest is read: the reader lease begins. It raises if the step is being deleted.
+        require_whole: Whether any short pack is damage; otherwise only tensors in its missing part are refused.
+    Raises:
+        CheckpointError: It is damaged, or cannot be read.
+    """
+    content = manifest_or_listing(location)
+    short: Mapping[str, tuple[int, CheckpointError]] = {}
+    require_unchanged = _stays
+    if isinstance(content, bytes):
+        frames, short = _frames_and_short_packs(location, content, begin)
+        manifest, index = resolved_frames(frames, location)
+        damaged = next((error for _, error in short.values() if isinstance(error, CorruptError)), None)
+        if require_whole and damaged is not None:
+            raise damaged
+    else:
+        manifest, index = index_foreign(content, location.url)
+        frames = encode_foreign(manifest, index)
+        assert location.foreign is not None, "its files were listed"
+        require_unchanged = partial(location.foreign.require_unchanged, content.files)
+    if isinstance(index, Index):
+        require_covered(index, clock, location.url)
+    is_foreign = not isinstance(content, bytes)
+    chosen = ChosenStep(
+        folder=location.folder, step=location.step, is_foreign=is_foreign, short_packs=short, frames=frames
+    )
+    return chosen, manifest, index, require_unchanged

@@ -1,0 +1,309 @@
+"""The position of a process in a run: the step it loaded, the newer steps, and what the next save continues.
+
+A process is on no timeline until its first save after its start or after a load. Rank 0 then decides, once it holds the
+writer lease:
+
+    nothing loaded, no step stored       the first timeline, or a new one without ancestors if a newer one had steps
+    nothing loaded, steps stored         refused, unless the manager starts over
+    loaded the end of the chain          the newest timeline
+    loaded an older or superseded step   a new timeline, which leaves the timeline of that step there
+    made to start over                   a new timeline without ancestors
+
+The decision holds until the next load, also if the save fails: a step of the new timeline may be in flight.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from functools import partial
+
+from holdfast.base.ports.store import Store
+from holdfast.base.types.manifest import Parent
+from holdfast.base.types.timeline import FIRST_TIMELINE, Fork, Timeline
+from holdfast.core.format.names import step_folder
+from holdfast.errors import CheckpointError, InvalidError, MissingError, first_three
+from holdfast.stored.checkpoint.location import CheckpointLocation
+from holdfast.stored.repository.epochs import current_fence
+from holdfast.stored.repository.quarantine import identity_at, list_records, supersede
+from holdfast.stored.repository.timeline_records import take_back
+from holdfast.stored.repository.timelines import RunTimelines, StoredManifest, run_timelines, timelines_from
+from holdfast.training.coordination.job import Job
+from holdfast.training.loading.load import Loaded
+from holdfast.training.loading.named_step import Finder
+from holdfast.training.loading.step_choice import ExactStep, NewestValid, StepSelector, location_of
+from holdfast.training.runs.collection.pins import Pins, StepPin
+from holdfast.training.runs.loaded_state import LoadedState
+from holdfast.training.saving.deduplication import BaseStep, base_from_loaded
+
+logger = logging.getLogger(__name__)
+
+_ID_BYTES = 8
+
+
+class Lineage:
+    """A point in the history of a run: a checkpoint, or a save in flight and the point before it."""
+
+    def __init__(self, checkpoint: Parent | None, previous: Lineage | None) -> None:
+        """Make a point.
+
+        Args:
+            checkpoint: The checkpoint; None for a save in flight, and for the start of a run.
+            previous: The point that the save continues.
+        """
+        self._checkpoint, self._previous = checkpoint, previous
+
+    def parent(self) -> Parent | None:
+        """Return the newest checkpoint at or before this point. Call it once all earlier saves have ended."""
+        point: Lineage | None = self
+        while point is not None and point._checkpoint is None:
+            point = point._previous
+        return point._checkpoint if point is not None else None
+
+    def commit(self, checkpoint: Parent) -> None:
+        """Record the checkpoint of the save in flight, and drop the earlier points: a chain must not grow forever."""
+        self._checkpoint, self._previous = checkpoint, None
+
+
+@dataclass(frozen=True, slots=True)
+class _LoadedStep:
+    """The step that training continues from."""
+
+    step: int
+    digest: str
+    timeline: Timeline
+    in_flight: frozenset[StepPin]
+    """Saves of this process that had not ended when it loaded. They belong to the timeline of before."""
+
+
+class RunPosition:
+    """The position of this process in a run, on one rank."""
+
+    def __init__(self, job: Job, home: CheckpointLocation, pins: Pins) -> None:
+        """Start before the first step.
+
+        Args:
+            job: The ranks.
+            home: The root of the run.
+            pins: Steps that garbage collection must leave alone.
+        """
+        self._job, self.home, self._store, self._pins = job, home, home.store, pins
+        self.starts_over = False
+        """Whether the first save begins a timeline without ancestors, whatever the root holds. A load ends this."""
+        self.base: BaseStep | None = None
+        """The last committed step that this rank saved or loaded. Set by the commit thread, and by loads."""
+        self.lineage = Lineage(None, None)
+        """The checkpoint, or the save in flight, that the next save continues."""
+        self.loaded: int | None = None
+        """The step that was loaded last; None once the state may have changed since."""
+        self.loaded_state: LoadedState | None = None
+        """The state as the last load left it, if that was a whole one; None once another step is saved."""
+        self.loads = 0
+        """Number of loads: a save that began before the last one must not move the position."""
+        self._newer: tuple[int, ...] = ()
+        self._origin: _LoadedStep | None = None
+        self._timeline: Timeline | None = None
+        self._last_number = 0
+        self._deciding = threading.Lock()  # Taken on threads of CALLS alone: no handler meets it.
+        """Held while a save decides on the timeline."""
+
+    def location_of(self, step: int) -> CheckpointLocation:
+        """Return the location of a step."""
+        return replace(self.home, folder=step_folder(step), step=step)
+
+    def selector(self, find: Finder | None = None, prepare: Callable[[], None] | None = None) -> StepSelector:
+        """Return the selector of a load.
+
+        Args:
+            find: Finds the step; None for the newest valid one.
+            prepare: Called on rank 0 before the choice, if the load discards what it leaves.
+        """
+        # The load may fail because the base step is damaged: then the next save must not refer to it.
+        self.base = None
+        if find is None:
+            return NewestValid(self.home, self._job.clock, self._job.is_first_occurrence, is_root=True)
+        choice = _Choice(self.home, self._pins, prepare)
+        return ExactStep(partial(choice.choose, find), choice.newer, discards=prepare is not None)
+
+    def move_to(self, loaded: Loaded) -> None:
+        """Take a loaded step as the position."""
+        step, manifest = loaded.location.step, loaded.manifest
+        if step is None:
+            return
+        self.loaded, self._newer = step, loaded.newer
+        self.loads += 1
+        self._origin = _LoadedStep(step, manifest.digest, manifest.timeline, self._pins.saves())
+        self._timeline = None
+        self.starts_over = False
+        self._pins.current = (step, manifest.digest)
+        self.base = base_from_loaded(manifest, loaded.index, loaded.filled)
+        self.lineage = Lineage(Parent(manifest.run_id, step, manifest.digest), None)
+
+    @property
+    def has_gone_back(self) -> bool:
+        """Whether the last load left newer steps behind."""
+        return bool(self._newer)
+
+    @property
+    def origin_step(self) -> int | None:
+        """The step that was loaded last."""
+        return None if self._origin is None else self._origin.step
+
+    def is_loaded(self, step: int) -> bool:
+        """Return whether a restart would resume from this step, because it was just loaded and is the newest."""
+        return step == self.loaded and not self._newer
+
+    def timeline_for(self, step: int, epoch: int) -> Timeline:
+        """Return the timeline of the next save. On rank 0, which holds the writer lease.
+
+        Args:
+            step: The step that is saved.
+            epoch: The epoch of the writer lease.
+        Raises:
+            InvalidError: The root holds steps, and this manager has loaded none of them.
+        """
+        with self._deciding:  # Of saves on several threads the first decides.
+            if self._timeline is None:
+                origin = None if self.starts_over else self._origin
+                stored = run_timelines(self._store) if origin is None else timelines_from(self._store, origin.step)
+                self._timeline = self._decide(step, stored, epoch)
+                self.starts_over = False
+                self._last_number = max(self._last_number, self._timeline.number)
+            return self._timeline
+
+    def fork(self, stored: RunTimelines) -> Timeline:
+        """Return a new timeline, which leaves that of the loaded step there. On rank 0, under the writer lease.
+
+        Steps that a load discarded, and that the new timeline holds, are discarded no more.
+        """
+        assert self._origin is not None, "a step was loaded"
+        number, new_id = self._new_number_and_id(stored)
+        timeline = stored.fork(self._origin.timeline, number, new_id, self._origin.step, self._origin.digest)
+        if stored.recorded:
+            # Before the timeline counts: once training has left it again, its steps are superseded, not discarded.
+            held = (
+                (manifest.step, str(manifest.digest))
+                for manifest in stored.superseded
+                if manifest.timeline is not None and timeline.holds(manifest.timeline.id, manifest.step)
+            )
+            take_back(self._store, current_fence(self._store), frozenset(held))
+        return timeline
+
+    def adopt(self, timeline: Timeline) -> None:
+        """Take a timeline that has begun already as that of the next save."""
+        self._timeline, self._last_number = timeline, max(self._last_number, timeline.number)
+
+    def forget_newer(self) -> None:
+        """Take note that a restart would resume from the loaded step: the newer ones are superseded."""
+        self._newer = ()
+
+    def _decide(self, step: int, stored: RunTimelines, epoch: int) -> Timeline:
+        origin = self._origin
+        if self.starts_over or origin is None:
+            is_empty = not stored.chain and not stored.superseded
+            if is_empty and stored.newest == FIRST_TIMELINE:
+                return FIRST_TIMELINE
+            # A record may state a newer timeline, of which every step was removed: the first one would be superseded.
+            if is_empty or self.starts_over:
+                return Timeline(*self._new_number_and_id(stored))
+            newest = first_three(manifest.step for manifest in reversed(stored.chain)) or "superseded ones only"
+            raise InvalidError(
+                f"{self._store.url}: holds committed steps ({newest}), and this manager has loaded none; a restart "
+                "would mix two trainings. Nothing was saved. Call manager.load(state) first, save to another root, or "
+                "start anew beside these steps with CheckpointManager(root, start_over=True)"
+            )
+        if self._is_at_end(step, origin, stored) or _begins_at(stored, origin):
+            return stored.newest
+        timeline = self.fork(stored)
+        logger.warning(
+            "%s: step %d was loaded and newer steps exist; this save begins timeline %d. The newer steps stay stored "
+            "as superseded",
+            self._store.url,
+            origin.step,
+            timeline.number,
+        )
+        move_damaged(self._store, origin.step, stored, epoch)
+        return timeline
+
+    def _is_at_end(self, step: int, origin: _LoadedStep, stored: RunTimelines) -> bool:
+        """Return whether training continues the newest timeline: nothing that a resume would take first is left behind.
+
+        A step below the loaded one also needs a new timeline: on the same one, a resume would load the higher number.
+        """
+        if all(stored.newest.id != timeline.id for timeline in stored.known):
+            return False  # Only damaged manifests, or some under quarantine, state the newest timeline.
+        at_origin = stored.at(origin.step)
+        if at_origin is None or at_origin.timeline is None or at_origin.timeline.id != origin.timeline.id:
+            return False
+        in_flight = origin.in_flight & self._pins.saves()
+        return (
+            not stored.newer_than(at_origin)
+            and step >= origin.step
+            and not any(other.step > origin.step for other in in_flight)
+        )
+
+    def _new_number_and_id(self, stored: RunTimelines) -> tuple[int, str]:
+        # A timeline of this process may have no committed step yet. Its number must not be used again.
+        number = max(stored.newest.number, self._last_number) + 1
+        return number, self._job.clock.random_bytes(_ID_BYTES).hex()
+
+
+def _begins_at(stored: RunTimelines, origin: _LoadedStep) -> bool:
+    """Return whether the newest timeline leaves at the loaded step and has no step yet: a load began it by a record."""
+    fork = Fork(origin.timeline.id, origin.step, origin.digest)
+    newest, known = stored.newest, {timeline.id for timeline in stored.known}
+    return newest.id in stored.recorded and newest.id not in known and newest.ancestors[:1] == (fork,)
+
+
+def move_damaged(store: Store, origin: int, stored: RunTimelines, epoch: int) -> None:
+    """Move damaged manifests under quarantine above a step away from their steps, and out of `superseded/`.
+
+    A damaged manifest does not state its timeline, so it would count as newer at every restart, and each restart would
+    begin a timeline.
+    """
+    for manifest in stored.chain:
+        if manifest.timeline is None and manifest.step > origin:
+            try:
+                supersede(store, manifest.step, epoch, manifest.key)
+            except CheckpointError as error:
+                logger.warning("step %d: its damaged manifest stays where it is: %s", manifest.step, error)
+
+
+class _Choice:
+    """The choice of one step by its name. On rank 0."""
+
+    def __init__(self, home: CheckpointLocation, pins: Pins, prepare: Callable[[], None] | None) -> None:
+        self._home, self._store, self._pins, self._prepare = home, home.store, pins, prepare
+        self._stored = RunTimelines(FIRST_TIMELINE, (), ())
+        self._chosen: StoredManifest | None = None
+
+    def choose(self, find: Finder) -> CheckpointLocation:
+        """Return the location of the step that a finder finds; raises as that."""
+        if self._prepare is not None:
+            self._prepare()
+        self._stored, self._chosen = find(self._home.store)
+        return location_of(self._home, self._chosen)
+
+    def newer(self) -> tuple[int, ...]:
+        """Return the steps that a resume would load first, and those that a save in flight may still commit."""
+        assert self._chosen is not None, "a step was chosen"
+        damaged, step = set(list_records(self._store)), self._chosen.step
+        newer = {
+            manifest.step
+            for manifest in self._stored.newer_than(self._chosen)
+            if not _is_quarantined(self._store, manifest, damaged)
+        }
+        return tuple(sorted(newer | {other for other in self._pins.under_way() if other > step}))
+
+
+def _is_quarantined(store: Store, manifest: StoredManifest, records: Collection[tuple[int, str]]) -> bool:
+    if all(step != manifest.step for step, _ in records):
+        return False
+    try:
+        return (manifest.step, identity_at(store, manifest.key)) in records
+    except MissingError:
+        return True  # A resume skips it as well.
+    except CheckpointError:
+        return False

@@ -1,0 +1,500 @@
+"""One save on one rank: its state, its files, and how a failure ends it on every rank.
+
+States of an attempt, and who moves it from one to the next:
+
+    opening    -> agreed      the training thread, once rank 0's verdict is there
+    agreed     -> committed   the commit thread, if every rank holds the step as it was loaded: nothing is written
+    opening    -> refused     the training thread: the verdict says whether the call raises, or the handle fails
+    agreed     -> staged      the thread that copied or wrote the last byte (`Transfer`); training may change the state
+    staged     -> written     the commit thread, once this rank's packs and part are durable
+    written    -> voted       the commit thread, with its vote in the key-value store
+    voted      -> publishing  the commit thread of the one rank whose vote completed the count
+    publishing -> committed   that rank; the others learn it from the key-value store or from the manifest
+    publishing -> aborted     that rank, if it is certain that it published nothing
+    publishing -> unknown     a rank that cannot learn whether the manifest is published; nothing is removed
+    any before publishing -> aborted   any rank that fails or waits too long; its own files are removed
+
+What a failure on this rank does depends on how far this rank has come: see `SaveProgress`. Exactly one side finishes a
+save: the commit thread, or the training thread if it fails before handing over.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from enum import Enum
+from typing import TypeVar
+
+from holdfast.base.types.health import findings_of
+from holdfast.base.types.reports import SaveReport
+from holdfast.core.engine.background import CALLS, is_done_soon, wait_in_slices
+from holdfast.core.engine.gc_pause import GcPause
+from holdfast.core.format.digest import hex_digest_of
+from holdfast.core.format.names import link_name, part_name
+from holdfast.core.format.part import RankPart, encode_part
+from holdfast.errors import CheckpointError, InvalidError, UnavailableError, text_of
+from holdfast.training.coordination.commit_vote import CommitVote, Vote
+from holdfast.training.coordination.job import Job
+from holdfast.training.coordination.opening.agreement import SaveAgreement
+from holdfast.training.coordination.opening.records import Agreement, DescribedState, Statement
+from holdfast.training.coordination.outcome import Outcome, OutcomeKind, aborted, committed
+from holdfast.training.saving.commit import assemble, lost_race_of, outcome_on_storage, publish_manifest, sweep
+from holdfast.training.saving.handle import SaveHandle, collect_error, typed
+from holdfast.training.saving.overwrite import lost_claim_of, replace_manifest
+from holdfast.training.saving.request import SaveRequest, claim_in_time
+from holdfast.training.saving.transfer import Transfer
+from holdfast.training.telemetry.dispatcher import EventDispatcher
+from holdfast.training.telemetry.log_lines import saved_line
+from holdfast.training.telemetry.operation import OperationTrace
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LATE_SECONDS = 10.0
+"""How much longer than an agreement and its verdict may take the training thread waits for them."""
+
+
+class SaveProgress(Enum):
+    """How far this rank has come: decides what a failure does."""
+
+    OPENING = "opening"
+    """It takes the number of the save. The other ranks know nothing: the handle fails."""
+
+    COLLECTING = "collecting"
+    """It takes the state apart. A failure refuses the save on every rank; for want of memory the handle fails."""
+
+    AGREEING = "agreeing"
+    """Rank 0 decides, also whether a refusal raises in the call of every rank. Other failures live in the handle."""
+
+    AGREED = "agreed"
+    """It copies, writes and votes. The attempt is aborted on every rank, unless one may be publishing."""
+
+    DECIDED = "decided"
+    """The outcome is known. What fails now cannot change it: the handle reports the outcome as unknown."""
+
+
+class SaveAttempt:
+    """One try to save, on one rank."""
+
+    agreement: Agreement
+    """The agreement of the ranks; set by `record_agreement`."""
+
+    commit_vote: CommitVote
+    """The vote of this attempt; set by `record_agreement`."""
+
+    def __init__(
+        self, job: Job, request: SaveRequest, dispatcher: EventDispatcher | None = None, *, awaited: bool = False
+    ) -> None:
+        """Begin nothing yet.
+
+        Args:
+            job: The ranks that save together.
+            request: The state, the location, and the calls back to the caller.
+            dispatcher: Passes events to observers.
+            awaited: Whether the caller waits for the commit in any case.
+        """
+        self.job, self.request = job, request
+        location = request.location
+        self.name = f"save of {location.url}" if location.step is None else f"save of step {location.step}"
+        self.location = location.for_operation(self.name, job.comm.rank, job.comm.world_size)
+        """Where the checkpoint goes. The retries of the save share one deadline."""
+        self.awaited = awaited
+        dispatcher = dispatcher or EventDispatcher((), job.clock)
+        place = location.step, location.url
+        self.trace = OperationTrace("save", *place, job.comm, job.clock, dispatcher, location.store)
+        self.handle = SaveHandle(self.name, awaited=awaited, history=job.history)
+        self.handle.committed.add_done_callback(self.trace.fail_with)
+        self.on_end = request.on_end
+        if self.on_end is not None:
+            on_end = self.on_end
+            self.handle.committed.add_done_callback(lambda _: on_end())
+        self.gc_pause = GcPause()
+        """Keeps the cyclic garbage collector from walking a plan of many small values. Ended early when much data moves
+        or this rank waits for others, and at the latest by the function that began it."""
+        self.file_keys: list[str] = []
+        """Keys of the files that this rank has begun to write."""
+        self._opening: SaveAgreement | None = None
+        self._deadline = 0.0
+        """When the agreement must end, on the monotonic clock; set by `open`."""
+        self._has_waited = False
+        self._progress = SaveProgress.OPENING
+        self._transfer: Transfer | None = None
+        self._finisher = threading.Lock()  # Nobody waits for it.
+        """Taken by the side that finishes the save; never released."""
+
+    @property
+    def step(self) -> int:
+        """The step as ranks state it; -1 for a checkpoint saved by path."""
+        return -1 if self.location.step is None else self.location.step
+
+    # ------------------------------------------------------------------------------- on the training thread
+
+    @contextmanager
+    def foreground(self) -> Iterator[None]:
+        """Run the part of a save that blocks training. If it fails, end the save by the rules of its state.
+
+        Raises:
+            InvalidError: The state or the call is wrong, or ranks disagree, and the ranks never agreed on a save of
+                this job. Nothing was written on any rank.
+            CheckpointError: `settings.failed_saves_max` saves in a row have failed.
+        """
+        if self.job.is_inherited:
+            raise InvalidError(
+                f"{self.name}: this process was forked from the one that made the manager; expected saves from the "
+                "process that made it. Make a CheckpointManager of its own here, with process_group=False"
+            )
+        self.trace.begin(self.location.step, self.location.url)
+        try:
+            yield
+        except BaseException as error:
+            has_agreed = self._progress in (SaveProgress.AGREED, SaveProgress.DECIDED)
+            raised = self._end_agreed(error) if has_agreed else self._end_opening(error)
+            if raised is not None:
+                self.trace.fail(raised)
+                if self.on_end is not None and not has_agreed:
+                    self.on_end()  # The handle never ends.
+                if raised is error:
+                    raise
+                raise raised from error
+
+    def open(self) -> int:
+        """Return the number of this save; from now on a failure to collect the state is a refusal on every rank."""
+        opening = SaveAgreement(self.job, self.step, self.location.url_digest)
+        self._deadline = self.job.agreement_deadline()
+        try:
+            self._opening = self._wait(CALLS.submit(opening.take_number))
+        except BaseException:
+            opening.leave()
+            raise
+        self._progress = SaveProgress.COLLECTING
+        self._opening.require_wanted()
+        hung = self.job.progress.unanswered
+        if hung is not None:
+            # Before it takes memory. The commit thread would come to this save only after the write that hangs.
+            raise UnavailableError(f"{self.name}: {hung}. Nothing was saved; look at the storage")
+        return self._opening.sequence
+
+    def record_collected(self) -> None:
+        """Record that the state is collected. Rank 0 notices a later failure by the missing statement."""
+        self._progress = SaveProgress.AGREEING
+
+    def agree(self, statement: Statement, state: DescribedState) -> Agreement:
+        """Return the agreement of the ranks. From now on a failure aborts the attempt on every rank.
+
+        The waits for other ranks, and rank 0's look at the location, are on another thread.
+
+        Raises:
+            CheckpointError: As `SaveAgreement.agree`, or that call did not end.
+        """
+        opening = self._opening
+        assert opening is not None, "it was opened"
+
+        def in_time(claim: Callable[[], T]) -> Callable[[], T]:
+            return lambda: claim_in_time(self.job, claim, self.name, self._deadline, self.location.url)
+
+        claim, confirm = in_time(self.request.claim), in_time(self.request.confirm)
+        future = CALLS.submit(lambda: opening.agree(statement, state, claim, confirm))
+        try:
+            self._wait(future)
+        except BaseException:
+            # A result that comes later has nobody who writes and votes for it.
+            future.add_done_callback(self._abort_late)
+            raise
+        agreement = future.result()
+        self.record_agreement(agreement)
+        return agreement
+
+    def _wait(self, future: Future[T]) -> T:
+        """Wait for a call, on the training thread.
+
+        Raises:
+            UnavailableError: The call hangs. Every wait for ranks in it has a deadline, which comes earlier.
+        """
+        job = self.job
+        seconds = job.seconds_left(job.agreement_deadline()) + job.verdict_seconds + LATE_SECONDS
+        try:
+            return wait_in_slices(future, seconds, self.job.clock, self._note_wait)
+        except TimeoutError:
+            if future.done():
+                raise
+        if self._progress is SaveProgress.OPENING:
+            raise UnavailableError(
+                f"{self.name}: the job's key-value store gave no answer within {seconds:,.0f} s. This rank saved "
+                "nothing; look at the host of the store"
+            )
+        raise UnavailableError(
+            f"{self.name}: the agreement of the ranks did not end within {seconds:,.0f} s on rank {job.comm.rank}; "
+            "expected the verdict of rank 0. This rank saved nothing; look at rank 0 and at the host of the job's "
+            "key-value store"
+        )
+
+    def _note_wait(self) -> None:
+        """Take note that this rank waits for others: it has nothing to do that the collector would slow down."""
+        if not self._has_waited:
+            self._has_waited = True
+            self.gc_pause.end()
+            logger.info("%s: training waits until all ranks agree on it", self.name)
+
+    def _abort_late(self, future: Future[Agreement]) -> None:
+        """Abort an attempt that the ranks agreed on after this rank gave up, so that nobody waits for its vote."""
+        if future.exception() is None:
+            agreement = future.result()
+            vote = CommitVote(self.job, agreement.sequence, agreement.attempt, self.name)
+            vote.abort(UnavailableError(f"{self.name}: this rank gave up before the ranks agreed"))
+
+    def record_agreement(self, agreement: Agreement) -> None:
+        """Record the agreement: from now on a failure aborts the attempt on every rank."""
+        self.agreement = agreement
+        self.handle.attempt = agreement.attempt
+        self.job.begin_attempt(agreement.attempt, self.handle.committed)
+        self.commit_vote = CommitVote(self.job, agreement.sequence, agreement.attempt, self.name)
+        self._progress = SaveProgress.AGREED
+
+    def attach_transfer(self, transfer: Transfer) -> None:
+        """Record the transfer, which must end with the save. From now on the handle can `settle` and `abandon` it."""
+        self._transfer = transfer
+        # The handle drops this reference once the save commits or fails: the attempt refers to the state.
+        self.handle.in_flight = self
+
+    def settle(self, timeout: float | None) -> float | None:
+        """Wait until the state is no longer read; return the seconds left of the timeout."""
+        return timeout if self._transfer is None else self._transfer.settle(timeout)
+
+    def abandon(self, error: CheckpointError) -> None:
+        """End the save on every rank, unless a rank may be publishing: then it ends by itself."""
+        if self.commit_vote.abort(error).kind is OutcomeKind.ABORTED and self._transfer is not None:
+            self._transfer.give_up(error)
+
+    def stop_waiting(self, error: CheckpointError) -> None:
+        """End the save and fail its handle, although the commit thread may hang in a write."""
+        # If the commit thread has not begun this save, it never will. It leaves the files for the next save to remove:
+        # removing them now would wait for the storage that does not answer.
+        self._finisher.acquire(blocking=False)
+        assert self._transfer is not None, "the handle knows the attempt from the transfer on"
+        self._transfer.give_up(error)
+        if self.commit_vote.abort(error).kind is OutcomeKind.ABORTED:
+            self.handle.fail(error)
+
+    def key(self, name: str) -> str:
+        """Return the key of a file of this attempt."""
+        return f"{self.location.folder}{self.agreement.attempt}/{name}"
+
+    def link_pack(self, pack: str, source: str) -> str | None:
+        """Give a pack of another step a further name among the files of this attempt; return its key, if it has one.
+
+        Args:
+            pack: Its path from the root of the run.
+            source: Its key there: this path, or that of a link to it.
+        Raises:
+            MissingError: There is no such key any more.
+        """
+        key = self.key(link_name(pack))
+        # Before the link is made: an aborted attempt removes it. The commit makes its name durable with the others.
+        self.file_keys.append(key)
+        return key if self.location.store.link(source, key) else None
+
+    def finish_in_background(self, finish: Callable[[], None]) -> None:
+        """Hand the rest of the save over to the commit thread."""
+        queued_seconds = self.trace.seconds
+        if not self.job.commits.is_idle:
+            self.gc_pause.end()
+
+        def run() -> None:
+            if not self._finisher.acquire(blocking=False):
+                return
+            self.trace.add_phase("queue", queued_seconds, self.trace.seconds)
+            try:
+                try:
+                    finish()
+                except Exception as error:
+                    if self._progress is SaveProgress.DECIDED:
+                        raise
+                    self._lose(error)
+            except BaseException as error:
+                # Complete the handle even if ending the save failed: callers wait for it.
+                if not self.handle.committed.done():
+                    self._fail_unknown(f"{type(error).__name__}: {text_of(error)}")
+                raise
+
+        self.job.commits.submit(run)
+
+    def _end_opening(self, error: BaseException) -> BaseException | None:
+        """End a save that no rank has begun to write; return what the call raises, None if the handle holds it."""
+        raised = error
+        if self._progress is SaveProgress.COLLECTING:
+            raised = collect_error(error, self.name)
+            assert self._opening is not None, "it was opened"
+            opening, refused = self._opening, raised
+            with suppress(UnavailableError):
+                self._wait(CALLS.submit(lambda: opening.refuse(refused)))
+        if not isinstance(raised, Exception):
+            return raised  # An interrupt such as Ctrl-C goes to the caller.
+        failure = typed(raised, self.name)
+        if self._opening is not None and self._opening.raises:
+            self.job.history.note_raised()
+            return failure
+        self.handle.fail(failure)
+        return None
+
+    def _end_agreed(self, error: BaseException) -> BaseException | None:
+        """Abort an attempt on every rank; return what the call raises, None if the handle holds it."""
+        if self._finisher.acquire(blocking=False):
+            if self._transfer is not None:
+                self._transfer.give_up(error)
+            self._lose(error)
+        # An interrupt such as Ctrl-C goes to the caller, but only after the abort: the other ranks must not wait.
+        return None if isinstance(error, Exception) else error
+
+    # --------------------------------------------------------------------------------- on the commit thread
+
+    def write_part(self, part: RankPart) -> Vote:
+        """Make this rank's part durable; return the vote for it."""
+        with self.trace.phase("part"):
+            with GcPause():
+                data = encode_part(part)
+            key = self.key(part_name(part.rank))
+            self.file_keys.append(key)
+            # The committing rank makes the folders durable, once for all ranks.
+            self.location.store.put_if_absent(key, data, folders_durable=False)
+        return Vote(len(data), hex_digest_of(data))
+
+    def vote_and_commit(self, vote: Vote) -> Outcome:
+        """Vote, then commit or wait for the rank that commits; return the outcome."""
+        with self.trace.phase("vote"):
+            outcome = self.commit_vote.vote(vote)
+        if outcome.kind is OutcomeKind.VOTING:
+            self.gc_pause.end()
+            with self.trace.phase("wait"):
+                return self.commit_vote.await_outcome()
+        return self._commit() if outcome.kind is OutcomeKind.PUBLISHING else outcome
+
+    def end_unwritten(self, report: SaveReport) -> None:
+        """End the save without a vote: the step is committed, and every rank holds it as it was loaded."""
+        self._progress = SaveProgress.DECIDED
+        report = replace(report, untagged=self.request.confirmed(self.agreement.context))
+        if self.job.comm.rank == 0:
+            logger.info("%s: it is saved already, and no tensor has changed since it was loaded", self.name)
+        self.trace.end(report, self.agreement.attempt, None, self.location.folder, self.job.node_reports)
+        self.handle.reach_committed(report)
+
+    def conclude(self, outcome: Outcome, report: Callable[[], SaveReport]) -> None:
+        """End the save with its outcome.
+
+        Args:
+            outcome: The outcome of the attempt.
+            report: Makes the report, if the checkpoint is committed.
+        """
+        self._progress = SaveProgress.DECIDED
+        if outcome.kind is OutcomeKind.ASK_STORAGE:
+            outcome = outcome_on_storage(self.location, self.agreement, self.name, outcome.reason)
+        if outcome.kind is OutcomeKind.COMMITTED:
+            self._succeed(outcome, report())
+        elif outcome.error is not None:
+            # The files of a fenced attempt stay: the new writer removes them.
+            if outcome.kind is OutcomeKind.ABORTED:
+                self._remove_files()
+            self.handle.fail(outcome.error)
+        else:
+            self._fail_unknown(outcome.reason)
+
+    def _commit(self) -> Outcome:
+        """Publish the manifest, and announce the outcome to the waiting ranks."""
+        location, agreement, epoch = self.location, self.agreement, self.agreement.context.epoch
+        overwrite = agreement.context.overwrite
+        try:
+            votes = self.commit_vote.votes()
+            with self.trace.phase("index"):
+                data, manifest = assemble(self.request, agreement, votes, self.job.settings, self.file_keys)
+            with self.trace.phase("publish"):
+                self.request.judge_again(manifest)
+                replaced = overwrite and replace_manifest(location, agreement.attempt, data, overwrite, self.job)
+                outcome = replaced or publish_manifest(location, data, epoch)
+                # Other attempts stay for readers of what was replaced. The next overwrite removes them.
+                may_sweep = replaced is None and not (overwrite and overwrite.attempts)
+        except Exception as error:  # noqa: BLE001 - it is certain that nothing was published
+            lost = lost_claim_of(location, overwrite, error) if overwrite else lost_race_of(location, error)
+            outcome = aborted(lost or typed(error, self.name))
+        else:
+            if outcome.kind is OutcomeKind.COMMITTED:
+                outcome = committed(outcome.manifest_digest, findings_of(manifest.health), manifest.tensor_bytes)
+        self.commit_vote.announce(outcome)
+        if outcome.kind is OutcomeKind.COMMITTED and may_sweep:
+            with self.trace.phase("sweep"):
+                self._sweep()
+        return outcome
+
+    def _sweep(self) -> None:
+        """Remove the files of failed attempts. The outcome is certain, so it does not wait for a removal that hangs."""
+        attempt, context = self.agreement.attempt, self.agreement.context
+        overwrite = context.overwrite
+        claim = None if overwrite is None else overwrite.claim
+
+        def work() -> None:
+            sweep(self.location, attempt, self.name, context.epoch, self.job.attempts_under_way, claim=claim)
+
+        try:
+            if not is_done_soon(work, self.job.clock):
+                logger.warning("%s: committed, but the removal of files of failed attempts hangs", self.name)
+        except Exception as error:  # noqa: BLE001 - the next save of the step removes them
+            logger.warning("%s: committed, but files of failed attempts stay: %s", self.name, text_of(error))
+
+    def _succeed(self, outcome: Outcome, report: SaveReport) -> None:
+        untagged = self.request.committed(self.agreement.context, outcome.manifest_digest)
+        report = replace(report, unhealthy=outcome.unhealthy, untagged=untagged)
+        if self.job.comm.rank == 0:
+            logger.info("%s", saved_line(report, outcome.tensor_bytes, self.agreement.context.metrics))
+            # The agreement has warned once of replicas that drift.
+            known = findings_of(self.agreement.drift)
+            findings = [finding for finding in outcome.unhealthy if finding not in known]
+            if findings:
+                logger.warning(
+                    "%s: committed, but marked unhealthy: %s. The report lists the findings (unhealthy)",
+                    self.name,
+                    "; ".join(findings[:3]),
+                )
+        store = self.location.store if self.job.settings.reports else None
+        self.trace.end(report, self.agreement.attempt, store, self.location.folder, self.job.node_reports)
+        self.handle.reach_committed(report)
+        try:
+            self.job.delete_keys_before(self.agreement.sequence)
+        except (CheckpointError, TimeoutError) as error:
+            logger.warning("%s: old keys of the key-value store stay until the next commit: %s", self.name, error)
+
+    # --------------------------------------------------------------------------------------------- failures
+
+    def _lose(self, error: BaseException) -> None:
+        """Abort the save on every rank after a failure on this rank, unless a rank may be publishing."""
+        failure = typed(error, self.name)
+        outcome = self.commit_vote.abort(failure)
+        if outcome.kind is not OutcomeKind.ABORTED:
+            self._fail_unknown(f"{failure}; {outcome.reason}", error)
+            return
+        # Where a write hangs, removing its files would hang too. The next save of the step removes them.
+        if self.job.progress.hung is None:
+            self._remove_files()
+        self.handle.fail(failure)
+
+    def _fail_unknown(self, reason: str, cause: BaseException | None = None) -> None:
+        failure = UnavailableError(
+            f"{self.name}: outcome unknown: {reason}. The checkpoint may or may not be at {self.location.url}; nothing "
+            "was removed. Check with holdfast ls before you save this step again"
+        )
+        failure.__cause__ = cause
+        self.handle.may_be_committed = True
+        self.handle.fail(failure)
+
+    def _remove_files(self) -> None:
+        """Remove this rank's files of the attempt. Only call it once the attempt cannot be committed any more."""
+        try:
+            self.location.store.delete(self.file_keys)
+        except CheckpointError as error:
+            logger.warning(
+                "%s: files of the failed attempt stay for now, the next save of the step removes them: %s",
+                self.name,
+                error,
+            )

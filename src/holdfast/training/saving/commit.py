@@ -1,0 +1,467 @@
+"""The work of the committing rank: write the merged index, publish the manifest, remove files of failed attempts."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import platform
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from importlib import metadata
+
+from holdfast.base.ports.exclusive_creates import AsksForExclusiveCreates
+from holdfast.base.ports.store import Store
+from holdfast.base.types.health import findings_of, with_drift
+from holdfast.base.types.manifest import FileRecord, Manifest
+from holdfast.core.engine.background import CALLS
+from holdfast.core.engine.gc_pause import GcPause
+from holdfast.core.engine.parallel_map import ordered_parallel_map
+from holdfast.core.format.digest import hex_digest_of
+from holdfast.core.format.index.index import Index
+from holdfast.core.format.index.index_file import encode_index
+from holdfast.core.format.index.overview import IndexParts, Overview, encode_overview, split
+from holdfast.core.format.manifest import MANIFEST_BYTES_MAX, encode_manifest, run_fields_of_manifest
+from holdfast.core.format.names import (
+    OVERVIEW_FILE,
+    PARTS_FOLDER,
+    index_name,
+    is_attempt_file,
+    is_attempt_folder,
+    step_folder,
+)
+from holdfast.core.format.sealed_json import stated_digest
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError, UnavailableError
+from holdfast.settings import Settings
+from holdfast.stored.checkpoint.location import CheckpointLocation
+from holdfast.stored.repository.catalog import (
+    confirmed_manifest,
+    exists,
+    manifest_in,
+    read_manifest,
+    read_manifest_bytes,
+)
+from holdfast.stored.repository.epochs import current_fence, is_valid_manifest, require_counted, require_newest
+from holdfast.stored.repository.overwriting import is_claimed
+from holdfast.stored.repository.publish import get_or_none, packs_named_by, publish
+from holdfast.stored.repository.quarantine import quarantined_attempts
+from holdfast.stored.repository.timelines import moved_manifests, run_timelines
+from holdfast.stored.repository.withdrawal import withdraw
+from holdfast.training.coordination.commit_vote import Vote
+from holdfast.training.coordination.opening.records import Agreement
+from holdfast.training.coordination.outcome import Outcome, OutcomeKind, aborted, ask_storage, committed, unknown
+from holdfast.training.saving.health.health_record import last_counted_health
+from holdfast.training.saving.merge import MergedParts, merge_parts
+from holdfast.training.saving.request import SaveRequest
+
+logger = logging.getLogger(__name__)
+
+_SPLIT_FILES_MIN = 8
+"""Fewest files of a split index. With fewer, a rank would read much that it does not need."""
+
+
+def assemble(
+    request: SaveRequest, agreement: Agreement, votes: Sequence[Vote], settings: Settings, written: list[str]
+) -> tuple[bytes, Manifest]:
+    """Merge the parts of all ranks, prove that they form a whole, write the index, and make all names durable.
+
+    Args:
+        request: The request of the save.
+        agreement: The agreement of the ranks.
+        votes: The vote of every rank, by rank.
+        settings: Chunk size, and chunks per index file.
+        written: Receives the key of every file before it is written.
+    Returns:
+        The manifest, encoded and as it is.
+    Raises:
+        InvalidError: The parts do not form a whole.
+        CorruptError: A part or pack differs from what its rank voted for.
+    """
+    location, attempt, context = request.location, agreement.attempt, agreement.context
+    if isinstance(location.store, AsksForExclusiveCreates):
+        location.store.trust_exclusive_creates()  # Rank 0 has voted.
+    whole = merge_parts(location, attempt, votes, settings.chunk_bytes)
+    indexes, overview = write_index(location, attempt, whole.index, settings, written)
+    # Every rank made the content of its files durable before it voted, and left their names to this rank. Without their
+    # names the manifest would survive a power cut and its files would not.
+    location.store.sync(f"{location.folder}{attempt}/{PARTS_FOLDER}")
+    # Ask only now: the previous save was perhaps still in flight, and its commit decides the parent.
+    parent = request.parent()
+    health = context.health  # For a copy: the health recorded with its source.
+    if health is None:
+        before = last_counted_health(location, parent) if whole.findings.has_counts else (None,)
+        health = with_drift(whole.findings.health(*before), agreement.drift)
+    manifest = build_manifest(location, attempt, whole, (indexes, overview), context.run_id, context.created)
+    manifest = replace(
+        manifest,
+        parent=parent,
+        origin=context.origin,
+        masters=dict(context.masters),
+        epoch=context.epoch,
+        timeline=context.timeline,
+        metrics=dict(context.metrics),
+        health=health,
+    )
+    return encode_manifest(manifest), manifest
+
+
+def build_manifest(
+    location: CheckpointLocation,
+    attempt: str,
+    whole: MergedParts,
+    index: tuple[tuple[FileRecord, ...], FileRecord | None],
+    run_id: str,
+    created: str,
+) -> Manifest:
+    """Return the manifest fields that follow from the files of an attempt; `repair` rebuilds a lost manifest with it.
+
+    Args:
+        location: The checkpoint.
+        attempt: Id of the attempt.
+        whole: Merged parts of its ranks.
+        index: Records of the index files and the overview, as `write_index` returns them.
+        run_id: Id of the run.
+        created: Wall-clock time, for people.
+    """
+    indexes, overview = index
+    return Manifest(
+        run_id=run_id,
+        step=location.step,
+        attempt=attempt,
+        created=created,
+        parent=None,
+        world_size=len(whole.parts),
+        layouts=whole.layouts,
+        software=installed_versions(),
+        tensors=whole.index.table.count,
+        tensor_bytes=whole.index.table.bytes,
+        aliases=whole.aliases,
+        tree=whole.tree,
+        packs=whole.packs,
+        parts=whole.parts,
+        indexes=indexes,
+        overview=overview,
+        optimizers=whole.optimizers,
+        order=whole.order,
+        newer_types=whole.index.table.newer_types,
+    )
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of the software that writes this checkpoint."""
+    versions = {"python": platform.python_version()}
+    for name in ("holdfast", "torch", "numpy"):
+        version = _installed_version(name)
+        if version is not None:
+            versions[name] = version
+    return versions
+
+
+@functools.cache
+def _installed_version(name: str) -> str | None:
+    """Return the version of a package; None if it is not installed. Reading it takes a millisecond."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def asking_for_exclusive_creates(store: Store, rank: int) -> Callable[[], None]:
+    """Begin to ask a store on rank 0 whether two writers can create one object, beside the packs that are written.
+
+    Nothing is committed without the vote of rank 0. So it asks for all ranks, and waits for the answer before it votes.
+
+    Args:
+        store: The store.
+        rank: This rank.
+    Returns:
+        What waits for the answer; it raises if the store cannot be used.
+    """
+    if rank or not isinstance(store, AsksForExclusiveCreates):
+        return lambda: None
+    try:
+        answer = CALLS.submit(store.require_exclusive_creates)
+    except UnavailableError:  # No thread could be started: it is asked behind the packs.
+        return store.require_exclusive_creates
+
+    def require() -> None:
+        answer.result()
+
+    return require
+
+
+def write_index(
+    location: CheckpointLocation,
+    attempt: str,
+    index: Index,
+    settings: Settings,
+    written: list[str],
+    *,
+    whole: bool = False,
+) -> tuple[tuple[FileRecord, ...], FileRecord | None]:
+    """Write an index, split into several files if it is large.
+
+    Args:
+        location: Where the checkpoint goes.
+        attempt: Id of the attempt.
+        index: The index.
+        settings: Most chunks of an index in one file.
+        written: Receives the key of every file before it is written, so that a failed save can remove it.
+        whole: Whether to write one file, however large.
+    Returns:
+        Records of the index files, and the record of the overview if the index is split.
+    """
+    indexes: Sequence[Index] | IndexParts = [index]
+    overview: Overview | None = None
+    chunks_max = settings._tuning.index_chunks_max
+    if not whole and index.pieces.first_chunk[-1] > chunks_max:
+        with GcPause():
+            indexes, overview = split(index, max(chunks_max // _SPLIT_FILES_MIN, 1))
+    folder = f"{location.folder}{attempt}/"
+
+    def put(file: tuple[str, Callable[[], bytes]]) -> FileRecord:
+        name, encode = file
+        data = encode()
+        location.store.put_if_absent(folder + name, data)
+        return FileRecord(name, len(data), hex_digest_of(data))
+
+    def encoded(number: int) -> bytes:
+        return encode_index(indexes[number])
+
+    files = [(index_name(number), partial(encoded, number)) for number in range(len(indexes))]
+    if overview is not None:
+        files.append((OVERVIEW_FILE, partial(encode_overview, overview)))
+    written += [folder + name for name, _ in files]
+    with GcPause():
+        records = list(ordered_parallel_map(put, files))
+    return tuple(records[: len(indexes)]), records[-1] if overview is not None else None
+
+
+def publish_manifest(location: CheckpointLocation, data: bytes, epoch: int) -> Outcome:
+    """Publish a manifest.
+
+    Args:
+        location: Where.
+        data: The manifest.
+        epoch: Epoch of the writer lease; 0 for a checkpoint saved by path.
+    Returns:
+        `committed`; `unknown` if the store failed during the publish; `ask_storage` if the lease may have ended
+        meanwhile.
+    Raises:
+        ConflictError: Another attempt published first, or another writer took over; nothing was published.
+        CheckpointError: It is certain that nothing was published.
+    """
+    if epoch:
+        require_newest(location.store, epoch)
+    try:
+        _put(location, data, epoch)
+    except ConflictError:
+        raise
+    except Exception as error:
+        # The key may be visible although the call failed (the folder sync failed), or become visible later.
+        if _is_certainly_absent(location):
+            raise
+        return unknown(str(error))
+    digest = stated_digest(data)
+    assert digest is not None, "a manifest is sealed"
+    if epoch:
+        try:
+            # A new writer takes its epoch first and lists steps second. If no newer epoch exists yet, it
+            # will list this step.
+            require_newest(location.store, epoch)
+        except Exception as doubt:  # noqa: BLE001 - the manifest is there, whatever the error is
+            return ask_storage(f"{type(doubt).__name__}: {doubt}")
+    return committed(digest)
+
+
+def _put(location: CheckpointLocation, data: bytes, epoch: int) -> None:
+    try:
+        publish(location.store, location.manifest_key, data)
+    except ConflictError:
+        if not epoch:
+            raise
+        if not clear_fenced(location, epoch):
+            _require_not_own(location, epoch)
+            raise
+        publish(location.store, location.manifest_key, data)
+
+
+def lost_race_of(location: CheckpointLocation, error: Exception) -> ConflictError | None:
+    """Return the loss of the race if that is behind an error of a commit: who has published removes others' files."""
+    if not isinstance(error, CorruptError | MissingError):
+        return None
+    try:
+        location.require_empty("Another writer published first, and removed the files of this save. Save elsewhere")
+    except ConflictError as lost:
+        lost.__cause__ = error
+        return lost
+    except CheckpointError:
+        pass  # What failed first says more.
+    return None
+
+
+def _require_not_own(location: CheckpointLocation, epoch: int) -> None:
+    """Say so if this job itself published the step, since this save began.
+
+    Raises:
+        ConflictError: An earlier save of this job has saved the step.
+    """
+    is_own = False
+    with suppress(CheckpointError):  # The conflict is certain, whoever was first.
+        data = get_or_none(location.store, location.manifest_key, MANIFEST_BYTES_MAX)
+        is_own = data is not None and run_fields_of_manifest(data, location.url).epoch == epoch
+    if is_own:
+        raise ConflictError(
+            f"{location.url}: an earlier save of this job has saved step {location.step}; expected one save of a step. "
+            "Nothing of it was touched. Leave out the second save, or save the state as another step"
+        )
+
+
+def clear_fenced(location: CheckpointLocation, epoch: int) -> bool:
+    """Remove a fenced manifest from a step, so that the holder of the newest epoch can save the step.
+
+    Args:
+        location: The step.
+        epoch: Epoch of the caller.
+    Returns:
+        Whether the step is free.
+    Raises:
+        ConflictError: Another writer took over.
+    """
+    assert location.step is not None, "only a run has epochs"
+    store, key = location.store, location.manifest_key
+    if not exists(store, key):
+        return True
+    fence = current_fence(store)
+    if fence.epoch != epoch:
+        return False
+    data = get_or_none(store, key, MANIFEST_BYTES_MAX)
+    if data is None:
+        return True
+    if is_valid_manifest(data, fence, f"{store.url}/{key}"):
+        return False
+    logger.warning("step %d: the manifest of a fenced writer does not count and is removed", location.step)
+    withdraw(store, location.step, key, data, epoch)
+    return True
+
+
+def _is_certainly_absent(location: CheckpointLocation) -> bool:
+    """Return whether a manifest whose put failed is absent and cannot appear later."""
+    try:
+        return location.store.failed_calls_are_over and not exists(location.store, location.manifest_key)
+    except Exception:  # noqa: BLE001 - not certain, whatever the error is
+        return False
+
+
+def _counted_manifests(store: Store) -> Iterator[Manifest]:
+    """Return the manifests of a run that count; raises `CheckpointError` if one cannot be read."""
+    timelines = run_timelines(store)
+    for stored in (*timelines.chain, *timelines.superseded):
+        folder = step_folder(stored.step)
+        yield manifest_in(folder, read_manifest_bytes(store, folder, stored.key), f"{store.url}/{stored.key}")
+
+
+def sweep(
+    location: CheckpointLocation,
+    attempt: str,
+    name: str,
+    epoch: int,
+    under_way: Collection[str] = (),
+    *,
+    claim: str | None = None,
+) -> None:
+    """Remove the files of failed attempts. The published manifest keeps them from publishing.
+
+    A manifest that was removed since may have published one of these attempts, and other steps may refer to its packs.
+    Such packs stay. If a manifest cannot be read, everything stays. If a newer timeline meanwhile saves the step again,
+    the rest stays: it may be of that save.
+
+    Args:
+        location: The checkpoint.
+        attempt: Id of the published attempt.
+        name: Name of the save, for messages.
+        epoch: Epoch of the writer lease; 0 for a checkpoint saved by path.
+        under_way: Attempts of this process that have not ended.
+        claim: Nonce of the claim of a save that may overwrite.
+    """
+    store = location.store
+    try:
+        folders = store.folders(location.folder)
+        others = [folder for folder in folders if is_attempt_folder(folder) and folder != attempt]
+        kept, referenced = set(under_way), frozenset[str]()
+        if others and location.step is not None:
+            kept |= quarantined_attempts(store, location.step)
+            kept |= moved_manifests(store, location.step).attempts(location.step, others)
+        others = [folder for folder in others if folder not in kept]
+        # Most often a newer timeline saves the step again, and nothing is left to remove: then no other step is read.
+        if others and location.step is not None:
+            counted = packs_named_by(_counted_manifests(store))
+            # Read after those in the folders: a manifest that moves meanwhile is then in one of the two lists.
+            referenced = counted | packs_named_by(moved_manifests(store).manifests)
+        for folder in others:
+            prefix = f"{location.folder}{folder}/"
+            keys = [entry.key for entry in store.list(prefix)]
+            if all(is_attempt_file(key.removeprefix(prefix)) for key in keys):
+                # Ask after the listing: then no listed file belongs to a writer that took over, or to a newer save of
+                # the step, which writes only after this manifest has moved away.
+                if epoch:
+                    require_newest(store, epoch)
+                if _is_overwritten(location, claim) or not _is_published(location, attempt):
+                    logger.info("%s: it is saved again; files of failed attempts stay for that save", name)
+                    return
+                # Deleting the absent key `nothing` makes the store remove the folder, even an empty one.
+                store.delete([*(key for key in keys if key not in referenced), f"{prefix}nothing"])
+            else:
+                logger.warning(
+                    "%s: %s holds files that no save writes, so it stays. Remove them by hand if they are not needed",
+                    name,
+                    prefix,
+                )
+    except CheckpointError as error:
+        logger.warning(
+            "%s: files of failed attempts stay for now, the next save of the step removes them: %s", name, error
+        )
+
+
+def _is_overwritten(location: CheckpointLocation, claim: str | None) -> bool:
+    """Return whether another job overwrites the checkpoint, so that its attempt must stay.
+
+    Ask before the manifest is read: a job whose claim is gone by then has left its manifest there, if it published.
+    """
+    return location.step is None and is_claimed(location.store, besides=claim)
+
+
+def _is_published(location: CheckpointLocation, attempt: str) -> bool:
+    """Return whether the manifest in the folder names this attempt."""
+    try:
+        return read_manifest(location.store, location.folder).attempt == attempt
+    except MissingError:
+        return False
+
+
+def outcome_on_storage(location: CheckpointLocation, agreement: Agreement, name: str, reason: str) -> Outcome:
+    """Return the outcome of a save by the manifest on storage, if the key-value store does not hold it.
+
+    Args:
+        location: Where the checkpoint is saved.
+        agreement: What the ranks agreed on.
+        name: The save, for messages.
+        reason: Why the key-value store does not hold it.
+    """
+    try:
+        manifest = confirmed_manifest(location.store, location.folder)
+    except CheckpointError:
+        return unknown(reason)
+    if manifest.attempt != agreement.attempt:
+        if agreement.context.overwrite is not None:
+            return unknown(f"{reason}; attempt {manifest.attempt} is there, and may still be replaced")
+        return aborted(ConflictError(f"{name}: attempt {manifest.attempt} published first; {reason}"))
+    try:
+        if manifest.epoch and manifest.step is not None:
+            require_counted(location.store, manifest.step, manifest.epoch, manifest.digest)
+    except ConflictError as error:
+        return Outcome(OutcomeKind.FENCED, error=error)
+    except CheckpointError as failure:
+        return unknown(f"{reason}; {failure}")
+    return committed(manifest.digest, findings_of(manifest.health), manifest.tensor_bytes)

@@ -1,0 +1,186 @@
+"""The handle of a save in progress: three moments to wait for, and the report or the failure."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import traceback
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import Literal, Protocol
+
+from holdfast.base.clock import SystemClock
+from holdfast.base.interrupts import UnlockedFuture
+from holdfast.base.types.reports import SaveReport
+from holdfast.errors import CheckpointError, InvalidError, UnavailableError, translated
+from holdfast.training.coordination.job import SaveHistory
+
+logger = logging.getLogger(__name__)
+
+Moment = Literal["staged", "replicated", "committed"]
+
+
+class InFlight(Protocol):
+    """A save that the ranks agreed on and that has not ended."""
+
+    def settle(self, timeout: float | None) -> float | None:
+        """Wait, on the thread that saved, until the state is no longer read; return the seconds left of the timeout."""
+        ...
+
+    def abandon(self, error: CheckpointError) -> None:
+        """End the save on every rank with an error, unless a rank may be publishing it."""
+        ...
+
+    def stop_waiting(self, error: CheckpointError) -> None:
+        """End the save as `abandon`, and fail the handle at once: the commit thread may never come back."""
+        ...
+
+
+class SaveHandle:
+    """A save in progress.
+
+    `staged`: training may change the state. `replicated`: the checkpoint survives a lost node (without a peer tier,
+    the same as committed). `committed`: it is durable and visible; the result is the `SaveReport`.
+    A failure ends every moment not yet reached.
+    """
+
+    def __init__(self, name: str, *, awaited: bool = False, history: SaveHistory | None = None) -> None:
+        """Start with no moment reached.
+
+        Args:
+            name: Name of the save, for messages.
+            awaited: Whether the caller waits for the commit in any case, so that a failure need not be logged.
+            history: Counts the failures in a row; None: a history of this save alone.
+        """
+        self.name = name
+        """Name of the save, for messages."""
+        self._history = history or SaveHistory(SystemClock())
+        # A list, whose operations are atomic: a signal handler may interrupt `wait`, and save.
+        self._waiting = [None] * int(awaited)
+        self.was_awaited = False
+        """Whether a `wait` has raised the failure."""
+        self.in_flight: InFlight | None = None
+        """The unfinished save, to settle or abandon it. None before the ranks agreed, and after the end."""
+        self.attempt = ""
+        """Id of the attempt; empty before the ranks agreed on it."""
+        self._saver = threading.get_ident()
+        self.may_be_committed = False
+        """Whether the save failed here and its checkpoint may exist, or appear later, nevertheless."""
+        self.staged: Future[None] = UnlockedFuture()
+        self.replicated: Future[None] = UnlockedFuture()
+        self.committed: Future[SaveReport] = UnlockedFuture()
+
+    def wait(self, moment: Moment = "committed", timeout: float | None = None) -> SaveReport | None:
+        """Wait for a moment; return the report once committed, None for an earlier moment.
+
+        Args:
+            moment: `staged`, `replicated` or `committed`.
+            timeout: Seconds to wait at most; None for no limit.
+        Raises:
+            TimeoutError: The save did not reach the moment in time; it goes on.
+            CheckpointError: The save failed.
+            InvalidError: `moment` is none of the three.
+        """
+        if moment not in ("staged", "replicated", "committed"):
+            raise InvalidError(f"moment={moment!r}; expected staged, replicated or committed")
+        self._waiting.append(None)
+        future: Future[None] | Future[SaveReport] = getattr(self, moment)
+        left = timeout
+        try:
+            in_flight = self.in_flight
+            is_saver = threading.get_ident() == self._saver
+            if moment == "staged" and in_flight is not None and is_saver and not self.staged.done():
+                # A lazy save is staged only after this thread has checked that the state did not change.
+                left = in_flight.settle(timeout)
+            with suppress(TimeoutError):
+                future.result(left)
+            if not future.done():
+                raise TimeoutError(f"{self.name}: not {moment} within {timeout} s; the save goes on")
+            # It may have ended after the timeout: its failure must not be lost.
+            result = future.result()
+        finally:
+            self._waiting.pop()
+            self.was_awaited |= future.done() and future.exception() is not None
+        return result
+
+    @property
+    def failure(self) -> BaseException | None:
+        """The error of a failed save; None while it runs and after the commit."""
+        return self.committed.exception() if self.committed.done() else None
+
+    def abandon(self, error: CheckpointError) -> None:
+        """End the save on every rank with an error, unless a rank may be publishing it or it has ended."""
+        in_flight = self.in_flight
+        if in_flight is not None:
+            in_flight.abandon(error)
+
+    def stop_waiting(self, error: CheckpointError) -> None:
+        """End the save although its write hangs: on every rank, and at once, unless a rank may be publishing it."""
+        in_flight = self.in_flight
+        if in_flight is not None:
+            in_flight.stop_waiting(error)
+
+    def reach_staged(self) -> None:
+        """Mark the save as staged, unless it has failed."""
+        with suppress(InvalidStateError):
+            self.staged.set_result(None)
+
+    def reach_committed(self, report: SaveReport) -> None:
+        """Mark the save as committed."""
+        self._history.note_committed()
+        self.in_flight = None
+        self.reach_staged()  # The training thread may be interrupted right before it does that.
+        self.replicated.set_result(None)
+        self.committed.set_result(report)
+
+    def fail(self, error: BaseException) -> None:
+        """Mark the save as failed; log the error if no caller waits for it."""
+        if self.committed.done():
+            return  # It was given up while its write hung, and the write has ended now.
+        counted = self._history.note_failed()
+        if not self._waiting:
+            if isinstance(error.__cause__, Exception | None):
+                logger.error("%s failed: %s: %s (%s)", self.name, type(error).__name__, error, counted)
+            else:
+                logger.warning("%s ended: %s", self.name, error)
+        self.in_flight = None
+        for future in (self.staged, self.replicated, self.committed):
+            with suppress(InvalidStateError):
+                future.set_exception(error)
+        # The frames hold the state, and the caller may read the failure late or never.
+        _clear_frames(error)
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Clear the local variables in the tracebacks of an error and of its causes; the line numbers stay."""
+    seen: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        current = pending.pop()
+        if current is None or id(current) in seen:
+            continue
+        seen.add(id(current))
+        traceback.clear_frames(current.__traceback__)
+        pending += [current.__cause__, current.__context__]
+        if isinstance(current, BaseExceptionGroup):
+            pending += current.exceptions
+
+
+def typed(error: BaseException, name: str) -> CheckpointError:
+    """Return an error as one of ours, so that a handle never raises anything else."""
+    return translated(error, f"{name}: ")
+
+
+def collect_error(error: BaseException, name: str) -> BaseException:
+    """Return the error with which every rank refuses a state that this rank could not collect."""
+    if isinstance(error, CheckpointError) or not isinstance(error, Exception):
+        return error
+    what = ": ".join([*map(str, getattr(error, "__notes__", ())), f"{type(error).__name__}: {error}"])
+    if isinstance(error, MemoryError | OSError) or type(error).__name__ == "OutOfMemoryError":
+        # The state is valid and training need not end: the next save may find enough memory.
+        refusal: CheckpointError = UnavailableError(f"{name}: the state could not be collected now: {what}")
+    else:
+        refusal = InvalidError(f"{name}: the state could not be collected: {what}")
+    # The handle keeps only the refusal: its cause shows which `state_dict` failed.
+    refusal.__cause__ = error
+    return refusal

@@ -1,0 +1,51 @@
+"""A call of save that is wrong on this rank: every rank raises, or none does."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+
+from holdfast.core.engine.background import CALLS, wait_in_slices
+from holdfast.errors import InvalidError
+from holdfast.training.coordination.job import Job
+from holdfast.training.coordination.opening.agreement import SaveAgreement
+from holdfast.training.saving.attempt import LATE_SECONDS
+from holdfast.training.saving.handle import SaveHandle
+
+logger = logging.getLogger(__name__)
+
+
+def refuse_call(job: Job, misuse: InvalidError) -> SaveHandle:
+    """Refuse a save because its call is wrong on this rank. The other ranks learn it at their next save.
+
+    Without that, this rank would raise alone, and the others would wait for it until their timeout.
+
+    Args:
+        job: The ranks that save together.
+        misuse: What is wrong.
+    Returns:
+        The handle of the failed save, if no rank raises: the others refused it for another reason, or did not save.
+    Raises:
+        InvalidError: On every rank. The message names the lowest rank whose call is wrong.
+    """
+    if job.comm.world_size == 1 or job.is_inherited:
+        raise misuse
+
+    def note_wait() -> None:
+        if job.is_first_occurrence(str(misuse)):
+            logger.warning("save: this rank waits for the other ranks, to refuse its call together: %s", misuse)
+
+    opening = SaveAgreement(job, -1, b"")
+    refused = CALLS.submit(lambda: opening.take_number().refuse(misuse, is_misuse=True))
+    try:
+        with suppress(TimeoutError):
+            seconds = job.agreement_seconds + job.verdict_seconds + LATE_SECONDS
+            wait_in_slices(refused, seconds, job.clock, note_wait)
+    finally:
+        opening.leave()
+    if opening.raises:
+        job.history.note_raised()
+        raise opening.refusal() or misuse from misuse
+    handle = SaveHandle("save", history=job.history)
+    handle.fail(misuse)
+    return handle
