@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from holdfast.backends.torch.framework import TorchFramework
-from holdfast.backends.torch.held import Ranks
+from holdfast.backends.torch.local_shards import Ranks
 from holdfast.base.ports.framework import Collected, Selection
 from holdfast.core.engine.buffers import BufferPool, allocate_aligned
 from holdfast.core.engine.nonfinite import NonFinite

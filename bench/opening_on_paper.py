@@ -22,11 +22,11 @@ from holdfast.core.plan.packing import PackSizes, packs_of
 from holdfast.settings import Settings
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.testing.comm import ThreadComm, ThreadGroup
+from holdfast.training.coordination.agreement.details import encode_details, encode_difference
+from holdfast.training.coordination.agreement.records import Agreement, Details, Statement
+from holdfast.training.coordination.agreement.save_agreement import SaveAgreement
+from holdfast.training.coordination.agreement.sibling_meshes import encode_tensors
 from holdfast.training.coordination.job import Job
-from holdfast.training.coordination.opening.agreement import SaveAgreement
-from holdfast.training.coordination.opening.details import encode_details, encode_difference
-from holdfast.training.coordination.opening.records import Agreement, Details, Statement
-from holdfast.training.coordination.opening.sibling_meshes import encode_tensors
 from holdfast.training.coordination.save_context import SaveContext
 from holdfast.training.saving.fingerprint import StateFingerprint
 

@@ -52,8 +52,8 @@ from holdfast.stored.checkpoint.location import CheckpointLocation, manifest_byt
 from holdfast.stored.checkpoint.pack_sizes import short_packs
 from holdfast.stored.repository.catalog import ensure_run, read_manifest
 from holdfast.stored.repository.publish import publish
+from holdfast.training.coordination.agreement.records import Agreement
 from holdfast.training.coordination.commit_vote import Vote
-from holdfast.training.coordination.opening.records import Agreement
 from holdfast.training.runs.collection.garbage_collection import planned
 from holdfast.training.runs.listing import run_record
 from holdfast.training.saving.commit import assemble

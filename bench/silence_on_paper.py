@@ -22,8 +22,8 @@ from holdfast.errors import UnavailableError
 from holdfast.settings import Settings
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.testing.comm import ThreadGroup
+from holdfast.training.coordination.agreement.save_agreement import SaveAgreement
 from holdfast.training.coordination.job import Job
-from holdfast.training.coordination.opening.agreement import SaveAgreement
 from holdfast.training.saving.fingerprint import StateFingerprint
 
 STEP = 1000

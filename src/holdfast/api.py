@@ -22,9 +22,9 @@ from holdfast.training.loading.load_request import LoadRequest
 from holdfast.training.loading.named_step import finder_of, selector_at
 from holdfast.training.loading.rename_rules import Renames
 from holdfast.training.saving.handle import SaveHandle
+from holdfast.training.saving.misuse import refuse_call
 from holdfast.training.saving.request import PathRequest
 from holdfast.training.saving.save import begin_save, save_and_wait
-from holdfast.training.saving.wrong_call import refuse_call
 
 if TYPE_CHECKING:
     from holdfast._face.checkpoint_manager import CheckpointManager

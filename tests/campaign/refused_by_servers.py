@@ -24,7 +24,7 @@ from tests.servers.ceph import CephServer, ceph
 from tests.servers.process import free_port
 from tests.servers.server import BUCKET, Server
 
-CALLS: dict[str, Callable[[ObjectStore], object]] = {
+DAEMON_POOL: dict[str, Callable[[ObjectStore], object]] = {
     "size": lambda store: store.size("key"),
     "get": lambda store: store.get("key", 10),
     "read_into": lambda store: store.read_into("key", [(0, 1)], [memoryview(bytearray(1))]),
@@ -64,7 +64,7 @@ def azure(running_azurite: AzuriteServer, monkeypatch: pytest.MonkeyPatch) -> Az
 
 def require_refused(store: ObjectStore, what: str, secrets: tuple[str, ...], but: tuple[str, ...] = ()) -> None:
     """Require that each call but some is refused for good, says what to do, and shows no secret."""
-    for name, call in CALLS.items():
+    for name, call in DAEMON_POOL.items():
         if name in but:
             continue
         with pytest.raises(InvalidError, match=what) as raised:
@@ -131,14 +131,14 @@ def test_a_clock_that_is_wrong(server: CephServer) -> None:
         done = subprocess.run(command, env=os.environ | server.environment, capture_output=True, text=True, timeout=280)
         assert done.returncode == 0, done.stderr
         said = done.stdout.splitlines()
-        assert len(said) == len(CALLS)
+        assert len(said) == len(DAEMON_POOL)
         assert all("InvalidError" in line and "clock of this machine" in line for line in said), said
 
 
 def print_refusals(url: str) -> None:
     """Print how each call is refused, in a process of its own."""
     store = ObjectStore(url, settings=Settings())
-    for call in CALLS.values():
+    for call in DAEMON_POOL.values():
         try:
             call(store)
         except CheckpointError as error:

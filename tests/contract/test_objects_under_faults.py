@@ -54,7 +54,7 @@ def is_put_of(name: str) -> Callable[[ProxiedRequest], bool]:
     return lambda request: request.method == "PUT" and request.target.partition("?")[0].endswith(name)
 
 
-CALLS: dict[str, Callable[[RetryingStore], object]] = {
+DAEMON_POOL: dict[str, Callable[[RetryingStore], object]] = {
     "size": lambda store: store.size("there"),
     "get": lambda store: store.get("there", 100),
     "list": lambda store: [entry.key for entry in store.list()],
@@ -68,7 +68,7 @@ CALLS: dict[str, Callable[[RetryingStore], object]] = {
 
 
 class TestEachCall:
-    @pytest.mark.parametrize("name", CALLS)
+    @pytest.mark.parametrize("name", DAEMON_POOL)
     def test_it_outlives_refusals_and_cuts(self, proxy: FaultProxy, store: RetryingStore, name: str) -> None:
         store.put("there", b"0123456789")
         faults = [
@@ -76,7 +76,7 @@ class TestEachCall:
             proxy.inject(ProxyFault(FaultKind.CUT_BEFORE)),
             proxy.inject(ProxyFault(FaultKind.CUT_AFTER)),
         ]
-        CALLS[name](store)
+        DAEMON_POOL[name](store)
         assert [fault.met for fault in faults] == [2, 1, 1]
         assert store.retry_counts.throttled == 2 and store.retry_counts.retries >= 4
 

@@ -26,7 +26,7 @@ from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.syscalls import Syscalls
 from holdfast.backends.torch.comm import SoloComm
 from holdfast.backends.torch.framework import TorchFramework
-from holdfast.backends.torch.held import Ranks
+from holdfast.backends.torch.local_shards import Ranks
 from holdfast.base.clock import Clock, SystemClock
 from holdfast.base.ports.store import Store
 from holdfast.core.format.names import link_name

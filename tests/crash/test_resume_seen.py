@@ -15,7 +15,7 @@ import holdfast
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.backends.torch import containers
 from holdfast.backends.torch.framework import TorchFramework
-from holdfast.backends.torch.held import Ranks
+from holdfast.backends.torch.local_shards import Ranks
 from holdfast.base.clock import SystemClock
 from holdfast.base.ports.store import Store
 from holdfast.core.format.names import manifest_key

@@ -46,11 +46,11 @@ class HeldJournal:
 
 
 def _hold_with(hold: Callable[[], object]) -> None:
-    class Held(LocalDestination):
+    class LocalShards(LocalDestination):
         def journal(self, name: str) -> HeldJournal:  # type: ignore[override]
             return HeldJournal(super().journal(name), hold)
 
-    export_wiring.LocalDestination = Held  # type: ignore[misc]
+    export_wiring.LocalDestination = LocalShards  # type: ignore[misc]
     export_wiring.SystemClock = offline_api.SystemClock = Fast  # type: ignore[misc]
 
 

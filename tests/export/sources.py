@@ -12,7 +12,7 @@ from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.backends.stores.destination import LocalDestination
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.torch.framework import TorchFramework
-from holdfast.backends.torch.held import Ranks
+from holdfast.backends.torch.local_shards import Ranks
 from holdfast.base.clock import SystemClock
 from holdfast.base.geometry.sharded import Sharded
 from holdfast.base.ports.foreign import Writer

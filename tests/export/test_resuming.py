@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 WORK = """
 import sys, threading
-from holdfast import wiring
+from holdfast._face import wiring
 from holdfast.offline.export.export import Export
 from holdfast.offline.export.planned import ExportRequest
 from holdfast.base.clock import SystemClock

@@ -19,7 +19,7 @@ Declared = Mapping[int, tuple[Region, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalShards:
     """How one job holds a tensor; plain if neither is given."""
 
     layout: Layout | None = None
@@ -120,7 +120,7 @@ def declared(draw: st.DrawFn, world_size: int, shape: tuple[int, ...]) -> Declar
 
 @cache
 @st.composite
-def siblings(draw: st.DrawFn, world_size: int, ndim: int) -> Held:
+def siblings(draw: st.DrawFn, world_size: int, ndim: int) -> LocalShards:
     """Disjoint meshes of one shape over some or all ranks, in any order, all with the same placements."""
     shape, ranks = draw(meshes(max(world_size // 2, 1)))
     chosen = tuple(draw(placements(ndim)) for _ in shape)
@@ -129,22 +129,22 @@ def siblings(draw: st.DrawFn, world_size: int, ndim: int) -> Held:
     first, *rest = (
         Layout(shape, tuple(others[number * len(ranks) : (number + 1) * len(ranks)]), chosen) for number in range(count)
     )
-    return Held(first, siblings=tuple(rest))
+    return LocalShards(first, siblings=tuple(rest))
 
 
 @cache
 @st.composite
-def any_held(draw: st.DrawFn, world_size: int, shape: tuple[int, ...], shared: tuple[Layout, ...]) -> Held:
+def any_held(draw: st.DrawFn, world_size: int, shape: tuple[int, ...], shared: tuple[Layout, ...]) -> LocalShards:
     """Any way to hold a tensor, most often on a mesh that others share, as in a real model."""
     kind = draw(st.integers(0, 7))
     if kind == 7:
         return draw(siblings(world_size, len(shape)))
     if kind == 0:
-        return Held()
+        return LocalShards()
     if kind <= 3:
-        return Held(declared=draw(declared(world_size, shape)))
+        return LocalShards(declared=draw(declared(world_size, shape)))
     if kind == 4 or not shared:
-        return Held(draw(layouts(world_size, len(shape))))
+        return LocalShards(draw(layouts(world_size, len(shape))))
     mesh = draw(st.sampled_from(shared))
     chosen = tuple(draw(placements(len(shape))) for _ in mesh.mesh_shape)
-    return Held(Layout(mesh.mesh_shape, mesh.mesh_ranks, chosen))
+    return LocalShards(Layout(mesh.mesh_shape, mesh.mesh_ranks, chosen))

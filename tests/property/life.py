@@ -117,7 +117,7 @@ class Switch(Faults):
 
 
 @dataclass(eq=False)
-class Held:
+class LocalShards:
     """A checkpoint that was committed; several may have one step, on different timelines."""
 
     step: int
@@ -178,25 +178,25 @@ POLICIES: st.SearchStrategy[KeepPolicy | None] = st.one_of(
 )
 
 
-def manifest_of(store: Store, held: Held) -> Manifest:
+def manifest_of(store: Store, held: LocalShards) -> Manifest:
     folder = step_folder(held.step)
     return manifest_in(folder, read_manifest_bytes(store, folder, held.key), held.key)
 
 
-def files_of(manifest: Manifest, held: Held) -> frozenset[str]:
+def files_of(manifest: Manifest, held: LocalShards) -> frozenset[str]:
     """Return the keys of all that a step consists of."""
     records = (*manifest.parts, *manifest.indexes, *((manifest.overview,) if manifest.overview else ()))
     own = {f"{step_folder(held.step)}{manifest.attempt}/{record.name}" for record in records}
     return frozenset({held.key, *own, *packs_named_by([manifest])})
 
 
-def has_link(store: Store, held: Held, pack: str) -> bool:
+def has_link(store: Store, held: LocalShards, pack: str) -> bool:
     """Return whether a step holds a pack of another step by a link: a collection may then remove the original."""
     own = {key.rpartition("/")[0] for key in held.files if key.startswith(step_folder(held.step))}
     return any(exists(store, f"{folder}/{link_name(pack)}") for folder in own)
 
 
-def is_of_chain(newest: Timeline, held: Held) -> bool:
+def is_of_chain(newest: Timeline, held: LocalShards) -> bool:
     """Return whether a checkpoint is what a timeline, or one before it, came along."""
     if held.timeline is None:
         return False
@@ -204,7 +204,7 @@ def is_of_chain(newest: Timeline, held: Held) -> bool:
     return held.step <= last.get(held.timeline.id, -1)
 
 
-def chain_of(steps: Iterable[Held], begun: Iterable[Timeline] = ()) -> list[Held]:
+def chain_of(steps: Iterable[LocalShards], begun: Iterable[Timeline] = ()) -> list[LocalShards]:
     """Return what a resume may take, the newest first.
 
     Args:
@@ -232,10 +232,10 @@ def whole(timeline: Timeline, others: Iterable[Timeline]) -> Timeline:
 
 def kept_by(
     policy: KeepPolicy | SavePolicy | None,
-    steps: Collection[Held],
-    tagged: set[Held],
+    steps: Collection[LocalShards],
+    tagged: set[LocalShards],
     begun: Collection[Timeline] = (),
-) -> set[Held]:
+) -> set[LocalShards]:
     """Return what a policy keeps, said a second time and otherwise."""
     if policy is None:
         return set(steps)
@@ -258,7 +258,7 @@ def kept_by(
     return tagged & set(steps)
 
 
-def last_left(steps: Iterable[Held], begun: Iterable[Timeline] = ()) -> list[list[Held]]:
+def last_left(steps: Iterable[LocalShards], begun: Iterable[Timeline] = ()) -> list[list[LocalShards]]:
     """Return the steps of each of the last three timelines before the newest one."""
     timelines = {held.timeline for held in steps if held.timeline is not None}
     newest = max((*timelines, *begun), key=lambda timeline: (timeline.number, timeline.id), default=None)
@@ -266,7 +266,7 @@ def last_left(steps: Iterable[Held], begun: Iterable[Timeline] = ()) -> list[lis
     return [[held for held in steps if held.timeline and held.timeline.number == number] for number in numbers]
 
 
-def siblings(held: Held, steps: Iterable[Held]) -> list[Held]:
+def siblings(held: LocalShards, steps: Iterable[LocalShards]) -> list[LocalShards]:
     """Return those of the same timeline."""
     assert held.timeline is not None, "of what can be read"
     return [other for other in steps if other.timeline is not None and other.timeline.id == held.timeline.id]
@@ -304,7 +304,7 @@ def bury(store: Store) -> None:
         put_epoch(store, gone)
 
 
-def is_seen_damaged(store: Store, held: Held) -> bool:
+def is_seen_damaged(store: Store, held: LocalShards) -> bool:
     """Return whether reading all of a checkpoint back finds damage."""
     moved = held.key if held.is_moved else None
     location = CheckpointLocation(store, step_folder(held.step), held.step, root=store, moved_manifest=moved)

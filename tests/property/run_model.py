@@ -27,7 +27,7 @@ from tests.property.life import (
     METRIC,
     SETTINGS,
     Content,
-    Held,
+    LocalShards,
     chain_of,
     files_of,
     is_of_chain,
@@ -45,26 +45,26 @@ class RunModel:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.reader = run_on(store, replace(SETTINGS, reports=False))
-        self.held: list[Held] = []
-        self.tags: dict[str, Held] = {}
+        self.held: list[LocalShards] = []
+        self.tags: dict[str, LocalShards] = {}
         self.taken: set[str] = set()
         """Tags of steps that are gone or were saved again since: names that mean nothing, and are not free."""
         self.spoilt: set[str] = set()
         """Every file that was damaged; who refers to it later is harmed from the first."""
         self.unsure: dict[int, list[tuple[Content, float]]] = {}
         """Saves that ended in an error, by step: storage knows what became of them."""
-        self.last: Held | None = None
+        self.last: LocalShards | None = None
         """The checkpoint that was committed last; None where two processes saved at once, or one out of order."""
         self.is_torn = False
         """Whether a manifest was ever damaged: it may have been the only one that told of its timeline."""
 
-    def intact(self) -> list[Held]:
+    def intact(self) -> list[LocalShards]:
         return [held for held in self.held if not held.harmed]
 
-    def harmed(self) -> list[Held]:
+    def harmed(self) -> list[LocalShards]:
         return [held for held in self.held if held.harmed]
 
-    def chain(self) -> list[Held]:
+    def chain(self) -> list[LocalShards]:
         """Return what a resume may take, the newest first."""
         return chain_of(self.held, self.begun())
 
@@ -84,27 +84,27 @@ class RunModel:
                     if stated is not None:
                         yield stated
 
-    def discarded(self) -> set[Held]:
+    def discarded(self) -> set[LocalShards]:
         """Return what loads have discarded and a collection may remove."""
         records = timeline_records(self.store, current_fence(self.store))
         names = {name for record in records for name in record.discarded}
         chosen = {held for held in self.held if (held.step, held.digest) in names}
         return chosen - set(self.chain()) - set(self.tags.values())
 
-    def at(self, step: int) -> Held | None:
+    def at(self, step: int) -> LocalShards | None:
         """Return the checkpoint whose manifest is in the folder of a step."""
         return next((held for held in self.held if held.key == manifest_key(step)), None)
 
-    def of_choice(self, choice: int) -> Held:
+    def of_choice(self, choice: int) -> LocalShards:
         return sorted(self.held, key=lambda held: (held.step, held.content))[choice % len(self.held)]
 
-    def with_content(self, step: int, content: Content) -> Held | None:
+    def with_content(self, step: int, content: Content) -> LocalShards | None:
         return next((held for held in self.held if held.step == step and held.content == content), None)
 
     def names(self) -> set[str]:
         return {*self.tags, *self.taken}
 
-    def kept_for_certain(self, policy: KeepPolicy | None) -> set[Held]:
+    def kept_for_certain(self, policy: KeepPolicy | None) -> set[LocalShards]:
         """Return what a policy keeps, even if damaged steps of which nobody knows take the places of whole ones."""
         gone = self.discarded()
         counted = [
@@ -119,7 +119,7 @@ class RunModel:
         newest = {max(left, key=lambda held: held.step) for left in last_left(counted, begun)} | set(chain[:1])
         return {*kept_by(policy, counted, tagged, begun), *newest, *(tagged - set(chain))} & set(self.intact())
 
-    def settle(self, may_go: Collection[Held] = ()) -> None:
+    def settle(self, may_go: Collection[LocalShards] = ()) -> None:
         """Take note of what storage says of what nobody was told."""
         stored = self.manifests()
         for held in list(self.held):
@@ -150,7 +150,7 @@ class RunModel:
                 assert tagged, f"tag {name} is of a step that nobody saved"
                 self.tags[name] = tagged[0]
 
-    def _moved_to(self, held: Held, stored: Mapping[str, str | None]) -> str | None:
+    def _moved_to(self, held: LocalShards, stored: Mapping[str, str | None]) -> str | None:
         """Return where a manifest lies that is gone from its place; None if it is nowhere."""
         moved = superseded_key(held.step, str(held.digest))
         if moved in stored:
@@ -188,14 +188,14 @@ class RunModel:
         self.reader.load(told, f"{step}@{digest}", only="seeds")
         found = [attempt for attempt in attempts if list(attempt[0]) == told["seeds"]]
         assert found, f"step {step} is none of those that were saved there"
-        held = Held(step, key, *found[-1], digest, frozenset())
+        held = LocalShards(step, key, *found[-1], digest, frozenset())
         self.look_again(held)
         held.harmed = set(held.files & self.spoilt)
         before = siblings(held, self.held)
         self.held.append(held)
         self.last = held if not self.is_torn and all(other.step < step for other in before) else None
 
-    def look_again(self, held: Held) -> None:
+    def look_again(self, held: LocalShards) -> None:
         """Take note of what a manifest says that is another than before."""
         digest = manifest_digest(self.store, held.step, held.key)
         if digest != held.digest:
@@ -208,7 +208,7 @@ class RunModel:
             held.files, held.loss = files_of(manifest, held), manifest.metrics.get(METRIC)
             held.timeline = manifest.timeline
 
-    def damaged(self, key: str) -> list[Held]:
+    def damaged(self, key: str) -> list[LocalShards]:
         """Take note of a file that was damaged; return the checkpoints that need it."""
         self.spoilt.add(key)
         needing = [held for held in self.held if key in held.files]
@@ -219,12 +219,12 @@ class RunModel:
                 self.is_torn, self.last = True, None
         return needing
 
-    def is_swept(self, held: Held) -> bool:
+    def is_swept(self, held: LocalShards) -> bool:
         """Return whether a collection has taken all files of a step that lost its manifest: nobody can repair it."""
         stored = {entry.key for entry in self.store.list(step_folder(held.step))}
         return stored.isdisjoint(held.files)
 
-    def forget(self, held: Held) -> None:
+    def forget(self, held: LocalShards) -> None:
         """Note that a step is gone: its tags hold nothing any more, and are there all the same."""
         self.held.remove(held)
         lost = {name for name, tagged in self.tags.items() if tagged is held}
@@ -240,7 +240,7 @@ class RunModel:
             assert tags.whole[name].step == held.step
             assert held.harmed or name in tags.of(held.step, str(held.digest)), f"{name} holds nothing"
 
-    def is_twice(self, held: Held) -> bool:
+    def is_twice(self, held: LocalShards) -> bool:
         """Return whether a crash left a manifest in a second place."""
         stored = self.manifests().items()
         return any(key != held.key and (_step_of(key), digest) == (held.step, held.digest) for key, digest in stored)
@@ -249,7 +249,7 @@ class RunModel:
 class Position:
     """Where training came from, and what the manifest of its next save must state."""
 
-    def __init__(self, model: RunModel, origin: Held | None = None, passed_over: bool = False) -> None:
+    def __init__(self, model: RunModel, origin: LocalShards | None = None, passed_over: bool = False) -> None:
         """Begin with a load, or with nothing loaded.
 
         Args:
@@ -279,7 +279,7 @@ class Position:
             return False
         return timeline.ancestors[:1] != (Fork(self._loaded.id, self.origin.step, self._digest),)
 
-    def came_along(self, held: Held) -> bool:
+    def came_along(self, held: LocalShards) -> bool:
         """Return whether training came from a step, or saved it: then its number is not free."""
         if self.timeline is not None:
             return is_of_chain(self.timeline, held)
@@ -288,7 +288,7 @@ class Position:
         is_own = held.timeline is not None and held.timeline.id == self._loaded.id
         return not is_own or held.step <= self.origin.step or self._chain[:1] == [self.origin]
 
-    def require_continued_by(self, saved: Held) -> None:
+    def require_continued_by(self, saved: LocalShards) -> None:
         """Require that an acknowledged step states the timeline that training is on."""
         timeline = saved.timeline
         assert timeline is not None, "it can be read"

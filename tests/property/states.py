@@ -24,7 +24,7 @@ from holdfast.settings import Settings
 from holdfast.testing.comm import ThreadComm
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.training.coordination.job import Job
-from tests.property.held import Held, any_held, meshes
+from tests.property.held import LocalShards, any_held, meshes
 from tests.support.tuning import tuned
 
 SETTINGS = tuned(
@@ -54,8 +54,8 @@ class Tensor:
     shape: tuple[int, ...]
     seed: int
     role: Role
-    saved: Held
-    loaded: Held
+    saved: LocalShards
+    loaded: LocalShards
     flips: tuple[int, ...] = ()
     """Bytes of which a bit is another than the seed says, counted round and round."""
 

@@ -25,7 +25,7 @@ from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.repository.catalog import read_index, read_manifest
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor
-from tests.property.held import Held, any_held, meshes
+from tests.property.held import LocalShards, any_held, meshes
 from tests.property.states import SETTINGS, Job2Job, Tensor, empty, examples, fresh_store, run_of, state_on, tensors
 from tests.property.test_any_mesh_to_any_mesh import require_filled_within
 from tests.support.coded_states import rounded_to_bfloat16
@@ -156,8 +156,8 @@ def test_a_job_reads_each_stored_byte_once(load_ranks: int) -> None:
         empty(store)
 
 
-def sharded_rows(ranks: int) -> Held:
-    return Held(Layout((ranks,), tuple(range(ranks)), (Placement(0),)))
+def sharded_rows(ranks: int) -> LocalShards:
+    return LocalShards(Layout((ranks,), tuple(range(ranks)), (Placement(0),)))
 
 
 def require_paired(store: MemoryStore) -> Index:

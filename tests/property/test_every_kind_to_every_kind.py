@@ -17,7 +17,7 @@ from holdfast.base.geometry.tensor import Layout, Placement, Role
 from holdfast.base.types.plan import OPAQUE_FOLDER
 from holdfast.core.format.names import step_folder
 from holdfast.stored.repository.catalog import read_index, read_manifest
-from tests.property.held import Held
+from tests.property.held import LocalShards
 from tests.property.states import SETTINGS, Job2Job, Tensor, empty, fresh_store
 from tests.property.test_any_mesh_to_any_mesh import (
     STEP,
@@ -34,54 +34,54 @@ SHAPE = (61, 67)
 NUMEL = math.prod(SHAPE)
 
 
-def plain(_: int) -> Held:
-    return Held()
+def plain(_: int) -> LocalShards:
+    return LocalShards()
 
 
-def rows(ranks: int) -> Held:
-    return Held(Layout((ranks,), tuple(range(ranks)), (Placement(0),)))
+def rows(ranks: int) -> LocalShards:
+    return LocalShards(Layout((ranks,), tuple(range(ranks)), (Placement(0),)))
 
 
-def replicated_columns(ranks: int) -> Held:
-    return Held(Layout((2, ranks // 2), tuple(range(ranks // 2 * 2)), (Placement(None), Placement(1))))
+def replicated_columns(ranks: int) -> LocalShards:
+    return LocalShards(Layout((2, ranks // 2), tuple(range(ranks // 2 * 2)), (Placement(None), Placement(1))))
 
 
-def strided(ranks: int) -> Held:
-    return Held(Layout((ranks // 2, 2), tuple(range(ranks // 2 * 2)), (Placement(0, 2), Placement(0))))
+def strided(ranks: int) -> LocalShards:
+    return LocalShards(Layout((ranks // 2, 2), tuple(range(ranks // 2 * 2)), (Placement(0, 2), Placement(0))))
 
 
-def strided_both_ways(ranks: int) -> Held:
-    return Held(Layout((ranks // 2, 2), tuple(range(ranks // 2 * 2)), (Placement(0, 4), Placement(1, 3))))
+def strided_both_ways(ranks: int) -> LocalShards:
+    return LocalShards(Layout((ranks // 2, 2), tuple(range(ranks // 2 * 2)), (Placement(0, 4), Placement(1, 3))))
 
 
-def flat_even(ranks: int) -> Held:
+def flat_even(ranks: int) -> LocalShards:
     share = -(-NUMEL // ranks)
-    return Held(declared={r: (FlatRange(r * share, min((r + 1) * share, NUMEL)),) for r in range(ranks)})
+    return LocalShards(declared={r: (FlatRange(r * share, min((r + 1) * share, NUMEL)),) for r in range(ranks)})
 
 
-def flat_round_robin(ranks: int) -> Held:
+def flat_round_robin(ranks: int) -> LocalShards:
     """Runs of 101 elements, none of which ends with a row but by chance, dealt in turn."""
     cuts = [*range(0, NUMEL, 101), NUMEL]
     runs = [FlatRange(a, b) for a, b in pairwise(cuts)]
-    return Held(declared={rank: tuple(runs[rank::ranks]) for rank in range(ranks)})
+    return LocalShards(declared={rank: tuple(runs[rank::ranks]) for rank in range(ranks)})
 
 
-def flat_replicas(ranks: int) -> Held:
+def flat_replicas(ranks: int) -> LocalShards:
     """All but the last rank hold the first part, together; an odd element count to share out."""
     cut = NUMEL * 3 // 4
     first: dict[int, tuple[FlatRange, ...]] = {rank: (FlatRange(0, cut),) for rank in range(ranks - 1)}
-    return Held(declared={**first, ranks - 1: (FlatRange(cut, NUMEL),)})
+    return LocalShards(declared={**first, ranks - 1: (FlatRange(cut, NUMEL),)})
 
 
-def boxes(ranks: int) -> Held:
+def boxes(ranks: int) -> LocalShards:
     """A cross through the tensor, its quarters cut again, dealt in turn."""
     cut = [
         Box((a, c), (b, d)) for a, b in ((0, 7), (7, 40), (40, 61)) for c, d in ((0, 1), (1, 30), (30, 66), (66, 67))
     ]
-    return Held(declared={rank: tuple(cut[rank::ranks]) for rank in range(ranks)})
+    return LocalShards(declared={rank: tuple(cut[rank::ranks]) for rank in range(ranks)})
 
 
-KINDS: tuple[Callable[[int], Held], ...] = (
+KINDS: tuple[Callable[[int], LocalShards], ...] = (
     plain,
     rows,
     replicated_columns,
@@ -94,7 +94,7 @@ KINDS: tuple[Callable[[int], Held], ...] = (
 )
 
 
-Holder = Callable[[int], Held]
+Holder = Callable[[int], LocalShards]
 Stored = tuple[MemoryStore, Holder]
 """Where a state is, and how it was held when it was saved."""
 
@@ -173,7 +173,7 @@ def test_from_one_to_another_through_a_store_of_objects(number: int) -> None:
 
 def test_what_stock_readers_cannot_read_lies_apart() -> None:
     tensors = tuple(
-        Tensor(f"{name}.{dtype}", dtype, SHAPE, 0, Role.PARAMETER, held(3), Held())
+        Tensor(f"{name}.{dtype}", dtype, SHAPE, 0, Role.PARAMETER, held(3), LocalShards())
         for name, held in (("flat", flat_even), ("box", rows))
         for dtype in ("float32", "complex32", "complex128")
     )

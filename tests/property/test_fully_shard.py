@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from holdfast.backends.torch.held import Ranks, held_of
+from holdfast.backends.torch.local_shards import Ranks, shards_of
 from holdfast.base.geometry.box import Box
 from holdfast.errors import InvalidError
 
@@ -56,7 +56,7 @@ def tensor_parallel(rows: int, data_ranks: int, *model_ranks: int) -> DTensor:
 
 def rows_of(tensor: DTensor, rank: int) -> list[int]:
     """Which rows Holdfast takes a local tensor for, in the order in which they lie in it."""
-    held = held_of(tensor, None, "weight", Ranks(rank, dist.get_world_size(), lambda each: each))
+    held = shards_of(tensor, None, "weight", Ranks(rank, dist.get_world_size(), lambda each: each))
     rows = []
     for part in held.parts:
         assert isinstance(part.region, Box)

@@ -51,7 +51,7 @@ from tests.property.life import (
     SETTINGS,
     SIZES,
     Content,
-    Held,
+    LocalShards,
     Mishap,
     Result,
     Switch,
@@ -370,7 +370,7 @@ class LifeOfARun(RuleBasedStateMachine):
 
         names = None if at > 0 else PUBLISHING  # The moment that an epoch is for.
         self.switch.now = Faults(take_over, at=at * self.scale if at > 0 else 1 - at, names=names)
-        error, may_go = cast(CheckpointError | None, None), set[Held]()
+        error, may_go = cast(CheckpointError | None, None), set[LocalShards]()
         try:
             if verb == "save":
                 model.unsure.setdefault(step, []).append((content, 0.0))
@@ -432,13 +432,13 @@ class LifeOfARun(RuleBasedStateMachine):
                 self.end_run()
                 self.run, self.trained = run_on(self.faulty, starts_over=True), Position(self.model)
 
-    def train_from(self, run: CheckpointManager, held: Held, *, passed_over: bool = False) -> None:
+    def train_from(self, run: CheckpointManager, held: LocalShards, *, passed_over: bool = False) -> None:
         """Go on from a loaded step, unless the process is gone."""
         if self.run is run:
             self.content = held.content
             self.trained = Position(self.model, held, passed_over)
 
-    def end_run(self, may_go: Collection[Held] = ()) -> None:
+    def end_run(self, may_go: Collection[LocalShards] = ()) -> None:
         """Close the manager; where its store is dead, nothing of that reaches it."""
         run, self.run = self.run, None
         self.trained = Position(self.model)
@@ -447,7 +447,7 @@ class LifeOfARun(RuleBasedStateMachine):
                 run.close()
             self.settle(may_go)
 
-    def settle(self, may_go: Collection[Held] = ()) -> None:
+    def settle(self, may_go: Collection[LocalShards] = ()) -> None:
         self.model.settle(may_go)
         if self.run is None:
             self.model.unsure.clear()
@@ -460,7 +460,7 @@ class LifeOfARun(RuleBasedStateMachine):
         return self.content
 
     def attempted(
-        self, mishap: Mishap, verb: Callable[[], Result], may_go: Collection[Held] = ()
+        self, mishap: Mishap, verb: Callable[[], Result], may_go: Collection[LocalShards] = ()
     ) -> tuple[Result | None, CheckpointError | None]:
         """Do something, let a mishap happen in its midst, and take note of what came of what nobody was told."""
         self.switch.now = faults = mishap.faults(self.failure, self.scale)

@@ -15,7 +15,7 @@ from holdfast.base.geometry.box import Box
 from holdfast.base.types.reports import LoadReport, PartlyFilled
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor
-from tests.property.held import Held, any_held
+from tests.property.held import LocalShards, any_held
 from tests.property.states import RANKS, SETTINGS, Tensor, empty, examples, fresh_store, run_of, state_on, tensors
 
 STEP = 7
@@ -28,7 +28,7 @@ class Resized:
     saved: Tensor
     name: str
     shape: tuple[int, ...]
-    held: Held
+    held: LocalShards
 
     @property
     def filled(self) -> Box:

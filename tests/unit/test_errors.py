@@ -15,7 +15,7 @@ from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.syscalls import Syscalls
 from holdfast.errors import BY_NAME, CheckpointError, MissingError
 
-CALLS: dict[str, Callable[[Path], object]] = {
+DAEMON_POOL: dict[str, Callable[[Path], object]] = {
     "load": lambda path: holdfast.load(path, {"a": torch.zeros(1)}, process_group=False),
     "read": holdfast.read,
     "open_checkpoint": holdfast.open_checkpoint,
@@ -25,12 +25,12 @@ CALLS: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", DAEMON_POOL)
 def test_a_script_begins_anew_where_nothing_is(tmp_path: Path, call: str) -> None:
     with holdfast.CheckpointManager(tmp_path / "run", process_group=False) as manager:
         manager.save(3, {"a": torch.zeros(1)}).wait()
     with pytest.raises(FileNotFoundError) as missing:
-        CALLS[call](tmp_path / "absent")
+        DAEMON_POOL[call](tmp_path / "absent")
     assert isinstance(missing.value, MissingError) and missing.value.errno is None
     assert str(missing.value) == missing.value.args[0]
 

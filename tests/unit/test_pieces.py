@@ -172,10 +172,10 @@ def test_a_store_that_does_not_answer_ends_the_claim_and_is_named(
 
     class Recorded:
         def submit(self, call: Callable[[], object]) -> Future[object]:
-            given_up.append(background.CALLS.submit(call))
+            given_up.append(background.DAEMON_POOL.submit(call))
             return given_up[-1]
 
-    monkeypatch.setattr(request, "CALLS", Recorded())
+    monkeypatch.setattr(request, "DAEMON_POOL", Recorded())
     at = wiring.store_at
     silent = Faults(lambda _: answers.wait(60), lasting=True)
     monkeypatch.setattr(wiring, "store_at", lambda path, settings: FaultyStore(at(path, settings), silent))

@@ -45,19 +45,19 @@ from holdfast.training.loading.load import Loaded, load, load_attempt
 from holdfast.training.loading.load_request import LoadRequest
 from holdfast.training.loading.named_step import finder_of
 from holdfast.training.loading.rename_rules import Renames
+from holdfast.training.runs.claim_step import OpeningFacts
 from holdfast.training.runs.collection.background_collection import Background, lacks_room
 from holdfast.training.runs.collection.garbage_collection import CheckpointGC
 from holdfast.training.runs.collection.pins import Pins, StepPin
 from holdfast.training.runs.discarding import Discarding
 from holdfast.training.runs.loaded_state import loaded_state
-from holdfast.training.runs.opening import OpeningFacts
 from holdfast.training.runs.preemption import PreemptionHandler, estimated_write_bytes
 from holdfast.training.runs.saves_in_flight import SavesInFlight
 from holdfast.training.runs.step_request import RunParts, StepRequest, StepState
 from holdfast.training.runs.tags import tag_step
 from holdfast.training.saving.handle import SaveHandle
+from holdfast.training.saving.misuse import refuse_call
 from holdfast.training.saving.save import begin_save
-from holdfast.training.saving.wrong_call import refuse_call
 from holdfast.training.telemetry.dispatcher import EventDispatcher
 
 

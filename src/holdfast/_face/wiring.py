@@ -371,7 +371,7 @@ def framework_of(comm: Comm) -> Framework:
     """Return the framework of a job's states."""
     from holdfast.backends.torch.comm import ProcessGroupComm, SoloComm
     from holdfast.backends.torch.framework import TorchFramework
-    from holdfast.backends.torch.held import Ranks
+    from holdfast.backends.torch.local_shards import Ranks
 
     assert isinstance(comm, ProcessGroupComm | SoloComm)
     return TorchFramework(Ranks(comm.rank, comm.world_size, comm.rank_of_global))

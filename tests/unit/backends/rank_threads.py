@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.backends.stores.memory import MemoryStore
 from holdfast.backends.torch.framework import TorchFramework
-from holdfast.backends.torch.held import Ranks
+from holdfast.backends.torch.local_shards import Ranks
 from holdfast.base.clock import SystemClock
 from holdfast.base.geometry.sharded import Sharded
 from holdfast.errors import InvalidError

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast.backends.torch.held import Ranks, held_of
+from holdfast.backends.torch.local_shards import Ranks, shards_of
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.region import FlatRange
 from holdfast.errors import InvalidError
@@ -27,16 +27,16 @@ def declared(tensor: object, shape: Sequence[int] = SHAPE, **layout: object) -> 
 def test_what_a_declaration_holds_is_views_of_its_tensors() -> None:
     ranks = Ranks(1, 4, lambda rank: rank)
     tensor = torch.zeros(4, 4)
-    held = held_of(tensor, declared(tensor, start=(4, 0), replicas=[3, 1, 1]), "w", ranks)
+    held = shards_of(tensor, declared(tensor, start=(4, 0), replicas=[3, 1, 1]), "w", ranks)
     assert (held.global_shape, held.layout, held.holders) == (SHAPE, None, (1, 3))
     assert [part.region for part in held.parts] == [Box((4, 0), (8, 4))]
     held.parts[0].local.fill_(7.0)
     assert tensor.eq(7.0).all()
     run = torch.zeros(5)
-    held = held_of(run, declared(run, torch.Size(SHAPE), flat_start=13), "w", ranks)
+    held = shards_of(run, declared(run, torch.Size(SHAPE), flat_start=13), "w", ranks)
     assert (held.holders, [part.region for part in held.parts]) == ((1,), [FlatRange(13, 18)])
     with pytest.raises(InvalidError, match=r"w: replicas=\(0, 2\) lacks this rank, 1"):
-        held_of(run, declared(run, flat_start=13, replicas=(0, 2)), "w", ranks)
+        shards_of(run, declared(run, flat_start=13, replicas=(0, 2)), "w", ranks)
 
 
 def several_boxes() -> holdfast.Sharded:

@@ -34,11 +34,11 @@ from holdfast.core.format.state_order import numbers_of, paths_of
 from holdfast.core.format.values import values as codec
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, first_three, refusal
 from holdfast.settings import Settings
+from holdfast.stored.publishing.outcome import OutcomeKind
+from holdfast.training.coordination.agreement.records import Agreement
 from holdfast.training.coordination.commit_vote import Vote
 from holdfast.training.coordination.job import Job
 from holdfast.training.coordination.message_codec import decode_message, encode_message
-from holdfast.training.coordination.opening.records import Agreement
-from holdfast.training.coordination.outcome import OutcomeKind
 from holdfast.training.coordination.save_context import SaveContext
 from holdfast.training.saving.attempt import SaveAttempt
 from holdfast.training.saving.fingerprint import StateFingerprint

@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.backends.codecs.halves import LowHalves, fill_lower_halves
+from holdfast.backends.codecs.float_halves import LowHalves, fill_lower_halves
 from holdfast.backends.codecs.scratch import lent, scratch
 from holdfast.backends.codecs.sections import bytes_of, joined, split
 from holdfast.backends.codecs.zstd import decode_frame, huffman_frame

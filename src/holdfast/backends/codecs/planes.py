@@ -18,8 +18,8 @@ from holdfast.backends.codecs.byte_planes import (
     rest_of,
     sampled_bits,
 )
-from holdfast.backends.codecs.evens import evens_of, packed_evens
-from holdfast.backends.codecs.halves import fill_upper_halves
+from holdfast.backends.codecs.float_halves import fill_upper_halves
+from holdfast.backends.codecs.packed_bytes import evens_of, packed_evens
 from holdfast.backends.codecs.scratch import lent, scratch
 from holdfast.backends.codecs.sections import bytes_of, element_count, require_taken, sections_of, stored_form
 from holdfast.base.geometry.dtype import DTYPES

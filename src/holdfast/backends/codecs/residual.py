@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.backends.codecs.byte_planes import BLOCK, coded_low_halves, coded_rest, rest_of
-from holdfast.backends.codecs.halves import fill_lower_halves, round_to_bfloat16
+from holdfast.backends.codecs.float_halves import fill_lower_halves, round_to_bfloat16
 from holdfast.backends.codecs.scratch import lent, scratch
 from holdfast.backends.codecs.sections import bytes_of, element_count, require_taken, sections_of, stored_form
 from holdfast.base.ports.codec import Base, PairCoder, Rounded, StoredPart

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from holdfast.backends.torch.held import bytes_of
+from holdfast.backends.torch.local_shards import bytes_of
 from holdfast.backends.torch.private_layout import copy_versions
 from holdfast.backends.torch.tensors import dtype_name, require_storable
 from holdfast.base.geometry.dtype import DTYPES, NEWER_TYPES

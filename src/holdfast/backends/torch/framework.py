@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from holdfast.backends.torch.fence import wait_for_all_copies
-from holdfast.backends.torch.held import Ranks
+from holdfast.backends.torch.local_shards import Ranks
 from holdfast.backends.torch.private_layout import warn_of_untested_version
 from holdfast.backends.torch.state.collect import collect
 from holdfast.backends.torch.state.restore import TorchRestoration

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from holdfast.backends.torch.held import RankOfGlobal, ranks_in_group
+from holdfast.backends.torch.local_shards import RankOfGlobal, ranks_in_group
 from holdfast.backends.torch.private_layout import (
     FlatParameterView,
     add_own_entries,

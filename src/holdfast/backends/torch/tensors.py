@@ -12,21 +12,21 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
-from holdfast.backends.torch.held import (
-    Held,
-    HeldPart,
+from holdfast.backends.torch.local_shards import (
+    LocalPart,
+    LocalShards,
     Ranks,
     bits_of,
     bytes_of,
     coordinates_of,
     extent_bytes,
-    held_of,
-    held_whole,
     is_meta,
     is_ordinary,
     locals_of,
     memory_of,
+    shards_of,
     storage_of,
+    whole_shard,
 )
 from holdfast.backends.torch.private_layout import (
     is_flat_parameter,
@@ -145,7 +145,7 @@ def global_shape_of(tensor: torch.Tensor, fqn: str) -> tuple[int, ...]:
 
 def held_storable(
     fqn: str, tensor: torch.Tensor, declared: Sharded | None, ranks: Ranks, advice: str
-) -> tuple[Held, Sequence[torch.Tensor]]:
+) -> tuple[LocalShards, Sequence[torch.Tensor]]:
     """Return what this rank holds of a tensor, and the tensors of the state with that memory.
 
     Raises:
@@ -156,20 +156,20 @@ def held_storable(
         declared = coordinates_of(tensor, fqn) or declared
     if declared is None and type(tensor) is not DTensor and is_ordinary(tensor):
         # The fast path: a state may have 100,000 tensors, nearly all of them ordinary.
-        return held_whole(tensor), (tensor,)
+        return whole_shard(tensor), (tensor,)
     memory = memory_of(tensor, declared, fqn)
     for local in memory:
         if not is_ordinary(local):
             require_storable(local, fqn)
             if is_meta(local):
                 raise InvalidError(f"{fqn}: is a meta tensor, which has no bytes; {advice}")
-    return held_of(tensor, declared, fqn, ranks), memory
+    return shards_of(tensor, declared, fqn, ranks), memory
 
 
 class TorchSource:
     """The bytes of one tensor that a rank holds."""
 
-    def __init__(self, parts: Sequence[HeldPart], memory: Sequence[torch.Tensor]) -> None:
+    def __init__(self, parts: Sequence[LocalPart], memory: Sequence[torch.Tensor]) -> None:
         """Make a source.
 
         Args:
@@ -261,7 +261,7 @@ class TorchSource:
 
     def copied(self) -> TorchSource:
         """Return a source of clones, which training does not change."""
-        parts = [HeldPart(part.region, part.local.clone()) for part in self._parts]
+        parts = [LocalPart(part.region, part.local.clone()) for part in self._parts]
         if self.side is not None:
             self.side.follow()
         return TorchSource(parts, [part.local for part in parts])
@@ -371,7 +371,7 @@ def _gathered(local: torch.Tensor, runs: Sequence[tuple[int, int]]) -> bytes:
 class TorchTarget(Target):
     """The part of a tensor that a rank holds, to be filled in place."""
 
-    def __init__(self, held: Held, stored_dtype: str) -> None:
+    def __init__(self, held: LocalShards, stored_dtype: str) -> None:
         self._stored = torch_dtype(stored_dtype)
         parts = held.parts
         self.boxes: tuple[Box, ...]
@@ -467,7 +467,7 @@ class TorchTarget(Target):
         return bits_of(local) if local.itemsize <= 8 else None
 
 
-def _boxes(held: Held) -> list[tuple[Box, torch.Tensor]]:
+def _boxes(held: LocalShards) -> list[tuple[Box, torch.Tensor]]:
     """Return every held box with its memory. A flat range consists of a few boxes, each contiguous in it."""
     boxes = []
     for part in held.parts:

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.backends.torch.held import DENSE, Held
+from holdfast.backends.torch.local_shards import DENSE, LocalShards
 from holdfast.backends.torch.private_layout import local_shards_of, local_tensor, storage_identity
 from holdfast.base.geometry.sharded import Sharded
 from holdfast.errors import InvalidError
 
-_Named = tuple[str, Held, Sequence[torch.Tensor]]
+_Named = tuple[str, LocalShards, Sequence[torch.Tensor]]
 """A name, the part that this rank holds under it, and the tensors of the state with that memory."""
 
 
@@ -33,7 +33,7 @@ class Ties:
         self,
         fqn: str,
         tensor: torch.Tensor,
-        held: Held,
+        held: LocalShards,
         memory: Sequence[torch.Tensor],
         declared: Sharded | None = None,
     ) -> str:
@@ -101,7 +101,7 @@ class Ties:
         return self._first.setdefault(storage_key(tensor), named)
 
 
-def _layout_key(held: Held, memory: Sequence[torch.Tensor]) -> tuple[object, ...]:
+def _layout_key(held: LocalShards, memory: Sequence[torch.Tensor]) -> tuple[object, ...]:
     """Return shape, regions and further memory, which two names of one memory must share.
 
     `Ties` has compared the first tensor's memory.

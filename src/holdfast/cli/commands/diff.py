@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from holdfast import api
-from holdfast.cli.ending import DIFFERENT, NOT_DONE, ended_well
-from holdfast.cli.opening import AllowRoot, AsJson, is_root, opened
+from holdfast.cli.arguments import AllowRoot, AsJson, is_root, opened
+from holdfast.cli.exit_status import DIFFERENT, NOT_DONE, ended_well
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, counted, print_result
 from holdfast.cli.tree import in_line

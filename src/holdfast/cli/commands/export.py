@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from holdfast import api
-from holdfast.cli.ending import complain, ended_well
-from holdfast.cli.opening import AllowRoot, AsJson, SingleWriter, Step, path_of, settings_with
+from holdfast.cli.arguments import AllowRoot, AsJson, SingleWriter, Step, path_of, settings_with
+from holdfast.cli.exit_status import complain, ended_well
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, counted, print_result
 from holdfast.errors import InvalidError, printable

@@ -8,8 +8,8 @@ from typing import Annotated, Literal
 import typer
 
 from holdfast import api, policies
-from holdfast.cli.ending import ended_well
-from holdfast.cli.opening import AsJson, Grace, Root, SingleWriter, say_grace, settings_with
+from holdfast.cli.arguments import AsJson, Grace, Root, SingleWriter, say_grace, settings_with
+from holdfast.cli.exit_status import ended_well
 from holdfast.cli.screen import Screen, attributes, counted, print_result
 from holdfast.errors import InvalidError, printable
 from holdfast.training.telemetry.log_lines import shown_bytes

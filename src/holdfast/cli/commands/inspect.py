@@ -11,9 +11,9 @@ import typer
 
 from holdfast import api
 from holdfast.base.types.health import findings_of
+from holdfast.cli.arguments import AsJson, Step, opened
 from holdfast.cli.commands.ls import health_document, json_number, shown_metrics, shown_time
-from holdfast.cli.ending import ended_well
-from holdfast.cli.opening import AsJson, Step, opened
+from holdfast.cli.exit_status import ended_well
 from holdfast.cli.screen import Screen, attributes, counted, shown_ranks, stdout
 from holdfast.cli.stored_forms import codings_document, show_codings, shown_codecs, shown_ratio
 from holdfast.cli.tree import tree_lines

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 
 from holdfast import api
 from holdfast.base.types.health import Health, findings_of, is_healthy
-from holdfast.cli.ending import ended_well
-from holdfast.cli.opening import AsJson, Root
+from holdfast.cli.arguments import AsJson, Root
+from holdfast.cli.exit_status import ended_well
 from holdfast.cli.screen import Screen, attributes, counted, print_result
 from holdfast.core.format.names import step_of_pack
 from holdfast.errors import CorruptError, first_three, printable

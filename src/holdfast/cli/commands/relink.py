@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.cli.ending import ended_well
-from holdfast.cli.opening import Root
+from holdfast.cli.arguments import Root
+from holdfast.cli.exit_status import ended_well
 from holdfast.errors import InvalidError, printable
 
 

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from holdfast import api
+from holdfast.cli.arguments import Root, SingleWriter, settings_with
 from holdfast.cli.commands.ls import shown_time
-from holdfast.cli.ending import ended_well
-from holdfast.cli.opening import Root, SingleWriter, settings_with
+from holdfast.cli.exit_status import ended_well
 from holdfast.cli.screen import Screen, print_result
 from holdfast.errors import InvalidError, printable
 

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from holdfast import api
-from holdfast.cli.ending import complain, ended_well
+from holdfast.cli.exit_status import complain, ended_well
 from holdfast.cli.screen import counted, stdout
 from holdfast.errors import InvalidError, UnavailableError, printable
 

@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from holdfast import api
-from holdfast.cli.ending import DAMAGED, ended_well
-from holdfast.cli.opening import AllowRoot, AsJson, Step, opened, step_of
+from holdfast.cli.arguments import AllowRoot, AsJson, Step, opened, step_of
+from holdfast.cli.exit_status import DAMAGED, ended_well
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, counted, print_result
 from holdfast.core.format.names import MANIFEST_FILE

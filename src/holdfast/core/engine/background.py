@@ -282,15 +282,15 @@ class DaemonCalls:
             del call  # This thread keeps nothing alive while it waits.
 
 
-CALLS = DaemonCalls()
+DAEMON_POOL = DaemonCalls()
 """For calls that a training thread waits for in slices, so that it handles signals and can give up."""
 
-os.register_at_fork(after_in_child=CALLS.forget_threads)
+os.register_at_fork(after_in_child=DAEMON_POOL.forget_threads)
 
 
 def end_idle_threads() -> None:
     """End the threads that wait for calls: what follows a training, a test for example, may count threads."""
-    CALLS.end_idle()
+    DAEMON_POOL.end_idle()
     for each in list(_QUEUES):
         each.end_if_idle()
 
@@ -350,7 +350,7 @@ def side_by_side(*calls: Callable[[], T]) -> list[T]:
 
 def _begun(call: Callable[[], T]) -> Future[T]:
     try:
-        return CALLS.submit(call)
+        return DAEMON_POOL.submit(call)
     except UnavailableError:  # No thread could be started: this one makes the call.
         future = UnlockedFuture[T]()
         _carry_out(future, call)
@@ -369,7 +369,7 @@ def is_done_soon(work: Callable[[], object], clock: Clock) -> bool:
     Raises:
         BaseException: The work failed with this error.
     """
-    future = CALLS.submit(work)
+    future = DAEMON_POOL.submit(work)
     with suppress(TimeoutError):
         wait_in_slices(future, _SOON_SECONDS, clock, lambda: None)
     if not future.done():

@@ -29,7 +29,7 @@ from holdfast.stored.leases.writer import WriterLease
 from holdfast.stored.repository.catalog import read_manifest
 from holdfast.training.coordination.job import Job
 from holdfast.training.coordination.save_context import SaveContext
-from holdfast.training.runs.opening import claim_step
+from holdfast.training.runs.claim_step import claim_step
 from holdfast.training.saving.deduplication import Deduplicator
 from holdfast.training.saving.request import NeverLoaded, claim_path
 from holdfast.training.saving.save import save_and_wait

@@ -18,12 +18,14 @@ from holdfast.offline.imports.hash_chunks import digested
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
 from holdfast.stored.checkpoint.location import CheckpointLocation, require_no_checkpoint
 from holdfast.stored.leases.writer import WriterLease
+from holdfast.stored.publishing.leftovers import delete_leftovers
+from holdfast.stored.publishing.manifest import publish_manifest
+from holdfast.stored.publishing.outcome import OutcomeKind
 from holdfast.stored.repository.catalog import check_size
 from holdfast.training.coordination.job import Job
-from holdfast.training.coordination.outcome import OutcomeKind
 from holdfast.training.coordination.save_context import SaveContext
-from holdfast.training.runs.opening import claim_step
-from holdfast.training.saving.commit import installed_versions, publish_manifest, sweep, write_index
+from holdfast.training.runs.claim_step import claim_step
+from holdfast.training.saving.commit import installed_versions, write_index
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +84,7 @@ def referenced(
             f"{name}: outcome unknown: {outcome.reason}. The step may or may not be at {location.url}; nothing was "
             "removed. Look there (holdfast ls) before importing again"
         )
-    sweep(location, attempt, name, writer_lease.epoch)
+    delete_leftovers(location, attempt, name, writer_lease.epoch)
     return attempt
 
 

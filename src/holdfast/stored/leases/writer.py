@@ -42,7 +42,7 @@ from holdfast.errors import CheckpointError, ConflictError, CorruptError, Invali
 from holdfast.stored.leases.process import is_gone, is_this_process, this_process
 from holdfast.stored.repository import epochs
 from holdfast.stored.repository.catalog import step_folders, touch_root
-from holdfast.stored.repository.cut_off import finish_withdrawals
+from holdfast.stored.repository.interrupted_removal import finish_removals
 from holdfast.stored.repository.timeline_records import adopt_records
 from holdfast.stored.repository.timelines import moved_steps
 
@@ -182,7 +182,7 @@ class WriterLease:
             # The record of this number had gone: other jobs began and ended since this one listed the epochs.
             raise _held_error(self._store, epochs.newest_epoch(self._store), "it came first")
         touch_root(self._store)
-        finish_withdrawals(self._store, former_fence)
+        finish_removals(self._store, former_fence)
         accepted = epochs.accepted_steps(self._store, former_fence, step_folders(self._store))
         superseded = moved_steps(self._store, former_fence) if former_fence.has_timelines else None
         adopt_records(self._store, former_fence, number)

@@ -337,7 +337,7 @@ def unneeded_files(store: Store, attempts: Collection[str]) -> Mapping[str, list
     return files
 
 
-def stranger_at(store: Store) -> str | None:
+def foreign_file_at(store: Store) -> str | None:
     """Return a file at a path that no save of Holdfast stores there; None if there is none."""
     try:
         for entry in store.list(""):

@@ -15,8 +15,8 @@ from holdfast.core.format.names import MANIFEST_FILE, is_attempt_folder, manifes
 from holdfast.core.format.sealed_json import header, sealed, unsealed
 from holdfast.core.format.timeline import timeline_in_damaged
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.stored.repository.manifest_removal import remove_manifest
 from holdfast.stored.repository.publish import holds, packs_named_by
-from holdfast.stored.repository.withdrawal import withdraw
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ def supersede(
     if identity_of(data) not in identities:
         return False
     _keep(store, step, data, MANIFEST_FILE)
-    withdraw(store, step, key, data, epoch)
+    remove_manifest(store, step, key, data, epoch)
     return True
 
 

@@ -48,8 +48,8 @@ from holdfast.settings import MIB
 from holdfast.stored.repository.catalog import manifest_in
 from holdfast.stored.repository.epochs import require_newest
 from holdfast.stored.repository.latest import leave_latest
+from holdfast.stored.repository.manifest_removal import remove_manifest
 from holdfast.stored.repository.publish import packs_named_by
-from holdfast.stored.repository.withdrawal import withdraw
 
 logger = logging.getLogger(__name__)
 
@@ -299,7 +299,7 @@ def _remove_manifest(store: Store, step: int, digest: str, key: str, epoch: int)
         return False
     if stated_digest(data) != digest:
         return False
-    withdraw(store, step, key, data, epoch, is_only_copy=True)
+    remove_manifest(store, step, key, data, epoch, is_only_copy=True)
     return True
 
 

@@ -29,10 +29,10 @@ from holdfast.core.format.timeline import timeline_in_damaged
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.stored.repository.catalog import manifest_digest, step_folders
 from holdfast.stored.repository.epochs import current_fence, unreadable_error
+from holdfast.stored.repository.manifest_removal import name_moved, remove_manifest
 from holdfast.stored.repository.publish import publish
 from holdfast.stored.repository.quarantine import stated_timelines
 from holdfast.stored.repository.timeline_records import timeline_records
-from holdfast.stored.repository.withdrawal import name_moved, withdraw
 
 logger = logging.getLogger(__name__)
 
@@ -248,7 +248,7 @@ def displace(store: Store, step: int, digest: str, epoch: int) -> None:
     key = manifest_key(step)
     data = store.get(key, MANIFEST_BYTES_MAX)
     publish(store, superseded_key(step, digest), data)
-    withdraw(store, step, key, data, epoch)
+    remove_manifest(store, step, key, data, epoch)
 
 
 @dataclass(frozen=True, slots=True)

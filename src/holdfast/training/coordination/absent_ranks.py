@@ -21,7 +21,7 @@ from typing import Self
 
 from holdfast.base.interrupts import require_uninterrupted
 from holdfast.base.ports.comm import Comm
-from holdfast.core.engine.background import CALLS
+from holdfast.core.engine.background import DAEMON_POOL
 from holdfast.errors import CheckpointError, first_three
 from holdfast.training.coordination.job import is_elected
 
@@ -113,7 +113,7 @@ class CallWatch:
         self._comm, self._name, self._call = comm, name, call
         # For a thread of this call alone; `end` waits for that for a limited time.
         self._ended = threading.Event()
-        self._watching = CALLS.submit(self._watch) if comm.world_size > 1 else None
+        self._watching = DAEMON_POOL.submit(self._watch) if comm.world_size > 1 else None
 
     def __enter__(self) -> Self:
         """Return the watch."""

@@ -29,7 +29,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
-from holdfast.core.engine.background import CALLS, BackgroundQueue, wait_in_slices
+from holdfast.core.engine.background import DAEMON_POOL, BackgroundQueue, wait_in_slices
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.training.coordination.announcer import BLOCK, LATE_SECONDS, Announcer
 from holdfast.training.coordination.job import Job
@@ -143,7 +143,7 @@ class Announcements:
         """
         ask = partial(self._get, self._key("told", self._count))
         try:
-            call = CALLS.submit(ask)
+            call = DAEMON_POOL.submit(ask)
         except UnavailableError:
             return ask()  # No thread. To decide without the announcement would part this rank from the others.
         # No longer, although a call may take twice its limit: other ranks may wait in a collective.

@@ -17,14 +17,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from holdfast.core.engine.background import CALLS
+from holdfast.core.engine.background import DAEMON_POOL
 from holdfast.errors import CheckpointError, UnavailableError, first_three
+from holdfast.stored.publishing.outcome import Outcome, OutcomeKind, aborted, ask_storage
 from holdfast.training.coordination.absent_ranks import ranks_without
-from holdfast.training.coordination.job import Job
+from holdfast.training.coordination.job import Job, error_from, error_text
 from holdfast.training.coordination.message_codec import decode_message, encode_message
-from holdfast.training.coordination.outcome import Outcome, OutcomeKind, aborted, aborted_by, ask_storage
 
 _VOTING = Outcome(OutcomeKind.VOTING)
 
@@ -108,7 +108,7 @@ class CommitVote:
         if now - self._announced_at >= job.settings.commit_timeout_seconds / 4:
             self._announced_at = now
             with suppress(UnavailableError):  # No thread: announced again later.
-                CALLS.submit(self._announce_progress)
+                DAEMON_POOL.submit(self._announce_progress)
 
     def _announce_progress(self) -> None:
         key = self._key("progress")
@@ -130,14 +130,14 @@ class CommitVote:
         """
         job = self._job
         try:
-            decided = self._decide(aborted_by(job.comm.rank, error), job.deadline())
+            decided = self._decide(_aborted_by(job.comm.rank, error), job.deadline())
             # Rank 0 may never vote, and so never record them.
             job.record_keys(self._sequence, [self._key("outcome"), self._key("result")])
             if decided.kind is OutcomeKind.PUBLISHING:
                 if decided.rank != job.comm.rank or self._may_publish:
                     return ask_storage("another rank is publishing")
                 # This rank decided to publish, but the reply was lost, and it has given up. Nobody else publishes.
-                decided = aborted_by(job.comm.rank, error)
+                decided = _aborted_by(job.comm.rank, error)
             self._announce(decided, job.deadline())
         except (CheckpointError, TimeoutError) as failure:
             # Without this rank's vote no rank can complete the count, whatever the key-value store holds.
@@ -195,7 +195,7 @@ class CommitVote:
                 "(settings.commit_timeout_seconds) and wrote no byte meanwhile; the attempt is aborted. "
                 "Look at those ranks"
             )
-            decided = self._decide(aborted_by(job.comm.rank, error), job.deadline())
+            decided = self._decide(_aborted_by(job.comm.rank, error), job.deadline())
             if decided.kind is OutcomeKind.PUBLISHING:
                 return ask_storage(f"the committing rank was publishing and reported nothing for {timeout} s")
             self._announce(decided, job.deadline())
@@ -235,3 +235,8 @@ class CommitVote:
 
     def _key(self, *parts: object) -> str:
         return self._job.key("attempt", self._attempt, *parts)
+
+
+def _aborted_by(rank: int, error: CheckpointError) -> Outcome:
+    """Return the outcome with which a rank aborts an attempt; its message names the rank, for the other ranks."""
+    return replace(aborted(error_from(error_text(error), f"rank {rank} aborted: ")), rank=rank)

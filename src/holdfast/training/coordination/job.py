@@ -25,7 +25,7 @@ from holdfast.core.plan.declared_parts import SumCache
 from holdfast.core.plan.plan_cache import PlanCache, SavePlan
 from holdfast.errors import BY_NAME, CheckpointError, CorruptError, MissingError, UnavailableError, translated
 from holdfast.settings import Settings
-from holdfast.training.coordination.coding_history import JobCoding
+from holdfast.training.coordination.compression_stats import JobCoding
 from holdfast.training.telemetry.node_reports import IDENTITY_BYTES, NodeReports, node_identity
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class Job:
         """Monotonic time at which the process will be killed, if known. No wait for other ranks lasts longer."""
         self.sequence = 0
         """Number of the next save. A rank that missed saves advances it."""
-        self.numbering = threading.Lock()  # Taken on threads of CALLS alone, which no handler interrupts.
+        self.numbering = threading.Lock()  # Taken on threads of DAEMON_POOL alone, which no handler interrupts.
         """Held while a save takes its number: a signal handler may save while another save is at that."""
         self.history = SaveHistory(clock)
         """How the saves of this job ended so far."""
@@ -146,7 +146,8 @@ class Job:
         self.attempts_begun: deque[str] = deque(maxlen=_ATTEMPTS_MAX)
         """Ids of the last attempts of this process, ended or not: a save may replace what another of them published."""
         self._logged, self._keys = set[str](), list[tuple[int, str]]()
-        self._keys_lock = threading.Lock()  # Taken on threads of CALLS, and on the commit thread: no handler meets it.
+        # Taken on threads of DAEMON_POOL, and on the commit thread: no handler meets it.
+        self._keys_lock = threading.Lock()
 
     def with_settings(self, settings: Settings) -> Job:
         """Return a job of the same ranks with other settings, over the same connections and threads.
@@ -285,7 +286,7 @@ class Job:
         with self._keys_lock:
             self._keys += [(sequence, key) for key in keys]
 
-    def delete_opening_keys_before(self, sequence: int) -> None:
+    def delete_agreement_keys_before(self, sequence: int) -> None:
         """Remove this rank's keys of the openings before one that all ranks have entered.
 
         A rank takes part in one opening after the other, and takes the refusal of one that it missed before it enters

@@ -35,14 +35,14 @@ from holdfast.training.loading.step_choice import (
 
 logger = logging.getLogger(__name__)
 
-Found = tuple[RunTimelines, StoredManifest]
+FoundStep = tuple[RunTimelines, StoredManifest]
 """The timelines of a run, and the manifest of the step that was found."""
 
-Finder = Callable[[Store], Found]
+StepQuery = Callable[[Store], FoundStep]
 """Finds one step under the root of a run. Called on one rank, when the load begins."""
 
 
-def finder_of(step: object, best: object = None) -> Finder | None:
+def finder_of(step: object, best: object = None) -> StepQuery | None:
     """Return what finds the step that a caller names; None for the newest valid step.
 
     Args:
@@ -59,7 +59,7 @@ def finder_of(step: object, best: object = None) -> Finder | None:
     return None if named.is_newest else partial(_named, named=named)
 
 
-def find_named(store: Store, named: StepName, listed: RunTimelines | None = None) -> Found:
+def find_named(store: Store, named: StepName, listed: RunTimelines | None = None) -> FoundStep:
     """Return the manifest of the step that a name stands for. `latest` is the newest committed one here.
 
     Args:
@@ -80,7 +80,7 @@ def find_named(store: Store, named: StepName, listed: RunTimelines | None = None
     return stored, stored.chain[-1]
 
 
-def location_named(home: CheckpointLocation, find: Finder | None, clock: Clock) -> CheckpointLocation:
+def location_named(home: CheckpointLocation, find: StepQuery | None, clock: Clock) -> CheckpointLocation:
     """Return the location of a step, for a process that reads alone.
 
     Args:
@@ -129,7 +129,7 @@ class NewestOfRun(NewestValid):
 
 
 def selector_at(
-    home: CheckpointLocation, find: Finder | None, clock: Clock, is_first_occurrence: Callable[[str], bool]
+    home: CheckpointLocation, find: StepQuery | None, clock: Clock, is_first_occurrence: Callable[[str], bool]
 ) -> StepSelector:
     """Return the selector of a load that expects a step.
 
@@ -150,7 +150,7 @@ def no_step(store: Store) -> MissingError:
     return MissingError(f"{store.url}: no committed step yet; expected at least one. Save one, or choose another path")
 
 
-def _named(store: Store, named: StepName, listed: RunTimelines | None = None) -> Found:
+def _named(store: Store, named: StepName, listed: RunTimelines | None = None) -> FoundStep:
     require_no_checkpoint(store)
     # Before the steps are listed: it may move to a step that is committed meanwhile.
     tag = None if named.tag is None else _tag_of_run(store, named.tag)
@@ -219,7 +219,7 @@ def _rule(best: object) -> BestN:
         ) from error
 
 
-def _best(store: Store, rule: BestN) -> Found:
+def _best(store: Store, rule: BestN) -> FoundStep:
     """Return the committed step with the best value of a metric, ranked as `BestN` ranks.
 
     Steps that a newer timeline superseded take no part, nor do damaged steps.

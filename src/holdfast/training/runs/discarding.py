@@ -18,7 +18,7 @@ import logging
 from dataclasses import dataclass, replace
 
 from holdfast.base.types.reports import LoadReport, SkippedStep
-from holdfast.core.engine.background import CALLS, wait_in_slices
+from holdfast.core.engine.background import DAEMON_POOL, wait_in_slices
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError, first_three
 from holdfast.stored.repository.catalog import read_run_id
 from holdfast.stored.repository.epochs import declare_timelines
@@ -30,7 +30,7 @@ from holdfast.stored.repository.timelines import StoredManifest, run_timelines
 from holdfast.training.coordination.job import error_from, error_text
 from holdfast.training.coordination.message_codec import decode_message, encode_message
 from holdfast.training.loading.load import Loaded
-from holdfast.training.loading.named_step import Finder
+from holdfast.training.loading.named_step import StepQuery
 from holdfast.training.runs.position import move_damaged
 from holdfast.training.runs.step_request import RunParts
 
@@ -53,7 +53,7 @@ class _Discarded:
 class Discarding:
     """The discarding of the steps that one load leaves, on one rank."""
 
-    def __init__(self, parts: RunParts, find: Finder | None) -> None:
+    def __init__(self, parts: RunParts, find: StepQuery | None) -> None:
         """Take nothing yet.
 
         Args:
@@ -82,7 +82,7 @@ class Discarding:
         try:
             if (run_id := read_run_id(store)) is not None:
                 # On another thread: a signal handler may save meanwhile, and then shares the lease.
-                holding = CALLS.submit(lambda: lease.hold(run_id))
+                holding = DAEMON_POOL.submit(lambda: lease.hold(run_id))
                 # Before the wait: a lease that is taken late is given up too if the load fails.
                 self._has_taken_lease = not is_held
                 wait_in_slices(holding, seconds, job.clock, lambda: None)

@@ -32,7 +32,7 @@ from holdfast.stored.repository.timeline_records import take_back
 from holdfast.stored.repository.timelines import RunTimelines, StoredManifest, run_timelines, timelines_from
 from holdfast.training.coordination.job import Job
 from holdfast.training.loading.load import Loaded
-from holdfast.training.loading.named_step import Finder
+from holdfast.training.loading.named_step import StepQuery
 from holdfast.training.loading.step_choice import ExactStep, NewestValid, StepSelector, location_of
 from holdfast.training.runs.collection.pins import Pins, StepPin
 from holdfast.training.runs.loaded_state import LoadedState
@@ -106,14 +106,14 @@ class RunPosition:
         self._origin: _LoadedStep | None = None
         self._timeline: Timeline | None = None
         self._last_number = 0
-        self._deciding = threading.Lock()  # Taken on threads of CALLS alone: no handler meets it.
+        self._deciding = threading.Lock()  # Taken on threads of DAEMON_POOL alone: no handler meets it.
         """Held while a save decides on the timeline."""
 
     def location_of(self, step: int) -> CheckpointLocation:
         """Return the location of a step."""
         return replace(self.home, folder=step_folder(step), step=step)
 
-    def selector(self, find: Finder | None = None, prepare: Callable[[], None] | None = None) -> StepSelector:
+    def selector(self, find: StepQuery | None = None, prepare: Callable[[], None] | None = None) -> StepSelector:
         """Return the selector of a load.
 
         Args:
@@ -279,7 +279,7 @@ class _Choice:
         self._stored = RunTimelines(FIRST_TIMELINE, (), ())
         self._chosen: StoredManifest | None = None
 
-    def choose(self, find: Finder) -> CheckpointLocation:
+    def choose(self, find: StepQuery) -> CheckpointLocation:
         """Return the location of the step that a finder finds; raises as that."""
         if self._prepare is not None:
             self._prepare()

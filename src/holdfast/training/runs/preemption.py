@@ -23,7 +23,7 @@ from typing import NoReturn
 from holdfast.base.clock import Clock
 from holdfast.base.ports.framework import LocalShard
 from holdfast.base.ports.store import Store
-from holdfast.core.engine.background import CALLS, SLICE_SECONDS, are_done, wait_in_slices
+from holdfast.core.engine.background import DAEMON_POOL, SLICE_SECONDS, are_done, wait_in_slices
 from holdfast.core.engine.parallel_map import ordered_parallel_map
 from holdfast.core.format.digest import short_digest_of
 from holdfast.core.format.names import PACK_SUFFIX
@@ -226,7 +226,7 @@ class PreemptionHandler:
         in_flight = min(job.settings.window_bytes * job.settings.windows_in_flight, _PROBE_BYTES_MAX)
         try:
             # On another thread: storage that hangs must not hold the end of the process.
-            probe = CALLS.submit(lambda: write_bytes_per_second(location.store, key, in_flight, job.clock))
+            probe = DAEMON_POOL.submit(lambda: write_bytes_per_second(location.store, key, in_flight, job.clock))
             speed = wait_in_slices(probe, seconds_left, job.clock, lambda: None)
             return expected_seconds((), ages, held_bytes(), speed)
         except (CheckpointError, TimeoutError) as error:
@@ -271,7 +271,7 @@ class PreemptionHandler:
             return handle.committed.done() and handle.failure is None
         with suppress(CheckpointError, TimeoutError):
             # No rank knows the outcome, but storage does. A manifest of another attempt is not this save.
-            look = CALLS.submit(lambda: confirmed_manifest(location.store, location.folder))
+            look = DAEMON_POOL.submit(lambda: confirmed_manifest(location.store, location.folder))
             return wait_in_slices(look, _HUNG_SECONDS, self._job.clock, lambda: None).attempt == handle.attempt
         return False
 

@@ -27,22 +27,25 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from enum import Enum
+from functools import partial
 from typing import TypeVar
 
 from holdfast.base.types.health import findings_of
 from holdfast.base.types.reports import SaveReport
-from holdfast.core.engine.background import CALLS, is_done_soon, wait_in_slices
+from holdfast.core.engine.background import DAEMON_POOL, is_done_soon, wait_in_slices
 from holdfast.core.engine.gc_pause import GcPause
 from holdfast.core.format.digest import hex_digest_of
 from holdfast.core.format.names import link_name, part_name
 from holdfast.core.format.part import RankPart, encode_part
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError, text_of
+from holdfast.stored.publishing.leftovers import delete_leftovers
+from holdfast.stored.publishing.manifest import publish_manifest
+from holdfast.stored.publishing.outcome import Outcome, OutcomeKind, aborted, committed
+from holdfast.training.coordination.agreement.records import Agreement, DescribedState, Statement
+from holdfast.training.coordination.agreement.save_agreement import SaveAgreement
 from holdfast.training.coordination.commit_vote import CommitVote, Vote
 from holdfast.training.coordination.job import Job
-from holdfast.training.coordination.opening.agreement import SaveAgreement
-from holdfast.training.coordination.opening.records import Agreement, DescribedState, Statement
-from holdfast.training.coordination.outcome import Outcome, OutcomeKind, aborted, committed
-from holdfast.training.saving.commit import assemble, lost_race_of, outcome_on_storage, publish_manifest, sweep
+from holdfast.training.saving.commit import assemble, lost_race_of, outcome_on_storage
 from holdfast.training.saving.handle import SaveHandle, collect_error, typed
 from holdfast.training.saving.overwrite import lost_claim_of, replace_manifest
 from holdfast.training.saving.request import SaveRequest, claim_in_time
@@ -120,7 +123,7 @@ class SaveAttempt:
         """Keys of the files that this rank has begun to write."""
         self._opening: SaveAgreement | None = None
         self._deadline = 0.0
-        """When the agreement must end, on the monotonic clock; set by `open`."""
+        """Monotonic time at which the agreement must end."""
         self._has_waited = False
         self._progress = SaveProgress.OPENING
         self._transfer: Transfer | None = None
@@ -167,7 +170,7 @@ class SaveAttempt:
         opening = SaveAgreement(self.job, self.step, self.location.url_digest)
         self._deadline = self.job.agreement_deadline()
         try:
-            self._opening = self._wait(CALLS.submit(opening.take_number))
+            self._opening = self._wait(DAEMON_POOL.submit(opening.take_number))
         except BaseException:
             opening.leave()
             raise
@@ -193,12 +196,10 @@ class SaveAttempt:
         """
         opening = self._opening
         assert opening is not None, "it was opened"
-
-        def in_time(claim: Callable[[], T]) -> Callable[[], T]:
-            return lambda: claim_in_time(self.job, claim, self.name, self._deadline, self.location.url)
-
-        claim, confirm = in_time(self.request.claim), in_time(self.request.confirm)
-        future = CALLS.submit(lambda: opening.agree(statement, state, claim, confirm))
+        rest = self.name, self._deadline, self.location.url
+        claim = partial(claim_in_time, self.job, self.request.claim, *rest)
+        confirm = partial(claim_in_time, self.job, self.request.confirm, *rest)
+        future = DAEMON_POOL.submit(lambda: opening.agree(statement, state, claim, confirm))
         try:
             self._wait(future)
         except BaseException:
@@ -331,7 +332,7 @@ class SaveAttempt:
             assert self._opening is not None, "it was opened"
             opening, refused = self._opening, raised
             with suppress(UnavailableError):
-                self._wait(CALLS.submit(lambda: opening.refuse(refused)))
+                self._wait(DAEMON_POOL.submit(lambda: opening.refuse(refused)))
         if not isinstance(raised, Exception):
             return raised  # An interrupt such as Ctrl-C goes to the caller.
         failure = typed(raised, self.name)
@@ -425,18 +426,16 @@ class SaveAttempt:
         self.commit_vote.announce(outcome)
         if outcome.kind is OutcomeKind.COMMITTED and may_sweep:
             with self.trace.phase("sweep"):
-                self._sweep()
+                self._delete_leftovers()
         return outcome
 
-    def _sweep(self) -> None:
+    def _delete_leftovers(self) -> None:
         """Remove the files of failed attempts. The outcome is certain, so it does not wait for a removal that hangs."""
         attempt, context = self.agreement.attempt, self.agreement.context
         overwrite = context.overwrite
         claim = None if overwrite is None else overwrite.claim
-
-        def work() -> None:
-            sweep(self.location, attempt, self.name, context.epoch, self.job.attempts_under_way, claim=claim)
-
+        under_way = self.job.attempts_under_way
+        work = partial(delete_leftovers, self.location, attempt, self.name, context.epoch, under_way, claim=claim)
         try:
             if not is_done_soon(work, self.job.clock):
                 logger.warning("%s: committed, but the removal of files of failed attempts hangs", self.name)

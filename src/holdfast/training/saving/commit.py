@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import platform
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
@@ -15,42 +14,29 @@ from holdfast.base.ports.exclusive_creates import AsksForExclusiveCreates
 from holdfast.base.ports.store import Store
 from holdfast.base.types.health import findings_of, with_drift
 from holdfast.base.types.manifest import FileRecord, Manifest
-from holdfast.core.engine.background import CALLS
+from holdfast.core.engine.background import DAEMON_POOL
 from holdfast.core.engine.gc_pause import GcPause
 from holdfast.core.engine.parallel_map import ordered_parallel_map
 from holdfast.core.format.digest import hex_digest_of
 from holdfast.core.format.index.index import Index
 from holdfast.core.format.index.index_file import encode_index
 from holdfast.core.format.index.overview import IndexParts, Overview, encode_overview, split
-from holdfast.core.format.manifest import MANIFEST_BYTES_MAX, encode_manifest, run_fields_of_manifest
+from holdfast.core.format.manifest import encode_manifest
 from holdfast.core.format.names import (
     OVERVIEW_FILE,
     PARTS_FOLDER,
     index_name,
-    is_attempt_file,
-    is_attempt_folder,
-    step_folder,
 )
-from holdfast.core.format.sealed_json import stated_digest
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError, UnavailableError
 from holdfast.settings import Settings
 from holdfast.stored.checkpoint.location import CheckpointLocation
+from holdfast.stored.publishing.outcome import Outcome, OutcomeKind, aborted, committed, unknown
 from holdfast.stored.repository.catalog import (
     confirmed_manifest,
-    exists,
-    manifest_in,
-    read_manifest,
-    read_manifest_bytes,
 )
-from holdfast.stored.repository.epochs import current_fence, is_valid_manifest, require_counted, require_newest
-from holdfast.stored.repository.overwriting import is_claimed
-from holdfast.stored.repository.publish import get_or_none, packs_named_by, publish
-from holdfast.stored.repository.quarantine import quarantined_attempts
-from holdfast.stored.repository.timelines import moved_manifests, run_timelines
-from holdfast.stored.repository.withdrawal import withdraw
+from holdfast.stored.repository.epochs import require_counted
+from holdfast.training.coordination.agreement.records import Agreement
 from holdfast.training.coordination.commit_vote import Vote
-from holdfast.training.coordination.opening.records import Agreement
-from holdfast.training.coordination.outcome import Outcome, OutcomeKind, aborted, ask_storage, committed, unknown
 from holdfast.training.saving.health.health_record import last_counted_health
 from holdfast.training.saving.merge import MergedParts, merge_parts
 from holdfast.training.saving.request import SaveRequest
@@ -181,7 +167,7 @@ def asking_for_exclusive_creates(store: Store, rank: int) -> Callable[[], None]:
     if rank or not isinstance(store, AsksForExclusiveCreates):
         return lambda: None
     try:
-        answer = CALLS.submit(store.require_exclusive_creates)
+        answer = DAEMON_POOL.submit(store.require_exclusive_creates)
     except UnavailableError:  # No thread could be started: it is asked behind the packs.
         return store.require_exclusive_creates
 
@@ -238,55 +224,6 @@ def write_index(
     return tuple(records[: len(indexes)]), records[-1] if overview is not None else None
 
 
-def publish_manifest(location: CheckpointLocation, data: bytes, epoch: int) -> Outcome:
-    """Publish a manifest.
-
-    Args:
-        location: Where.
-        data: The manifest.
-        epoch: Epoch of the writer lease; 0 for a checkpoint saved by path.
-    Returns:
-        `committed`; `unknown` if the store failed during the publish; `ask_storage` if the lease may have ended
-        meanwhile.
-    Raises:
-        ConflictError: Another attempt published first, or another writer took over; nothing was published.
-        CheckpointError: It is certain that nothing was published.
-    """
-    if epoch:
-        require_newest(location.store, epoch)
-    try:
-        _put(location, data, epoch)
-    except ConflictError:
-        raise
-    except Exception as error:
-        # The key may be visible although the call failed (the folder sync failed), or become visible later.
-        if _is_certainly_absent(location):
-            raise
-        return unknown(str(error))
-    digest = stated_digest(data)
-    assert digest is not None, "a manifest is sealed"
-    if epoch:
-        try:
-            # A new writer takes its epoch first and lists steps second. If no newer epoch exists yet, it
-            # will list this step.
-            require_newest(location.store, epoch)
-        except Exception as doubt:  # noqa: BLE001 - the manifest is there, whatever the error is
-            return ask_storage(f"{type(doubt).__name__}: {doubt}")
-    return committed(digest)
-
-
-def _put(location: CheckpointLocation, data: bytes, epoch: int) -> None:
-    try:
-        publish(location.store, location.manifest_key, data)
-    except ConflictError:
-        if not epoch:
-            raise
-        if not clear_fenced(location, epoch):
-            _require_not_own(location, epoch)
-            raise
-        publish(location.store, location.manifest_key, data)
-
-
 def lost_race_of(location: CheckpointLocation, error: Exception) -> ConflictError | None:
     """Return the loss of the race if that is behind an error of a commit: who has published removes others' files."""
     if not isinstance(error, CorruptError | MissingError):
@@ -299,145 +236,6 @@ def lost_race_of(location: CheckpointLocation, error: Exception) -> ConflictErro
     except CheckpointError:
         pass  # What failed first says more.
     return None
-
-
-def _require_not_own(location: CheckpointLocation, epoch: int) -> None:
-    """Say so if this job itself published the step, since this save began.
-
-    Raises:
-        ConflictError: An earlier save of this job has saved the step.
-    """
-    is_own = False
-    with suppress(CheckpointError):  # The conflict is certain, whoever was first.
-        data = get_or_none(location.store, location.manifest_key, MANIFEST_BYTES_MAX)
-        is_own = data is not None and run_fields_of_manifest(data, location.url).epoch == epoch
-    if is_own:
-        raise ConflictError(
-            f"{location.url}: an earlier save of this job has saved step {location.step}; expected one save of a step. "
-            "Nothing of it was touched. Leave out the second save, or save the state as another step"
-        )
-
-
-def clear_fenced(location: CheckpointLocation, epoch: int) -> bool:
-    """Remove a fenced manifest from a step, so that the holder of the newest epoch can save the step.
-
-    Args:
-        location: The step.
-        epoch: Epoch of the caller.
-    Returns:
-        Whether the step is free.
-    Raises:
-        ConflictError: Another writer took over.
-    """
-    assert location.step is not None, "only a run has epochs"
-    store, key = location.store, location.manifest_key
-    if not exists(store, key):
-        return True
-    fence = current_fence(store)
-    if fence.epoch != epoch:
-        return False
-    data = get_or_none(store, key, MANIFEST_BYTES_MAX)
-    if data is None:
-        return True
-    if is_valid_manifest(data, fence, f"{store.url}/{key}"):
-        return False
-    logger.warning("step %d: the manifest of a fenced writer does not count and is removed", location.step)
-    withdraw(store, location.step, key, data, epoch)
-    return True
-
-
-def _is_certainly_absent(location: CheckpointLocation) -> bool:
-    """Return whether a manifest whose put failed is absent and cannot appear later."""
-    try:
-        return location.store.failed_calls_are_over and not exists(location.store, location.manifest_key)
-    except Exception:  # noqa: BLE001 - not certain, whatever the error is
-        return False
-
-
-def _counted_manifests(store: Store) -> Iterator[Manifest]:
-    """Return the manifests of a run that count; raises `CheckpointError` if one cannot be read."""
-    timelines = run_timelines(store)
-    for stored in (*timelines.chain, *timelines.superseded):
-        folder = step_folder(stored.step)
-        yield manifest_in(folder, read_manifest_bytes(store, folder, stored.key), f"{store.url}/{stored.key}")
-
-
-def sweep(
-    location: CheckpointLocation,
-    attempt: str,
-    name: str,
-    epoch: int,
-    under_way: Collection[str] = (),
-    *,
-    claim: str | None = None,
-) -> None:
-    """Remove the files of failed attempts. The published manifest keeps them from publishing.
-
-    A manifest that was removed since may have published one of these attempts, and other steps may refer to its packs.
-    Such packs stay. If a manifest cannot be read, everything stays. If a newer timeline meanwhile saves the step again,
-    the rest stays: it may be of that save.
-
-    Args:
-        location: The checkpoint.
-        attempt: Id of the published attempt.
-        name: Name of the save, for messages.
-        epoch: Epoch of the writer lease; 0 for a checkpoint saved by path.
-        under_way: Attempts of this process that have not ended.
-        claim: Nonce of the claim of a save that may overwrite.
-    """
-    store = location.store
-    try:
-        folders = store.folders(location.folder)
-        others = [folder for folder in folders if is_attempt_folder(folder) and folder != attempt]
-        kept, referenced = set(under_way), frozenset[str]()
-        if others and location.step is not None:
-            kept |= quarantined_attempts(store, location.step)
-            kept |= moved_manifests(store, location.step).attempts(location.step, others)
-        others = [folder for folder in others if folder not in kept]
-        # Most often a newer timeline saves the step again, and nothing is left to remove: then no other step is read.
-        if others and location.step is not None:
-            counted = packs_named_by(_counted_manifests(store))
-            # Read after those in the folders: a manifest that moves meanwhile is then in one of the two lists.
-            referenced = counted | packs_named_by(moved_manifests(store).manifests)
-        for folder in others:
-            prefix = f"{location.folder}{folder}/"
-            keys = [entry.key for entry in store.list(prefix)]
-            if all(is_attempt_file(key.removeprefix(prefix)) for key in keys):
-                # Ask after the listing: then no listed file belongs to a writer that took over, or to a newer save of
-                # the step, which writes only after this manifest has moved away.
-                if epoch:
-                    require_newest(store, epoch)
-                if _is_overwritten(location, claim) or not _is_published(location, attempt):
-                    logger.info("%s: it is saved again; files of failed attempts stay for that save", name)
-                    return
-                # Deleting the absent key `nothing` makes the store remove the folder, even an empty one.
-                store.delete([*(key for key in keys if key not in referenced), f"{prefix}nothing"])
-            else:
-                logger.warning(
-                    "%s: %s holds files that no save writes, so it stays. Remove them by hand if they are not needed",
-                    name,
-                    prefix,
-                )
-    except CheckpointError as error:
-        logger.warning(
-            "%s: files of failed attempts stay for now, the next save of the step removes them: %s", name, error
-        )
-
-
-def _is_overwritten(location: CheckpointLocation, claim: str | None) -> bool:
-    """Return whether another job overwrites the checkpoint, so that its attempt must stay.
-
-    Ask before the manifest is read: a job whose claim is gone by then has left its manifest there, if it published.
-    """
-    return location.step is None and is_claimed(location.store, besides=claim)
-
-
-def _is_published(location: CheckpointLocation, attempt: str) -> bool:
-    """Return whether the manifest in the folder names this attempt."""
-    try:
-        return read_manifest(location.store, location.folder).attempt == attempt
-    except MissingError:
-        return False
 
 
 def outcome_on_storage(location: CheckpointLocation, agreement: Agreement, name: str, reason: str) -> Outcome:

@@ -26,9 +26,9 @@ from holdfast.core.plan.declared_parts import (
 from holdfast.core.plan.siblings import NO_FAMILY, TensorOnMesh
 from holdfast.errors import refusal
 from holdfast.stored.checkpoint.location import CheckpointLocation
+from holdfast.training.coordination.agreement.records import Details, SiblingMeshes, Statement
 from holdfast.training.coordination.job import Job
-from holdfast.training.coordination.opening.records import Details, SiblingMeshes, Statement
-from holdfast.training.saving.mesh_slots import MeshSlots
+from holdfast.training.saving.mesh_numbers import MeshNumbers
 
 _STATISTICS_DTYPES = frozenset({"float64", "float32", "float16", "bfloat16", "complex128", "complex64", "bool"})
 """Element types of buffers that differ by rank in ordinary runs: running averages, masks. All others are integers, or
@@ -59,7 +59,7 @@ class StateFingerprint:
         """Samples of the plain tensors that must agree, and digests of the records of tensor subclasses, by FQN."""
         self._other: dict[str, bytes] = {}
         """Samples of the plain buffers, which may differ, by FQN."""
-        self._slots = MeshSlots(job.comm.rank)
+        self._slots = MeshNumbers(job.comm.rank)
         self._whole_bytes = 0 if sequence else job.settings._tuning.sample_whole_bytes
         self._shift = _shift_of(job.nonce, sequence)
         refused = [*collected.refused]

@@ -24,19 +24,21 @@ from holdfast.base.clock import Clock, utc_now_text
 from holdfast.base.interrupts import GUARD
 from holdfast.base.ports.replacing import require_replacing_moves
 from holdfast.base.ports.store import Store
-from holdfast.core.engine.background import CALLS, is_done_soon, wait_in_slices
+from holdfast.core.engine.background import DAEMON_POOL, is_done_soon, wait_in_slices
 from holdfast.core.format.names import MANIFEST_FILE, step_of_folder
 from holdfast.core.format.sealed_json import stated_digest
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, MissingError, UnavailableError
 from holdfast.stored.checkpoint.location import CheckpointLocation, require_no_run
 from holdfast.stored.leases.path_claim import PathClaim, release_path_claim, take_path_claim
 from holdfast.stored.leases.process import can_be_seen, this_process
+from holdfast.stored.publishing.outcome import Outcome, committed, unknown
 from holdfast.stored.repository.catalog import exists
 from holdfast.stored.repository.overwriting import (
     ReplacedMark,
     SeenManifest,
     attempt_folders,
     clear_away,
+    foreign_file_at,
     is_ours,
     is_prepared,
     prepare_manifest,
@@ -46,12 +48,10 @@ from holdfast.stored.repository.overwriting import (
     replaced_marks,
     require_claim,
     seen_manifest,
-    stranger_at,
     unneeded_files,
     was_published,
 )
 from holdfast.training.coordination.job import Job
-from holdfast.training.coordination.outcome import Outcome, committed, unknown
 from holdfast.training.coordination.save_context import Overwrite, SaveContext
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class Overwriting:
                 self._replaced = seen.attempt
                 unneeded = self._unneeded(seen, lambda: {*under_way, *job.attempts_begun} - ended)
                 if unneeded:
-                    self._removal = CALLS.submit(lambda: self._remove(unneeded, claim))
+                    self._removal = DAEMON_POOL.submit(lambda: self._remove(unneeded, claim))
         except BaseException:
             release_path_claim(claim)
             raise
@@ -167,7 +167,7 @@ class Overwriting:
         try:
             seen, stranger = seen_manifest(store), None
             if seen is None:
-                stranger = stranger_at(store)
+                stranger = foreign_file_at(store)
                 # An earlier save of this job may have published since the first look.
                 seen = seen_manifest(store)
         except InvalidError as error:

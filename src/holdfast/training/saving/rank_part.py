@@ -12,8 +12,8 @@ from holdfast.core.engine.writing.write import WrittenPack
 from holdfast.core.format.index.index_builder import IndexBuilder
 from holdfast.core.format.part import RankPart
 from holdfast.core.format.state_order import numbers_of, paths_of
+from holdfast.training.coordination.agreement.records import Agreement
 from holdfast.training.coordination.job import Job
-from holdfast.training.coordination.opening.records import Agreement
 from holdfast.training.saving.deduplication import Deduplicator
 from holdfast.training.saving.fingerprint import StateFingerprint
 from holdfast.training.saving.health.health_record import counted_in, replicas_of

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 from holdfast.base.clock import utc_now_text
 from holdfast.base.ports.framework import Collected, Selection
 from holdfast.base.types.manifest import Manifest, Parent
-from holdfast.core.engine.background import CALLS, wait_in_slices
+from holdfast.core.engine.background import DAEMON_POOL, wait_in_slices
 from holdfast.core.engine.writing.write import PackWriter
 from holdfast.errors import UnavailableError
 from holdfast.stored.checkpoint.location import CheckpointLocation
@@ -214,7 +214,7 @@ def claim_in_time(job: Job, claim: Callable[[], T], name: str, deadline: float, 
         # verdict after the deadline.
         reserve = min(job.agreement_seconds / 10, VERDICT_GRACE_SECONDS)
         seconds = max(job.seconds_left(deadline - reserve), reserve)
-    future = CALLS.submit(claim_noted)
+    future = DAEMON_POOL.submit(claim_noted)
     try:
         return wait_in_slices(future, seconds, job.clock, lambda: None)
     except TimeoutError:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from holdfast.base.ports.framework import Collected, LocalShard, Source
 from holdfast.base.types.plan import PlannedPack
 from holdfast.base.types.reports import Staged
-from holdfast.core.engine.background import CALLS, SLICE_SECONDS, are_done, wait_in_slices
+from holdfast.core.engine.background import DAEMON_POOL, SLICE_SECONDS, are_done, wait_in_slices
 from holdfast.core.engine.encoding.encode import NO_WEIGHTS, KnownWeights
 from holdfast.core.engine.gc_pause import gc_paused_for
 from holdfast.core.engine.staging import Staging
@@ -211,7 +211,7 @@ class Transfer:
             if self._is_stalled(start):
                 raise self._stall_error(start)
 
-        future = CALLS.submit(
+        future = DAEMON_POOL.submit(
             lambda: self._write_packs(
                 lambda pack, *how: self._writer.write(pack, sources, *how), self._on_progress_in_call
             )

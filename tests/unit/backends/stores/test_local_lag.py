@@ -210,7 +210,7 @@ def test_a_folder_removed_between_its_creation_and_its_use_is_made_again_at_once
     assert local(tmp_path).get("step/key", len(DATA)) == DATA
 
 
-CALLS: dict[str, Callable[[LocalStore], object]] = {
+DAEMON_POOL: dict[str, Callable[[LocalStore], object]] = {
     "get": lambda store: store.get("step/old", len(DATA)),
     "size": lambda store: store.size("step/old"),
     "list": keys,
@@ -223,7 +223,7 @@ CALLS: dict[str, Callable[[LocalStore], object]] = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("call", DAEMON_POOL.values(), ids=DAEMON_POOL)
 def test_a_stale_handle_at_every_open_is_tried_again(tmp_path: Path, call: Callable[[LocalStore], object]) -> None:
     local(tmp_path / "unharmed").put("step/old", DATA)
     expected = call(local(tmp_path / "unharmed"))
@@ -258,7 +258,7 @@ def test_a_handle_that_stays_stale_is_an_error_after_the_wait(tmp_path: Path, ca
     clock = ClockBySleep()
     local(tmp_path).put("step/old", DATA)
     with pytest.raises(UnavailableError, match=rf"{tmp_path}/step.*Stale file handle.* for 10 s.*check the mount"):
-        CALLS[call](local(tmp_path, StaleOnce("open", 2, lasting=True), clock))
+        DAEMON_POOL[call](local(tmp_path, StaleOnce("open", 2, lasting=True), clock))
     assert sum(clock.slept) == pytest.approx(10, abs=0.5)
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import holdfast
 from holdfast._face.checkpoint_manager import CheckpointManager
-from holdfast.backends.torch.held import Ranks
+from holdfast.backends.torch.local_shards import Ranks
 from holdfast.backends.torch.side_stream import SideStream, side_stream
 from holdfast.backends.torch.state.collect import collect
 from holdfast.base.ports.framework import Selection

@@ -12,7 +12,7 @@ import torch
 
 import holdfast
 from holdfast.backends.torch.containers import small_tensor
-from holdfast.backends.torch.held import HeldPart, bits_of, bytes_of
+from holdfast.backends.torch.local_shards import LocalPart, bits_of, bytes_of
 from holdfast.backends.torch.state.watched import watched_in
 from holdfast.backends.torch.tensors import TorchSource
 from holdfast.base.geometry.box import Box
@@ -115,7 +115,7 @@ def test_a_load_leaves_memory_resizable(tmp_path: Path, cast: bool) -> None:
 def test_samples_small_values_and_digests_leave_memory_resizable() -> None:
     for name, tensor in tensors().items():
         before = tensor.untyped_storage().resizable()
-        source = TorchSource([HeldPart(Box.whole(tuple(tensor.shape)), tensor.detach())], [tensor])
+        source = TorchSource([LocalPart(Box.whole(tuple(tensor.shape)), tensor.detach())], [tensor])
         for whole_bytes in (0, 1 << 20):
             source.sample(64, 1024, whole_bytes=whole_bytes, shift=0.5)
         small_tensor(name, tensor, tensor.numel())
@@ -156,7 +156,7 @@ def test_lent_memory_is_that_of_the_tensor() -> None:
 def test_memory_that_ends_before_the_tensor_is_not_read(of: str) -> None:
     tensor = torch.zeros(10, 4)[2:]
     tensor.untyped_storage().resize_(0 if of == "nothing" else 100)
-    source = TorchSource([HeldPart(Box.whole((8, 4)), tensor)], [tensor])
+    source = TorchSource([LocalPart(Box.whole((8, 4)), tensor)], [tensor])
     for read in (
         lambda: source.copy_into(Box.whole((8, 4)), 0, 128, memoryview(bytearray(128))),
         lambda: bits_of(tensor),

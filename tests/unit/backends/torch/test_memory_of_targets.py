@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from holdfast.backends.torch.held import Held, HeldPart
+from holdfast.backends.torch.local_shards import LocalPart, LocalShards
 from holdfast.backends.torch.tensors import TorchTarget
 from holdfast.base.geometry.box import Box
 
@@ -13,7 +13,7 @@ WHOLE = Box((0, 0), (6, 4))
 
 
 def target_of(*parts: tuple[Box, torch.Tensor], stored: str = "float32") -> TorchTarget:
-    return TorchTarget(Held((6, 4), None, None, tuple(HeldPart(box, local) for box, local in parts)), stored)
+    return TorchTarget(LocalShards((6, 4), None, None, tuple(LocalPart(box, local) for box, local in parts)), stored)
 
 
 def test_rows_of_a_dense_tensor_are_one_run() -> None:

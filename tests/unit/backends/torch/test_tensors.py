@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import holdfast
-from holdfast.backends.torch.held import HeldPart, Ranks, held_of
+from holdfast.backends.torch.local_shards import LocalPart, Ranks, shards_of
 from holdfast.backends.torch.tensors import TorchSource, _copy_run, _gathered, _queue_run
 from holdfast.backends.torch.tickets import Tickets
 from holdfast.base.geometry.box import Box
@@ -284,7 +284,7 @@ def test_samples_begin_where_they_are_asked_to_and_reach_every_element(dtype: to
     count, size = 400, dtype.itemsize
     whole = torch.arange(count).to(torch.uint8).repeat_interleave(size).reshape(count, size).view(dtype).view(20, 20)
     whole = {"as it lies": whole, "transposed": whole.T, "every other": whole[:, ::2]}[show]
-    source, expected = TorchSource([HeldPart(Box.whole(tuple(whole.shape)), whole)], [whole]), bits(whole)
+    source, expected = TorchSource([LocalPart(Box.whole(tuple(whole.shape)), whole)], [whole]), bits(whole)
     seen = torch.zeros(whole.numel(), dtype=torch.bool)
     for shift in (number / 100 for number in range(100)):
         found = bytes(source.sample(5, 30, whole_bytes=whole.nbytes - 1, shift=shift))
@@ -307,15 +307,15 @@ def test_parts_on_several_devices_are_refused_by_name() -> None:
         with pytest.raises(
             InvalidError, match=r"inner\.t: its parts .* devices \['cpu', 'meta'\]; expected one\. Move"
         ):
-            held_of(here, declared, "inner.t", ranks)
+            shards_of(here, declared, "inner.t", ranks)
     nothing = Sharded([here, elsewhere[:0]], (8,), [(0,), (4,)])
-    assert len(held_of(here, nothing, "t", ranks).parts) == 1, "where nothing lies does not matter"
+    assert len(shards_of(here, nothing, "t", ranks).parts) == 1, "where nothing lies does not matter"
 
 
 def test_tiny_tensors_of_other_accelerators_are_copied_one_by_one() -> None:
     """The device of meta tensors stands for them: torch cannot join what lies there in host memory either."""
     tensors = [torch.empty(4, device="meta") for _ in range(3)]
-    sources = [TorchSource([HeldPart(Box.whole((4,)), each)], [each]) for each in tensors]
+    sources = [TorchSource([LocalPart(Box.whole((4,)), each)], [each]) for each in tensors]
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
         TorchSource.copy_together(sources, [Box.whole((4,))] * 3, memoryview(bytearray(48)))
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import holdfast
-from holdfast.backends.torch.held import Ranks, held_of
+from holdfast.backends.torch.local_shards import Ranks, shards_of
 from holdfast.backends.torch.ties import Ties
 from holdfast.base.geometry.dtype import DTYPES
 from holdfast.base.geometry.sharded import Sharded
@@ -133,7 +133,7 @@ def test_what_begins_at_one_address_is_tied_only_if_it_is_the_same_elements() ->
     ties, ranks = Ties(), Ranks(0, 1, lambda rank: rank)
 
     def first(name: str, tensor: Tensor) -> str:
-        return ties.first_name(name, tensor, held_of(tensor, None, name, ranks), (tensor,))
+        return ties.first_name(name, tensor, shards_of(tensor, None, name, ranks), (tensor,))
 
     assert {name: first(name, tensor) for name, tensor in shown.items()} == {name: name for name in shown}
     again = {"whole": whole, "head": whole[:2], "square": whole.view(2, 2), "conjugated": whole.conj()}
@@ -164,13 +164,13 @@ def test_a_layout_worked_out_once_is_that_of_its_mesh_placements_and_shape_only(
     ]
     shared = Ranks(0, 1, lambda rank: rank)
     for tensor in tensors * 2:
-        held, alone = (held_of(tensor, None, "t", ranks) for ranks in (shared, Ranks(0, 1, lambda rank: rank)))
+        held, alone = (shards_of(tensor, None, "t", ranks) for ranks in (shared, Ranks(0, 1, lambda rank: rank)))
         assert held.layout == alone.layout
         assert held.layout is not None
         assert held.layout.mesh_shape == tensor.device_mesh.shape
         assert [part.region for part in held.parts] == [part.region for part in alone.parts]
         assert held.parts[0].local.data_ptr() == tensor._local_tensor.data_ptr()
-    assert len({held_of(tensor, None, "t", shared).layout for tensor in tensors}) == 6
+    assert len({shards_of(tensor, None, "t", shared).layout for tensor in tensors}) == 6
 
 
 class Watching:

@@ -10,7 +10,7 @@ import pytest
 from holdfast.base.clock import SystemClock
 from holdfast.base.interrupts import UnlockedFuture
 from holdfast.core.engine.background import (
-    CALLS,
+    DAEMON_POOL,
     BackgroundQueue,
     DaemonCalls,
     WriteProgress,
@@ -130,8 +130,8 @@ def test_idle_calls_end_but_not_those_that_go_on() -> None:
 
 
 def test_a_call_may_end_the_idle_threads_itself() -> None:
-    CALLS.submit(end_idle_threads).result(60)
-    assert CALLS.submit(lambda: 1).result(60) == 1
+    DAEMON_POOL.submit(end_idle_threads).result(60)
+    assert DAEMON_POOL.submit(lambda: 1).result(60) == 1
 
 
 @pytest.mark.parametrize("where", ["before the put", "after the end was asked for", "as another thread"])

@@ -22,13 +22,13 @@ from holdfast.errors import ConflictError, MissingError
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.leases.process import this_process
 from holdfast.stored.leases.writer import WriterLease
+from holdfast.stored.publishing.manifest import publish_manifest
+from holdfast.stored.publishing.outcome import OutcomeKind
 from holdfast.stored.repository.catalog import read_run_id
 from holdfast.stored.repository.epochs import put_epoch, require_newest
 from holdfast.stored.repository.timelines import committed_steps
 from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
-from holdfast.training.coordination.outcome import OutcomeKind
-from holdfast.training.saving.commit import publish_manifest
 from tests.unit.ranks import PATIENT, plain
 
 CLOCK = SystemClock()

@@ -15,8 +15,8 @@ from holdfast.errors import MissingError, UnavailableError
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.leases.reader import ReaderLease, ReaderLeases
 from holdfast.stored.repository.catalog import read_manifest_bytes
-from holdfast.stored.repository.cut_off import finish_withdrawals
 from holdfast.stored.repository.epochs import current_fence, newest_epoch
+from holdfast.stored.repository.interrupted_removal import finish_removals
 from holdfast.stored.repository.reader_leases import leases
 from holdfast.stored.repository.timelines import displace
 from holdfast.testing.comm import ThreadComm, outcomes_of_ranks
@@ -63,7 +63,7 @@ def take(store: MemoryStore) -> None:
 
 def put_back(store: MemoryStore) -> None:
     """Put step 3 back, as the next writer does."""
-    finish_withdrawals(store, current_fence(store))
+    finish_removals(store, current_fence(store))
 
 
 MOVES = pytest.mark.parametrize("moves", [(move_away,), (take,), (take, put_back)], ids=["away", "taken", "back"])

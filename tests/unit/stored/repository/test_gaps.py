@@ -21,6 +21,7 @@ from holdfast.errors import CheckpointError, ConflictError, MissingError
 from holdfast.settings import Settings
 from holdfast.stored.leases.process import this_process
 from holdfast.stored.repository.epochs import newest_epoch, put_accepted, put_epoch
+from holdfast.stored.repository.manifest_removal import remove_manifest
 from holdfast.stored.repository.overwriting import (
     claim_of,
     clear_away,
@@ -35,7 +36,6 @@ from holdfast.stored.repository.quarantine import identity_at, quarantine, super
 from holdfast.stored.repository.removal import mark_key
 from holdfast.stored.repository.tags import put_tag, read_tags, remove_tag, remove_tag_of_step
 from holdfast.stored.repository.timelines import displace
-from holdfast.stored.repository.withdrawal import withdraw
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from tests.support.between_calls import Gap, StoreWithoutLinks, every_gap
 from tests.unit.ranks import World, fresh_store, plain, saved
@@ -381,7 +381,7 @@ def displaced_now(store: Store) -> object:
 
 
 def withdrawn_now(store: Store) -> object:
-    return withdraw(store, 2, manifest_key(2), manifest_of(store, 2), 1)
+    return remove_manifest(store, 2, manifest_key(2), manifest_of(store, 2), 1)
 
 
 @pytest.mark.parametrize("larger", [False, True])

@@ -16,6 +16,7 @@ from holdfast.core.format.manifest import decode_manifest, encode_manifest
 from holdfast.core.format.names import accepted_key, manifest_key, manifest_keys, step_folder, superseded_key
 from holdfast.errors import ConflictError, InvalidError, MissingError
 from holdfast.stored.checkpoint.location import CheckpointLocation, manifest_bytes_at
+from holdfast.stored.publishing.manifest import clear_fenced
 from holdfast.stored.repository.catalog import manifest_digest, step_folders
 from holdfast.stored.repository.epochs import accepted_steps, current_fence, declare_timelines, put_accepted, put_epoch
 from holdfast.stored.repository.quarantine import identity_at, quarantine, supersede
@@ -29,7 +30,6 @@ from holdfast.stored.repository.timelines import (
 )
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.training.loading.step_choice import find_step, location_of
-from holdfast.training.saving.commit import clear_fenced
 
 HOLDER = Holder("node-7", "boot", "pid:[1] time:[2]", 4711, 99, "2026-01-01T00:00:00+00:00", "ab" * 16, 10.0)
 SECOND = FIRST_TIMELINE.fork(2, "2" * 16, 1, "d" * 32)

@@ -240,8 +240,8 @@ def test_a_thread_that_cannot_be_started_ends_no_training(
         return step_through(schedule, list(range(1, 70)))
 
     monkeypatch.setattr(threading.Thread, "start", start_later)
-    monkeypatch.setattr(background, "CALLS", background.DaemonCalls())
-    monkeypatch.setattr(announcements, "CALLS", background.CALLS)
+    monkeypatch.setattr(background, "DAEMON_POOL", background.DaemonCalls())
+    monkeypatch.setattr(announcements, "DAEMON_POOL", background.DAEMON_POOL)
     first, second = played(2, AnyOf(EveryNSteps(20), OnRequest()), part, timeout_seconds=5.0)
     assert first == second
     assert {20, 40, 60} <= set(first)  # type: ignore[call-overload]

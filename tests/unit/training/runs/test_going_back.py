@@ -451,7 +451,7 @@ def test_a_step_that_cannot_be_read_fails_no_load_and_counts_as_newer() -> None:
     assert read_manifest(store, "step-000000000003/").timeline.number == 2
 
 
-class Held:
+class LocalShards:
     """One call to a store that waits until it is released."""
 
     def __init__(self, name: str, key_end: str) -> None:
@@ -473,7 +473,7 @@ class Held:
         self._released.set()
 
 
-def step_3_twice(comm: ThreadComm, store: Store, held: Held) -> tuple[CheckpointManager, SaveHandle, SaveHandle]:
+def step_3_twice(comm: ThreadComm, store: Store, held: LocalShards) -> tuple[CheckpointManager, SaveHandle, SaveHandle]:
     """Save step 3; while that save is held, go back to step 1 and save step 3 again."""
     # Without memory for copies a save writes in the call, while the one before it still runs.
     job = Job(comm, SystemClock(), replace(PATIENT, arena_bytes_max=0), NumpyFramework(0))
@@ -489,7 +489,7 @@ def step_3_twice(comm: ThreadComm, store: Store, held: Held) -> tuple[Checkpoint
 
 
 def test_the_clean_up_after_a_save_spares_a_newer_save_of_the_same_step() -> None:
-    store, held = fresh_store(), Held("folders", "step-000000000003/")
+    store, held = fresh_store(), LocalShards("folders", "step-000000000003/")
 
     def work(comm: ThreadComm) -> None:
         run, first, again = step_3_twice(comm, store, held)
@@ -502,7 +502,7 @@ def test_the_clean_up_after_a_save_spares_a_newer_save_of_the_same_step() -> Non
 
 
 def test_a_save_that_comes_second_to_a_step_is_refused_by_name() -> None:
-    store, held = fresh_store(), Held("put_if_absent", "step-000000000003/manifest.json")
+    store, held = fresh_store(), LocalShards("put_if_absent", "step-000000000003/manifest.json")
 
     def work(comm: ThreadComm) -> None:
         run, first, again = step_3_twice(comm, store, held)

@@ -14,7 +14,6 @@ from holdfast.errors import CheckpointError, ConflictError
 from holdfast.policies import AnyOf, EveryNth, LatestN
 from holdfast.stored.leases.writer import hold_writer_lease
 from holdfast.stored.repository.catalog import read_manifest, read_run_id
-from holdfast.stored.repository.cut_off import finish_withdrawals
 from holdfast.stored.repository.epochs import (
     RELEASED,
     current_fence,
@@ -23,6 +22,7 @@ from holdfast.stored.repository.epochs import (
     put_heartbeat,
     read_epoch,
 )
+from holdfast.stored.repository.interrupted_removal import finish_removals
 from holdfast.stored.repository.quarantine import backup, supersede
 from holdfast.stored.repository.timelines import moved_manifests
 from holdfast.testing.comm import ThreadComm, outcomes_of_ranks
@@ -193,7 +193,7 @@ def test_a_moved_manifest_that_was_not_set_aside_goes_back(three_steps: MemorySt
     damaged = data[:-40]
     three_steps.put(manifest_key(4), damaged)
     three_steps.move(manifest_key(4), aside_key(4, b"draws"))
-    finish_withdrawals(three_steps, current_fence(three_steps))
+    finish_removals(three_steps, current_fence(three_steps))
     assert three_steps.get(manifest_key(4), 1 << 20) == damaged, "it is damaged there as well, and can be repaired"
     assert not list(three_steps.list("superseded/"))
 
@@ -203,7 +203,7 @@ def test_a_moved_manifest_that_was_backed_up_and_is_in_use_again_goes_back(three
     # Whatever backed it up, it is not under quarantine, or no longer: it counts.
     backup(three_steps, 4, manifest_key(4), 1 << 20, "manifest.json")
     three_steps.move(manifest_key(4), aside_key(4, b"draws"))
-    finish_withdrawals(three_steps, current_fence(three_steps))
+    finish_removals(three_steps, current_fence(three_steps))
     assert three_steps.get(manifest_key(4), 1 << 20) == data
     assert not list(three_steps.list("superseded/"))
 
@@ -214,7 +214,7 @@ def test_a_name_by_digest_with_the_check_digits_by_chance_stays(three_steps: Mem
     data = three_steps.get(manifest_key(4), 1 << 20)
     sealed = data[: -len(digits) * 2 - 4] + digits.encode() + b"0" * 16 + data[-4:]
     three_steps.put(chance, sealed)
-    finish_withdrawals(three_steps, current_fence(three_steps))
+    finish_removals(three_steps, current_fence(three_steps))
     assert three_steps.get(chance, 1 << 20) == sealed
 
 

@@ -13,10 +13,10 @@ from holdfast.base.types.reports import SaveReport
 from holdfast.core.format.names import epoch_key
 from holdfast.errors import CheckpointError, ConflictError, UnavailableError
 from holdfast.stored.checkpoint.location import CheckpointLocation
+from holdfast.stored.publishing.leftovers import delete_leftovers
 from holdfast.stored.repository.timelines import displace
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
 from holdfast.training.saving.attempt import SaveAttempt
-from holdfast.training.saving.commit import sweep
 from holdfast.training.saving.handle import SaveHandle
 from tests.unit.ranks import World, fresh_store, plain
 
@@ -139,11 +139,11 @@ def test_a_clean_up_removes_nothing_once_its_manifest_has_made_room_for_a_newer_
     dead, newer = ("step-000000000001/" + folder + "/r00000.safetensors" for folder in ("0" * 16, "f" * 16))
     location = CheckpointLocation(store, "step-000000000001/", 1, root=store)
     store.put(dead, b"of a save that failed")
-    sweep(location, manifest.attempt, "save of step 1", 0)
+    delete_leftovers(location, manifest.attempt, "save of step 1", 0)
     assert dead not in world.files()
     displace(store, 1, manifest.digest, 1)
     store.put(newer, b"of the save that goes on")
-    sweep(location, manifest.attempt, "save of step 1", 0)
+    delete_leftovers(location, manifest.attempt, "save of step 1", 0)
     assert newer in world.files()
 
 

@@ -464,7 +464,7 @@ from holdfast.backends.torch.key_value_store import TorchKeyValueStore
 from holdfast.training.coordination.job import Job
 from holdfast.base.clock import SystemClock
 from holdfast.testing.framework import NumpyFramework
-from holdfast import wiring
+from holdfast._face import wiring
 class Comm(ThreadComm):
     def all_gather(self, payload): return [payload, payload]
 comm = Comm(ThreadGroup(2), 0, TorchKeyValueStore(store))

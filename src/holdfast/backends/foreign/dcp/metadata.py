@@ -12,9 +12,9 @@ from typing import Annotated, TypeVar, cast
 
 import msgspec
 
+from holdfast.backends.foreign.messages import shown
 from holdfast.backends.foreign.pickles.objects import OpaqueObject, is_dtype
 from holdfast.backends.foreign.typed_values import COUNT_MAX, Count, Shape, typed
-from holdfast.backends.foreign.wording import shown
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.dtype import dtype_named
 from holdfast.base.geometry.tensor import TensorSpec

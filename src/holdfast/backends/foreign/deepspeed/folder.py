@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from holdfast.backends.foreign.wording import CONVERT
+from holdfast.backends.foreign.messages import CONVERT
 from holdfast.base.ports.store import Readable
 from holdfast.errors import CheckpointError, InvalidError, MissingError
 

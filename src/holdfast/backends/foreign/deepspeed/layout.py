@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from holdfast.backends.foreign.layouts import affine
 from holdfast.backends.foreign.layouts.patterns import Patterns, exact_name
 from holdfast.backends.foreign.layouts.pieces import Slice
+from holdfast.backends.foreign.messages import CONVERT, shown
 from holdfast.backends.foreign.pickles.objects import OpaqueObject
 from holdfast.backends.foreign.typed_values import COUNT_MAX
-from holdfast.backends.foreign.wording import CONVERT, shown
 from holdfast.base.geometry.box import Box
 from holdfast.errors import InvalidError, first_three
 

@@ -12,8 +12,8 @@ from holdfast.backends.foreign.deepspeed.saved import ModelState
 from holdfast.backends.foreign.deepspeed.tensors import HeldTensor, Tensors
 from holdfast.backends.foreign.layouts.flat_partition import Shapes, parts_of_one
 from holdfast.backends.foreign.layouts.pieces import ElementRun
+from holdfast.backends.foreign.messages import CONVERT
 from holdfast.backends.foreign.pickles.tensors import StoredTensor
-from holdfast.backends.foreign.wording import CONVERT
 from holdfast.errors import CorruptError, InvalidError, MissingError, first_three
 
 

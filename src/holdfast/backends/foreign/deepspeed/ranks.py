@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from holdfast.backends.foreign.deepspeed.folder import Folder, Place
 from holdfast.backends.foreign.deepspeed.saved import ModelState, ZeroState, read_model_state, read_zero_state
+from holdfast.backends.foreign.messages import shown
 from holdfast.backends.foreign.pickles.tensors import StoredTensor
 from holdfast.backends.foreign.read import read_bytes
-from holdfast.backends.foreign.wording import shown
 from holdfast.base.ports.store import Readable
 from holdfast.errors import InvalidError, MissingError
 

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from holdfast.backends.foreign.deepspeed.module import Parameters
 from holdfast.backends.foreign.deepspeed.optimizer import ZeroOptimizer
 from holdfast.backends.foreign.deepspeed.saved import ModelState
+from holdfast.backends.foreign.messages import shown
 from holdfast.backends.foreign.optimizers import optimizer_group
 from holdfast.backends.foreign.pickles.objects import OpaqueObject
 from holdfast.backends.foreign.pickles.tensors import StoredTensor
 from holdfast.backends.foreign.read import read_bytes
 from holdfast.backends.foreign.values import to_value
-from holdfast.backends.foreign.wording import shown
 from holdfast.base.ports.store import Readable
 from holdfast.base.types.values import FrameworkValue, Group, TensorRef, Value
 

@@ -23,10 +23,10 @@ from holdfast.backends.foreign.deepspeed.saved import (
     scaling_of,
     stage_of,
 )
+from holdfast.backends.foreign.messages import shown
 from holdfast.backends.foreign.pickles.tensors import StoredTensor
 from holdfast.backends.foreign.torch.archive_reader import read_torch_file
 from holdfast.backends.foreign.typed_values import typed
-from holdfast.backends.foreign.wording import shown
 from holdfast.base.ports.store import Readable
 from holdfast.base.types.listing import ForeignListing
 from holdfast.errors import CorruptError, MissingError, first_three

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 
-from holdfast.backends.foreign.wording import CONVERT, shown
+from holdfast.backends.foreign.messages import CONVERT, shown
 from holdfast.errors import InvalidError
 
 CHARACTERS_MAX = 2000

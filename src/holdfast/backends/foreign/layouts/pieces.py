@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator, Sequence
 from operator import add, sub
 
+from holdfast.backends.foreign.messages import CONVERT
 from holdfast.backends.foreign.pickles.tensors import StoredTensor, row_major_strides
-from holdfast.backends.foreign.wording import CONVERT
 from holdfast.base.geometry.box import Box, flat_range_boxes
 from holdfast.base.geometry.region import FlatRange
 from holdfast.base.geometry.value_class import value_class

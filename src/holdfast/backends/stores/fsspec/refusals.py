@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast.backends.stores.oserrors import KINDS
-from holdfast.backends.stores.remote.shown import names_a_secret, without_secrets
+from holdfast.backends.stores.remote.redaction import names_a_secret, without_secrets
 from holdfast.base.ports.temporary import TemporaryError
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, MissingError
 

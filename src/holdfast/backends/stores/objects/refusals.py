@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from holdfast.backends.stores.remote.shown import without_secrets
+from holdfast.backends.stores.remote.redaction import without_secrets
 from holdfast.base.ports.temporary import TemporaryError
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, MissingError, UnavailableError
 

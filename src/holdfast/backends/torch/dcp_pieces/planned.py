@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from holdfast.backends.torch.containers import plain_leaf, put_together, take_apart
-from holdfast.backends.torch.held import DENSE, Held, HeldPart, is_meta
+from holdfast.backends.torch.local_shards import DENSE, LocalPart, LocalShards, is_meta
 from holdfast.backends.torch.state.naming import require_fqn
 from holdfast.backends.torch.tensors import (
     TorchSource,
@@ -32,12 +32,12 @@ def collected_pieces(pieces: Iterable[TensorPiece], rank: int) -> Collected:
     An empty piece of a tensor that has elements is left out. What cannot be stored is in `refused`.
     """
     refused: list[str] = []
-    held: dict[str, tuple[TensorSpec, list[HeldPart]]] = {}
+    held: dict[str, tuple[TensorSpec, list[LocalPart]]] = {}
     for piece in pieces:
         try:
             local = _dense(piece)
             spec = TensorSpec(piece.fqn, storable_dtype(local, piece.fqn), piece.global_shape)
-            part = HeldPart(piece.box(tuple(local.shape)), local.detach())
+            part = LocalPart(piece.box(tuple(local.shape)), local.detach())
             if local.numel() or 0 in piece.global_shape:
                 _add(held, spec, part)
         except InvalidError as error:
@@ -71,7 +71,7 @@ def _dense(piece: TensorPiece) -> torch.Tensor:
     return tensor
 
 
-def _add(held: dict[str, tuple[TensorSpec, list[HeldPart]]], spec: TensorSpec, part: HeldPart) -> None:
+def _add(held: dict[str, tuple[TensorSpec, list[LocalPart]]], spec: TensorSpec, part: LocalPart) -> None:
     known, parts = held.setdefault(spec.fqn, (spec, []))
     if known != spec or (parts and parts[0].local.device != part.local.device):
         raise InvalidError(
@@ -90,8 +90,8 @@ def target_of(piece: TensorPiece, stored_dtype: str) -> TorchTarget:
     tensor = _dense(piece)
     _require_castable(piece.fqn, tensor.dtype, stored_dtype)
     require_not_expanded(tensor, piece.fqn, "a load could not fill it: it is")
-    part = HeldPart(piece.box(tuple(tensor.shape)), tensor.detach())
-    return TorchTarget(Held(piece.global_shape, None, None, (part,)), stored_dtype)
+    part = LocalPart(piece.box(tuple(tensor.shape)), tensor.detach())
+    return TorchTarget(LocalShards(piece.global_shape, None, None, (part,)), stored_dtype)
 
 
 def _require_castable(fqn: str, wanted: torch.dtype, stored_dtype: str) -> None:

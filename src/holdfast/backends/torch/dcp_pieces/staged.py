@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.backends.torch.held import is_meta, is_ordinary, local_of
+from holdfast.backends.torch.local_shards import is_meta, is_ordinary, local_of
 from holdfast.backends.torch.private_layout import dtensor_on_host
 from holdfast.backends.torch.side_stream import side_stream
 from holdfast.base.ports.framework import Pin

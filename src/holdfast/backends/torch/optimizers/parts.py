@@ -9,7 +9,7 @@ from itertools import combinations
 
 import torch
 
-from holdfast.backends.torch.held import is_ordinary
+from holdfast.backends.torch.local_shards import is_ordinary
 from holdfast.backends.torch.private_layout import storage_identity
 from holdfast.base.geometry.box import Box
 from holdfast.errors import InvalidError

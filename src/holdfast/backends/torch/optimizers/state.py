@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.backends.torch.containers import small_tensor, take_apart
-from holdfast.backends.torch.held import coordinates_of, declared_like, dtensor_like
+from holdfast.backends.torch.local_shards import coordinates_of, declared_like, dtensor_like
 from holdfast.backends.torch.optimizers.members import OptimizerMembers
 from holdfast.backends.torch.optimizers.parts import ParameterPart
 from holdfast.backends.torch.private_layout import local_tensor

@@ -10,14 +10,14 @@ import torch
 
 from holdfast.backends.torch.containers import small_tensor, take_apart
 from holdfast.backends.torch.fence import close_fence, steps_in_backward
-from holdfast.backends.torch.held import DENSE, Ranks, local_of, memory_of
+from holdfast.backends.torch.local_shards import DENSE, Ranks, local_of, memory_of
+from holdfast.backends.torch.optimizers.custom_state import custom_state, require_whole_state
 from holdfast.backends.torch.optimizers.kinds import class_name_of
-from holdfast.backends.torch.optimizers.outside import outside_state, require_whole_state
 from holdfast.backends.torch.optimizers.state import OptimizerView, collect_optimizer
 from holdfast.backends.torch.side_stream import SideStream
 from holdfast.backends.torch.state import gradients, rng
-from holdfast.backends.torch.state.made_entries import require_loadable
 from holdfast.backends.torch.state.metrics import require_kept
+from holdfast.backends.torch.state.module_extra_entries import require_loadable
 from holdfast.backends.torch.state.naming import is_metric, metric_paths, require_fqn
 from holdfast.backends.torch.state.selection import Selector, without
 from holdfast.backends.torch.state.walk import (
@@ -227,7 +227,7 @@ class _Collector:
                 lambda parameter: self.selector.selects(f"{names.get(id(parameter), '')}{gradients.SUFFIX}"),
             )
         self.fenced_objects.append(view.optimizer)
-        outside = outside_state(view) if self.selector.selects_whole(view.path) else None
+        outside = custom_state(view) if self.selector.selects_whole(view.path) else None
         if outside is not None or view.members.keep_state_inside:
             kind = type(view.optimizer).__name__
             self.unfenced[f"{kind} holds other optimizers, and may change weights or its own state between steps"] = (

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from holdfast.backends.torch.held import coordinates_of
+from holdfast.backends.torch.local_shards import coordinates_of
 from holdfast.backends.torch.optimizers.state import OptimizerView
 from holdfast.backends.torch.private_layout import is_without_reduction, unreduced_parameters
 from holdfast.base.geometry.sharded import Sharded

@@ -14,7 +14,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from holdfast.backends.torch.held import extent_bytes
+from holdfast.backends.torch.local_shards import extent_bytes
 from holdfast.backends.torch.tensors import TorchTarget
 from holdfast.base.ports.framework import Wanted
 from holdfast.errors import InvalidError

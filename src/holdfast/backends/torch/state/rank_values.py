@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 
 from holdfast.backends.torch.containers import plain_leaf, put_together
-from holdfast.backends.torch.held import Ranks
+from holdfast.backends.torch.local_shards import Ranks
 from holdfast.backends.torch.state import rng
 from holdfast.backends.torch.state.walk import Stateful
 from holdfast.base.ports.framework import Catalog

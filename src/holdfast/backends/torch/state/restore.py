@@ -10,15 +10,15 @@ from itertools import chain
 import torch
 
 from holdfast.backends.torch.containers import put_together, tensors_in
-from holdfast.backends.torch.held import DENSE, Ranks, is_meta, memory_bytes
+from holdfast.backends.torch.local_shards import DENSE, Ranks, is_meta, memory_bytes
+from holdfast.backends.torch.optimizers.custom_state import custom_state, has_own_state_dict, is_sharded, may_step
 from holdfast.backends.torch.optimizers.numbered import by_name, numbered
-from holdfast.backends.torch.optimizers.outside import has_own_state_dict, is_sharded, may_step, outside_state
 from holdfast.backends.torch.optimizers.restore import OptimizerRestoration
 from holdfast.backends.torch.optimizers.state import OptimizerView, give_hyperparameters
 from holdfast.backends.torch.private_layout import forget_unreduced
 from holdfast.backends.torch.state import gradients
-from holdfast.backends.torch.state.made_entries import load_made_entries, own_loading
 from holdfast.backends.torch.state.metrics import require_kept
+from holdfast.backends.torch.state.module_extra_entries import load_extra_entries, own_loading
 from holdfast.backends.torch.state.naming import is_extra_state
 from holdfast.backends.torch.state.overlaps import require_equal_overlaps
 from holdfast.backends.torch.state.rank_values import load_into, loader_of_rank_value, require_dict
@@ -314,7 +314,7 @@ class TorchRestoration:
         known = {*node.values, *extra, *(fqn for fqn in node.tensors if is_subclass_record(items.get(fqn)))}
         self.unexpected += [f"{node.path}.{fqn}" for fqn in items if fqn not in known]
         if made_by_hooks:
-            self._finishes.append(lambda: load_made_entries(node, made_by_hooks))
+            self._finishes.append(lambda: load_extra_entries(node, made_by_hooks))
 
     def _made_entry(self, path: str, saved: Value) -> Value:
         """Return what the checkpoint has of an entry that a module makes; `ABSENT` if it has nothing.
@@ -366,7 +366,7 @@ class TorchRestoration:
         if restoration.fills_any:
             self._finishes.append(restoration.finish)
         self.misfits += restoration.misfits(self._catalog.optimizers.get(view.path))
-        if self._selector.selects_whole(view.path) and (outside := outside_state(view)) is not None:
+        if self._selector.selects_whole(view.path) and (outside := custom_state(view)) is not None:
             self.missing += [f"{view.path}.{name}" for name in outside.names]
 
     def _optimizer_as_object(self, view: OptimizerView, saved: Group) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from holdfast.backends.torch.containers import holds_tensor
 from holdfast.backends.torch.fsdp1 import declarations, holds_any
-from holdfast.backends.torch.held import RankOfGlobal, coordinates_of, tensors_of
+from holdfast.backends.torch.local_shards import RankOfGlobal, coordinates_of, tensors_of
 from holdfast.backends.torch.optimizers.members import OptimizerMembers
 from holdfast.backends.torch.optimizers.names import StateNames, named_parameters_of, ties_of
 from holdfast.backends.torch.optimizers.state import OptimizerView

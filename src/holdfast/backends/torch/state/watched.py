@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
-from holdfast.backends.torch.held import DENSE, bytes_of, locals_of
+from holdfast.backends.torch.local_shards import DENSE, bytes_of, locals_of
 from holdfast.backends.torch.private_layout import version_counter
 from holdfast.base.types.per_rank import PerRank
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.backends.torch.held import Ranks
+from holdfast.backends.torch.local_shards import Ranks
 from holdfast.backends.torch.private_layout import local_tensor
 from holdfast.backends.torch.subclasses.context import qualified
 from holdfast.backends.torch.subclasses.flatten import Inner, flattened, is_subclass, references_of

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.backends.torch.held import DENSE, Ranks, coordinates_of
+from holdfast.backends.torch.local_shards import DENSE, Ranks, coordinates_of
 from holdfast.backends.torch.private_layout import local_tensor
 from holdfast.backends.torch.subclasses.context import described, qualified
 from holdfast.backends.torch.subclasses.known import known_class

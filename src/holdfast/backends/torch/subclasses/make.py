@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.backends.torch.held import dtensor_like
+from holdfast.backends.torch.local_shards import dtensor_like
 from holdfast.backends.torch.private_layout import local_tensor
 from holdfast.backends.torch.subclasses.context import built, described, is_built_from_values, qualified
 from holdfast.backends.torch.subclasses.fill import other_grid, text_of

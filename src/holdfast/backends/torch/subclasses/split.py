@@ -8,7 +8,7 @@ from math import prod
 import torch
 from torch.distributed.tensor import DTensor
 
-from holdfast.backends.torch.held import Ranks, on_mesh
+from holdfast.backends.torch.local_shards import Ranks, on_mesh
 from holdfast.backends.torch.subclasses.known import KnownClass, Rule
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.sharded import Sharded

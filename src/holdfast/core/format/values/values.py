@@ -18,7 +18,7 @@ from holdfast.base.types.values import FrameworkValue, Group, GroupKind, PerRank
 from holdfast.core.format.values.arrays import decode_array, decode_scalar, encode_array, encode_scalar, exact_fields
 from holdfast.core.format.values.json_text import dumps, is_json_scalar, loads
 from holdfast.core.format.values.scalars import SCALAR_CODECS, ScalarCodec, text_document, text_value
-from holdfast.core.format.values.ways_out import way_out
+from holdfast.core.format.values.unsupported_values import way_out
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.settings import MIB
 

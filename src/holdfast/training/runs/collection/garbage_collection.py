@@ -52,13 +52,13 @@ from holdfast.training.runs.collection.chosen_steps import (
     name_of,
     undecided,
 )
-from holdfast.training.runs.collection.inventory import Found, Inventory, ended_in
+from holdfast.training.runs.collection.inventory import FoundStep, Inventory, ended_in
 from holdfast.training.runs.collection.linked_packs import linked_packs
 from holdfast.training.runs.collection.pins import Pins
 from holdfast.training.runs.collection.retention import KeptFacts, kept
 from holdfast.training.runs.collection.uploads import uploads_removed
-from holdfast.training.runs.known_steps import KnownSteps
-from holdfast.training.runs.torn_steps import torn_steps
+from holdfast.training.runs.incomplete_steps import incomplete_steps
+from holdfast.training.runs.inventory_cache import InventoryCache
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class CheckpointGC:
         self._store, self._clock, self._keep, self._writer_lease = store, clock, keep, writer_lease
         self._pins, self._choice = Pins() if pins is None else pins, choice
         self._readers = ReaderLeases(store, clock)
-        self._known = KnownSteps(store)
+        self._known = InventoryCache(store)
         self._run_id: str | None = None
         """Id of the run, which never changes; None before it was read."""
         self._warned: set[str] = set()
@@ -182,7 +182,7 @@ class CheckpointGC:
             is_stopped = wait(grace_seconds)
         finally:
             if is_stopped:
-                self.withdraw([marked])
+                self.remove_manifest([marked])
         return None if is_stopped else self.execute([marked])
 
     def mark(self, others: Sequence[Marked] = ()) -> Marked:
@@ -244,9 +244,9 @@ class CheckpointGC:
             return _report(second, to_delete)
         finally:
             # After an error too: without the mark, the steps that stay can be read again.
-            self.withdraw(marks)
+            self.remove_manifest(marks)
 
-    def withdraw(self, marks: Iterable[Marked]) -> None:
+    def remove_manifest(self, marks: Iterable[Marked]) -> None:
         """Remove marks from storage."""
         removal.remove_marks(self._store, map(_mark_key, marks))
 
@@ -259,7 +259,7 @@ class CheckpointGC:
         except UnavailableError:
             # A full disk may have no room for two marks at once. The names of the files are for people only, and the
             # announcement has no effect on readers.
-            self.withdraw([marked])
+            self.remove_manifest([marked])
             put(replace(marked.to_delete, files={}))
 
     def survey(self) -> Inventory:
@@ -302,7 +302,7 @@ class CheckpointGC:
         self._warn_of_unread(unread)
         listed = self._known.with_files_to_delete(all_files, {*reasons, *under_way}, fence)
         packs = linked_packs(store, listed, {*reasons, *under_way}, needed)
-        found = Found(packs.listed, moved, chosen, under_way, superseded_packs(store), packs_known=not unread)
+        found = FoundStep(packs.listed, moved, chosen, under_way, superseded_packs(store), packs_known=not unread)
         begun = discarded_in(records) | self._choice.begun if self._choice.is_all else None
         to_delete = found.unreferenced(reasons, begun)
         return Inventory(
@@ -363,7 +363,7 @@ class CheckpointGC:
         needs: Needs,
     ) -> Mapping[StepAndDigest, tuple[str, ...]]:
         """Return why further steps stay: the policy or a tag keeps them, or a reader has a lease on them."""
-        reasons = dict(torn_steps(self._store, candidates, all_files, newest))
+        reasons = dict(incomplete_steps(self._store, candidates, all_files, newest))
         facts = [
             KeptFacts(
                 step,

@@ -25,7 +25,7 @@ from holdfast.errors import CheckpointError, MissingError
 from holdfast.settings import Settings
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.repository.catalog import read_index, read_manifest
-from holdfast.training.coordination.opening.records import Agreement
+from holdfast.training.coordination.agreement.records import Agreement
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from tests.support.object_server import ObjectServer
 
 _FORKS = """
 import os, sys
-from holdfast import wiring
+from holdfast._face import wiring
 
 store = wiring.store_at(sys.argv[1], wiring.DEFAULT_SETTINGS)
 store.put("key", b"from the parent")
@@ -112,7 +112,7 @@ def test_the_missing_extra_is_named() -> None:
     code = """
 import sys
 sys.modules["obstore"] = None
-from holdfast import wiring
+from holdfast._face import wiring
 from holdfast.errors import InvalidError
 try:
     wiring.store_at("s3://bucket/run", wiring.DEFAULT_SETTINGS).get("key", 10)
@@ -126,7 +126,7 @@ except InvalidError as error:
 def test_disks_load_nothing_of_object_stores() -> None:
     code = """
 import sys
-from holdfast import wiring
+from holdfast._face import wiring
 wiring.store_at("/tmp", wiring.DEFAULT_SETTINGS)
 print([name for name in ("obstore", "boto3", "holdfast.backends.stores.objects.store") if name in sys.modules])
 """

@@ -281,13 +281,13 @@ def test_a_forked_child_reads_while_a_thread_of_the_parent_was_asking() -> None:
 
 
 FATES = st.sampled_from([PASS, PASS, REFUSED, LOST_BEFORE, LOST_AFTER])
-CALLS = st.lists(
+DAEMON_POOL = st.lists(
     st.tuples(st.sampled_from(["put", "put_if_absent", "replace", "delete", "move", "upload"]), st.integers(0, 2)),
     max_size=12,
 )
 
 
-@given(st.lists(FATES, max_size=60), CALLS)
+@given(st.lists(FATES, max_size=60), DAEMON_POOL)
 def test_any_order_of_faults_leaves_what_the_calls_say(fates: list[str], calls: list[tuple[str, int]]) -> None:
     """With a deadline for a few tries, a call succeeds, or its error says whether it may have had an effect."""
     rig = Rig(*fates, settings=Settings(retry_seconds_per_call=0.3))

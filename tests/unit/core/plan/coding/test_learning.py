@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from holdfast.base.types.coding import Coded, Kind, Measured, Rates
 from holdfast.core.plan.coding.choice import Amounts, KindsChoice, SaveModel
-from holdfast.core.plan.coding.learning import RAW_SAVES, Knowledge, codings_of, rates_of, slow_kind
+from holdfast.core.plan.coding.coding_rates import RAW_SAVES, CodingRates, codings_of, rates_of, slow_kind
 
 WEIGHTS, MASTERS, MOMENTS = Kind("bfloat16", "parameter"), Kind("float32", "master"), Kind("float32", "exp_avg")
 RATES = {WEIGHTS: Rates(1.5, 700e6), MASTERS: Rates(2.0, 1600e6), MOMENTS: Rates(1.2, 750e6)}
@@ -40,10 +40,10 @@ def saved(
 
 
 def played(
-    bandwidths: Sequence[float], knowledge: Knowledge | None = None, *, slow_saves: Collection[int] = ()
-) -> tuple[list[KindsChoice], Knowledge]:
+    bandwidths: Sequence[float], knowledge: CodingRates | None = None, *, slow_saves: Collection[int] = ()
+) -> tuple[list[KindsChoice], CodingRates]:
     """Return the choices of saves at given bandwidths, and what is known after them."""
-    knowledge, choices = knowledge or Knowledge(), []
+    knowledge, choices = knowledge or CodingRates(), []
     for number, bandwidth in enumerate(bandwidths):
         knowledge, choice = knowledge.begun(STATE, "auto")
         measured = saved(choice, bandwidth, slowdown=2.5 if number in slow_saves else 1.0)
@@ -109,7 +109,7 @@ def test_a_store_that_waits_for_the_coding_threads_is_not_taken_for_slower() -> 
     idle = Measured(1.0, 200 << 20, 0.5, 0.1, {MASTERS: coded}, {})
     busy = Measured(1.0, 200 << 20, 0.95, 0.1, {MASTERS: coded}, {})
     raw = Measured(1.0, 200 << 20, 0.5, 0.1, {}, {})
-    knowledge = Knowledge(RATES, 2e9)
+    knowledge = CodingRates(RATES, 2e9)
     choice = KindsChoice({})
     assert knowledge.ended(choice, idle, "auto").store_bytes_per_second == 2e9
     assert knowledge.ended(choice, busy, "auto").store_bytes_per_second == (200 << 20) / 0.95
@@ -118,7 +118,7 @@ def test_a_store_that_waits_for_the_coding_threads_is_not_taken_for_slower() -> 
 
 def test_threads_that_wait_for_processors_code_less_until_that_is_forgotten() -> None:
     """One save in which coding took 2.5 times its processor time makes the next ones raw; later one tries again."""
-    knowledge, choice = Knowledge(RATES, 0.5e9).begun(STATE, "auto")
+    knowledge, choice = CodingRates(RATES, 0.5e9).begun(STATE, "auto")
     assert choice.coded == STATE.kinds.keys()
     seconds = 2.5 * sum(STATE.kinds[kind] / RATES[kind].bytes_per_second for kind in choice.coded)
     coded = {kind: coded_at(RATES[kind], STATE.kinds[kind], 2.5) for kind in choice.coded}
@@ -140,7 +140,7 @@ def test_the_guard_compares_with_raw_at_the_bandwidth_of_the_save() -> None:
 
 
 def test_measuring_takes_half_a_percent_of_the_processor_time_of_saves() -> None:
-    knowledge = Knowledge(RATES, 5e9)
+    knowledge = CodingRates(RATES, 5e9)
     raw = Measured(1.0, 5 << 30, 1.0, 2.0, {}, {})
     knowledge = knowledge.ended(KindsChoice({}), raw, "auto")
     assert knowledge.probe_seconds == 0.01
@@ -152,7 +152,7 @@ def test_measuring_takes_half_a_percent_of_the_processor_time_of_saves() -> None
 
 
 def test_a_sample_counts_half_and_a_save_whole() -> None:
-    knowledge = Knowledge({WEIGHTS: Rates(1.5, 100.0)}, 1e9)
+    knowledge = CodingRates({WEIGHTS: Rates(1.5, 100.0)}, 1e9)
     sample = Measured(1.0, 100, 1.0, 1.0, {}, {WEIGHTS: Coded(100, 100, 0.5), MOMENTS: Coded(100, 50, 0.5)})
     assert knowledge.ended(KindsChoice({}), sample, "auto").rates == {
         WEIGHTS: Rates(1.25, 150.0),
@@ -164,7 +164,7 @@ def test_a_sample_counts_half_and_a_save_whole() -> None:
 
 
 def test_the_rows_of_a_report_say_what_the_packs_hold() -> None:
-    knowledge, choice = Knowledge(RATES, 0.1e9).begun(STATE, "auto")
+    knowledge, choice = CodingRates(RATES, 0.1e9).begun(STATE, "auto")
     measured = saved(choice, 0.1e9)
     rows = codings_of(knowledge.ended(choice, measured, "auto"), choice, STATE, measured)
     assert [row.kind for row in rows] == ["float32 exp_avg", "float32 master", "bfloat16 parameter"]
@@ -173,14 +173,14 @@ def test_the_rows_of_a_report_say_what_the_packs_hold() -> None:
     assert (master.codec, master.raw_bytes, master.stored_bytes, master.ratio) == ("planes", 400 << 20, 200 << 20, 2.0)
     assert master.predicted_seconds == master.found_seconds == choice.predicted_seconds(STATE)
     assert master.store_bytes_per_second is not None and abs(master.store_bytes_per_second - 0.1e9) < 1
-    raw_knowledge, raw_choice = Knowledge(RATES, 90e9).begun(STATE, "auto")
+    raw_knowledge, raw_choice = CodingRates(RATES, 90e9).begun(STATE, "auto")
     raw = saved(raw_choice, 90e9)
     (row, *_) = codings_of(raw_knowledge, raw_choice, STATE, raw)
     assert (row.codec, row.stored_bytes, row.ratio) == ("", row.raw_bytes, 1.2), "the ratio that coding would have"
 
 
 def test_on_tries_every_kind_and_leaves_out_what_does_not_shrink() -> None:
-    knowledge, choice = Knowledge().begun(STATE, "on")
+    knowledge, choice = CodingRates().begun(STATE, "on")
     assert choice.coded == STATE.kinds.keys()
     truth = {**RATES, MOMENTS: Rates(1.01, 750e6)}
     knowledge = knowledge.ended(choice, saved(choice, 50e9, truth=truth, slowdown=9), "on")
@@ -190,7 +190,7 @@ def test_on_tries_every_kind_and_leaves_out_what_does_not_shrink() -> None:
 
 
 def test_the_first_raw_save_samples_one_chunk_in_64_of_each_kind() -> None:
-    knowledge, choice = Knowledge().begun(STATE, "auto")
+    knowledge, choice = CodingRates().begun(STATE, "auto")
     samplings = knowledge.samplings(choice, STATE, 1 << 20)
     assert {kind: each.count for kind, each in samplings.items()} == {WEIGHTS: 4, MASTERS: 7, MOMENTS: 7}
     assert {(each.first_bytes, each.every_bytes) for each in samplings.values()} == {(0, 64 << 20)}
@@ -199,21 +199,21 @@ def test_the_first_raw_save_samples_one_chunk_in_64_of_each_kind() -> None:
 def test_later_raw_saves_sample_in_turn_what_they_have_time_for() -> None:
     chunk = 1 << 20
     cost = max(chunk / rates.bytes_per_second for rates in RATES.values())
-    knowledge = Knowledge(
+    knowledge = CodingRates(
         RATES, 5e9, probe_seconds=4.4 * cost, measured_at={WEIGHTS: 3, MASTERS: 1, MOMENTS: 2}, saves=3
     )
     knowledge, choice = knowledge.begun(STATE, "auto")
     assert not choice.coded
     assert list(knowledge.samplings(choice, STATE, chunk)) == [MASTERS, MOMENTS], "longest ago first"
-    poor = Knowledge(RATES, 5e9, probe_seconds=1.9 * cost)
+    poor = CodingRates(RATES, 5e9, probe_seconds=1.9 * cost)
     assert not poor.samplings(choice, STATE, chunk)
     firsts = {
-        Knowledge(RATES, 5e9, probe_seconds=1, saves=n).samplings(choice, STATE, chunk)[WEIGHTS].first_bytes
+        CodingRates(RATES, 5e9, probe_seconds=1, saves=n).samplings(choice, STATE, chunk)[WEIGHTS].first_bytes
         for n in range(9)
     }
     assert len(firsts) == 9 and max(firsts) < STATE.kinds[WEIGHTS]
 
 
 def test_coded_kinds_are_not_sampled() -> None:
-    knowledge, choice = Knowledge(RATES, 0.1e9, probe_seconds=1.0).begun(STATE, "auto")
+    knowledge, choice = CodingRates(RATES, 0.1e9, probe_seconds=1.0).begun(STATE, "auto")
     assert choice.coded and not knowledge.samplings(choice, STATE, 1 << 20)

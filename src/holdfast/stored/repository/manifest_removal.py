@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _ASIDE_BYTES = 5
 
 
-def withdraw(store: Store, step: int, key: str, data: bytes, epoch: int, *, is_only_copy: bool = False) -> None:
+def remove_manifest(store: Store, step: int, key: str, data: bytes, epoch: int, *, is_only_copy: bool = False) -> None:
     """Remove a manifest of a step from its key.
 
     The states of the key, and who moves between them:
@@ -30,7 +30,7 @@ def withdraw(store: Store, step: int, key: str, data: bytes, epoch: int, *, is_o
       which lists `superseded/` after it has read the folders, sees it. So this call never removes it from there.
     - Nothing is there: another writer has removed it.
 
-    If this process ends in between, the next writer finishes: see `cut_off.py`.
+    If this process ends in between, the next writer finishes: see `interrupted_removal.py`.
 
     Args:
         store: The root of the run.
@@ -54,7 +54,7 @@ def withdraw(store: Store, step: int, key: str, data: bytes, epoch: int, *, is_o
     try:
         moved = store.get(aside, MANIFEST_BYTES_MAX)
     except MissingError:
-        # The next writer has put back what this call moved: see `cut_off.py`.
+        # The next writer has put back what this call moved: see `interrupted_removal.py`.
         require_newest(store, epoch)
         raise
     if moved == data:

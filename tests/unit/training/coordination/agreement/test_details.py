@@ -13,7 +13,7 @@ from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.base.geometry.tensor import Role
 from holdfast.base.ports.comm import KeyValueStore
 from holdfast.base.types.reports import SaveReport
-from holdfast.training.coordination.opening.details import (
+from holdfast.training.coordination.agreement.details import (
     SharedTensors,
     decode_details,
     decode_difference,
@@ -24,7 +24,7 @@ from holdfast.training.coordination.opening.details import (
     fitting_names,
     shared_tensors,
 )
-from holdfast.training.coordination.opening.records import Details
+from holdfast.training.coordination.agreement.records import Details
 from tests.unit.ranks import World, plain
 
 WORLD, TENSORS = 32, 300

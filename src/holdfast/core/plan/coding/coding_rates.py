@@ -38,7 +38,7 @@ _BUSY_SHARE = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Knowledge:
+class CodingRates:
     """What the saves of one job to one place have shown."""
 
     rates: Mapping[Kind, Rates] = field(default_factory=dict)
@@ -71,7 +71,7 @@ class Knowledge:
             return None
         return SaveModel(self.rates, self.store_bytes_per_second, 1 / self.stretch)
 
-    def begun(self, amounts: Amounts, compression: Compression) -> tuple[Knowledge, KindsChoice]:
+    def begun(self, amounts: Amounts, compression: Compression) -> tuple[CodingRates, KindsChoice]:
         """Return the knowledge once the next save has begun, and the choice of that save."""
         model = self.model()
         if compression == "on":
@@ -101,7 +101,7 @@ class Knowledge:
             samplings[kind] = Sampling(1, first_bytes, every_bytes, bytes_min, chunk_bytes)
         return samplings
 
-    def ended(self, choice: KindsChoice, measured: Measured, compression: Compression) -> Knowledge:
+    def ended(self, choice: KindsChoice, measured: Measured, compression: Compression) -> CodingRates:
         """Return the knowledge once a save has ended.
 
         Args:
@@ -196,7 +196,7 @@ def rates_of(coded: Coded) -> Rates | None:
 
 
 def codings_of(
-    knowledge: Knowledge, choice: KindsChoice, amounts: Amounts, measured: Measured
+    knowledge: CodingRates, choice: KindsChoice, amounts: Amounts, measured: Measured
 ) -> tuple[KindCoding, ...]:
     """Return what a save did with each kind, the largest kinds first.
 

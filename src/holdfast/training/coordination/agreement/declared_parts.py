@@ -26,8 +26,8 @@ from holdfast.core.plan.declared_parts import (
     total,
 )
 from holdfast.errors import InvalidError, first_three
+from holdfast.training.coordination.agreement.records import DescribedState, PartsQuestion, Stated
 from holdfast.training.coordination.message_codec import decode_message, encode_message
-from holdfast.training.coordination.opening.records import DescribedState, PartsQuestion, Stated
 
 _INTERVALS_MAX = 16
 """Most sums that a rank publishes at a time; rank 0 reads at most 400 bytes of each rank."""

@@ -7,20 +7,20 @@ from collections import OrderedDict
 from holdfast.base.interrupts import GUARD
 from holdfast.base.types.coding import Compression, Kind, KindCoding, Measured, Sampling
 from holdfast.core.plan.coding.choice import Amounts, KindsChoice
+from holdfast.core.plan.coding.coding_rates import CodingRates, codings_of
 from holdfast.core.plan.coding.kinds import OwnedKinds
-from holdfast.core.plan.coding.learning import Knowledge, codings_of
 from holdfast.core.plan.plan_cache import PlanCache
 
 _PLACES_MAX = 16
 """Roots of which a job remembers the saves."""
 
 
-class CodingHistory:
+class CompressionStats:
     """The saves of one job to one place. The training thread begins saves, the commit thread ends them."""
 
     def __init__(self) -> None:
         """Know nothing."""
-        self._knowledge = Knowledge()
+        self._knowledge = CodingRates()
 
     def begin(
         self, amounts: Amounts, compression: Compression, chunk_bytes: int
@@ -56,7 +56,7 @@ class CodingHistory:
             if self._replace(known, ended):
                 return codings_of(ended, choice, amounts, measured)
 
-    def _replace(self, known: Knowledge, learned: Knowledge) -> bool:
+    def _replace(self, known: CodingRates, learned: CodingRates) -> bool:
         """Store what a save has shown; return False if another save has shown something meanwhile."""
         with GUARD:
             is_latest = self._knowledge is known
@@ -65,17 +65,17 @@ class CodingHistory:
             return is_latest
 
 
-class CodingHistories:
+class AllCompressionStats:
     """The histories of a job, one for each place that it saves to."""
 
     def __init__(self) -> None:
         """Know nothing."""
-        self._by_place: OrderedDict[str, CodingHistory] = OrderedDict()
+        self._by_place: OrderedDict[str, CompressionStats] = OrderedDict()
 
-    def of(self, place: str) -> CodingHistory:
+    def of(self, place: str) -> CompressionStats:
         """Return the history of a place, a URL; forget the place used longest ago."""
         with GUARD:
-            history = self._by_place.setdefault(place, CodingHistory())
+            history = self._by_place.setdefault(place, CompressionStats())
             self._by_place.move_to_end(place)
             while len(self._by_place) > _PLACES_MAX:
                 self._by_place.popitem(last=False)
@@ -85,7 +85,7 @@ class CodingHistories:
 class JobCoding:
     """What the saves of a job share to code; used only with compression."""
 
-    def __init__(self, histories: CodingHistories | None = None) -> None:
+    def __init__(self, histories: AllCompressionStats | None = None) -> None:
         """Know nothing yet.
 
         Args:
@@ -93,5 +93,5 @@ class JobCoding:
         """
         self.owned_kinds: PlanCache[OwnedKinds] = PlanCache()
         """What this rank owns of the layouts of earlier saves, by kind."""
-        self.histories = histories or CodingHistories()
+        self.histories = histories or AllCompressionStats()
         """What earlier saves have shown."""

@@ -12,7 +12,7 @@ from holdfast.stored.checkpoint.pack_sizes import sizes_of
 from holdfast.stored.repository import removal
 
 
-def torn_steps(
+def incomplete_steps(
     store: Store,
     manifests: Mapping[StepAndDigest, Manifest],
     all_files: Sequence[StepFiles],

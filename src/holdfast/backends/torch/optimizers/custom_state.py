@@ -28,7 +28,7 @@ _DEPTH_MAX = 3
 
 
 @dataclass(frozen=True, slots=True)
-class OutsideState:
+class CustomState:
     """State that an optimizer keeps outside the `state` of its parameters."""
 
     names: tuple[str, ...]
@@ -38,7 +38,7 @@ class OutsideState:
     """What `state_dict()` returned; None if calling it may step the optimizer."""
 
 
-def outside_state(view: OptimizerView) -> OutsideState | None:
+def custom_state(view: OptimizerView) -> CustomState | None:
     """Return the state that an optimizer keeps outside `state`, or None.
 
     Every optimizer with a `state_dict` of its own is asked at every save, and on every rank. What an answer holds
@@ -57,7 +57,7 @@ def outside_state(view: OptimizerView) -> OutsideState | None:
     own = {0, *(_address(tensor) for tensor in _tensors(held, _DEPTH_MAX + 1))}
     if may_step(view):
         names = tuple(_attributes_with_tensors(optimizer, own))
-        return OutsideState(names, None) if names else None
+        return CustomState(names, None) if names else None
     try:
         state = optimizer.state_dict()
     except Exception as error:
@@ -72,10 +72,10 @@ def outside_state(view: OptimizerView) -> OutsideState | None:
         asked = {key: value for key, value in state.items() if key != "state"}
     unexplained = _unexplained(asked, own, "", plain_too=holds_others)
     names = tuple(dict.fromkeys(name.partition(".")[0] for name in unexplained))
-    return OutsideState(names, state) if names else None
+    return CustomState(names, state) if names else None
 
 
-def require_whole_state(view: OptimizerView, outside: OutsideState) -> Mapping[str, object]:
+def require_whole_state(view: OptimizerView, outside: CustomState) -> Mapping[str, object]:
     """Return the state of an optimizer that is saved as an object, by its own `state_dict`.
 
     Raises:

@@ -86,7 +86,7 @@ def own_loading(node: ModuleNode, fqn: str) -> str:
     return ""
 
 
-def load_made_entries(node: ModuleNode, entries: dict[str, object]) -> None:
+def load_extra_entries(node: ModuleNode, entries: dict[str, object]) -> None:
     """Pass a module the entries that only its own hooks and methods can load.
 
     Raises:

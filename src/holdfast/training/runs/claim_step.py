@@ -23,12 +23,12 @@ from holdfast.core.format.manifest import MANIFEST_BYTES_MAX, run_fields_of_mani
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.leases.writer import WriterLease
+from holdfast.stored.publishing.manifest import clear_fenced
 from holdfast.stored.repository.catalog import ensure_run
 from holdfast.stored.repository.epochs import declare_timelines
 from holdfast.stored.repository.quarantine import list_records, supersede
 from holdfast.stored.repository.timelines import displace, moved_at, run_timelines
 from holdfast.training.coordination.save_context import Base, SaveContext
-from holdfast.training.saving.commit import clear_fenced
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ import numpy as np
 from holdfast.base.geometry.rank_ranges import RankRanges, rank_ranges, ranks_in
 from holdfast.base.geometry.tensor import Role
 from holdfast.core.format.digest import short_digest_of
+from holdfast.training.coordination.agreement.records import Details
 from holdfast.training.coordination.message_codec import decode_message, encode_message
-from holdfast.training.coordination.opening.records import Details
 
 _DIGESTS_MAX = 8
 """Most entries for which a rank states a digest each. One digest stands for all others."""

@@ -51,7 +51,7 @@ class Ranks:
 
 
 @dataclass(slots=True)  # Not frozen: one for every tensor of every save, and frozen is half as fast.
-class HeldPart:
+class LocalPart:
     """One region and its memory."""
 
     region: Region
@@ -62,7 +62,7 @@ class HeldPart:
 
 
 @dataclass(slots=True)
-class Held:
+class LocalShards:
     """The part of one tensor that this rank holds."""
 
     global_shape: tuple[int, ...]
@@ -74,21 +74,21 @@ class Held:
     holders: tuple[int, ...] | None
     """Ranks that hold the same part; None for a plain tensor, empty if this rank is not in the tensor's mesh."""
 
-    parts: tuple[HeldPart, ...]
+    parts: tuple[LocalPart, ...]
     """Regions and memory; empty if the split leaves nothing for this rank."""
 
     is_located: ClassVar[bool] = False
     """Whether the tensor carries its coordinates. A field would need larger blocks of memory for 100,000 objects."""
 
 
-class LocatedHeld(Held):
+class LocatedShards(LocalShards):
     """The part of a tensor that carries its coordinates."""
 
     __slots__ = ()
     is_located: ClassVar[bool] = True
 
 
-def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, ranks: Ranks) -> Held:
+def shards_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, ranks: Ranks) -> LocalShards:
     """Return the part of a tensor that this rank holds.
 
     Raises:
@@ -102,10 +102,10 @@ def held_of(tensor: torch.Tensor, declared: Sharded | None, fqn: str, ranks: Ran
         return _of_dtensor(tensor, fqn, ranks)
     shards = local_shards_of(tensor)
     if shards is None:
-        return held_whole(tensor)
+        return whole_shard(tensor)
     shape = tuple(tensor.shape)
     if not shards:
-        return Held(shape, None, (ranks.rank,), ())
+        return LocalShards(shape, None, (ranks.rank,), ())
     starts = [start for _, start in shards]
     return _declared(Sharded([local for local, _ in shards], shape, starts), fqn, ranks)
 
@@ -136,10 +136,10 @@ def coordinates_of(tensor: torch.Tensor, fqn: str) -> Located | None:
     return Located(tensor, shape, start=boxes[0], local_offsets=boxes[1], local_sizes=boxes[2])
 
 
-def held_whole(tensor: torch.Tensor) -> Held:
+def whole_shard(tensor: torch.Tensor) -> LocalShards:
     """Return all of a tensor that this rank holds whole."""
     shape, local = tuple(tensor.shape), tensor.detach() if tensor.requires_grad else tensor
-    return Held(shape, None, None, (HeldPart(Box.whole(shape), local),))
+    return LocalShards(shape, None, None, (LocalPart(Box.whole(shape), local),))
 
 
 def is_ordinary(tensor: torch.Tensor) -> bool:
@@ -177,16 +177,16 @@ class OnMesh:
     """Whether one held box is all of the local tensor."""
 
 
-def _of_dtensor(tensor: DTensor, fqn: str, ranks: Ranks) -> Held:
+def _of_dtensor(tensor: DTensor, fqn: str, ranks: Ranks) -> LocalShards:
     known, local = on_mesh(tensor, fqn, ranks), local_of(tensor)
     shape = known.global_shape
     if known.is_one_box:
-        return Held(shape, known.layout, known.holders, (HeldPart(known.boxes[0][0], local),))
+        return LocalShards(shape, known.layout, known.holders, (LocalPart(known.boxes[0][0], local),))
     parts = [
-        HeldPart(box, local if inner.shape == local.shape else local[inner.relative_to((0,) * len(shape))])
+        LocalPart(box, local if inner.shape == local.shape else local[inner.relative_to((0,) * len(shape))])
         for box, inner in known.boxes
     ]
-    return Held(shape, known.layout, known.holders, tuple(parts))
+    return LocalShards(shape, known.layout, known.holders, tuple(parts))
 
 
 def on_mesh(tensor: DTensor, fqn: str, ranks: Ranks) -> OnMesh:
@@ -377,7 +377,7 @@ def declared_like(declared: Sharded, tensor: torch.Tensor) -> Sharded | None:
     return None
 
 
-def _located(located: Located, fqn: str, ranks: Ranks) -> Held:
+def _located(located: Located, fqn: str, ranks: Ranks) -> LocalShards:
     (tensor,) = tensors_of(located, fqn)
     local = local_of(tensor)
     shape, boxes = located.boxes(tuple(local.shape), f"{fqn}: on rank {ranks.rank}")
@@ -385,12 +385,12 @@ def _located(located: Located, fqn: str, ranks: Ranks) -> Held:
     for box, inner in boxes:
         part = local if inner.shape == local.shape else local[inner.relative_to((0,) * local.ndim)]
         # A view exists for any strides: it cuts the dimension of rows into several.
-        parts.append(HeldPart(box, part if box.shape == part.shape else part.view(box.shape)))
+        parts.append(LocalPart(box, part if box.shape == part.shape else part.view(box.shape)))
     held = tuple(part for part in parts if part.region.numel) or (tuple(parts[:1]) if 0 in shape else ())
-    return LocatedHeld(shape, None, (ranks.rank,), held)
+    return LocatedShards(shape, None, (ranks.rank,), held)
 
 
-def _declared(declared: Sharded, fqn: str, ranks: Ranks) -> Held:
+def _declared(declared: Sharded, fqn: str, ranks: Ranks) -> LocalShards:
     tensors = tensors_of(declared, fqn)
     shape = whole_numbers(declared.global_shape)
     if shape is None or any(length < 0 for length in shape):
@@ -407,7 +407,7 @@ def _declared(declared: Sharded, fqn: str, ranks: Ranks) -> Held:
         raise InvalidError(f"{fqn}: holds tensors of dtypes {dtypes}; expected one dtype")
     region_of: Callable[..., Region] = _flat_range if declared.start is None else _box
     parts = [
-        HeldPart(region_of(start, local, shape, fqn), local)
+        LocalPart(region_of(start, local, shape, fqn), local)
         for local, start in zip(map(local_of, tensors), starts, strict=True)
     ]
     replicas = _replicas(declared.replicas, fqn, ranks)
@@ -418,7 +418,7 @@ def _declared(declared: Sharded, fqn: str, ranks: Ranks) -> Held:
             f"{fqn}: its parts on this rank are on devices {devices}; expected one. Move them to one device, or give "
             "the parts on each device a separate name"
         )
-    return Held(shape, None, replicas, held)
+    return LocalShards(shape, None, replicas, held)
 
 
 def _replicas(stated: object, fqn: str, ranks: Ranks) -> tuple[int, ...]:

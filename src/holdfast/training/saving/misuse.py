@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from contextlib import suppress
 
-from holdfast.core.engine.background import CALLS, wait_in_slices
+from holdfast.core.engine.background import DAEMON_POOL, wait_in_slices
 from holdfast.errors import InvalidError
+from holdfast.training.coordination.agreement.save_agreement import SaveAgreement
 from holdfast.training.coordination.job import Job
-from holdfast.training.coordination.opening.agreement import SaveAgreement
 from holdfast.training.saving.attempt import LATE_SECONDS
 from holdfast.training.saving.handle import SaveHandle
 
@@ -36,7 +36,7 @@ def refuse_call(job: Job, misuse: InvalidError) -> SaveHandle:
             logger.warning("save: this rank waits for the other ranks, to refuse its call together: %s", misuse)
 
     opening = SaveAgreement(job, -1, b"")
-    refused = CALLS.submit(lambda: opening.take_number().refuse(misuse, is_misuse=True))
+    refused = DAEMON_POOL.submit(lambda: opening.take_number().refuse(misuse, is_misuse=True))
     try:
         with suppress(TimeoutError):
             seconds = job.agreement_seconds + job.verdict_seconds + LATE_SECONDS

@@ -19,9 +19,7 @@ from holdfast.core.plan.declared_parts import ReplicaDivisions
 from holdfast.core.plan.rank_differences import Drift
 from holdfast.core.plan.siblings import RankClass, Siblings, SiblingSearch, TensorOnMesh, format_mesh
 from holdfast.errors import InvalidError, first_three
-from holdfast.training.coordination.job import Job
-from holdfast.training.coordination.message_codec import decode_message, encode_message
-from holdfast.training.coordination.opening.records import (
+from holdfast.training.coordination.agreement.records import (
     DescribedState,
     Plain,
     SaveVerdict,
@@ -29,6 +27,8 @@ from holdfast.training.coordination.opening.records import (
     Stated,
     ranks_of,
 )
+from holdfast.training.coordination.job import Job
+from holdfast.training.coordination.message_codec import decode_message, encode_message
 
 _Holders = Mapping[str, tuple[int, ...]]
 """By FQN, ranks in ascending order."""

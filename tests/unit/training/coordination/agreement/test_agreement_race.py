@@ -10,10 +10,10 @@ from holdfast.base.clock import SystemClock
 from holdfast.errors import InvalidError
 from holdfast.settings import Settings
 from holdfast.testing.faults import FaultPoint, Faults, FaultyKeyValueStore
+from holdfast.training.coordination.agreement.records import SaveVerdict
+from holdfast.training.coordination.agreement.save_agreement import SaveAgreement
 from holdfast.training.coordination.job import Job, error_text
 from holdfast.training.coordination.message_codec import encode_message
-from holdfast.training.coordination.opening.agreement import SaveAgreement
-from holdfast.training.coordination.opening.records import SaveVerdict
 
 PLACE = b"12345678"
 

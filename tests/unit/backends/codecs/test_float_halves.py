@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from holdfast.backends.codecs.halves import LowHalves, fill_lower_halves, fill_upper_halves, round_to_bfloat16
+from holdfast.backends.codecs.float_halves import LowHalves, fill_lower_halves, fill_upper_halves, round_to_bfloat16
 
 EDGES = (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)
 """Lower halves at which rounding changes its mind."""

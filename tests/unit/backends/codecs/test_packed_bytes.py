@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from holdfast.backends.codecs.evens import evens_of, packed_evens
+from holdfast.backends.codecs.packed_bytes import evens_of, packed_evens
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 63, 64, 65, 512, 520, 1000, 1 << 16])

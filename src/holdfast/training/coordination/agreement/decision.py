@@ -11,17 +11,16 @@ from holdfast.base.geometry.rank_ranges import RankRanges, rank_ranges, ranks_in
 from holdfast.core.plan.rank_differences import Differences, refusal_of
 from holdfast.core.plan.unmatched_patterns import judge_unmatched
 from holdfast.errors import CheckpointError, UnavailableError
-from holdfast.training.coordination.job import error_from
-from holdfast.training.coordination.opening.declared_parts import PartsJudgement, declared_by_all
-from holdfast.training.coordination.opening.details import (
+from holdfast.training.coordination.agreement.declared_parts import PartsJudgement, declared_by_all
+from holdfast.training.coordination.agreement.details import (
     details_by_rank,
     fitting_names,
     mismatches,
     shared_tensors,
     silent_ranks,
 )
-from holdfast.training.coordination.opening.numbered_save import NumberedSave
-from holdfast.training.coordination.opening.records import (
+from holdfast.training.coordination.agreement.numbered_save import NumberedSave
+from holdfast.training.coordination.agreement.records import (
     DescribedState,
     Details,
     PartsQuestion,
@@ -37,7 +36,8 @@ from holdfast.training.coordination.opening.records import (
     refusal_in,
     skew_error_of,
 )
-from holdfast.training.coordination.opening.sibling_meshes import MeshJudgement
+from holdfast.training.coordination.agreement.sibling_meshes import MeshJudgement
+from holdfast.training.coordination.job import error_from
 from holdfast.training.coordination.save_context import SaveContext
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 
 from holdfast.base.geometry.rank_ranges import ranks_in
 from holdfast.errors import InvalidError, UnavailableError
+from holdfast.training.coordination.agreement.records import SaveVerdict, Statement, refusal_in
 from holdfast.training.coordination.job import Job, error_from, error_text
 from holdfast.training.coordination.message_codec import decode_message, encode_message
-from holdfast.training.coordination.opening.records import SaveVerdict, Statement, refusal_in
 
 
 class NumberedSave:

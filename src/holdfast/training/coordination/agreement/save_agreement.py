@@ -27,19 +27,16 @@ from typing import Self
 from holdfast.base.geometry.rank_ranges import RankRanges, ranks_in
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.training.coordination import absent_ranks
-from holdfast.training.coordination.commit_vote import CommitVote
-from holdfast.training.coordination.job import VERDICT_GRACE_SECONDS, Job, error_from, error_text
-from holdfast.training.coordination.message_codec import decode_message
-from holdfast.training.coordination.opening.decision import Decision
-from holdfast.training.coordination.opening.declared_parts import answer_on_parts
-from holdfast.training.coordination.opening.details import (
+from holdfast.training.coordination.agreement.decision import Decision
+from holdfast.training.coordination.agreement.declared_parts import answer_on_parts
+from holdfast.training.coordination.agreement.details import (
     SharedTensors,
     decode_details,
     encode_details,
     encode_difference,
 )
-from holdfast.training.coordination.opening.numbered_save import NumberedSave
-from holdfast.training.coordination.opening.records import (
+from holdfast.training.coordination.agreement.numbered_save import NumberedSave
+from holdfast.training.coordination.agreement.records import (
     Agreement,
     DescribedState,
     SaveVerdict,
@@ -49,7 +46,10 @@ from holdfast.training.coordination.opening.records import (
     as_unavailable,
     encode_refusal,
 )
-from holdfast.training.coordination.opening.sibling_meshes import encode_tensors, publish_samples, siblings_in
+from holdfast.training.coordination.agreement.sibling_meshes import encode_tensors, publish_samples, siblings_in
+from holdfast.training.coordination.commit_vote import CommitVote
+from holdfast.training.coordination.job import VERDICT_GRACE_SECONDS, Job, error_from, error_text
+from holdfast.training.coordination.message_codec import decode_message
 from holdfast.training.coordination.save_context import SaveContext
 
 
@@ -241,7 +241,7 @@ class SaveAgreement:
         if verdict.has_all or (verdict.context is not None and self._job.history.failures):
             # The next commit would remove them, but it may be far away.
             with suppress(CheckpointError, TimeoutError):
-                self._job.delete_opening_keys_before(self._save.sequence)
+                self._job.delete_agreement_keys_before(self._save.sequence)
 
     def _publish_details(self, verdict: SaveVerdict, state: DescribedState) -> None:
         """Publish what rank 0 asked this rank for: all details, or how they differ from those of the lowest rank."""

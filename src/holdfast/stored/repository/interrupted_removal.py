@@ -11,14 +11,14 @@ from holdfast.core.format.names import is_aside, superseded_key
 from holdfast.core.format.sealed_json import stated_digest
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.stored.repository.epochs import is_valid_manifest
+from holdfast.stored.repository.manifest_removal import return_to_folder
 from holdfast.stored.repository.quarantine import is_set_aside
 from holdfast.stored.repository.timelines import superseded_keys
-from holdfast.stored.repository.withdrawal import return_to_folder
 
 logger = logging.getLogger(__name__)
 
 
-def finish_withdrawals(store: Store, fence: Fence) -> None:
+def finish_removals(store: Store, fence: Fence) -> None:
     """Finish each withdrawal of a manifest that was cut off. A new writer calls it before it lists the steps.
 
     A manifest under quarantine that a save sets aside has a copy under `quarantine/`, and goes. Damaged and moved, it

@@ -41,7 +41,7 @@ class _Known:
     """Its manifest, without the names of its files and tensors."""
 
 
-class KnownSteps:
+class InventoryCache:
     """Inspects the steps of a run; remembers those that hold what their manifests name."""
 
     def __init__(self, store: Store) -> None:

@@ -14,8 +14,8 @@ from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.base.geometry.tensor import Layout, Placement
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.testing.framework import GlobalTensor
-from holdfast.training.coordination.opening.decision import Decision
-from holdfast.training.coordination.opening.records import SaveVerdict
+from holdfast.training.coordination.agreement.decision import Decision
+from holdfast.training.coordination.agreement.records import SaveVerdict
 from holdfast.training.saving.fingerprint import StateFingerprint
 from tests.unit.ranks import PATIENT, World, plain, saved, sharded
 

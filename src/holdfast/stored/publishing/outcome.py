@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 from holdfast.errors import CheckpointError
-from holdfast.training.coordination.job import error_from, error_text
 
 
 class OutcomeKind(StrEnum):
@@ -70,11 +69,6 @@ def committed(manifest_digest: str, unhealthy: tuple[str, ...] = (), tensor_byte
 def aborted(error: CheckpointError) -> Outcome:
     """Return the outcome of an attempt that certainly left no checkpoint."""
     return Outcome(OutcomeKind.ABORTED, error=error)
-
-
-def aborted_by(rank: int, error: CheckpointError) -> Outcome:
-    """Return the outcome with which a rank aborts an attempt; its message names the rank, for the other ranks."""
-    return replace(aborted(error_from(error_text(error), f"rank {rank} aborted: ")), rank=rank)
 
 
 def ask_storage(reason: str) -> Outcome:

@@ -10,11 +10,11 @@ from holdfast.base.geometry.placement import coordinate_of, sibling_ranks
 from holdfast.base.geometry.tensor import Layout, Mesh, Role, Shard
 from holdfast.core.format.digest import short_digest_of
 from holdfast.core.plan.siblings import TensorOnMesh
-from holdfast.training.coordination.opening.records import StatedMesh
+from holdfast.training.coordination.agreement.records import StatedMesh
 
 
 @dataclass(frozen=True, slots=True)
-class _SlottedLayout:
+class _NumberedLayout:
     layout: Layout
     """Kept, so that no other layout gets its `id`."""
 
@@ -22,7 +22,7 @@ class _SlottedLayout:
     text: str
 
 
-class MeshSlots:
+class MeshNumbers:
     """Numbers the meshes of a rank. Ranks of equal tensors on different meshes number them equally."""
 
     def __init__(self, rank: int) -> None:
@@ -31,7 +31,7 @@ class MeshSlots:
         """The rank."""
         self._slots: dict[Mesh, int] = {}
         # Thousands of tensors share a few layouts, and a layout may list thousands of ranks: look at each once.
-        self._known: dict[int, _SlottedLayout] = {}
+        self._known: dict[int, _NumberedLayout] = {}
         self._holders: dict[tuple[int, int], tuple[int, ...]] = {}
 
     @property
@@ -74,16 +74,16 @@ class MeshSlots:
             self._holders[key] = sibling_ranks(layout, coordinate_of(layout, self.rank), meshes)
         return self._holders[key]
 
-    def _find(self, layout: Layout) -> _SlottedLayout:
+    def _find(self, layout: Layout) -> _NumberedLayout:
         known = self._known.get(id(layout))
         if known is None:
             mesh = layout.mesh
             if self.rank in mesh.ranks:
                 slot = self._slots.setdefault(mesh, len(self._slots))
-                known = _SlottedLayout(layout, slot, repr((slot, mesh.shape, list(map(str, layout.placements)))))
+                known = _NumberedLayout(layout, slot, repr((slot, mesh.shape, list(map(str, layout.placements)))))
             else:
                 # A rank outside the mesh holds nothing of the tensor, but its state names it.
-                known = _SlottedLayout(layout, None, repr(layout))
+                known = _NumberedLayout(layout, None, repr(layout))
             self._known[id(layout)] = known
         return known
 
