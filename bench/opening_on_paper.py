@@ -83,8 +83,8 @@ class Opened:
     """On rank 0: from the state to the headers of its packs, reading every rank's record included."""
 
 
-def paper_context() -> SaveContext:
-    """Return what rank 0 decides about a save on paper."""
+def paper_context(is_held: bool) -> SaveContext:
+    """Return the decisions of rank 0 on a save on paper."""
     return SaveContext(run_id="paper", created="2026-01-01T00:00:00+00:00")
 
 

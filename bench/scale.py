@@ -57,8 +57,8 @@ from holdfast.training.coordination.commit_vote import Vote
 from holdfast.training.runs.collection.garbage_collection import planned
 from holdfast.training.runs.listing import run_record
 from holdfast.training.saving.commit import assemble
+from holdfast.training.saving.rank_packs import sizes_of_packs
 from holdfast.training.saving.rank_part import layouts_of
-from holdfast.training.saving.save import sizes_of_packs
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent / "runs" / "scale"

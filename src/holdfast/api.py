@@ -23,8 +23,8 @@ from holdfast.training.loading.named_step import finder_of, selector_at
 from holdfast.training.loading.rename_rules import Renames
 from holdfast.training.saving.handle import SaveHandle
 from holdfast.training.saving.misuse import refuse_call
-from holdfast.training.saving.request import PathRequest
 from holdfast.training.saving.save import begin_save, save_and_wait
+from holdfast.training.saving.target import Collect, SaveTarget, path_save
 
 if TYPE_CHECKING:
     from holdfast._face.checkpoint_manager import CheckpointManager
@@ -188,7 +188,7 @@ def save(
     job, request = _request(path, state, (only, skip, grads), process_group, settings, overwrite=overwrite)
     if isinstance(request, InvalidError):
         raise refuse_call(job, request).failure or request
-    return save_and_wait(job, request)
+    return save_and_wait(job, *request)
 
 
 def async_save(
@@ -218,7 +218,7 @@ def async_save(
             Nothing was written. `SaveHandle.wait` raises all other errors.
     """
     job, request = _request(path, state, (only, skip, grads), process_group, settings, overwrite=overwrite)
-    return refuse_call(job, request) if isinstance(request, InvalidError) else begin_save(job, request)
+    return refuse_call(job, request) if isinstance(request, InvalidError) else begin_save(job, *request)
 
 
 def _request(
@@ -229,8 +229,8 @@ def _request(
     settings: Settings,
     *,
     overwrite: bool,
-) -> tuple[Job, PathRequest | InvalidError]:
-    """Return the job and the request of a save by path, or what is wrong with the call on this rank."""
+) -> tuple[Job, tuple[SaveTarget, Collect] | InvalidError]:
+    """Return the job, the target and the state of a save by path, or what is wrong with the call on this rank."""
     try:
         require_state(state, "save(path, state)")
         require_bool("overwrite", overwrite)
@@ -241,7 +241,7 @@ def _request(
         # The first of these jobs is a collective: the other ranks would wait for this one.
         return wiring.shared_job(process_group, settings), misuse
     job = wiring.shared_job(process_group, settings)
-    return job, PathRequest(job, location, state, selection, overwrite=overwrite)
+    return job, path_save(job, location, state, selection, overwrite=overwrite)
 
 
 def load(

@@ -88,7 +88,7 @@ def over_store_alone(best: Path, faults: Faults) -> None:
 def over_key_values(best: Path, faults: Faults) -> None:
     """Every call to the job's key-value store counts."""
     job = Job(FaultyComm(faults), SystemClock(), HASTY, NumpyFramework(0))
-    begin_save(job, request(job, best, state_of(NEW))).wait()
+    begin_save(job, *request(job, best, state_of(NEW))).wait()
 
 
 def require_old_or_new(best: Path, ending: Ending) -> str:

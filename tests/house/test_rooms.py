@@ -12,7 +12,7 @@ import pytest
 
 from tests.house.source import FILES, MODULES, PACKAGE, ROOMS, ROOT, functions_in, name_of, tree_of
 
-ROOM_FILES_MAX = 15
+ROOM_FILES_MAX = 20
 FUNCTION_LINES_MAX = 60
 INIT_LINES = range(3, 7)
 INIT_SENTENCES_MIN = 3

@@ -18,8 +18,8 @@ from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.training.coordination.job import Job
-from holdfast.training.saving.request import PathRequest
 from holdfast.training.saving.save import save_and_wait
+from holdfast.training.saving.target import Collect, SaveTarget, path_save
 
 HASTY = Settings(chunk_bytes=PAGE_BYTES, window_bytes=2 * PAGE_BYTES, collect_grace_seconds=0.0, lease_seconds=0.3)
 """Removes what was replaced at the next overwrite, and takes a claim over soon."""
@@ -41,8 +41,8 @@ def location_of(where: Path | Store, settings: Settings = HASTY) -> CheckpointLo
     return CheckpointLocation(LocalStore(where, settings=settings) if isinstance(where, Path) else where, "", None)
 
 
-def request(job: Job, where: Path | Store, state: dict[str, object]) -> PathRequest:
-    return PathRequest(job, location_of(where, job.settings), state, EVERYTHING, overwrite=True)
+def request(job: Job, where: Path | Store, state: dict[str, object]) -> tuple[SaveTarget, Collect]:
+    return path_save(job, location_of(where, job.settings), state, EVERYTHING, overwrite=True)
 
 
 def save(
@@ -51,7 +51,7 @@ def save(
     """Save over what is there, as a process of its own would."""
     job = job_of(settings)
     try:
-        return save_and_wait(job, request(job, where, state_of(number) if state is None else state))
+        return save_and_wait(job, *request(job, where, state_of(number) if state is None else state))
     finally:
         job.close()
 

@@ -30,7 +30,7 @@ from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingEr
 from holdfast.integrations import host
 from holdfast.pieces import BoxReader, PickledValue, PieceWriter, TensorPiece
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
-from holdfast.training.saving import attempt, request
+from holdfast.training.saving import attempt, target
 
 Given = tuple[Sequence[TensorPiece], Mapping[str, object]]
 
@@ -175,7 +175,7 @@ def test_a_store_that_does_not_answer_ends_the_claim_and_is_named(
             given_up.append(background.DAEMON_POOL.submit(call))
             return given_up[-1]
 
-    monkeypatch.setattr(request, "DAEMON_POOL", Recorded())
+    monkeypatch.setattr(target, "DAEMON_POOL", Recorded())
     at = wiring.store_at
     silent = Faults(lambda _: answers.wait(60), lasting=True)
     monkeypatch.setattr(wiring, "store_at", lambda path, settings: FaultyStore(at(path, settings), silent))

@@ -404,7 +404,7 @@ class CheckpointManager:
             self._schedule.note_saved(step)
         request = StepRequest(self._parts, self._position.location_of(step), passed)
         try:
-            handle = begin_save(self._job, request, self._dispatcher)
+            handle = begin_save(self._job, request.target, request.collect, self._dispatcher)
         except BaseException:
             self._parts.pins.unpin(request.pin, is_committed=False)
             raise

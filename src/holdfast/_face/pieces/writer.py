@@ -14,6 +14,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 from holdfast._face import wiring
@@ -25,7 +26,7 @@ from holdfast.backends.torch.dcp_pieces.planned import collected_pieces, neutral
 from holdfast.base.clock import SystemClock
 from holdfast.base.geometry.tensor_piece import TensorPiece
 from holdfast.base.interrupts import GUARD, Latch
-from holdfast.base.ports.framework import Selection
+from holdfast.base.ports.framework import Collected
 from holdfast.base.types.reports import SaveReport
 from holdfast.base.types.values import Group, Value
 from holdfast.core.engine.background import is_done_soon
@@ -43,8 +44,9 @@ from holdfast.training.coordination.save_context import SaveContext
 from holdfast.training.saving.attempt import SaveAttempt
 from holdfast.training.saving.fingerprint import StateFingerprint
 from holdfast.training.saving.handle import typed
-from holdfast.training.saving.request import PathRequest, claim_in_time
-from holdfast.training.saving.save import RankShare
+from holdfast.training.saving.rank_packs import Owners, deduplicate, name_packs, plan
+from holdfast.training.saving.save import Share, Written, report_of, stage, write
+from holdfast.training.saving.target import claim_in_time, path_target
 
 logger = logging.getLogger(__name__)
 
@@ -88,8 +90,7 @@ class PieceWriter:
         self._settings, self._overwrite = settings, overwrite
         self._location = wiring.saved_at(path, settings, overwrite=overwrite)
         self._attempt: SaveAttempt | None = None
-        self._share: RankShare | None = None
-        self._own_part: RankPart | None = None
+        self._written: tuple[Share, Written] | None = None
 
     @property
     def url(self) -> str:
@@ -110,14 +111,15 @@ class PieceWriter:
         self.abort()
         _give_up_earlier(self.url)
         job = self._job(0, ranks)
-        request = PathRequest(job, self._location, {}, Selection(), overwrite=self._overwrite)
-        attempt = SaveAttempt(job, request, awaited=True)
+        target = path_target(job, self._location, overwrite=self._overwrite)
+        attempt = SaveAttempt(job, target, awaited=True)
+        claim = partial(target.hooks.claim, False)
         try:
-            context = claim_in_time(job, request.claim, attempt.name, job.agreement_deadline(), self.url)
-        except BaseException:
-            if request.on_end is not None:
-                request.on_end()
+            context = claim_in_time(job, claim, attempt.name, job.agreement_deadline(), self.url)
+        except BaseException as error:
+            attempt.handle.end_with(error)
             raise
+        assert context is not None, "no rank holds the checkpoint as a load has filled it"
         attempt.record_agreement(_agreement(job.clock.random_bytes(8).hex(), 0, context))
         with GUARD:
             self._attempt = _opened[self.url] = attempt
@@ -149,20 +151,19 @@ class PieceWriter:
         collected = collected_pieces(taken, given.rank)
         fingerprint = StateFingerprint(collected, attempt.job, attempt.location)
 
-        def write() -> Vote | None:
-            share = RankShare(attempt, collected, fingerprint)
-            share.begin(collected)
-            part = share.part()
+        def written() -> Vote | None:
+            share = _staged(attempt, collected, fingerprint)
+            result = write(share)
             if not is_coordinator:
-                return attempt.write_part(part)
+                return attempt.write_part(result.part)
             # Its part has the values of all ranks.
             with GUARD:
                 if self._attempt is not attempt:
                     raise _given_up(self.url)
-                self._share, self._own_part = share, part
+                self._written = share, result
             return None
 
-        vote = _done(attempt, write)
+        vote = _done(attempt, written)
         return encode_message(_Written(given.attempt, given.rank, vote, encoded))
 
     def finish(
@@ -186,26 +187,29 @@ class PieceWriter:
             UnavailableError: Storage failed, or the outcome is unknown.
         """
         with GUARD:
-            share, own_part = self._share, self._own_part
+            own = self._written
         attempt = self._taken()
         if attempt is None:
             raise _given_up(self.url)
         try:
-            if share is None or own_part is None:
+            if own is None:
                 raise _given_up(self.url)
+            share, result = own
             written = _of_all_ranks(parts, attempt)
             tree = tree_of_pieces(_merged(written), paths or {}, self.url)
             if mark is not None:
                 tree.items[MARK] = dict(mark)
             ways = (path[:depth] for path in (paths or {}).values() for depth in range(1, len(path) + 1))
-            own_part = replace(own_part, tree=codec.dumps(codec.encode(tree, "")))
+            own_part = replace(result.part, tree=codec.dumps(codec.encode(tree, "")))
             whole = _ordered(own_part, tree, (".".join(map(str, way)) for way in ways))
             own_vote = _done(attempt, lambda: attempt.write_part(whole))
             attempt.commit_vote.carry({each.rank: each.vote for each in written if each.vote is not None})
             over = Latch()
             attempt.handle.committed.add_done_callback(lambda _: over.set())
             # On the commit thread, as every save: an interrupt of this thread must not end what is perhaps published.
-            attempt.finish_in_background(lambda: attempt.conclude(attempt.vote_and_commit(own_vote), share.report))
+            attempt.finish_in_background(
+                lambda: attempt.conclude(attempt.vote_and_commit(own_vote), lambda: report_of(share, result))
+            )
             report = attempt.handle.wait()
         except BaseException as error:
             _end(attempt, error)
@@ -224,7 +228,7 @@ class PieceWriter:
         """Return what `open` began, to end it: nobody else does; None if it has been ended."""
         with GUARD:
             attempt, self._attempt = self._attempt, None
-            self._share = self._own_part = None
+            self._written = None
         # Another writer of the path may have ended it.
         with GUARD:
             if attempt is None or _opened.get(self.url) is not attempt:
@@ -239,7 +243,7 @@ class PieceWriter:
     def _attempt_of(self, ticket: _Ticket) -> SaveAttempt:
         """Return the attempt on a rank that is not the coordinator."""
         job = self._job(ticket.rank, ticket.ranks)
-        attempt = SaveAttempt(job, PathRequest(job, self._location, {}, Selection()), awaited=True)
+        attempt = SaveAttempt(job, path_target(job, self._location), awaited=True)
         attempt.record_agreement(_agreement(ticket.attempt, ticket.rank, SaveContext(run_id="", created="")))
         return attempt
 
@@ -254,6 +258,18 @@ class PieceWriter:
                 f"{self.url}: settings.chunk_bytes is {self._settings.chunk_bytes} on rank {ticket.rank} and "
                 f"{ticket.chunk_bytes} on rank 0; expected the same on every rank"
             )
+
+
+def _staged(attempt: SaveAttempt, collected: Collected, fingerprint: StateFingerprint) -> Share:
+    """Plan, deduplicate and stage the pieces of this rank, as `save` does after an agreement."""
+    target, agreement, trace = attempt.target, attempt.agreement, attempt.trace
+    with trace.phase("plan"):
+        planned = plan(attempt.job, target, collected, Owners.agreed(agreement, collected), fingerprint.shards)
+    with trace.phase("compare"):
+        rest, weights = deduplicate(target, planned.save, collected, agreement.context, attempt.link_pack)
+    return stage(
+        attempt, name_packs(planned, rest, weights, attempt.folder, attempt.provenance), collected, fingerprint
+    )
 
 
 class _PlannedRank(AloneComm):
@@ -295,13 +311,14 @@ def _agreement(attempt: str, rank: int, context: SaveContext) -> Agreement:
 
 def _done(attempt: SaveAttempt, work: Callable[[], T]) -> T:
     """Return the result of work for an attempt; if it fails, the files of this rank are removed, and it raises."""
-    results: list[T] = []
-    with attempt.foreground():
-        results.append(work())
+    attempt.begin()
+    try:
+        return work()
+    except BaseException as error:  # noqa: BLE001 - the error is raised here, or the handle holds the failure
+        attempt.end_in_call(error)
     failure = attempt.handle.failure
-    if failure is not None:
-        raise failure
-    return results[0]
+    assert failure is not None, "the handle holds the failure"
+    raise failure
 
 
 def _end(attempt: SaveAttempt, error: BaseException) -> None:

@@ -187,6 +187,9 @@ class Collected:
     order: Sequence[str] = ()
     """Names in the order of the state: of tensors, and of items of dicts and modules."""
 
+    as_loaded: bool = False
+    """Whether this is the step to be saved, and this rank holds it as it was loaded."""
+
 
 @value_class
 class Wanted(WantedBoxes):

@@ -12,7 +12,7 @@ from holdfast.base.geometry.tensor import Role, Shard, TensorSpec
 from holdfast.base.ports.framework import Collected, LocalShard
 from holdfast.base.ports.observer import Observer
 from holdfast.base.ports.store import Store
-from holdfast.base.types.manifest import Parent
+from holdfast.base.types.manifest import Manifest, Parent
 from holdfast.base.types.plan import Piece
 from holdfast.base.types.reports import SaveReport
 from holdfast.base.types.values import per_rank_paths
@@ -31,8 +31,8 @@ from holdfast.training.coordination.job import Job
 from holdfast.training.coordination.save_context import SaveContext
 from holdfast.training.runs.claim_step import claim_step
 from holdfast.training.saving.deduplication import Deduplicator
-from holdfast.training.saving.request import NeverLoaded, claim_path
 from holdfast.training.saving.save import save_and_wait
+from holdfast.training.saving.target import SaveTarget, claim_path
 
 
 def saved_again(
@@ -66,14 +66,14 @@ def saved_again(
     if location.step is not None:
         require_no_checkpoint(location.store)
     require_checksums(source)
-    return save_and_wait(job, CopyRequest(source, location, job, observer, writer_lease))
+    hooks = CopyHooks(source, location, job, observer, writer_lease)
+    writer = PackWriter(location.store, job.settings, job.codecs)
+    target = SaveTarget(location, writer, Deduplicator(location, None, writer, job.settings), hooks)
+    return save_and_wait(job, target, hooks.collect)
 
 
-class CopyRequest(NeverLoaded):
-    """A `SaveRequest` that saves the content of a checkpoint."""
-
-    overwrites = False
-    on_end = None
+class CopyHooks:
+    """The save of the content of a checkpoint."""
 
     def __init__(
         self,
@@ -85,9 +85,7 @@ class CopyRequest(NeverLoaded):
     ) -> None:
         """Do nothing yet; arguments as `saved_again`."""
         self._source, self._job, self._observer, self._writer_lease = source, job, observer, writer_lease
-        self.location = location
-        self.writer = PackWriter(location.store, job.settings, job.codecs)
-        self.deduplicator = Deduplicator(location, None, self.writer, job.settings)
+        self._location = location
 
     def collect(self) -> Collected:
         """Return the stored tensors and values as a state."""
@@ -119,13 +117,13 @@ class CopyRequest(NeverLoaded):
             order=source.content.order,
         )
 
-    def claim(self) -> SaveContext:
+    def claim(self, is_held: bool) -> SaveContext:
         """Claim the location, and carry over the source's origin, master copies, metrics and health."""
         manifest = self._source.manifest
         if self._writer_lease is None:
-            context = claim_path(self.location, self._job)
+            context = claim_path(self._location, self._job)
         else:
-            context = claim_step(self.location, self._writer_lease, self._job.clock)
+            context = claim_step(self._location, self._writer_lease, self._job.clock)
         return replace(
             context,
             origin=self._source.origin,
@@ -135,7 +133,7 @@ class CopyRequest(NeverLoaded):
             health=manifest.health,
         )
 
-    def parent(self) -> Parent | None:
+    def parent_of(self, manifest: Manifest) -> Parent | None:
         """Return None: a copy has no parent. Everything is copied by now, so check that the source did not change.
 
         Raises:

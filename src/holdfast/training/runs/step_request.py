@@ -37,6 +37,7 @@ from holdfast.training.runs.step_metrics import WantedMetrics, checked_metrics
 from holdfast.training.runs.suspect_steps import SuspectSteps
 from holdfast.training.runs.tags import checked_tags, tag_saved
 from holdfast.training.saving.deduplication import Deduplicator
+from holdfast.training.saving.target import SaveTarget
 
 logger = logging.getLogger(__name__)
 
@@ -143,10 +144,7 @@ class StepState:
 
 
 class StepRequest:
-    """A `SaveRequest` for one step of a run."""
-
-    overwrites = False
-    on_end = None
+    """The save of one step of a run: its target, its state, and the hooks of the save."""
 
     def __init__(self, parts: RunParts, location: CheckpointLocation, passed: StepState) -> None:
         """Do nothing yet.
@@ -158,18 +156,15 @@ class StepRequest:
         """
         assert location.step is not None, "a run saves steps"
         self._parts, self._passed = parts, passed
-        self.location, self._step, self._base = location, location.step, parts.position.base
-        self._loads = parts.position.loads
-        self.writer = parts.writer
-        self.deduplicator = Deduplicator(
-            location, self._base, parts.writer, parts.job.settings, parts.suspect_steps.steps
-        )
+        self._step, self._base, self._loads = location.step, parts.position.base, parts.position.loads
+        suspects = parts.suspect_steps.steps
+        deduplicator = Deduplicator(location, self._base, parts.writer, parts.job.settings, suspects)
+        self.target = SaveTarget(location, parts.writer, deduplicator, self)
+        """Where the step goes."""
         self.lineage = Lineage(None, parts.position.lineage)
         """The lineage that the next save continues: this save."""
         self.pin = StepPin(self._step)
         """What garbage collection must leave alone until this save ends."""
-        self.is_loaded = False
-        """Whether this rank holds the step as it loaded it. Known once the state is collected."""
         self._changed: list[str] = []
         """Plain values of this rank that are not as they were loaded."""
         self._metrics: dict[str, float] = {}
@@ -187,8 +182,8 @@ class StepRequest:
         collected = framework.collect(passed.state, passed.selection)
         # Only now: after an evaluation FSDP2 shows whole parameters, until the collection has it show its shards.
         is_still = loaded is not None and loaded.is_still(framework, self._step, passed.state, passed.selection)
-        self.is_loaded = loaded is not None and is_still and self._equals(loaded, collected, passed.state)
-        return collected
+        as_loaded = loaded is not None and is_still and self._equals(loaded, collected, passed.state)
+        return replace(collected, as_loaded=True) if as_loaded else collected
 
     def _equals(self, loaded: LoadedState, collected: Collected, state: Mapping[str, object]) -> bool:
         try:
@@ -196,15 +191,17 @@ class StepRequest:
             self._changed = sorted(loaded.changed_values(collected, state, is_alone=is_alone))
             if self._changed:
                 return False
-            with self.writer.lent() as buffer:
+            with self._parts.writer.lent() as buffer:
                 return loaded.equals(collected, buffer)
         except Exception as error:  # noqa: BLE001 - the save goes on, and finds the step or the fault
             logger.warning("step %d: whether it is as it was loaded is unknown: %s", self._step, error)
             return False
 
-    def claim(self) -> SaveContext:
+    def claim(self, is_held: bool) -> SaveContext | None:
         """Take the writer lease, free the step, and pin it and its base against garbage collection."""
         parts = self._parts
+        if is_held:
+            return self._held()
         if not self._passed.is_last:
             parts.metrics.require_in(self._metrics)
         known = parts.opening_facts.known(parts.writer_lease, parts.position.loads)
@@ -224,7 +221,7 @@ class StepRequest:
 
         def look_at_step() -> None:
             nonlocal is_free
-            is_free = is_unused(self.location)
+            is_free = is_unused(self.target.location)
 
         def look_at_suspects() -> None:
             nonlocal suspect_steps
@@ -233,9 +230,9 @@ class StepRequest:
         def look_at_packs() -> None:
             # What cannot be looked at now is looked at by the comparison, which then refers to nothing.
             with suppress(CheckpointError):
-                self.deduplicator.look_at(older)
+                self.target.deduplicator.look_at(older)
 
-        older = self.deduplicator.older_packs if has_base else []
+        older = self.target.deduplicator.older_packs if has_base else []
         # A save that is likely to refer to these again needs to know what is suspect now. Any other asks if it does.
         looks = (look_at_suspects, look_at_packs) if older else ()
         side_by_side(*looks, look_at_step)
@@ -260,7 +257,7 @@ class StepRequest:
         if why and self._changed:
             why += f" Here these values have changed: {first_three(self._changed)}."
         context = claim_step(
-            self.location,
+            self.target.location,
             parts.writer_lease,
             parts.job.clock,
             timeline,
@@ -272,8 +269,13 @@ class StepRequest:
         parts.opening_facts.learn(KnownRun(context.run_id, context.epoch, context.timeline, self._loads, base))
         return replace(context, base=base)
 
-    def judge_again(self, manifest: Manifest) -> None:
-        """Refuse to publish a second manifest of the step on its timeline, or references to what is suspect by now."""
+    def parent_of(self, manifest: Manifest) -> Parent | None:
+        """Return the newest committed checkpoint that this save continues.
+
+        Raises:
+            ConflictError: The timeline has a manifest of the step by now.
+            CorruptError: The manifest refers to packs that are suspect since the save began.
+        """
         referred = {step for pack in manifest.packs if (step := step_of_pack(pack.name)) is not None}
         suspects: list[int] = []
 
@@ -281,7 +283,7 @@ class StepRequest:
             suspects.extend(self._parts.suspect_steps.steps())
 
         looks = (look_at_suspects,) if referred else ()
-        side_by_side(*looks, partial(require_not_moved, self.location, manifest.timeline))
+        side_by_side(*looks, partial(require_not_moved, self.target.location, manifest.timeline))
         found = sorted(referred & set(suspects))
         if found:
             raise CorruptError(
@@ -289,8 +291,9 @@ class StepRequest:
                 "began: a load found damage. Expected packs that nothing is known against. Nothing was published. Save "
                 "again: the next save writes these tensors anew"
             )
+        return self.lineage.parent()
 
-    def confirm(self) -> SaveContext | None:
+    def _held(self) -> SaveContext | None:
         """Return the context of a save that writes nothing; None if the step has gone since it was loaded."""
         loaded, store = self._parts.position.loaded_state, self._parts.store
         assert loaded is not None, "every rank states that it holds the step"
@@ -299,15 +302,10 @@ class StepRequest:
             return None
         return SaveContext(run_id, utc_now_text(self._parts.job.clock), loaded=(self._step, loaded.manifest.digest))
 
-    def confirmed(self, context: SaveContext) -> tuple[str, ...]:
-        """Tag the step, on rank 0. Its metrics cannot be added: they are in its manifest.
-
-        Returns:
-            Why the step did not get some of its tags, a text for each.
-        """
-        if self._parts.job.comm.rank != 0 or context.loaded is None:
+    def _tag_held(self, step: int, digest: str) -> tuple[str, ...]:
+        """Tag a step that was saved already. Its metrics cannot be added: they are in its manifest."""
+        if self._parts.job.comm.rank != 0:
             return ()
-        step, digest = context.loaded
         if self._metrics:
             logger.warning(
                 "step %d is saved already, so its metrics stay as they are; not added: %s. Save metrics with the next "
@@ -317,21 +315,19 @@ class StepRequest:
             )
         return self._named_in_time(partial(self._tag, digest)) if self._tags else ()
 
-    def parent(self) -> Parent | None:
-        """Return the newest committed checkpoint that this save continues."""
-        return self.lineage.parent()
-
     def committed(self, context: SaveContext, manifest_digest: str) -> tuple[str, ...]:
         """Record this step as parent and base of later saves; on rank 0, name it and request garbage collection.
 
         Returns:
             Why the step did not get some of its tags, a text for each.
         """
+        if context.loaded is not None:
+            return self._tag_held(*context.loaded)
         parts = self._parts
         self.lineage.commit(Parent(context.run_id, self._step, manifest_digest))
         # A load meanwhile has moved this process to another step: training no longer continues from this save.
         is_current = self._loads == parts.position.loads
-        base = self.deduplicator.committed(manifest_digest)
+        base = self.target.deduplicator.committed(manifest_digest)
         if is_current:
             parts.position.base = base
         if parts.job.comm.rank != 0:

@@ -2,9 +2,9 @@
 
 States of an attempt, and who moves it from one to the next:
 
-    opening    -> agreed      the training thread, once rank 0's verdict is there
+    begun      -> agreed      the training thread, once rank 0's verdict is there
     agreed     -> committed   the commit thread, if every rank holds the step as it was loaded: nothing is written
-    opening    -> refused     the training thread: the verdict says whether the call raises, or the handle fails
+    begun      -> refused     the training thread: the verdict says whether the call raises, or the handle fails
     agreed     -> staged      the thread that copied or wrote the last byte (`Transfer`); training may change the state
     staged     -> written     the commit thread, once this rank's packs and part are durable
     written    -> voted       the commit thread, with its vote in the key-value store
@@ -22,33 +22,32 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from functools import partial
 from typing import TypeVar
 
+from holdfast.base.interrupts import require_uninterrupted
 from holdfast.base.types.health import findings_of
 from holdfast.base.types.reports import SaveReport
-from holdfast.core.engine.background import DAEMON_POOL, is_done_soon, wait_in_slices
+from holdfast.core.engine.background import DAEMON_POOL, wait_in_slices
 from holdfast.core.engine.gc_pause import GcPause
 from holdfast.core.format.digest import hex_digest_of
 from holdfast.core.format.names import link_name, part_name
 from holdfast.core.format.part import RankPart, encode_part
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError, text_of
-from holdfast.stored.publishing.leftovers import delete_leftovers
-from holdfast.stored.publishing.manifest import publish_manifest
-from holdfast.stored.publishing.outcome import Outcome, OutcomeKind, aborted, committed
+from holdfast.stored.publishing.outcome import Outcome, OutcomeKind
 from holdfast.training.coordination.agreement.records import Agreement, DescribedState, Statement
 from holdfast.training.coordination.agreement.save_agreement import SaveAgreement
 from holdfast.training.coordination.commit_vote import CommitVote, Vote
 from holdfast.training.coordination.job import Job
-from holdfast.training.saving.commit import assemble, lost_race_of, outcome_on_storage
+from holdfast.training.coordination.save_context import SaveContext
+from holdfast.training.saving.commit import commit, delete_leftovers_in_time, outcome_on_storage
 from holdfast.training.saving.handle import SaveHandle, collect_error, typed
-from holdfast.training.saving.overwrite import lost_claim_of, replace_manifest
-from holdfast.training.saving.request import SaveRequest, claim_in_time
+from holdfast.training.saving.target import SaveTarget, claim_in_time
 from holdfast.training.saving.transfer import Transfer
 from holdfast.training.telemetry.dispatcher import EventDispatcher
 from holdfast.training.telemetry.log_lines import saved_line
@@ -65,7 +64,7 @@ LATE_SECONDS = 10.0
 class SaveProgress(Enum):
     """How far this rank has come: decides what a failure does."""
 
-    OPENING = "opening"
+    NUMBERING = "numbering"
     """It takes the number of the save. The other ranks know nothing: the handle fails."""
 
     COLLECTING = "collecting"
@@ -91,18 +90,18 @@ class SaveAttempt:
     """The vote of this attempt; set by `record_agreement`."""
 
     def __init__(
-        self, job: Job, request: SaveRequest, dispatcher: EventDispatcher | None = None, *, awaited: bool = False
+        self, job: Job, target: SaveTarget, dispatcher: EventDispatcher | None = None, *, awaited: bool = False
     ) -> None:
         """Begin nothing yet.
 
         Args:
             job: The ranks that save together.
-            request: The state, the location, and the calls back to the caller.
+            target: Where the checkpoint goes.
             dispatcher: Passes events to observers.
             awaited: Whether the caller waits for the commit in any case.
         """
-        self.job, self.request = job, request
-        location = request.location
+        self.job, self.target = job, target
+        location = target.location
         self.name = f"save of {location.url}" if location.step is None else f"save of step {location.step}"
         self.location = location.for_operation(self.name, job.comm.rank, job.comm.world_size)
         """Where the checkpoint goes. The retries of the save share one deadline."""
@@ -112,20 +111,19 @@ class SaveAttempt:
         self.trace = OperationTrace("save", *place, job.comm, job.clock, dispatcher, location.store)
         self.handle = SaveHandle(self.name, awaited=awaited, history=job.history)
         self.handle.committed.add_done_callback(self.trace.fail_with)
-        self.on_end = request.on_end
-        if self.on_end is not None:
-            on_end = self.on_end
+        if target.on_end is not None:
+            on_end = target.on_end
             self.handle.committed.add_done_callback(lambda _: on_end())
         self.gc_pause = GcPause()
         """Keeps the cyclic garbage collector from walking a plan of many small values. Ended early when much data moves
         or this rank waits for others, and at the latest by the function that began it."""
         self.file_keys: list[str] = []
         """Keys of the files that this rank has begun to write."""
-        self._opening: SaveAgreement | None = None
+        self._negotiation: SaveAgreement | None = None
         self._deadline = 0.0
         """Monotonic time at which the agreement must end."""
         self._has_waited = False
-        self._progress = SaveProgress.OPENING
+        self._progress = SaveProgress.NUMBERING
         self._transfer: Transfer | None = None
         self._finisher = threading.Lock()  # Nobody waits for it.
         """Taken by the side that finishes the save; never released."""
@@ -137,14 +135,11 @@ class SaveAttempt:
 
     # ------------------------------------------------------------------------------- on the training thread
 
-    @contextmanager
-    def foreground(self) -> Iterator[None]:
-        """Run the part of a save that blocks training. If it fails, end the save by the rules of its state.
+    def begin(self) -> None:
+        """Begin the save in the call of the training thread.
 
         Raises:
-            InvalidError: The state or the call is wrong, or ranks disagree, and the ranks never agreed on a save of
-                this job. Nothing was written on any rank.
-            CheckpointError: `settings.failed_saves_max` saves in a row have failed.
+            InvalidError: This process was forked after the job was made.
         """
         if self.job.is_inherited:
             raise InvalidError(
@@ -152,39 +147,44 @@ class SaveAttempt:
                 "process that made it. Make a CheckpointManager of its own here, with process_group=False"
             )
         self.trace.begin(self.location.step, self.location.url)
-        try:
-            yield
-        except BaseException as error:
-            has_agreed = self._progress in (SaveProgress.AGREED, SaveProgress.DECIDED)
-            raised = self._end_agreed(error) if has_agreed else self._end_opening(error)
-            if raised is not None:
-                self.trace.fail(raised)
-                if self.on_end is not None and not has_agreed:
-                    self.on_end()  # The handle never ends.
-                if raised is error:
-                    raise
-                raise raised from error
 
-    def open(self) -> int:
+    def end_in_call(self, error: BaseException) -> None:
+        """End the save after a failure in the call of the training thread, by the rules of its state.
+
+        Returns if the handle holds the failure.
+
+        Raises:
+            InvalidError: The state or the call is wrong, or ranks disagree, and the ranks never agreed on a save of
+                this job. Nothing was written on any rank.
+            CheckpointError: `settings.failed_saves_max` saves in a row have failed.
+        """
+        has_agreed = self._progress in (SaveProgress.AGREED, SaveProgress.DECIDED)
+        raised = self._end_agreed(error) if has_agreed else self._end_before_agreement(error)
+        if raised is None:
+            return
+        # The call raises, so no caller gets the handle. Its end runs the callbacks: trace, claim.
+        self.handle.end_with(raised)
+        if raised is error:
+            raise raised
+        raise raised from error
+
+    def take_number(self) -> int:
         """Return the number of this save; from now on a failure to collect the state is a refusal on every rank."""
-        opening = SaveAgreement(self.job, self.step, self.location.url_digest)
+        require_uninterrupted(self.name)
+        negotiation = SaveAgreement(self.job, self.step, self.location.url_digest)
         self._deadline = self.job.agreement_deadline()
         try:
-            self._opening = self._wait(DAEMON_POOL.submit(opening.take_number))
+            self._negotiation = self._wait(DAEMON_POOL.submit(negotiation.take_number))
         except BaseException:
-            opening.leave()
+            negotiation.leave()
             raise
         self._progress = SaveProgress.COLLECTING
-        self._opening.require_wanted()
+        self._negotiation.require_wanted()
         hung = self.job.progress.unanswered
         if hung is not None:
             # Before it takes memory. The commit thread would come to this save only after the write that hangs.
             raise UnavailableError(f"{self.name}: {hung}. Nothing was saved; look at the storage")
-        return self._opening.sequence
-
-    def record_collected(self) -> None:
-        """Record that the state is collected. Rank 0 notices a later failure by the missing statement."""
-        self._progress = SaveProgress.AGREEING
+        return self._negotiation.sequence
 
     def agree(self, statement: Statement, state: DescribedState) -> Agreement:
         """Return the agreement of the ranks. From now on a failure aborts the attempt on every rank.
@@ -194,16 +194,20 @@ class SaveAttempt:
         Raises:
             CheckpointError: As `SaveAgreement.agree`, or that call did not end.
         """
-        opening = self._opening
-        assert opening is not None, "it was opened"
-        rest = self.name, self._deadline, self.location.url
-        claim = partial(claim_in_time, self.job, self.request.claim, *rest)
-        confirm = partial(claim_in_time, self.job, self.request.confirm, *rest)
-        future = DAEMON_POOL.submit(lambda: opening.agree(statement, state, claim, confirm))
+        # The state is collected. Rank 0 notices a later failure by the missing statement.
+        self._progress = SaveProgress.AGREEING
+        negotiation, claim = self._negotiation, self.target.hooks.claim
+        assert negotiation is not None, "the save has a number"
+
+        def claim_soon(is_held: bool) -> SaveContext | None:
+            rest = self.name, self._deadline, self.location.url
+            return claim_in_time(self.job, partial(claim, is_held), *rest)
+
+        future = DAEMON_POOL.submit(lambda: negotiation.agree(statement, state, claim_soon))
         try:
             self._wait(future)
         except BaseException:
-            # A result that comes later has nobody who writes and votes for it.
+            # If the agreement arrives after this rank gave up, abort it: no one would vote.
             future.add_done_callback(self._abort_late)
             raise
         agreement = future.result()
@@ -223,7 +227,7 @@ class SaveAttempt:
         except TimeoutError:
             if future.done():
                 raise
-        if self._progress is SaveProgress.OPENING:
+        if self._progress is SaveProgress.NUMBERING:
             raise UnavailableError(
                 f"{self.name}: the job's key-value store gave no answer within {seconds:,.0f} s. This rank saved "
                 "nothing; look at the host of the store"
@@ -256,9 +260,13 @@ class SaveAttempt:
         self.commit_vote = CommitVote(self.job, agreement.sequence, agreement.attempt, self.name)
         self._progress = SaveProgress.AGREED
 
-    def attach_transfer(self, transfer: Transfer) -> None:
-        """Record the transfer, which must end with the save. From now on the handle can `settle` and `abandon` it."""
+    def attach_transfer(self, transfer: Transfer, keys: Iterable[str]) -> None:
+        """Record the transfer, which must end with the save, and the keys of its packs.
+
+        From now on the handle can `settle` and `abandon` the transfer.
+        """
         self._transfer = transfer
+        self.file_keys += keys
         # The handle drops this reference once the save commits or fails: the attempt refers to the state.
         self.handle.in_flight = self
 
@@ -281,9 +289,16 @@ class SaveAttempt:
         if self.commit_vote.abort(error).kind is OutcomeKind.ABORTED:
             self.handle.fail(error)
 
-    def key(self, name: str) -> str:
-        """Return the key of a file of this attempt."""
-        return f"{self.location.folder}{self.agreement.attempt}/{name}"
+    @property
+    def folder(self) -> str:
+        """Key of the folder of this attempt, with a slash at the end."""
+        return f"{self.location.folder}{self.agreement.attempt}/"
+
+    @property
+    def provenance(self) -> dict[str, str]:
+        """The metadata of the packs of this rank."""
+        step = "" if self.location.step is None else str(self.location.step)
+        return {"step": step, "attempt": self.agreement.attempt, "rank": str(self.job.comm.rank)}
 
     def link_pack(self, pack: str, source: str) -> str | None:
         """Give a pack of another step a further name among the files of this attempt; return its key, if it has one.
@@ -294,7 +309,7 @@ class SaveAttempt:
         Raises:
             MissingError: There is no such key any more.
         """
-        key = self.key(link_name(pack))
+        key = self.folder + link_name(pack)
         # Before the link is made: an aborted attempt removes it. The commit makes its name durable with the others.
         self.file_keys.append(key)
         return key if self.location.store.link(source, key) else None
@@ -324,19 +339,19 @@ class SaveAttempt:
 
         self.job.commits.submit(run)
 
-    def _end_opening(self, error: BaseException) -> BaseException | None:
+    def _end_before_agreement(self, error: BaseException) -> BaseException | None:
         """End a save that no rank has begun to write; return what the call raises, None if the handle holds it."""
         raised = error
         if self._progress is SaveProgress.COLLECTING:
             raised = collect_error(error, self.name)
-            assert self._opening is not None, "it was opened"
-            opening, refused = self._opening, raised
+            assert self._negotiation is not None, "the save has a number"
+            negotiation, refused = self._negotiation, raised
             with suppress(UnavailableError):
-                self._wait(DAEMON_POOL.submit(lambda: opening.refuse(refused)))
+                self._wait(DAEMON_POOL.submit(lambda: negotiation.refuse(refused)))
         if not isinstance(raised, Exception):
             return raised  # An interrupt such as Ctrl-C goes to the caller.
         failure = typed(raised, self.name)
-        if self._opening is not None and self._opening.raises:
+        if self._negotiation is not None and self._negotiation.raises:
             self.job.history.note_raised()
             return failure
         self.handle.fail(failure)
@@ -358,7 +373,7 @@ class SaveAttempt:
         with self.trace.phase("part"):
             with GcPause():
                 data = encode_part(part)
-            key = self.key(part_name(part.rank))
+            key = self.folder + part_name(part.rank)
             self.file_keys.append(key)
             # The committing rank makes the folders durable, once for all ranks.
             self.location.store.put_if_absent(key, data, folders_durable=False)
@@ -377,7 +392,7 @@ class SaveAttempt:
     def end_unwritten(self, report: SaveReport) -> None:
         """End the save without a vote: the step is committed, and every rank holds it as it was loaded."""
         self._progress = SaveProgress.DECIDED
-        report = replace(report, untagged=self.request.confirmed(self.agreement.context))
+        report = replace(report, untagged=self.target.hooks.committed(self.agreement.context, ""))
         if self.job.comm.rank == 0:
             logger.info("%s: it is saved already, and no tensor has changed since it was loaded", self.name)
         self.trace.end(report, self.agreement.attempt, None, self.location.folder, self.job.node_reports)
@@ -405,45 +420,17 @@ class SaveAttempt:
 
     def _commit(self) -> Outcome:
         """Publish the manifest, and announce the outcome to the waiting ranks."""
-        location, agreement, epoch = self.location, self.agreement, self.agreement.context.epoch
-        overwrite = agreement.context.overwrite
-        try:
-            votes = self.commit_vote.votes()
-            with self.trace.phase("index"):
-                data, manifest = assemble(self.request, agreement, votes, self.job.settings, self.file_keys)
-            with self.trace.phase("publish"):
-                self.request.judge_again(manifest)
-                replaced = overwrite and replace_manifest(location, agreement.attempt, data, overwrite, self.job)
-                outcome = replaced or publish_manifest(location, data, epoch)
-                # Other attempts stay for readers of what was replaced. The next overwrite removes them.
-                may_sweep = replaced is None and not (overwrite and overwrite.attempts)
-        except Exception as error:  # noqa: BLE001 - it is certain that nothing was published
-            lost = lost_claim_of(location, overwrite, error) if overwrite else lost_race_of(location, error)
-            outcome = aborted(lost or typed(error, self.name))
-        else:
-            if outcome.kind is OutcomeKind.COMMITTED:
-                outcome = committed(outcome.manifest_digest, findings_of(manifest.health), manifest.tensor_bytes)
+        job, agreement = self.job, self.agreement
+        votes, keys = self.commit_vote.votes, self.file_keys
+        outcome, may_delete = commit(self.target, self.location, agreement, votes, job, self.trace, keys, self.name)
         self.commit_vote.announce(outcome)
-        if outcome.kind is OutcomeKind.COMMITTED and may_sweep:
+        if may_delete:
             with self.trace.phase("sweep"):
-                self._delete_leftovers()
+                delete_leftovers_in_time(self.location, agreement, self.name, job)
         return outcome
 
-    def _delete_leftovers(self) -> None:
-        """Remove the files of failed attempts. The outcome is certain, so it does not wait for a removal that hangs."""
-        attempt, context = self.agreement.attempt, self.agreement.context
-        overwrite = context.overwrite
-        claim = None if overwrite is None else overwrite.claim
-        under_way = self.job.attempts_under_way
-        work = partial(delete_leftovers, self.location, attempt, self.name, context.epoch, under_way, claim=claim)
-        try:
-            if not is_done_soon(work, self.job.clock):
-                logger.warning("%s: committed, but the removal of files of failed attempts hangs", self.name)
-        except Exception as error:  # noqa: BLE001 - the next save of the step removes them
-            logger.warning("%s: committed, but files of failed attempts stay: %s", self.name, text_of(error))
-
     def _succeed(self, outcome: Outcome, report: SaveReport) -> None:
-        untagged = self.request.committed(self.agreement.context, outcome.manifest_digest)
+        untagged = self.target.hooks.committed(self.agreement.context, outcome.manifest_digest)
         report = replace(report, unhealthy=outcome.unhealthy, untagged=untagged)
         if self.job.comm.rank == 0:
             logger.info("%s", saved_line(report, outcome.tensor_bytes, self.agreement.context.metrics))

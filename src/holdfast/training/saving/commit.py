@@ -14,7 +14,7 @@ from holdfast.base.ports.exclusive_creates import AsksForExclusiveCreates
 from holdfast.base.ports.store import Store
 from holdfast.base.types.health import findings_of, with_drift
 from holdfast.base.types.manifest import FileRecord, Manifest
-from holdfast.core.engine.background import DAEMON_POOL
+from holdfast.core.engine.background import DAEMON_POOL, is_done_soon
 from holdfast.core.engine.gc_pause import GcPause
 from holdfast.core.engine.parallel_map import ordered_parallel_map
 from holdfast.core.format.digest import hex_digest_of
@@ -27,9 +27,11 @@ from holdfast.core.format.names import (
     PARTS_FOLDER,
     index_name,
 )
-from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError, UnavailableError
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError, UnavailableError, text_of
 from holdfast.settings import Settings
 from holdfast.stored.checkpoint.location import CheckpointLocation
+from holdfast.stored.publishing.leftovers import delete_leftovers
+from holdfast.stored.publishing.manifest import publish_manifest
 from holdfast.stored.publishing.outcome import Outcome, OutcomeKind, aborted, committed, unknown
 from holdfast.stored.repository.catalog import (
     confirmed_manifest,
@@ -37,9 +39,13 @@ from holdfast.stored.repository.catalog import (
 from holdfast.stored.repository.epochs import require_counted
 from holdfast.training.coordination.agreement.records import Agreement
 from holdfast.training.coordination.commit_vote import Vote
+from holdfast.training.coordination.job import Job
+from holdfast.training.saving.handle import typed
 from holdfast.training.saving.health.health_record import last_counted_health
 from holdfast.training.saving.merge import MergedParts, merge_parts
-from holdfast.training.saving.request import SaveRequest
+from holdfast.training.saving.overwrite import lost_claim_of, replace_manifest
+from holdfast.training.saving.target import SaveTarget
+from holdfast.training.telemetry.operation import OperationTrace
 
 logger = logging.getLogger(__name__)
 
@@ -47,24 +53,83 @@ _SPLIT_FILES_MIN = 8
 """Fewest files of a split index. With fewer, a rank would read much that it does not need."""
 
 
+def commit(
+    target: SaveTarget,
+    location: CheckpointLocation,
+    agreement: Agreement,
+    votes: Callable[[], Sequence[Vote]],
+    job: Job,
+    trace: OperationTrace,
+    written: list[str],
+    name: str,
+) -> tuple[Outcome, bool]:
+    """Merge the parts of all ranks and publish the manifest, on the rank whose vote completed the count.
+
+    Args:
+        target: Where the checkpoint goes.
+        location: The same place, through the retries of this save.
+        agreement: The agreement of the ranks.
+        votes: Returns the vote of every rank, by rank.
+        job: The ranks.
+        trace: Records the phases.
+        written: Receives the key of every file before it is written.
+        name: Name of the save, for messages.
+    Returns:
+        The outcome, and whether files of failed attempts may be deleted.
+    """
+    context, may_delete = agreement.context, False
+    try:
+        every_vote = votes()
+        with trace.phase("index"):
+            data, manifest = assemble(target, agreement, every_vote, job.settings, written)
+        with trace.phase("publish"):
+            overwrite = context.overwrite
+            replaced = overwrite and replace_manifest(location, agreement.attempt, data, overwrite, job)
+            outcome = replaced or publish_manifest(location, data, context.epoch)
+            # Other attempts stay for readers of the replaced checkpoint. The next overwrite removes them.
+            may_delete = replaced is None and not (overwrite and overwrite.attempts)
+    except Exception as error:  # noqa: BLE001 - it is certain that nothing was published
+        overwrite = context.overwrite
+        lost = lost_claim_of(location, overwrite, error) if overwrite else lost_race_of(location, error)
+        return aborted(lost or typed(error, name)), False
+    if outcome.kind is not OutcomeKind.COMMITTED:
+        return outcome, False
+    return committed(outcome.manifest_digest, findings_of(manifest.health), manifest.tensor_bytes), may_delete
+
+
+def delete_leftovers_in_time(location: CheckpointLocation, agreement: Agreement, name: str, job: Job) -> None:
+    """Delete the files of failed attempts. The outcome is certain, so it does not wait for a removal that hangs.
+
+    Args:
+        location, agreement, job: As in `commit`.
+        name: Name of the save, for messages.
+    """
+    attempt, context = agreement.attempt, agreement.context
+    claim = None if context.overwrite is None else context.overwrite.claim
+    work = partial(delete_leftovers, location, attempt, name, context.epoch, job.attempts_under_way, claim=claim)
+    try:
+        if not is_done_soon(work, job.clock):
+            logger.warning("%s: committed, but the removal of files of failed attempts hangs", name)
+    except Exception as error:  # noqa: BLE001 - the next save of the step removes them
+        logger.warning("%s: committed, but files of failed attempts stay: %s", name, text_of(error))
+
+
 def assemble(
-    request: SaveRequest, agreement: Agreement, votes: Sequence[Vote], settings: Settings, written: list[str]
+    target: SaveTarget, agreement: Agreement, votes: Sequence[Vote], settings: Settings, written: list[str]
 ) -> tuple[bytes, Manifest]:
     """Merge the parts of all ranks, prove that they form a whole, write the index, and make all names durable.
 
     Args:
-        request: The request of the save.
-        agreement: The agreement of the ranks.
+        target, agreement, written: As in `commit`.
         votes: The vote of every rank, by rank.
         settings: Chunk size, and chunks per index file.
-        written: Receives the key of every file before it is written.
     Returns:
         The manifest, encoded and as it is.
     Raises:
         InvalidError: The parts do not form a whole.
         CorruptError: A part or pack differs from what its rank voted for.
     """
-    location, attempt, context = request.location, agreement.attempt, agreement.context
+    location, attempt, context = target.location, agreement.attempt, agreement.context
     if isinstance(location.store, AsksForExclusiveCreates):
         location.store.trust_exclusive_creates()  # Rank 0 has voted.
     whole = merge_parts(location, attempt, votes, settings.chunk_bytes)
@@ -72,23 +137,22 @@ def assemble(
     # Every rank made the content of its files durable before it voted, and left their names to this rank. Without their
     # names the manifest would survive a power cut and its files would not.
     location.store.sync(f"{location.folder}{attempt}/{PARTS_FOLDER}")
-    # Ask only now: the previous save was perhaps still in flight, and its commit decides the parent.
-    parent = request.parent()
-    health = context.health  # For a copy: the health recorded with its source.
-    if health is None:
-        before = last_counted_health(location, parent) if whole.findings.has_counts else (None,)
-        health = with_drift(whole.findings.health(*before), agreement.drift)
     manifest = build_manifest(location, attempt, whole, (indexes, overview), context.run_id, context.created)
     manifest = replace(
         manifest,
-        parent=parent,
         origin=context.origin,
         masters=dict(context.masters),
         epoch=context.epoch,
         timeline=context.timeline,
         metrics=dict(context.metrics),
-        health=health,
     )
+    # Only now: the previous save may have been in flight until now, and its commit decides the parent.
+    parent = target.hooks.parent_of(manifest)
+    health = context.health  # For a copy: the health recorded with its source.
+    if health is None:
+        before = last_counted_health(location, parent) if whole.findings.has_counts else (None,)
+        health = with_drift(whole.findings.health(*before), agreement.drift)
+    manifest = replace(manifest, parent=parent, health=health)
     return encode_manifest(manifest), manifest
 
 

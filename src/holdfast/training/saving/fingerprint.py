@@ -102,6 +102,7 @@ class StateFingerprint:
             unmatched=(*self._collected.unmatched, *self._unmatched_settings()),
             meshes=self._meshes,
             overwrites=overwrites,
+            is_loaded=self._collected.as_loaded,
             compresses=self._settings.compression != "off",
         )
 

@@ -143,12 +143,16 @@ class SaveHandle:
                 logger.error("%s failed: %s: %s (%s)", self.name, type(error).__name__, error, counted)
             else:
                 logger.warning("%s ended: %s", self.name, error)
+        self.end_with(error)
+        # The frames hold the state, and the caller may read the failure late or never.
+        _clear_frames(error)
+
+    def end_with(self, error: BaseException) -> None:
+        """End each moment that was not reached, without a log line: the caller raises the error or has logged it."""
         self.in_flight = None
         for future in (self.staged, self.replicated, self.committed):
             with suppress(InvalidStateError):
                 future.set_exception(error)
-        # The frames hold the state, and the caller may read the failure late or never.
-        _clear_frames(error)
 
 
 def _clear_frames(error: BaseException) -> None:

@@ -40,8 +40,8 @@ _FENCE_WARNING_SECONDS = 1.0
 class Transfer:
     """Copies and writes the packs of one rank in one save.
 
-    The training thread calls `begin`, and later `settle` through the fence or the handle. The copy thread fills
-    buffers. The commit thread calls `written`, which writes them.
+    The training thread calls `stage`, and later `settle` through the fence or the handle. The copy thread fills
+    buffers. The commit thread calls `write`, which writes them.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Transfer:
         self._stamps: list[tuple[str, Source, object]] = []
         self._digests_at_call: list[tuple[bytes, ...]] | None = None
 
-    def begin(self, collected: Collected, *, awaited: bool) -> None:
+    def stage(self, collected: Collected, *, awaited: bool) -> None:
         """Write or copy the state, or start to copy it lazily; return once training may go on.
 
         Args:
@@ -118,8 +118,8 @@ class Transfer:
             collected.fence(self._block_training)
             self._copy_in_background(sources)
 
-    def written(self) -> list[WrittenPack]:
-        """Write the staged packs unless `begin` wrote them; return the durable packs. On the commit thread.
+    def write(self) -> list[WrittenPack]:
+        """Write the staged packs unless `stage` wrote them; return the durable packs. On the commit thread.
 
         Raises:
             InvalidError: A tensor changed before it was copied lazily.

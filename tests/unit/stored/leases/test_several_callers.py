@@ -292,7 +292,7 @@ def test_two_threads_overwrite_one_path(threads: ThreadPoolExecutor, tmp_path: P
     def work(first: int) -> None:
         start.wait(LONG)
         for number in range(first, 6, 2):
-            save_and_wait(job, request(job, best, state_of(number)))
+            save_and_wait(job, *request(job, best, state_of(number)))
 
     for call in [threads.submit(work, first) for first in range(2)]:
         call.result(LONG)

@@ -34,8 +34,8 @@ from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.training.coordination.job import Job
 from holdfast.training.saving.handle import SaveHandle
-from holdfast.training.saving.request import PathRequest
 from holdfast.training.saving.save import save_and_wait
+from holdfast.training.saving.target import path_save
 
 HANG_SECONDS = 30.0
 WATCHED = {
@@ -158,8 +158,8 @@ def main(root: Path) -> None:
 
     def by_path() -> None:
         location = CheckpointLocation(LocalStore(root / "single", settings=run.settings), "", None)
-        request = PathRequest(run.manager._job, location, holding(1.0), Selection(), overwrite=True)
-        save_and_wait(run.manager._job, request)
+        request = path_save(run.manager._job, location, holding(1.0), Selection(), overwrite=True)
+        save_and_wait(run.manager._job, *request)
 
     run.interrupted(first_saves)
     run.interrupted(by_path)

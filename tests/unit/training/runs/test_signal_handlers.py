@@ -25,8 +25,8 @@ from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
 from holdfast.training.runs.saves_in_flight import SavesInFlight
 from holdfast.training.saving.handle import SaveHandle
-from holdfast.training.saving.request import PathRequest
 from holdfast.training.saving.save import save_and_wait
+from holdfast.training.saving.target import path_save
 from tests.unit.ranks import PATIENT, fresh_store, plain
 
 REPORT = SaveReport(2, "", "0" * 16, 1, 0, 1, True, "copy", 0.1, 0.0, 0.0, 0.2, (), ())
@@ -78,12 +78,12 @@ def test_a_save_in_a_handler_that_interrupted_holdfast_fails_at_once_and_the_nex
 def test_other_calls_in_such_a_handler_raise_at_once_and_do_their_work_later(run: CheckpointManager, verb: str) -> None:
     pending, state = SaveHandle("save of step 2"), {"w": plain(0.0)}
     run._saves.add(pending)
-    request = partial(PathRequest, run._job, CheckpointLocation(fresh_store(), "", None), state, Selection())
+    request = partial(path_save, run._job, CheckpointLocation(fresh_store(), "", None), state, Selection())
     calls: dict[str, Callable[[], object]] = {
         "wait": pending.wait,
         "wait for all": run.wait,
         "load": lambda: run.load(state),
-        "save by path": lambda: save_and_wait(run._job, request()),
+        "save by path": lambda: save_and_wait(run._job, *request()),
         "close": run.close,
     }
     with pytest.raises(UnavailableError, match=INTERRUPTED), GUARD:

@@ -30,8 +30,8 @@ from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
 from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
 from holdfast.training.saving.handle import SaveHandle
-from holdfast.training.saving.request import PathRequest
 from holdfast.training.saving.save import begin_save, save_and_wait
+from holdfast.training.saving.target import path_save
 from tests.crash.rig import content_under, paths_under
 from tests.support.newer_format import write_newer
 from tests.support.overwritten_checkpoint import (
@@ -51,7 +51,7 @@ from tests.unit.ranks import sharded
 
 
 def begin(where: Path, number: int, job: Job) -> SaveHandle:
-    return begin_save(job, request(job, where, state_of(number)))
+    return begin_save(job, *request(job, where, state_of(number)))
 
 
 class TestWhatGoes:
@@ -446,7 +446,7 @@ class TestWhoComesFirst:
         # The opening lists the folders, then the sweep after the commit.
         faulty = FaultyStore(store, Faults(begin_next, names={"folders"}, at=2))
         job = job_of()
-        save_and_wait(job, PathRequest(job, location_of(faulty), state_of(1), EVERYTHING))
+        save_and_wait(job, *path_save(job, location_of(faulty), state_of(1), EVERYTHING))
         job.close()
         assert claims and (best / "0123456789abcdef" / "r00000.safetensors").exists()
         release_path_claim(claims[0])
@@ -463,7 +463,7 @@ class TestRanks:
                     state = {"rows": sharded(comm.world_size), "number": number}
                     overwrite = True if number < saves - 1 else overwrites[comm.rank]
                     try:
-                        ended = save_and_wait(job, PathRequest(job, location, state, EVERYTHING, overwrite=overwrite))
+                        ended = save_and_wait(job, *path_save(job, location, state, EVERYTHING, overwrite=overwrite))
                     except CheckpointError as error:
                         ended = error
             finally:

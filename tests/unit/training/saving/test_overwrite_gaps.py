@@ -56,7 +56,7 @@ class Beside:
     def _save(self) -> None:
         assert self._store is not None
         try:
-            self.outcome = save_and_wait(self.job, request(self.job, self._store, state_of(self.number)))
+            self.outcome = save_and_wait(self.job, *request(self.job, self._store, state_of(self.number)))
         except Exception as error:
             self.outcome = error
 
@@ -69,7 +69,7 @@ def test_two_saves_of_one_job_are_both_committed(fresh: Callable[[], Store]) -> 
         job = job_of()
         besides.append(Beside(job, 3))
         try:
-            return save_and_wait(job, request(job, store, state_of(2)))
+            return save_and_wait(job, *request(job, store, state_of(2)))
         finally:
             besides[-1].end()
             job.close()

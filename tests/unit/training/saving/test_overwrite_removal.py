@@ -19,8 +19,8 @@ from holdfast.stored.leases.path_claim import release_path_claim, take_path_clai
 from holdfast.stored.leases.process import this_process
 from holdfast.stored.repository.overwriting import claim_of, put_claim, read_claim, take_claim_away
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
-from holdfast.training.saving.request import PathRequest
 from holdfast.training.saving.save import save_and_wait
+from holdfast.training.saving.target import path_save
 from tests.support.overwritten_checkpoint import (
     EVERYTHING,
     HASTY,
@@ -63,7 +63,7 @@ def test_a_late_plain_save_does_not_remove_what_replaced_it(tmp_path: Path) -> N
     # The manifest may be read before the claim or after it: the overwrite ends between the two.
     job = job_of(PATIENT)
     location = CheckpointLocation(FaultyStore(store, Faults(act, lasting=True)), "", None)
-    save_and_wait(job, PathRequest(job, location, state_of(1), EVERYTHING))
+    save_and_wait(job, *path_save(job, location, state_of(1), EVERYTHING))
     job.close()
     assert goes_on.is_set() and not other.is_alive()
     assert number_at(best) == 2

@@ -47,19 +47,16 @@ class Decision:
     def __init__(
         self,
         save: NumberedSave,
-        claim: Callable[[], SaveContext],
+        claim: Callable[[bool], SaveContext | None],
         state: DescribedState,
-        confirm: Callable[[], SaveContext | None] | None = None,
     ) -> None:
         """Decide nothing yet.
 
         Args:
             save: The save.
-            claim: Claims the location and returns the context; called before rank 0 agrees.
+            claim: As in `SaveAgreement.agree`.
             state: The state of rank 0.
-            confirm: Called in its place if every rank still holds the step as it was loaded.
         """
-        self._confirm = confirm
         self._save, self._job, self._claim, self._state = save, save.job, claim, state
         self._meshes: MeshJudgement
         """What rank 0 knows of meshes; set by `on_statements`."""
@@ -105,9 +102,8 @@ class Decision:
             return self._save.refusal(unmatched_error)
         for text in warnings:
             job.warn_once(self._save.name, text)
-        confirmed = self._confirmed(stated)
-        if confirmed is not None:
-            return confirmed
+        if (held := self._held_by_all(stated)) is not None:
+            return held
         by_layout: dict[bytes, list[Stated]] = {}
         for each in stated:
             by_layout.setdefault(each.statement.layout, []).append(each)
@@ -126,16 +122,6 @@ class Decision:
         describe = sorted({members[0] for members in groups} | set(differing))
         several = [rank_ranges(members) for members in groups] if len(groups) > 1 else []
         return SaveVerdict(self._save.id, describe=rank_ranges(describe), classes=several, divergent=kept)
-
-    def _confirmed(self, stated: Sequence[Stated]) -> SaveVerdict | None:
-        """Return the verdict that nothing is written, if every rank holds the step as it was loaded."""
-        if self._confirm is None or not all(each.statement.is_loaded for each in stated):
-            return None
-        try:
-            context = self._confirm()
-        except Exception as error:  # noqa: BLE001 - the other ranks wait for a verdict, whatever the error is
-            return self._save.refusal(error)
-        return None if context is None else SaveVerdict(self._save.id, context=context)
 
     def _still_differing(self, classes: Sequence[Sequence[Stated]]) -> tuple[str, ...]:
         """Return the names known to differ; none if their values are equal again within each class."""
@@ -232,7 +218,19 @@ class Decision:
         """
         if verdict.siblings is None and (siblings := self._meshes.siblings) is not None:
             return replace(verdict, compare=True, siblings=siblings)
+        claimed = self._claimed(verdict, is_held=False)
+        assert claimed is not None, "only a step that every rank holds may be gone"
+        return claimed
+
+    def _held_by_all(self, stated: Sequence[Stated]) -> SaveVerdict | None:
+        """Return the verdict that nothing is written, if every rank holds the step as it was loaded."""
+        is_held = all(each.statement.is_loaded for each in stated)
+        return self._claimed(SaveVerdict(self._save.id), is_held=True) if is_held else None
+
+    def _claimed(self, verdict: SaveVerdict, *, is_held: bool) -> SaveVerdict | None:
+        """Return the verdict with the context, a refusal if the claim fails, or None if the held step is gone."""
         try:
-            return replace(verdict, context=self._claim())
+            context = self._claim(is_held)
         except Exception as error:  # noqa: BLE001 - the other ranks wait for a verdict, whatever the error is
             return self._save.refusal(error)
+        return None if context is None else replace(verdict, context=context)

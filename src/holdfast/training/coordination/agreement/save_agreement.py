@@ -118,16 +118,15 @@ class SaveAgreement:
         self,
         statement: Statement,
         state: DescribedState,
-        claim: Callable[[], SaveContext],
-        confirm: Callable[[], SaveContext | None] | None = None,
+        claim: Callable[[bool], SaveContext | None],
     ) -> Agreement:
         """Set the statement of this rank, wait for the verdict, and return the agreement.
 
         Args:
             statement: The statement of this rank.
             state: The state, to describe it if rank 0 asks this rank.
-            claim: Claims the location and returns the context; called on rank 0 before it agrees.
-            confirm: Called in its place if every rank still holds the step as it was loaded.
+            claim: Claims the location and returns the context; called on rank 0 before it agrees. Its argument is
+                whether every rank holds the step as it was loaded; then None means that the step is gone.
 
         If this rank fails here, in whatever way, it refuses the save, so that no other rank waits for it. If a verdict
         is there already, it holds.
@@ -143,7 +142,7 @@ class SaveAgreement:
         try:
             if self._failure is not None:
                 raise self._failure
-            verdict, described = self._state_and_wait(statement, state, claim, confirm)
+            verdict, described = self._state_and_wait(statement, state, claim)
         except Exception as error:  # noqa: BLE001 - the other ranks wait, whatever the error is
             failure = as_failure(error)
             failure.__cause__ = None if failure is error else error
@@ -201,12 +200,11 @@ class SaveAgreement:
         self,
         statement: Statement,
         state: DescribedState,
-        claim: Callable[[], SaveContext],
-        confirm: Callable[[], SaveContext | None] | None,
+        claim: Callable[[bool], SaveContext | None],
     ) -> tuple[SaveVerdict, RankRanges | None]:
         """Set the statement and what this rank is asked for; return the last verdict, and who was asked."""
         save = self._save
-        is_deciding, decision = self._job.comm.rank == 0, Decision(save, claim, state, confirm)
+        is_deciding, decision = self._job.comm.rank == 0, Decision(save, claim, state)
         save.publish("open", statement.encode())
         verdict = save.set_verdict("verdict", self._decide(decision)) if is_deciding else self._await_verdict("verdict")
         described = verdict.describe
