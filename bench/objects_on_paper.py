@@ -18,7 +18,7 @@ import numpy as np
 
 from holdfast.backends.stores.keys import is_listed
 from holdfast.base.ports.forwarding import ForwardingStore
-from holdfast.base.ports.store import Entry, Store
+from holdfast.base.ports.store import Entry, Store, Traits
 from holdfast.core.format.names import PACK_SUFFIX
 from holdfast.errors import MissingError
 
@@ -49,8 +49,7 @@ class PaperObjects(ForwardingStore):
             reply_seconds: How late each reply comes.
         """
         super().__init__(inner)
-        self.object_bytes_max = OBJECT_BYTES_MAX
-        self.page_entries = PAGE_ENTRIES
+        self.traits = Traits(object_bytes_max=OBJECT_BYTES_MAX, appears_whole=True, page_entries=PAGE_ENTRIES)
         self._reply_seconds = reply_seconds
         # Mapped: what a server knows takes no memory of the process that is measured.
         self._packs: Any = np.load(root / PACKS_FILE, mmap_mode="r")

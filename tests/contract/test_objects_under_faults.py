@@ -12,7 +12,7 @@ import pytest
 from holdfast.backends.stores.objects.store import ObjectStore
 from holdfast.backends.stores.wrappers.concurrency import ConcurrencyLimit
 from holdfast.backends.stores.wrappers.retrying import RetryingStore
-from holdfast.base.ports.temporary import TemporaryError, store_for_operation
+from holdfast.base.ports.temporary import TemporaryError
 from holdfast.errors import ConflictError, InvalidError, MissingError, UnavailableError
 from holdfast.settings import MIB, PAGE_BYTES, ObjectSettings, Settings
 from holdfast.testing.fault_proxy import FaultKind, FaultProxy, ProxiedRequest, ProxyFault
@@ -183,7 +183,7 @@ def test_a_flipped_bit_of_a_read_is_for_digests_to_see(proxy: FaultProxy, store:
 def test_an_operation_has_one_deadline_for_all_its_calls(proxy: FaultProxy, store: RetryingStore) -> None:
     with pytest.raises(MissingError):
         store.get("none", 1)
-    view = store_for_operation(store, "save of step 7", 0, 1)
+    view = store.for_operation("save of step 7", 0, 1)
     fault = proxy.inject(ProxyFault(FaultKind.CUT_BEFORE, times=math.inf))
     for number in range(20):
         with pytest.raises(UnavailableError, match=r"retry_seconds_per_(call|save)"):
@@ -191,4 +191,4 @@ def test_an_operation_has_one_deadline_for_all_its_calls(proxy: FaultProxy, stor
     assert store.retry_counts.seconds < 400
     proxy.heal()
     assert fault.met > 20
-    store_for_operation(store, "save of step 8", 0, 1).put("key", b"")
+    store.for_operation("save of step 8", 0, 1).put("key", b"")

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -146,7 +146,7 @@ def test_a_bit_that_flips_on_the_way_once_is_no_damage(run: Path, server: Object
 def _forked(source: Path, url: str, endpoint: str, object_bytes_max: int) -> None:
     settings = Settings(object_store=ObjectSettings(endpoint=endpoint))
     store = ObjectStore(url, settings=settings)
-    store.object_bytes_max = object_bytes_max
+    store.traits = replace(store.traits, object_bytes_max=object_bytes_max)
     RunCopy(LocalStore(source, settings=settings), RetryingStore(store, settings), SystemClock()).run()
 
 

@@ -12,7 +12,7 @@ from holdfast.backends.stores.destination import LocalDestination
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.memory import MemoryStore
 from holdfast.base.clock import SystemClock
-from holdfast.base.ports.foreign import Writer, any_names_of
+from holdfast.base.ports.foreign import Writer
 from holdfast.base.ports.store import Store
 from holdfast.base.types.export import SHARD_BYTES, ExportOptions
 from holdfast.errors import InvalidError
@@ -105,14 +105,14 @@ def export_of(
 def _object_export(
     source: object, store: Store, writer: Writer, options: ExportOptions, settings: Settings
 ) -> ObjectExport:
-    folder = any_names_of(store)
+    folder = store.with_any_names()
     if folder is None:
         raise InvalidError(f"{store.url}: cannot hold the files of other systems; expected a folder or another URL")
     checkpoint = checkpoint_at(source, settings)
     if f"{store.url}/".startswith(f"{checkpoint.url}/"):
         raise InvalidError(f"{store.url}: is inside {checkpoint.url}, which is exported; expected a place outside it")
     above = parent_of(store, settings)
-    around = None if above is None else any_names_of(above[0])
+    around = None if above is None else above[0].with_any_names()
     single = None if above is None or around is None else ObjectPlace(around, above[1])
     return ObjectExport(checkpoint, ObjectPlace(folder), single, writer, options, SystemClock())
 

@@ -19,7 +19,7 @@ from holdfast.backends.stores.objects.address import SCHEMES
 from holdfast.base.clock import SystemClock
 from holdfast.base.ports.codec import Codec, Codecs
 from holdfast.base.ports.comm import Comm
-from holdfast.base.ports.foreign import Format, any_names_of
+from holdfast.base.ports.foreign import Format
 from holdfast.base.ports.framework import Framework
 from holdfast.base.ports.store import Readable, Store
 from holdfast.base.types.listing import ForeignListing
@@ -196,7 +196,7 @@ def foreign_in(store: Store, path: str, settings: Settings) -> ForeignPath | Non
     """
     above = parent_of(store, settings) if path.endswith((*_SINGLE_OBJECTS, *_INDEX_OBJECTS)) else None
     folder, name = above if above is not None else (store, "")
-    named = any_names_of(folder)
+    named = folder.with_any_names()
     if named is None:
         return None
     only = name if name.endswith(_SINGLE_OBJECTS) else ""

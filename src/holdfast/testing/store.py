@@ -38,7 +38,9 @@ BAD_PREFIXES = ("a", "/", "../", "a//", ".hidden/", "a\0/")
 
 def read(store: Store, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
     """Read ranges into one buffer each."""
-    views = [view_for_range(aligned_buffer(stop - start), start, stop, store.read_alignment) for start, stop in ranges]
+    views = [
+        view_for_range(aligned_buffer(stop - start), start, stop, store.traits.read_alignment) for start, stop in ranges
+    ]
     store.read_into(key, ranges, views)
     return [bytes(view) for view in views]
 
@@ -51,7 +53,9 @@ def taken_one_by_one(store: Store, key: str, ranges: Sequence[tuple[int, int]], 
         assert number == len(came)
         came.append(bytes(view))
 
-    store.read_into(key, ranges, [view_for_range(buffer, *bounds, store.read_alignment) for bounds in ranges], take)
+    store.read_into(
+        key, ranges, [view_for_range(buffer, *bounds, store.traits.read_alignment) for bounds in ranges], take
+    )
     return came
 
 
@@ -197,7 +201,7 @@ class Ranges(StoreFixture):
             assert not any(memory[:shift]) and not any(memory[shift + stop - start :])
 
     def test_alignment_is_a_power_of_two_of_a_page_at_most(self, store: Store) -> None:
-        assert store.read_alignment in [1 << power for power in range(PAGE_BYTES.bit_length())]
+        assert store.traits.read_alignment in [1 << power for power in range(PAGE_BYTES.bit_length())]
 
     def test_ranges_may_come_one_by_one_through_the_same_slab(self, store: Store) -> None:
         seed = random.randrange(1 << 32)
@@ -215,7 +219,9 @@ class Ranges(StoreFixture):
         data = random.Random(0).randbytes(9 * PART_BYTES)
         fill(store, "key", data)
         ranges = [(start, start + PART_BYTES) for start in range(0, len(data), PART_BYTES)]
-        buffers = [view_for_range(aligned_buffer(2 * PART_BYTES), *bounds, store.read_alignment) for bounds in ranges]
+        buffers = [
+            view_for_range(aligned_buffer(2 * PART_BYTES), *bounds, store.traits.read_alignment) for bounds in ranges
+        ]
         handed_over: list[memoryview] = []
 
         def take(number: int, view: memoryview) -> None:

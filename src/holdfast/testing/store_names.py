@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.base.ports.foreign import any_names_of
 from holdfast.base.ports.store import Store
 from holdfast.errors import ConflictError, InvalidError, MissingError
 from holdfast.settings import PAGE_BYTES
@@ -16,11 +15,11 @@ BAD_NAMES = ("", "/", "/a", "a/", "a//b", ".", "..", "../x", "a/../b", "a\0", "a
 
 
 class AnyNamesSuite(StoreFixture):
-    """Every promise of `AnyNames`; subclass it beside `StoreSuite`."""
+    """Every promise of `Store.with_any_names`; subclass it beside `StoreSuite`."""
 
     @pytest.fixture
     def named(self, store: Store) -> Store:
-        view = any_names_of(store)
+        view = store.with_any_names()
         assert view is not None
         return view
 

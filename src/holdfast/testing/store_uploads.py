@@ -13,7 +13,6 @@ from contextlib import suppress
 
 import pytest
 
-from holdfast.base.ports.lent_memory import TakesLentMemory
 from holdfast.base.ports.store import Store, Upload
 from holdfast.errors import ConflictError, InvalidError, MissingError
 from holdfast.settings import PAGE_BYTES
@@ -247,7 +246,7 @@ class LentObjects(StoreFixture):
     """Objects that lie in memory of the caller. A store that takes only parts says so, and stores nothing."""
 
     def lent_upload(self, store: Store, parts: Sequence[memoryview]) -> Upload | None:
-        upload = store.lent_upload("folder/key", parts) if isinstance(store, TakesLentMemory) else None
+        upload = store.lent_upload("folder/key", parts)
         assert keys(store) == [], "nothing is stored before it is complete"
         return upload
 
@@ -383,4 +382,5 @@ class Sizes(StoreFixture):
         assert keys(store) == []
 
     def test_the_largest_object_is_announced(self, store: Store) -> None:
-        assert store.object_bytes_max is None or store.object_bytes_max > 0
+        largest = store.traits.object_bytes_max
+        assert largest is None or largest > 0

@@ -42,7 +42,7 @@ def read_ranges(files: Readable, key: str, ranges: ByteRanges) -> list[bytes]:
     """
     if not ranges:
         return []
-    alignment = files.read_alignment
+    alignment = files.traits.read_alignment
     capacities = [-(-(stop - start + alignment - 1) // PAGE_BYTES) * PAGE_BYTES for start, stop in ranges]
     memory = memoryview(mmap.mmap(-1, sum(capacities)))
     buffers = [

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from holdfast.backends.stores.oserrors import translated
 from holdfast.backends.stores.parts import address_of, check_buffers, check_ranges
 from holdfast.backends.stores.syscalls import UNSUPPORTED, Syscalls, switch_to_direct
-from holdfast.base.ports.store import Buffers, ByteRanges, OnBytes, OnRange
+from holdfast.base.ports.store import Buffers, ByteRanges, OnBytes, OnRange, Readable, Traits
 from holdfast.errors import CorruptError
 from holdfast.settings import KIB, PAGE_BYTES
 
@@ -19,13 +19,13 @@ _CACHED_READ_BYTES_MAX = 256 * KIB
 longer)."""
 
 
-class FileReading:
+class FileReading(Readable):
     """The read calls of `Readable`. A subclass sets `url` and `_syscalls`, and opens the file of a key."""
 
     url: str
     """The absolute path of the root."""
 
-    read_alignment: int = PAGE_BYTES
+    traits = Traits(read_alignment=PAGE_BYTES, failed_calls_are_over=True, maps_files=True)
     """Direct I/O reads whole pages of a file into whole pages of memory."""
 
     _syscalls: Syscalls
@@ -60,7 +60,8 @@ class FileReading:
     def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
         """Read byte ranges of one object: cached bytes through the page cache, the others with direct I/O.
 
-        Direct I/O needs buffers as `read_alignment` says. With any other buffer, all ranges go through the page cache.
+        Direct I/O needs buffers as `traits.read_alignment` says. With other buffers, all ranges go through the page
+        cache.
         """
         where = self._where(key)
         with translated("read", where), self._open_object(key) as (fd, size):

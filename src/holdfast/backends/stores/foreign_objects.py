@@ -10,7 +10,6 @@ from itertools import islice
 from holdfast.backends.stores.keys import is_listed
 from holdfast.base.ports.forwarding import ForwardingReadable
 from holdfast.base.ports.store import Entry, Store
-from holdfast.base.ports.temporary import store_for_operation
 from holdfast.errors import ConflictError, InvalidError, MissingError
 
 OBJECTS_MAX = 100_000
@@ -40,7 +39,7 @@ class ForeignObjects(ForwardingReadable):
 
     def for_operation(self, name: str, rank: int, world_size: int) -> ForeignObjects:
         """Return the files as one load sees them: the calls through it share one deadline."""
-        return ForeignObjects(store_for_operation(self._store, name, rank, world_size), only=self._only)
+        return ForeignObjects(self._store.for_operation(name, rank, world_size), only=self._only)
 
     def size(self, key: str) -> int:
         """Return the bytes of an object."""

@@ -19,7 +19,7 @@ from holdfast.backends.stores.oserrors import translated
 from holdfast.backends.stores.parts import PartLedger
 from holdfast.backends.stores.syscalls import UNSUPPORTED, Closing, Syscalls, close_quietly
 from holdfast.base.clock import Clock, SystemClock
-from holdfast.base.ports.store import Entry
+from holdfast.base.ports.store import Entry, Store
 from holdfast.errors import ConflictError, InvalidError, MissingError, UnavailableError
 from holdfast.settings import MIB, Settings
 
@@ -39,7 +39,7 @@ _FolderEntry = tuple[str, int, int]
 """Name, mode and bytes of an entry of a folder."""
 
 
-class LocalStore(FileReading):
+class LocalStore(FileReading, Store):
     """Keys to files beneath a root folder.
 
     Files are created exclusively. No link below the root is followed; the root itself may be a link. When a call
@@ -74,10 +74,6 @@ class LocalStore(FileReading):
         """
         root = os.path.abspath(os.fspath(root))
         self.url = root
-        self.failed_calls_are_over = True
-        """No call has an effect after it returned."""
-        self.object_bytes_max: int | None = None
-        """No limit but that of the file system."""
         self._syscalls = syscalls or Syscalls()
         self._clock = clock or SystemClock()
         self._folders = Folders(root, self._syscalls, self._clock, settings.file_mode, mode_from)

@@ -13,7 +13,7 @@ import numpy as np
 from holdfast.backends.stores.keys import Split, is_key, is_listed, split_key, split_name, split_prefix
 from holdfast.backends.stores.parts import PartLedger, RoomUpload, check_buffers, check_ranges
 from holdfast.base.interrupts import GUARD
-from holdfast.base.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, hand_out
+from holdfast.base.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, Store, Traits, hand_out
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 
 _numbers = count()
@@ -33,7 +33,7 @@ _contents: dict[str, dict[str, _Kept]] = {}
 """By name, the complete objects of the stores of that name, by key. Read and changed under GUARD."""
 
 
-class MemoryStore:
+class MemoryStore(Store):
     """Keys to bytes in memory: for tests, and for checkpoints that need not outlive the process.
 
     Stores of one name in one process share their content, which lives until the process ends.
@@ -44,13 +44,12 @@ class MemoryStore:
 
         Args:
             name: Of the content.
-            object_bytes_max: Largest object that `upload` takes, as object stores have a limit; None: no limit.
+            object_bytes_max: Largest object that `upload` takes, as object stores have a limit. None: no limit, as in a
+                file system.
         """
         self.url = f"memory://{name}"
-        self.failed_calls_are_over = True
-        """No call has an effect after it returned."""
-        self.read_alignment = 1
-        self.object_bytes_max = object_bytes_max
+        is_limited = object_bytes_max is not None
+        self.traits = Traits(object_bytes_max=object_bytes_max, appears_whole=is_limited, failed_calls_are_over=True)
         self._split: Split = split_key
         with GUARD:
             self._objects = _contents.setdefault(name, {})
@@ -94,10 +93,9 @@ class MemoryStore:
         """Begin an object that must not exist yet; it is invisible until complete."""
         self._split(key)
         ledger = PartLedger(f"{self.url}/{key}", bytes_max=bytes_max, part_bytes=part_bytes)
-        if self.object_bytes_max is not None and bytes_max > self.object_bytes_max:
-            raise InvalidError(
-                f"{self.url}/{key}: an object of up to {bytes_max} bytes; expected at most {self.object_bytes_max}"
-            )
+        largest = self.traits.object_bytes_max
+        if largest is not None and bytes_max > largest:
+            raise InvalidError(f"{self.url}/{key}: an object of up to {bytes_max} bytes; expected at most {largest}")
         with GUARD:
             if key in self._objects:
                 raise self._conflict(key)

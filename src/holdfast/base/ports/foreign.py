@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
-from holdfast.base.ports.store import Readable, Store
+from holdfast.base.ports.store import Readable
 from holdfast.base.types.export import ExportContent, ExportFile, ExportOptions
 from holdfast.base.types.listing import ForeignListing
 
@@ -36,23 +36,6 @@ class WatchedFiles(Readable, Protocol):
     def for_operation(self, name: str, rank: int, world_size: int) -> WatchedFiles:
         """Return the files as one load sees them: the calls through it share one deadline, if they are retried."""
         ...
-
-
-@runtime_checkable
-class AnyNames(Protocol):
-    """A store that can hold objects under the names that other systems give them."""
-
-    def with_any_names(self) -> Store | None:
-        """Return the same store for keys of any printable characters, without empty parts, `.` or `..`.
-
-        None: a wrapper whose store has no such names.
-        """
-        ...
-
-
-def any_names_of(store: Store) -> Store | None:
-    """Return the view of a store for other systems' names; None if it has none."""
-    return store.with_any_names() if isinstance(store, AnyNames) else None
 
 
 class Format(Protocol):

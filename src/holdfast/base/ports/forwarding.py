@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import TypeVar
 
 from holdfast.base.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, Readable, Store, Upload
@@ -10,7 +11,7 @@ from holdfast.base.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRan
 _Result = TypeVar("_Result")
 
 
-class ForwardingReadable:
+class ForwardingReadable(Readable):
     """Passes every call on to `inner`: the base of wrappers, which override the methods they change.
 
     It is beside the port: stores, foreign formats, `testing/` and `offline/` wrap stores and do not import each other.
@@ -20,8 +21,8 @@ class ForwardingReadable:
         """Wrap `inner`."""
         self._inner = inner
         self.url = inner.url
-        self.read_alignment = inner.read_alignment
-        self.page_entries: int | None = getattr(inner, "page_entries", None)
+        # A wrapper maps no files: a subclass that does says so.
+        self.traits = replace(inner.traits, maps_files=False)
 
     def _around(self, name: str, subject: str, call: Callable[[], _Result]) -> _Result:
         """Make one call of a method about a key or prefix; override this to change every call alike."""
@@ -52,7 +53,7 @@ class ForwardingReadable:
         return self._around("list", prefix, lambda: self._inner.list(prefix, after=after, up_to=up_to))
 
 
-class ForwardingStore(ForwardingReadable):
+class ForwardingStore(ForwardingReadable, Store):
     """Passes every call on to the store `inner`; see `ForwardingReadable`."""
 
     _inner: Store
@@ -60,8 +61,6 @@ class ForwardingStore(ForwardingReadable):
     def __init__(self, inner: Store) -> None:
         """Wrap `inner`."""
         super().__init__(inner)
-        self.failed_calls_are_over = inner.failed_calls_are_over
-        self.object_bytes_max = inner.object_bytes_max
 
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Store a small object whole, replacing an older one."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
+
+from holdfast.base.ports.temporary import RetryCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +86,51 @@ class Upload(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """Facts about a store that decide how saves and loads use it. Each default is right for the simplest store."""
+
+    read_alignment: int = 1
+    """A power of two, at most `PAGE_BYTES`; 1 if the store reads into any memory alike.
+
+    A buffer of `read_into` is filled without a further copy, and past the system's cache, if its address and the first
+    byte of its range leave the same remainder. `view_for_range` returns such a buffer.
+    """
+
+    object_bytes_max: int | None = None
+    """Largest object that a save uploads here; a larger one is `InvalidError`, or slower. None: no limit."""
+
+    appears_whole: bool = False
+    """Whether an object appears at `Upload.complete`, whole. Until then its parts are in memory. False: parts are
+    written as they come, and the key of an upload may exist before its end."""
+
+    failed_calls_are_over: bool = False
+    """Whether a call that raised has no effect later; False if its request may still reach the storage."""
+
+    page_entries: int | None = None
+    """Entries that are best listed together: as many as one request brings, where it may begin at any key. More than
+    any folder has, where each listing is read from its beginning. None, as for files: sizes are asked for one by one,
+    and an object may have several names (`link`)."""
+
+    maps_files: bool = False
+    """Whether objects are files that `mapped` maps into memory."""
+
+    checks_exclusive_creates: bool = False
+    """Whether the server must show once a process that it refuses the second of two creates of one key:
+    `require_exclusive_creates`. `put_if_absent` asks by itself, before a create that decides something."""
+
+
 class Readable(Protocol):
     """Read-only access by key: a store, or files of another system under their own names.
 
     Any thread may make any call. Implementations raise only the five errors, as `Store` describes.
     """
 
-    @property
-    def url(self) -> str:
-        """Place of the store, for messages: the path of a folder, as a shell takes it, or a URL."""
-        ...
+    url: str
+    """Place of the store, for messages: the path of a folder, as a shell takes it, or a URL."""
+
+    traits: Traits
+    """Facts about the store. Wrappers return the traits of the inner store."""
 
     def size(self, key: str) -> int:
         """Return the bytes of an object.
@@ -112,22 +149,13 @@ class Readable(Protocol):
         """
         ...
 
-    @property
-    def read_alignment(self) -> int:
-        """A power of two, at most `PAGE_BYTES`; 1 if the store reads into any memory alike.
-
-        A buffer of `read_into` is filled without a further copy, and past the system's cache, if its address and the
-        first byte of its range leave the same remainder. `view_for_range` returns such a buffer.
-        """
-        ...
-
     def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
         """Read byte ranges of one object, exactly these, each into a buffer of its length.
 
         Args:
             key: The object.
             ranges: What to read, in any order. A store may read neighbours with one request.
-            buffers: Writable memory for each range, best as `read_alignment` says. Buffers may share memory if
+            buffers: Writable memory for each range, best as `traits.read_alignment` says. Buffers may share memory if
                 `on_range` is given.
             on_range: Called for each range, in order, before memory is filled for the next one: memory that is filled
                 again and again stays in the processor's cache. Its bytes are in the buffer, or in memory of the store
@@ -179,22 +207,18 @@ class Readable(Protocol):
         """
         ...
 
-
-@runtime_checkable
-class Mappable(Protocol):
-    """A store whose objects are files, which can be mapped into memory."""
-
     def mapped(self, key: str) -> mmap.mmap | None:
-        """Map all bytes of an object: memory that is read from the file where it is touched; None if it is empty.
+        """Map all bytes of an object, where `traits.maps_files`; None if the object is empty.
 
-        The memory is private: a write to it stays in this process. It shows this file also after it was deleted or
-        replaced. If the file is cut short, or cannot be read, touching the memory ends the process with SIGBUS.
+        Memory is read from the file where it is touched. The memory is private: a write to it stays in this process. It
+        shows this file also after the file was deleted or replaced. If the file is cut short, or cannot be read,
+        touching the memory ends the process with SIGBUS.
 
         Raises:
             MissingError: No such key.
-            UnavailableError: It cannot be mapped.
+            UnavailableError: The file cannot be mapped.
         """
-        ...
+        raise AssertionError("only files are mapped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +252,7 @@ def view_for_range(buffer: memoryview, start: int, stop: int, alignment: int) ->
     Args:
         buffer: Page-aligned, at least `alignment - 1` bytes longer than the range.
         start, stop: The range.
-        alignment: `read_alignment` of the store.
+        alignment: `traits.read_alignment` of the store.
     """
     first = start % alignment
     return buffer[first : first + stop - start]
@@ -236,7 +260,7 @@ def view_for_range(buffer: memoryview, start: int, stop: int, alignment: int) ->
 
 def read_range(files: Readable, key: str, start: int, stop: int, buffer: memoryview) -> memoryview:
     """Read one range of an object into a buffer as `view_for_range` takes it; return its bytes in the buffer."""
-    view = view_for_range(buffer, start, stop, files.read_alignment)
+    view = view_for_range(buffer, start, stop, files.traits.read_alignment)
     files.read_into(key, [(start, stop)], [view])
     return view
 
@@ -274,18 +298,6 @@ class Store(Readable, Protocol):
     store touches no memory but the memory that the upload holds until `release`. Another call may be abandoned while
     the call runs.
     """
-
-    @property
-    def failed_calls_are_over(self) -> bool:
-        """Whether a call that raised has no effect later; False if its request may still reach the storage."""
-        ...
-
-    @property
-    def object_bytes_max(self) -> int | None:
-        """Largest object that a save uploads here: it appears at `complete`, whole. A larger one is `InvalidError`, or
-        slower. None: no limit, and the key of an upload may exist before.
-        """
-        ...
 
     def put(self, key: str, data: bytes, *, durable: bool = True) -> None:
         """Store a small object whole, replacing an older one.
@@ -405,3 +417,77 @@ class Store(Readable, Protocol):
             UnavailableError: It failed; the object may have either key.
         """
         ...
+
+    # ------------------------------------------------------------- methods with defaults, right for most stores
+
+    def lent_upload(self, key: str, parts: Sequence[memoryview]) -> Upload | None:
+        """Begin an object that must not exist yet, out of memory that the caller lends; None: only parts are written.
+
+        `Upload.complete` sends the object; nothing is written before. The call may wait for other uploads, as
+        `Upload.room`. The name is as durable as that of an upload with `folders_durable=False`.
+
+        Args:
+            key: Its key.
+            parts: Its bytes, one part after the other. They may change until `complete` is called. From then on, until
+                `complete` has returned, a change is sent or not. A request that was given up may read them longer, and
+                has no effect once another request has stored the object.
+        """
+        return None
+
+    def require_exclusive_creates(self) -> None:
+        """Ask the server, unless this process has asked before; see `traits.checks_exclusive_creates`.
+
+        Raises:
+            InvalidError: The server lets two writers create one object.
+            CheckpointError: The server does not answer, or refuses these credentials.
+        """
+        return
+
+    def trust_exclusive_creates(self) -> None:
+        """Record that another process of the job has asked, and that the server does refuse the second create."""
+        return
+
+    def require_replacing_moves(self) -> None:
+        """Require that `move` replaces at once an object at the new key.
+
+        Raises:
+            InvalidError: The store cannot: such a move is refused.
+        """
+        return
+
+    def abort_uploads(self, prefix: str, is_ours: Callable[[str], bool], *, dry_run: bool = False) -> int:
+        """Remove incomplete uploads under a prefix; return their number. 0 where no upload leaves hidden parts.
+
+        The caller knows that no process is sending them.
+
+        Args:
+            prefix: The beginning of their keys.
+            is_ours: Takes the rest of a key; returns whether that upload is to go.
+            dry_run: Only count.
+        Raises:
+            InvalidError: This user may not list or abort uploads, or the server cannot.
+            UnavailableError: It failed; the same call again removes the rest.
+        """
+        return 0
+
+    def with_any_names(self) -> Store | None:
+        """Return the same store for keys of any printable characters, without empty parts, `.` or `..`.
+
+        None: the store has no such names, so checkpoints of other systems in it cannot be read.
+        """
+        return None
+
+    def for_operation(self, name: str, rank: int, world_size: int) -> Store:
+        """Return a view of the store for one save or load: the retries of all calls through it share one deadline.
+
+        Args:
+            name: Name of the save or load, for messages.
+            rank: This rank. Rank 0 warns if storage does not answer.
+            world_size: Ranks of the job, which share the cap on its bandwidth.
+        """
+        return self
+
+    @property
+    def retry_counts(self) -> RetryCounts:
+        """The cost of all retries of the store so far, in all views."""
+        return RetryCounts()

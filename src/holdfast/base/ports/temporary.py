@@ -1,11 +1,9 @@
-"""What a store below a retry says of a failure, and what a retry says of itself."""
+"""The error of a call that may succeed later, and the counts of retries."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
-from holdfast.base.ports.store import Store
 from holdfast.errors import UnavailableError
 
 
@@ -66,33 +64,3 @@ class RetryCounts:
         """Return what was added to earlier counts."""
         seconds = round(self.seconds - earlier.seconds, 6)
         return RetryCounts(self.retries - earlier.retries, seconds, self.throttled - earlier.throttled)
-
-
-@runtime_checkable
-class Retrying(Protocol):
-    """A store that tries calls again."""
-
-    def for_operation(self, name: str, rank: int, world_size: int) -> Store:
-        """Return a view of the store for one save or load. The calls through it share one deadline.
-
-        Args:
-            name: Name of the save or load, for messages.
-            rank: This rank. Rank 0 warns if storage does not answer.
-            world_size: Ranks of the job, which share the cap on its bandwidth.
-        """
-        ...
-
-    @property
-    def retry_counts(self) -> RetryCounts:
-        """What the retries of all views of the store have cost so far."""
-        ...
-
-
-def store_for_operation(store: Store, name: str, rank: int, world_size: int) -> Store:
-    """Return the view of a store for one save or load; the store itself if it never tries again."""
-    return store.for_operation(name, rank, world_size) if isinstance(store, Retrying) else store
-
-
-def retry_counts_of(store: Store) -> RetryCounts:
-    """Return what the retries of a store have cost so far: nothing if it never tries again."""
-    return store.retry_counts if isinstance(store, Retrying) else RetryCounts()

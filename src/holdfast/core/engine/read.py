@@ -112,7 +112,7 @@ def execute(
             stored = packs(run.pack)
             if not run.bases:
                 _RunRead(run, stored, placing, settings._tuning.zero_copy_bytes_min, copying).execute(buffer)
-            elif stored.files.read_alignment > 1:
+            elif stored.files.traits.read_alignment > 1:
                 for part in _parts_of(run, _PART_BYTES_MAX):
                     read_through(part, placing, buffer)
             else:
@@ -175,7 +175,7 @@ class _RunRead:
         """
         parts = list(_parts_of(rest, _PART_BYTES_MAX))
         ranges = [(part.start, part.stop) for part in parts]
-        alignment = self._stored.files.read_alignment
+        alignment = self._stored.files.traits.read_alignment
         buffers = [view_for_range(buffer, start, stop, alignment) for start, stop in ranges]
         if alignment == 1:
             _read_into_homes(parts, homes, buffers)

@@ -12,7 +12,6 @@ import logging
 
 from holdfast.base.clock import Clock
 from holdfast.base.ports.store import Store
-from holdfast.base.ports.unended_uploads import KeepsUploads
 from holdfast.core.format.manifest import MANIFEST_BYTES_MAX
 from holdfast.core.format.names import (
     COPY_CLAIM_FILE,
@@ -88,11 +87,10 @@ class CopyDestination:
 
     def _abort_uploads(self) -> None:
         """Remove uploads that a killed copy left. Those of other programs, as in the root of a bucket, go on."""
-        if isinstance(self.store, KeepsUploads):
-            try:
-                self.store.abort_uploads("", _is_of_copy)
-            except InvalidError as error:
-                logger.warning("uploads that a killed copy may have left were not looked for: %s", error)
+        try:
+            self.store.abort_uploads("", _is_of_copy)
+        except InvalidError as error:
+            logger.warning("uploads that a killed copy may have left were not looked for: %s", error)
 
     def put(self, key: str, data: bytes) -> None:
         """Store a record or manifest, in place of what an earlier call of the same copy stored."""

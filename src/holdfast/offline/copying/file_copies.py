@@ -211,7 +211,7 @@ class FileCopies:
         except CorruptError:
             return False
         # A store of objects shows none before it is whole. A file has its final name only once it is complete.
-        is_whole_at_once = self._destination.object_bytes_max is not None
+        is_whole_at_once = self._destination.traits.appears_whole
         name = key if is_whole_at_once else f"{COPYING_FOLDER}{self._clock.random_bytes(_NAME_BYTES).hex()}"
         try:
             if not self._uploaded(stored, name, record.bytes, record.digest, proof):
@@ -266,7 +266,7 @@ class FileCopies:
         return True
 
     def _part_bytes(self, size: int) -> int:
-        largest = self._destination.object_bytes_max
+        largest = self._destination.traits.object_bytes_max
         # Each part has a connection of its own, and all of them memory of the store.
         usual = _WINDOW_BYTES if largest is None or size <= largest else _PART_BYTES
         return max(usual, -(-size // (_PARTS_MAX * PAGE_BYTES)) * PAGE_BYTES)

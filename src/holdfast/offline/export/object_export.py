@@ -134,7 +134,7 @@ class ObjectExport(PlannedExport):
         """
         room = int(self._worker_bytes(request) * OBJECT_SHARE)
         largest = max(self.files, key=lambda file: file.bytes)
-        object_bytes_max = self._place.store.object_bytes_max
+        object_bytes_max = self._place.store.traits.object_bytes_max
         where = f"{self._place.url}/{largest.name}".rstrip("/")
         if largest.bytes > room:
             needed = int(largest.bytes / OBJECT_SHARE) + 1

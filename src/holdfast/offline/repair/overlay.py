@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from heapq import merge
 
 from holdfast.base.ports.forwarding import ForwardingStore
@@ -20,7 +21,7 @@ class OverlayStore(ForwardingStore):
     def __init__(self, inner: Store) -> None:
         """Begin with no changes to `inner`."""
         super().__init__(inner)
-        self.failed_calls_are_over = True  # No call writes to storage.
+        self.traits = replace(self.traits, failed_calls_are_over=True)  # No call writes to storage.
         self.pending: dict[str, bytes | None] = {}
         """New content by key, in the order of the calls; None: the object would be removed."""
         self.relinked: dict[str, str] = {}

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from holdfast.base.ports.forwarding import ForwardingReadable
-from holdfast.base.ports.store import Buffers, ByteRanges, Mappable, OnBytes, OnRange, Readable
+from holdfast.base.ports.store import Buffers, ByteRanges, OnBytes, OnRange, Readable
 from holdfast.errors import InvalidError, MissingError
 
 _Result = TypeVar("_Result")
@@ -28,7 +29,11 @@ class LinkedPack(ForwardingReadable):
             link_key: Key of the link there.
         """
         super().__init__(root)
-        self.read_alignment = max(root.read_alignment, links.read_alignment)
+        self.traits = replace(
+            root.traits,
+            read_alignment=max(root.traits.read_alignment, links.traits.read_alignment),
+            maps_files=root.traits.maps_files and links.traits.maps_files,
+        )
         self._links, self._link_key = links, link_key
 
     def size(self, key: str) -> int:
@@ -57,21 +62,6 @@ class LinkedPack(ForwardingReadable):
             except MissingError:
                 raise error from None
 
-
-class MappableLinkedPack(LinkedPack):
-    """The same, in a root and a store whose objects are files."""
-
     def mapped(self, key: str) -> mmap.mmap | None:
         """Map all bytes of the pack."""
-
-        def mapped_in(files: Readable, at: str) -> mmap.mmap | None:
-            assert isinstance(files, Mappable), "both are"
-            return files.mapped(at)
-
-        return self._at_either(key, mapped_in)
-
-
-def pack_with_link(root: Readable, links: Readable, link_key: str) -> LinkedPack:
-    """Return the root of a run, in which one pack is also found by its link. Arguments as `LinkedPack`."""
-    are_files = isinstance(root, Mappable) and isinstance(links, Mappable)
-    return (MappableLinkedPack if are_files else LinkedPack)(root, links, link_key)
+        return self._at_either(key, lambda files, at: files.mapped(at))

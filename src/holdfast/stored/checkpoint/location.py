@@ -9,7 +9,6 @@ from typing import NoReturn
 
 from holdfast.base.ports.foreign import WatchedFiles
 from holdfast.base.ports.store import Packs, Readable, Store, Stored, packs_under
-from holdfast.base.ports.temporary import store_for_operation
 from holdfast.base.types.listing import ForeignListing
 from holdfast.base.types.manifest import Manifest
 from holdfast.core.format.digest import short_digest_of
@@ -25,7 +24,7 @@ from holdfast.core.format.names import (
 )
 from holdfast.core.format.sealed_json import stated_digest
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
-from holdfast.stored.checkpoint.linked_packs import pack_with_link
+from holdfast.stored.checkpoint.linked_packs import LinkedPack
 from holdfast.stored.checkpoint.pack_sizes import require_sizes, short_packs
 from holdfast.stored.repository.catalog import (
     exists,
@@ -147,11 +146,11 @@ class CheckpointLocation:
             name: Name of the save or load, for messages.
             rank, world_size: This rank, and the number of ranks.
         """
-        store = store_for_operation(self.store, name, rank, world_size)
+        store = self.store.for_operation(name, rank, world_size)
         # The root is most often the same store: one deadline for both.
         root = store if self.root is self.store else None
         if self.root is not None and root is None:
-            root = store_for_operation(self.root, name, rank, world_size)
+            root = self.root.for_operation(name, rank, world_size)
         foreign = None if self.foreign is None else self.foreign.for_operation(name, rank, world_size)
         return replace(self, store=store, root=root, foreign=foreign)
 
@@ -173,7 +172,7 @@ class CheckpointLocation:
                 return Stored(self.store, attempt_folder + name)
             link = attempt_folder + link_name(name)
             if self.root is not None:
-                return Stored(pack_with_link(self.root, self.store, link), name)
+                return Stored(LinkedPack(self.root, self.store, link), name)
             if link not in links and not exists(self.store, link):
                 raise InvalidError(
                     f"{self.url}: references {name}, a pack of another step of its run, and there is no run around it "

@@ -18,7 +18,6 @@ from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.chunking import chunk_count
 from holdfast.base.geometry.dtype import DTYPES
 from holdfast.base.geometry.region import FlatRange
-from holdfast.base.ports.store import Mappable
 from holdfast.base.types.plan import Piece
 from holdfast.core.engine.decoding.chunk_reader import chunk_of
 from holdfast.core.engine.read import require_digest
@@ -88,7 +87,7 @@ class MappedTensors:
     def _is_mapped(self, pack: str) -> bool:
         if pack not in self._maps:
             stored = self._checkpoint.packs(pack)
-            if not isinstance(stored.files, Mappable):
+            if not stored.files.traits.maps_files:
                 return False
             self._maps[pack] = None
             with suppress(MissingError):  # An error once a tensor of it is asked for.

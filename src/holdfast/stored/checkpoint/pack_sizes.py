@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
-from holdfast.base.ports.paged import entries_per_page
 from holdfast.base.ports.store import Packs, Readable, Store, Stored
 from holdfast.base.types.manifest import FileRecord, Manifest
 from holdfast.core.engine.parallel_map import CALLS_AT_ONCE, ordered_parallel_map
@@ -98,7 +97,7 @@ def _ranges(folders: Iterable[list[str]], packs: Packs) -> Iterator[_Range]:
             stored = packs(inside[0])
         except InvalidError:
             continue  # It may not be read: whoever looks at it by itself says so.
-        page = entries_per_page(stored.files)
+        page = stored.files.traits.page_entries
         if page is None or not stored.key.endswith(inside[0]):
             continue  # A link has another name than its pack.
         prefix = stored.key.removesuffix(inside[0])
@@ -187,7 +186,7 @@ def _sizes_in_folders(names: Iterable[str], packs: Packs, attempt_folder: str) -
     for inside, wanted in folders.items():
         with suppress(InvalidError):  # It may not be listed: each pack is looked at by itself.
             files = packs(min(wanted)).files
-            if entries_per_page(files) is None or (not inside and len(wanted) <= 2 * CALLS_AT_ONCE):
+            if files.traits.page_entries is None or (not inside and len(wanted) <= 2 * CALLS_AT_ONCE):
                 start = 0 if inside else len(attempt_folder)
                 for entry in files.list(inside or attempt_folder):
                     if (name := entry.key[start:]) in wanted:

@@ -115,6 +115,6 @@ def clear_fenced(location: CheckpointLocation, epoch: int) -> bool:
 def _is_certainly_absent(location: CheckpointLocation) -> bool:
     """Return whether a manifest whose put failed is absent and cannot appear later."""
     try:
-        return location.store.failed_calls_are_over and not exists(location.store, location.manifest_key)
+        return location.store.traits.failed_calls_are_over and not exists(location.store, location.manifest_key)
     except Exception:  # noqa: BLE001 - not certain, whatever the error is
         return False

@@ -325,11 +325,13 @@ def write_bytes_per_second(store: Store, key: str, part_bytes: int, clock: Clock
         CheckpointError: Storage cannot be written.
     """
     keys, parts_max = [key], _PROBE_PARTS_MAX
-    if store.object_bytes_max is not None:
+    if store.traits.appears_whole:
         # A save sends its packs side by side there, each by one request.
         stem = key.removesuffix(PACK_SUFFIX)
         keys, parts_max = [f"{stem}-{number}{PACK_SUFFIX}" for number in range(1, _PROBE_OBJECTS + 1)], 1
-        bytes_max = min(part_bytes * _PROBE_PARTS_MAX // _PROBE_OBJECTS, store.object_bytes_max)
+        bytes_max = part_bytes * _PROBE_PARTS_MAX // _PROBE_OBJECTS
+        if store.traits.object_bytes_max is not None:
+            bytes_max = min(bytes_max, store.traits.object_bytes_max)
         part_bytes = max(bytes_max // PAGE_BYTES, 1) * PAGE_BYTES
     data = memoryview(mmap.mmap(-1, part_bytes))
     # Random bytes: a file system may not store zeros.

@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from importlib import metadata
 
-from holdfast.base.ports.exclusive_creates import AsksForExclusiveCreates
 from holdfast.base.ports.store import Store
 from holdfast.base.types.health import findings_of, with_drift
 from holdfast.base.types.manifest import FileRecord, Manifest
@@ -130,8 +129,7 @@ def assemble(
         CorruptError: A part or pack differs from what its rank voted for.
     """
     location, attempt, context = target.location, agreement.attempt, agreement.context
-    if isinstance(location.store, AsksForExclusiveCreates):
-        location.store.trust_exclusive_creates()  # Rank 0 has voted.
+    location.store.trust_exclusive_creates()  # Rank 0 has voted.
     whole = merge_parts(location, attempt, votes, settings.chunk_bytes)
     indexes, overview = write_index(location, attempt, whole.index, settings, written)
     # Every rank made the content of its files durable before it voted, and left their names to this rank. Without their
@@ -228,7 +226,7 @@ def asking_for_exclusive_creates(store: Store, rank: int) -> Callable[[], None]:
     Returns:
         What waits for the answer; it raises if the store cannot be used.
     """
-    if rank or not isinstance(store, AsksForExclusiveCreates):
+    if rank or not store.traits.checks_exclusive_creates:
         return lambda: None
     try:
         answer = DAEMON_POOL.submit(store.require_exclusive_creates)

@@ -17,7 +17,6 @@ from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.chunking import DIGEST_BYTES
 from holdfast.base.geometry.region import FlatRange, region_boxes
 from holdfast.base.ports.framework import Source
-from holdfast.base.ports.paged import entries_per_page
 from holdfast.base.ports.store import packs_under
 from holdfast.base.types.manifest import FileRecord, Manifest
 from holdfast.base.types.plan import PackItem, Piece, PieceKey, PlannedPack
@@ -215,7 +214,7 @@ class Deduplicator:
             }
         unchanged = _with_weights(unchanged)
         # A store of objects has no links, and would be asked for each pack, one after the other.
-        if entries_per_page(self._location.store) is None:
+        if self._location.store.traits.page_entries is None:
             keeps = partial(self._is_linkable, link=link) if self._settings.link_unchanged else self._stays
             gone = {pack for pack in {piece.pack for piece in unchanged.values()} if not keeps(pack)}
             unchanged = _with_weights({key: piece for key, piece in unchanged.items() if piece.pack not in gone})

@@ -89,7 +89,7 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
     files = ordered_parallel_map(
         lambda record: read_file(location.store, location.folder, attempt, record),
         records,
-        CALLS_AT_ONCE if location.store.object_bytes_max is None else _OBJECTS_AT_ONCE,
+        _OBJECTS_AT_ONCE if location.store.traits.appears_whole else CALLS_AT_ONCE,
     )
     for rank, part in enumerate(_decoded(records, files)):
         require_part_of(part, rank, attempt, location.url)

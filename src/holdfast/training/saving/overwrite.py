@@ -22,7 +22,6 @@ from contextlib import suppress
 
 from holdfast.base.clock import Clock, utc_now_text
 from holdfast.base.interrupts import GUARD
-from holdfast.base.ports.replacing import require_replacing_moves
 from holdfast.base.ports.store import Store
 from holdfast.core.engine.background import DAEMON_POOL, is_done_soon, wait_in_slices
 from holdfast.core.format.names import MANIFEST_FILE, step_of_folder
@@ -88,7 +87,7 @@ class Overwriting:
         job = self._job
         assert job is not None, "a save is claimed before it ends"
         if self._require_replaceable() is not None:
-            require_replacing_moves(self._store)
+            self._store.require_replacing_moves()
         claim = take_path_claim(self._store, self._clock, self._settings.lease_seconds, job.commits)
         try:
             # Before the manifest is read: an attempt that publishes and ends from now on must count as one of ours.
@@ -337,6 +336,6 @@ def _require_seen(location: CheckpointLocation, overwrite: Overwrite, own: Colle
 def _is_certainly_prepared(store: Store, attempt: str) -> bool:
     """Return whether a manifest whose move failed is where it was, and cannot be moved later."""
     try:
-        return store.failed_calls_are_over and is_prepared(store, attempt)
+        return store.traits.failed_calls_are_over and is_prepared(store, attempt)
     except Exception:  # noqa: BLE001 - not certain, whatever the error is
         return False

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from holdfast.base.ports.framework import Collected
+from holdfast.base.ports.store import Traits
 from holdfast.base.types.plan import PlannedPack
 from holdfast.core.engine.encoding.encode import KnownWeights
 from holdfast.core.format.pack import HeaderBody
@@ -71,7 +72,7 @@ def plan(job: Job, target: SaveTarget, collected: Collected, owners: Owners, lay
     """
     rank, settings, tuning = job.comm.rank, job.settings, job.settings._tuning
     shards = [local.shard for local in collected.shards]
-    sizes = sizes_of_packs(target.location.store.object_bytes_max, settings)
+    sizes = sizes_of_packs(target.location.store.traits, settings)
     compresses = settings.compression != "off"
 
     def own() -> list[Owned]:
@@ -105,15 +106,16 @@ def plan(job: Job, target: SaveTarget, collected: Collected, owners: Owners, lay
     return RankPlan(chosen, is_new, coding)
 
 
-def sizes_of_packs(object_bytes_max: int | None, settings: Settings) -> PackSizes | None:
+def sizes_of_packs(traits: Traits, settings: Settings) -> PackSizes | None:
     """Return the sizes of packs in a store with a largest object; None in a store of files."""
-    if object_bytes_max is None:
+    if traits.object_bytes_max is None and not traits.appears_whole:
         return None
     tuning, in_flight_max = settings._tuning, settings.object_bytes_in_flight_max
     # A cap holds within a tenth over ten objects, so they must be small.
     share = 1 if settings.max_bytes_per_second is None else tuning.capped_pack_share
-    # Such a store gets a pack in one request, and until then all of the pack is in memory.
-    bytes_max = min(object_bytes_max, in_flight_max)
+    # A pack that appears whole is in memory until its end.
+    limits = (traits.object_bytes_max, in_flight_max if traits.appears_whole else None)
+    bytes_max = min(limit for limit in limits if limit is not None)
     return PackSizes(
         full_bytes=min(tuning.full_pack_bytes // share, in_flight_max // 8),
         bytes_max=bytes_max,

@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 from holdfast.base.clock import Clock
 from holdfast.base.ports.comm import Comm
 from holdfast.base.ports.store import Store
-from holdfast.base.ports.temporary import RetryCounts, retry_counts_of
+from holdfast.base.ports.temporary import RetryCounts
 from holdfast.base.types.coding import KindDecision
 from holdfast.base.types.events import (
     Began,
@@ -90,7 +90,7 @@ class OperationTrace:
         return self._retries_so_far().since(self._retries_before)
 
     def _retries_so_far(self) -> RetryCounts:
-        return RetryCounts() if self._store is None else retry_counts_of(self._store)
+        return RetryCounts() if self._store is None else self._store.retry_counts
 
     @property
     def phases(self) -> tuple[Phase, ...]:

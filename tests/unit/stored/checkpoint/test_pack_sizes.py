@@ -12,7 +12,6 @@ import pytest
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.backends.stores.memory import MemoryStore
 from holdfast.base.clock import SystemClock
-from holdfast.base.ports.paged import entries_per_page
 from holdfast.base.ports.store import Entry, Store
 from holdfast.base.types.manifest import FileRecord, Manifest
 from holdfast.base.types.values import Group
@@ -37,7 +36,7 @@ class PagedStore(RecordingStore):
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
-        self.page_entries = PAGE
+        self.traits = replace(inner.traits, page_entries=PAGE)
 
     def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
         while True:
@@ -132,9 +131,9 @@ def test_no_pack_is_listed_twice(count: int) -> None:
 
 def test_a_wrapper_is_as_paged_as_what_it_wraps() -> None:
     memory = MemoryStore(uuid.uuid4().hex)
-    assert entries_per_page(memory) is None
-    assert entries_per_page(RecordingStore(memory)) is None
-    assert entries_per_page(RecordingStore(PagedStore(memory))) == PAGE
+    assert memory.traits.page_entries is None
+    assert RecordingStore(memory).traits.page_entries is None
+    assert RecordingStore(PagedStore(memory)).traits.page_entries == PAGE
 
 
 def state_of(value: float) -> dict[str, GlobalTensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -18,6 +19,7 @@ class Asking(ForwardingStore):
 
     def __init__(self, inner: Store, *, is_liar: bool) -> None:
         super().__init__(inner)
+        self.traits = replace(self.traits, checks_exclusive_creates=True)
         self.done: list[str] = []
         self._is_liar = is_liar
         self._has_packs = threading.Event()

@@ -98,7 +98,7 @@ def test_a_pack_that_the_cap_holds_back_does_not_hang(cap: int | None) -> None:
             hung.append(job.progress.hung is not None)
 
     store = FaultyStore(fresh_store(), Faults(take_time, names={"upload.complete"}))
-    store.object_bytes_max = MIB
+    store.traits = replace(store.traits, object_bytes_max=MIB, appears_whole=True)
     job = Job(ThreadComm(ThreadGroup(1), 0), clock, settings, NumpyFramework(0))
     with CheckpointManager.over(store, job) as manager:
         handle = manager.save(1, {"w": plain(1.0, count=4096)})

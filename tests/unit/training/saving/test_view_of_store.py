@@ -20,7 +20,7 @@ class Viewed(ForwardingStore):
 
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
-        self.object_bytes_max = 1 << 20
+        self.traits = replace(self.traits, object_bytes_max=1 << 20, appears_whole=True)
         self.view = "none"
         self.uploads: list[str] = []
 

@@ -14,19 +14,18 @@ from holdfast.backends.stores.fsspec.refusals import is_absent
 from holdfast.backends.stores.keys import Split, split_key, split_name, split_prefix
 from holdfast.backends.stores.parts import check_buffers
 from holdfast.backends.stores.remote.reads import Batch, batches_of, cut, read_by_batches
-from holdfast.base.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange
+from holdfast.base.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, Readable
 from holdfast.errors import CorruptError
 from holdfast.settings import Settings
 
 
-class FileSystemReading:
+class FileSystemReading(Readable):
     """Reads files beneath a folder."""
 
     def __init__(self, address: FileSystemAddress, settings: Settings) -> None:
         """Remember where; does no I/O."""
         self.address = address
         self.url = address.url
-        self.read_alignment = 1
         self.systems = FileSystems(address, settings)
         self._split: Split = split_key
 

@@ -18,6 +18,7 @@ from holdfast.backends.stores.parts import PartLedger
 from holdfast.backends.stores.remote.memory import BytesInFlight, ObjectUpload
 from holdfast.backends.stores.remote.probe import takes_both
 from holdfast.base.clock import Clock, SystemClock
+from holdfast.base.ports.store import Store, Traits
 from holdfast.base.ports.temporary import TemporaryError
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, MissingError
 from holdfast.settings import Settings
@@ -32,7 +33,7 @@ servers such as sshd take few."""
 _HIDDEN_BYTES = 12
 
 
-class FileSystemStore(FileSystemReading):
+class FileSystemStore(FileSystemReading, Store):
     """Keys to files beneath a folder of a file system.
 
     An object appears whole or not at all: it is stored at once, or written under a hidden name and then linked or
@@ -54,9 +55,7 @@ class FileSystemStore(FileSystemReading):
             InvalidError: It is no such URL, has credentials, or fsspec is not installed.
         """
         super().__init__(file_system_address(url), settings)
-        self.failed_calls_are_over = False
-        """A call whose reply was lost may take effect later."""
-        self.object_bytes_max = _OBJECT_BYTES_MAX
+        self.traits = Traits(object_bytes_max=_OBJECT_BYTES_MAX, appears_whole=True)
         self._in_flight = BytesInFlight(settings.object_bytes_in_flight_max)
         self._clock = clock or SystemClock()
         self._is_alone = settings.object_store.single_writer
@@ -97,10 +96,10 @@ class FileSystemStore(FileSystemReading):
         self._split(key)
         where = self.where(key)
         ledger = PartLedger(where, bytes_max=bytes_max, part_bytes=part_bytes)
-        if bytes_max > self.object_bytes_max:
+        if bytes_max > _OBJECT_BYTES_MAX:
             raise InvalidError(
                 f"{where}: an object of {bytes_max} bytes; {self.address.protocol}:// takes at most "
-                f"{self.object_bytes_max}, which is collected in memory. Save from more ranks, so that each one writes "
+                f"{_OBJECT_BYTES_MAX}, which is collected in memory. Save from more ranks, so that each one writes "
                 "less"
             )
         return ObjectUpload(ledger, self._in_flight, lambda memory: self._create_in_time(key, memory))

@@ -14,7 +14,7 @@ from holdfast.backends.stores.objects.address import KEY_BYTES_MAX, Address
 from holdfast.backends.stores.objects.client import Clients
 from holdfast.backends.stores.parts import check_buffers
 from holdfast.backends.stores.remote.reads import Batch, batches_of, cut, read_by_batches
-from holdfast.base.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange
+from holdfast.base.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, Readable, Traits
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.settings import MIB, Settings
 
@@ -33,17 +33,16 @@ _KNOWN_BYTES_MAX, _KNOWN_MAX = 1024, 16
 """Size and number of the objects whose tags are kept: `latest` is one."""
 
 
-class ObjectReading:
+class ObjectReading(Readable):
     """Reads objects beneath a folder of a bucket."""
 
     def __init__(self, address: Address, settings: Settings) -> None:
         """Remember where; does no I/O."""
         self.address = address
         self.url = address.url
-        self.read_alignment = 1
         # The client reads a listing on Azure from its beginning, and leaves out what is before `after`: parts of it
         # would cost more than the whole.
-        self.page_entries = _WHOLE_LISTING if address.scheme == "az" else _PAGE_ENTRIES
+        self.traits = Traits(page_entries=_WHOLE_LISTING if address.scheme == "az" else _PAGE_ENTRIES)
         self.clients = Clients(address, settings)
         self._has_bucket = False
         self._known: dict[str, tuple[bytes, Any]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from holdfast.backends.stores.keys import split_prefix
@@ -19,7 +20,7 @@ from holdfast.backends.stores.parts import PartLedger
 from holdfast.backends.stores.remote.memory import BytesInFlight, LentObject, ObjectUpload
 from holdfast.backends.stores.remote.probe import Probe
 from holdfast.base.clock import Clock, SystemClock
-from holdfast.base.ports.store import Upload
+from holdfast.base.ports.store import Store, Upload
 from holdfast.base.ports.temporary import TemporaryError
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.settings import MIB, Settings
@@ -44,7 +45,7 @@ _said_to_keep: set[str] = set()
 """Buckets that keep versions, and of which the log has said so."""
 
 
-class ObjectStore(ObjectReading):
+class ObjectStore(ObjectReading, Store):
     """Keys to objects beneath a folder of a bucket.
 
     An object is stored by one request, whole or not at all, durable on return, and a listing shows it at once. What no
@@ -65,9 +66,7 @@ class ObjectStore(ObjectReading):
             InvalidError: It is no such URL, or has credentials.
         """
         super().__init__(address_of(url), settings)
-        self.failed_calls_are_over = False
-        """A request whose reply was lost may take effect later."""
-        self.object_bytes_max = _OBJECT_BYTES_MAX[self.address.scheme]
+        object_bytes_max = _OBJECT_BYTES_MAX[self.address.scheme]
         self._keeps_versions = False
         """Whether an object that this store has put got a version."""
         self._compares_bare_tags = False
@@ -78,9 +77,18 @@ class ObjectStore(ObjectReading):
         if self._parts is not None:
             # A request sends an object from memory, and memory is bounded.
             in_memory = max(settings.object_bytes_in_flight_max, _IN_PARTS_BYTES_MIN)
-            self.object_bytes_max = min(self.object_bytes_max, in_memory)
+            object_bytes_max = min(object_bytes_max, in_memory)
+        self.traits = replace(
+            self.traits, object_bytes_max=object_bytes_max, appears_whole=True, checks_exclusive_creates=True
+        )
         self._probe = Probe(self, self._clock, is_needed=not settings.object_store.single_writer)
         self._conditional_delete = ConditionalDelete(self.address, self.clients, self._clock)
+
+    @property
+    def _object_bytes_max(self) -> int:
+        largest = self.traits.object_bytes_max
+        assert largest is not None, "a request has a limit"
+        return largest
 
     def _parts_of(self, settings: Settings) -> Parts | None:
         """Return what sends large objects in parts; None where one request takes any object (Google)."""
@@ -144,17 +152,17 @@ class ObjectStore(ObjectReading):
     ) -> Upload:
         """Begin an object that must not exist yet; it is invisible until complete.
 
-        An object of up to `object_bytes_max` is collected in memory, and sent by one request. A larger one is sent in
-        parts, except by Google, which takes any by one request.
+        An object of up to `traits.object_bytes_max` is collected in memory, and sent by one request. A larger object is
+        sent in parts, except by Google, which takes any object by one request.
         """
         where, full = self.where(key), self.full_key(key)
         ledger = PartLedger(where, bytes_max=bytes_max, part_bytes=part_bytes)
-        if bytes_max <= self.object_bytes_max:
+        if bytes_max <= self._object_bytes_max:
             return ObjectUpload(ledger, self._in_flight, lambda memory: self.create(key, memory))
         if self._parts is None:
             raise InvalidError(
                 f"{where}: an object of {bytes_max} bytes; {self.address.scheme}:// takes at most "
-                f"{self.object_bytes_max} in one request. Save from more ranks, so that each one writes less"
+                f"{self._object_bytes_max} in one request. Save from more ranks, so that each one writes less"
             )
         return MultipartUpload(ledger, self._in_flight, self._parts, self, key, full)
 
@@ -162,12 +170,12 @@ class ObjectStore(ObjectReading):
         """Begin an object that must not exist yet, out of memory that the caller lends; one request sends it."""
         where, full_bytes = self.where(key), sum(part.nbytes for part in parts)
         self.full_key(key)
-        if full_bytes > self.object_bytes_max:
-            raise InvalidError(f"{where}: an object of {full_bytes} bytes; expected at most {self.object_bytes_max}")
+        if full_bytes > self._object_bytes_max:
+            raise InvalidError(f"{where}: an object of {full_bytes} bytes; expected at most {self._object_bytes_max}")
         return LentObject(where, parts, self._in_flight, lambda lent: self.create(key, lent))
 
     def abort_uploads(self, prefix: str, is_ours: Callable[[str], bool], *, dry_run: bool = False) -> int:
-        """Remove uploads in parts that nobody has ended; see `KeepsUploads`."""
+        """Remove uploads in parts that nobody has ended; see `Store.abort_uploads`."""
         split_prefix(prefix)
         if self._parts is None:
             return 0

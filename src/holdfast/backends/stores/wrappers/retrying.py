@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import TypeVar
 
@@ -27,11 +28,7 @@ from holdfast.backends.stores.wrappers.held_memory import HeldMemory
 from holdfast.backends.stores.wrappers.rate import RateLimit
 from holdfast.backends.stores.wrappers.retries import Request, Retries, Tries
 from holdfast.base.clock import Clock, SystemClock
-from holdfast.base.ports.exclusive_creates import AsksForExclusiveCreates
-from holdfast.base.ports.foreign import any_names_of
 from holdfast.base.ports.forwarding import ForwardingStore
-from holdfast.base.ports.lent_memory import TakesLentMemory
-from holdfast.base.ports.replacing import Replacing
 from holdfast.base.ports.store import (
     Buffers,
     ByteRanges,
@@ -43,7 +40,6 @@ from holdfast.base.ports.store import (
     Upload,
 )
 from holdfast.base.ports.temporary import RetryCounts, TemporaryError
-from holdfast.base.ports.unended_uploads import KeepsUploads
 from holdfast.errors import ConflictError, CorruptError, MissingError
 from holdfast.settings import MIB, Settings
 
@@ -93,8 +89,8 @@ class RetryingStore(ForwardingStore):
             requests_in_flight_max: Most requests to its server at a time; None: as many as to an object store.
         """
         super().__init__(inner)
-        self.failed_calls_are_over = False
-        """A call that was abandoned, or cut off from its reply, may still take effect."""
+        # A call that was abandoned, or cut off from its reply, may still take effect.
+        self.traits = replace(self.traits, failed_calls_are_over=False)
         self._settings, self._clock = settings, clock or SystemClock()
         self._limit = ConcurrencyLimit.shared(
             _server_of(inner.url), requests_in_flight_max or settings._tuning.requests_in_flight_max
@@ -114,7 +110,7 @@ class RetryingStore(ForwardingStore):
 
     def with_any_names(self) -> RetryingStore | None:
         """Return a view of the store for other systems' names; its calls share deadlines and limits with this one."""
-        inner = any_names_of(self._inner)
+        inner = self._inner.with_any_names()
         if inner is None:
             return None
         view = copy.copy(self)
@@ -260,25 +256,23 @@ class RetryingStore(ForwardingStore):
     ) -> Upload:
         """Begin an object that must not exist yet."""
         inner = super().upload(key, bytes_max, part_bytes, folders_durable=folders_durable, may_be_less=may_be_less)
-        is_whole = self.object_bytes_max is not None and bytes_max <= self.object_bytes_max
+        largest = self.traits.object_bytes_max
+        is_whole = self.traits.appears_whole and (largest is None or bytes_max <= largest)
         return _RetryingUpload(inner, self._where(key), bytes_max, self._retries, is_sent_whole=is_whole)
 
     def require_exclusive_creates(self) -> None:
         """Ask the server whether it keeps the condition of a create, if the store must."""
-        inner = self._inner
-        if isinstance(inner, AsksForExclusiveCreates):
+        if self.traits.checks_exclusive_creates:
             request = Request("require_exclusive_creates", self.url, changes=True)
-            self._retries.run(request, lambda _: inner.require_exclusive_creates())
+            self._retries.run(request, lambda _: self._inner.require_exclusive_creates())
 
     def trust_exclusive_creates(self) -> None:
         """Take note that another process of the job has asked."""
-        if isinstance(self._inner, AsksForExclusiveCreates):
-            self._inner.trust_exclusive_creates()
+        self._inner.trust_exclusive_creates()
 
     def lent_upload(self, key: str, parts: Sequence[memoryview]) -> Upload | None:
         """Begin an object out of memory that the caller lends; None if the store takes only parts."""
-        inner = self._inner
-        upload = inner.lent_upload(key, parts) if isinstance(inner, TakesLentMemory) else None
+        upload = self._inner.lent_upload(key, parts)
         if upload is None:
             return None
         full_bytes = sum(part.nbytes for part in parts)
@@ -286,11 +280,8 @@ class RetryingStore(ForwardingStore):
 
     def abort_uploads(self, prefix: str, is_ours: Callable[[str], bool], *, dry_run: bool = False) -> int:
         """Remove uploads that nobody has ended; none if the store keeps none."""
-        inner = self._inner
-        if not isinstance(inner, KeepsUploads):
-            return 0
         request = Request("abort_uploads", self._where(prefix), changes=not dry_run)
-        return self._retries.run(request, lambda _: inner.abort_uploads(prefix, is_ours, dry_run=dry_run))
+        return self._retries.run(request, lambda _: self._inner.abort_uploads(prefix, is_ours, dry_run=dry_run))
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; absent keys are no error."""
@@ -320,9 +311,7 @@ class RetryingStore(ForwardingStore):
 
     def require_replacing_moves(self) -> None:
         """Require that `move` replaces at once what is at the new key."""
-        inner = self._inner
-        if isinstance(inner, Replacing):
-            self._around("move", "", inner.require_replacing_moves)
+        self._around("move", "", self._inner.require_replacing_moves)
 
     def _has_moved(self, key: str, new_key: str, before: str) -> bool:
         """Return whether an earlier try moved an object: nothing or another one is at `key`, and one at the new key.

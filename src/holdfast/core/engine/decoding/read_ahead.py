@@ -31,7 +31,7 @@ class ReadAhead:
 
     def read(self, stored: Stored, piece: Piece, start: int, stop: int, buffer: memoryview) -> memoryview:
         """Return bytes `[start, stop)` of the pack of a piece; the buffer takes them, and a page more."""
-        if stored.files.read_alignment > 1:  # A file: the system reads ahead.
+        if stored.files.traits.read_alignment > 1:  # A file: the system reads ahead.
             return read_range(stored.files, stored.key, start, stop, buffer)
         if self._ahead is not None:
             pack, first, held = self._ahead

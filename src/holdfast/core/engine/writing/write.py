@@ -98,7 +98,7 @@ class PackWriter:
     @property
     def sends_whole_packs(self) -> bool:
         """Whether the store gets a pack in one request, when the pack is complete."""
-        return self._store.object_bytes_max is not None
+        return self._store.traits.appears_whole
 
     def through(self, store: Store) -> PackWriter:
         """Return a writer with the same buffers that writes through another view of the store."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from holdfast.base.ports.paged import entries_per_page
 from holdfast.base.ports.store import Store
 from holdfast.base.types.removal import StepFiles
 from holdfast.core.format.names import link_name, step_folder, step_of_pack
@@ -50,7 +49,7 @@ def linked_packs(
     }
     needed = {files.step: files.packs & others for files in listed if files.step in staying and files.counts}
     # A store that answers in pages has no links.
-    may_link = entries_per_page(store) is None
+    may_link = store.traits.page_entries is None
     held = {
         files.step: frozenset(pack for pack in needed[files.step] if may_link and _is_linked(store, files, pack))
         if files.step not in bases

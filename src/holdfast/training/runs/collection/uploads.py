@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 from holdfast.base.ports.store import Store
-from holdfast.base.ports.unended_uploads import KeepsUploads
 from holdfast.core.format.names import is_attempt_file, is_attempt_folder, step_of_folder
 from holdfast.errors import InvalidError
 
@@ -23,8 +22,6 @@ def uploads_removed(store: Store, *, dry_run: bool = False) -> int:
     Raises:
         UnavailableError: Storage failed; the next call continues.
     """
-    if not isinstance(store, KeepsUploads):
-        return 0
     try:
         return store.abort_uploads("", _is_of_attempt, dry_run=dry_run)
     except InvalidError as error:

@@ -7,6 +7,7 @@ import hmac
 import random
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,7 @@ def proxy(objects: ObjectServer) -> Iterator[ObjectProxy]:
 def store_at(url: str, endpoint: str) -> RetryingStore:
     settings = Settings(object_store=ObjectSettings(endpoint=endpoint), retry_seconds_per_call=20)
     store = ObjectStore(url, settings=settings)
-    store.object_bytes_max = PART
+    store.traits = replace(store.traits, object_bytes_max=PART)
     return RetryingStore(store, settings)
 
 

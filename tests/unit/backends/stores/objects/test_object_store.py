@@ -540,7 +540,7 @@ def test_an_object_larger_than_one_request_takes() -> None:
         ObjectStore("gs://bucket/folder", settings=Settings()).upload("key", (5 << 40) + PAGE_BYTES, PAGE_BYTES)
     for url in ("s3://bucket/folder", "az://container/folder"):
         store = ObjectStore(url, settings=Settings())
-        assert store.object_bytes_max == Settings().object_bytes_in_flight_max
+        assert store.traits.object_bytes_max == Settings().object_bytes_in_flight_max
         store.upload("key", (5 << 30) + 1, 5 << 20).abort()
 
 
@@ -563,7 +563,7 @@ def test_a_listing_of_many_pages(objects: ObjectServer, proxy: ObjectProxy) -> N
     keys = [entry.key for entry in store.list()]
     assert keys == [f"k{number:04d}" for number in range(1003)]
     assert [entry.key for entry in store.list(after="k0998", up_to="k1001")] == ["k0999", "k1000", "k1001"]
-    assert store.page_entries == 1000
+    assert store.traits.page_entries == 1000
     proxy.asked.clear()
     assert [entry.key for entry in store.list(after="k000", up_to="k0999")] == keys[:1000]
     assert [entry.key for entry in store.list(after="k0001", up_to="k1001")] == keys[2:1002]

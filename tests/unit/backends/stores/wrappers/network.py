@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TypeVar
 
 from holdfast.base.ports.forwarding import ForwardingStore
@@ -40,8 +41,9 @@ class NetworkStore(ForwardingStore):
     def __init__(self, inner: Store, draw: Callable[[], str], *, object_bytes_max: int = 1 << 40) -> None:
         super().__init__(inner)
         self._draw = draw
-        self.failed_calls_are_over = False
-        self.object_bytes_max = object_bytes_max
+        self.traits = replace(
+            self.traits, failed_calls_are_over=False, object_bytes_max=object_bytes_max, appears_whole=True
+        )
         self.requests: list[str] = []
         self._lock = threading.Lock()
         self._late: list[tuple[int, Callable[[], object]]] = []

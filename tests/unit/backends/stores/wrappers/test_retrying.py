@@ -16,7 +16,7 @@ from holdfast.backends.stores.wrappers.held_memory import HeldMemory
 from holdfast.backends.stores.wrappers.retrying import RetryingStore
 from holdfast.base.ports.forwarding import ForwardingStore
 from holdfast.base.ports.store import Store
-from holdfast.base.ports.temporary import Retrying, TemporaryError, retry_counts_of, store_for_operation
+from holdfast.base.ports.temporary import TemporaryError
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error, stall_until
@@ -219,7 +219,7 @@ class TestUploads:
 
     def test_the_cap_is_shared_by_the_ranks(self) -> None:
         rig = Rig(settings=Settings(max_bytes_per_second=4 * MIB))
-        store = store_for_operation(rig.store, "save of step 7", 0, 4)
+        store = rig.store.for_operation("save of step 7", 0, 4)
         data = memoryview(bytes(2 * MIB))
         began = rig.clock.seconds
         for number in range(11):
@@ -235,23 +235,22 @@ class TestOperations:
         fates = iter(lambda: REFUSED, None)
         rig = Rig(settings=Settings(retry_seconds_per_save=3))
         rig.network._draw = lambda: next(fates) if len(rig.network.requests) % 2 == 0 else PASS
-        assert isinstance(rig.store, Retrying)
-        store = store_for_operation(rig.store, "save of step 7", 0, 1)
-        before = retry_counts_of(rig.store)
+        store = rig.store.for_operation("save of step 7", 0, 1)
+        before = rig.store.retry_counts
         with pytest.raises(UnavailableError, match=r"may take 3 s, settings.retry_seconds_per_save"):
             for number in range(1000):
                 store.put(f"key-{number}", b"")
-        counts = retry_counts_of(store).since(before)
-        assert counts == retry_counts_of(rig.store).since(before)
+        counts = store.retry_counts.since(before)
+        assert counts == rig.store.retry_counts.since(before)
         assert counts.retries > 10 and 3 <= counts.seconds < 3.2
         # The next save begins anew, and so does the store itself.
-        store_for_operation(rig.store, "save of step 8", 0, 1).put("key", b"")
+        rig.store.for_operation("save of step 8", 0, 1).put("key", b"")
         rig.store.put("key", b"")
 
     def test_a_store_without_retries_is_left_as_it_is(self) -> None:
         memory = MemoryStore(uuid.uuid4().hex)
-        assert store_for_operation(memory, "save", 0, 1) is memory
-        assert retry_counts_of(memory).retries == 0
+        assert memory.for_operation("save", 0, 1) is memory
+        assert memory.retry_counts.retries == 0
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

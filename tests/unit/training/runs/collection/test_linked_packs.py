@@ -146,7 +146,7 @@ def test_a_store_that_answers_in_pages_is_asked_for_no_link(tmp_path: Path) -> N
 
     saved(tmp_path, 1, 2)
     store = Paged(store_of(tmp_path))
-    store.page_entries = 1000
+    store.traits = replace(store.traits, page_entries=1000)
     listed = [inspect_step(store, step, current_fence(store))[0] for step in (1, 2)]
     assert linked_packs(store, listed, {2}, ()).holders == {1: (2,)}
 
