@@ -15,7 +15,7 @@ from holdfast.backends.foreign.dcp.metadata import saved_of
 from holdfast.backends.foreign.dcp.nesting import nested_of, tree_of
 from holdfast.backends.foreign.dcp.reader import METADATA, DcpFormat
 from holdfast.backends.foreign.pickles.objects import OpaqueObject
-from holdfast.base.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, hand_out
+from holdfast.base.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, Traits, hand_out
 from holdfast.base.types.values import FrameworkValue, TensorRef
 from holdfast.core.format.index.foreign_index import index_foreign
 from holdfast.errors import CheckpointError, MissingError
@@ -27,7 +27,7 @@ class FilesInMemory:
     """Files in memory under any names, also those that no store accepts."""
 
     url = "here"
-    read_alignment = 1
+    traits = Traits()
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         self._files = files
