@@ -182,11 +182,11 @@ def committed(root: Path, reply_seconds: float) -> Numbers:
     told = json.loads((root / "votes.json").read_text())
     place = location_at(root, reply_seconds)
     votes = [Vote(*each) for each in told["votes"]]
-    agreement = Agreement(0, told["attempt"], (0,), {}, True, (), None, paper_context())
+    agreement = Agreement(0, told["attempt"], (0,), {}, True, (), None, paper_context(False))
     # Rank 0's own objects would need a state; the committing rank uses the location and the parent only.
-    request = SimpleNamespace(location=place, parent=lambda: None)
+    target = SimpleNamespace(location=place, hooks=SimpleNamespace(parent_of=lambda manifest: None))
     start, processor = time.perf_counter(), time.process_time()
-    data, _ = assemble(request, agreement, votes, SETTINGS, [])
+    data, _ = assemble(target, agreement, votes, SETTINGS, [])
     publish(place.store, place.manifest_key, data)
     seconds, processor_seconds = time.perf_counter() - start, time.process_time() - processor
     requests = place.store.requests if isinstance(place.store, PaperObjects) else {}
@@ -253,7 +253,7 @@ def looked(root: Path, reply_seconds: float) -> Numbers:
         "load_look_peak_mib": peak_mib(),
     }
     del manifest
-    ensure_run(place.store, "paper", paper_context().created)
+    ensure_run(place.store, "paper", paper_context(False).created)
     place = location_at(root)
     for name, verb in (
         ("ls", lambda: run_record(place.store)),
