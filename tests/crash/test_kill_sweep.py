@@ -105,9 +105,7 @@ def save_again_over_store(root: Path, faults: Faults) -> None:
     assert report is not None and report.unchanged_bytes == 12_000
 
 
-def delete_leftovers(
-    template: Path, work: Path, save: Saver, expected: set[int], points: Points = EVERY_CALL
-) -> list[str]:
+def sweep(template: Path, work: Path, save: Saver, expected: set[int], points: Points = EVERY_CALL) -> list[str]:
     """Kill a save at one point after another until it lives; return what became of each."""
     names, stride = points
     judged = Judged[str]()
@@ -180,14 +178,14 @@ def template(in_memory: Path) -> Path:
 )
 def test_old_or_new_whole_wherever_the_process_dies(template: Path, in_memory: Path, save: Saver) -> None:
     points = swept_by("SWEEP_STRIDE") if save is save_over_syscalls else EVERY_CALL
-    fates = delete_leftovers(template, in_memory, save, {OLD}, points)
+    fates = sweep(template, in_memory, save, {OLD}, points)
     print(f"{save.__name__}: {len(fates)} points, {fates.count('old')} left the old step, {fates.count('new')} the new")
     assert fates.count("old") >= 5, "most of a save comes before its commit"
     assert fates == sorted(fates, reverse=True), "once committed, always committed"
 
 
 def test_a_second_save_of_a_process_dies_anywhere(template: Path, in_memory: Path) -> None:
-    fates = delete_leftovers(template, in_memory, save_again_over_store, {OLD, BETWEEN})
+    fates = sweep(template, in_memory, save_again_over_store, {OLD, BETWEEN})
     assert fates.count("old") >= 5, "most of a save comes before its commit"
     assert fates == sorted(fates, reverse=True), "once committed, always committed"
 
@@ -230,9 +228,7 @@ def test_going_back_dies_anywhere_and_no_step_of_either_timeline_is_lost(
 
 @pytest.mark.long
 def test_first_save_of_a_run_dies_anywhere(in_memory: Path) -> None:
-    fates = delete_leftovers(
-        in_memory / "none", in_memory / "runs" / "deep", save_over_syscalls, set(), swept_by("SWEEP_STRIDE")
-    )
+    fates = sweep(in_memory / "none", in_memory / "runs" / "deep", save_over_syscalls, set(), swept_by("SWEEP_STRIDE"))
     assert "old" in fates
     assert "new" in fates
 

@@ -58,7 +58,7 @@ class Matrix:
     """Digests after loading what was saved compressed, of the pairs that were drawn."""
 
 
-FoundStep = dict[str, list[dict[str, object]]]
+Found = dict[str, list[dict[str, object]]]
 """What each rank returned, by layout."""
 
 
@@ -84,13 +84,13 @@ def _launch(ranks: int, root: Path) -> Launch:
     return Launch(ranks, sequence, root / f"world-{ranks}", deadline_seconds=DEADLINE_SECONDS)
 
 
-def _run(root: Path) -> tuple[FoundStep, FoundStep]:
+def _run(root: Path) -> tuple[Found, Found]:
     """Save every layout, then load each on each: one world for each number of ranks, one after the other.
 
     What a layout has compiled and looked up in torch when it saves is there when it loads.
     """
-    saved: FoundStep = {kind: [cases.save(None, kind, str(root))] for kind in _kinds_of(1)}
-    loaded: FoundStep = {}
+    saved: Found = {kind: [cases.save(None, kind, str(root))] for kind in _kinds_of(1)}
+    loaded: Found = {}
     with ExitStack() as stack:
         sizes = sorted({each.ranks for each in KINDS.values()} - {1})
         worlds = {ranks: stack.enter_context(_launch(ranks, root)) for ranks in sizes}

@@ -98,7 +98,6 @@ RETIRED = {
     "Alike": "ArchiveTemplate",
     "Windows": "TailPrefetch",
     # House 3.
-    "CALLS": "DAEMON_POOL",
     "HeldPart": "LocalPart",
     "LocatedHeld": "LocatedShards",
     "OutsideState": "CustomState",

@@ -189,7 +189,7 @@ class Folders:
         """Remove a folder and then its ancestors, as long as they are empty; never the root."""
         self._remove_upwards(parts, self._remove_empty)
 
-    def delete_leftovers(self, parts: Parts) -> None:
+    def sweep(self, parts: Parts) -> None:
         """Remove a folder without objects at any depth, and its temporary files; then its ancestors likewise.
 
         The first folder that holds an object stays, without its temporary files. This is safe beside live writers. A

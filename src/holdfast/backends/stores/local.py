@@ -173,7 +173,7 @@ class LocalStore(FileReading, Store):
                 self._syscalls.unlink(parts[-1], dir_fd=folder)
         for parts in sorted(touched, key=len, reverse=True):
             with translated("clean up", self._where("/".join(parts))):
-                self._folders.delete_leftovers(parts)
+                self._folders.sweep(parts)
                 self._sync_remaining(parts)
 
     def move(self, key: str, new_key: str) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from holdfast.backends.foreign.pickles.constructors import DAEMON_POOL, STORAGE_DTYPES
+from holdfast.backends.foreign.pickles.constructors import CALLS, STORAGE_DTYPES
 from holdfast.backends.foreign.pickles.numpy_constructors import NUMPY_CALLS
 from holdfast.backends.foreign.pickles.objects import GlobalName, UnsupportedPickle
 from holdfast.base.types.values import FrameworkValue
 
-KNOWN_CALLS = {**DAEMON_POOL, **NUMPY_CALLS}
+KNOWN_CALLS = {**CALLS, **NUMPY_CALLS}
 """Substitutes for functions and classes, by module and name."""
 
 

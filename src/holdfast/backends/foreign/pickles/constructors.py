@@ -260,7 +260,7 @@ _PATHS: Mapping[str, type[pathlib.PurePath]] = {
     "PureWindowsPath": pathlib.PureWindowsPath,
 }
 
-DAEMON_POOL: Mapping[str, Call] = {
+CALLS: Mapping[str, Call] = {
     "_codecs.encode": _bytes_of,
     "builtins.bytearray": _bytearray,
     "builtins.bytes": _exactly(bytes),

@@ -74,7 +74,7 @@ def size_of(systems: FileSystems, where: Where, key: str) -> int:
     return systems.use("look at", where(key), ask)
 
 
-def delete_leftovers(systems: FileSystems, where: Where, parts: Parts, *, removes_folders: bool) -> None:
+def sweep(systems: FileSystems, where: Where, parts: Parts, *, removes_folders: bool) -> None:
     """Remove the hidden files of a folder; without objects at any depth the folder too, then those above likewise.
 
     This is safe beside live writers. A hidden file has a random name and is renamed or linked. If it is removed before,

@@ -11,7 +11,7 @@ from holdfast.backends.stores.fsspec import placing
 from holdfast.backends.stores.fsspec.abilities import Abilities, abilities, known_abilities
 from holdfast.backends.stores.fsspec.address import file_system_address
 from holdfast.backends.stores.fsspec.files import FileSystem, look, remove_file
-from holdfast.backends.stores.fsspec.folders import delete_leftovers
+from holdfast.backends.stores.fsspec.folders import sweep
 from holdfast.backends.stores.fsspec.reading import FileSystemReading
 from holdfast.backends.stores.keys import split_prefix
 from holdfast.backends.stores.parts import PartLedger
@@ -163,7 +163,7 @@ class FileSystemStore(FileSystemReading, Store):
         with suppress(CheckpointError):
             removes_folders = abilities(self.url, self.systems, self._clock).spares_full_folders
         for parts in sorted(touched, key=len, reverse=True):
-            delete_leftovers(self.systems, self.where, parts, removes_folders=removes_folders)
+            sweep(self.systems, self.where, parts, removes_folders=removes_folders)
 
     def link(self, key: str, new_key: str) -> bool:
         """Return False: an object has one key."""

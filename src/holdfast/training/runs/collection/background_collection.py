@@ -304,7 +304,7 @@ class Background:
         if not left:
             return
         try:
-            self._collector.remove_manifest(left)
+            self._collector.remove_marks(left)
         except Exception as error:  # noqa: BLE001 - the next collection removes them
             self._collector.warn_once("marks are left: %s: %s", type(error).__name__, error)
 

@@ -52,7 +52,7 @@ from holdfast.training.runs.collection.chosen_steps import (
     name_of,
     undecided,
 )
-from holdfast.training.runs.collection.inventory import FoundStep, Inventory, ended_in
+from holdfast.training.runs.collection.inventory import Found, Inventory, ended_in
 from holdfast.training.runs.collection.linked_packs import linked_packs
 from holdfast.training.runs.collection.pins import Pins
 from holdfast.training.runs.collection.retention import KeptFacts, kept
@@ -182,7 +182,7 @@ class CheckpointGC:
             is_stopped = wait(grace_seconds)
         finally:
             if is_stopped:
-                self.remove_manifest([marked])
+                self.remove_marks([marked])
         return None if is_stopped else self.execute([marked])
 
     def mark(self, others: Sequence[Marked] = ()) -> Marked:
@@ -244,9 +244,9 @@ class CheckpointGC:
             return _report(second, to_delete)
         finally:
             # After an error too: without the mark, the steps that stay can be read again.
-            self.remove_manifest(marks)
+            self.remove_marks(marks)
 
-    def remove_manifest(self, marks: Iterable[Marked]) -> None:
+    def remove_marks(self, marks: Iterable[Marked]) -> None:
         """Remove marks from storage."""
         removal.remove_marks(self._store, map(_mark_key, marks))
 
@@ -259,7 +259,7 @@ class CheckpointGC:
         except UnavailableError:
             # A full disk may have no room for two marks at once. The names of the files are for people only, and the
             # announcement has no effect on readers.
-            self.remove_manifest([marked])
+            self.remove_marks([marked])
             put(replace(marked.to_delete, files={}))
 
     def survey(self) -> Inventory:
@@ -302,7 +302,7 @@ class CheckpointGC:
         self._warn_of_unread(unread)
         listed = self._known.with_files_to_delete(all_files, {*reasons, *under_way}, fence)
         packs = linked_packs(store, listed, {*reasons, *under_way}, needed)
-        found = FoundStep(packs.listed, moved, chosen, under_way, superseded_packs(store), packs_known=not unread)
+        found = Found(packs.listed, moved, chosen, under_way, superseded_packs(store), packs_known=not unread)
         begun = discarded_in(records) | self._choice.begun if self._choice.is_all else None
         to_delete = found.unreferenced(reasons, begun)
         return Inventory(

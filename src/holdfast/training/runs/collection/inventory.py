@@ -58,7 +58,7 @@ class Inventory:
 
 
 @dataclass(frozen=True, slots=True)
-class FoundStep:
+class Found:
     """What one look at the run found."""
 
     listed: Sequence[StepFiles]
