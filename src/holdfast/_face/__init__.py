@@ -1,4 +1,4 @@
-"""What stands behind the public functions: arguments are checked, backends are chosen, verbs are called.
+"""Code behind the public functions: checks arguments, chooses backends, calls verbs.
 
 `holdfast.api`, `holdfast.pieces` and the command import it. Read `wiring.py` first.
 No code of a user imports this folder: its names are private.

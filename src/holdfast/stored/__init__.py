@@ -1,4 +1,4 @@
-"""What a store holds: one checkpoint read-only, the files of a run, and the leases of its writers and readers.
+"""The content of a store: one checkpoint read-only, the files of a run, the leases of its writers and readers.
 
 `training/` and `offline/` call it. Read `checkpoint/checkpoint.py` first.
 No module here needs torch or a training job.

@@ -265,11 +265,11 @@ def _staged(attempt: SaveAttempt, collected: Collected, fingerprint: StateFinger
     target, agreement, trace = attempt.target, attempt.agreement, attempt.trace
     with trace.phase("plan"):
         planned = plan(attempt.job, target, collected, Owners.agreed(agreement, collected), fingerprint.shards)
+    attempt.end_pause_for(planned.save.bytes)
     with trace.phase("compare"):
         rest, weights = deduplicate(target, planned.save, collected, agreement.context, attempt.link_pack)
-    return stage(
-        attempt, name_packs(planned, rest, weights, attempt.folder, attempt.provenance), collected, fingerprint
-    )
+    packs = name_packs(planned, rest, weights, attempt.folder, attempt.provenance)
+    return stage(attempt, packs, collected, fingerprint)
 
 
 class _PlannedRank(AloneComm):

@@ -21,7 +21,7 @@ class ForwardingReadable(Readable):
         """Wrap `inner`."""
         self._inner = inner
         self.url = inner.url
-        # A wrapper maps no files: a subclass that does says so.
+        # `mapped` is not passed on. A subclass that maps files overrides the trait.
         self.traits = replace(inner.traits, maps_files=False)
 
     def _around(self, name: str, subject: str, call: Callable[[], _Result]) -> _Result:

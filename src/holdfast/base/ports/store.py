@@ -130,7 +130,7 @@ class Readable(Protocol):
     """Place of the store, for messages: the path of a folder, as a shell takes it, or a URL."""
 
     traits: Traits
-    """Facts about the store. Wrappers return the traits of the inner store."""
+    """Facts about the store. A wrapper returns the traits of the inner store, but maps no files."""
 
     def size(self, key: str) -> int:
         """Return the bytes of an object.

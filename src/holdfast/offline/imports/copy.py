@@ -12,7 +12,7 @@ from holdfast.base.geometry.tensor import Role, Shard, TensorSpec
 from holdfast.base.ports.framework import Collected, LocalShard
 from holdfast.base.ports.observer import Observer
 from holdfast.base.ports.store import Store
-from holdfast.base.types.manifest import Manifest, Parent
+from holdfast.base.types.manifest import Manifest
 from holdfast.base.types.plan import Piece
 from holdfast.base.types.reports import SaveReport
 from holdfast.base.types.values import per_rank_paths
@@ -133,14 +133,13 @@ class CopyHooks:
             health=manifest.health,
         )
 
-    def parent_of(self, manifest: Manifest) -> Parent | None:
-        """Return None: a copy has no parent. Everything is copied by now, so check that the source did not change.
+    def check_again(self, manifest: Manifest) -> None:
+        """Check that the source did not change: everything is copied by now.
 
         Raises:
             ConflictError: A file of the source was rewritten meanwhile.
         """
         self._source.require_unchanged()
-        return None
 
     def committed(self, context: SaveContext, manifest_digest: str) -> tuple[str, ...]:
         """Do nothing: a copy gets no tags."""

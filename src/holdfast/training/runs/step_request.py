@@ -159,10 +159,10 @@ class StepRequest:
         self._step, self._base, self._loads = location.step, parts.position.base, parts.position.loads
         suspects = parts.suspect_steps.steps
         deduplicator = Deduplicator(location, self._base, parts.writer, parts.job.settings, suspects)
-        self.target = SaveTarget(location, parts.writer, deduplicator, self)
-        """Where the step goes."""
         self.lineage = Lineage(None, parts.position.lineage)
         """The lineage that the next save continues: this save."""
+        self.target = SaveTarget(location, parts.writer, deduplicator, self, self.lineage.parent)
+        """Where the step goes."""
         self.pin = StepPin(self._step)
         """What garbage collection must leave alone until this save ends."""
         self._changed: list[str] = []
@@ -269,8 +269,8 @@ class StepRequest:
         parts.opening_facts.learn(KnownRun(context.run_id, context.epoch, context.timeline, self._loads, base))
         return replace(context, base=base)
 
-    def parent_of(self, manifest: Manifest) -> Parent | None:
-        """Return the newest committed checkpoint that this save continues.
+    def check_again(self, manifest: Manifest) -> None:
+        """Refuse to publish a second manifest of the step on its timeline, or references to steps suspect by now.
 
         Raises:
             ConflictError: The timeline has a manifest of the step by now.
@@ -291,7 +291,6 @@ class StepRequest:
                 "began: a load found damage. Expected packs that nothing is known against. Nothing was published. Save "
                 "again: the next save writes these tensors anew"
             )
-        return self.lineage.parent()
 
     def _held(self) -> SaveContext | None:
         """Return the context of a save that writes nothing; None if the step has gone since it was loaded."""

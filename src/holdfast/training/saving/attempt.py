@@ -34,7 +34,7 @@ from holdfast.base.interrupts import require_uninterrupted
 from holdfast.base.types.health import findings_of
 from holdfast.base.types.reports import SaveReport
 from holdfast.core.engine.background import DAEMON_POOL, wait_in_slices
-from holdfast.core.engine.gc_pause import GcPause
+from holdfast.core.engine.gc_pause import GcPause, is_small_transfer
 from holdfast.core.format.digest import hex_digest_of
 from holdfast.core.format.names import link_name, part_name
 from holdfast.core.format.part import RankPart, encode_part
@@ -200,8 +200,7 @@ class SaveAttempt:
         assert negotiation is not None, "the save has a number"
 
         def claim_soon(is_held: bool) -> SaveContext | None:
-            rest = self.name, self._deadline, self.location.url
-            return claim_in_time(self.job, partial(claim, is_held), *rest)
+            return claim_in_time(self.job, partial(claim, is_held), self.name, self._deadline, self.location.url)
 
         future = DAEMON_POOL.submit(lambda: negotiation.agree(statement, state, claim_soon))
         try:
@@ -259,6 +258,11 @@ class SaveAttempt:
         self.job.begin_attempt(agreement.attempt, self.handle.committed)
         self.commit_vote = CommitVote(self.job, agreement.sequence, agreement.attempt, self.name)
         self._progress = SaveProgress.AGREED
+
+    def end_pause_for(self, count: int) -> None:
+        """Let the garbage collector run if so many bytes move that a pause gains nothing."""
+        if not is_small_transfer(count):
+            self.gc_pause.end()
 
     def attach_transfer(self, transfer: Transfer, keys: Iterable[str]) -> None:
         """Record the transfer, which must end with the save, and the keys of its packs.

@@ -76,19 +76,18 @@ def commit(
     Returns:
         The outcome, and whether files of failed attempts may be deleted.
     """
-    context, may_delete = agreement.context, False
+    context, overwrite = agreement.context, agreement.context.overwrite
     try:
         every_vote = votes()
         with trace.phase("index"):
             data, manifest = assemble(target, agreement, every_vote, job.settings, written)
         with trace.phase("publish"):
-            overwrite = context.overwrite
+            target.hooks.check_again(manifest)
             replaced = overwrite and replace_manifest(location, agreement.attempt, data, overwrite, job)
             outcome = replaced or publish_manifest(location, data, context.epoch)
             # Other attempts stay for readers of the replaced checkpoint. The next overwrite removes them.
             may_delete = replaced is None and not (overwrite and overwrite.attempts)
     except Exception as error:  # noqa: BLE001 - it is certain that nothing was published
-        overwrite = context.overwrite
         lost = lost_claim_of(location, overwrite, error) if overwrite else lost_race_of(location, error)
         return aborted(lost or typed(error, name)), False
     if outcome.kind is not OutcomeKind.COMMITTED:
@@ -145,7 +144,7 @@ def assemble(
         metrics=dict(context.metrics),
     )
     # Only now: the previous save may have been in flight until now, and its commit decides the parent.
-    parent = target.hooks.parent_of(manifest)
+    parent = target.parent()
     health = context.health  # For a copy: the health recorded with its source.
     if health is None:
         before = last_counted_health(location, parent) if whole.findings.has_counts else (None,)

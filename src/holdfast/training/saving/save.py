@@ -13,7 +13,6 @@ from holdfast.base.interrupts import Latch
 from holdfast.base.ports.framework import Collected
 from holdfast.base.types.coding import KindCoding
 from holdfast.base.types.reports import SaveReport
-from holdfast.core.engine.gc_pause import is_small_transfer
 from holdfast.core.format.part import RankPart
 from holdfast.training.coordination.job import Job
 from holdfast.training.saving.attempt import SaveAttempt
@@ -69,11 +68,13 @@ def save(attempt: SaveAttempt, collect: Collect) -> SaveHandle:
         with trace.phase("agree"):
             agreement = attempt.agree(statement, fingerprint)
         if agreement.context.loaded is not None:
+            attempt.handle.reach_staged()
             attempt.finish_in_background(lambda: attempt.end_unwritten(_unwritten_report(attempt)))
             return attempt.handle
 
         with trace.phase("plan"):
             planned = plan(job, target, collected, Owners.agreed(agreement, collected), fingerprint.shards)
+        attempt.end_pause_for(planned.save.bytes)
         with trace.phase("compare"):
             rest, weights = deduplicate(target, planned.save, collected, agreement.context, attempt.link_pack)
         packs = name_packs(planned, rest, weights, attempt.folder, attempt.provenance)
@@ -131,8 +132,6 @@ class Written:
 def stage(attempt: SaveAttempt, packs: RankPacks, collected: Collected, fingerprint: StateFingerprint) -> Share:
     """Write or copy the state, or start to copy it lazily; return once training may go on."""
     job, store, coding = attempt.job, attempt.location.store, packs.planned.coding
-    if not is_small_transfer(packs.planned.save.bytes):
-        attempt.gc_pause.end()
     with attempt.trace.phase("replicas") if job.settings.compare_replicas else nullcontext():
         part_builder = PartBuilder(job, collected, fingerprint, attempt.agreement)
     writer = attempt.target.writer.through(store)

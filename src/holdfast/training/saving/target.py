@@ -39,10 +39,8 @@ class SaveHooks(Protocol):
         """
         ...
 
-    def parent_of(self, manifest: Manifest) -> Parent | None:
-        """Check once more that the manifest may be published; return the checkpoint that it continues, if any.
-
-        On the committing rank, once every rank has written. The manifest names no parent yet.
+    def check_again(self, manifest: Manifest) -> None:
+        """Look once more at the facts on which the claim relied. On the committing rank, just before it publishes.
 
         Raises:
             CheckpointError: The manifest must not be published.
@@ -56,6 +54,10 @@ class SaveHooks(Protocol):
             Why the step did not get some of its tags, a text for each.
         """
         ...
+
+
+def _no_parent() -> None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,9 @@ class SaveTarget:
 
     hooks: SaveHooks
     """The owner of the target. It must not keep the state: the handle of a failed save may be kept for long."""
+
+    parent: Callable[[], Parent | None] = _no_parent
+    """Returns the checkpoint that this one continues. Called on the committing rank, once every rank has written."""
 
     overwrites: bool = False
     """Whether the save may replace a checkpoint that is there; the same on every rank."""
@@ -101,9 +106,8 @@ class PathHooks:
             return self._overwriting.claim()
         return claim_path(self._location, self._job, "Save elsewhere, or replace it with overwrite=True")
 
-    def parent_of(self, manifest: Manifest) -> Parent | None:
-        """Return None: a checkpoint saved by path continues no other. The put decides whether the path is free."""
-        return None
+    def check_again(self, manifest: Manifest) -> None:
+        """Do nothing: the put decides whether the path is free, and the manifest refers to no step."""
 
     def committed(self, context: SaveContext, manifest_digest: str) -> tuple[str, ...]:
         """Record on rank 0 the attempt that was replaced; no later save refers to a checkpoint saved by path."""

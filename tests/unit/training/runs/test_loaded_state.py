@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -206,3 +207,20 @@ def test_the_names_of_a_flat_state_are_not_compared_with_each_other(tmp_path: Pa
         report = manager.save(1, state).wait()
     assert report is not None and report.bytes == 0
     assert state.asked < 20 * count
+
+
+def test_a_save_that_writes_nothing_is_staged_at_once(tmp_path: Path) -> None:
+    """Training may go on although the commit thread is busy with another save: no byte of the state is copied."""
+    loop = Loop(tmp_path)
+    with holdfast.CheckpointManager(tmp_path / "run", process_group=False) as manager:
+        manager.save(1, loop.state).wait()
+        manager.load(loop.state, step=1)
+        busy = threading.Event()
+        manager._job.commits.submit(lambda: busy.wait(60))
+        try:
+            handle = manager.save(1, loop.state)
+            assert handle.staged.done() and not handle.committed.done()
+        finally:
+            busy.set()
+        report = handle.wait()
+        assert report is not None and report.bytes == 0
