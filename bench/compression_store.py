@@ -14,7 +14,8 @@ from pathlib import Path
 import holdfast
 from holdfast._face import wiring
 from holdfast.backends.stores.local import LocalStore
-from holdfast.base.ports.store import Buffers, ByteRanges, OnBytes, OnRange, Release, Upload
+from holdfast.base.ports.readable import Buffers, ByteRanges, OnBytes, OnRange, Release
+from holdfast.base.ports.store import Upload
 
 NEXT_FREE = struct.Struct("d")
 

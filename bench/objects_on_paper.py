@@ -16,9 +16,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from holdfast.backends.stores.keys import is_listed
 from holdfast.base.ports.forwarding import ForwardingStore
-from holdfast.base.ports.store import Entry, Store, Traits
+from holdfast.base.ports.keys import is_listed
+from holdfast.base.ports.readable import StoreEntry, StoreTraits
+from holdfast.base.ports.store import Store
 from holdfast.core.format.names import PACK_SUFFIX
 from holdfast.errors import MissingError
 
@@ -49,7 +50,7 @@ class PaperObjects(ForwardingStore):
             reply_seconds: How late each reply comes.
         """
         super().__init__(inner)
-        self.traits = Traits(object_bytes_max=OBJECT_BYTES_MAX, appears_whole=True, page_entries=PAGE_ENTRIES)
+        self.traits = StoreTraits(object_bytes_max=OBJECT_BYTES_MAX, appears_whole=True, page_entries=PAGE_ENTRIES)
         self._reply_seconds = reply_seconds
         # Mapped: what a server knows takes no memory of the process that is measured.
         self._packs: Any = np.load(root / PACKS_FILE, mmap_mode="r")
@@ -75,7 +76,7 @@ class PaperObjects(ForwardingStore):
             raise MissingError(f"{self.url}/{key}: no such object")
         return found[0]
 
-    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[StoreEntry]:
         """Yield every object under a prefix, in the order of the keys, page by page."""
         files = (entry for entry in self._inner.list(prefix, after=after, up_to=up_to) if "/" in entry.key)
         entries = heapq.merge(files, self._listed_packs(prefix, after, up_to), key=lambda entry: entry.key)
@@ -88,13 +89,13 @@ class PaperObjects(ForwardingStore):
         if not count:
             self._around("list", prefix, lambda: None)
 
-    def _listed_packs(self, prefix: str, after: str, up_to: str | None) -> Iterator[Entry]:
+    def _listed_packs(self, prefix: str, after: str, up_to: str | None) -> Iterator[StoreEntry]:
         for pack in self._packs[self._first_not_before(max(prefix, after)) :]:
             key = pack["key"].decode()
             if not key.startswith(prefix) or (up_to is not None and key > up_to):
                 return
             if is_listed(key, after, up_to):
-                yield Entry(key, int(pack["bytes"]))
+                yield StoreEntry(key, int(pack["bytes"]))
 
     def _first_not_before(self, key: str) -> int:
         return bisect.bisect_left(self._packs, key.encode(), key=lambda pack: bytes(pack["key"]))

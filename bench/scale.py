@@ -34,7 +34,8 @@ from holdfast.base.clock import SystemClock
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.chunking import DIGEST_BYTES, chunk_count
 from holdfast.base.geometry.tensor import Shard
-from holdfast.base.ports.store import Store, Traits
+from holdfast.base.ports.readable import StoreTraits
+from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import FileRecord
 from holdfast.base.types.plan import WantedBoxes
 from holdfast.core.engine.gc_pause import GcPause
@@ -305,7 +306,9 @@ def measured(job: SyntheticJob, root: Path, *, loads: bool, cut: bool = False) -
     """
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(parents=True)
-    sizes = sizes_of_packs(Traits(object_bytes_max=OBJECT_BYTES_MAX, appears_whole=True), SETTINGS) if cut else None
+    sizes = (
+        sizes_of_packs(StoreTraits(object_bytes_max=OBJECT_BYTES_MAX, appears_whole=True), SETTINGS) if cut else None
+    )
     done = opened(job, location_at(root), SETTINGS, sizes)
     start = time.perf_counter()
     written = write_parts(root, job, done, sizes)

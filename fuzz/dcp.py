@@ -15,7 +15,8 @@ from holdfast.backends.foreign.dcp.metadata import saved_of
 from holdfast.backends.foreign.dcp.nesting import nested_of, tree_of
 from holdfast.backends.foreign.dcp.reader import METADATA, DcpFormat
 from holdfast.backends.foreign.pickles.objects import OpaqueObject
-from holdfast.base.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, Traits, hand_out
+from holdfast.base.ports.ranges import hand_out
+from holdfast.base.ports.readable import Buffers, ByteRanges, OnBytes, OnRange, StoreEntry, StoreTraits
 from holdfast.base.types.values import FrameworkValue, TensorRef
 from holdfast.core.format.index.foreign_index import index_foreign
 from holdfast.errors import CheckpointError, MissingError
@@ -27,7 +28,7 @@ class FilesInMemory:
     """Files in memory under any names, also those that no store accepts."""
 
     url = "here"
-    traits = Traits()
+    traits = StoreTraits()
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         self._files = files
@@ -53,9 +54,9 @@ class FilesInMemory:
         """Return no folders."""
         return []
 
-    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[StoreEntry]:
         """Yield every file."""
-        return (Entry(key, len(data)) for key, data in sorted(self._files.items()))
+        return (StoreEntry(key, len(data)) for key, data in sorted(self._files.items()))
 
     def _file(self, key: str) -> bytes:
         if key not in self._files:

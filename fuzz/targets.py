@@ -20,12 +20,12 @@ from holdfast.backends.foreign.huggingface.safetensors_reader import Safetensors
 from holdfast.backends.foreign.pickles.reader import unpickled
 from holdfast.backends.foreign.torch.reader import TorchSaveFormat
 from holdfast.backends.foreign.values import to_value
-from holdfast.backends.stores.keys import split_key
 from holdfast.backends.stores.memory import MemoryStore
 from holdfast.backends.torch.containers import put_together
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.dtype import DTYPES
 from holdfast.base.geometry.region import region_boxes
+from holdfast.base.ports.keys import split_key
 from holdfast.base.types.plan import WantedBoxes
 from holdfast.base.types.values import TensorRef
 from holdfast.cli.tree import tree_lines

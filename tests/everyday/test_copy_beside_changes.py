@@ -12,7 +12,7 @@ from holdfast import api
 from holdfast.backends.stores.local import LocalStore
 from holdfast.base.clock import SystemClock
 from holdfast.base.ports.forwarding import ForwardingStore
-from holdfast.base.ports.store import Entry
+from holdfast.base.ports.readable import StoreEntry
 from holdfast.core.format.names import RUN_FILE, step_of_folder
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.offline.copying.copy_run import RunCopy
@@ -38,7 +38,7 @@ class Changing(ForwardingStore):
 
     removed: int | None = None
 
-    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[StoreEntry]:
         """Yield every object under a prefix."""
         yield from sorted(super().list(prefix, after=after, up_to=up_to), key=lambda entry: entry.key, reverse=True)
 

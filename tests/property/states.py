@@ -19,7 +19,7 @@ from holdfast.backends.stores.memory import MemoryStore
 from holdfast.base.clock import SystemClock
 from holdfast.base.geometry.dtype import DTYPES
 from holdfast.base.geometry.tensor import Layout, Role
-from holdfast.base.ports.store import Buffers, OnBytes
+from holdfast.base.ports.readable import Buffers, OnBytes
 from holdfast.settings import Settings
 from holdfast.testing.comm import ThreadComm
 from holdfast.testing.framework import GlobalTensor, NumpyFramework

@@ -18,7 +18,7 @@ from holdfast._face import wiring
 from holdfast.backends.stores import foreign_objects
 from holdfast.backends.stores.foreign_objects import ForeignObjects
 from holdfast.backends.stores.memory import MemoryStore
-from holdfast.base.ports.store import Buffers, ByteRanges, OnRange
+from holdfast.base.ports.readable import Buffers, ByteRanges, OnRange
 from holdfast.base.types.diff import Verdict
 from holdfast.base.types.events import Progress
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError

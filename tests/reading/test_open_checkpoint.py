@@ -18,7 +18,7 @@ import holdfast
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.memory import MemoryStore
 from holdfast.base.geometry.dtype import DTYPES
-from holdfast.base.ports.store import Buffers, ByteRanges, OnRange
+from holdfast.base.ports.readable import Buffers, ByteRanges, OnRange
 from holdfast.errors import CorruptError, InvalidError, MissingError
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stored.checkpoint.checkpoint import Checkpoint

@@ -15,7 +15,8 @@ from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.chunking import chunk_count, chunk_range, pair_range
 from holdfast.base.geometry.region import FlatRange, Region
 from holdfast.base.geometry.tensor import TensorSpec
-from holdfast.base.ports.store import Packs, Readable, packs_under
+from holdfast.base.ports.packs import Packs, packs_under
+from holdfast.base.ports.readable import Readable
 from holdfast.base.types.plan import Coding, Piece
 from holdfast.core.format.codec_names import needs_pair
 from holdfast.core.format.digest import digest_of

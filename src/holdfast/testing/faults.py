@@ -15,7 +15,8 @@ from typing import TypeVar
 
 from holdfast.base.ports.comm import KeyValueStore
 from holdfast.base.ports.forwarding import ForwardingStore
-from holdfast.base.ports.store import Release, Store, Upload
+from holdfast.base.ports.readable import Release
+from holdfast.base.ports.store import Store, Upload
 from holdfast.errors import CheckpointError
 
 _Result = TypeVar("_Result")

@@ -13,7 +13,8 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from holdfast.base.ports.store import Store, view_for_range
+from holdfast.base.ports.ranges import view_for_range
+from holdfast.base.ports.store import Store
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.settings import PAGE_BYTES
 from holdfast.testing.store_links import Links, StoreFixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from holdfast.backends.foreign.dcp.reader import METADATA
 from holdfast.backends.foreign.deepspeed.folder import FIRST_FILES, LATEST, holds_states, tag_in
 from holdfast.backends.foreign.messages import shown
-from holdfast.base.ports.store import Readable
+from holdfast.base.ports.readable import Readable
 from holdfast.errors import CheckpointError, MissingError, first_three
 
 _DCP_DATA_SUFFIX = ".distcp"

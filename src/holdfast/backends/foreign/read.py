@@ -5,7 +5,8 @@ from __future__ import annotations
 import mmap
 from itertools import accumulate
 
-from holdfast.base.ports.store import ByteRanges, Readable, view_for_range
+from holdfast.base.ports.ranges import view_for_range
+from holdfast.base.ports.readable import ByteRanges, Readable
 from holdfast.errors import CorruptError
 from holdfast.settings import PAGE_BYTES
 

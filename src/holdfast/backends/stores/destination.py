@@ -20,9 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
 from holdfast.backends.stores.folders import LAG_PAUSES, modes_of, not_shown
-from holdfast.backends.stores.keys import path_beneath
 from holdfast.backends.stores.oserrors import translated
-from holdfast.backends.stores.parts import is_page_aligned
 from holdfast.backends.stores.syscalls import (
     UNSUPPORTED,
     Closing,
@@ -32,6 +30,8 @@ from holdfast.backends.stores.syscalls import (
     switch_to_direct,
 )
 from holdfast.base.clock import SystemClock
+from holdfast.base.ports.keys import path_beneath
+from holdfast.base.ports.parts import is_page_aligned
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.settings import PAGE_BYTES
 

@@ -8,9 +8,10 @@ import os
 from contextlib import AbstractContextManager
 
 from holdfast.backends.stores.oserrors import translated
-from holdfast.backends.stores.parts import address_of, check_buffers, check_ranges
 from holdfast.backends.stores.syscalls import UNSUPPORTED, Syscalls, switch_to_direct
-from holdfast.base.ports.store import Buffers, ByteRanges, OnBytes, OnRange, Readable, Traits
+from holdfast.base.ports.parts import address_of
+from holdfast.base.ports.ranges import check_buffers, check_ranges
+from holdfast.base.ports.readable import Buffers, ByteRanges, OnBytes, OnRange, Readable, StoreTraits
 from holdfast.errors import CorruptError
 from holdfast.settings import KIB, PAGE_BYTES
 
@@ -25,7 +26,7 @@ class FileReading(Readable):
     url: str
     """The absolute path of the root."""
 
-    traits = Traits(read_alignment=PAGE_BYTES, failed_calls_are_over=True, maps_files=True)
+    traits = StoreTraits(read_alignment=PAGE_BYTES, appears_whole=False, failed_calls_are_over=True, maps_files=True)
     """Direct I/O reads whole pages of a file into whole pages of memory."""
 
     _syscalls: Syscalls

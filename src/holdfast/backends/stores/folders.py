@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import TypeVar
 
-from holdfast.backends.stores.keys import is_part
 from holdfast.backends.stores.syscalls import Closing, Syscalls, close_quietly
 from holdfast.base.clock import Clock
+from holdfast.base.ports.keys import is_part
 from holdfast.errors import InvalidError, UnavailableError
 
 _log = logging.getLogger(__name__)

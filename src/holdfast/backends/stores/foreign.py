@@ -8,10 +8,11 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from holdfast.backends.stores.file_reading import FileReading
-from holdfast.backends.stores.keys import is_listed, path_beneath
 from holdfast.backends.stores.oserrors import translated
 from holdfast.backends.stores.syscalls import Closing, Syscalls
-from holdfast.base.ports.store import Entry, Stored
+from holdfast.base.ports.keys import is_listed, path_beneath
+from holdfast.base.ports.packs import Stored
+from holdfast.base.ports.readable import StoreEntry
 from holdfast.errors import ConflictError, InvalidError, MissingError, first_three
 
 FILES_MAX = 1 << 20
@@ -42,7 +43,7 @@ class ForeignFiles(FileReading):
         self._syscalls = syscalls or Syscalls()
         self._stamps: dict[str, str] = {}
         """By key, the stamp of a file when it was first opened here."""
-        self._listed: dict[str, tuple[Entry, ...]] = {}
+        self._listed: dict[str, tuple[StoreEntry, ...]] = {}
 
     def size(self, key: str) -> int:
         """Return the bytes of a file."""
@@ -86,7 +87,7 @@ class ForeignFiles(FileReading):
         with translated("list", self._where(prefix)), self._scanned(prefix) as entries:
             return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
 
-    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[StoreEntry]:
         """Yield every file under a prefix, but not files in linked folders, nor links without a target.
 
         The listing is cached, since every format asks for it.
@@ -98,7 +99,7 @@ class ForeignFiles(FileReading):
             self._listed[prefix] = tuple(sorted(self._walk(prefix), key=lambda entry: entry.key))
         return (entry for entry in self._listed[prefix] if is_listed(entry.key, after, up_to))
 
-    def _walk(self, prefix: str) -> Iterator[Entry]:
+    def _walk(self, prefix: str) -> Iterator[StoreEntry]:
         waiting, count = [prefix], 0
         while waiting:
             folder = waiting.pop()
@@ -117,7 +118,7 @@ class ForeignFiles(FileReading):
                     except OSError:
                         continue  # Deleted after it was listed, or a link without a target.
                     if stat.S_ISREG(status.st_mode):
-                        files.append(Entry(key, status.st_size))
+                        files.append(StoreEntry(key, status.st_size))
             yield from files
 
     @contextmanager

@@ -7,9 +7,10 @@ import threading
 from collections.abc import Collection, Iterator
 from itertools import islice
 
-from holdfast.backends.stores.keys import is_listed
 from holdfast.base.ports.forwarding import ForwardingReadable
-from holdfast.base.ports.store import Entry, Store
+from holdfast.base.ports.keys import is_listed
+from holdfast.base.ports.readable import StoreEntry
+from holdfast.base.ports.store import Store
 from holdfast.errors import ConflictError, InvalidError, MissingError
 
 OBJECTS_MAX = 100_000
@@ -32,8 +33,8 @@ class ForeignObjects(ForwardingReadable):
         super().__init__(store)
         self._store, self._only = store, only
         self._lock = threading.Lock()
-        self._listed: dict[str, Entry] | None = None
-        self._alone: Entry | None = None
+        self._listed: dict[str, StoreEntry] | None = None
+        self._alone: StoreEntry | None = None
         self._stamps: dict[str, str] = {}
         """By key, the stamp of each object that was asked for."""
 
@@ -58,7 +59,7 @@ class ForeignObjects(ForwardingReadable):
         rest = (key[len(prefix) :] for key in self._entries() if key.startswith(prefix))
         return sorted({name.partition("/")[0] for name in rest if "/" in name})
 
-    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[StoreEntry]:
         """Yield every object under a prefix, in the order of the keys.
 
         Raises:
@@ -90,17 +91,17 @@ class ForeignObjects(ForwardingReadable):
                     "the command again once no process writes to the object"
                 )
 
-    def _entry(self, key: str) -> Entry:
+    def _entry(self, key: str) -> StoreEntry:
         if key == self._only:
             if self._alone is None:
-                self._alone = Entry(key, self._store.size(key), self._store.identity(key))
+                self._alone = StoreEntry(key, self._store.size(key), self._store.identity(key))
             return self._alone
         entry = self._entries().get(key)
         if entry is None:
             raise MissingError(f"{self.url}/{key}: no such object")
         return entry
 
-    def _entries(self) -> dict[str, Entry]:
+    def _entries(self) -> dict[str, StoreEntry]:
         with self._lock:
             if self._listed is None:
                 entries = {entry.key: entry for entry in islice(self._store.list(), OBJECTS_MAX + 1)}
@@ -111,5 +112,5 @@ class ForeignObjects(ForwardingReadable):
                 self._listed = entries
             return self._listed
 
-    def _stamp_of(self, entry: Entry) -> str:
+    def _stamp_of(self, entry: StoreEntry) -> str:
         return f"{entry.bytes} {entry.tag or self._store.identity(entry.key)}"

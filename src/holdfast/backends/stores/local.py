@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
-from holdfast.backends.stores.comparing import is_still_to_replace
 from holdfast.backends.stores.file_reading import FileReading
 from holdfast.backends.stores.folders import LAG_PAUSES, TEMPORARY_PREFIX, Folders, not_shown
-from holdfast.backends.stores.keys import is_listed, is_part, may_lead_to_listed, split_key, split_prefix
 from holdfast.backends.stores.local_upload import NEW, LocalUpload
 from holdfast.backends.stores.oserrors import translated
-from holdfast.backends.stores.parts import PartLedger
 from holdfast.backends.stores.syscalls import UNSUPPORTED, Closing, Syscalls, close_quietly
 from holdfast.base.clock import Clock, SystemClock
-from holdfast.base.ports.store import Entry, Store
+from holdfast.base.ports.keys import is_listed, is_part, may_lead_to_listed, split_key, split_prefix
+from holdfast.base.ports.parts import PartLedger
+from holdfast.base.ports.readable import StoreEntry
+from holdfast.base.ports.store import Store
 from holdfast.errors import ConflictError, InvalidError, MissingError, UnavailableError
 from holdfast.settings import MIB, Settings
 
@@ -92,11 +92,6 @@ class LocalStore(FileReading, Store):
         """Store a small object whole, replacing an older one; durable on return if `durable`."""
         self._store_whole(key, data, self._replace, durable=durable)
 
-    def replace(self, key: str, data: bytes, seen: bytes | None, *, durable: bool = True) -> None:
-        """Store a small object whole in place of one that the caller has read; another may come in between."""
-        if is_still_to_replace(self, key, data, seen):
-            self.put(key, data, durable=durable)
-
     def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         """Store a small object whole unless the key exists; atomic, durable on return; its folders if wanted.
 
@@ -146,7 +141,7 @@ class LocalStore(FileReading, Store):
         """Return the names of the folders directly under a prefix, sorted."""
         return sorted(name for name, mode, _ in self._entries(split_prefix(prefix)) if stat.S_ISDIR(mode))
 
-    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[StoreEntry]:
         """Yield every object under a prefix in the order of the keys, uploads not yet complete included.
 
         Anything that is not a regular file, or whose name no key can have, is left out. A page is a folder, of which
@@ -359,14 +354,14 @@ class LocalStore(FileReading, Store):
             _require_regular(status, self._where(key))
             yield fd, status.st_size
 
-    def _walk(self, top: tuple[str, ...], after: str, up_to: str | None) -> Iterator[Entry]:
+    def _walk(self, top: tuple[str, ...], after: str, up_to: str | None) -> Iterator[StoreEntry]:
         waiting = [(top, stat.S_IFDIR, 0)]
         while waiting:
             parts, mode, size = waiting.pop()
             if stat.S_ISREG(mode):
                 key = "/".join(parts)
                 if is_listed(key, after, up_to):
-                    yield Entry(key, size)
+                    yield StoreEntry(key, size)
             elif stat.S_ISDIR(mode):
                 # The last one first, since the first one is taken next.
                 entries = sorted(self._entries(parts, after, up_to), key=_place_in_listing, reverse=True)

@@ -19,9 +19,9 @@ from contextlib import contextmanager, suppress
 
 from holdfast.backends.stores.folders import Folders
 from holdfast.backends.stores.oserrors import translated
-from holdfast.backends.stores.parts import PartLedger, is_page_aligned
 from holdfast.backends.stores.syscalls import UNSUPPORTED, Syscalls, close_quietly, reserve_space, switch_to_direct
-from holdfast.base.ports.store import Release
+from holdfast.base.ports.parts import PartLedger, is_page_aligned
+from holdfast.base.ports.readable import Release
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.settings import PAGE_BYTES
 

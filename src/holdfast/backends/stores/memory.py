@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
-import numpy as np
-
-from holdfast.backends.stores.keys import Split, is_key, is_listed, split_key, split_name, split_prefix
-from holdfast.backends.stores.parts import PartLedger, RoomUpload, check_buffers, check_ranges
 from holdfast.base.interrupts import GUARD
-from holdfast.base.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, Store, Traits, hand_out
+from holdfast.base.ports.keys import Split, is_key, is_listed, split_key, split_name, split_prefix
+from holdfast.base.ports.parts import CollectedUpload, PartLedger
+from holdfast.base.ports.ranges import check_buffers, check_ranges, hand_out
+from holdfast.base.ports.readable import Buffers, ByteRanges, OnBytes, OnRange, StoreEntry, StoreTraits
+from holdfast.base.ports.store import Store
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 
 _numbers = count()
@@ -49,7 +49,9 @@ class MemoryStore(Store):
         """
         self.url = f"memory://{name}"
         is_limited = object_bytes_max is not None
-        self.traits = Traits(object_bytes_max=object_bytes_max, appears_whole=is_limited, failed_calls_are_over=True)
+        self.traits = StoreTraits(
+            object_bytes_max=object_bytes_max, appears_whole=is_limited, failed_calls_are_over=True
+        )
         self._split: Split = split_key
         with GUARD:
             self._objects = _contents.setdefault(name, {})
@@ -89,7 +91,7 @@ class MemoryStore(Store):
 
     def upload(
         self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True, may_be_less: bool = False
-    ) -> _MemoryUpload:
+    ) -> CollectedUpload:
         """Begin an object that must not exist yet; it is invisible until complete."""
         self._split(key)
         ledger = PartLedger(f"{self.url}/{key}", bytes_max=bytes_max, part_bytes=part_bytes)
@@ -99,7 +101,7 @@ class MemoryStore(Store):
         with GUARD:
             if key in self._objects:
                 raise self._conflict(key)
-        return _MemoryUpload(self, key, ledger)
+        return CollectedUpload(ledger, partial(self.keep, key))
 
     def size(self, key: str) -> int:
         """Return the bytes of an object."""
@@ -123,25 +125,13 @@ class MemoryStore(Store):
         check_buffers(f"{self.url}/{key}", len(self._object(key)), start, buffers)
         return 0
 
-    def folders(self, prefix: str = "") -> list[str]:
-        """Return the names of the folders directly under a prefix, sorted."""
-        split_prefix(prefix, self._split)
-        with GUARD:
-            suffixes = [key[len(prefix) :] for key in self._objects if key.startswith(prefix)]
-        names = {suffix.split("/", 1)[0] for suffix in suffixes if "/" in suffix}
-        return sorted(name for name in names if is_key(name, self._split))
-
-    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[StoreEntry]:
         """Yield every complete object under a prefix, in the order of the keys."""
         split_prefix(prefix, self._split)
         with GUARD:
             sizes = {key: len(kept.data) for key, kept in self._objects.items() if key.startswith(prefix)}
         sizes = {key: size for key, size in sizes.items() if is_key(key, self._split)}
-        return (Entry(key, sizes[key]) for key in sorted(sizes) if is_listed(key, after, up_to))
-
-    def sync(self, prefix: str) -> None:
-        """Do nothing: memory has no folders."""
-        split_prefix(prefix, self._split)
+        return (StoreEntry(key, sizes[key]) for key in sorted(sizes) if is_listed(key, after, up_to))
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; absent keys are no error."""
@@ -188,32 +178,3 @@ class MemoryStore(Store):
 
     def _conflict(self, key: str) -> ConflictError:
         return ConflictError(f"{self.url}/{key}: another writer stored it; it was not touched")
-
-
-class _MemoryUpload(RoomUpload):
-    """Collects parts in the memory that becomes the object in `complete`."""
-
-    def __init__(self, store: MemoryStore, key: str, ledger: PartLedger) -> None:
-        super().__init__(ledger)
-        self._store = store
-        self._key = key
-        self._lock = threading.Lock()
-        # Pages that no part touches take no memory.
-        self._memory: memoryview | None = np.empty(ledger.bytes_max, dtype=np.uint8).data
-
-    def complete(self, total_bytes: int | None = None) -> None:
-        with self._lock:
-            memory = self._open_memory()
-            total = self._ledger.require_whole(total_bytes)
-            self._store.keep(self._key, memory[:total].toreadonly())
-            self._memory = None
-
-    def abort(self) -> None:
-        with self._lock:
-            self._memory = None
-
-    def _open_memory(self) -> memoryview:
-        memory = self._memory
-        if memory is None:
-            raise InvalidError(f"{self._store.url}/{self._key}: the upload was completed or aborted before")
-        return memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
-from holdfast.base.ports.store import Readable
+from holdfast.base.ports.readable import Readable
 from holdfast.base.types.export import ExportContent, ExportFile, ExportOptions
 from holdfast.base.types.listing import ForeignListing
 

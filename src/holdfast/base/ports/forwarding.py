@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-from holdfast.base.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, Readable, Store, Upload
+from holdfast.base.ports.readable import Buffers, ByteRanges, OnBytes, OnRange, Readable, StoreEntry
+from holdfast.base.ports.store import Store, Upload
 
 _Result = TypeVar("_Result")
 
@@ -48,7 +49,7 @@ class ForwardingReadable(Readable):
         """Return the names of the folders under a prefix."""
         return self._around("folders", prefix, lambda: self._inner.folders(prefix))
 
-    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[StoreEntry]:
         """Yield every object under a prefix, in the order of the keys."""
         return self._around("list", prefix, lambda: self._inner.list(prefix, after=after, up_to=up_to))
 

@@ -23,7 +23,7 @@ from holdfast.base.clock import Clock
 from holdfast.base.ports.codec import Codecs
 from holdfast.base.ports.comm import Comm
 from holdfast.base.ports.framework import Target
-from holdfast.base.ports.store import Packs
+from holdfast.base.ports.packs import Packs
 from holdfast.base.types.plan import (
     ExchangePlan,
     ExchangeRound,

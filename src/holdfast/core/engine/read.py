@@ -21,7 +21,8 @@ from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.chunking import TINY_BYTES_MAX
 from holdfast.base.ports.codec import Codecs
 from holdfast.base.ports.framework import Target
-from holdfast.base.ports.store import Packs, Stored, read_range, view_for_range
+from holdfast.base.ports.packs import Packs, Stored
+from holdfast.base.ports.ranges import read_range, view_for_range
 from holdfast.base.types.plan import ChunkRead, LoadPlan, Part, ReadRun, give_slot_bytes
 from holdfast.core.engine.buffers import BufferPool
 from holdfast.core.engine.decoding.decode import Decoder, stored_place

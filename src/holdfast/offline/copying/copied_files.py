@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from holdfast.base.ports.store import Store, Stored
+from holdfast.base.ports.packs import Stored
+from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import FileRecord, Manifest
 from holdfast.core.format.names import is_file_url, link_name, step_folder, step_of_pack
 from holdfast.errors import CheckpointError

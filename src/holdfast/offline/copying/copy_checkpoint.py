@@ -5,7 +5,8 @@ from __future__ import annotations
 from holdfast.base.clock import Clock
 from holdfast.base.ports.codec import NO_CODECS, Codecs
 from holdfast.base.ports.observer import Observer
-from holdfast.base.ports.store import Store, Stored
+from holdfast.base.ports.packs import Stored
+from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import FileRecord, Manifest
 from holdfast.core.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from holdfast.core.format.names import MANIFEST_FILE, is_file_url

@@ -12,7 +12,8 @@ from functools import partial
 from holdfast.base.clock import Clock
 from holdfast.base.ports.codec import NO_CODECS, Codecs
 from holdfast.base.ports.observer import Observer
-from holdfast.base.ports.store import Store, Stored
+from holdfast.base.ports.packs import Stored
+from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import FileRecord
 from holdfast.core.engine.parallel_map import ordered_parallel_map
 from holdfast.core.format.manifest import MANIFEST_BYTES_MAX

@@ -11,7 +11,9 @@ from functools import partial
 from holdfast.base.clock import Clock
 from holdfast.base.ports.codec import Codecs
 from holdfast.base.ports.observer import ByteProgress, Observer
-from holdfast.base.ports.store import Store, Stored, read_range
+from holdfast.base.ports.packs import Stored
+from holdfast.base.ports.ranges import read_range
+from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import Manifest
 from holdfast.core.engine.buffers import allocate_aligned
 from holdfast.core.engine.parallel_map import WorkerThreads

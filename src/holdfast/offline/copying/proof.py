@@ -7,7 +7,7 @@ from typing import Protocol
 
 from holdfast.base.geometry.chunking import DIGEST_BYTES, chunk_count
 from holdfast.base.ports.codec import Codecs
-from holdfast.base.ports.store import Packs, Stored
+from holdfast.base.ports.packs import Packs, Stored
 from holdfast.base.types.manifest import FileRecord
 from holdfast.base.types.plan import Piece
 from holdfast.core.engine.decoding.chunk_reader import ChunkReader, refutation

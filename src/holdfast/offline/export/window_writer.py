@@ -18,7 +18,7 @@ from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.dtype import DTYPES
 from holdfast.base.ports.codec import Codecs
 from holdfast.base.ports.framework import Target
-from holdfast.base.ports.store import Packs
+from holdfast.base.ports.packs import Packs
 from holdfast.base.types.export import ExportWindow, Fill, WindowPlan
 from holdfast.core.engine.buffers import BufferPool
 from holdfast.core.engine.casting import cast

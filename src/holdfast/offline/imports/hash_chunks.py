@@ -9,7 +9,8 @@ import numpy as np
 
 from holdfast.base.geometry.chunking import DIGEST_BYTES
 from holdfast.base.ports.observer import ByteProgress, Observer
-from holdfast.base.ports.store import Packs, read_range
+from holdfast.base.ports.packs import Packs
+from holdfast.base.ports.ranges import read_range
 from holdfast.core.engine.buffers import BufferPool
 from holdfast.core.engine.parallel_map import ordered_parallel_map
 from holdfast.core.format.digest import digest_of

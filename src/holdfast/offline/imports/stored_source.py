@@ -10,7 +10,7 @@ from typing import Self
 from holdfast.base.geometry.region import Region, contains, first_element
 from holdfast.base.ports.codec import Codecs
 from holdfast.base.ports.observer import ByteProgress, Observer
-from holdfast.base.ports.store import Packs, Stored
+from holdfast.base.ports.packs import Packs, Stored
 from holdfast.base.types.plan import Piece
 from holdfast.core.engine.buffers import allocate_aligned
 from holdfast.core.engine.decoding.chunk_reader import ChunkReader, chunk_of

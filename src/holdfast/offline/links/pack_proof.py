@@ -8,7 +8,8 @@ from dataclasses import replace
 from holdfast.base.geometry.chunking import chunk_count
 from holdfast.base.geometry.region import Region
 from holdfast.base.ports.codec import Codecs
-from holdfast.base.ports.store import Packs, Stored, read_range
+from holdfast.base.ports.packs import Packs, Stored
+from holdfast.base.ports.ranges import read_range
 from holdfast.base.types.manifest import FileRecord, Manifest
 from holdfast.base.types.plan import Piece
 from holdfast.core.engine.buffers import allocate_aligned

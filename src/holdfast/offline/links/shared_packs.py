@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from holdfast.base.clock import Clock
 from holdfast.base.ports.codec import Codecs
-from holdfast.base.ports.store import Store, Stored
+from holdfast.base.ports.packs import Stored
+from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import FileRecord, Manifest
 from holdfast.core.format.names import step_folder, step_of_pack
 from holdfast.errors import CheckpointError, MissingError

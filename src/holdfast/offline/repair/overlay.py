@@ -7,7 +7,8 @@ from dataclasses import replace
 from heapq import merge
 
 from holdfast.base.ports.forwarding import ForwardingStore
-from holdfast.base.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, Store, Upload
+from holdfast.base.ports.readable import Buffers, ByteRanges, OnBytes, OnRange, StoreEntry
+from holdfast.base.ports.store import Store, Upload
 from holdfast.errors import CorruptError, MissingError
 from holdfast.stored.repository.publish import holds
 
@@ -90,12 +91,12 @@ class OverlayStore(ForwardingStore):
             raise CorruptError(f"{self.url}/{key}: {len(data)} bytes; expected at most {bytes_max}")
         return data
 
-    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[StoreEntry]:
         """Yield every object under a prefix, in the order of the keys."""
         stored = self._inner.list(prefix, after=after, up_to=up_to)
         kept = (entry for entry in stored if entry.key not in self.pending)
         new = (
-            Entry(key, len(data))
+            StoreEntry(key, len(data))
             for key, data in sorted(self.pending.items())
             if data is not None and key.startswith(prefix) and key > after and (up_to is None or key <= up_to)
         )

@@ -15,7 +15,8 @@ from typing import Literal
 from holdfast.base.clock import Clock, utc_now_text
 from holdfast.base.ports.codec import NO_CODECS, Codecs
 from holdfast.base.ports.observer import Observer
-from holdfast.base.ports.store import Packs, Store
+from holdfast.base.ports.packs import Packs
+from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import FileRecord, Manifest
 from holdfast.base.types.timeline import Timeline
 from holdfast.core.format.digest import hex_digest_of

@@ -18,7 +18,7 @@ from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.mesh import described_mesh
 from holdfast.base.ports.codec import NO_CODECS, Codecs
 from holdfast.base.ports.observer import Observer
-from holdfast.base.ports.store import Packs
+from holdfast.base.ports.packs import Packs
 from holdfast.base.types.coding import KindCoding
 from holdfast.base.types.export import ExportContent
 from holdfast.base.types.manifest import FileRecord, Manifest

@@ -6,7 +6,8 @@ import zlib
 from bisect import bisect_left
 from collections.abc import Iterator
 
-from holdfast.base.ports.store import Readable, read_range
+from holdfast.base.ports.ranges import read_range
+from holdfast.base.ports.readable import Readable
 from holdfast.base.types.listing import ForeignListing, StoredChecksum
 from holdfast.core.engine.buffers import BufferPool
 from holdfast.core.engine.parallel_map import ordered_parallel_map

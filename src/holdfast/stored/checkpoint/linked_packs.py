@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from holdfast.base.ports.forwarding import ForwardingReadable
-from holdfast.base.ports.store import Buffers, ByteRanges, OnBytes, OnRange, Readable
+from holdfast.base.ports.readable import Buffers, ByteRanges, OnBytes, OnRange, Readable
 from holdfast.errors import InvalidError, MissingError
 
 _Result = TypeVar("_Result")

@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from holdfast.base.ports.foreign import WatchedFiles
-from holdfast.base.ports.store import Packs, Readable, Store, Stored, packs_under
+from holdfast.base.ports.packs import Packs, Stored, packs_under
+from holdfast.base.ports.readable import Readable
+from holdfast.base.ports.store import Store
 from holdfast.base.types.listing import ForeignListing
 from holdfast.base.types.manifest import Manifest
 from holdfast.core.format.digest import short_digest_of

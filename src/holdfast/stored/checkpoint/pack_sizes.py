@@ -11,7 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 
-from holdfast.base.ports.store import Packs, Readable, Store, Stored
+from holdfast.base.ports.packs import Packs, Stored
+from holdfast.base.ports.readable import Readable
+from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import FileRecord, Manifest
 from holdfast.core.engine.parallel_map import CALLS_AT_ONCE, ordered_parallel_map
 from holdfast.core.format.names import is_file_url, is_pack_name, step_of_pack

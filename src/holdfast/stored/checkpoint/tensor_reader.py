@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from holdfast.base.geometry.box import Box
 from holdfast.base.ports.codec import Codecs
-from holdfast.base.ports.store import Packs
+from holdfast.base.ports.packs import Packs
 from holdfast.base.types.plan import Piece, WantedBoxes
 from holdfast.core.engine.read import execute
 from holdfast.core.engine.target import HostTarget

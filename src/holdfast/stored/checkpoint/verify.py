@@ -9,7 +9,8 @@ from holdfast.base.clock import Clock
 from holdfast.base.geometry.chunking import DIGEST_BYTES
 from holdfast.base.ports.codec import Codecs
 from holdfast.base.ports.observer import ByteProgress, Observer
-from holdfast.base.ports.store import Stored, read_range
+from holdfast.base.ports.packs import Stored
+from holdfast.base.ports.ranges import read_range
 from holdfast.base.types.manifest import FileRecord, Manifest
 from holdfast.base.types.plan import Piece
 from holdfast.core.engine.buffers import allocate_aligned

@@ -9,7 +9,8 @@ from itertools import groupby
 from holdfast.base.geometry.box import Box
 from holdfast.base.ports.codec import NO_CODECS
 from holdfast.base.ports.observer import ByteProgress, Observer
-from holdfast.base.ports.store import Readable, packs_under
+from holdfast.base.ports.packs import packs_under
+from holdfast.base.ports.readable import Readable
 from holdfast.base.types.listing import ForeignListing
 from holdfast.base.types.plan import Piece
 from holdfast.core.engine.casting import can_cast

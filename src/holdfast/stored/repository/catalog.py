@@ -8,7 +8,8 @@ from typing import Annotated
 
 import msgspec
 
-from holdfast.base.ports.store import Readable, Store
+from holdfast.base.ports.readable import Readable
+from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import FileRecord, Manifest
 from holdfast.base.types.values import Value
 from holdfast.core.format.digest import hex_digest_of

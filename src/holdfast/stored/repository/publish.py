@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 
-from holdfast.base.ports.store import Readable, Store
+from holdfast.base.ports.readable import Readable
+from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import Manifest
 from holdfast.core.format.names import is_pack_name, step_of_pack, step_pack_name
 from holdfast.errors import ConflictError, CorruptError, MissingError

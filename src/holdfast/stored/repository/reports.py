@@ -14,7 +14,8 @@ from typing import Annotated
 
 import msgspec
 
-from holdfast.base.ports.store import Readable, Store
+from holdfast.base.ports.readable import Readable
+from holdfast.base.ports.store import Store
 from holdfast.base.types.coding import KindCoding
 from holdfast.base.types.events import Operation, Phase, RankReport, Verb
 from holdfast.core.format.sealed_json import (

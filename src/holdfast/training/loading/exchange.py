@@ -9,7 +9,7 @@ from functools import partial
 import msgspec
 
 from holdfast.base.ports.framework import Target
-from holdfast.base.ports.store import Packs
+from holdfast.base.ports.packs import Packs
 from holdfast.base.types.inspected import inspected
 from holdfast.base.types.manifest import Manifest
 from holdfast.base.types.plan import ExchangePlan, LoadPlan, WantedBoxes

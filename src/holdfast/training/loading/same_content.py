@@ -11,7 +11,7 @@ from operator import attrgetter
 
 from holdfast.base.ports.codec import Codecs
 from holdfast.base.ports.framework import Wanted
-from holdfast.base.ports.store import Packs
+from holdfast.base.ports.packs import Packs
 from holdfast.core.engine.read import execute
 from holdfast.core.format.index.index import Index
 from holdfast.core.format.index.split_index import SplitIndex

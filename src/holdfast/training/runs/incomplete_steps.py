@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from holdfast.base.ports.store import Store, packs_under
+from holdfast.base.ports.packs import packs_under
+from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import Manifest
 from holdfast.base.types.removal import StepAndDigest, StepFiles
 from holdfast.base.types.timeline import Timeline

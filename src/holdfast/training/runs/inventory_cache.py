@@ -12,7 +12,8 @@ import mmap
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
-from holdfast.base.ports.store import Store, read_range
+from holdfast.base.ports.ranges import read_range
+from holdfast.base.ports.store import Store
 from holdfast.base.types.epoch import Fence
 from holdfast.base.types.manifest import Manifest
 from holdfast.base.types.removal import StepFiles

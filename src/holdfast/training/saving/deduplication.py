@@ -17,7 +17,7 @@ from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.chunking import DIGEST_BYTES
 from holdfast.base.geometry.region import FlatRange, region_boxes
 from holdfast.base.ports.framework import Source
-from holdfast.base.ports.store import packs_under
+from holdfast.base.ports.packs import packs_under
 from holdfast.base.types.manifest import FileRecord, Manifest
 from holdfast.base.types.plan import PackItem, Piece, PieceKey, PlannedPack
 from holdfast.core.engine.background import side_by_side

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from holdfast.base.ports.framework import Collected
-from holdfast.base.ports.store import Traits
+from holdfast.base.ports.readable import StoreTraits
 from holdfast.base.types.plan import PlannedPack
 from holdfast.core.engine.encoding.encode import KnownWeights
 from holdfast.core.format.pack import HeaderBody
@@ -106,7 +106,7 @@ def plan(job: Job, target: SaveTarget, collected: Collected, owners: Owners, lay
     return RankPlan(chosen, is_new, coding)
 
 
-def sizes_of_packs(traits: Traits, settings: Settings) -> PackSizes | None:
+def sizes_of_packs(traits: StoreTraits, settings: Settings) -> PackSizes | None:
     """Return the sizes of packs in a store with a largest object; None in a store of files."""
     if traits.object_bytes_max is None and not traits.appears_whole:
         return None

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from holdfast.backends.stores import foreign
 from holdfast.backends.stores.foreign import ForeignFiles
-from holdfast.base.ports.store import view_for_range
+from holdfast.base.ports.ranges import view_for_range
 from holdfast.errors import CorruptError, InvalidError, MissingError
 from holdfast.settings import PAGE_BYTES
 from holdfast.testing.store import aligned_buffer

@@ -14,7 +14,8 @@ import pytest
 
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.syscalls import Syscalls
-from holdfast.base.ports.store import Upload, read_range
+from holdfast.base.ports.ranges import read_range
+from holdfast.base.ports.store import Upload
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.testing.faults import Faults, FaultySyscalls, fail_with, kill_process

@@ -13,7 +13,8 @@ import pytest
 from holdfast.backends.stores.memory import MemoryStore
 from holdfast.base.clock import SystemClock
 from holdfast.base.ports.forwarding import ForwardingStore
-from holdfast.base.ports.store import Release, Upload
+from holdfast.base.ports.readable import Release
+from holdfast.base.ports.store import Upload
 from holdfast.core.engine.arena import Arena
 from holdfast.core.engine.staging import Staging
 from holdfast.core.engine.writing.write import PackWriter

@@ -19,7 +19,7 @@ from holdfast.base.geometry.chunking import chunk_count, chunk_range
 from holdfast.base.geometry.region import FlatRange, Region, region_boxes
 from holdfast.base.geometry.tensor import TensorSpec
 from holdfast.base.ports.forwarding import ForwardingStore
-from holdfast.base.ports.store import Buffers, ByteRanges, OnRange, Readable
+from holdfast.base.ports.readable import Buffers, ByteRanges, OnRange, Readable
 from holdfast.base.types.plan import LoadPlan, Piece, WantedBoxes, give_slot_bytes
 from holdfast.core.engine.read import execute
 from holdfast.core.engine.target import HostTarget

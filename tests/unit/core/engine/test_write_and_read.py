@@ -23,7 +23,9 @@ from holdfast.base.geometry.box import Box
 from holdfast.base.ports.codec import NO_CODECS
 from holdfast.base.ports.forwarding import ForwardingStore
 from holdfast.base.ports.framework import LocalShard, Selection
-from holdfast.base.ports.store import Buffers, ByteRanges, OnBytes, OnRange, Packs, Readable, hand_out, packs_under
+from holdfast.base.ports.packs import Packs, packs_under
+from holdfast.base.ports.ranges import hand_out
+from holdfast.base.ports.readable import Buffers, ByteRanges, OnBytes, OnRange, Readable
 from holdfast.base.types.plan import Piece, PlannedPack, WantedBoxes
 from holdfast.core.engine import read
 from holdfast.core.engine.arena import Arena

@@ -12,7 +12,8 @@ import pytest
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.backends.stores.memory import MemoryStore
 from holdfast.base.clock import SystemClock
-from holdfast.base.ports.store import Entry, Store
+from holdfast.base.ports.readable import StoreEntry
+from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import FileRecord, Manifest
 from holdfast.base.types.values import Group
 from holdfast.core.engine.parallel_map import CALLS_AT_ONCE
@@ -38,7 +39,7 @@ class PagedStore(RecordingStore):
         super().__init__(inner)
         self.traits = replace(inner.traits, page_entries=PAGE)
 
-    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[StoreEntry]:
         while True:
             page = list(super().list(prefix, after=after, up_to=up_to))[:PAGE]
             yield from page

@@ -10,11 +10,12 @@ import pytest
 
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.backends.alone import AloneComm
-from holdfast.backends.stores.keys import is_listed
 from holdfast.backends.stores.memory import MemoryStore
 from holdfast.base.clock import SystemClock
 from holdfast.base.ports.forwarding import ForwardingStore
-from holdfast.base.ports.store import Entry, Store
+from holdfast.base.ports.keys import is_listed
+from holdfast.base.ports.readable import StoreEntry
+from holdfast.base.ports.store import Store
 from holdfast.base.types.epoch import Epoch
 from holdfast.core.format.names import epoch_key, step_folder
 from holdfast.core.format.sealed_json import header, sealed
@@ -44,7 +45,7 @@ class NetworkMount(ForwardingStore):
         super().__init__(inner)
         self._absent: set[str] = set()
         self._folders: dict[str, list[str]] = {}
-        self._listings: dict[str, list[Entry]] = {}
+        self._listings: dict[str, list[StoreEntry]] = {}
 
     def size(self, key: str) -> int:
         if key in self._absent:
@@ -58,7 +59,7 @@ class NetworkMount(ForwardingStore):
     def folders(self, prefix: str = "") -> list[str]:
         return self._folders.setdefault(prefix, super().folders(prefix))
 
-    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[StoreEntry]:
         entries = self._listings.setdefault(prefix, [*super().list(prefix)])
         return (entry for entry in entries if is_listed(entry.key, after, up_to))
 

@@ -19,7 +19,8 @@ from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.tensor import Role
 from holdfast.base.ports.codec import NO_CODECS
 from holdfast.base.ports.framework import Target
-from holdfast.base.ports.store import Store, packs_under
+from holdfast.base.ports.packs import packs_under
+from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import Manifest
 from holdfast.base.types.plan import ExchangePlan, LoadPlan, Throughput, WantedBoxes
 from holdfast.base.types.reports import LoadReport

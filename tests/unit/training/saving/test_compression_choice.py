@@ -15,7 +15,8 @@ from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast._face.wiring import codecs
 from holdfast.base.geometry.tensor import Role
 from holdfast.base.ports.forwarding import ForwardingStore
-from holdfast.base.ports.store import Release, Store, Upload
+from holdfast.base.ports.readable import Release
+from holdfast.base.ports.store import Store, Upload
 from holdfast.base.types.coding import KindCoding
 from holdfast.base.types.events import RankReport
 from holdfast.base.types.reports import SaveReport

@@ -17,7 +17,7 @@ from holdfast.backends.foreign.torch.archive_reader import read_torch_file
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.tensor import TensorSpec
 from holdfast.base.geometry.value_class import value_class
-from holdfast.base.ports.store import Readable
+from holdfast.base.ports.readable import Readable
 from holdfast.base.types.listing import ListedPiece
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.settings import MIB

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from holdfast.backends.foreign.read import read_ranges
 from holdfast.base.ports.forwarding import ForwardingReadable
-from holdfast.base.ports.store import Buffers, ByteRanges, OnRange, Readable, hand_out
+from holdfast.base.ports.ranges import hand_out
+from holdfast.base.ports.readable import Buffers, ByteRanges, OnRange, Readable
 from holdfast.settings import KIB, MIB
 
 END_BYTES = 2 * KIB

@@ -19,7 +19,7 @@ from holdfast.backends.foreign.typed_values import typed
 from holdfast.backends.foreign.values import remark, to_value
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.tensor import TensorSpec
-from holdfast.base.ports.store import Readable
+from holdfast.base.ports.readable import Readable
 from holdfast.base.types.listing import ForeignListing, ListedPiece
 from holdfast.base.types.values import FrameworkValue, Skipped, TensorRef, Value
 from holdfast.errors import InvalidError, MissingError

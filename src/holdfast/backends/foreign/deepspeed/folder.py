@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from holdfast.backends.foreign.messages import CONVERT
-from holdfast.base.ports.store import Readable
+from holdfast.base.ports.readable import Readable
 from holdfast.errors import CheckpointError, InvalidError, MissingError
 
 LATEST = "latest"

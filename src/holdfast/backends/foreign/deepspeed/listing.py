@@ -12,7 +12,7 @@ from holdfast.backends.foreign.deepspeed.tensors import Tensors
 from holdfast.backends.foreign.deepspeed.tree import Values
 from holdfast.backends.foreign.pickles.tensors import StoredTensor
 from holdfast.backends.foreign.torch.checksums import ArchiveChecksums
-from holdfast.base.ports.store import Readable
+from holdfast.base.ports.readable import Readable
 from holdfast.base.types.listing import ForeignListing
 from holdfast.errors import CorruptError, MissingError
 

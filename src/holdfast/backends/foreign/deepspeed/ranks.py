@@ -9,7 +9,7 @@ from holdfast.backends.foreign.deepspeed.saved import ModelState, ZeroState, rea
 from holdfast.backends.foreign.messages import shown
 from holdfast.backends.foreign.pickles.tensors import StoredTensor
 from holdfast.backends.foreign.read import read_bytes
-from holdfast.base.ports.store import Readable
+from holdfast.base.ports.readable import Readable
 from holdfast.errors import InvalidError, MissingError
 
 Models = Mapping[Place, ModelState]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from holdfast.backends.foreign.deepspeed.folder import find_prefix, read_folder
 from holdfast.backends.foreign.deepspeed.listing import list_zero
 from holdfast.backends.foreign.deepspeed.universal import list_universal
-from holdfast.base.ports.store import Readable
+from holdfast.base.ports.readable import Readable
 from holdfast.base.types.listing import ForeignListing
 from holdfast.errors import MissingError
 

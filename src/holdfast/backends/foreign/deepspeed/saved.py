@@ -13,7 +13,7 @@ from holdfast.backends.foreign.pickles.objects import OpaqueObject
 from holdfast.backends.foreign.pickles.tensors import StoredTensor
 from holdfast.backends.foreign.torch.archive_reader import read_torch_file
 from holdfast.backends.foreign.typed_values import COUNT_MAX, Count, Shape, typed
-from holdfast.base.ports.store import Readable
+from holdfast.base.ports.readable import Readable
 from holdfast.errors import CorruptError, InvalidError, first_three
 
 _INFO = "universal_checkpoint_info"

@@ -14,7 +14,7 @@ from holdfast.backends.foreign.pickles.objects import OpaqueObject
 from holdfast.backends.foreign.pickles.tensors import StoredTensor
 from holdfast.backends.foreign.read import read_bytes
 from holdfast.backends.foreign.values import to_value
-from holdfast.base.ports.store import Readable
+from holdfast.base.ports.readable import Readable
 from holdfast.base.types.values import FrameworkValue, Group, TensorRef, Value
 
 _SMALL_BYTES_MAX = 4096

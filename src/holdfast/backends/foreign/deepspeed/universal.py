@@ -27,7 +27,7 @@ from holdfast.backends.foreign.messages import shown
 from holdfast.backends.foreign.pickles.tensors import StoredTensor
 from holdfast.backends.foreign.torch.archive_reader import read_torch_file
 from holdfast.backends.foreign.typed_values import typed
-from holdfast.base.ports.store import Readable
+from holdfast.base.ports.readable import Readable
 from holdfast.base.types.listing import ForeignListing
 from holdfast.errors import CorruptError, MissingError, first_three
 

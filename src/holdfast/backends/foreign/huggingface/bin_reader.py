@@ -12,7 +12,7 @@ from holdfast.backends.foreign.torch.archive_reader import read_torch_file
 from holdfast.backends.foreign.torch.reader import is_module_state, module_state
 from holdfast.backends.foreign.torch.tensors import TorchTensors
 from holdfast.backends.foreign.values import remark
-from holdfast.base.ports.store import Readable
+from holdfast.base.ports.readable import Readable
 from holdfast.base.types.listing import ForeignListing
 from holdfast.base.types.values import Group
 from holdfast.errors import InvalidError, MissingError, first_three

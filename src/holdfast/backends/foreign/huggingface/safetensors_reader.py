@@ -27,7 +27,7 @@ from holdfast.backends.foreign.values import remark
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.dtype import BY_SAFETENSORS, of_safetensors
 from holdfast.base.geometry.tensor import TensorSpec
-from holdfast.base.ports.store import Readable
+from holdfast.base.ports.readable import Readable
 from holdfast.base.types.export import EXPORT_NOTE
 from holdfast.base.types.listing import ForeignListing, ListedPiece
 from holdfast.base.types.values import Group

@@ -8,7 +8,7 @@ from collections.abc import Container, Mapping
 import msgspec
 
 from holdfast.backends.foreign.typed_values import typed
-from holdfast.base.ports.store import Readable
+from holdfast.base.ports.readable import Readable
 from holdfast.errors import CorruptError, InvalidError, MissingError, first_three
 from holdfast.settings import MIB
 

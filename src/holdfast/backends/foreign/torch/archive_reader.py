@@ -15,7 +15,7 @@ from holdfast.backends.foreign.pickles.tensors import StoredStorage
 from holdfast.backends.foreign.read import read_bytes
 from holdfast.backends.foreign.torch.zip_reader import ZipEntry, zip_entries
 from holdfast.base.geometry.dtype import DTYPES
-from holdfast.base.ports.store import Readable
+from holdfast.base.ports.readable import Readable
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.settings import MIB
 

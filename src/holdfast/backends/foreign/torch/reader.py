@@ -15,7 +15,7 @@ from holdfast.backends.foreign.read import read_bytes
 from holdfast.backends.foreign.torch.archive_reader import LEGACY_HEAD, read_torch_file
 from holdfast.backends.foreign.torch.tensors import TorchTensors
 from holdfast.backends.foreign.values import below, require_short, tensor_holders, to_value
-from holdfast.base.ports.store import Readable
+from holdfast.base.ports.readable import Readable
 from holdfast.base.types.listing import ForeignListing
 from holdfast.base.types.values import Group, Skipped, TensorRef, Value
 from holdfast.errors import InvalidError

@@ -10,7 +10,7 @@ from holdfast.backends.foreign.pickles.tensors import StoredTensor
 from holdfast.backends.foreign.torch.checksums import ArchiveChecksums
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.tensor import TensorSpec
-from holdfast.base.ports.store import Readable
+from holdfast.base.ports.readable import Readable
 from holdfast.base.types.listing import ForeignListing, ListedPiece
 from holdfast.base.types.values import Group
 from holdfast.errors import InvalidError

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from holdfast.backends.foreign.read import read_bytes, read_ranges
 from holdfast.base.geometry.value_class import value_class
-from holdfast.base.ports.store import Readable
+from holdfast.base.ports.readable import Readable
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.settings import KIB, MIB, PAGE_BYTES
 

@@ -11,8 +11,8 @@ from contextlib import suppress
 from holdfast.backends.stores.folders import TEMPORARY_PREFIX
 from holdfast.backends.stores.fsspec.file_systems import FileSystems
 from holdfast.backends.stores.fsspec.files import FileInfo, FileSystem, children, look, remove_file
-from holdfast.backends.stores.keys import Split, is_key, is_listed, is_part, may_lead_to_listed, split_key
-from holdfast.base.ports.store import Entry
+from holdfast.base.ports.keys import Split, is_key, is_listed, is_part, may_lead_to_listed, split_key
+from holdfast.base.ports.readable import StoreEntry
 from holdfast.errors import InvalidError
 
 Parts = tuple[str, ...]
@@ -22,7 +22,7 @@ Where = Callable[[str], str]
 
 def listed(
     systems: FileSystems, where: Where, top: Parts, after: str, up_to: str | None, split: Split = split_key
-) -> Iterator[Entry]:
+) -> Iterator[StoreEntry]:
     """Yield every file under a folder whose name a key can have, in the order of the keys."""
     waiting: list[tuple[Parts, FileInfo | None]] = [(top, None)]
     while waiting:
@@ -31,7 +31,7 @@ def listed(
         if found is not None and found.is_file:
             if is_listed(key, after, up_to):
                 size = found.bytes if found.bytes is not None else size_of(systems, where, key)
-                yield Entry(key, size, found.marks)
+                yield StoreEntry(key, size, found.marks)
             continue
         path = systems.path(key)
         below = systems.use("list", where(key), lambda system, path=path: list(children(system, path)))  # type: ignore[misc]

@@ -11,10 +11,9 @@ from holdfast.backends.stores.fsspec.file_systems import FileSystems
 from holdfast.backends.stores.fsspec.files import FileSystem, children, look, read_ranges, read_whole
 from holdfast.backends.stores.fsspec.folders import is_name, listed, size_of
 from holdfast.backends.stores.fsspec.refusals import is_absent
-from holdfast.backends.stores.keys import Split, split_key, split_name, split_prefix
-from holdfast.backends.stores.parts import check_buffers
 from holdfast.backends.stores.remote.reads import Batch, batches_of, cut, read_by_batches
-from holdfast.base.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, Readable
+from holdfast.base.ports.keys import Split, split_key, split_name, split_prefix
+from holdfast.base.ports.readable import Buffers, ByteRanges, OnRange, Readable, StoreEntry
 from holdfast.errors import CorruptError
 from holdfast.settings import Settings
 
@@ -104,20 +103,13 @@ class FileSystemReading(Readable):
             return None
         return views
 
-    def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
-        """Return 0: nothing is cached. No request is made for that."""
-        self._split(key)
-        end = max(start, 0) + sum(buffer.nbytes for buffer in buffers)
-        check_buffers(self.where(key), end, start, buffers)
-        return 0
-
     def folders(self, prefix: str = "") -> list[str]:
         """Return the names of the folders directly under a prefix, sorted."""
         path = self.systems.path("/".join(split_prefix(prefix, self._split)))
         found = self.systems.use("list", self.where(prefix), lambda system: list(children(system, path)))
         return sorted(each.name for each in found if each.is_folder and is_name(each.name, self._split))
 
-    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[StoreEntry]:
         """Yield every object under a prefix whose name a key can have, in order, folder by folder."""
         return listed(self.systems, self.where, split_prefix(prefix, self._split), after, up_to, self._split)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 
-from holdfast.backends.stores.comparing import is_still_to_replace
 from holdfast.backends.stores.folders import TEMPORARY_PREFIX
 from holdfast.backends.stores.fsspec import placing
 from holdfast.backends.stores.fsspec.abilities import Abilities, abilities, known_abilities
@@ -13,12 +12,12 @@ from holdfast.backends.stores.fsspec.address import file_system_address
 from holdfast.backends.stores.fsspec.files import FileSystem, look, remove_file
 from holdfast.backends.stores.fsspec.folders import sweep
 from holdfast.backends.stores.fsspec.reading import FileSystemReading
-from holdfast.backends.stores.keys import split_prefix
-from holdfast.backends.stores.parts import PartLedger
 from holdfast.backends.stores.remote.memory import BytesInFlight, ObjectUpload
 from holdfast.backends.stores.remote.probe import takes_both
 from holdfast.base.clock import Clock, SystemClock
-from holdfast.base.ports.store import Store, Traits
+from holdfast.base.ports.parts import PartLedger
+from holdfast.base.ports.readable import StoreTraits
+from holdfast.base.ports.store import Store
 from holdfast.base.ports.temporary import TemporaryError
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, MissingError
 from holdfast.settings import Settings
@@ -55,7 +54,7 @@ class FileSystemStore(FileSystemReading, Store):
             InvalidError: It is no such URL, has credentials, or fsspec is not installed.
         """
         super().__init__(file_system_address(url), settings)
-        self.traits = Traits(object_bytes_max=_OBJECT_BYTES_MAX, appears_whole=True)
+        self.traits = StoreTraits(object_bytes_max=_OBJECT_BYTES_MAX, appears_whole=True)
         self._in_flight = BytesInFlight(settings.object_bytes_in_flight_max)
         self._clock = clock or SystemClock()
         self._is_alone = settings.object_store.single_writer
@@ -72,11 +71,6 @@ class FileSystemStore(FileSystemReading, Store):
             lambda system: placing.replace(system, path, memoryview(data), hidden, is_at_once=is_at_once),
             writes=True,
         )
-
-    def replace(self, key: str, data: bytes, seen: bytes | None, *, durable: bool = True) -> None:
-        """Store a small object whole in place of one that the caller has read; another may come in between."""
-        if is_still_to_replace(self, key, data, seen):
-            self.put(key, data, durable=durable)
 
     def put_if_absent(self, key: str, data: bytes, *, folders_durable: bool = True) -> None:
         """Store a small object whole unless the key exists; atomic.
@@ -144,10 +138,6 @@ class FileSystemStore(FileSystemReading, Store):
             raise takes_both(self.url, "can create a file on condition that it does not exist")
         return found
 
-    def sync(self, prefix: str) -> None:
-        """Do nothing: fsspec cannot ask for more than the file system does by itself."""
-        split_prefix(prefix, self._split)
-
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; absent keys are no error. Then sweep their folders."""
         touched: dict[tuple[str, ...], None] = {}
@@ -164,12 +154,6 @@ class FileSystemStore(FileSystemReading, Store):
             removes_folders = abilities(self.url, self.systems, self._clock).spares_full_folders
         for parts in sorted(touched, key=len, reverse=True):
             sweep(self.systems, self.where, parts, removes_folders=removes_folders)
-
-    def link(self, key: str, new_key: str) -> bool:
-        """Return False: an object has one key."""
-        self._split(new_key)
-        self.size(key)
-        return False
 
     def identity(self, key: str) -> str:
         """Return a text that no other key shares: an object has one key."""

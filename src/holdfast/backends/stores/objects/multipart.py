@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import xxhash
 
-from holdfast.backends.stores.parts import PartLedger, address_of
 from holdfast.backends.stores.remote.memory import BytesInFlight
-from holdfast.base.ports.store import Release
+from holdfast.base.ports.parts import PartLedger, address_of
+from holdfast.base.ports.readable import Release
 from holdfast.base.ports.temporary import TemporaryError
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, MissingError, UnavailableError
 

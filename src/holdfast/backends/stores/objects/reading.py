@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Self
 
-from holdfast.backends.stores.keys import Split, is_key, is_listed, split_key, split_name, split_prefix
 from holdfast.backends.stores.objects.address import KEY_BYTES_MAX, Address
 from holdfast.backends.stores.objects.client import Clients
-from holdfast.backends.stores.parts import check_buffers
 from holdfast.backends.stores.remote.reads import Batch, batches_of, cut, read_by_batches
-from holdfast.base.ports.store import Buffers, ByteRanges, Entry, OnBytes, OnRange, Readable, Traits
+from holdfast.base.ports.keys import Split, is_key, is_listed, split_key, split_name, split_prefix
+from holdfast.base.ports.readable import Buffers, ByteRanges, OnRange, Readable, StoreEntry, StoreTraits
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.settings import MIB, Settings
 
@@ -42,7 +41,7 @@ class ObjectReading(Readable):
         self.url = address.url
         # The client reads a listing on Azure from its beginning, and leaves out what is before `after`: parts of it
         # would cost more than the whole.
-        self.traits = Traits(page_entries=_WHOLE_LISTING if address.scheme == "az" else _PAGE_ENTRIES)
+        self.traits = StoreTraits(page_entries=_WHOLE_LISTING if address.scheme == "az" else _PAGE_ENTRIES)
         self.clients = Clients(address, settings)
         self._has_bucket = False
         self._known: dict[str, tuple[bytes, Any]] = {}
@@ -83,13 +82,6 @@ class ObjectReading(Readable):
             batch_bytes=lambda batch: self._batch_bytes(key, full, batch),
         )
 
-    def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
-        """Return 0: nothing is cached. No request is made for that."""
-        self._split(key)
-        end = max(start, 0) + sum(buffer.nbytes for buffer in buffers)
-        check_buffers(self.where(key), end, start, buffers)
-        return 0
-
     def folders(self, prefix: str = "") -> list[str]:
         """Return the names of the folders directly under a prefix, sorted."""
         split_prefix(prefix, self._split)
@@ -101,12 +93,12 @@ class ObjectReading(Readable):
         names = (path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"])
         return sorted(name for name in names if is_key(name, self._split))
 
-    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[StoreEntry]:
         """Yield every object under a prefix whose name a key can have, in order, page by page."""
         split_prefix(prefix, self._split)
         return self._listed(prefix, after, up_to)
 
-    def _listed(self, prefix: str, after: str, up_to: str | None) -> Iterator[Entry]:
+    def _listed(self, prefix: str, after: str, up_to: str | None) -> Iterator[StoreEntry]:
         where, full, root = self.where(prefix), self.address.prefix + prefix, self.address.prefix
         pages = self.clients.ask(
             "list",
@@ -124,7 +116,7 @@ class ObjectReading(Readable):
                 if up_to is not None and key > up_to:
                     return
                 if is_listed(key, after, up_to):
-                    yield Entry(key, int(found["size"]), _tag_of(found))
+                    yield StoreEntry(key, int(found["size"]), _tag_of(found))
                 if key == up_to:
                     return  # Without a request for the page behind it.
 

@@ -8,7 +8,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from holdfast.backends.stores.keys import split_prefix
 from holdfast.backends.stores.objects.address import address_of
 from holdfast.backends.stores.objects.conditional_delete import ConditionalDelete
 from holdfast.backends.stores.objects.multipart import MultipartUpload, Parts, abort_uploads
@@ -16,10 +15,11 @@ from holdfast.backends.stores.objects.parts_of_azure import BlocksOfContainer
 from holdfast.backends.stores.objects.parts_of_s3 import PartsOfBucket
 from holdfast.backends.stores.objects.reading import ObjectReading
 from holdfast.backends.stores.objects.signed import SignedRequests
-from holdfast.backends.stores.parts import PartLedger
 from holdfast.backends.stores.remote.memory import BytesInFlight, LentObject, ObjectUpload
 from holdfast.backends.stores.remote.probe import Probe
 from holdfast.base.clock import Clock, SystemClock
+from holdfast.base.ports.keys import split_prefix
+from holdfast.base.ports.parts import PartLedger
 from holdfast.base.ports.store import Store, Upload
 from holdfast.base.ports.temporary import TemporaryError
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
@@ -206,10 +206,6 @@ class ObjectStore(ObjectReading, Store):
                 ) from conflict
             raise self._conflict(key) from conflict
 
-    def sync(self, prefix: str) -> None:
-        """Do nothing: an object is durable, with its name, once it is stored."""
-        split_prefix(prefix, self._split)
-
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects, a thousand by one request where the store can; absent keys are no error."""
         full = [self.full_key(key) for key in keys]
@@ -229,12 +225,6 @@ class ObjectStore(ObjectReading, Store):
         shown = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
         where = f"{self.address.scheme}://{self.address.bucket}/{shown}"
         self.clients.ask("delete", where, lambda api, client: api.delete(client, names))
-
-    def link(self, key: str, new_key: str) -> bool:
-        """Return False: an object has one key."""
-        self._split(new_key)
-        self.head(key)
-        return False
 
     def identity(self, key: str) -> str:
         """Return a text that no other key shares: an object has one key."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from holdfast.backends.stores.parts import PartLedger, RoomUpload
-from holdfast.base.ports.store import Release
+from holdfast.base.ports.parts import PartLedger, RoomUpload
+from holdfast.base.ports.readable import Release
 from holdfast.errors import InvalidError
 from holdfast.settings import KIB, MIB, PAGE_BYTES
 

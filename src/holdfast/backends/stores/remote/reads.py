@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from holdfast.backends.stores.parts import check_ranges
-from holdfast.base.ports.store import Buffers, ByteRanges, OnRange
+from holdfast.base.ports.ranges import check_ranges
+from holdfast.base.ports.readable import Buffers, ByteRanges, OnRange
 from holdfast.base.ports.temporary import TemporaryError
 from holdfast.settings import MIB
 

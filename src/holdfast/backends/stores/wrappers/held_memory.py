@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from holdfast.base.ports.store import Release
+from holdfast.base.ports.readable import Release
 
 
 class HeldMemory:

@@ -29,16 +29,8 @@ from holdfast.backends.stores.wrappers.rate import RateLimit
 from holdfast.backends.stores.wrappers.retries import Request, Retries, Tries
 from holdfast.base.clock import Clock, SystemClock
 from holdfast.base.ports.forwarding import ForwardingStore
-from holdfast.base.ports.store import (
-    Buffers,
-    ByteRanges,
-    Entry,
-    OnBytes,
-    OnRange,
-    Release,
-    Store,
-    Upload,
-)
+from holdfast.base.ports.readable import Buffers, ByteRanges, OnBytes, OnRange, Release, StoreEntry
+from holdfast.base.ports.store import Store, Upload
 from holdfast.base.ports.temporary import RetryCounts, TemporaryError
 from holdfast.errors import ConflictError, CorruptError, MissingError
 from holdfast.settings import MIB, Settings
@@ -58,7 +50,7 @@ _CHANGING = frozenset({"sync", "upload", "link", "move", "replace"})
 class _ListingCut(TemporaryError):
     """A listing failed after some entries."""
 
-    def __init__(self, error: TemporaryError, entries: Sequence[Entry]) -> None:
+    def __init__(self, error: TemporaryError, entries: Sequence[StoreEntry]) -> None:
         super().__init__(
             str(error),
             is_throttled=error.is_throttled,
@@ -181,7 +173,7 @@ class RetryingStore(ForwardingStore):
 
         return self._retries.run(Request("get_cached", self._where(key), ends_by_itself=True), once)
 
-    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[StoreEntry]:
         """Yield every object under a prefix, in the order of the keys."""
         request = Request("list", self._where(prefix))
         # The first page at once, so that a wrong call raises here.
@@ -189,15 +181,20 @@ class RetryingStore(ForwardingStore):
         return self._pages(request, prefix, up_to, entries, rest)
 
     def _pages(
-        self, request: Request, prefix: str, up_to: str | None, entries: Sequence[Entry], rest: Iterator[Entry] | None
-    ) -> Iterator[Entry]:
+        self,
+        request: Request,
+        prefix: str,
+        up_to: str | None,
+        entries: Sequence[StoreEntry],
+        rest: Iterator[StoreEntry] | None,
+    ) -> Iterator[StoreEntry]:
         while entries:
             yield from entries
             entries, rest = self._listed(request, prefix, entries[-1].key, up_to, rest)
 
     def _listed(
-        self, request: Request, prefix: str, after: str, up_to: str | None, rest: Iterator[Entry] | None
-    ) -> tuple[Sequence[Entry], Iterator[Entry] | None]:
+        self, request: Request, prefix: str, after: str, up_to: str | None, rest: Iterator[StoreEntry] | None
+    ) -> tuple[Sequence[StoreEntry], Iterator[StoreEntry] | None]:
         """Return the next entries, and where those after them come from; no entries at the end.
 
         Args:
@@ -209,7 +206,7 @@ class RetryingStore(ForwardingStore):
         # A try takes it away: one that failed or was abandoned is not used again.
         begun = [] if rest is None else [rest]
 
-        def once(tries: Tries) -> tuple[Sequence[Entry], Iterator[Entry] | None]:
+        def once(tries: Tries) -> tuple[Sequence[StoreEntry], Iterator[StoreEntry] | None]:
             entries = list(tries.last.entries) if isinstance(tries.last, _ListingCut) else []
             first = entries[-1].key if entries else after
             listing = begun.pop() if begun else self._inner.list(prefix, after=first, up_to=up_to)

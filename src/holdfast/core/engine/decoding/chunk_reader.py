@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from holdfast.base.geometry.chunking import chunk_range
 from holdfast.base.ports.codec import Codecs
-from holdfast.base.ports.store import Packs, Stored, read_range
+from holdfast.base.ports.packs import Packs, Stored
+from holdfast.base.ports.ranges import read_range
 from holdfast.base.types.plan import ChunkRead, Piece
 from holdfast.core.engine.buffers import allocate_aligned
 from holdfast.core.engine.decoding.decode import Decoder, stored_place

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from holdfast.base.ports.store import Stored, read_range
+from holdfast.base.ports.packs import Stored
+from holdfast.base.ports.ranges import read_range
 from holdfast.base.types.plan import Piece
 from holdfast.core.engine.buffers import allocate_aligned
 from holdfast.settings import MIB

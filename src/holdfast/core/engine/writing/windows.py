@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from holdfast.base.ports.codec import StoredPart
-from holdfast.base.ports.store import Release, Upload
+from holdfast.base.ports.readable import Release
+from holdfast.base.ports.store import Upload
 from holdfast.core.engine.buffers import BufferPool, allocate_aligned, copy_part
 from holdfast.core.engine.encoding.meter import SaveMeter
 from holdfast.core.engine.encoding.probe import PackProbe

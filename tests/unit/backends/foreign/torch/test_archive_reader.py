@@ -12,7 +12,7 @@ import torch
 from holdfast.backends.foreign.pickles.tensors import StoredTensor
 from holdfast.backends.foreign.torch.archive_reader import read_torch_file
 from holdfast.backends.stores.foreign import ForeignFiles
-from holdfast.base.ports.store import Buffers, ByteRanges, OnRange
+from holdfast.base.ports.readable import Buffers, ByteRanges, OnRange
 from tests.hostile.torch_files import Entry, archive, named, number, numbers, tensor
 
 

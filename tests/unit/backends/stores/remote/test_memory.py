@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import pytest
 
-from holdfast.backends.stores.parts import PartLedger, address_of
 from holdfast.backends.stores.remote.memory import BytesInFlight, ObjectUpload
+from holdfast.base.ports.parts import PartLedger, address_of
 from holdfast.settings import KIB, MIB, PAGE_BYTES
 
 T = TypeVar("T")

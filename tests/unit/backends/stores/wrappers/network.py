@@ -10,16 +10,9 @@ from dataclasses import replace
 from typing import TypeVar
 
 from holdfast.base.ports.forwarding import ForwardingStore
-from holdfast.base.ports.store import (
-    Buffers,
-    ByteRanges,
-    Entry,
-    OnRange,
-    Release,
-    Store,
-    Upload,
-    hand_out,
-)
+from holdfast.base.ports.ranges import hand_out
+from holdfast.base.ports.readable import Buffers, ByteRanges, OnRange, Release, StoreEntry
+from holdfast.base.ports.store import Store, Upload
 from holdfast.base.ports.temporary import TemporaryError
 from holdfast.errors import CheckpointError
 
@@ -105,11 +98,11 @@ class NetworkStore(ForwardingStore):
         call = lambda: self._inner.put_if_absent(key, sent, folders_durable=folders_durable)  # noqa: E731
         self._asked("put_if_absent", key, call, fate)
 
-    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[Entry]:
+    def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[StoreEntry]:
         # A page has two keys, and each is a request.
         listing = self._inner.list(prefix, after=after, up_to=up_to)
 
-        def pages() -> Iterator[Entry]:
+        def pages() -> Iterator[StoreEntry]:
             for number, entry in enumerate(listing):
                 if number % 2 == 0:
                     self._around("list", prefix, lambda: None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from holdfast.base.ports.store import Readable
+from holdfast.base.ports.readable import Readable
 from holdfast.errors import ConflictError, CorruptError, MissingError
 
 

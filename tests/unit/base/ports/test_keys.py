@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.backends.stores.keys import is_part, split_key, split_prefix
+from holdfast.base.ports.keys import is_part, split_key, split_prefix
 from holdfast.errors import InvalidError
 from holdfast.testing.store import BAD_KEYS, BAD_PREFIXES
 

@@ -1,11 +1,14 @@
-"""What stores share of uploads and reads: checks of parts and ranges, and an upload that collects its parts."""
+"""Checks of the parts of an upload, and an upload that collects its parts in memory."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import numpy as np
 
-from holdfast.base.ports.store import Buffers, ByteRanges, Release
-from holdfast.errors import CorruptError, InvalidError
+from holdfast.base.ports.readable import Release
+from holdfast.errors import InvalidError
 from holdfast.settings import PAGE_BYTES
 
 
@@ -105,6 +108,41 @@ class RoomUpload:
                 release()
 
 
+class CollectedUpload(RoomUpload):
+    """Collects an object in memory of its own, and stores the object at `complete`."""
+
+    def __init__(self, ledger: PartLedger, keep: Callable[[memoryview], None]) -> None:
+        """Begin with no part written.
+
+        Args:
+            ledger: Key and sizes of the object.
+            keep: Stores the object, as `Store.put_if_absent`. The upload never changes the memory again.
+        """
+        super().__init__(ledger)
+        self._keep = keep
+        self._lock = threading.Lock()
+        # Pages that no part touches take no memory.
+        self._memory: memoryview | None = np.empty(ledger.bytes_max, dtype=np.uint8).data
+
+    def complete(self, total_bytes: int | None = None) -> None:
+        """Store the object; after an error, the same call may be made again."""
+        with self._lock:
+            memory = self._open_memory()
+            self._keep(memory[: self._ledger.require_whole(total_bytes)].toreadonly())
+            self._memory = None
+
+    def abort(self) -> None:
+        """Drop the object, unless it is stored."""
+        with self._lock:
+            self._memory = None
+
+    def _open_memory(self) -> memoryview:
+        memory = self._memory
+        if memory is None:
+            raise InvalidError(f"{self._ledger.where}: the upload was completed or aborted before")
+        return memory
+
+
 def address_of(data: memoryview) -> int:
     """Return the address of memory that is not empty."""
     address: int = np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0]
@@ -114,50 +152,3 @@ def address_of(data: memoryview) -> int:
 def is_page_aligned(data: memoryview) -> bool:
     """Return whether memory that is not empty begins at a page boundary, as direct I/O needs it."""
     return address_of(data) % PAGE_BYTES == 0
-
-
-def check_ranges(where: str, total_bytes: int, ranges: ByteRanges, buffers: Buffers) -> None:
-    """Require ranges inside an object and buffers that hold them, before a byte is read.
-
-    Args:
-        where: Store and key.
-        total_bytes: The object's real size.
-        ranges: Half-open byte ranges.
-        buffers: One buffer of its length per range.
-    Raises:
-        CorruptError: The object ends before a range does.
-        InvalidError: A range is negative, or a buffer is missing, of another length or read-only.
-    """
-    if len(ranges) != len(buffers):
-        raise InvalidError(
-            f"read of {where}: {len(ranges)} ranges, {len(buffers)} buffers; expected one buffer per range"
-        )
-    for (start, stop), buffer in zip(ranges, buffers, strict=True):
-        _require_inside(where, total_bytes, start, stop)
-        if buffer.readonly or buffer.nbytes != stop - start:
-            raise InvalidError(
-                f"read of {where}: a buffer of {buffer.nbytes} bytes{' (read-only)' if buffer.readonly else ''} for "
-                f"[{start}, {stop}); expected a writable one of {stop - start} bytes"
-            )
-
-
-def check_buffers(where: str, total_bytes: int, start: int, buffers: Buffers) -> None:
-    """Require writable buffers that the object fills from `start` on, before a byte is read.
-
-    Raises:
-        CorruptError: The object ends before the last buffer does.
-        InvalidError: The start is negative or a buffer read-only.
-    """
-    if any(buffer.readonly for buffer in buffers):
-        raise InvalidError(f"read of {where}: a buffer is read-only; expected writable memory")
-    _require_inside(where, total_bytes, start, start + sum(buffer.nbytes for buffer in buffers))
-
-
-def _require_inside(where: str, total_bytes: int, start: int, stop: int) -> None:
-    if not 0 <= start <= stop:
-        raise InvalidError(f"read of {where}: range [{start}, {stop}); expected 0 <= start <= stop")
-    if stop > total_bytes:
-        raise CorruptError(
-            f"{where}: bytes [{start}, {stop}) requested, but the object has {total_bytes} bytes. It was truncated, or "
-            "the index is wrong: verify the checkpoint, or read another copy"
-        )
