@@ -24,6 +24,8 @@ if TYPE_CHECKING:
         save,
     )
     from holdfast.base.geometry.sharded import Sharded
+    from holdfast.base.ports.readable import StoreEntry, StoreTraits
+    from holdfast.base.ports.store import Store
     from holdfast.base.types.per_rank import PerRank, RngState
     from holdfast.errors import (
         CheckpointError,
@@ -52,6 +54,9 @@ __all__ = [
     "PerRank",
     "RngState",
     "Sharded",
+    "Store",
+    "StoreEntry",
+    "StoreTraits",
     "Preemption",
     "Preempted",
     "Settings",
@@ -78,6 +83,8 @@ _HOMES = {
     "holdfast.settings": {"ObjectSettings", "Preemption", "Settings"},
     "holdfast.base.types.per_rank": {"PerRank", "RngState"},
     "holdfast.base.geometry.sharded": {"Sharded"},
+    "holdfast.base.ports.readable": {"StoreEntry", "StoreTraits"},
+    "holdfast.base.ports.store": {"Store"},
     "holdfast._face.checkpoint_manager": {"CheckpointManager"},
 }
 """Public names by module. All other public names are in `holdfast.api`."""

@@ -6,7 +6,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import holdfast
-from holdfast._face import wiring
+from holdfast._face import foreign_paths
 from holdfast.errors import CheckpointError
 from tests.distributed.launch import World
 from tests.distributed.networks import adamw, digests, sharded, train
@@ -15,13 +15,13 @@ from tests.distributed.networks import adamw, digests, sharded, train
 def load_weights(world: World, path: str, mesh: list[int] | None = None) -> dict[str, object]:
     grid = None if mesh is None else init_device_mesh("cpu", tuple(mesh), mesh_dim_names=("replicate", "shard"))
     net = sharded(2 + world.rank, grid)
-    formats = wiring.formats
+    formats = foreign_paths.formats
     if world.rank:
-        wiring.formats = lambda: ()  # Rank 0 lists; the others are given what it found and know no format.
+        foreign_paths.formats = lambda: ()  # Rank 0 lists; the others are given what it found and know no format.
     try:
         report = holdfast.load(path, {"model": net})
     finally:
-        wiring.formats = formats
+        foreign_paths.formats = formats
     assert report.missing == report.unexpected == ()
     found = digests(net)
     # What was loaded trains on: the reshard left no tensor that only looks right.

@@ -332,7 +332,7 @@ def test_bad_calls_are_refused(tmp_path: Path, source: Path) -> None:
     ):
         with pytest.raises(InvalidError, match=message):
             api.export(source, target, **wrong)  # type: ignore[arg-type]
-    with pytest.raises(InvalidError, match="is in the memory of this process; expected workers=1"):
+    with pytest.raises(InvalidError, match="no other process can open this store; expected workers=1"):
         holdfast.save("memory://exported", {"model": {"w": torch.ones(3)}}, process_group=False)
         api.export("memory://exported", target, to="safetensors", workers=2, memory_bytes=128 * MIB)
         api.export(source, "memory://there", to="safetensors", workers=2, memory_bytes=128 * MIB)

@@ -28,7 +28,8 @@ from holdfast.backends.stores.foreign import References
 from holdfast.base.interrupts import require_uninterrupted
 from holdfast.base.ports.framework import Selection
 from holdfast.base.ports.observer import Observer
-from holdfast.base.ports.store import Packs, Store
+from holdfast.base.ports.packs import Packs
+from holdfast.base.ports.store import Store
 from holdfast.base.types.reports import LoadReport, SaveReport
 from holdfast.core.format.names import is_step, plain_step
 from holdfast.errors import InvalidError
@@ -84,7 +85,7 @@ class CheckpointManager:
         """Open a root.
 
         Args:
-            root: Folder of the `step-*` folders; the first save creates it.
+            root: Folder of the `step-*` folders, or a `holdfast.Store`; the first save creates the folder.
             save: When `maybe_save` saves; the same on every rank. See `holdfast.policies`.
             keep: Which steps are kept; None for all. The newest valid one always is.
             every: Short for `save=AnyOf(EveryNSteps(every), OnRequest())`.
@@ -105,7 +106,7 @@ class CheckpointManager:
         policies = policies_of(save, every, keep, keep_last)
         wanted = preemption_of(preemption)
         store = wiring.store_at(root, settings)
-        job = wiring.saving_job(process_group, settings, root)
+        job = wiring.saving_job(process_group, settings, store.url)
         handler = None
         if wanted is not None:
             handler = PreemptionHandler(job, Signals(wanted.signals, job.clock), wanted.grace_seconds)
@@ -129,8 +130,7 @@ class CheckpointManager:
             store: The root.
             job: The ranks.
             references: Opens files elsewhere that imported steps refer to.
-            policies: When to save and what to keep.
-            observers: Receive events.
+            policies, observers: When to save and what to keep; receivers of events.
             preemption_handler: Ends the loop on a signal; None for no preemption.
         """
         manager = cls.__new__(cls)

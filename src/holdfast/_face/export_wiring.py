@@ -7,10 +7,9 @@ import sys
 from dataclasses import replace
 from functools import cache
 
-from holdfast._face.wiring import checkpoint_at, for_copy_of, parent_of, store_at
+from holdfast._face.wiring import checkpoint_at, for_copy_of, is_named_by_url, parent_of, store_at
 from holdfast.backends.stores.destination import LocalDestination
 from holdfast.backends.stores.local import LocalStore
-from holdfast.backends.stores.memory import MemoryStore
 from holdfast.base.clock import SystemClock
 from holdfast.base.ports.foreign import Writer
 from holdfast.base.ports.store import Store
@@ -22,6 +21,7 @@ from holdfast.offline.export.object_place import ObjectPlace
 from holdfast.offline.export.planned import WorkerPool
 from holdfast.offline.export.workers import worker_main, worker_pool
 from holdfast.settings import MIB, Settings
+from holdfast.stored.checkpoint.checkpoint import Checkpoint
 
 
 @cache
@@ -82,9 +82,9 @@ def require_options(dtype: str | None, shard_bytes: int | None, **counts: object
 
 
 def export_of(
-    source: object, destination: object, to: object, options: ExportOptions, settings: Settings
+    source: object, destination: object, to: object, options: ExportOptions, settings: Settings, step: object = None
 ) -> Export | ObjectExport:
-    """Return a planned export.
+    """Return a planned export of a checkpoint, or of one step of the run at `source`.
 
     Raises:
         InvalidError: The format is unknown or cannot hold the checkpoint, or a path is wrong.
@@ -95,20 +95,19 @@ def export_of(
         raise InvalidError(f"to={to!r}; expected one of {', '.join(by_name)}, {HOLDFAST}")
     store = store_at(destination, settings)
     if not isinstance(store, LocalStore):
-        return _object_export(source, store, by_name[to], options, settings)
-    checkpoint = checkpoint_at(source, settings)
+        return _object_export(checkpoint_at(source, settings, step), store, by_name[to], options, settings)
+    checkpoint = checkpoint_at(source, settings, step)
     files = LocalDestination(store.url, file_mode=for_copy_of(checkpoint.url, settings).file_mode)
     files.require_outside(checkpoint.url)
     return Export(checkpoint, files, by_name[to], options, SystemClock())
 
 
 def _object_export(
-    source: object, store: Store, writer: Writer, options: ExportOptions, settings: Settings
+    checkpoint: Checkpoint, store: Store, writer: Writer, options: ExportOptions, settings: Settings
 ) -> ObjectExport:
     folder = store.with_any_names()
     if folder is None:
         raise InvalidError(f"{store.url}: cannot hold the files of other systems; expected a folder or another URL")
-    checkpoint = checkpoint_at(source, settings)
     if f"{store.url}/".startswith(f"{checkpoint.url}/"):
         raise InvalidError(f"{store.url}: is inside {checkpoint.url}, which is exported; expected a place outside it")
     above = parent_of(store, settings)
@@ -121,16 +120,14 @@ def export_pool(source: object, destination: object, to: str, options: ExportOpt
     """Return the worker processes of an export; arguments as `export_of`.
 
     Raises:
-        InvalidError: The source is in the memory of this process, which no other process can read.
+        InvalidError: A store that no other process can open: in the memory of this process, or of the user.
     """
-    inner = next((path for path in (source, destination) if isinstance(store_at(path, settings), MemoryStore)), None)
+    stores = [store_at(path, settings) for path in (source, destination)]
+    inner = next((store for store in stores if not is_named_by_url(store)), None)
     if inner is not None:
-        raise InvalidError(f"{inner}: is in the memory of this process; expected workers=1")
+        raise InvalidError(f"{inner.url}: no other process can open this store; expected workers=1")
     # A worker may begin in another folder. A URL of another place than a folder is the same there.
-    places = [
-        path if "://" in path else os.path.abspath(os.path.expanduser(path))
-        for path in (str(each).removeprefix("file://") for each in (source, destination))
-    ]
+    places = [os.path.abspath(store.url) if isinstance(store, LocalStore) else store.url for store in stores]
     return worker_pool(WORKER_ENTRY, places[0], places[1], to, options, settings)
 
 

@@ -141,14 +141,14 @@ def export(
         CorruptError: Stored bytes are not what was saved.
     """
     export_wiring.require_options(dtype, shard_bytes, memory_bytes=memory_bytes, workers=workers)
-    if step is not None:
-        src = wiring.step_path(wiring.step_at(src, step, settings))
+    if step is not None and workers > 1:
+        src, step = wiring.step_path(wiring.step_at(src, step, settings)), None
     if to == export_wiring.HOLDFAST:
         if dtype is not None or workers > 1:
             raise InvalidError(
                 f"dtype={dtype!r}, workers={workers}; expected neither with to={to!r}: one process copies tensors as is"
             )
-        checkpoint = wiring.checkpoint_at(src, settings)
+        checkpoint = wiring.checkpoint_at(src, settings, step)
         store = wiring.copy_store_at(dst, checkpoint.url, settings)
         if isinstance(store, LocalStore):
             LocalDestination(store.url).require_outside(checkpoint.url)
@@ -158,7 +158,7 @@ def export(
     settings, shard_bytes = export_wiring.resources_of(dst, settings, memory_bytes, workers, shard_bytes)
     options = ExportOptions(shard_bytes=shard_bytes, dtype=dtype, model_only=bool(model_only))
     request = ExportRequest(memory_bytes=memory_bytes, workers=workers)
-    planned = export_wiring.export_of(src, dst, to, options, settings)
+    planned = export_wiring.export_of(src, dst, to, options, settings, step)
     pool = export_wiring.export_pool(src, dst, to, options, settings) if workers > 1 else None
     return planned.run(request, pool, observer)
 

@@ -10,32 +10,31 @@ from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
 
+from holdfast._face.foreign_paths import foreign_at, foreign_in, names_object
+from holdfast._face.own_store import is_store, require_store
 from holdfast.backends.alone import AloneComm
-from holdfast.backends.stores.foreign import ForeignFiles, References
-from holdfast.backends.stores.foreign_objects import ForeignObjects
+from holdfast.backends.stores.foreign import References
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.memory import MemoryStore
 from holdfast.backends.stores.objects.address import SCHEMES
 from holdfast.base.clock import SystemClock
 from holdfast.base.ports.codec import Codec, Codecs
 from holdfast.base.ports.comm import Comm
-from holdfast.base.ports.foreign import Format
 from holdfast.base.ports.framework import Framework
-from holdfast.base.ports.store import Readable, Store
-from holdfast.base.types.listing import ForeignListing
+from holdfast.base.ports.store import Store
 from holdfast.base.types.values import FrameworkValue
 from holdfast.core.format.names import MANIFEST_FILE, RUN_FILE, is_superseded_name, step_and_digest, step_of_folder
-from holdfast.errors import InvalidError, MissingError
+from holdfast.errors import InvalidError
 from holdfast.settings import Settings
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
-from holdfast.stored.checkpoint.location import CheckpointLocation, ForeignPath
+from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.repository.catalog import exists
 from holdfast.training.coordination.absent_ranks import CallWatch
 from holdfast.training.coordination.job import Job
 from holdfast.training.loading.named_step import finder_of, location_named
 from holdfast.training.loading.step_choice import find_step, location_of
 
-Path = str | os.PathLike[str]
+Path = str | os.PathLike[str] | Store
 ProcessGroup = object
 """None, False, or a `torch.distributed.ProcessGroup`."""
 
@@ -43,14 +42,18 @@ DEFAULT_SETTINGS = Settings()
 
 
 def store_at(path: object, settings: Settings) -> Store:
-    """Return the store at a path or URL.
+    """Return the store at a path or URL; a store of the user as it is.
 
     Raises:
-        InvalidError: It is not a path, or its scheme is not supported.
+        InvalidError: It is not a path, its scheme is not supported, or the store lacks a method.
     """
+    if is_store(path):
+        return require_store(path)
     if not isinstance(path, str | os.PathLike):
         hint = " The arguments are swapped: the path comes first" if isinstance(path, dict) else ""
-        raise InvalidError(f"path is {type(path).__name__}; expected a folder as str or Path.{hint}")
+        raise InvalidError(
+            f"path is {type(path).__name__}; expected a folder as str or Path, or a holdfast.Store.{hint}"
+        )
     text = os.fspath(path)
     if not isinstance(text, str) or not text:
         raise InvalidError(f"path={text!r}; expected a folder as str or Path")
@@ -87,10 +90,12 @@ def for_copy_of(source: object, settings: Settings) -> Settings:
     """Return the settings for a copy or an export: no user may read it who may not read the source.
 
     Args:
-        source: The path of a run or checkpoint.
+        source: The path, URL or store of a run or checkpoint.
         settings: Of the caller. If they name permission bits, these count.
     """
-    if settings.file_mode is not None or not isinstance(store := store_at(source, settings), LocalStore):
+    is_url = isinstance(source, str) and "://" in source and not source.startswith("file://")
+    # A URL has no permission bits; that of a store of the user cannot be opened, too.
+    if is_url or settings.file_mode is not None or not isinstance(store := store_at(source, settings), LocalStore):
         return settings
     return replace(settings, file_mode=store.found_mode())
 
@@ -109,9 +114,21 @@ def parent_of(store: Store, settings: Settings) -> tuple[Store, str] | None:
         return _local(parent, settings), name
     scheme, _, rest = store.url.partition("://")
     above, slash, name = rest.rpartition("/")
-    if isinstance(store, MemoryStore) or not slash or not above:
+    if not is_named_by_url(store) or not slash or not above:
         return None
     return store_at(f"{scheme}://{above}", settings), name
+
+
+def is_named_by_url(store: Store) -> bool:
+    """Return whether another process, or a later call, opens the same store by its URL.
+
+    A store in the memory of this process is named by its object alone, and so is a store of the user.
+    """
+    if isinstance(store, LocalStore):
+        return True
+    from holdfast.backends.stores.wrappers.retrying import RetryingStore
+
+    return isinstance(store, RetryingStore)
 
 
 def require_apart(first: Store, second: Store) -> None:
@@ -128,27 +145,6 @@ def require_apart(first: Store, second: Store) -> None:
 
 
 @cache
-def formats() -> tuple[Format, ...]:
-    """Return the formats of other systems. The first that recognises a checkpoint reads it.
-
-    Imported at the first checkpoint of another system: the import takes as long as the rest of a command.
-    """
-    from holdfast.backends.foreign.dcp.reader import DcpFormat
-    from holdfast.backends.foreign.deepspeed.reader import DeepSpeedFormat
-    from holdfast.backends.foreign.huggingface.bin_reader import HuggingFaceBinFormat
-    from holdfast.backends.foreign.huggingface.safetensors_reader import SafetensorsFormat
-    from holdfast.backends.foreign.torch.reader import TorchSaveFormat
-
-    return (
-        DcpFormat(),
-        DeepSpeedFormat(),
-        SafetensorsFormat(),
-        HuggingFaceBinFormat(),
-        TorchSaveFormat(),
-    )
-
-
-@cache
 def codecs() -> Codecs:
     """Return the codecs by name, in the order in which they are tried.
 
@@ -162,53 +158,6 @@ def codecs() -> Codecs:
 
     known: tuple[Codec, ...] = (ResidualCodec(), SparseCodec(), DictionaryCodec(), PlanesCodec(), ZstdCodec())
     return MappingProxyType({codec.name: codec for codec in known})
-
-
-def listed(files: Readable, name: str) -> ForeignListing | None:
-    """Return what the format lists that recognises some files; None if none does."""
-    known = next((each for each in formats() if each.recognises(files, name)), None)
-    if known is not None:
-        return known.listing(files, name)
-    from holdfast.backends.foreign.incomplete import require_complete
-
-    require_complete(files, name)
-    return None
-
-
-def foreign_at(path: str) -> ForeignPath:
-    """Return the files at a path of a file system, for the format that recognises them."""
-    name = os.path.basename(path) if os.path.isfile(path) else ""
-    files = ForeignFiles(os.path.dirname(os.path.abspath(path)) if name else path)
-    return ForeignPath(files, name, listed, is_file=bool(name))
-
-
-_SINGLE_OBJECTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
-"""How the URL of one file ends. Nothing is asked to find out: every rank of a job must take it for the same."""
-
-_INDEX_OBJECTS = (".safetensors.index.json", ".bin.index.json", "/.metadata")
-"""How the URL of a file ends that names others beside it."""
-
-
-def foreign_in(store: Store, path: str, settings: Settings) -> ForeignPath | None:
-    """Return the objects at a URL, for the format that recognises them; None if the store has no foreign names.
-
-    A URL with the ending of a file names one object, unless a slash follows.
-    """
-    above = parent_of(store, settings) if path.endswith((*_SINGLE_OBJECTS, *_INDEX_OBJECTS)) else None
-    folder, name = above if above is not None else (store, "")
-    named = folder.with_any_names()
-    if named is None:
-        return None
-    only = name if name.endswith(_SINGLE_OBJECTS) else ""
-    return ForeignPath(ForeignObjects(named, only=only), name, _listed_object if name else listed)
-
-
-def _listed_object(files: Readable, name: str) -> ForeignListing | None:
-    try:
-        files.size(name)
-    except MissingError as missing:
-        raise MissingError(f"{files.url}/{name}: no such object; the URL of a folder ends in '/'") from missing
-    return listed(files, name)
 
 
 def require_files(source: Store, run: Store) -> None:
@@ -236,8 +185,10 @@ def location_at(path: object, settings: Settings) -> CheckpointLocation:
     """
     store = store_at(path, settings)
     url, is_local = store.url, isinstance(store, LocalStore)
-    foreign = foreign_at(url) if is_local else foreign_in(store, str(path), settings)
-    if is_superseded_name(os.path.basename(url)) and not (is_local and os.path.lexists(url)):
+    above = parent_of(store, settings) if not is_local and path is not store and names_object(str(path)) else None
+    foreign = foreign_at(url) if is_local else foreign_in(*(above or (store, "")))
+    is_name = path is not store and is_superseded_name(os.path.basename(url))
+    if is_name and not (is_local and os.path.lexists(url)):
         return _superseded_at(*os.path.split(url), settings)
     return CheckpointLocation(store, "", None, foreign, References(settings.allowed_roots), run_around(store, settings))
 
@@ -304,9 +255,9 @@ def step_path(location: CheckpointLocation) -> str:
     """Return the path by which the location of one step of a run is opened.
 
     Raises:
-        InvalidError: It is in the memory of this process.
+        InvalidError: It is in the memory of this process, or in a store of the user.
     """
-    if isinstance(location.store, MemoryStore):
+    if not is_named_by_url(location.store):
         raise InvalidError(f"{location.store.url}: a step has a path of its own on a file or object store only")
     if location.moved_manifest is None:
         return location.url
@@ -383,7 +334,7 @@ def loading_job(process_group: ProcessGroup, settings: Settings) -> Job:
     return Job(comm, SystemClock(), settings, framework_of(comm), codecs=codecs(), saves=False)
 
 
-def saving_job(process_group: ProcessGroup, settings: Settings, root: object) -> Job:
+def saving_job(process_group: ProcessGroup, settings: Settings, root: str) -> Job:
     """Return a new job over a group for the manager of a root; a collective of its ranks.
 
     Raises:

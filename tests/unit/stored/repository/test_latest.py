@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast._face import wiring
+from holdfast._face import foreign_paths, wiring
 from holdfast.backends.stores.local import LocalStore
 from holdfast.base.clock import SystemClock
 from holdfast.base.ports.forwarding import ForwardingStore
@@ -128,7 +128,7 @@ def test_no_other_format_takes_the_root_for_its_own(tmp_path: Path) -> None:
     for entry in world.store.list():
         store.put(entry.key, world.store.get(entry.key, entry.bytes), durable=False)
     for is_run in (True, False):  # With and without the file that identifies the run.
-        assert wiring.foreign_at(str(tmp_path / "run")).listing() is None
+        assert foreign_paths.foreign_at(str(tmp_path / "run")).listing() is None
         with pytest.raises(InvalidError, match="is the root of a run"):
             wiring.checkpoint_at(tmp_path / "run", wiring.DEFAULT_SETTINGS)
         if is_run:
