@@ -11,6 +11,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from holdfast import observers as observers
+    from holdfast import pieces as pieces
     from holdfast.api import (
         CheckpointManager,
         SaveHandle,
@@ -70,40 +72,32 @@ __all__ = [
     "__version__",
 ]
 
-_HOMES = {
-    "holdfast.errors": {
-        "Preempted",
-        "CheckpointError",
-        "InvalidError",
-        "UnavailableError",
-        "CorruptError",
-        "ConflictError",
-        "MissingError",
-    },
-    "holdfast.settings": {"ObjectSettings", "Preemption", "Settings"},
-    "holdfast.base.types.per_rank": {"PerRank", "RngState"},
-    "holdfast.base.geometry.sharded": {"Sharded"},
-    "holdfast.base.ports.readable": {"StoreEntry", "StoreTraits"},
-    "holdfast.base.ports.store": {"Store"},
-    "holdfast._face.checkpoint_manager": {"CheckpointManager"},
-}
-"""Public names by module. All other public names are in `holdfast.api`."""
-
-
 _MODULES = {"api", "errors", "observers", "pieces", "policies"}
 """Public modules."""
 
+_HOMES = (
+    "holdfast.errors",
+    "holdfast.settings",
+    "holdfast.base.types.per_rank",
+    "holdfast.base.geometry.sharded",
+    "holdfast.base.ports.readable",
+    "holdfast.base.ports.store",
+    "holdfast.api",
+)
+"""Modules of the public names. A name is searched in this order, so that an error or a setting loads little."""
 
-def __getattr__(name: str) -> object:
-    """Return a public name or module; the first access imports its module."""
-    if name in _MODULES:
-        return importlib.import_module(f"holdfast.{name}")
-    if name not in __all__:
-        raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
-    home = next((module for module, names in _HOMES.items() if name in names), "holdfast.api")
-    value: object = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # A type checker that saw this function would accept any name.
+
+    def __getattr__(name: str) -> object:
+        """Return a public name or module; the first access imports its module."""
+        if name in _MODULES:
+            return importlib.import_module(f"holdfast.{name}")
+        if name not in __all__:
+            raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+        homes = map(importlib.import_module, _HOMES)
+        value = next(getattr(home, name) for home in homes if hasattr(home, name))
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

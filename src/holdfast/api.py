@@ -11,11 +11,17 @@ from holdfast._face import wiring
 from holdfast._face.arguments import Globs, require_bool, require_state, selection_of
 from holdfast.base.geometry.region import FlatRange, Region
 from holdfast.base.geometry.sharded import Sharded
+from holdfast.base.types.diff import Change, Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
 from holdfast.base.types.reports import LoadReport, SaveReport
+from holdfast.base.types.values import FrameworkValue, Group, PerRankRef, Skipped, TensorRef
 from holdfast.core.engine.background import end_idle_threads
+from holdfast.core.plan.forecast import Forecast
 from holdfast.errors import InvalidError
 from holdfast.settings import Settings
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
+from holdfast.stored.checkpoint.codings import StoredForm
+from holdfast.stored.checkpoint.verify import Damage
+from holdfast.stored.repository.tags import Tag
 from holdfast.training.coordination.job import Job
 from holdfast.training.loading.load import load_checkpoint
 from holdfast.training.loading.load_request import LoadRequest
@@ -28,14 +34,15 @@ from holdfast.training.saving.target import Collect, SaveTarget, path_save
 
 if TYPE_CHECKING:
     from holdfast._face.checkpoint_manager import CheckpointManager
+    from holdfast._face.export_wiring import EXPORT_DTYPES
     from holdfast._face.offline_api import (
-        EXPORT_DTYPES,
         collect,
         copy_checkpoint,
         copy_run,
         diff,
         export,
         import_checkpoint,
+        is_run,
         list_steps,
         remove_steps,
         repair,
@@ -44,15 +51,11 @@ if TYPE_CHECKING:
         untag,
     )
     from holdfast._face.whole_state import read
-    from holdfast.base.types.diff import Change, Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
-    from holdfast.core.plan.forecast import Forecast
     from holdfast.offline.copying.copy_run import CopyReport
     from holdfast.offline.diff.values import value_document
     from holdfast.offline.export.planned import ExportReport
     from holdfast.offline.imports.import_step import ImportReport
     from holdfast.offline.repair.repair import RepairReport, StepRepair
-    from holdfast.stored.checkpoint.verify import Damage
-    from holdfast.stored.repository.tags import Tag
     from holdfast.training.runs.collection.garbage_collection import CollectReport
     from holdfast.training.runs.listing import RunRecord, StepRecord
     from holdfast.training.runs.removing import RemovedSteps
@@ -67,7 +70,9 @@ __all__ = [
     "RemovedSteps",
     "Diff",
     "FlatRange",
+    "FrameworkValue",
     "Forecast",
+    "Group",
     "Region",
     "Sharded",
     "CheckpointManager",
@@ -76,14 +81,18 @@ __all__ = [
     "ImportReport",
     "LoadReport",
     "NameOnly",
+    "PerRankRef",
     "RepairReport",
     "RunRecord",
     "SaveHandle",
     "SaveReport",
+    "Skipped",
     "StepRecord",
     "StepRepair",
+    "StoredForm",
     "Tag",
     "TensorDiff",
+    "TensorRef",
     "TieDiff",
     "Trace",
     "ValueDiff",
@@ -97,6 +106,7 @@ __all__ = [
     "export",
     "diff",
     "import_checkpoint",
+    "is_run",
     "list_steps",
     "load",
     "open_checkpoint",
@@ -111,48 +121,27 @@ __all__ = [
 ]
 
 _HOMES = {
-    "holdfast.stored.checkpoint.verify": {"Damage"},
-    "holdfast._face.checkpoint_manager": {"CheckpointManager"},
-    "holdfast.offline.diff.values": {"value_document"},
-    "holdfast.offline.export.export": {"ExportReport"},
-    "holdfast.offline.imports.import_step": {"ImportReport"},
-    "holdfast.offline.copying.copy_run": {"CopyReport"},
-    "holdfast.offline.repair.repair": {"RepairReport", "StepRepair"},
-    "holdfast._face.offline_api": {
-        "EXPORT_DTYPES",
-        "collect",
-        "copy_checkpoint",
-        "copy_run",
-        "diff",
-        "export",
-        "import_checkpoint",
-        "list_steps",
-        "remove_steps",
-        "repair",
-        "tag",
-        "trace",
-        "untag",
-    },
-    "holdfast.core.plan.forecast": {"Forecast"},
-    "holdfast.stored.repository.tags": {"Tag"},
-    "holdfast.training.runs.collection.garbage_collection": {"CollectReport"},
-    "holdfast.training.runs.listing": {"RunRecord", "StepRecord"},
-    "holdfast.training.runs.removing": {"RemovedSteps"},
-    "holdfast.training.telemetry.trace": {"Trace"},
-    "holdfast.base.types.diff": {"Change", "Diff", "NameOnly", "TensorDiff", "TieDiff", "ValueDiff", "Verdict"},
-    "holdfast._face.whole_state": {"read"},
+    "CheckpointManager": "holdfast._face.checkpoint_manager",
+    "EXPORT_DTYPES": "holdfast._face.export_wiring",
+    "StepRecord": "holdfast.training.runs.listing",
+    "StepRepair": "holdfast.offline.repair.repair",
+    "read": "holdfast._face.whole_state",
+    "value_document": "holdfast.offline.diff.values",
 }
-"""Names by module that are imported on first use: who only saves or loads a path does not wait for their modules."""
+"""Modules of names that neither this module nor `offline_api` holds."""
 
+if not TYPE_CHECKING:  # A type checker that saw this function would accept any name.
 
-def __getattr__(name: str) -> object:
-    """Return a name of another module; the first access imports that module."""
-    home = next((module for module, names in _HOMES.items() if name in names), None)
-    if home is None:
-        raise AttributeError(f"module 'holdfast.api' has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(home), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> object:
+        """Return a public name of another module; the first access imports that module.
+
+        A job that only saves and loads by path does not wait for these modules.
+        """
+        if name not in __all__:
+            raise AttributeError(f"module 'holdfast.api' has no attribute {name!r}")
+        value = getattr(importlib.import_module(_HOMES.get(name, "holdfast._face.offline_api")), name)
+        globals()[name] = value
+        return value
 
 
 def save(

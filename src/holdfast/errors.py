@@ -121,6 +121,22 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
+_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def shown_bytes(count: int) -> str:
+    """Return a size for people: `812 B`, `1.3 MiB`."""
+    if count < 1024:
+        return f"{count} B"
+    scaled = float(count)
+    for unit in _UNITS[:-1]:
+        scaled /= 1024
+        # 1023.95 would be rounded to 1024.0 of this unit.
+        if scaled < 1023.95:
+            return f"{scaled:.1f} {unit}"
+    return f"{scaled / 1024:,.1f} {_UNITS[-1]}"
+
+
 NAMES_SHOWN = 3
 """Most names in one message."""
 

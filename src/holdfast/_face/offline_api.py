@@ -11,7 +11,6 @@ from fnmatch import fnmatchcase
 
 from holdfast._face import export_wiring, wiring
 from holdfast._face.arguments import Globs, patterns_of
-from holdfast._face.export_wiring import EXPORT_DTYPES
 from holdfast.backends.stores.destination import LocalDestination
 from holdfast.backends.stores.foreign import References
 from holdfast.backends.stores.local import LocalStore
@@ -37,28 +36,13 @@ from holdfast.stored.checkpoint.location import require_no_checkpoint
 from holdfast.stored.repository.catalog import exists
 from holdfast.stored.repository.tags import remove_tag
 from holdfast.training.loading.named_step import find_named, number_of
+from holdfast.training.loading.named_step import is_run as is_run_at
 from holdfast.training.runs.collection.garbage_collection import CollectReport, collected
 from holdfast.training.runs.collection.garbage_collection import planned as collection_planned
 from holdfast.training.runs.listing import RunRecord, run_record
 from holdfast.training.runs.removing import RemovedSteps, StepRemoval
 from holdfast.training.runs.tags import tag_step
 from holdfast.training.telemetry.trace import Trace, trace_of
-
-__all__ = [
-    "EXPORT_DTYPES",
-    "collect",
-    "copy_checkpoint",
-    "copy_run",
-    "diff",
-    "export",
-    "import_checkpoint",
-    "list_steps",
-    "remove_steps",
-    "repair",
-    "tag",
-    "trace",
-    "untag",
-]
 
 
 def import_checkpoint(
@@ -171,6 +155,11 @@ def list_steps(root: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTING
         InvalidError: The path is one checkpoint.
     """
     return run_record(wiring.store_at(root, settings))
+
+
+def is_run(path: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> bool:
+    """Return whether a path is the root of a run. Needs no torch."""
+    return is_run_at(wiring.store_at(path, settings))
 
 
 def tag(

@@ -8,12 +8,9 @@ from typing import Annotated
 import typer
 
 from holdfast import api
-from holdfast._face import wiring
 from holdfast.cli.screen import stderr
-from holdfast.core.format.step_name import NEWEST_NAME
 from holdfast.errors import CheckpointError, InvalidError, printable
 from holdfast.settings import ObjectSettings, Settings
-from holdfast.training.loading.named_step import is_run
 
 Root = Annotated[str, typer.Argument(metavar="ROOT", help="The folder of a run, which holds step-* folders.")]
 Step = Annotated[
@@ -46,6 +43,10 @@ SingleWriter = Annotated[
 ]
 
 
+_NEWEST = "latest"
+"""The name of the newest valid step."""
+
+
 def say_grace(grace: float | None) -> None:
     """Say on stderr how long a command waits before it removes steps; None for the default of the settings."""
     seconds = Settings().collect_grace_seconds if grace is None else grace
@@ -63,39 +64,39 @@ def opened(path: str, allow_root: list[str] | None = None, step: str | None = No
         CheckpointError: As `open_checkpoint`.
     """
     settings = settings_with(allow_root)
-    step = step if step is not None or not is_root(path) else NEWEST_NAME
+    step = step if step is not None or not api.is_run(path) else _NEWEST
     checkpoint = api.open_checkpoint(path, step=step, settings=settings)
     _say(path, step, checkpoint.step)
     return checkpoint
 
 
-def path_of(path: str, step: str | None) -> str:
-    """Return the path of a checkpoint, or of the step of a root, as `opened` takes it."""
-    step = step if step is not None or not is_root(path) else NEWEST_NAME
-    if step is None:
-        return path
-    found = wiring.step_at(path, step, wiring.DEFAULT_SETTINGS)
-    _say(path, step, found.step)
-    return wiring.step_path(found)
+def chosen_step(path: str, step: str | None, allow_root: list[str] | None = None) -> str | None:
+    """Return a step of a root by number and digest, chosen as by `opened`; None if the path is one checkpoint.
+
+    The digest keeps the step that was announced: the newest may be another one a moment later.
+    """
+    if step is None and not api.is_run(path):
+        return None
+    checkpoint = opened(path, allow_root, step)
+    return f"{checkpoint.step}@{checkpoint.manifest.digest}"
 
 
-def step_of(path: str, step: str | None) -> int | None:
-    """Return the step of a root that a damaged checkpoint is; None if the path is no root, or if nobody can say."""
+def damaged_step(path: str, step: str | None) -> int | None:
+    """Return the number of a step of a root that cannot be opened; None if the path is no root, or no step is named."""
+    if step is None or not api.is_run(path):
+        return None
+    number = step.partition("@")[0]
+    if number.isdecimal():
+        return int(number)
     with suppress(CheckpointError):
-        if is_root(path):
-            return wiring.step_at(path, NEWEST_NAME if step is None else step, wiring.DEFAULT_SETTINGS).step
+        return next((tag.step for tag in api.list_steps(path).tags if tag.name == step), None)
     return None
-
-
-def is_root(path: str) -> bool:
-    """Return whether a path is the root of a run."""
-    return is_run(wiring.store_at(path, wiring.DEFAULT_SETTINGS))
 
 
 def _say(path: str, named: str | None, step: int | None) -> None:
     """Say which step of a root is taken, unless its number was given."""
     if named is not None and str(step) != named:
-        how = "the newest valid one; --step chooses another" if named == NEWEST_NAME else f"named {named}"
+        how = "the newest valid one; --step chooses another" if named == _NEWEST else f"named {named}"
         stderr().line(printable(f"{path}: step {step}, {how}"), style="dim")
 
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 from rich import progress
 
-from holdfast.base.types.events import Event, Progress
 from holdfast.cli.screen import stderr
+from holdfast.observers import Event, Progress
 
 
 @contextmanager

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 
-from holdfast.base.types.coding import KindCoding
+from holdfast import api
 from holdfast.cli.screen import Screen, shown_ranks
-from holdfast.errors import printable
-from holdfast.stored.checkpoint.codings import StoredForm
-from holdfast.training.telemetry.log_lines import shown_bytes
+from holdfast.errors import printable, shown_bytes
+from holdfast.observers import KindCoding
 
 _KIND_COLUMNS = ("KIND", "CODEC", ">BYTES", ">STORED", ">RATIO", "RANKS", "WHY")
 
 
-def shown_codecs(form: StoredForm) -> str:
+def shown_codecs(form: api.StoredForm) -> str:
     """Return the codecs of a tensor, `raw` for chunks stored as they are: `residual, raw`."""
     return ", ".join((*form.codecs, *(["raw"] if "" in form.chunks else []))) or "-"
 

@@ -7,7 +7,7 @@ from itertools import islice
 
 import numpy as np
 
-from holdfast.base.types.values import SUBCLASS, FrameworkValue, Group, PerRankRef, Skipped, TensorRef
+from holdfast.api import FrameworkValue, Group, PerRankRef, Skipped, TensorRef
 from holdfast.errors import printable
 
 TEXT_MAX = 100
@@ -17,6 +17,9 @@ ITEMS_MAX = 8
 """Items of a long sequence or array that are shown."""
 
 _CUT = "…"
+
+_SUBCLASS = "torch.subclass"
+"""Kind of a value that stands for a tensor subclass (docs/values.md)."""
 
 
 def tree_lines(values: Mapping[str, object], *, whole_names: bool) -> list[str]:
@@ -119,7 +122,7 @@ def _array(array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> str:
 
 
 def _framework_value(value: FrameworkValue) -> str:
-    if value.kind == SUBCLASS and isinstance(value.value, Mapping):
+    if value.kind == _SUBCLASS and isinstance(value.value, Mapping):
         return _clipped(f"tensor subclass {_framework_part(value.value.get('class'))}")
     parts = value.value.values() if isinstance(value.value, Mapping) else [value.value]
     return _clipped(f"{value.kind}: {' '.join(map(_framework_part, parts))}")

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from holdfast.base.types.values import FrameworkValue, Group, Skipped, TensorRef
 from holdfast.cli.screen import shown_ranks
 from holdfast.cli.tree import tree_lines
-from holdfast.errors import printable
-from holdfast.training.telemetry.log_lines import shown_bytes
+from holdfast.errors import printable, shown_bytes
 
 
 @pytest.mark.parametrize(

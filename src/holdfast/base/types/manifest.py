@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from holdfast.base.types.health import Health, is_healthy
+from holdfast.base.types.health import Health, findings_of, is_healthy
 from holdfast.base.types.timeline import FIRST_TIMELINE, Timeline
 from holdfast.base.types.values import Group
 
@@ -177,3 +177,8 @@ class Manifest:
     def healthy(self) -> bool | None:
         """Whether its save found it healthy; None if the save checked nothing."""
         return is_healthy(self.health)
+
+    @property
+    def findings(self) -> tuple[str, ...]:
+        """The findings of its save against the checkpoint: a line for each tensor, without control characters."""
+        return findings_of(self.health)

@@ -7,12 +7,11 @@ from typing import Annotated
 import typer
 
 from holdfast import api
-from holdfast.cli.arguments import AsJson, SingleWriter, is_root, settings_with
+from holdfast.cli.arguments import AsJson, SingleWriter, settings_with
 from holdfast.cli.exit_status import complain, ended_well
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, counted, print_result
-from holdfast.errors import InvalidError, first_three, printable
-from holdfast.training.telemetry.log_lines import shown_bytes
+from holdfast.errors import InvalidError, first_three, printable, shown_bytes
 
 
 def cp(
@@ -36,11 +35,11 @@ def cp(
     """
     with ended_well():
         settings = settings_with(single_writer=single_writer)
-        if skip_damaged and (step is not None or not is_root(src)):
+        if skip_damaged and (step is not None or not api.is_run(src)):
             raise InvalidError("--skip-damaged leaves steps of a run out; expected a run without --step")
         try:
             with shown_progress("copying") as bar:
-                if step is None and is_root(src):
+                if step is None and api.is_run(src):
                     report = api.copy_run(src, destination, skip_damaged=skip_damaged, observer=bar, settings=settings)
                 else:
                     report = api.copy_checkpoint(src, destination, step=step, observer=bar, settings=settings)

@@ -11,13 +11,12 @@ from typing import Annotated
 import typer
 
 from holdfast import api
-from holdfast.cli.arguments import AllowRoot, AsJson, is_root, opened
+from holdfast.cli.arguments import AllowRoot, AsJson, opened
 from holdfast.cli.exit_status import DIFFERENT, NOT_DONE, ended_well
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, counted, print_result
 from holdfast.cli.tree import in_line
-from holdfast.errors import printable
-from holdfast.training.telemetry.log_lines import shown_bytes
+from holdfast.errors import printable, shown_bytes
 
 ROWS_MAX = 50
 
@@ -53,8 +52,8 @@ def diff(
     Bytes with equal digests are not read.
     """
     with ended_well(corrupt=NOT_DONE):
-        step_b = step_b if step_b is not None or not is_root(b) else step
-        step_a = step if is_root(a) or not is_root(b) else None
+        step_b = step_b if step_b is not None or not api.is_run(b) else step
+        step_a = step if api.is_run(a) or not api.is_run(b) else None
         checkpoints = opened(a, allow_root, step_a), opened(b, allow_root, step_b)
         with shown_progress("comparing") as bar:
             result = api.diff(*checkpoints, tensors=tensors, cast=cast, full=full, observer=bar)

@@ -8,12 +8,11 @@ from typing import Annotated
 import typer
 
 from holdfast import api
-from holdfast.cli.arguments import AllowRoot, AsJson, SingleWriter, Step, path_of, settings_with
+from holdfast.cli.arguments import AllowRoot, AsJson, SingleWriter, Step, chosen_step, settings_with
 from holdfast.cli.exit_status import complain, ended_well
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, counted, print_result
-from holdfast.errors import InvalidError, printable
-from holdfast.training.telemetry.log_lines import shown_bytes
+from holdfast.errors import InvalidError, printable, shown_bytes
 
 _UNITS = {"": 1, "B": 1} | {
     f"{letter}{suffix}": base**power
@@ -59,16 +58,15 @@ def export(
     """
     with ended_well():
         if compression is not None and to != "holdfast":
-            raise InvalidError(
-                f"--compression with --to {to[:80]}; expected --to holdfast: other systems read no codecs"
-            )
-        src = path_of(src, step)
+            raise InvalidError(f"--compression with --to {to[:80]}; expected --to holdfast: no other system reads codecs")
+        step = chosen_step(src, step, allow_root)
         try:
             with shown_progress("exporting") as bar:
                 report = api.export(
                     src,
                     dst,
                     to=to,
+                    step=step,
                     shard_bytes=None if shard_size is None else bytes_of(shard_size, "--shard-size"),
                     dtype=dtype,
                     model_only=not with_optimizer,

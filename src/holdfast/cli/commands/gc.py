@@ -11,8 +11,7 @@ from holdfast import api, policies
 from holdfast.cli.arguments import AsJson, Grace, Root, SingleWriter, say_grace, settings_with
 from holdfast.cli.exit_status import ended_well
 from holdfast.cli.screen import Screen, attributes, counted, print_result
-from holdfast.errors import InvalidError, printable
-from holdfast.training.telemetry.log_lines import shown_bytes
+from holdfast.errors import InvalidError, printable, shown_bytes
 
 _COLUMNS = (">STEP", "STAYS BECAUSE")
 

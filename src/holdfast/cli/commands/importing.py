@@ -8,12 +8,11 @@ from typing import Annotated
 import typer
 
 from holdfast import api
-from holdfast.cli.arguments import AllowRoot, AsJson, SingleWriter, path_of, settings_with
+from holdfast.cli.arguments import AllowRoot, AsJson, SingleWriter, chosen_step, settings_with
 from holdfast.cli.exit_status import complain, ended_well
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, print_result
-from holdfast.errors import InvalidError, printable
-from holdfast.training.telemetry.log_lines import shown_bytes
+from holdfast.errors import InvalidError, printable, shown_bytes
 
 
 def import_(
@@ -52,10 +51,12 @@ def import_(
         if compression is not None and not copied:
             raise InvalidError("--compression without --copy; expected both: without a copy no pack is written")
         settings = settings_with(allow_root, single_writer=single_writer, compression=compression)
-        src = path_of(src, from_step)
+        from_step = chosen_step(src, from_step, allow_root)
         try:
             with shown_progress("importing") as bar:
-                report = api.import_checkpoint(src, root, step=step, copy=copied, settings=settings, observer=bar)
+                report = api.import_checkpoint(
+                    src, root, step=step, from_step=from_step, copy=copied, settings=settings, observer=bar
+                )
         except KeyboardInterrupt:
             complain("interrupted; no step was committed. Run the same command again: it starts again")
             raise

@@ -10,16 +10,13 @@ from typing import Annotated
 import typer
 
 from holdfast import api
-from holdfast.base.types.health import findings_of
 from holdfast.cli.arguments import AsJson, Step, opened
 from holdfast.cli.commands.ls import health_document, json_number, shown_metrics, shown_time
 from holdfast.cli.exit_status import ended_well
 from holdfast.cli.screen import Screen, attributes, counted, shown_ranks, stdout
 from holdfast.cli.stored_forms import codings_document, show_codings, shown_codecs, shown_ratio
 from holdfast.cli.tree import tree_lines
-from holdfast.errors import printable
-from holdfast.stored.checkpoint.codings import StoredForm, stored_form
-from holdfast.training.telemetry.log_lines import shown_bytes
+from holdfast.errors import printable, shown_bytes
 
 TENSORS_MAX = 50
 RANKS_MAX = 64
@@ -102,7 +99,7 @@ def _show_provenance(screen: Screen, checkpoint: api.Checkpoint) -> None:
     if manifest.attempt:
         screen.field("run", printable(manifest.run_id))
         screen.field("created", shown_time(manifest.created))
-    for finding in findings_of(manifest.health):
+    for finding in manifest.findings:
         screen.field("unhealthy", printable(finding))
     if manifest.health is not None and manifest.healthy:
         screen.field("health", "healthy")
@@ -146,13 +143,15 @@ def _layouts(layouts: tuple[dict[str, object], ...]) -> Iterator[str]:
         yield printable(text)
 
 
-def _coded_forms(checkpoint: api.Checkpoint, names: list[str]) -> dict[str, StoredForm]:
+def _coded_forms(checkpoint: api.Checkpoint, names: list[str]) -> dict[str, api.StoredForm]:
     """Return how each tensor is stored; nothing for a checkpoint whose tensors are all stored as they are."""
-    forms = {fqn: stored_form(checkpoint.pieces(fqn)) for fqn in names}
+    forms = {fqn: checkpoint.stored_form(fqn) for fqn in names}
     return forms if any(form.codecs for form in forms.values()) else {}
 
 
-def _totals(checkpoint: api.Checkpoint, names: list[str], forms: Mapping[str, StoredForm]) -> dict[str, dict[str, int]]:
+def _totals(
+    checkpoint: api.Checkpoint, names: list[str], forms: Mapping[str, api.StoredForm]
+) -> dict[str, dict[str, int]]:
     """Return number and bytes of tensors by the first part of their names, the key of the state.
 
     Where some are coded, their stored bytes too.
@@ -180,7 +179,7 @@ def _show_totals(screen: Screen, totals: Mapping[str, Mapping[str, int]], limit:
 
 
 def _show_tensors(
-    screen: Screen, checkpoint: api.Checkpoint, names: list[str], forms: Mapping[str, StoredForm], limit: int | None
+    screen: Screen, checkpoint: api.Checkpoint, names: list[str], forms: Mapping[str, api.StoredForm], limit: int | None
 ) -> None:
     if not names:
         screen.line()
@@ -228,7 +227,7 @@ def _document(checkpoint: api.Checkpoint, names: list[str], glob: str | None) ->
     document: dict[str, object] = {
         **attributes(checkpoint, "url", "origin", "remarks"),
         **attributes(manifest, "step", "run_id", "attempt", "created"),
-        **health_document(manifest.health),
+        **health_document(checkpoint),
         "metrics": {name: json_number(value) for name, value in manifest.metrics.items()},
         "digest": manifest.digest,
         "parent": None if parent is None else attributes(parent, "run_id", "step", "digest"),
@@ -247,15 +246,14 @@ def _document(checkpoint: api.Checkpoint, names: list[str], glob: str | None) ->
 
 
 def _tensor_document(checkpoint: api.Checkpoint, fqn: str) -> dict[str, object]:
-    info, pieces = checkpoint.tensors[fqn], checkpoint.pieces(fqn)
-    form = stored_form(pieces)
+    info, form = checkpoint.tensors[fqn], checkpoint.stored_form(fqn)
     return {
         **attributes(info, "dtype", "shape", "bytes"),
         "stored_bytes": form.stored_bytes,
         "codecs": {name or "raw": count for name, count in form.chunks.items()},
         "pieces": [
             {**_region(piece.region), **attributes(piece, "pack", "offset", "bytes", "stored_bytes")}
-            for piece in pieces
+            for piece in checkpoint.pieces(fqn)
         ],
         "pieces_by_rank": {str(rank): count for rank, count in sorted(checkpoint.written_by(fqn).items())},
     }

@@ -7,13 +7,10 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
 from holdfast import api
-from holdfast.base.types.health import Health, findings_of, is_healthy
 from holdfast.cli.arguments import AsJson, Root
 from holdfast.cli.exit_status import ended_well
 from holdfast.cli.screen import Screen, attributes, counted, print_result
-from holdfast.core.format.names import step_of_pack
-from holdfast.errors import CorruptError, first_three, printable
-from holdfast.training.telemetry.log_lines import shown_bytes
+from holdfast.errors import CorruptError, first_three, printable, shown_bytes
 
 _COLUMNS = (">STEP", "CREATED", ">AGE", ">TENSORS", ">BYTES", ">RANKS", "ATTEMPT")
 
@@ -32,7 +29,7 @@ def _show(screen: Screen, run: api.RunRecord) -> None:
     if loadable:
         now = datetime.now(UTC)
         extra = [(column, shown) for column, shown in _EXTRA if any(map(shown, loadable))]
-        if any(map(_shares_packs, loadable)):
+        if any(record.shares_packs for record in loadable):
             # In every other run each step stands alone.
             extra.insert(0, ("ALONE", _alone))
         rows = [[*_row(record, now), *(shown(record) or "-" for _, shown in extra)] for record in loadable]
@@ -61,7 +58,7 @@ def _show(screen: Screen, run: api.RunRecord) -> None:
 
 
 def _show_health(screen: Screen, record: api.StepRecord) -> None:
-    findings = () if record.manifest is None else findings_of(record.manifest.health)
+    findings = () if record.manifest is None else record.manifest.findings
     if findings:
         more = f" (and {len(findings) - 1} more, see: holdfast inspect)" if len(findings) > 1 else ""
         screen.line(f"step {record.step}: unhealthy: {printable(findings[0])}{more}", style="yellow")
@@ -94,11 +91,6 @@ def _style(record: api.StepRecord) -> str:
 def _timeline(record: api.StepRecord) -> str:
     number = 1 if record.manifest is None else record.manifest.timeline.number
     return f"{number} superseded" if record.superseded else str(number) if number > 1 else ""
-
-
-def _shares_packs(record: api.StepRecord) -> bool:
-    packs = () if record.manifest is None else record.manifest.packs
-    return any(step_of_pack(pack.name) is not None for pack in packs)
 
 
 def _alone(record: api.StepRecord) -> str:
@@ -144,12 +136,14 @@ def shown_time(created: str) -> str:
     return printable(created.removesuffix("+00:00").replace("T", " ")) + " UTC" * created.endswith("+00:00")
 
 
-def health_document(health: Health | None) -> dict[str, object]:
+def health_document(record: api.Checkpoint | api.StepRecord) -> dict[str, object]:
     """Return the health of a checkpoint, as JSON."""
+    manifest = record.manifest
+    health = None if manifest is None else manifest.health
     return {
-        "healthy": is_healthy(health),
+        "healthy": manifest and manifest.healthy,
         "nonfinite": None if health is None or health.nonfinite is None else dict(health.nonfinite),
-        "unhealthy": findings_of(health),
+        "unhealthy": () if manifest is None else manifest.findings,
     }
 
 
@@ -195,7 +189,7 @@ def _step_document(record: api.StepRecord) -> dict[str, object]:
         "epoch": manifest and manifest.epoch,
         "timeline": manifest and manifest.timeline.number,
         "digest": manifest and manifest.digest,
-        **health_document(None if manifest is None else manifest.health),
+        **health_document(record),
         "metrics": manifest and {name: json_number(value) for name, value in manifest.metrics.items()},
         **attributes(record, "stands_alone", "tags", "leftovers", "holds_packs_of", "quarantined"),
     }

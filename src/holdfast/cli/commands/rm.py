@@ -11,8 +11,7 @@ from holdfast import api
 from holdfast.cli.arguments import AsJson, Grace, Root, SingleWriter, say_grace, settings_with
 from holdfast.cli.exit_status import NOT_DONE, ended_well
 from holdfast.cli.screen import Screen, attributes, print_result
-from holdfast.errors import printable
-from holdfast.training.telemetry.log_lines import shown_bytes
+from holdfast.errors import printable, shown_bytes
 
 
 def rm(

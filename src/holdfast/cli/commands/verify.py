@@ -11,13 +11,14 @@ from typing import Annotated
 import typer
 
 from holdfast import api
-from holdfast.cli.arguments import AllowRoot, AsJson, Step, opened, step_of
+from holdfast.cli.arguments import AllowRoot, AsJson, Step, damaged_step, opened
 from holdfast.cli.exit_status import DAMAGED, ended_well
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, counted, print_result
-from holdfast.core.format.names import MANIFEST_FILE
-from holdfast.errors import CorruptError, printable
-from holdfast.training.telemetry.log_lines import shown_bytes
+from holdfast.errors import CorruptError, printable, shown_bytes
+
+_MANIFEST = "manifest.json"
+"""The file that is damaged if a checkpoint cannot be opened (docs/format.md)."""
 
 DAMAGES_MAX = 50
 """Damages listed one by one on a terminal."""
@@ -39,9 +40,9 @@ def verify(
         try:
             checkpoint = opened(path, allow_root, step)
         except CorruptError as error:
-            number = step_of(path, step)
-            has_file = number is not None or os.path.exists(os.path.join(path.removeprefix("file://"), MANIFEST_FILE))
-            damage = api.Damage(MANIFEST_FILE if has_file else "", None, None, None, str(error))
+            number = damaged_step(path, step)
+            has_file = number is not None or os.path.exists(os.path.join(path.removeprefix("file://"), _MANIFEST))
+            damage = api.Damage(_MANIFEST if has_file else "", None, None, None, str(error))
             outcome = _Outcome([damage], step=number)
         else:
             with shown_progress("verifying") as bar:

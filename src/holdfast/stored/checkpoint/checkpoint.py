@@ -37,7 +37,7 @@ from holdfast.core.plan.forecast import Forecast, forecast
 from holdfast.core.plan.reads import load_plan
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, first_three
 from holdfast.settings import Settings
-from holdfast.stored.checkpoint.codings import codings_in
+from holdfast.stored.checkpoint.codings import StoredForm, codings_in, stored_form
 from holdfast.stored.checkpoint.coverage import require_covered
 from holdfast.stored.checkpoint.index_loading import index_for, manifest_or_listing, split_index_at
 from holdfast.stored.checkpoint.location import CheckpointLocation, manifest_in_place_of
@@ -375,6 +375,10 @@ class Checkpoint:
     def pieces(self, fqn: str) -> list[Piece]:
         """Return the stored pieces of a tensor: the box and the pack of each. The pack's name includes its rank."""
         return list(self.index.pieces_of(self.aliases.get(fqn, fqn)))
+
+    def stored_form(self, fqn: str) -> StoredForm:
+        """Return the bytes that a tensor takes in the packs, and its chunks by codec."""
+        return stored_form(self.pieces(fqn))
 
     def written_by(self, fqn: str) -> Mapping[int, int]:
         """Return how many pieces of a tensor each rank wrote, without ranks that wrote none.

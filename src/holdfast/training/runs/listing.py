@@ -59,6 +59,11 @@ class StepRecord:
         return (self.manifest is not None or self.error is not None) and not self.fenced and not self.superseded
 
     @property
+    def shares_packs(self) -> bool:
+        """Whether the manifest names packs of other steps; False if it cannot be read."""
+        return self.manifest is not None and any(step_of_pack(pack.name) is not None for pack in self.manifest.packs)
+
+    @property
     def name(self) -> str:
         """The name by which the step is loaded: its number; for a superseded step also digits of its digest."""
         return f"{self.step}@{self.manifest.digest[:8]}" if self.superseded and self.manifest else str(self.step)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 
 from holdfast.base.types.events import Phase
 from holdfast.base.types.reports import LoadReport, SaveReport
+from holdfast.errors import shown_bytes
 
-_UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _CALL_PHASES = ("collect", "agree", "plan", "compare")
 """Phases of a lazy save that block training in the call."""
 
@@ -61,16 +61,3 @@ def shown_seconds(seconds: float) -> str:
         return f"{seconds:.2f} s" if seconds < 9.995 else f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s"
-
-
-def shown_bytes(count: int) -> str:
-    """Return a size for people: `812 B`, `1.3 MiB`."""
-    if count < 1024:
-        return f"{count} B"
-    scaled = float(count)
-    for unit in _UNITS[:-1]:
-        scaled /= 1024
-        # 1023.95 would be rounded to 1024.0 of this unit.
-        if scaled < 1023.95:
-            return f"{scaled:.1f} {unit}"
-    return f"{scaled / 1024:,.1f} {_UNITS[-1]}"

@@ -23,9 +23,8 @@ from dataclasses import dataclass
 
 from holdfast.base.clock import Clock
 from holdfast.base.interrupts import GUARD
-from holdfast.errors import ConflictError, CorruptError, first_three
+from holdfast.errors import ConflictError, CorruptError, first_three, shown_bytes
 from holdfast.training.runs.collection.garbage_collection import CheckpointGC, Marked
-from holdfast.training.telemetry.log_lines import shown_bytes
 
 logger = logging.getLogger(__name__)
 
