@@ -139,6 +139,25 @@ def test_verify_says_which_step_it_read_and_where_the_damage_is(named: Path) -> 
     ended = holdfast("verify", named, "--step", 20, "--json")
     (damage,) = ended.json()["damages"]
     assert (ended.status, ended.json()["step"], damage["file"]) == (1, 20, "manifest.json")
+    (named / NEWEST.replace("20", "10") / "manifest.json").write_bytes(b"damaged")
+    (damage,) = (ended := holdfast("verify", named, "--step", "best", "--json")).json()["damages"]
+    assert (ended.status, ended.json()["step"], damage["file"]) == (1, 10, "manifest.json"), "by its tag"
+    (damage,) = (ended := holdfast("verify", named, "--json")).json()["damages"]
+    assert (ended.status, ended.json()["step"], damage["file"]) == (1, None, ""), "no step can be chosen"
+
+
+def test_which_paths_are_runs(named: Path) -> None:
+    assert package.api.is_run(named)
+    assert [package.api.is_run(path) for path in (named / NEWEST, named.parent, named / "absent")] == [False] * 3
+
+
+def test_the_steps_that_need_other_steps_are_marked(named: Path) -> None:
+    records = [record for record in package.api.list_steps(named).steps if record.committed]
+    steps = [package.open_checkpoint(named, step=record.step) for record in records]
+    shares = [bool(checkpoint.packs_of_other_steps) for checkpoint in steps]
+    assert [record.shares_packs for record in records] == shares == [False, True]
+    stored = sum(steps[1].stored_form(fqn).stored_bytes for fqn in steps[1].tensors)
+    assert stored == steps[1].manifest.tensor_bytes, "nothing is coded"
 
 
 def test_the_latest_step_that_is_tagged_is_undamaged(named: Path) -> None:

@@ -58,7 +58,7 @@ def export(
     """
     with ended_well():
         if compression is not None and to != "holdfast":
-            raise InvalidError(f"--compression with --to {to[:80]}; expected --to holdfast: no other system reads codecs")
+            raise InvalidError(f"--compression with --to {to[:80]}; expected --to holdfast: other systems lack codecs")
         step = chosen_step(src, step, allow_root)
         try:
             with shown_progress("exporting") as bar:
