@@ -105,6 +105,8 @@ RETIRED = {
     "load_made_entries": "load_extra_entries",
     "MeshSlots": "MeshNumbers",
     "KnownSteps": "InventoryCache",
+    "OpeningFacts": "RunFacts",
+    "opening_facts": "run_facts",
     "CodingHistory": "CompressionStats",
     "CodingHistories": "AllCompressionStats",
     "torn_steps": "incomplete_steps",

@@ -46,7 +46,7 @@ from holdfast.training.loading.load import Loaded, load, load_attempt
 from holdfast.training.loading.load_request import LoadRequest
 from holdfast.training.loading.named_step import finder_of
 from holdfast.training.loading.rename_rules import Renames
-from holdfast.training.runs.claim_step import OpeningFacts
+from holdfast.training.runs.claim_step import RunFacts
 from holdfast.training.runs.collection.background_collection import Background, lacks_room
 from holdfast.training.runs.collection.garbage_collection import CheckpointGC
 from holdfast.training.runs.collection.pins import Pins, StepPin
@@ -409,7 +409,7 @@ class CheckpointManager:
             self._parts.pins.unpin(request.pin, is_committed=False)
             raise
         parts = self._parts
-        ended = partial(_note_failed, parts.opening_facts, parts.pins, parts.collecting, request.pin, handle)
+        ended = partial(_note_failed, parts.run_facts, parts.pins, parts.collecting, request.pin, handle)
         handle.committed.add_done_callback(ended)
         self._position.lineage = request.lineage
         self._saves.add(handle)
@@ -478,7 +478,7 @@ def _passed(
 
 
 def _note_failed(
-    facts: OpeningFacts,
+    facts: RunFacts,
     pins: Pins,
     collecting: Background | None,
     pin: StepPin,

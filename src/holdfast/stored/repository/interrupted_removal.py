@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 def finish_removals(store: Store, fence: Fence) -> None:
-    """Finish each withdrawal of a manifest that was cut off. A new writer calls it before it lists the steps.
+    """Finish each removal of a manifest that was interrupted. A new writer calls it before it lists the steps.
 
     A manifest under quarantine that a save sets aside has a copy under `quarantine/`, and goes. Damaged and moved, it
     would keep every pack of the run: nobody could say which of them it names. Each other one goes back to its step,

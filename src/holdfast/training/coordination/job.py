@@ -287,9 +287,9 @@ class Job:
             self._keys += [(sequence, key) for key in keys]
 
     def delete_agreement_keys_before(self, sequence: int) -> None:
-        """Remove this rank's keys of the openings before one that all ranks have entered.
+        """Remove this rank's keys of the agreements before one that all ranks have entered.
 
-        A rank takes part in one opening after the other, and takes the refusal of one that it missed before it enters
+        A rank takes part in one agreement after the other, and takes the refusal of one that it missed before it enters
         the next. Keys of votes stay: a rank may still wait for the outcome of an earlier save.
         """
         self._delete_keys(sequence, self.key("opening", ""))

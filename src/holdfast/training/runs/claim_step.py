@@ -1,10 +1,10 @@
-"""The opening of a save on rank 0: who may write, whether the step is free.
+"""The agreement on a save, on rank 0: who may write, whether the step is free.
 
 The first save after a start or a load asks storage for all of it: `claim_step`. Only the holder of the newest epoch
 changes what it learns. So the saves after it ask once, whether the step is unused. The committing rank looks before it
 publishes at what may have changed all the same: docs/decisions/072-few-round-trips.md has each look with its reason.
 
-States of `OpeningFacts`, and who moves it on:
+States of `RunFacts`, and who moves it on:
 
     unknown -> known     rank 0, once `claim_step` has returned
     known   -> unknown   a save failed, or a load put a record of a timeline. A load, and the loss of the writer lease,
@@ -53,7 +53,7 @@ class KnownRun:
     """The base step that was looked at; None if none was."""
 
 
-class OpeningFacts:
+class RunFacts:
     """What rank 0 knows before the next save. Any thread may call: the known facts are replaced as a whole."""
 
     def __init__(self) -> None:

@@ -165,7 +165,7 @@ class Discarding:
         left = self._why_left(newer)
         discarded = [manifest for manifest in newer if manifest not in left]
         declare_timelines(store, epoch, timeline)
-        parts.opening_facts.forget()
+        parts.run_facts.forget()
         names = frozenset((manifest.step, str(manifest.digest)) for manifest in discarded)
         put_record(store, TimelineRecord(timeline, epoch, names))
         parts.writer_lease.require()

@@ -26,7 +26,7 @@ from holdfast.stored.repository.timeline_records import record_keys
 from holdfast.stored.repository.timelines import run_timelines
 from holdfast.training.coordination.job import Job
 from holdfast.training.coordination.save_context import SaveContext
-from holdfast.training.runs.claim_step import KnownRun, OpeningFacts, claim_step, is_unused, require_not_moved
+from holdfast.training.runs.claim_step import KnownRun, RunFacts, claim_step, is_unused, require_not_moved
 from holdfast.training.runs.collection.background_collection import Background
 from holdfast.training.runs.collection.chosen_steps import NOTHING_CHOSEN, ChosenNames
 from holdfast.training.runs.collection.garbage_collection import CheckpointGC
@@ -61,8 +61,8 @@ class RunParts:
         """Writes packs below the root."""
         self.writer_lease = WriterLease(store, job.clock, settings.lease_seconds)
         """The right to write to the root."""
-        self.opening_facts = OpeningFacts()
-        """What the opening of the next save needs not ask for."""
+        self.run_facts = RunFacts()
+        """Facts of the run that the next save does not ask storage for."""
         self.pins = Pins()
         """Steps that garbage collection must leave alone."""
         self.position = RunPosition(job, home, self.pins)
@@ -77,7 +77,7 @@ class RunParts:
             # Without a policy nothing goes but what a load discarded.
             choice = NOTHING_CHOSEN if keep is not None else ChosenNames(is_all=True)
             collector = CheckpointGC(store, job.clock, keep, self.writer_lease, self.pins, choice)
-            may_collect = _always if keep is not None else partial(_has_discarded, store, self.opening_facts)
+            may_collect = _always if keep is not None else partial(_has_discarded, store, self.run_facts)
             self.collecting = Background(collector, settings.collect_grace_seconds, job.clock, may_collect)
 
     def collect_soon(self) -> None:
@@ -108,7 +108,7 @@ def _always() -> bool:
     return True
 
 
-def _has_discarded(store: Store, facts: OpeningFacts) -> bool:
+def _has_discarded(store: Store, facts: RunFacts) -> bool:
     """Return whether loads have discarded steps that a collection has to remove."""
     if facts.has_one_timeline:
         return False
@@ -204,7 +204,7 @@ class StepRequest:
             return self._held()
         if not self._passed.is_last:
             parts.metrics.require_in(self._metrics)
-        known = parts.opening_facts.known(parts.writer_lease, parts.position.loads)
+        known = parts.run_facts.known(parts.writer_lease, parts.position.loads)
         context = None if known is None or known.loads != self._loads else self._claim_known(known)
         if context is None:
             context = self._claim_anew()
@@ -266,7 +266,7 @@ class StepRequest:
             # Steps without a run are those of an unfinished copy. A new root costs no request for that.
             may_be_copy=parts.position.origin_step is not None or parts.position.starts_over,
         )
-        parts.opening_facts.learn(KnownRun(context.run_id, context.epoch, context.timeline, self._loads, base))
+        parts.run_facts.learn(KnownRun(context.run_id, context.epoch, context.timeline, self._loads, base))
         return replace(context, base=base)
 
     def check_again(self, manifest: Manifest) -> None:

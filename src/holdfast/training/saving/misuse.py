@@ -35,17 +35,17 @@ def refuse_call(job: Job, misuse: InvalidError) -> SaveHandle:
         if job.is_first_occurrence(str(misuse)):
             logger.warning("save: this rank waits for the other ranks, to refuse its call together: %s", misuse)
 
-    opening = SaveAgreement(job, -1, b"")
-    refused = DAEMON_POOL.submit(lambda: opening.take_number().refuse(misuse, is_misuse=True))
+    agreement = SaveAgreement(job, -1, b"")
+    refused = DAEMON_POOL.submit(lambda: agreement.take_number().refuse(misuse, is_misuse=True))
     try:
         with suppress(TimeoutError):
             seconds = job.agreement_seconds + job.verdict_seconds + LATE_SECONDS
             wait_in_slices(refused, seconds, job.clock, note_wait)
     finally:
-        opening.leave()
-    if opening.raises:
+        agreement.leave()
+    if agreement.raises:
         job.history.note_raised()
-        raise opening.refusal() or misuse from misuse
+        raise agreement.refusal() or misuse from misuse
     handle = SaveHandle("save", history=job.history)
     handle.fail(misuse)
     return handle

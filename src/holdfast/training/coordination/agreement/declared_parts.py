@@ -1,4 +1,4 @@
-"""Rank 0's judgement of declared parts at the opening of a save: they must cover every tensor exactly once.
+"""Rank 0's judgement of declared parts in the agreement on a save: they must cover every tensor exactly once.
 
 The statements say whether all of them do, in 8 bytes a rank. If not, rank 0 asks for sums by interval of names, until
 it knows which tensors are wrong, and then for the parts of three of those. So no answer grows with the tensors.

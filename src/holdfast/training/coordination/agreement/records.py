@@ -317,7 +317,7 @@ class SaveVerdict:
     """Whether the call raises the error, on every rank. Otherwise the handle holds it, on every rank."""
 
     has_all: bool = False
-    """If refused: whether every rank had stated or refused by then. So no rank is at an earlier opening any more."""
+    """If refused: whether every rank had stated or refused by then. So no rank is at an earlier agreement any more."""
 
     describe: RankRanges | None = None
     """Ranks that must publish details before the next verdict."""

@@ -1,4 +1,4 @@
-"""Rank 0's judgement of meshes at the opening of a save: siblings are replicas, others under one name are refused.
+"""Rank 0's judgement of meshes in the agreement on a save: siblings are replicas, others under one name are refused.
 
 Each rank states digests of its meshes. Only their first ranks state the meshes themselves.
 """
