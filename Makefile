@@ -176,16 +176,16 @@ campaign: $(READY)
 	@POWER_CUTS_ON=ext4,xfs JUDGE_EVERY=1 COLLECT_STRIDE=1 TAG_STRIDE=1 GO_BACK_STRIDE=1 SWEEP_STRIDE=1 EPOCH_RACE_ROUNDS=$(ROUNDS) PREEMPTION_ROUNDS=$(ROUNDS) $(PY) -m pytest -q -s tests/crash/test_epoch_races.py \
 	    tests/crash/test_epoch_clock.py tests/crash/test_epoch_kill.py tests/crash/test_collect_kill.py tests/crash/test_tag_move_kill.py \
 	    tests/crash/test_repair_kill.py tests/crash/test_kill_sweep.py tests/crash/test_power_cut.py \
-	    tests/crash/test_overwrite_kill.py tests/distributed/test_preemption.py \
+	    tests/crash/test_overwrite_kill.py tests/distributed/jobs/test_preemption.py \
 	    tests/crash/test_discard_kill.py tests/crash/test_remove_kill.py tests/crash/test_remove_beside.py \
 	    tests/crash/test_import_kill.py
 	@LIFE_EXAMPLES=$$((5 * $(ROUNDS))) $(PY) -m pytest -q --timeout 3600 -o faulthandler_timeout=3660 tests/property/test_life_of_a_run.py
 	@PROPERTY_TIMES=120 $(PY) -m pytest -q --timeout 7200 -o faulthandler_timeout=7260 \
 	    tests/property/test_any_mesh_to_any_mesh.py tests/property/test_unchanged.py tests/property/test_compressed.py
 	@FLIPPED_BYTES=all COMPRESSED_LAYOUTS=all $(PY) -m pytest -q --timeout 7200 -o faulthandler_timeout=7260 \
-	    tests/crash/test_compressed_flips.py tests/distributed/test_matrix.py
+	    tests/crash/test_compressed_flips.py tests/distributed/matrix/test_matrix.py
 	@COMPRESSED_STRIDE=1 SWEEP_STRIDE=1 $(PY) -m pytest -q -s tests/crash/test_io_errors.py
-	@FAULTS=$(FAULTS) $(PY) -m pytest -q -s tests/distributed/test_failed_saves.py
+	@FAULTS=$(FAULTS) $(PY) -m pytest -q -s tests/distributed/failures/test_failed_saves.py
 
 # What is not given on the command line or in the environment has the defaults of tests/campaign/record.py.
 campaign-stores: $(READY)
@@ -193,7 +193,7 @@ campaign-stores: $(READY)
 	@$(PY) -m tests.campaign
 
 # One environment at a time, and none afterwards: a torch takes some GiB. It is removed after a failure too.
-CORE := tests/unit tests/contract tests/property tests/distributed/test_matrix.py tests/distributed/test_coordinates.py
+CORE := tests/unit tests/contract tests/property tests/distributed/matrix/test_matrix.py tests/distributed/layouts/test_coordinates.py
 test-torch:
 	@if test -z "$(TORCH)"; then echo "holdfast: say which torch: make test-torch TORCH=2.14.1" >&2; exit 2; fi
 	@if test -z "$(PYTHON)"; then \

@@ -40,7 +40,15 @@ def clients_killed(
     """
     url, counts = server.new_url(), Counter[str]()
     path = folder / f"ends-{seed}.jsonl"
-    command = [sys.executable, "-m", "tests.distributed.object_worker", "killed_at_times", url, str(kills), str(path)]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.distributed.stores.object_worker",
+        "killed_at_times",
+        url,
+        str(kills),
+        str(path),
+    ]
     done = subprocess.run(
         [*command, str(seed)], env=os.environ | server.environment, capture_output=True, text=True, timeout=60 * kills
     )

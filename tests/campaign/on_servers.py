@@ -16,11 +16,11 @@ from holdfast.backends.stores.wrappers.retrying import RetryingStore
 from holdfast.base.ports.store import Store
 from holdfast.errors import ConflictError, InvalidError
 from holdfast.testing.store import StoreSuite
-from tests.distributed.launch import Case, run_world
-from tests.distributed.object_cases import TRAINED
+from tests.distributed.stores.object_cases import TRAINED
 from tests.servers.all import EXCLUSIVE, SERVERS, only_variables_of
 from tests.servers.rclone import rclone
 from tests.servers.server import Server
+from tests.support.gloo_worlds import Case, run_world
 from tests.support.object_proxy import object_proxy
 
 
@@ -50,7 +50,7 @@ class TestOnServer(StoreSuite):
 def test_two_ranks_train(server: Server, tmp_path: Path) -> None:
     url = server.new_url()
     arguments = {"url": url, "variables": server.environment}
-    results = run_world(2, [Case("tests.distributed.object_cases:trains", arguments)], tmp_path)
+    results = run_world(2, [Case("tests.distributed.stores.object_cases:trains", arguments)], tmp_path)
     for value in results.values("trains"):
         assert value == TRAINED
     assert server.read(f"{url}/run/latest") == b"step-000000000003"

@@ -21,15 +21,15 @@ from holdfast.backends.stores.wrappers.retrying import RetryingStore
 from holdfast.base.ports.store import Store
 from holdfast.settings import Settings
 from holdfast.testing.store import StoreSuite
-from tests.distributed.launch import Case, run_world
-from tests.distributed.object_cases import TRAINED
-from tests.distributed.object_worker import RACERS
-from tests.distributed.test_object_stores import work
+from tests.distributed.stores.object_cases import TRAINED
+from tests.distributed.stores.object_worker import RACERS
+from tests.distributed.stores.test_object_stores import work
 from tests.everyday.test_file_systems import (  # noqa: F401 - run here too, with the fixture `url` below
     test_a_checkpoint_at_a_path,
     test_a_run_lives_there,
 )
 from tests.servers.sftp import SftpServer, sftp
+from tests.support.gloo_worlds import Case, run_world
 
 ROUNDS = int(os.environ.get("RACE_ROUNDS", "20"))
 
@@ -78,7 +78,7 @@ def test_one_of_eight_writers_wins(url: str, variables: dict[str, str], tmp_path
 
 
 def test_two_ranks_train(url: str, variables: dict[str, str], tmp_path: Path) -> None:
-    case = Case("tests.distributed.object_cases:trains", {"url": url, "variables": variables})
+    case = Case("tests.distributed.stores.object_cases:trains", {"url": url, "variables": variables})
     for value in run_world(2, [case], tmp_path).values("trains"):
         assert value == TRAINED
 

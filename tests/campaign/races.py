@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import holdfast
-from tests.distributed.object_worker import RACERS
+from tests.distributed.stores.object_worker import RACERS
 from tests.servers.server import Server
 
 _SECONDS_OF_ROUND_MAX = 60
@@ -30,7 +30,7 @@ def raced(
     """
     url, counts = server.new_url(), Counter[str]()
     outcomes = folder / url.rpartition("/")[2]
-    command = [sys.executable, "-m", "tests.distributed.object_worker", "race", url, str(rounds), str(outcomes)]
+    command = [sys.executable, "-m", "tests.distributed.stores.object_worker", "race", url, str(rounds), str(outcomes)]
     done = subprocess.run(
         command,
         env=os.environ | server.environment,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.forked import Work, start_ranks
+from tests.support.forked_processes import Work, start_ranks
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 STEPS, KILLED_AT = 19, 13

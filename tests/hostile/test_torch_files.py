@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from holdfast.backends.foreign.pickles.limits import DEPTH_MAX
 from holdfast.backends.foreign.pickles.reader import unpickled
 from holdfast.errors import CheckpointError, CorruptError, InvalidError
-from tests.distributed.forked import REPOSITORY, environment
 from tests.hostile.proportion import OUT_OF_PROPORTION
 from tests.hostile.torch_files import Entry, archive, listed, named, numbers, state, tensor, text
+from tests.support.forked_processes import REPOSITORY, environment
 
 MEMORY = bytes(range(16))
 

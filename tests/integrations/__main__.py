@@ -17,10 +17,10 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tests.distributed.forked import environment, write_whole
 from tests.integrations import table
 from tests.integrations.kills import PHASES
 from tests.integrations.measure import measure
+from tests.support.forked_processes import environment, write_whole
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "bench" / "results" / "integrations"

@@ -9,9 +9,9 @@ import sys
 import traceback
 from pathlib import Path
 
-from tests.distributed.forked import write_whole
 from tests.integrations.kills import kill_in
 from tests.integrations.run import Run
+from tests.support.forked_processes import write_whole
 
 
 def train(framework: str, spec: str) -> None:

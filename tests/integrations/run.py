@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from tests.distributed.forked import write_whole
+from tests.support.forked_processes import write_whole
 
 if TYPE_CHECKING:
     import torch

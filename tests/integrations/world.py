@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.distributed.forked import REPOSITORY, Forked, Work, start_ranks
+from tests.support.forked_processes import REPOSITORY, Forked, Work, start_ranks
 
 _END_SECONDS = 8.0
 """How long survivors of a killed rank may go on, before they are told to end, as an agent does."""

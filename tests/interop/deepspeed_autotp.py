@@ -1,4 +1,4 @@
-"""What a rank does of a job that DeepSpeed itself cuts by tensor parallelism. Run by `tests.distributed.launch`."""
+"""What a rank does of a job that DeepSpeed itself cuts by tensor parallelism. Run by `tests.support.gloo_worlds`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.distributed.launch import World
+from tests.support.gloo_worlds import World
 
 WORDS = 64
 

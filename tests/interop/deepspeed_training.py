@@ -1,4 +1,4 @@
-"""What a rank of a DeepSpeed job does: train, save, tell what it holds, resume. Run by `tests.distributed.launch`."""
+"""What a rank of a DeepSpeed job does: train, save, tell what it holds, resume. Run by `tests.support.gloo_worlds`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 import holdfast
-from tests.distributed.launch import World
+from tests.support.gloo_worlds import World
 
 BATCH = 8
 """Samples of a step, over all ranks."""

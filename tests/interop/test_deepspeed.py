@@ -18,9 +18,9 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 import holdfast
-from tests.distributed.forked import environment
-from tests.distributed.launch import Case, Results, run_world
 from tests.interop.deepspeed_training import BATCH, Model, groups_of, words_of
+from tests.support.forked_processes import environment
+from tests.support.gloo_worlds import Case, Results, run_world
 from tests.unit.backends.foreign.deepspeed.assembled import assembled, listing_of
 
 pytestmark = [

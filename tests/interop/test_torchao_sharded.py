@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import Case, run_world
+from tests.support.gloo_worlds import Case, run_world
 
 MODULE = "tests.interop.torchao_sharded"
 

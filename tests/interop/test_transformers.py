@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import Case, run_world
+from tests.support.gloo_worlds import Case, run_world
 
 DEADLINE_SECONDS = 400.0
 """Of one world; each rank imports Transformers."""

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import holdfast
-from tests.distributed.launch import World
+from tests.support.gloo_worlds import World
 
 WIDTH = 128
 KINDS = {"8bit": torchao.optim.AdamW8bit, "4bit": torchao.optim.AdamW4bit, "fp8": torchao.optim.AdamWFp8}

@@ -1,4 +1,4 @@
-"""A rank of a job that Transformers cuts by FSDP2 and tensor parallelism. Run by `tests.distributed.launch`."""
+"""A rank of a job that Transformers cuts by FSDP2 and tensor parallelism. Run by `tests.support.gloo_worlds`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
 import holdfast
-from tests.distributed.launch import World
+from tests.support.gloo_worlds import World
 
 WORDS = 64
 STATES = ("exp_avg", "exp_avg_sq", "step")

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from tests.distributed.launch import World
 from tests.distributed.matrix.holding import clean, group_of, over, refusal_of
-from tests.distributed.networks import digest
+from tests.support.gloo_worlds import World
+from tests.support.small_networks import digest
 
 
 def _net(seed: int, layout: str) -> nn.Module:

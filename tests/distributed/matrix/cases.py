@@ -10,8 +10,8 @@ from pathlib import Path
 
 import holdfast
 from holdfast.settings import Settings
-from tests.distributed.launch import World
 from tests.distributed.matrix.layouts import KINDS
+from tests.support.gloo_worlds import World
 from tests.support.tuning import tuned
 
 SAVED_STEPS = [1, 2]

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.errors import InvalidError
-from tests.distributed.launch import World
 from tests.distributed.matrix import models
-from tests.distributed.networks import digest
+from tests.support.gloo_worlds import World
+from tests.support.small_networks import digest
 
 
 def group_of(world: World | None) -> object:

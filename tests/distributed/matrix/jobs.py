@@ -16,10 +16,10 @@ from torch.distributed.fsdp import fully_shard
 
 import holdfast
 from holdfast.errors import CheckpointError
-from tests.distributed.launch import World
 from tests.distributed.matrix import models
 from tests.distributed.matrix.holding import refusal_of
-from tests.distributed.networks import digest
+from tests.support.gloo_worlds import World
+from tests.support.small_networks import digest
 
 
 def sharded_tensors(world: World, path: str) -> dict[str, object]:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from tests.distributed.matrix import models
-from tests.distributed.networks import digest
+from tests.support.small_networks import digest
 
 State = dict[str, object]
 

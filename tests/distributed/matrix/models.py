@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from tests.distributed.networks import digest
+from tests.support.small_networks import digest
 
 Part = tuple[NDArray[np.generic], int | Sequence[int]]
 """What a rank has of a tensor, and where that is."""

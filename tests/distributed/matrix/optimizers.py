@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 import holdfast
-from tests.distributed.launch import World
 from tests.distributed.matrix import models
 from tests.distributed.matrix.holding import digests_of, group_of, over, refusal_of
+from tests.support.gloo_worlds import World
 
 
 def _partly_frozen(layout: str, seed: int) -> tuple[nn.Module, torch.optim.AdamW]:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 import holdfast
-from tests.distributed.launch import World
 from tests.distributed.matrix import models
 from tests.distributed.matrix.holding import clean, group_of, over
-from tests.distributed.networks import digest
+from tests.support.gloo_worlds import World
+from tests.support.small_networks import digest
 
 
 class Tied(nn.Module):

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 import holdfast
-from tests.distributed.launch import World
 from tests.distributed.matrix import layouts, models
 from tests.distributed.matrix.holding import clean, digests_of, group_of, over, refusal_of
-from tests.distributed.networks import digest
+from tests.support.gloo_worlds import World
+from tests.support.small_networks import digest
 
 
 class Counting(nn.Module):

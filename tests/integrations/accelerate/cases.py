@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import holdfast
-from tests.distributed.launch import World
 from tests.integrations.accelerate.on_cpu import shard, sharding_plugin
+from tests.support.gloo_worlds import World
 
 if TYPE_CHECKING:
     from holdfast.integrations.accelerate import Accelerator

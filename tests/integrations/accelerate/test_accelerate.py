@@ -14,8 +14,8 @@ import accelerate
 from accelerate.state import AcceleratorState, GradientState
 
 from holdfast.integrations.accelerate import Accelerator
-from tests.distributed.launch import Case, Results, run_world
 from tests.integrations.table import RANKS_AFTER, Table, is_well
+from tests.support.gloo_worlds import Case, Results, run_world
 
 CASES = "tests.integrations.accelerate.cases"
 

@@ -24,9 +24,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from holdfast.errors import InvalidError
 from holdfast.integrations import dcp
-from tests.distributed.dcp_cases import even
-from tests.distributed.launch import World
-from tests.distributed.networks import adamw, digest, digests, sharded, train
+from tests.distributed.foreign.dcp_cases import even
+from tests.support.gloo_worlds import World
+from tests.support.small_networks import adamw, digest, digests, sharded, train
 
 WHOLE = torch.arange(63, dtype=torch.float32).view(9, 7)
 """Lengths that no number of ranks divides."""

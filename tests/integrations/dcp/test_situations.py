@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("torch")
 
 import holdfast
-from tests.distributed.launch import Case, Results, run_world
 from tests.integrations.dcp.situations import LAYOUTS
+from tests.support.gloo_worlds import Case, Results, run_world
 
 CASES = "tests.integrations.dcp.situations"
 SITUATIONS = [

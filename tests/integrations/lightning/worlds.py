@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.forked import Work, start_ranks
 from tests.integrations.run import Run
+from tests.support.forked_processes import Work, start_ranks
 
 DEADLINE_SECONDS = 240.0
 

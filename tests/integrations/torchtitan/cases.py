@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.forked import Work, start_ranks, write_whole
 from tests.integrations.run import Run
+from tests.support.forked_processes import Work, start_ranks, write_whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ import torch
 
 from holdfast import Settings
 from holdfast.errors import UnavailableError
-from tests.distributed.forked import write_whole
-from tests.distributed.launch import World
+from tests.support.forked_processes import write_whole
+from tests.support.gloo_worlds import World
 
 if TYPE_CHECKING:
     from holdfast.integrations.accelerate import Accelerator

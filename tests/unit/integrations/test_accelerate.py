@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import holdfast
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
 from holdfast.integrations.host import MARK, Host, mark_of
-from tests.distributed.launch import Case, Results, run_world
+from tests.support.gloo_worlds import Case, Results, run_world
 
 if TYPE_CHECKING:
     import accelerate

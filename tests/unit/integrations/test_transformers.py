@@ -22,8 +22,8 @@ from holdfast.integrations.host import MARK, mark_of
 from holdfast.integrations.transformers import HoldfastMixin
 from holdfast.integrations.transformers.exports import Complete, ModelFolders
 from holdfast.integrations.transformers.resuming import ResumeStep, find, say_other_ranks
-from tests.distributed.launch import Case, run_world
 from tests.support.file_modes import require_modes, umask
+from tests.support.gloo_worlds import Case, run_world
 from tests.unit.integrations.recorded_trainer import RecordedArguments, RecordedTrainer, fail_at_no_step
 
 SETTINGS = holdfast.Settings(collect_grace_seconds=0)

@@ -7,7 +7,7 @@ import importlib.metadata
 import torch
 
 from holdfast.integrations.transformers import HoldfastMixin
-from tests.distributed.launch import World
+from tests.support.gloo_worlds import World
 from tests.unit.integrations.recorded_trainer import RecordedArguments, RecordedTrainer
 
 

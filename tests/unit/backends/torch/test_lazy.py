@@ -30,7 +30,7 @@ from holdfast.errors import InvalidError, UnavailableError
 from holdfast.testing.faults import FaultPoint
 from holdfast.training.saving.handle import SaveHandle
 from holdfast.training.saving.transfer import Transfer
-from tests.distributed.faulty import PATIENT, Trigger, run_with
+from tests.support.faulty_run import PATIENT, Trigger, run_with
 
 WINDOW = PATIENT.window_bytes
 LAZY = replace(PATIENT, staging="lazy", arena_bytes_max=3 * WINDOW)

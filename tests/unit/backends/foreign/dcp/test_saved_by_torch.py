@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 import holdfast
 from holdfast.base.geometry.dtype import DTYPES
 from holdfast.errors import CorruptError, InvalidError
-from tests.distributed.networks import plain
+from tests.support.small_networks import plain
 
 
 def saved(path: Path, state: Mapping[str, object], planner: Any = None, **writer: Any) -> Path:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import holdfast
 from holdfast.errors import InvalidError
-from tests.distributed.networks import adamw, digests, plain, train
+from tests.support.small_networks import adamw, digests, plain, train
 from tests.unit.backends.foreign.dcp.test_saved_by_torch import saved
 
 

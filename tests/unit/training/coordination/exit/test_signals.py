@@ -14,7 +14,7 @@ from holdfast.base.clock import SystemClock
 from holdfast.errors import InvalidError
 from holdfast.settings import Preemption
 from holdfast.training.coordination.exit.signals import Signals
-from tests.distributed.forked import REPOSITORY, environment
+from tests.support.forked_processes import REPOSITORY, environment
 
 
 @pytest.fixture(autouse=True)
