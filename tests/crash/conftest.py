@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash.mounts import workplace
+from tests.support.mounted_file_systems import workplace
 
 
 @pytest.fixture

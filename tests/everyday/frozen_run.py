@@ -14,7 +14,7 @@ from holdfast.backends.stores.syscalls import Syscalls
 from holdfast.core.format.names import step_folder
 from holdfast.policies import LatestN
 from holdfast.settings import Settings
-from tests.crash.rig import run_at
+from tests.support.crashed_run import run_at
 
 STEPS = (1, 2, 3)
 FROZEN_BYTES = 1 << 20

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.crash.mounts import workplace
 from tests.hostile.cases import HARMLESS
 from tests.hostile.corpus import CASES
 from tests.hostile.crafting import Crafted, make_template
+from tests.support.mounted_file_systems import workplace
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MEMORY_MIB_MAX = 512

@@ -35,7 +35,6 @@ from holdfast.stored.repository.tags import read_tags
 from holdfast.testing.faults import Action, FaultPoint, Faults, FaultyStore, FaultySyscalls, fail_with, raise_error
 from holdfast.training.runs.collection.garbage_collection import CheckpointGC, CollectReport, collected
 from holdfast.training.runs.removing import StepRemoval
-from tests.crash.mounts import workplace
 from tests.property.life import (
     CHANGES,
     CHOICES,
@@ -66,6 +65,7 @@ from tests.property.life import (
 )
 from tests.property.run_model import Position, RunModel
 from tests.property.states import examples
+from tests.support.mounted_file_systems import workplace
 
 EXAMPLES = int(os.environ.get("LIFE_EXAMPLES", examples(12)))
 STEPS = int(os.environ.get("LIFE_STEPS", "40"))

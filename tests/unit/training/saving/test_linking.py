@@ -33,7 +33,7 @@ from holdfast.stored.repository.catalog import read_manifest
 from holdfast.stored.repository.quarantine import identity_at, quarantine
 from holdfast.testing.faults import Faults, FaultyStore
 from holdfast.training.runs.collection.garbage_collection import CheckpointGC
-from tests.crash.rig import run_at
+from tests.support.crashed_run import run_at
 from tests.support.tuning import tuned
 
 SMALL = tuned(Settings(chunk_bytes=4096, window_bytes=8192, collect_grace_seconds=0.0), unchanged_bytes_min=4096)

@@ -32,7 +32,7 @@ from holdfast.training.coordination.job import Job
 from holdfast.training.saving.handle import SaveHandle
 from holdfast.training.saving.save import begin_save, save_and_wait
 from holdfast.training.saving.target import path_save
-from tests.crash.rig import content_under, paths_under
+from tests.support.crashed_run import content_under, paths_under
 from tests.support.newer_format import write_newer
 from tests.support.overwritten_checkpoint import (
     EVERYTHING,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.testing.faults import Faults
-from tests.crash.rig import NEW, OLD, committed_at, local_store, run_at, training_state
+from tests.support.crashed_run import NEW, OLD, committed_at, local_store, run_at, training_state
 
 
 @pytest.mark.parametrize("staging", ["copy", "none"])

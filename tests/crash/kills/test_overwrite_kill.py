@@ -24,14 +24,14 @@ from holdfast.training.coordination.job import Job
 from holdfast.training.loading.load import load_checkpoint
 from holdfast.training.loading.load_request import LoadRequest
 from holdfast.training.saving.save import begin_save
-from tests.crash.rig import (
+from tests.crash.kills.sweeping import fates_of_kills
+from tests.support.crashed_run import (
     Ending,
     FaultyComm,
     is_of_reports,
     local_store,
     paths_under,
 )
-from tests.crash.sweeping import fates_of_kills
 from tests.support.overwritten_checkpoint import (
     EVERYTHING,
     HASTY,

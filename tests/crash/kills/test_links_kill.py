@@ -13,7 +13,7 @@ from holdfast.offline.copying.copy_run import RunCopy
 from holdfast.offline.repair.repair import Repair
 from holdfast.stored.checkpoint.location import none_allowed
 from holdfast.testing.faults import Faults, FaultyStore, kill_process
-from tests.crash.rig import NEW, OLD, SETTINGS, committed_at, in_child, local_store, require_whole, step_path
+from tests.support.crashed_run import NEW, OLD, SETTINGS, committed_at, in_child, local_store, require_whole, step_path
 
 pytestmark = [
     pytest.mark.long,

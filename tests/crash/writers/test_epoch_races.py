@@ -13,7 +13,7 @@ import pytest
 
 import holdfast
 from holdfast import api
-from tests.crash.epoch_processes import Writer, writers
+from tests.crash.writers.epoch_processes import Writer, writers
 
 ROUNDS = int(os.environ.get("EPOCH_RACE_ROUNDS", "10"))
 """`make campaign` asks for more."""

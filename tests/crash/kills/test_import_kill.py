@@ -20,8 +20,9 @@ from holdfast.errors import ConflictError
 from holdfast.offline.imports.import_step import import_step
 from holdfast.testing.faults import Faults, FaultyStore, kill_process
 from holdfast.training.coordination.job import Job
-from tests.crash.judging import Judged
-from tests.crash.rig import (
+from tests.crash.kills.judging import Judged
+from tests.crash.kills.sweeping import swept_by
+from tests.support.crashed_run import (
     NEW,
     OLD,
     SETTINGS,
@@ -34,7 +35,6 @@ from tests.crash.rig import (
     run_at,
     step_path,
 )
-from tests.crash.sweeping import swept_by
 
 pytestmark = [
     pytest.mark.long,

@@ -15,17 +15,10 @@ import pytest
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.syscalls import Syscalls
 from holdfast.testing.faults import Faults, FaultySyscalls
-from tests.crash.judging import Judged
-from tests.crash.mounts import (
-    FILE_SYSTEMS,
-    acted_until_power_cut,
-    copy_image,
-    cut_power,
-    mounted,
-    new_image,
-    workplace,
-)
-from tests.crash.rig import (
+from tests.crash.kills.judging import Judged
+from tests.crash.kills.sweeping import swept_by
+from tests.property.life import Switch
+from tests.support.crashed_run import (
     NEW,
     NEXT,
     OLD,
@@ -41,8 +34,15 @@ from tests.crash.rig import (
     step_path,
     training_state,
 )
-from tests.crash.sweeping import swept_by
-from tests.property.life import Switch
+from tests.support.mounted_file_systems import (
+    FILE_SYSTEMS,
+    acted_until_power_cut,
+    copy_image,
+    cut_power,
+    mounted,
+    new_image,
+    workplace,
+)
 from tests.support.overwritten_checkpoint import number_at
 from tests.support.overwritten_checkpoint import save as save_over
 

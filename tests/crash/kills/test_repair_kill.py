@@ -15,10 +15,12 @@ from holdfast.base.clock import SystemClock
 from holdfast.offline.repair.repair import Repair
 from holdfast.stored.checkpoint.location import none_allowed
 from holdfast.testing.faults import Faults, kill_process
-from tests.crash.damages import DAMAGES, damage_a_chunk, index_of, manifest_of, truncate
-from tests.crash.judging import Judged
-from tests.crash.mounts import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image, workplace
-from tests.crash.rig import (
+from tests.crash.damage.damages import DAMAGES, damage_a_chunk, index_of, manifest_of, truncate
+from tests.crash.damage.test_repair import SPLIT
+from tests.crash.damage.test_resume import resumed
+from tests.crash.kills.judging import Judged
+from tests.crash.kills.sweeping import CHANGES
+from tests.support.crashed_run import (
     NEW,
     OLD,
     SETTINGS,
@@ -33,9 +35,14 @@ from tests.crash.rig import (
     step_path,
     training_state,
 )
-from tests.crash.sweeping import CHANGES
-from tests.crash.test_repair import SPLIT
-from tests.crash.test_resume import resumed
+from tests.support.mounted_file_systems import (
+    FILE_SYSTEMS,
+    acted_until_power_cut,
+    copy_image,
+    mounted,
+    new_image,
+    workplace,
+)
 
 pytestmark = [
     pytest.mark.long,

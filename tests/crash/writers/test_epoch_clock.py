@@ -15,7 +15,7 @@ import pytest
 
 import holdfast
 from holdfast import api
-from tests.crash.epoch_processes import writers
+from tests.crash.writers.epoch_processes import writers
 
 LEASE_SECONDS = 9.0
 

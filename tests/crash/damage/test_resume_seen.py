@@ -27,8 +27,8 @@ from holdfast.testing.faults import FaultPoint, Faults
 from holdfast.training.coordination.job import Job
 from holdfast.training.loading import step_choice as resume
 from holdfast.training.loading.resume_order import ResumeOrder
-from tests.crash.damages import damage_a_chunk, flip
-from tests.crash.rig import (
+from tests.crash.damage.damages import damage_a_chunk, flip
+from tests.support.crashed_run import (
     NEW,
     NEXT,
     OLD,

@@ -15,9 +15,8 @@ from holdfast.base.clock import SystemClock
 from holdfast.stored.leases.writer import WriterLease
 from holdfast.stored.repository.epochs import current_fence, newest_epoch
 from holdfast.testing.faults import Faults, kill_process
-from tests.crash.judging import Judged
-from tests.crash.mounts import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image
-from tests.crash.rig import (
+from tests.crash.kills.judging import Judged
+from tests.support.crashed_run import (
     NEW,
     NEXT,
     OLD,
@@ -29,6 +28,7 @@ from tests.crash.rig import (
     run_at,
     training_state,
 )
+from tests.support.mounted_file_systems import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image
 
 pytestmark = [
     pytest.mark.long,

@@ -17,8 +17,7 @@ from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.settings import Settings
 from holdfast.testing.faults import FaultPoint, Faults, fail_with
-from tests.crash.mounts import command, mounted, new_image, workplace
-from tests.crash.rig import (
+from tests.support.crashed_run import (
     COMPRESSED,
     LAZY,
     NEW,
@@ -36,6 +35,7 @@ from tests.crash.rig import (
     run_at,
     step_path,
 )
+from tests.support.mounted_file_systems import command, mounted, new_image, workplace
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 

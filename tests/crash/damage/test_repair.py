@@ -18,8 +18,9 @@ from holdfast.stored.checkpoint.location import none_allowed
 from holdfast.stored.repository.catalog import read_manifest
 from holdfast.stored.repository.epochs import RELEASED
 from holdfast.stored.repository.tags import put_tag, read_tags
-from tests.crash.damages import DAMAGES, damage_a_chunk, flip, index_of, largest_pack_of, manifest_of, truncate
-from tests.crash.rig import (
+from tests.crash.damage.damages import DAMAGES, damage_a_chunk, flip, index_of, largest_pack_of, manifest_of, truncate
+from tests.crash.damage.test_resume import resumed
+from tests.support.crashed_run import (
     NEW,
     NEXT,
     OLD,
@@ -33,7 +34,6 @@ from tests.crash.rig import (
     step_path,
     training_state,
 )
-from tests.crash.test_resume import resumed
 from tests.support.tuning import tuned
 
 SPLIT = tuned(SETTINGS, index_chunks_max=8)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.testing.faults import Faults, kill_process, raise_error
-from tests.crash.judging import Fate, Judged
-from tests.crash.rig import Ending, copy_with_links, in_child, paths_under
+from tests.crash.kills.judging import Fate, Judged
+from tests.support.crashed_run import Ending, copy_with_links, in_child, paths_under
 
 CHANGES = {
     "create", "mkdir", "fallocate", "pwrite", "ftruncate", "fsync", "link", "rename", "rename_noreplace", "unlink",

@@ -12,7 +12,7 @@ import pytest
 
 import holdfast
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
-from tests.crash.rig import (
+from tests.support.crashed_run import (
     MANIFEST,
     NEW,
     NEXT,

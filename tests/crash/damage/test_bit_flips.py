@@ -10,7 +10,7 @@ import pytest
 
 import holdfast
 from holdfast.errors import CorruptError
-from tests.crash.rig import (
+from tests.support.crashed_run import (
     MANIFEST,
     OLD,
     committed_at,

@@ -11,8 +11,8 @@ from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.errors import CorruptError, InvalidError
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.training.runs.listing import run_record
-from tests.crash.damages import DAMAGES, damage_a_chunk, flip, manifest_of
-from tests.crash.rig import (
+from tests.crash.damage.damages import DAMAGES, damage_a_chunk, flip, manifest_of
+from tests.support.crashed_run import (
     NEW,
     NEXT,
     OLD,

@@ -19,8 +19,9 @@ from holdfast.errors import MissingError
 from holdfast.stored.repository.tags import read_tags
 from holdfast.testing.faults import Faults, FaultyStore, fail_with, kill_process
 from holdfast.training.runs.tags import tag_step
-from tests.crash.judging import Judged
-from tests.crash.rig import (
+from tests.crash.kills.judging import Judged
+from tests.crash.kills.sweeping import fates_of_kills
+from tests.support.crashed_run import (
     SETTINGS,
     copy_with_links,
     in_child,
@@ -31,7 +32,6 @@ from tests.crash.rig import (
     step_path,
     training_state,
 )
-from tests.crash.sweeping import fates_of_kills
 from tests.unit.cli.running import holdfast as command
 
 pytestmark = [

@@ -14,8 +14,10 @@ from holdfast.backends.stores.local import LocalStore
 from holdfast.errors import ConflictError
 from holdfast.settings import Settings
 from holdfast.testing.faults import Faults, FaultyStore, kill_process
-from tests.crash.judging import Judged
-from tests.crash.rig import (
+from tests.crash.kills.judging import Judged
+from tests.crash.kills.sweeping import swept_by
+from tests.property.life import Switch
+from tests.support.crashed_run import (
     COMPRESSED,
     LAZY,
     NEW,
@@ -33,8 +35,6 @@ from tests.crash.rig import (
     run_at,
     training_state,
 )
-from tests.crash.sweeping import swept_by
-from tests.property.life import Switch
 
 pytestmark = [
     # The fork happens while threads of earlier tests may stand idle; the child uses none of their locks.

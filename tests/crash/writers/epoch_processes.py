@@ -12,15 +12,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 class Writer:
-    """One process of `tests.crash.epoch_worker`."""
+    """One process of `tests.crash.writers.epoch_worker`."""
 
     def __init__(self, lease_seconds: float, environment: Mapping[str, str] | None = None) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.crash.epoch_worker", str(lease_seconds)],
+            [sys.executable, "-m", "tests.crash.writers.epoch_worker", str(lease_seconds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -17,8 +17,8 @@ from holdfast.stored.repository.catalog import read_run_id
 from holdfast.testing.faults import Faults, FaultyStore
 from holdfast.training.runs.collection.chosen_steps import ChosenNames
 from holdfast.training.runs.collection.garbage_collection import CheckpointGC
-from tests.crash.mounts import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image
-from tests.crash.rig import (
+from tests.crash.kills.sweeping import fates_of_kills, judge_after_errors
+from tests.support.crashed_run import (
     committed_at,
     expected_fingerprint,
     fingerprint,
@@ -28,7 +28,7 @@ from tests.crash.rig import (
     step_path,
     training_state,
 )
-from tests.crash.sweeping import fates_of_kills, judge_after_errors
+from tests.support.mounted_file_systems import FILE_SYSTEMS, acted_until_power_cut, copy_image, mounted, new_image
 
 pytestmark = [
     pytest.mark.long,

@@ -14,7 +14,7 @@ import holdfast
 from holdfast import api
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.errors import UnavailableError
-from tests.crash.mounts import mounted, workplace
+from tests.support.mounted_file_systems import mounted, workplace
 
 GRACE_SECONDS = 1.5
 

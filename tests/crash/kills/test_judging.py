@@ -6,8 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
-from tests.crash.judging import EVERY, Judged, content_of
-from tests.crash.rig import MANIFEST, OLD, committed_at, step_path
+from tests.crash.kills.judging import EVERY, Judged, content_of
+from tests.support.crashed_run import MANIFEST, OLD, committed_at, step_path
 
 
 def test_runs_that_did_the_same_have_one_content_and_any_other_has_another(in_memory: Path) -> None:
