@@ -15,7 +15,7 @@ import holdfast
 from holdfast import api
 from holdfast.base.types.manifest import OptimizerRecord
 from holdfast.errors import InvalidError
-from tests.unit.backends.torch.test_wrapped_optimizers import Sam, TitanContainer
+from tests.unit.backends.torch.optimizers.test_wrapped_optimizers import Sam, TitanContainer
 
 Build = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 ADAM_KEYS = ("exp_avg", "exp_avg_sq", "step")
