@@ -24,7 +24,8 @@
 #                   saving, going back, discarding, overwriting, removing, collecting, fencing and repairing (ext4; XFS
 #                   where xfsprogs is installed);
 #                   a training told to end ROUNDS times; lives of runs drawn at random; FAULTS=1000 faults drawn
-#                   for saves of trainings, FAULTS_SEED=n for the same ones again (about 100 minutes)
+#                   for saves of trainings, FAULTS_SEED=n for the same ones again (about 100 minutes).
+#                   ONLY=collecting,races for some parts; an unknown part is refused with the list of parts
 #   make campaign-stores   installs Ceph, Azurite and others, and runs races, faults, kills and properties against them:
 #                   ROUNDS=1000 races, FAULTS=500, KILLS=100 of each server, EXAMPLES=1000; QUICK=1 for a short one;
 #                   SEED=n for the same again; ONLY=ceph,ministack/races; JOBS=2 servers side by side. Some hours,
@@ -173,19 +174,7 @@ fuzz: $(READY)
 # libfaketime is built where it is installed, so it is installed for this target alone.
 campaign: $(READY)
 	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[campaign]'
-	@POWER_CUTS_ON=ext4,xfs JUDGE_EVERY=1 COLLECT_STRIDE=1 TAG_STRIDE=1 GO_BACK_STRIDE=1 SWEEP_STRIDE=1 EPOCH_RACE_ROUNDS=$(ROUNDS) PREEMPTION_ROUNDS=$(ROUNDS) $(PY) -m pytest -q -s tests/crash/writers/test_epoch_races.py \
-	    tests/crash/writers/test_epoch_clock.py tests/crash/kills/test_epoch_kill.py tests/crash/kills/test_collect_kill.py tests/crash/kills/test_tag_move_kill.py \
-	    tests/crash/kills/test_repair_kill.py tests/crash/kills/test_kill_sweep.py tests/crash/kills/test_power_cut.py \
-	    tests/crash/kills/test_overwrite_kill.py tests/distributed/jobs/test_preemption.py \
-	    tests/crash/kills/test_discard_kill.py tests/crash/kills/test_remove_kill.py tests/crash/writers/test_remove_beside.py \
-	    tests/crash/kills/test_import_kill.py
-	@LIFE_EXAMPLES=$$((5 * $(ROUNDS))) $(PY) -m pytest -q --timeout 3600 -o faulthandler_timeout=3660 tests/property/test_life_of_a_run.py
-	@PROPERTY_TIMES=120 $(PY) -m pytest -q --timeout 7200 -o faulthandler_timeout=7260 \
-	    tests/property/test_any_mesh_to_any_mesh.py tests/property/test_unchanged.py tests/property/test_compressed.py
-	@FLIPPED_BYTES=all COMPRESSED_LAYOUTS=all $(PY) -m pytest -q --timeout 7200 -o faulthandler_timeout=7260 \
-	    tests/crash/damage/test_compressed_flips.py tests/distributed/matrix/test_matrix.py
-	@COMPRESSED_STRIDE=1 SWEEP_STRIDE=1 $(PY) -m pytest -q -s tests/crash/faults/test_io_errors.py
-	@FAULTS=$(FAULTS) $(PY) -m pytest -q -s tests/distributed/failures/test_failed_saves.py
+	@$(PY) -m tests.campaign.local_parts --only '$(ONLY)' --rounds $(ROUNDS) --faults $(FAULTS)
 
 # What is not given on the command line or in the environment has the defaults of tests/campaign/record.py.
 campaign-stores: $(READY)
