@@ -104,7 +104,7 @@ def _is_well(name: str, numbers: Mapping[str, str], run: Run) -> bool:
     if seconds := part.test_seconds_max:
         # The stacks that faulthandler prints come after those of the stopped test.
         command += ["--timeout", str(seconds), "-o", f"faulthandler_timeout={seconds + 60}"]
-    is_well = run(command, os.environ | numbers | part.variables) == 0
+    is_well = run(command, {**os.environ, **numbers, **part.variables}) == 0
     print(f"campaign: {name}: {'passed' if is_well else 'FAILED'} in {time.monotonic() - began:.0f} s", flush=True)
     return is_well
 
