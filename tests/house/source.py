@@ -23,6 +23,22 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+def room_of(path: Path) -> str:
+    """Return the room of a file, at most two folders deep: `core/engine`, `core`, or `.` for the top."""
+    folders = path.relative_to(PACKAGE).parent.parts[:2]
+    return "/".join(folders) or "."
+
+
+def docstrings_in(path: Path) -> Iterator[ast.Constant]:
+    """Yield docstrings and the strings below fields."""
+    for node in ast.walk(tree_of(path)):
+        body = getattr(node, "body", None)
+        for child in body if isinstance(body, list) else ():
+            text = child.value if isinstance(child, ast.Expr) else None
+            if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                yield text
+
+
 def module_of(path: Path) -> str:
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

@@ -30,6 +30,6 @@ def counts() -> dict[str, dict[str, int]]:
 def test_a_reader_passes_through_few_functions_and_files(verb: str, counts: dict[str, dict[str, int]]) -> None:
     over = {name: (count, BOUNDS[verb][name]) for name, count in counts[verb].items() if count > BOUNDS[verb][name]}
     assert not over, (
-        f"a warm {verb} calls more than the bound, (measured, bound): {over}. Remove functions that only pass arguments "
-        "on. `python -m tests.house.hops` measures"
+        f"a warm {verb} calls more than the bound, (measured, bound): {over}. Remove functions that only pass "
+        "arguments on. `python -m tests.house.hops` measures"
     )
