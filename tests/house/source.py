@@ -47,9 +47,14 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in FILES}
 
 
-def functions_in(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield each function as `folder/file.py:name` with its lines, from `def` to its last statement."""
+def functions_in(path: Path) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Yield each function with its name as `folder/file.py:name`."""
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno is not None
-            yield f"{path.relative_to(PACKAGE).as_posix()}:{node.name}", node.end_lineno - node.lineno + 1
+            yield f"{path.relative_to(PACKAGE).as_posix()}:{node.name}", node
+
+
+def lines_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Return the lines of a function, from `def` to its last statement."""
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1

@@ -12,8 +12,6 @@ import pytest
 
 from tests.house.source import FILES, PACKAGE, ROOT, name_of, tree_of
 
-LINES_MAX = 500
-
 STANDARD_LIBRARY_ONLY = ("errors", "settings", "policies", "base")
 """Rooms that import nothing but Python and Holdfast itself."""
 
@@ -96,12 +94,6 @@ def test_every_package_says_what_lives_there() -> None:
 
 
 # Each of these is one test over all files: as a test each, running them took longer than looking.
-
-
-def test_no_file_is_larger_than_a_reader_can_hold() -> None:
-    lines = {name_of(path): len(path.read_text().splitlines()) for path in FILES}
-    large = {name: count for name, count in lines.items() if count > LINES_MAX}
-    assert not large, f"lines: {large}; more than {LINES_MAX} usually hide two ideas"
 
 
 def test_no_pickle() -> None:
