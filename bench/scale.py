@@ -221,7 +221,7 @@ def load_planned(root: Path, job: SyntheticJob) -> Numbers:
         _, stored = resolved_frames(frames, place)
         boxes = [(each.stored_fqn, box) for each in wanted for box in each.boxes]
         index = index_for(stored, boxes, SystemClock(), place)
-        plan = load_plan(wanted, index.pieces_near, SETTINGS.read_window_bytes)
+        plan = load_plan(wanted, index.pieces_near, SETTINGS._tuning.read_window_bytes)
     seconds, processor_seconds = time.perf_counter() - start, time.process_time() - processor
     # Before what follows takes memory that no rank of a job takes.
     peak = peak_mib()

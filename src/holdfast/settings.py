@@ -17,9 +17,27 @@ PAGE_BYTES = 4096
 LEASE_SECONDS_MIN, LEASE_SECONDS_MAX = 0.1, 3600.0
 
 
+def _require(settings: object, name: str, is_valid: bool, expected: str) -> None:
+    if not is_valid:
+        kind = "object settings" if isinstance(settings, ObjectSettings) else "settings"
+        raise InvalidError(f"{kind}: {name}={repr(getattr(settings, name))[:80]}; expected {expected}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
     """Constants that no user needs to choose. Tests choose smaller ones, to reach every path with small states."""
+
+    window_bytes: int = 1 * MIB
+    """Bytes of one write in flight. At 1 MiB, all windows in flight stay in the processor's cache from copy to write
+    while the caller waits (measured: 0.8 of the time with 4 MiB; docs/performance.md)."""
+
+    read_window_bytes: int = 16 * MIB
+    """Most bytes of one read task. Larger than for writing: cached files are copied chunk by chunk anyway, other files
+    are read 1 MiB at a time, and each task costs a switch between threads (measured: 1.2 times as fast as 4 MiB)."""
+
+    windows_in_flight: int = 8
+    """Writes or reads in flight per rank: enough to keep an NVMe queue busy. Each write has `window_bytes` of memory,
+    each read `read_window_bytes`, of which a cold load touches the first MiB."""
 
     unchanged_bytes_min: int = 64 * KIB
     """Smallest piece that deduplication looks at. A smaller piece takes less time to write than to compare."""
@@ -65,10 +83,16 @@ class Tuning:
     sample_whole_bytes: int = 16 * MIB
     """Size up to which the first save of a job compares a plain tensor whole."""
 
+    def __post_init__(self) -> None:
+        for name in ("window_bytes", "read_window_bytes"):
+            is_valid = PAGE_BYTES <= getattr(self, name) <= 64 * MIB and getattr(self, name) % PAGE_BYTES == 0
+            _require(self, name, is_valid, f"a multiple of {PAGE_BYTES} up to {64 * MIB}")
+        _require(self, "windows_in_flight", 1 <= self.windows_in_flight <= 64, "a whole number from 1 to 64")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectSettings:
-    """How an object store is reached. None: as the vendor's variables and files say.
+    """How an object store is reached, and limits of its requests. None: as the vendor's variables and files say.
 
     Credentials have no place here: they come from the vendor's variables, files and services only.
 
@@ -105,6 +129,25 @@ class ObjectSettings:
     """Whether a store is accepted that lets two writers create one object: an object store, or a file system of fsspec.
     Then the caller makes sure that only one job writes to a path: nothing else prevents a checkpoint of mixed parts."""
 
+    bytes_in_flight_max: int = 256 * MIB
+    """Host memory per rank for objects on their way to an object store. A larger object is sent alone."""
+
+    retry_seconds_per_call: float = 60.0
+    """How long one call to an object store is tried again after it failed, beside the time limit of a request. Long
+    enough for a server that restarts, short enough that a save fails before the next one is due."""
+
+    retry_seconds_per_save: float = 300.0
+    """How long one save or load may wait in all for calls that are tried again. A store that fails half of its calls
+    for an hour fails the save, although each call would succeed in the end."""
+
+    silence_timeout_seconds: float = 30.0
+    """How long a request to an object store may stay without an answer, or without a byte, before it is tried again.
+    Servers under load answer within seconds."""
+
+    bytes_per_second_min: int = 1 * MIB
+    """A request to an object store that moves bytes more slowly than this counts as unanswered. Lower it for a thin
+    line. Fewer requests at a time follow from each time-out, so several of them share the line first."""
+
     def __post_init__(self) -> None:
         for name in ("endpoint", "proxy"):
             url = getattr(self, name)
@@ -124,6 +167,12 @@ class ObjectSettings:
         for name in ("virtual_hosted", "anonymous", "single_writer"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidError(f"object settings: {name}={getattr(self, name)!r}; expected True or False")
+        is_memory = MIB <= self.bytes_in_flight_max <= 1 << 40
+        _require(self, "bytes_in_flight_max", is_memory, f"a whole number from {MIB} to {1 << 40}")
+        for name in ("retry_seconds_per_call", "retry_seconds_per_save"):
+            _require(self, name, 0 <= getattr(self, name) < math.inf, "a finite number of seconds, 0 or more")
+        _require(self, "silence_timeout_seconds", 0 < self.silence_timeout_seconds < math.inf, "a positive number")
+        _require(self, "bytes_per_second_min", self.bytes_per_second_min >= 1, "a whole number from 1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,18 +186,6 @@ class Settings:
     chunk_bytes: int = 1 * MIB
     """Bytes of one chunk. 1 to 4 MiB: small enough that a slice reads little else, large enough that
     digests and index stay negligible. Values down to one page are accepted for tests."""
-
-    window_bytes: int = 1 * MIB
-    """Bytes of one write in flight. At 1 MiB, all windows in flight stay in the processor's cache from copy to write
-    while the caller waits (measured: 0.8 of the time with 4 MiB; docs/performance.md)."""
-
-    read_window_bytes: int = 16 * MIB
-    """Most bytes of one read task. Larger than for writing: cached files are copied chunk by chunk anyway, other files
-    are read 1 MiB at a time, and each task costs a switch between threads (measured: 1.2 times as fast as 4 MiB)."""
-
-    windows_in_flight: int = 8
-    """Writes or reads in flight per rank: enough to keep an NVMe queue busy. Each write has `window_bytes` of memory,
-    each read `read_window_bytes`, of which a cold load touches the first MiB."""
 
     arena_bytes_max: int | None = None
     """Host memory for copies of the state in background saves. None: half of the memory that is free at the first save,
@@ -248,82 +285,52 @@ class Settings:
     other programs (`docs/modes.md`). Files with `0o600` are their owner's alone."""
 
     object_store: ObjectSettings = ObjectSettings()
-    """How object stores (`s3://`, `gs://`, `az://`) are reached."""
-
-    object_bytes_in_flight_max: int = 256 * MIB
-    """Host memory per rank for objects on their way to an object store. A larger object is sent alone."""
+    """How object stores (`s3://`, `gs://`, `az://`) are reached, and limits of requests to stores over a network."""
 
     max_bytes_per_second: int | None = None
     """Most bytes per second that all ranks of the job together send to an object store, so that saves leave the network
     to training. Each rank has an equal share. Loads are not capped: training waits for them. None: no cap."""
 
-    retry_seconds_per_call: float = 60.0
-    """How long one call to an object store is tried again after it failed, beside the time limit of a request. Long
-    enough for a server that restarts, short enough that a save fails before the next one is due."""
-
-    retry_seconds_per_save: float = 300.0
-    """How long one save or load may wait in all for calls that are tried again. A store that fails half of its calls
-    for an hour fails the save, although each call would succeed in the end."""
-
-    silence_timeout_seconds: float = 30.0
-    """How long a request to an object store may stay without an answer, or without a byte, before it is tried again.
-    Servers under load answer within seconds."""
-
-    bytes_per_second_min: int = 1 * MIB
-    """A request to an object store that moves bytes more slowly than this counts as unanswered. Lower it for a thin
-    line. Fewer requests at a time follow from each time-out, so several of them share the line first."""
-
     # Not a field: users see it in no signature and no repr.
     _tuning: ClassVar[Tuning] = Tuning()
 
     def __post_init__(self) -> None:
-        for name, lowest, highest in (
-            ("chunk_bytes", PAGE_BYTES, 4 * MIB),
-            ("window_bytes", PAGE_BYTES, 64 * MIB),
-            ("read_window_bytes", PAGE_BYTES, 64 * MIB),
-            ("windows_in_flight", 1, 64),
-        ):
-            self._require(name, lowest <= getattr(self, name) <= highest, f"a whole number from {lowest} to {highest}")
-        for name in ("chunk_bytes", "window_bytes", "read_window_bytes"):
-            self._require(name, getattr(self, name) % PAGE_BYTES == 0, f"a multiple of {PAGE_BYTES}")
+        is_chunk = PAGE_BYTES <= self.chunk_bytes <= 4 * MIB and self.chunk_bytes % PAGE_BYTES == 0
+        _require(self, "chunk_bytes", is_chunk, f"a multiple of {PAGE_BYTES} up to {4 * MIB}")
         arena = self.arena_bytes_max
-        self._require(
-            "arena_bytes_max", arena is None or 0 <= arena <= 1 << 50, f"a whole number from 0 to {1 << 50}, or None"
+        _require(
+            self,
+            "arena_bytes_max",
+            arena is None or 0 <= arena <= 1 << 50,
+            f"a whole number from 0 to {1 << 50}, or None",
         )
-        self._require("staging", self.staging in ("copy", "lazy"), "'copy' or 'lazy'")
-        self._require("replicas", self.replicas in ("refuse", "lowest"), "'refuse' or 'lowest'")
-        self._require("share_reads", self.share_reads in ("auto", "always", "never"), "'auto', 'always' or 'never'")
-        self._require("commit_timeout_seconds", 0 < self.commit_timeout_seconds < math.inf, "a positive, finite number")
+        _require(self, "staging", self.staging in ("copy", "lazy"), "'copy' or 'lazy'")
+        _require(self, "replicas", self.replicas in ("refuse", "lowest"), "'refuse' or 'lowest'")
+        _require(self, "share_reads", self.share_reads in ("auto", "always", "never"), "'auto', 'always' or 'never'")
+        _require(
+            self, "commit_timeout_seconds", 0 < self.commit_timeout_seconds < math.inf, "a positive, finite number"
+        )
         for name in ("agreement_timeout_seconds", "stall_timeout_seconds"):
             seconds = getattr(self, name)
-            self._require(name, seconds is None or 0 < seconds < math.inf, "a positive, finite number, or None")
+            _require(self, name, seconds is None or 0 < seconds < math.inf, "a positive, finite number, or None")
         failures = self.failed_saves_max
-        self._require("failed_saves_max", failures is None or failures >= 1, "a whole number from 1, or None")
+        _require(self, "failed_saves_max", failures is None or failures >= 1, "a whole number from 1, or None")
         lease_range = f"seconds from {LEASE_SECONDS_MIN} to {LEASE_SECONDS_MAX}"
-        self._require("lease_seconds", LEASE_SECONDS_MIN <= self.lease_seconds <= LEASE_SECONDS_MAX, lease_range)
-        self._require("collect_grace_seconds", 0 <= self.collect_grace_seconds < math.inf, "a finite number, 0 or more")
-        in_flight = self.object_bytes_in_flight_max
-        is_memory = MIB <= in_flight <= 1 << 40
-        self._require("object_bytes_in_flight_max", is_memory, f"a whole number from {MIB} to {1 << 40}")
-        self._require("object_store", isinstance(self.object_store, ObjectSettings), "an ObjectSettings")
-        for name in ("retry_seconds_per_call", "retry_seconds_per_save"):
-            self._require(name, 0 <= getattr(self, name) < math.inf, "a finite number of seconds, 0 or more")
-        self._require("silence_timeout_seconds", 0 < self.silence_timeout_seconds < math.inf, "a positive number")
-        self._require("bytes_per_second_min", self.bytes_per_second_min >= 1, "a whole number from 1")
+        _require(self, "lease_seconds", LEASE_SECONDS_MIN <= self.lease_seconds <= LEASE_SECONDS_MAX, lease_range)
+        _require(
+            self, "collect_grace_seconds", 0 <= self.collect_grace_seconds < math.inf, "a finite number, 0 or more"
+        )
+        _require(self, "object_store", isinstance(self.object_store, ObjectSettings), "an ObjectSettings")
         cap = self.max_bytes_per_second
-        self._require("max_bytes_per_second", cap is None or cap >= 1, "a whole number from 1, or None")
-        self._require("compression", self.compression in ("off", "auto", "on"), "'off', 'auto' or 'on'")
-        self._require("compression_skip", _are_texts(self.compression_skip), "a tuple of patterns")
+        _require(self, "max_bytes_per_second", cap is None or cap >= 1, "a whole number from 1, or None")
+        _require(self, "compression", self.compression in ("off", "auto", "on"), "'off', 'auto' or 'on'")
+        _require(self, "compression_skip", _are_texts(self.compression_skip), "a tuple of patterns")
         mode = self.file_mode
         is_mode = mode is None or (0 <= mode <= 0o777 and bool(mode & 0o400))
-        self._require("file_mode", is_mode, "permission bits such as 0o640, with which the owner may read, or None")
+        _require(self, "file_mode", is_mode, "permission bits such as 0o640, with which the owner may read, or None")
         roots = self.allowed_roots
-        self._require("allowed_roots", _are_texts(roots) and all(map(_is_path, roots)), "a tuple of paths of folders")
-        self._require("nonfinite_expected", _are_texts(self.nonfinite_expected), "a tuple of patterns")
-
-    def _require(self, name: str, is_valid: bool, expected: str) -> None:
-        if not is_valid:
-            raise InvalidError(f"settings: {name}={repr(getattr(self, name))[:80]}; expected {expected}")
+        _require(self, "allowed_roots", _are_texts(roots) and all(map(_is_path, roots)), "a tuple of paths of folders")
+        _require(self, "nonfinite_expected", _are_texts(self.nonfinite_expected), "a tuple of patterns")
 
 
 def _is_path(text: str) -> bool:

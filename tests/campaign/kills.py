@@ -110,12 +110,11 @@ def servers_killed(
     chance, counts = random.Random(seed), Counter[str]()
     url = server.new_url()
     settings = tuned(
-        replace(
-            server.settings(),
+        server.settings(
+            collect_grace_seconds=0.0,
             retry_seconds_per_call=_RETRY_SECONDS,
             retry_seconds_per_save=2 * _RETRY_SECONDS,
             silence_timeout_seconds=5.0,
-            collect_grace_seconds=0.0,
         ),
         full_pack_bytes=64 * KIB,
         cell_elements=16 * KIB,

@@ -8,7 +8,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -145,12 +145,12 @@ def empty_state() -> dict[str, object]:
 
 def settings_through(proxy: FaultProxy, server: S3Server, **changes: float) -> Settings:
     """Return settings of a run through the proxy, with packs of 64 KiB."""
-    chosen = replace(
-        server.settings(endpoint=proxy.url),
+    chosen = server.settings(
+        endpoint=proxy.url,
         collect_grace_seconds=0.0,
         agreement_timeout_seconds=BUDGET_SECONDS,
         stall_timeout_seconds=BUDGET_SECONDS,
-        **changes,  # type: ignore[arg-type]
+        **changes,
     )
     return tuned(chosen, full_pack_bytes=64 * KIB, cell_elements=16 * KIB)
 

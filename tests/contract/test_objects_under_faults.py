@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -32,7 +31,7 @@ def url(objects: ObjectServer) -> str:
 
 
 def through(proxy: FaultProxy, **changes: float) -> Settings:
-    return replace(Settings(object_store=ObjectSettings(endpoint=proxy.url)), **changes)  # type: ignore[arg-type]
+    return Settings(object_store=ObjectSettings(endpoint=proxy.url, **changes))  # type: ignore[arg-type]
 
 
 @pytest.fixture

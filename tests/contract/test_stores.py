@@ -21,7 +21,7 @@ from holdfast.backends.stores.objects.store import ObjectStore
 from holdfast.backends.stores.wrappers.retrying import RetryingStore
 from holdfast.base.ports.store import Store
 from holdfast.errors import MissingError
-from holdfast.settings import Settings
+from holdfast.settings import ObjectSettings, Settings
 from holdfast.testing.store import Listings, SmallObjects, StoreSuite
 from holdfast.testing.store_names import AnyNamesSuite
 from tests.servers.all import only_variables_of
@@ -157,5 +157,5 @@ class TestRetriedOverFaults(_StoredOnceMore, StoreSuite):
         print(f"seed {seed}")
         network = NetworkStore(MemoryStore(uuid.uuid4().hex), drawn(seed))
         # Each thread moves the clock of all: no call may come to its deadline.
-        settings = Settings(retry_seconds_per_call=1e9)
+        settings = Settings(object_store=ObjectSettings(retry_seconds_per_call=1e9))
         return RetryingStore(network, settings, ClockBySleep(seed))

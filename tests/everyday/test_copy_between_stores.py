@@ -299,7 +299,7 @@ def test_one_writer_is_promised_on_the_command_line(
 
 def test_memory_for_objects_on_their_way_is_bounded(run: Path, server: ObjectServer) -> None:
     """With memory for one object at a time the copy still ends."""
-    settings = Settings(object_bytes_in_flight_max=MIB)
+    settings = Settings(object_store=ObjectSettings(bytes_in_flight_max=MIB))
     store = RetryingStore(ObjectStore(server.new_url(), settings=settings), settings)
     assert RunCopy(LocalStore(run, settings=settings), store, SystemClock()).run().steps == 3
 

@@ -23,8 +23,9 @@ from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.training.coordination.job import Job
+from tests.support.tuning import tuned
 
-SMALL = Settings(chunk_bytes=PAGE_BYTES, window_bytes=2 * PAGE_BYTES, windows_in_flight=2)
+SMALL = tuned(Settings(chunk_bytes=PAGE_BYTES), window_bytes=2 * PAGE_BYTES, windows_in_flight=2)
 REQUEST = ExportRequest(memory_bytes=64 * MIB, workers=1, window_bytes_max=PAGE_BYTES)
 
 SAFE_DTYPES = [

@@ -63,7 +63,7 @@ def test_each_worker_has_its_share(source: Path, url: str) -> None:
     capped = Settings(max_bytes_per_second=100)
     settings, shard_bytes = export_wiring.resources_of(url, capped, 1 << 30, 2, None)
     assert shard_bytes == 64 * MIB
-    assert (settings.max_bytes_per_second, settings.object_bytes_in_flight_max) == (50, 320 * MIB)
+    assert (settings.max_bytes_per_second, settings.object_store.bytes_in_flight_max) == (50, 320 * MIB)
     assert export_wiring.resources_of(source, wiring.DEFAULT_SETTINGS, 1 << 30, 2, None)[1] == 5_000_000_000
 
 

@@ -37,7 +37,7 @@ PARAMETERS = {
 }
 """Public functions with more than `PARAMETERS_MAX` parameters, each with its number. A command has its options."""
 
-SETTINGS_MAX = 32
+SETTINGS_MAX = 24
 
 
 def test_the_folders_at_the_top_are_the_layers() -> None:

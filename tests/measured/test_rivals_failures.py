@@ -43,6 +43,7 @@ from tests.support.crashed_run import (
     step_path,
     training_state,
 )
+from tests.support.tuning import tuned
 
 DEFAULTS = Settings()
 
@@ -196,7 +197,7 @@ class Counted(Syscalls):
 
 def test_partial_read_does_not_read_whole_shard(tmp_path: Path) -> None:
     """DCP read 64 MiB on each of four ranks to obtain 16 MiB of a checkpoint saved by one."""
-    settings = Settings(chunk_bytes=PAGE_BYTES, window_bytes=4 * PAGE_BYTES)
+    settings = tuned(Settings(chunk_bytes=PAGE_BYTES), window_bytes=4 * PAGE_BYTES)
     path = tmp_path / "checkpoint"
     weights = torch.arange(1 << 18, dtype=torch.float32).reshape(512, 512)
     holdfast.save(path, {"weights": weights}, settings=settings)

@@ -36,13 +36,13 @@ from tests.support.tuning import tuned
 SETTINGS = tuned(
     Settings(
         chunk_bytes=PAGE_BYTES,
-        window_bytes=2 * PAGE_BYTES,
-        windows_in_flight=2,
         arena_bytes_max=1 << 20,
         # Only one process is here, and who is gone is seen at once.
         lease_seconds=600.0,
         collect_grace_seconds=0.0,
     ),
+    window_bytes=2 * PAGE_BYTES,
+    windows_in_flight=2,
     unchanged_bytes_min=1,
 )
 CLOCK = SystemClock()

@@ -28,13 +28,9 @@ from tests.property.held import LocalShards, any_held, meshes
 from tests.support.tuning import tuned
 
 SETTINGS = tuned(
-    Settings(
-        chunk_bytes=4096,
-        window_bytes=8192,
-        windows_in_flight=2,
-        arena_bytes_max=1 << 30,
-        commit_timeout_seconds=20.0,
-    ),
+    Settings(chunk_bytes=4096, arena_bytes_max=1 << 30, commit_timeout_seconds=20.0),
+    window_bytes=8192,
+    windows_in_flight=2,
     zero_copy_bytes_min=1,
 )
 WORLD_SIZE_MAX = 16

@@ -59,7 +59,7 @@ class Case:
     @property
     def is_survivable(self) -> bool:
         """Whether every fault passes if the call is made again for long enough."""
-        return self.settings.retry_seconds_per_call == FOR_EVER and FLIPPED not in self.faults
+        return self.settings.object_store.retry_seconds_per_call == FOR_EVER and FLIPPED not in self.faults
 
     def state(self, step: int) -> tuple[Tensor, ...]:
         return self.states[STEPS.index(step)]
@@ -84,16 +84,21 @@ def cases(draw: st.DrawFn) -> Case:
         faults = (*faults, FLIPPED)
     retry_seconds = FOR_EVER if is_survivable else draw(st.sampled_from([0.0, 1.0, 20.0]))
     pages = st.integers(1, 4)
-    chosen = replace(
-        PATIENT,
-        chunk_bytes=draw(pages) * PAGE_BYTES,
+    chosen = tuned(
+        replace(
+            PATIENT,
+            chunk_bytes=draw(pages) * PAGE_BYTES,
+            arena_bytes_max=draw(st.sampled_from([None, 0, 64 * PAGE_BYTES])),
+            deduplicate=draw(st.booleans()),
+            collect_grace_seconds=0.0,
+            object_store=replace(
+                PATIENT.object_store,
+                retry_seconds_per_call=retry_seconds,
+                retry_seconds_per_save=max(3 * retry_seconds, 1.0),
+            ),
+        ),
         window_bytes=draw(pages) * PAGE_BYTES,
         windows_in_flight=draw(st.integers(1, 4)),
-        arena_bytes_max=draw(st.sampled_from([None, 0, 64 * PAGE_BYTES])),
-        deduplicate=draw(st.booleans()),
-        collect_grace_seconds=0.0,
-        retry_seconds_per_call=retry_seconds,
-        retry_seconds_per_save=max(3 * retry_seconds, 1.0),
     )
     return Case(
         save_ranks,

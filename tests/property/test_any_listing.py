@@ -110,8 +110,8 @@ def made(draw: st.DrawFn) -> Made:
             tensors[twin], expected[twin], pieces[twin] = TensorSpec(twin, again, shape), expected[fqn], pieces[fqn]
     tree = Group("dict", {"model": Group("module"), "epoch": 4, "args": {"lr": 0.5, "names": ("a", "b")}})
     sizes = {key: len(data) for key, data in content.items()}
-    settings = Settings(
-        chunk_bytes=4096 * draw(st.integers(1, 3)),
+    settings = tuned(
+        Settings(chunk_bytes=4096 * draw(st.integers(1, 3))),
         window_bytes=8192,
         read_window_bytes=4096 * draw(st.integers(1, 5)),
         windows_in_flight=2,

@@ -177,7 +177,7 @@ def require_filled_within(tensor: Tensor, target: GlobalTensor, rank: int) -> No
 def require_needed_chunks(job: Job2Job, index: Index, rank: int, report: LoadReport) -> None:
     wanted = {tensor.fqn: tensor.for_load().regions_on(rank) for tensor in job.tensors}
     boxes = {t.fqn: tuple(box for each in wanted[t.fqn] for box in region_boxes(each, t.shape)) for t in job.tensors}
-    plan = load_plan([WantedBoxes(*each) for each in boxes.items()], index.pieces_near, SETTINGS.window_bytes)
+    plan = load_plan([WantedBoxes(*each) for each in boxes.items()], index.pieces_near, SETTINGS._tuning.window_bytes)
     planned = [(run.pack, chunk.offset, chunk.bytes) for run in plan.runs for chunk in run.chunks]
     needed = {
         (piece.pack, piece.offset + start, min(SETTINGS.chunk_bytes, piece.bytes - start))
@@ -190,7 +190,7 @@ def require_needed_chunks(job: Job2Job, index: Index, rank: int, report: LoadRep
     for run in plan.runs:
         assert (run.start, run.stop) == (run.chunks[0].offset, run.chunks[-1].offset + run.chunks[-1].bytes)
         assert run.stop - run.start == sum(chunk.bytes for chunk in run.chunks), "a run has a gap"
-        assert run.stop - run.start <= SETTINGS.window_bytes
+        assert run.stop - run.start <= SETTINGS._tuning.window_bytes
     assert report.bytes == sum(count for _, _, count in needed)
 
 

@@ -15,6 +15,7 @@ from holdfast.base.types.reports import SaveReport
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.testing.framework import GlobalTensor
+from tests.support.tuning import tuned
 from tests.unit.backends.stores.wrappers.by_hand import ClockBySleep
 from tests.unit.backends.stores.wrappers.network import NetworkStore, drawn
 from tests.unit.ranks import PATIENT, World, fresh_store, saved
@@ -50,13 +51,18 @@ def test_what_is_loaded_is_what_was_saved(
 ) -> None:
     # Ranks of which one fails are the subject of other tests: they wait for each other.
     world_size = 2 if retry_seconds == 1e6 else 1
-    chosen = replace(
-        PATIENT,
-        chunk_bytes=pages[0] * PAGE_BYTES,
+    chosen = tuned(
+        replace(
+            PATIENT,
+            chunk_bytes=pages[0] * PAGE_BYTES,
+            deduplicate=deduplicate,
+            object_store=replace(
+                PATIENT.object_store,
+                retry_seconds_per_call=retry_seconds,
+                retry_seconds_per_save=max(3 * retry_seconds, 1.0),
+            ),
+        ),
         window_bytes=pages[1] * PAGE_BYTES,
-        deduplicate=deduplicate,
-        retry_seconds_per_call=retry_seconds,
-        retry_seconds_per_save=max(3 * retry_seconds, 1.0),
     )
     store = fresh_store()
 
@@ -87,7 +93,7 @@ def work(run: CheckpointManager, rows: int, world_size: int, chosen: Settings) -
             acknowledged.append(step)
         else:
             assert isinstance(outcome, CheckpointError)
-            assert chosen.retry_seconds_per_call < 1e6 or not isinstance(outcome, UnavailableError)
+            assert chosen.object_store.retry_seconds_per_call < 1e6 or not isinstance(outcome, UnavailableError)
     filled = state_of(0, rows, world_size)
     try:
         loaded = run.load(filled)

@@ -17,8 +17,9 @@ from holdfast.errors import CorruptError, MissingError
 from holdfast.offline.diff import compare as differences
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.stored.checkpoint import tensor_reader as windows
+from tests.support.tuning import tuned
 
-SMALL_CHUNKS = Settings(chunk_bytes=PAGE_BYTES, window_bytes=PAGE_BYTES)
+SMALL_CHUNKS = tuned(Settings(chunk_bytes=PAGE_BYTES), window_bytes=PAGE_BYTES)
 
 
 def state(seed: int = 0) -> dict[str, Any]:

@@ -26,8 +26,9 @@ from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingEr
 from holdfast.offline.imports.import_step import import_step
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.training.coordination.job import Job
+from tests.support.tuning import tuned
 
-SETTINGS = Settings(chunk_bytes=PAGE_BYTES, window_bytes=2 * PAGE_BYTES, read_window_bytes=3 * PAGE_BYTES)
+SETTINGS = tuned(Settings(chunk_bytes=PAGE_BYTES), window_bytes=2 * PAGE_BYTES, read_window_bytes=3 * PAGE_BYTES)
 STEP = 7
 DEEPSPEED = Path(__file__).resolve().parents[1] / "fixtures" / "deepspeed" / "zero1_dp2" / "ckpt"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

@@ -12,12 +12,13 @@ import torch.distributed.checkpoint as dcp
 import holdfast
 from holdfast import api
 from holdfast.settings import PAGE_BYTES, Settings
+from tests.support.tuning import tuned
 
 DEEPSPEED = Path(__file__).parents[1] / "fixtures" / "deepspeed"
 CASES = sorted(
     str(path.relative_to(DEEPSPEED)) for kind in ("ckpt", "universal") for path in DEEPSPEED.glob(f"*/{kind}")
 )
-SETTINGS = Settings(chunk_bytes=PAGE_BYTES, read_window_bytes=2 * PAGE_BYTES)
+SETTINGS = tuned(Settings(chunk_bytes=PAGE_BYTES), read_window_bytes=2 * PAGE_BYTES)
 
 
 def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:

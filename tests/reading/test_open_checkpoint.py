@@ -24,8 +24,9 @@ from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.testing.faults import Faults, FaultyStore
+from tests.support.tuning import tuned
 
-SMALL_CHUNKS = Settings(chunk_bytes=PAGE_BYTES, window_bytes=PAGE_BYTES)
+SMALL_CHUNKS = tuned(Settings(chunk_bytes=PAGE_BYTES), window_bytes=PAGE_BYTES)
 """Chunks so small that tensors of a test have many."""
 
 SHAPES = {"cube": (23, 31, 29), "matrix": (700, 90), "line": (5000,), "point": (), "empty": (4, 0, 3), "one": (1, 1)}

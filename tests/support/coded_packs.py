@@ -27,10 +27,11 @@ from holdfast.core.format.pack import coded_header_body, stated_pieces
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from tests.support.chunk_decoder import raw_chunk
+from tests.support.tuning import tuned
 
 KEY = "0123456789abcdef/coded/r00000.safetensors"
 NAME = "coded/r00000.safetensors"
-SMALL = Settings(chunk_bytes=PAGE_BYTES, window_bytes=PAGE_BYTES, windows_in_flight=1, compression="on")
+SMALL = tuned(Settings(chunk_bytes=PAGE_BYTES, compression="on"), window_bytes=PAGE_BYTES, windows_in_flight=1)
 KINDS = ("random", "normal", "zeros", "few", "sparse", "equal")
 State = Mapping[str, GlobalTensor]
 
@@ -112,7 +113,7 @@ class Pack:
         return writer.write(self.planned, self.sources, written, None, self.weights())
 
     def write_staged(self, store: Store, buffers: int, chosen_codecs: Codecs | None = None) -> WrittenPack:
-        arena = Arena(self.settings.window_bytes, buffers * self.settings.window_bytes, SystemClock())
+        arena = Arena(self.settings._tuning.window_bytes, buffers * self.settings._tuning.window_bytes, SystemClock())
         staging = Staging(arena)
         copying = threading.Thread(target=lambda: staging.copy([self.planned], self.sources))
         copying.start()

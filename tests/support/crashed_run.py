@@ -39,12 +39,14 @@ from tests.support.resumed_run import goes_on
 from tests.support.tuning import tuned
 
 SETTINGS = tuned(
-    Settings(chunk_bytes=PAGE_BYTES, window_bytes=2 * PAGE_BYTES, windows_in_flight=3, commit_timeout_seconds=5.0),
+    Settings(chunk_bytes=PAGE_BYTES, commit_timeout_seconds=5.0),
+    window_bytes=2 * PAGE_BYTES,
+    windows_in_flight=3,
     # Headers this small make several packs of one small state.
     pack_header_bytes_max=3 * PAGE_BYTES,
     unchanged_bytes_min=PAGE_BYTES,
 )
-LAZY = replace(SETTINGS, staging="lazy", arena_bytes_max=2 * SETTINGS.window_bytes, verify_lazy_copy=True)
+LAZY = replace(SETTINGS, staging="lazy", arena_bytes_max=2 * SETTINGS._tuning.window_bytes, verify_lazy_copy=True)
 """Copies wait for writes, and writes for copies."""
 COMPRESSED = tuned(replace(LAZY, compression="on"), coded_bytes_min=256)
 """The same with coded packs, from windows that are copied out, since the arena has two."""

@@ -22,6 +22,7 @@ from holdfast.testing.faults import Action, FaultPoint, Faults, FaultyKeyValueSt
 from holdfast.training.coordination.job import Job
 from holdfast.training.saving.handle import SaveHandle
 from tests.support.resumed_run import goes_on
+from tests.support.tuning import tuned
 
 TIMEOUT_SECONDS = 5.0
 """Of the commits in these tests."""
@@ -29,7 +30,9 @@ TIMEOUT_SECONDS = 5.0
 GRACE_SECONDS = 5.0
 """How much later than the timeout a handle may fail."""
 
-SETTINGS = Settings(commit_timeout_seconds=TIMEOUT_SECONDS, chunk_bytes=4096, window_bytes=8192, windows_in_flight=2)
+SETTINGS = tuned(
+    Settings(commit_timeout_seconds=TIMEOUT_SECONDS, chunk_bytes=4096), window_bytes=8192, windows_in_flight=2
+)
 """Small windows, so that a small state takes many writes."""
 
 PATIENT = replace(SETTINGS, commit_timeout_seconds=60.0)

@@ -20,8 +20,11 @@ from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.training.coordination.job import Job
 from holdfast.training.saving.save import save_and_wait
 from holdfast.training.saving.target import Collect, SaveTarget, path_save
+from tests.support.tuning import tuned
 
-HASTY = Settings(chunk_bytes=PAGE_BYTES, window_bytes=2 * PAGE_BYTES, collect_grace_seconds=0.0, lease_seconds=0.3)
+HASTY = tuned(
+    Settings(chunk_bytes=PAGE_BYTES, collect_grace_seconds=0.0, lease_seconds=0.3), window_bytes=2 * PAGE_BYTES
+)
 """Removes what was replaced at the next overwrite, and takes a claim over soon."""
 
 PATIENT = replace(HASTY, collect_grace_seconds=3600.0)

@@ -25,9 +25,10 @@ from holdfast.stored.repository.timelines import committed_steps
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.training.coordination.job import Job
+from tests.support.tuning import tuned
 
-PATIENT = Settings(chunk_bytes=4096, window_bytes=8192, windows_in_flight=2, commit_timeout_seconds=20.0)
-HASTY = Settings(chunk_bytes=4096, window_bytes=8192, windows_in_flight=2, commit_timeout_seconds=1.0)
+PATIENT = tuned(Settings(chunk_bytes=4096, commit_timeout_seconds=20.0), window_bytes=8192, windows_in_flight=2)
+HASTY = tuned(Settings(chunk_bytes=4096, commit_timeout_seconds=1.0), window_bytes=8192, windows_in_flight=2)
 
 State = Mapping[str, object]
 

@@ -31,11 +31,12 @@ from holdfast.integrations import host
 from holdfast.pieces import BoxReader, PickledValue, PieceWriter, TensorPiece
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from holdfast.training.saving import attempt, target
+from tests.support.tuning import tuned
 
 Given = tuple[Sequence[TensorPiece], Mapping[str, object]]
 
 WHOLE = torch.arange(48, dtype=torch.float32).view(8, 6)
-SMALL = Settings(chunk_bytes=4096, window_bytes=4096)
+SMALL = tuned(Settings(chunk_bytes=4096), window_bytes=4096)
 
 
 def half(number: int) -> TensorPiece:

@@ -62,7 +62,8 @@ def resources_of(
     room = min(max(int(memory_bytes // workers * OBJECT_SHARE), MIB), 1 << 40)
     cap = settings.max_bytes_per_second
     share = None if cap is None else max(cap // workers, 1)
-    settings = replace(settings, object_bytes_in_flight_max=room, max_bytes_per_second=share)
+    object_store = replace(settings.object_store, bytes_in_flight_max=room)
+    settings = replace(settings, object_store=object_store, max_bytes_per_second=share)
     return settings, max(min(room // _SHARDS_IN_FLIGHT, SHARD_BYTES), 1) if shard_bytes is None else shard_bytes
 
 

@@ -7,7 +7,6 @@ import math
 import os
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -36,7 +35,8 @@ def proxy(objects: ObjectServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fa
 
 
 def through(proxy: FaultProxy, **changes: object) -> Settings:
-    return replace(Settings(object_store=ObjectSettings(endpoint=proxy.url), collect_grace_seconds=0.0), **changes)  # type: ignore[arg-type]
+    object_store = ObjectSettings(endpoint=proxy.url, **changes)  # type: ignore[arg-type]
+    return Settings(object_store=object_store, collect_grace_seconds=0.0)
 
 
 def state_of(step: int) -> dict[str, object]:

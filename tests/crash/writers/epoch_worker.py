@@ -27,8 +27,9 @@ from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.training.coordination.job import Job
+from tests.support.tuning import tuned
 
-SETTINGS = Settings(chunk_bytes=PAGE_BYTES, window_bytes=2 * PAGE_BYTES, commit_timeout_seconds=60.0)
+SETTINGS = tuned(Settings(chunk_bytes=PAGE_BYTES, commit_timeout_seconds=60.0), window_bytes=2 * PAGE_BYTES)
 
 
 class StopAtTheManifest:

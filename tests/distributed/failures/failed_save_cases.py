@@ -32,14 +32,13 @@ from tests.distributed.failures.drawn_faults import DrawnFault, RankFaults, draw
 from tests.support.faulty_run import BoardedComm
 from tests.support.forked_processes import write_whole
 from tests.support.gloo_worlds import World
+from tests.support.tuning import tuned
 
 STRIDE = 10
 """Distance of the steps of a training, so that ranks can save different ones."""
 
-SETTINGS = Settings(
-    commit_timeout_seconds=5.0,
-    agreement_timeout_seconds=4.0,
-    chunk_bytes=4096,
+SETTINGS = tuned(
+    Settings(commit_timeout_seconds=5.0, agreement_timeout_seconds=4.0, chunk_bytes=4096),
     window_bytes=8192,
     windows_in_flight=2,
 )

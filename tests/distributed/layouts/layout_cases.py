@@ -219,7 +219,7 @@ def _tensor(number: int, layout: tuple[list[int], str, list[int]], *, fill: bool
 
 def save_meshes(world: World, path: str) -> dict[str, object]:
     saved = {f"t{number}": _tensor(number, layout, fill=True) for number, layout in enumerate(LAYOUTS)}
-    report = holdfast.save(path, saved, settings=holdfast.Settings(chunk_bytes=4096, window_bytes=4096))
+    report = holdfast.save(path, saved, settings=tuned(holdfast.Settings(chunk_bytes=4096), window_bytes=4096))
     return {"digests": {name: digest(tensor) for name, tensor in saved.items()}, "report": asdict(report)}
 
 

@@ -25,7 +25,7 @@ from tests.support.tuning import tuned
 Buffers = Mapping[int, Sequence[memoryview]]
 
 ROUNDS_OF_32_KIB = tuned(
-    Settings(chunk_bytes=4096, window_bytes=8192, read_window_bytes=16384), exchange_bytes_max=128 << 10
+    Settings(chunk_bytes=4096), window_bytes=8192, read_window_bytes=16384, exchange_bytes_max=128 << 10
 )
 """Small enough that a few hundred KiB take many rounds and many chunks."""
 

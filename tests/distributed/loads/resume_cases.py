@@ -12,6 +12,7 @@ from holdfast.api import list_steps
 from holdfast.settings import Settings
 from tests.distributed.loads.exchange_cases import laid_out
 from tests.support.gloo_worlds import World
+from tests.support.tuning import tuned
 
 STEPS = (1, 2, 3)
 
@@ -49,7 +50,7 @@ def damage(step_folder: Path, what: str) -> None:
 
 
 def newest_damaged(world: World, root: str, layout: str, exchange: str, damages: dict[str, str]) -> dict[str, object]:
-    settings = Settings(chunk_bytes=4096, window_bytes=8192, share_reads=exchange)  # type: ignore[arg-type]
+    settings = tuned(Settings(chunk_bytes=4096, share_reads=exchange), window_bytes=8192)  # type: ignore[arg-type]
     manager = holdfast.CheckpointManager(root, settings=settings)
     for step in STEPS:
         manager.save(step, state_of(step, layout, world.rank)).wait()

@@ -16,7 +16,7 @@ from tests.support.tuning import tuned
 
 SAVED_STEPS = [1, 2]
 
-COMPRESSED = tuned(Settings(compression="on", chunk_bytes=4096, window_bytes=8192), coded_bytes_min=256)
+COMPRESSED = tuned(Settings(compression="on", chunk_bytes=4096), window_bytes=8192, coded_bytes_min=256)
 """Small limits, so that the tensors of the model are coded, most of them in several chunks."""
 TURN_SECONDS = 840.0
 

@@ -16,8 +16,9 @@ from holdfast.testing.faults import FaultPoint
 from tests.distributed.matrix.layouts import KINDS, Built
 from tests.support.faulty_run import PATIENT, Trigger, run_with
 from tests.support.gloo_worlds import World
+from tests.support.tuning import tuned
 
-LAZY = replace(PATIENT, staging="lazy", window_bytes=4096, arena_bytes_max=4096)
+LAZY = tuned(replace(PATIENT, staging="lazy", arena_bytes_max=4096), window_bytes=4096)
 """One buffer: while a write is held back nothing more can be copied."""
 
 

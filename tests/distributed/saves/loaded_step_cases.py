@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 import holdfast
 from tests.support.gloo_worlds import World
 from tests.support.small_networks import NormNet
+from tests.support.tuning import tuned
 
-SETTINGS = holdfast.Settings(chunk_bytes=4096, window_bytes=8192)
+SETTINGS = tuned(holdfast.Settings(chunk_bytes=4096), window_bytes=8192)
 BATCH = torch.linspace(-1, 1, 24).reshape(6, 4)
 
 

@@ -15,7 +15,7 @@ from tests.support.gloo_worlds import World
 from tests.support.small_networks import digest
 from tests.support.tuning import tuned
 
-SETTINGS = tuned(holdfast.Settings(chunk_bytes=4096, window_bytes=8192), unchanged_bytes_min=1024)
+SETTINGS = tuned(holdfast.Settings(chunk_bytes=4096), window_bytes=8192, unchanged_bytes_min=1024)
 ROWS = 60
 """Cut evenly for two ranks and for three, so that every piece lies elsewhere on the other number of ranks."""
 

@@ -15,8 +15,9 @@ from holdfast.errors import InvalidError
 from holdfast.settings import Settings
 from holdfast.testing.comm import ThreadComm, outcomes_of_ranks, run_ranks
 from holdfast.training.coordination.job import Job
+from tests.support.tuning import tuned
 
-SMALL = Settings(chunk_bytes=4096, window_bytes=8192, windows_in_flight=2, commit_timeout_seconds=20.0)
+SMALL = tuned(Settings(chunk_bytes=4096, commit_timeout_seconds=20.0), window_bytes=8192, windows_in_flight=2)
 
 State = dict[str, object]
 

@@ -93,7 +93,7 @@ class BoxReader:
             targets.append(target)
             wanted.append(WantedBoxes(self._names.tensors[piece.fqn], target.boxes))
         with self._checkpoint.blaming_overwrite():
-            plan = self._checkpoint.reads_for(wanted, self._settings.read_window_bytes)
+            plan = self._checkpoint.reads_for(wanted, self._settings._tuning.read_window_bytes)
             execute(plan, self._checkpoint.packs, targets, self._settings, self._checkpoint.codecs)
 
     def torch_bytes(self, name: str) -> bytes:

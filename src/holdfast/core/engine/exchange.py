@@ -117,7 +117,7 @@ def execute_exchange(
         UnavailableError: The store failed.
     """
     start = clock.monotonic_seconds()
-    threads = WorkerThreads(settings.windows_in_flight, "holdfast-exchange")
+    threads = WorkerThreads(settings._tuning.windows_in_flight, "holdfast-exchange")
     try:
         probe_rounds = exchange.probe.after_rounds if exchange.probe else 0
         rounds = _Rounds(threads, clock, Placing(packs, targets, Decoder(codecs)), probe_rounds, moved)
@@ -128,7 +128,7 @@ def execute_exchange(
         return TransferStats(0, 0, whole=False)
     runs, given_bytes, received_bytes = rest
     seconds = clock.monotonic_seconds() - start
-    plan = LoadPlan(_joined(runs, settings.read_window_bytes))
+    plan = LoadPlan(_joined(runs, settings._tuning.read_window_bytes))
     if moved is not None:
         moved(given_bytes + received_bytes - rounds.moved_bytes)
     execute(plan, packs, targets, settings, codecs, moved=moved)

@@ -99,7 +99,7 @@ def execute(
     if not plan.runs:
         return
     if pool is None:
-        count = min(settings.windows_in_flight, len(plan.runs))
+        count = min(settings._tuning.windows_in_flight, len(plan.runs))
         with ReadPool(count, max(map(_buffer_bytes, plan.runs))) as pool:
             execute(plan, packs, targets, settings, codecs, pool, moved)
         return

@@ -28,7 +28,7 @@ from holdfast.offline.export.planned import (
     PlannedExport,
     WorkerPool,
 )
-from holdfast.offline.export.window_writer import WINDOWS, DoneWindow, WindowWriter
+from holdfast.offline.export.window_writer import READS_IN_FLIGHT, WINDOWS, DoneWindow, WindowWriter
 from holdfast.offline.export.windows import share_of, windows_of
 from holdfast.settings import MIB, PAGE_BYTES
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
@@ -117,9 +117,9 @@ class Export(PlannedExport):
             CheckpointError: A read or write failed; the journal stays valid.
         """
         self._require_same(share)
-        settings = self._reading(share.memory_bytes)
+        read_window_bytes = self._read_window_bytes(share.memory_bytes)
         windows = share_of(windows_of(self.files, share.window_bytes, share.done), share.number, share.count)
-        source = self._source(settings)
+        source = self._source(read_window_bytes)
         if not windows:
             return
         journal = self.destination.journal(share.journal)
@@ -128,7 +128,7 @@ class Export(PlannedExport):
             writer = WindowWriter(
                 self._open, lambda done: journal.append(_encode(done)), on_window, self._clock, longest
             )
-            writer.execute(self._window_plans(windows, settings), source)
+            writer.execute(self._window_plans(windows, read_window_bytes), source)
         finally:
             journal.close()
         self._checkpoint.require_unchanged()
@@ -160,8 +160,7 @@ class Export(PlannedExport):
         A chunk on a window's edge is read twice, so large windows read less. Small windows overlap reads and writes.
         """
         worker_bytes = self._worker_bytes(request)
-        settings = self._reading(worker_bytes)
-        reads = settings.windows_in_flight * self._read_bytes_max(settings)
+        reads = READS_IN_FLIGHT * self._read_bytes_max(self._read_window_bytes(worker_bytes))
         room = (worker_bytes - reads - CAST_BYTES) // WINDOWS
         wanted = max(self._bytes // (8 * request.workers), 16 * MIB)
         return min(max(min(room, wanted), _WINDOW_BYTES_MIN), request.window_bytes_max) // PAGE_BYTES * PAGE_BYTES

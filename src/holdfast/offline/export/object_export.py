@@ -28,7 +28,7 @@ from holdfast.offline.export.planned import (
     PlannedExport,
     WorkerPool,
 )
-from holdfast.offline.export.window_writer import DoneWindow, ExportSource, fill
+from holdfast.offline.export.window_writer import READS_IN_FLIGHT, DoneWindow, ExportSource, fill
 from holdfast.offline.export.windows import share_of, windows_of
 from holdfast.settings import PAGE_BYTES
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
@@ -115,10 +115,10 @@ class ObjectExport(PlannedExport):
             CheckpointError: A read or write failed.
         """
         self._require_same(share)
-        settings = self._reading(share.memory_bytes)
+        read_window_bytes = self._read_window_bytes(share.memory_bytes)
         windows = share_of(windows_of(self.files, share.window_bytes, share.done), share.number, share.count)
-        plans = self._window_plans(windows, settings)
-        self._store_all(plans, self._source(settings), on_window)
+        plans = self._window_plans(windows, read_window_bytes)
+        self._store_all(plans, self._source(read_window_bytes), on_window)
         self._checkpoint.require_unchanged()
 
     @property
@@ -182,7 +182,7 @@ class ObjectExport(PlannedExport):
 
         uploads: dict[Future[None], Upload] = {}
         with (
-            ReadPool(source.settings.windows_in_flight, source.read_bytes_max) as reads,
+            ReadPool(READS_IN_FLIGHT, source.read_bytes_max) as reads,
             ThreadPoolExecutor(_UPLOADS, thread_name_prefix="holdfast-export") as threads,
         ):
             try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from holdfast.base.clock import Clock
@@ -17,7 +17,7 @@ from holdfast.core.plan.reads import longest_read
 from holdfast.errors import ConflictError, InvalidError
 from holdfast.offline.export.window_writer import ExportSource
 from holdfast.offline.export.windows import FilePlan
-from holdfast.settings import MIB, PAGE_BYTES, Settings
+from holdfast.settings import MIB, PAGE_BYTES
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
 
 OnWindow = Callable[[int, int], None]
@@ -201,26 +201,24 @@ class PlannedExport:
         if share.fingerprint != self.fingerprint:
             raise ConflictError(f"{self._checkpoint.url}: changed while it was exported; run the same command again")
 
-    def _source(self, settings: Settings) -> ExportSource:
+    def _source(self, read_window_bytes: int) -> ExportSource:
         dtypes = {fqn: spec.dtype for fqn, spec in self._checkpoint.index.tensors.items()}
-        return ExportSource(
-            dtypes, self._checkpoint.packs, settings, self._checkpoint.codecs, self._read_bytes_max(settings)
-        )
+        checkpoint, longest = self._checkpoint, self._read_bytes_max(read_window_bytes)
+        return ExportSource(dtypes, checkpoint.packs, checkpoint.settings, checkpoint.codecs, longest)
 
-    def _reading(self, memory_bytes: int) -> Settings:
-        read_bytes = min(max(memory_bytes // 32, MIB), _READ_BYTES_MAX) // PAGE_BYTES * PAGE_BYTES
-        return replace(self._checkpoint.settings, read_window_bytes=read_bytes, windows_in_flight=4)
+    def _read_window_bytes(self, memory_bytes: int) -> int:
+        return min(max(memory_bytes // 32, MIB), _READ_BYTES_MAX) // PAGE_BYTES * PAGE_BYTES
 
-    def _read_bytes_max(self, settings: Settings) -> int:
+    def _read_bytes_max(self, read_window_bytes: int) -> int:
         coded = any(map(is_coded_pack_name, (pack.name for pack in self._checkpoint.manifest.packs)))
-        return longest_read(settings.read_window_bytes, self._checkpoint.index.chunk_bytes, coded=coded)
+        return longest_read(read_window_bytes, self._checkpoint.index.chunk_bytes, coded=coded)
 
-    def _window_plans(self, windows: Sequence[ExportWindow], settings: Settings) -> Iterator[WindowPlan]:
+    def _window_plans(self, windows: Sequence[ExportWindow], read_window_bytes: int) -> Iterator[WindowPlan]:
         for window in windows:
             plan, start, stop = self._plans[window.file], window.start, window.stop
             fills = tuple(plan.fills(start, stop))
             wanted = [WantedBoxes(fill.tensor.fqn, (fill.box,)) for fill in fills]
-            reads = self._checkpoint.reads_for(wanted, settings.read_window_bytes)
+            reads = self._checkpoint.reads_for(wanted, read_window_bytes)
             yield WindowPlan(window, tuple(plan.literals(start, stop)), fills, reads, tuple(plan.sums(start, stop)))
 
     def _report(

@@ -30,6 +30,9 @@ from holdfast.settings import MIB, Settings
 WINDOWS = 4
 """Windows in memory at once: one is filled while others are written or wait to be."""
 
+READS_IN_FLIGHT = 4
+"""Reads at once; each has a buffer for the longest read."""
+
 _WRITERS = 2
 _WRITE_BYTES = 8 * MIB
 _CAST_ELEMENTS = 1 << 16
@@ -61,7 +64,7 @@ class ExportSource:
     """Locates its packs by name."""
 
     settings: Settings
-    """Reads in flight."""
+    """Size from which on chunks are read straight into windows."""
 
     codecs: Codecs
     """What decodes coded chunks."""
@@ -106,7 +109,7 @@ class WindowWriter:
         """
         writes: list[Future[None]] = []
         with (
-            ReadPool(source.settings.windows_in_flight, source.read_bytes_max) as reads,
+            ReadPool(READS_IN_FLIGHT, source.read_bytes_max) as reads,
             ThreadPoolExecutor(_WRITERS, thread_name_prefix="holdfast-export") as threads,
         ):
             try:

@@ -39,8 +39,8 @@ def digested(index: Index, packs: Packs, settings: Settings, observer: Observer 
         np.stack([pieces.packs, pieces.offsets, pieces.bytes], axis=1).reshape(-1, 3), axis=0, return_inverse=True
     )
     row_of = row_of.reshape(-1)
-    run_bytes_max = max(settings.read_window_bytes, chunk_bytes)
-    buffers = BufferPool(settings.windows_in_flight, run_bytes_max + PAGE_BYTES)
+    run_bytes_max = max(settings._tuning.read_window_bytes, chunk_bytes)
+    buffers = BufferPool(settings._tuning.windows_in_flight, run_bytes_max + PAGE_BYTES)
 
     def digests_of(run: _Run) -> tuple[bytes, int]:
         stored = packs(index.packs[run.pack])

@@ -207,7 +207,9 @@ class Checkpoint:
             raise MissingError(f"{self.url}: no tensor {fqn!r}; {hint}. See .tensors")
         box, rest = _box_of(index, spec.global_shape, fqn)
         plan = load_plan(
-            [WantedBoxes(stored, (box,))], self._index_of(stored, box).pieces_near, self.settings.read_window_bytes
+            [WantedBoxes(stored, (box,))],
+            self._index_of(stored, box).pieces_near,
+            self.settings._tuning.read_window_bytes,
         )
         self._require_stored(plan)
         target = HostTarget(spec.dtype, box)
@@ -234,7 +236,9 @@ class Checkpoint:
     def _read_all(self, fqns: Iterable[str], framework: str) -> dict[str, object]:
         specs = {fqn: self.index.tensors[fqn] for fqn in fqns}
         boxes = {fqn: Box.whole(spec.global_shape) for fqn, spec in specs.items()}
-        plan = self.reads_for([WantedBoxes(fqn, (box,)) for fqn, box in boxes.items()], self.settings.read_window_bytes)
+        plan = self.reads_for(
+            [WantedBoxes(fqn, (box,)) for fqn, box in boxes.items()], self.settings._tuning.read_window_bytes
+        )
         targets = {fqn: HostTarget(spec.dtype, boxes[fqn]) for fqn, spec in specs.items()}
         execute(plan, self.packs, list(targets.values()), self.settings, self.codecs)
         return {fqn: self.as_framework(target.array, target.dtype, framework) for fqn, target in targets.items()}
@@ -405,7 +409,7 @@ class Checkpoint:
         if absent:
             raise MissingError(f"{self.url}: no tensor {absent[0]!r}. See .tensors")
         return forecast(
-            described, [stored[fqn] for fqn in names], self.index.pieces_near, self.settings.read_window_bytes
+            described, [stored[fqn] for fqn in names], self.index.pieces_near, self.settings._tuning.read_window_bytes
         )
 
     def verification(

@@ -42,7 +42,7 @@ class ChecksumComparison:
         Raises:
             CheckpointError: The checksums cannot be read.
         """
-        buffers = BufferPool(self._settings.windows_in_flight, _READ_BYTES + PAGE_BYTES)
+        buffers = BufferPool(self._settings._tuning.windows_in_flight, _READ_BYTES + PAGE_BYTES)
 
         def crc_of(stored: StoredChecksum) -> tuple[StoredChecksum, int | CheckpointError]:
             crc = 0

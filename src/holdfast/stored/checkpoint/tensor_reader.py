@@ -55,6 +55,6 @@ class TensorReader:
             [HostTarget(dtype, box) for box in window.boxes] for (_, window), dtype in zip(wanted, dtypes, strict=True)
         ]
         boxes = [WantedBoxes(name, (box,)) for name, window in wanted for box in window.boxes]
-        plan = load_plan(boxes, self.pieces_near, min(self.settings.read_window_bytes, _RUN_BYTES_MAX))
+        plan = load_plan(boxes, self.pieces_near, min(self.settings._tuning.read_window_bytes, _RUN_BYTES_MAX))
         execute(plan, self.packs, [part for parts in window_parts for part in parts], self.settings, self.codecs)
         return window_parts, plan.bytes

@@ -152,7 +152,7 @@ class Verification:
             for pack in manifest.packs
             if pack.name in self._elsewhere
         )
-        self._buffer = allocate_aligned(self._settings.window_bytes * 2 + PAGE_BYTES)
+        self._buffer = allocate_aligned(self._settings._tuning.window_bytes * 2 + PAGE_BYTES)
         self._chunks = ChunkReader(self._packs, self._codecs, index.chunk_bytes)
         for pack in manifest.packs:
             pieces = index.pieces_in(pack.name)

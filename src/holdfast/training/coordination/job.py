@@ -126,7 +126,7 @@ class Job:
         """Held while a save takes its number: a signal handler may save while another save is at that."""
         self.history = SaveHistory(clock)
         """How the saves of this job ended so far."""
-        self.arena = Arena(settings.window_bytes, settings.arena_bytes_max, clock, memory)
+        self.arena = Arena(settings._tuning.window_bytes, settings.arena_bytes_max, clock, memory)
         """Memory for copies of the state."""
         self.plan_cache: PlanCache[SavePlan] = PlanCache()
         """Plans of earlier saves."""

@@ -75,7 +75,7 @@ class AgreedExchange:
 def planned_reads(wanted: Sequence[WantedBoxes], index: Index, job: Job) -> LoadPlan:
     """Return this rank's reads: of whole units if it may exchange bytes, so that all ranks cut at the same places."""
     may_exchange = job.settings.share_reads != "never" and job.comm.world_size > 1
-    return load_plan(wanted, index.pieces_near, job.settings.read_window_bytes, whole_units=may_exchange)
+    return load_plan(wanted, index.pieces_near, job.settings._tuning.read_window_bytes, whole_units=may_exchange)
 
 
 def offer_of(plan: LoadPlan, manifest: Manifest, settings: Settings, world_size: int) -> Offer:

@@ -223,7 +223,8 @@ class PreemptionHandler:
         # The key looks like a pack of an attempt: if the process is killed, the next sweep removes the file.
         attempt = short_digest_of(job.nonce.encode(), b"probe").hex()
         key = f"{location.folder}{attempt}/r{job.comm.rank:05d}.safetensors"
-        in_flight = min(job.settings.window_bytes * job.settings.windows_in_flight, _PROBE_BYTES_MAX)
+        tuning = job.settings._tuning
+        in_flight = min(tuning.window_bytes * tuning.windows_in_flight, _PROBE_BYTES_MAX)
         try:
             # On another thread: storage that hangs must not hold the end of the process.
             probe = DAEMON_POOL.submit(lambda: write_bytes_per_second(location.store, key, in_flight, job.clock))

@@ -110,7 +110,7 @@ def sizes_of_packs(traits: StoreTraits, settings: Settings) -> PackSizes | None:
     """Return the sizes of packs in a store with a largest object; None in a store of files."""
     if traits.object_bytes_max is None and not traits.appears_whole:
         return None
-    tuning, in_flight_max = settings._tuning, settings.object_bytes_in_flight_max
+    tuning, in_flight_max = settings._tuning, settings.object_store.bytes_in_flight_max
     # A cap holds within a tenth over ten objects, so they must be small.
     share = 1 if settings.max_bytes_per_second is None else tuning.capped_pack_share
     # A pack that appears whole is in memory until its end.

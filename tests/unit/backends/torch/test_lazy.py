@@ -32,7 +32,7 @@ from holdfast.training.saving.handle import SaveHandle
 from holdfast.training.saving.transfer import Transfer
 from tests.support.faulty_run import PATIENT, Trigger, run_with
 
-WINDOW = PATIENT.window_bytes
+WINDOW = PATIENT._tuning.window_bytes
 LAZY = replace(PATIENT, staging="lazy", arena_bytes_max=3 * WINDOW)
 """Room for far less than the state, so that copying cannot run ahead of the gate."""
 

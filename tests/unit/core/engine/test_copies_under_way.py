@@ -5,7 +5,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +19,7 @@ from holdfast.core.engine.writing.write import PackWriter
 from holdfast.errors import UnavailableError
 from holdfast.settings import PAGE_BYTES
 from holdfast.training.saving.deduplication import first_page_digests
+from tests.support.tuning import tuned
 from tests.unit.core.engine.test_write_and_read import (
     KEY,
     SMALL,
@@ -175,10 +175,10 @@ def on(device: Device, shards: Sequence[object], breaks_at: int | None = None) -
 def test_what_is_written_is_what_the_device_copied(sizes: list[int], windows: int, buffers: int) -> None:
     device = Device()
     try:
-        chosen = replace(SMALL, window_bytes=windows * PAGE_BYTES, windows_in_flight=2)
+        chosen = tuned(SMALL, window_bytes=windows * PAGE_BYTES, windows_in_flight=2)
         shards = shards_of(sizes)
         pack = planned(shards)
-        arena = Arena(chosen.window_bytes, buffers * chosen.window_bytes, SystemClock())
+        arena = Arena(chosen._tuning.window_bytes, buffers * chosen._tuning.window_bytes, SystemClock())
         staging = Staging(arena)
         copying = threading.Thread(target=staging.copy, args=([pack], on(device, shards)))
         copying.start()
@@ -295,7 +295,7 @@ def test_a_window_lent_to_a_device_that_fails_is_never_lent_again(device: Device
     device.fails = False
     with writer.lent() as one, writer.lent() as other:
         for buffer in (one, other):
-            assert len(buffer) == SMALL.window_bytes and not any(buffer is each for each in used)
+            assert len(buffer) == SMALL._tuning.window_bytes and not any(buffer is each for each in used)
             assert first_page_digests(pack.plan.items, on(device, shards), buffer) == first_page_digests(
                 pack.plan.items, [each.source for each in shards], memoryview(bytearray(PAGE_BYTES))
             )
@@ -303,10 +303,10 @@ def test_a_window_lent_to_a_device_that_fails_is_never_lent_again(device: Device
 
 def test_a_device_that_fails_says_nothing_of_another(device: Device, other_device: Device) -> None:
     """A buffer into which the other still copies is not lent again, and nobody says the state is no longer read."""
-    chosen = replace(SMALL, window_bytes=4 * PAGE_BYTES, windows_in_flight=2)
+    chosen = tuned(SMALL, window_bytes=4 * PAGE_BYTES, windows_in_flight=2)
     shards = shards_of([5000, 5000])
     pack = planned(shards)
-    arena = Arena(chosen.window_bytes, 2 * chosen.window_bytes, SystemClock())
+    arena = Arena(chosen._tuning.window_bytes, 2 * chosen._tuning.window_bytes, SystemClock())
     staging = Staging(arena)
     device.fails = True
     other_device.goes_on.clear()
@@ -326,10 +326,10 @@ def test_a_device_that_fails_says_nothing_of_another(device: Device, other_devic
 
 
 def test_a_wait_that_is_refused_says_nothing_of_the_copy(device: Device) -> None:
-    chosen = replace(SMALL, window_bytes=4 * PAGE_BYTES, windows_in_flight=2)
+    chosen = tuned(SMALL, window_bytes=4 * PAGE_BYTES, windows_in_flight=2)
     shards = shards_of([5000, 5000])
     pack = planned(shards)
-    arena = Arena(chosen.window_bytes, 2 * chosen.window_bytes, SystemClock())
+    arena = Arena(chosen._tuning.window_bytes, 2 * chosen._tuning.window_bytes, SystemClock())
     staging = Staging(arena)
     device.goes_on.clear()
     staging.copy([pack], [Refusing(each.source, device) for each in shards])
@@ -349,10 +349,10 @@ def test_a_wait_that_is_refused_says_nothing_of_the_copy(device: Device) -> None
 
 
 def test_who_waits_for_memory_that_is_retired_is_told_and_not_left_waiting(device: Device) -> None:
-    chosen = replace(SMALL, window_bytes=4 * PAGE_BYTES, windows_in_flight=2)
+    chosen = tuned(SMALL, window_bytes=4 * PAGE_BYTES, windows_in_flight=2)
     shards = shards_of([5000, 5000])
     pack = planned(shards)
-    arena = Arena(chosen.window_bytes, chosen.window_bytes, SystemClock())
+    arena = Arena(chosen._tuning.window_bytes, chosen._tuning.window_bytes, SystemClock())
     first, second = Staging(arena), Staging(arena)
     device.goes_on.clear()
     device.fails = True
@@ -372,10 +372,10 @@ def test_who_waits_for_memory_that_is_retired_is_told_and_not_left_waiting(devic
 
 
 def test_a_window_that_is_begun_when_the_save_is_given_up_goes_back_only_when_it_is_whole(device: Device) -> None:
-    chosen = replace(SMALL, window_bytes=4 * PAGE_BYTES, windows_in_flight=2)
+    chosen = tuned(SMALL, window_bytes=4 * PAGE_BYTES, windows_in_flight=2)
     shards = shards_of([2 * PAGE_BYTES, PAGE_BYTES + 8])
     pack = planned(shards)
-    arena = Arena(chosen.window_bytes, chosen.window_bytes, SystemClock())
+    arena = Arena(chosen._tuning.window_bytes, chosen._tuning.window_bytes, SystemClock())
     staging = Staging(arena)
     device.goes_on.clear()
     halting = Halting(shards[1].source, device, 0)

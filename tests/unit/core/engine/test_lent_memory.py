@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +20,7 @@ from holdfast.core.engine.writing.write import PackWriter
 from holdfast.errors import UnavailableError
 from holdfast.settings import PAGE_BYTES
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
+from tests.support.tuning import tuned
 from tests.unit.core.engine.test_write_and_read import (
     KEY,
     SMALL,
@@ -31,7 +31,7 @@ from tests.unit.core.engine.test_write_and_read import (
     shards_of,
 )
 
-CHOSEN = replace(SMALL, window_bytes=2 * PAGE_BYTES, windows_in_flight=3)
+CHOSEN = tuned(SMALL, window_bytes=2 * PAGE_BYTES, windows_in_flight=3)
 SIZES = [5000, 0, 20, 9 * PAGE_BYTES, 20, 4096, 3000, 8193, 0]
 
 
@@ -42,7 +42,7 @@ def address(data: memoryview) -> int:
 def whole(sizes: list[int] = SIZES) -> bytes:
     """What is stored without any lending, by one window."""
     store, shards = memory(), shards_of(sizes)
-    PackWriter(store, replace(CHOSEN, window_bytes=1 << 20)).write(planned(shards), [each.source for each in shards])
+    PackWriter(store, tuned(CHOSEN, window_bytes=1 << 20)).write(planned(shards), [each.source for each in shards])
     return store.get(KEY, 1 << 20)
 
 
@@ -182,8 +182,8 @@ def test_staged_windows_are_sent_as_they_are() -> None:
 def test_an_arena_smaller_than_a_pack_lends_no_window_for_longer_than_its_write(is_limit_of_save: bool) -> None:
     store, shards = Wrapping(Keeping), shards_of(SIZES)
     pack = planned(shards)
-    limit = 2 * CHOSEN.window_bytes
-    arena = Arena(CHOSEN.window_bytes, 1 << 20 if is_limit_of_save else limit, SystemClock())
+    limit = 2 * CHOSEN._tuning.window_bytes
+    arena = Arena(CHOSEN._tuning.window_bytes, 1 << 20 if is_limit_of_save else limit, SystemClock())
     staging = Staging(arena, limit if is_limit_of_save else None)
     copying = threading.Thread(target=staging.copy, args=([pack], [each.source for each in shards]))
     copying.start()
@@ -191,7 +191,7 @@ def test_an_arena_smaller_than_a_pack_lends_no_window_for_longer_than_its_write(
     copying.join(60.0)
     (upload,) = store.uploads
     assert isinstance(upload, Keeping)
-    assert upload.copied == -(-pack.bytes // CHOSEN.window_bytes)
+    assert upload.copied == -(-pack.bytes // CHOSEN._tuning.window_bytes)
     assert store.get(KEY, 1 << 20) == whole()
     require_all_back(arena)
 

@@ -12,6 +12,7 @@ from holdfast.core.engine.memory_limits import MemoryShare, memory_domains, memo
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.testing.comm import ThreadComm, outcomes_of_ranks
 from holdfast.training.coordination.job import Job
+from tests.support.tuning import tuned
 
 V1_MOUNT = "/sys/fs/cgroup/memory"
 V2_MOUNT = "/sys/fs/cgroup"
@@ -320,7 +321,7 @@ def test_arenas_and_usage_at_construction_stay_below_the_limit(tmp_path: Path, m
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
 
     def arena_pages(comm: ThreadComm) -> int:
-        arena = Job(comm, SystemClock(), Settings(window_bytes=PAGE_BYTES, chunk_bytes=PAGE_BYTES)).arena
+        arena = Job(comm, SystemClock(), tuned(Settings(chunk_bytes=PAGE_BYTES), window_bytes=PAGE_BYTES)).arena
         return next(count for count in range(1, 10_000) if not arena.holds(count)) - 1
 
     pages = [int(str(count)) for count in outcomes_of_ranks(ranks, arena_pages)]

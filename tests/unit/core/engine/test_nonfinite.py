@@ -21,6 +21,7 @@ from holdfast.core.plan.ownership import Owned
 from holdfast.core.plan.packing import packs_of
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
+from tests.support.tuning import tuned
 
 FLOATING = [name for name, dtype in DTYPES.items() if dtype.floating and name != PAIRS]
 INTEGRAL = [name for name in DTYPES if name not in FLOATING]
@@ -96,8 +97,8 @@ def test_a_pack_is_counted_whole_wherever_windows_and_chunks_end(
     whole = [Owned(number, each.shard.pieces[0]) for number, each in enumerate(shards)]
     (pack,) = packs_of(0, [each.shard for each in shards], whole, 1 << 20)
     planned = PlannedPack("0123456789abcdef/r00000.safetensors", header_of(pack, {}), pack)
-    options = Settings(
-        chunk_bytes=chunk_pages * PAGE_BYTES, window_bytes=window_pages * PAGE_BYTES, count_nonfinite=True
+    options = tuned(
+        Settings(chunk_bytes=chunk_pages * PAGE_BYTES, count_nonfinite=True), window_bytes=window_pages * PAGE_BYTES
     )
     writer = PackWriter(MemoryStore(uuid.uuid4().hex), options)
     assert writer.write(planned, [each.source for each in shards]).nonfinite == expected

@@ -27,8 +27,9 @@ from holdfast.core.plan.reads import load_plan, longest_read
 from holdfast.errors import CorruptError
 from holdfast.settings import PAGE_BYTES, Settings
 from tests.support.coded_states import ATTEMPT, CHUNK, CodedPieces, stored_training, training_values
+from tests.support.tuning import tuned
 
-SETTINGS = Settings(chunk_bytes=CHUNK, window_bytes=CHUNK, read_window_bytes=4 * CHUNK, windows_in_flight=2)
+SETTINGS = tuned(Settings(chunk_bytes=CHUNK), window_bytes=CHUNK, read_window_bytes=4 * CHUNK, windows_in_flight=2)
 SHAPE = (60, 211)
 """Rows that end inside a chunk, and a last chunk that is odd."""
 
@@ -43,7 +44,7 @@ STORED = {name: stored_training(SHAPE, regions, seed=number) for number, (name, 
 
 def read(stored: CodedPieces, wanted: Sequence[tuple[str, Box]], files: Readable | None = None) -> LoadPlan:
     """Read boxes, and require that every element is what was saved."""
-    plan = load_plan([WantedBoxes(fqn, (box,)) for fqn, box in wanted], stored.near, SETTINGS.read_window_bytes)
+    plan = load_plan([WantedBoxes(fqn, (box,)) for fqn, box in wanted], stored.near, SETTINGS._tuning.read_window_bytes)
     targets = [HostTarget(stored.pieces[fqn][0].tensor.dtype, box) for fqn, box in wanted]
     for target in targets:
         target.array.view(np.uint8)[...] = 0xA5
@@ -220,7 +221,9 @@ def test_every_damage_is_named_or_read_by_nobody() -> None:
         ((damaged, number),) = hit.items()
         start, stop = stored.pieces[damaged][0].stored_range(number)
         for fqn in "wmv":
-            plan = load_plan([WantedBoxes(fqn, (Box.whole((40, 211)),))], stored.near, SETTINGS.read_window_bytes)
+            plan = load_plan(
+                [WantedBoxes(fqn, (Box.whole((40, 211)),))], stored.near, SETTINGS._tuning.read_window_bytes
+            )
             target = HostTarget(stored.pieces[fqn][0].tensor.dtype, Box.whole((40, 211)))
             needs = damaged == fqn or (fqn, damaged) == ("m", "w")
             if not needs:

@@ -7,7 +7,6 @@ import threading
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +46,7 @@ from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from tests.support.tuning import tuned
 
 KEY = "0123456789abcdef/r00000.safetensors"
-SMALL = Settings(chunk_bytes=PAGE_BYTES, window_bytes=PAGE_BYTES, windows_in_flight=1)
+SMALL = tuned(Settings(chunk_bytes=PAGE_BYTES), window_bytes=PAGE_BYTES, windows_in_flight=1)
 
 
 def packs_in(files: Readable) -> Packs:
@@ -97,8 +96,8 @@ def write(
 
 def arena_for(pack: PlannedPack, settings: Settings) -> Arena:
     """Return an arena with room for one pack and not a buffer more."""
-    count = -(-pack.bytes // settings.window_bytes)
-    return Arena(settings.window_bytes, count * settings.window_bytes, SystemClock())
+    count = -(-pack.bytes // settings._tuning.window_bytes)
+    return Arena(settings._tuning.window_bytes, count * settings._tuning.window_bytes, SystemClock())
 
 
 def require_all_back(arena: Arena) -> None:
@@ -127,8 +126,10 @@ def pieces_of(shards: Sequence[LocalShard], written: WrittenPack, chunk_bytes: i
 def test_what_is_written_is_read_back(
     sizes: list[int], chunk_pages: int, window_pages: int, flights: int, staged: bool
 ) -> None:
-    chosen = Settings(
-        chunk_bytes=chunk_pages * PAGE_BYTES, window_bytes=window_pages * PAGE_BYTES, windows_in_flight=flights
+    chosen = tuned(
+        Settings(chunk_bytes=chunk_pages * PAGE_BYTES),
+        window_bytes=window_pages * PAGE_BYTES,
+        windows_in_flight=flights,
     )
     store = memory()
     shards = shards_of(sizes)
@@ -150,7 +151,7 @@ def test_what_is_written_is_read_back(
         assert piece.digests == b"".join(digest_of(chunk) for chunk in chunks)
         targets.append((HostTarget("uint8", each.shard.pieces[0]), bytes(expected)))
         wanted.append(WantedBoxes(each.shard.tensor.fqn, each.shard.pieces))
-    plan = load_plan(wanted, lambda fqn, _: pieces[fqn], chosen.window_bytes)
+    plan = load_plan(wanted, lambda fqn, _: pieces[fqn], chosen._tuning.window_bytes)
     execute(plan, packs_in(store), [target for target, _ in targets], chosen, NO_CODECS)
     assert [target.array.tobytes() for target, _ in targets] == [expected for _, expected in targets]
 
@@ -183,8 +184,8 @@ def test_any_part_of_a_run_may_lie_at_hand(
     written = write(store, shards, SMALL)
     pieces = pieces_of(shards, written, SMALL.chunk_bytes)
     wanted = [WantedBoxes(each.shard.tensor.fqn, each.shard.pieces) for each in shards]
-    chosen = tuned(replace(SMALL, window_bytes=8 * PAGE_BYTES), zero_copy_bytes_min=zero_copy_bytes_min)
-    plan = load_plan(wanted, lambda fqn, _: pieces[fqn], chosen.window_bytes)
+    chosen = tuned(SMALL, window_bytes=8 * PAGE_BYTES, zero_copy_bytes_min=zero_copy_bytes_min)
+    plan = load_plan(wanted, lambda fqn, _: pieces[fqn], chosen._tuning.window_bytes)
     assert len(plan.runs) == 1
     for count in range(0, plan.bytes + 500, 499):
         store.count = count
@@ -212,9 +213,9 @@ def test_targets_that_overlap_are_no_damage(is_at_hand: bool, monkeypatch: pytes
     shards = shards_of([2 * PAGE_BYTES, PAGE_BYTES])
     written = write(store, shards, SMALL)
     pieces = pieces_of(shards, written, SMALL.chunk_bytes)
-    chosen = tuned(replace(SMALL, window_bytes=8 * PAGE_BYTES), zero_copy_bytes_min=1)
+    chosen = tuned(SMALL, window_bytes=8 * PAGE_BYTES, zero_copy_bytes_min=1)
     wanted = [WantedBoxes(each.shard.tensor.fqn, each.shard.pieces) for each in shards]
-    plan = load_plan(wanted, lambda fqn, _: pieces[fqn], chosen.window_bytes)
+    plan = load_plan(wanted, lambda fqn, _: pieces[fqn], chosen._tuning.window_bytes)
     memory_of_both = np.zeros(2 * PAGE_BYTES, dtype=np.uint8)
     targets = [Shared(memory_of_both), Shared(memory_of_both[:PAGE_BYTES])]
     filling = FillsBuffers(store)
@@ -232,7 +233,9 @@ def test_damage_in_what_lies_at_hand_is_found() -> None:
     raw = bytearray(store.get(KEY, 1 << 30))
     raw[-1] ^= 1
     store.put(KEY, bytes(raw))
-    plan = load_plan([WantedBoxes("t0", shards[0].shard.pieces)], lambda fqn, _: pieces[fqn], SMALL.window_bytes)
+    plan = load_plan(
+        [WantedBoxes("t0", shards[0].shard.pieces)], lambda fqn, _: pieces[fqn], SMALL._tuning.window_bytes
+    )
     with pytest.raises(CorruptError, match=r"t0.*r00000\.safetensors: bytes .* hash to"):
         execute(
             plan, packs_in(store), [HostTarget("uint8", shards[0].shard.pieces[0])],
@@ -259,7 +262,9 @@ def test_an_error_of_a_target_is_not_taken_for_one_of_the_store(tmp_path: Path, 
     store = LocalStore(tmp_path, settings=SMALL)
     shards = shards_of([3 * PAGE_BYTES])
     pieces = pieces_of(shards, write(store, shards, SMALL), SMALL.chunk_bytes)
-    plan = load_plan([WantedBoxes("t0", shards[0].shard.pieces)], lambda fqn, _: pieces[fqn], SMALL.window_bytes)
+    plan = load_plan(
+        [WantedBoxes("t0", shards[0].shard.pieces)], lambda fqn, _: pieces[fqn], SMALL._tuning.window_bytes
+    )
     with pytest.raises(type(error)) as raised:
         execute(plan, packs_in(store), [Refusing(error)], SMALL, NO_CODECS)
     assert raised.value is error
@@ -290,7 +295,7 @@ def test_a_source_that_fails_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("flights", (1, 2))
 def test_copying_and_writing_go_on_beside_each_other_through_an_arena_of_one_slab(flights: int) -> None:
-    chosen = replace(SMALL, windows_in_flight=flights)
+    chosen = tuned(SMALL, windows_in_flight=flights)
     store = memory()
     shards = shards_of([20 * PAGE_BYTES, 100])
     pack = planned(shards)
@@ -385,7 +390,7 @@ def test_a_host_without_threads_to_spare_writes_all_the_same(monkeypatch: pytest
 @pytest.mark.parametrize("flights", (1, 3))
 def test_a_writer_lives_through_any_number_of_failures(flights: int) -> None:
     """A window that was given up unwritten must come back to the writer, or a later save waits for ever."""
-    settings_of = Settings(chunk_bytes=PAGE_BYTES, window_bytes=PAGE_BYTES, windows_in_flight=flights)
+    settings_of = tuned(Settings(chunk_bytes=PAGE_BYTES), window_bytes=PAGE_BYTES, windows_in_flight=flights)
     inner = memory()
     first = threading.Event()
 
@@ -424,12 +429,16 @@ def test_a_damaged_chunk_is_named_and_not_placed() -> None:
     store.put(KEY, bytes(raw))
     target = HostTarget("uint8", Box((0,), (30000,)))
     target.array[:] = 0
-    plan = load_plan([WantedBoxes("t0", (Box((0,), (30000,)),))], lambda fqn, _: pieces[fqn], SMALL.window_bytes)
+    plan = load_plan(
+        [WantedBoxes("t0", (Box((0,), (30000,)),))], lambda fqn, _: pieces[fqn], SMALL._tuning.window_bytes
+    )
     with pytest.raises(CorruptError, match=rf"t0: .*{KEY}: bytes {at - 77}–{at - 77 + PAGE_BYTES}"):
         execute(plan, packs_in(store), [target], SMALL, NO_CODECS)
     assert not target.array[2 * PAGE_BYTES : 3 * PAGE_BYTES].any()
     untouched = HostTarget("uint8", Box((0,), (PAGE_BYTES,)))
-    beside = load_plan([WantedBoxes("t0", (Box((0,), (PAGE_BYTES,)),))], lambda fqn, _: pieces[fqn], SMALL.window_bytes)
+    beside = load_plan(
+        [WantedBoxes("t0", (Box((0,), (PAGE_BYTES,)),))], lambda fqn, _: pieces[fqn], SMALL._tuning.window_bytes
+    )
     execute(beside, packs_in(store), [untouched], SMALL, NO_CODECS)
 
 
@@ -455,7 +464,7 @@ def test_a_bit_that_was_flipped_on_the_way_is_read_again(number: int, caplog: py
     inner = memory()
     pieces = pieces_of(shards, write(inner, shards, Settings()), Settings().chunk_bytes)
     whole = shards[0].shard.pieces
-    plan = load_plan([WantedBoxes("t0", whole)], lambda fqn, _: pieces[fqn], Settings().read_window_bytes)
+    plan = load_plan([WantedBoxes("t0", whole)], lambda fqn, _: pieces[fqn], Settings()._tuning.read_window_bytes)
     target = HostTarget("uint8", whole[0])
     execute(
         plan,
@@ -507,7 +516,7 @@ def read_in_place(store: FillsBuffers, sizes: Sequence[int], chosen: Settings) -
     return targets
 
 
-ONE_BY_ONE = Settings(windows_in_flight=1)
+ONE_BY_ONE = tuned(Settings(), windows_in_flight=1)
 
 
 def test_large_chunks_are_read_straight_into_their_targets() -> None:
@@ -545,7 +554,7 @@ def test_targets_that_two_threads_fill_at_once_are_not_blamed_on_the_machine(cap
     targets = [HostTarget("uint8", each.shard.pieces[0]) for each in shards]
     targets[1].array = targets[0].array
     plan = load_plan(wanted, lambda fqn, _: pieces[fqn], MIB)
-    execute(plan, packs_in(Together(inner)), targets, Settings(windows_in_flight=2), NO_CODECS)
+    execute(plan, packs_in(Together(inner)), targets, tuned(Settings(), windows_in_flight=2), NO_CODECS)
     assert caplog.records, "whoever filled it first found the bytes of the other"
     assert all("or tensors of the state share memory" in each.message for each in caplog.records)
 
@@ -565,7 +574,7 @@ def test_what_is_read_for_others_is_read_again(caplog: pytest.LogCaptureFixture)
     inner = memory()
     pieces = pieces_of(shards, write(inner, shards, SMALL), SMALL.chunk_bytes)
     whole = shards[0].shard.pieces
-    (run,) = load_plan([WantedBoxes("t0", whole)], lambda fqn, _: pieces[fqn], SMALL.read_window_bytes).runs
+    (run,) = load_plan([WantedBoxes("t0", whole)], lambda fqn, _: pieces[fqn], SMALL._tuning.read_window_bytes).runs
     packs = packs_in(FlipsOnTheWay(inner, number=0, reads=1))
     target = HostTarget("uint8", whole[0])
     (data,) = read_through(run, Placing(packs, [target], Decoder(NO_CODECS)), allocate_aligned(4 * PAGE_BYTES))
@@ -577,7 +586,9 @@ def test_a_missing_and_a_truncated_pack_are_corrupt() -> None:
     store = memory()
     shards = shards_of([30000])
     pieces = pieces_of(shards, write(store, shards, SMALL), SMALL.chunk_bytes)
-    plan = load_plan([WantedBoxes("t0", (Box((0,), (30000,)),))], lambda fqn, _: pieces[fqn], SMALL.window_bytes)
+    plan = load_plan(
+        [WantedBoxes("t0", (Box((0,), (30000,)),))], lambda fqn, _: pieces[fqn], SMALL._tuning.window_bytes
+    )
     raw = store.get(KEY, 1 << 30)
     for change in (lambda: store.put(KEY, raw[:-1]), lambda: store.delete([KEY])):
         change()

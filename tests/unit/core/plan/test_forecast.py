@@ -29,9 +29,10 @@ from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.testing.comm import ThreadComm, run_ranks
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.training.coordination.job import Job
+from tests.support.tuning import tuned
 
 CHUNK = 64
-SETTINGS = Settings(chunk_bytes=4096, window_bytes=8192, windows_in_flight=2, commit_timeout_seconds=20.0)
+SETTINGS = tuned(Settings(chunk_bytes=4096, commit_timeout_seconds=20.0), window_bytes=8192, windows_in_flight=2)
 
 
 @st.composite

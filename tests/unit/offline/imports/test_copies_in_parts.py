@@ -28,8 +28,7 @@ from tests.support.coded_states import rounded_to_bfloat16
 from tests.support.tuning import tuned
 
 STORED = tuned(
-    Settings(chunk_bytes=2 * PAGE_BYTES, window_bytes=2 * PAGE_BYTES, windows_in_flight=2),
-    coded_bytes_min=256,
+    Settings(chunk_bytes=2 * PAGE_BYTES), window_bytes=2 * PAGE_BYTES, windows_in_flight=2, coded_bytes_min=256
 )
 COPIED = tuned(
     replace(STORED, chunk_bytes=PAGE_BYTES),

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 import holdfast
 from holdfast.errors import CorruptError
 from holdfast.settings import Settings
+from tests.support.tuning import tuned
 
-SMALL = Settings(chunk_bytes=4096, window_bytes=8192)
+SMALL = tuned(Settings(chunk_bytes=4096), window_bytes=8192)
 SHAPE = (13, 5, 41)
 NUMEL = math.prod(SHAPE)
 CUTS = (0, 1, 7, 40, 41, 1000, 1234, 2050, 2600, NUMEL)

@@ -25,6 +25,7 @@ from holdfast.training.coordination.agreement.save_agreement import SaveAgreemen
 from holdfast.training.coordination.commit_vote import CommitVote, Vote
 from holdfast.training.coordination.job import Job, error_text
 from holdfast.training.coordination.message_codec import encode_message
+from tests.support.tuning import tuned
 from tests.unit.ranks import HASTY, PATIENT, World, fresh_store, plain, saved, sharded
 
 
@@ -112,7 +113,7 @@ def test_a_rank_that_writes_for_longer_than_the_timeout_aborts_no_save() -> None
 
     store = fresh_store()
     slow = FaultyStore(store, Faults(slowly, names={"upload.write"}, lasting=True))
-    settings = replace(HASTY, windows_in_flight=1)
+    settings = tuned(HASTY, windows_in_flight=1)
     world = World(2, settings=settings, store=store, stores={1: slow})
 
     def part(rank: int, run: CheckpointManager) -> object:

@@ -325,7 +325,7 @@ def plan_of(store: Store, fqns: Sequence[str]) -> tuple[LoadPlan, Manifest]:
     manifest = read_manifest(store, step_folder(1))
     index = read_index(store, step_folder(1), manifest)
     wanted = [WantedBoxes(fqn, (Box.whole(index.tensors[fqn].global_shape),)) for fqn in fqns]
-    return load_plan(wanted, index.pieces_near, ALWAYS.read_window_bytes), manifest
+    return load_plan(wanted, index.pieces_near, ALWAYS._tuning.read_window_bytes), manifest
 
 
 class Filled(Target):

@@ -25,8 +25,9 @@ from holdfast.errors import CorruptError
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.testing.comm import ThreadComm, outcomes_of_ranks
 from tests.support.coded_states import ATTEMPT, CHUNK, CodedPieces, stored_training
+from tests.support.tuning import tuned
 
-SETTINGS = Settings(chunk_bytes=CHUNK, window_bytes=CHUNK, read_window_bytes=4 * CHUNK, windows_in_flight=2)
+SETTINGS = tuned(Settings(chunk_bytes=CHUNK), window_bytes=CHUNK, read_window_bytes=4 * CHUNK, windows_in_flight=2)
 SHAPE = (120, 211)
 WHOLE = Box.whole(SHAPE)
 ROUND_BYTES = 16 * CHUNK
@@ -60,7 +61,7 @@ LAYOUTS: dict[str, list[Wanted]] = {
 
 def plan_of(stored: CodedPieces, wanted: Wanted) -> LoadPlan:
     boxes = [WantedBoxes(fqn, (box,)) for fqn, box in wanted]
-    return load_plan(boxes, stored.near, SETTINGS.read_window_bytes, whole_units=True)
+    return load_plan(boxes, stored.near, SETTINGS._tuning.read_window_bytes, whole_units=True)
 
 
 def exchanged(

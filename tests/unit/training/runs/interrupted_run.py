@@ -36,6 +36,7 @@ from holdfast.training.coordination.job import Job
 from holdfast.training.saving.handle import SaveHandle
 from holdfast.training.saving.save import save_and_wait
 from holdfast.training.saving.target import path_save
+from tests.support.tuning import tuned
 
 HANG_SECONDS = 30.0
 WATCHED = {
@@ -146,7 +147,7 @@ def value_of(state: dict[str, object]) -> float:
 
 def main(root: Path) -> None:
     logging.disable(logging.CRITICAL)  # Handlers of logging have locks of their own.
-    run = InterruptedRun(root, Settings(chunk_bytes=4096, window_bytes=8192, reports=False))
+    run = InterruptedRun(root, tuned(Settings(chunk_bytes=4096, reports=False), window_bytes=8192))
 
     def first_saves() -> None:
         """Save with a new manager: its threads are started."""

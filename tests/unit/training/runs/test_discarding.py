@@ -27,9 +27,10 @@ from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.testing.framework import GlobalTensor
 from holdfast.training.runs.collection.chosen_steps import ChosenNames
 from holdfast.training.runs.collection.garbage_collection import CheckpointGC
+from tests.support.tuning import tuned
 from tests.unit.ranks import World, plain, saved, sharded
 
-SETTINGS = Settings(chunk_bytes=4096, window_bytes=8192, collect_grace_seconds=0.0)
+SETTINGS = tuned(Settings(chunk_bytes=4096, collect_grace_seconds=0.0), window_bytes=8192)
 
 
 def manager_at(root: Path) -> holdfast.CheckpointManager:

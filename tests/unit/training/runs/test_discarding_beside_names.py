@@ -26,9 +26,10 @@ from holdfast.training.runs.collection.background_collection import Background
 from holdfast.training.runs.collection.chosen_steps import ChosenNames
 from holdfast.training.runs.collection.garbage_collection import CheckpointGC
 from holdfast.training.runs.removing import RemovedSteps, StepRemoval
+from tests.support.tuning import tuned
 
 GRACE_SECONDS = 0.3
-SETTINGS = Settings(chunk_bytes=4096, window_bytes=8192, collect_grace_seconds=GRACE_SECONDS)
+SETTINGS = tuned(Settings(chunk_bytes=4096, collect_grace_seconds=GRACE_SECONDS), window_bytes=8192)
 
 
 def manager_at(root: Path) -> holdfast.CheckpointManager:

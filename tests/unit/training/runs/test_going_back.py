@@ -34,9 +34,10 @@ from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
 from holdfast.training.runs.collection.garbage_collection import collected
 from holdfast.training.saving.handle import SaveHandle
+from tests.support.tuning import tuned
 from tests.unit.ranks import PATIENT, World, fresh_store, plain, run_of, saved, sharded
 
-SETTINGS = Settings(chunk_bytes=4096, window_bytes=8192, collect_grace_seconds=0.0)
+SETTINGS = tuned(Settings(chunk_bytes=4096, collect_grace_seconds=0.0), window_bytes=8192)
 
 
 def state_of(step: int) -> dict[str, object]:

@@ -18,6 +18,7 @@ from holdfast.base.geometry.tensor import Layout, Placement
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.testing.framework import GlobalTensor
 from holdfast.training.saving.handle import SaveHandle
+from tests.support.tuning import tuned
 from tests.unit.ranks import HASTY, World, fresh_store, saved
 
 
@@ -89,7 +90,7 @@ def test_a_state_saved_without_one_entry_does_not_take_it_away(tmp_path: Path) -
 
 def test_verify_reads_chunks_larger_than_its_windows(tmp_path: Path) -> None:
     alone(tmp_path / "c", {"x": torch.ones(1 << 20)})
-    small = holdfast.Settings(window_bytes=1 << 16)
+    small = tuned(holdfast.Settings(), window_bytes=1 << 16)
     assert list(holdfast.open_checkpoint(tmp_path / "c", settings=small).verify()) == []
 
 

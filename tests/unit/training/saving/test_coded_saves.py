@@ -25,7 +25,9 @@ from tests.support.object_server import ObjectServer
 from tests.support.tuning import tuned
 
 ON = tuned(
-    Settings(chunk_bytes=8192, window_bytes=8192, windows_in_flight=2, compression="on"),
+    Settings(chunk_bytes=8192, compression="on"),
+    window_bytes=8192,
+    windows_in_flight=2,
     coded_bytes_min=8192,
     unchanged_bytes_min=4096,
 )
@@ -290,7 +292,8 @@ def test_pieces_that_their_caller_has_planned_are_coded_alike(tmp_path: Path) ->
 
 def test_a_store_of_objects_over_http(objects: ObjectServer) -> None:
     settings = tuned(
-        replace(ON, chunk_bytes=65536, window_bytes=65536),
+        replace(ON, chunk_bytes=65536),
+        window_bytes=65536,
         coded_bytes_min=65536,
         cell_elements=1 << 17,
         full_pack_bytes=1 << 19,

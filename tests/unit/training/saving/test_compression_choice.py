@@ -34,12 +34,10 @@ from tests.unit.ranks import fresh_store
 
 CHUNK = 64 << 10
 AUTO = tuned(
-    Settings(
-        chunk_bytes=CHUNK, window_bytes=CHUNK, compression="auto", deduplicate=False,
-        commit_timeout_seconds=20.0,
-    ),
+    Settings(chunk_bytes=CHUNK, compression="auto", deduplicate=False, commit_timeout_seconds=20.0),
+    window_bytes=CHUNK,
     coded_bytes_min=CHUNK,
-)  # fmt: skip
+)
 CODED_BYTES_PER_SECOND = CHUNK / 3e-3
 """What a thread codes: `ClockOfLooks` gives each chunk three milliseconds, one to encode it and two for the rest."""
 
@@ -222,9 +220,8 @@ def test_later_saves_at_a_fast_store_sample_little() -> None:
 
 def test_kinds_that_are_skipped_stay_plain_and_are_not_reported() -> None:
     settings = tuned(
-        Settings(
-            chunk_bytes=CHUNK, window_bytes=CHUNK, compression="on", compression_skip=("model",), deduplicate=False
-        ),
+        Settings(chunk_bytes=CHUNK, compression="on", compression_skip=("model",), deduplicate=False),
+        window_bytes=CHUNK,
         coded_bytes_min=CHUNK,
     )
 

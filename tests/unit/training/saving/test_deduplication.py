@@ -28,7 +28,7 @@ from holdfast.stored.repository.quarantine import identity_at, quarantine
 from tests.support.tuning import tuned
 
 MIB = 1 << 20
-SMALL = tuned(Settings(chunk_bytes=4096, window_bytes=8192), unchanged_bytes_min=4096)
+SMALL = tuned(Settings(chunk_bytes=4096), window_bytes=8192, unchanged_bytes_min=4096)
 UNLINKED = replace(SMALL, link_unchanged=False)
 """As on storage without hard links."""
 Tensors = dict[str, torch.Tensor]
@@ -515,7 +515,7 @@ def test_what_an_import_by_reference_holds_is_written_once_it_is_saved(tmp_path:
     save_file(state, foreign)
     holdfast.import_checkpoint(foreign, tmp_path / "run", step=1)
     settings = tuned(
-        Settings(chunk_bytes=MIB, window_bytes=MIB, allowed_roots=(str(tmp_path),)), unchanged_bytes_min=4096
+        Settings(chunk_bytes=MIB, allowed_roots=(str(tmp_path),)), window_bytes=MIB, unchanged_bytes_min=4096
     )
     loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     with manager_at(tmp_path / "run", settings) as manager:

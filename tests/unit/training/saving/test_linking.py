@@ -36,7 +36,7 @@ from holdfast.training.runs.collection.garbage_collection import CheckpointGC
 from tests.support.crashed_run import run_at
 from tests.support.tuning import tuned
 
-SMALL = tuned(Settings(chunk_bytes=4096, window_bytes=8192, collect_grace_seconds=0.0), unchanged_bytes_min=4096)
+SMALL = tuned(Settings(chunk_bytes=4096, collect_grace_seconds=0.0), window_bytes=8192, unchanged_bytes_min=4096)
 
 
 def manager_at(root: Path, settings: Settings = SMALL) -> holdfast.CheckpointManager:

@@ -47,6 +47,7 @@ from tests.support.overwritten_checkpoint import (
     save,
     state_of,
 )
+from tests.support.tuning import tuned
 from tests.unit.ranks import sharded
 
 
@@ -251,7 +252,7 @@ class TestInFlight:
 
     def test_other_settings_are_the_same_job(self, tmp_path: Path) -> None:
         best, job = tmp_path / "best", job_of()
-        other = job.with_settings(replace(HASTY, window_bytes=PAGE_BYTES))
+        other = job.with_settings(tuned(HASTY, window_bytes=PAGE_BYTES))
         handles = [begin(best, number, each) for number, each in enumerate((job, other, job, other))]
         for handle in handles:
             handle.wait(timeout=60)

@@ -23,7 +23,7 @@ from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.training.saving.handle import SaveHandle
 from tests.unit.ranks import PATIENT, World, fresh_store, plain, saved
 
-WINDOW = PATIENT.window_bytes
+WINDOW = PATIENT._tuning.window_bytes
 ONE_SAVE = replace(PATIENT, arena_bytes_max=3 * WINDOW)
 """Room for one save of `state`: a page of header and 16 KiB."""
 

@@ -31,10 +31,11 @@ from holdfast.testing.comm import ThreadComm, ThreadGroup
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
+from tests.support.tuning import tuned
 from tests.unit.backends.stores.wrappers.by_hand import ClockBySleep
 from tests.unit.ranks import PATIENT, World, fresh_store, plain, saved
 
-SMALL_ARENA = replace(PATIENT, arena_bytes_max=3 * PATIENT.window_bytes, stall_timeout_seconds=1.5)
+SMALL_ARENA = replace(PATIENT, arena_bytes_max=3 * PATIENT._tuning.window_bytes, stall_timeout_seconds=1.5)
 
 
 class Hang:
@@ -129,12 +130,9 @@ def test_an_optimizer_step_is_held_no_longer_than_the_timeout(stuck: threading.E
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     module = torch.nn.Module()
     module.p = parameter
-    settings = Settings(
-        staging="lazy",
-        arena_bytes_max=2 * MIB,
+    settings = tuned(
+        Settings(staging="lazy", arena_bytes_max=2 * MIB, deduplicate=False, stall_timeout_seconds=1.5),
         window_bytes=256 * KIB,
-        deduplicate=False,
-        stall_timeout_seconds=1.5,
     )
     manager = holdfast.CheckpointManager(tmp_path / "run", process_group=False, settings=settings)
     manager.save(1, {"model": module, "optimizer": optimizer}).wait()
@@ -159,12 +157,9 @@ def test_of_two_lazy_saves_in_flight_only_the_first_waits_for_a_write_that_hangs
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     module = torch.nn.Module()
     module.p = parameter
-    settings = Settings(
-        staging="lazy",
-        arena_bytes_max=2 * MIB,
+    settings = tuned(
+        Settings(staging="lazy", arena_bytes_max=2 * MIB, deduplicate=False, stall_timeout_seconds=4.0),
         window_bytes=256 * KIB,
-        deduplicate=False,
-        stall_timeout_seconds=4.0,
     )
     manager = holdfast.CheckpointManager(tmp_path / "run", process_group=False, settings=settings)
     stuck.set()

@@ -34,7 +34,7 @@ class FileSystems:
     def __init__(self, address: FileSystemAddress, settings: Settings) -> None:
         """Remember where; does no I/O and loads nothing."""
         self._address = address
-        self._limits = TimeLimits.of(settings)
+        self._limits = TimeLimits.of(settings.object_store)
         self._root: str | None = None
         """Path of the folder in the file system."""
         self._begin()

@@ -55,7 +55,7 @@ class FileSystemStore(FileSystemReading, Store):
         """
         super().__init__(file_system_address(url), settings)
         self.traits = StoreTraits(object_bytes_max=_OBJECT_BYTES_MAX, appears_whole=True)
-        self._in_flight = BytesInFlight(settings.object_bytes_in_flight_max)
+        self._in_flight = BytesInFlight(settings.object_store.bytes_in_flight_max)
         self._clock = clock or SystemClock()
         self._is_alone = settings.object_store.single_writer
 

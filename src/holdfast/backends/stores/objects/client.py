@@ -70,10 +70,8 @@ class Clients:
     def __init__(self, address: Address, settings: Settings) -> None:
         """Remember where; does no I/O and loads nothing."""
         self._address, self._settings = address, settings.object_store
-        self.silence_seconds, self._bytes_per_second_min = (
-            settings.silence_timeout_seconds,
-            settings.bytes_per_second_min,
-        )
+        self.silence_seconds = self._settings.silence_timeout_seconds
+        self._bytes_per_second_min = self._settings.bytes_per_second_min
         self._made_here: _Made | None = None
         self._first_contact = FirstContact(f"{address.scheme} {self.endpoint or settings.object_store.region}")
 

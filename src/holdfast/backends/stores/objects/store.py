@@ -71,12 +71,12 @@ class ObjectStore(ObjectReading, Store):
         """Whether an object that this store has put got a version."""
         self._compares_bare_tags = False
         """Whether the server compares tags without their quotes; it has shown so."""
-        self._in_flight = BytesInFlight(settings.object_bytes_in_flight_max)
+        self._in_flight = BytesInFlight(settings.object_store.bytes_in_flight_max)
         self._clock = clock or SystemClock()
         self._parts = self._parts_of(settings)
         if self._parts is not None:
             # A request sends an object from memory, and memory is bounded.
-            in_memory = max(settings.object_bytes_in_flight_max, _IN_PARTS_BYTES_MIN)
+            in_memory = max(settings.object_store.bytes_in_flight_max, _IN_PARTS_BYTES_MIN)
             object_bytes_max = min(object_bytes_max, in_memory)
         self.traits = replace(
             self.traits, object_bytes_max=object_bytes_max, appears_whole=True, checks_exclusive_creates=True

@@ -16,7 +16,7 @@ from holdfast.backends.stores.wrappers.timed_calls import TIMED_CALLS
 from holdfast.base.clock import Clock
 from holdfast.base.ports.temporary import TemporaryError
 from holdfast.errors import CheckpointError, UnavailableError
-from holdfast.settings import Settings
+from holdfast.settings import ObjectSettings
 
 T = TypeVar("T")
 
@@ -77,7 +77,12 @@ class Retries:
     """
 
     def __init__(
-        self, settings: Settings, clock: Clock, limit: ConcurrencyLimit, budget: RetryBudget, rate: RateLimit | None
+        self,
+        settings: ObjectSettings,
+        clock: Clock,
+        limit: ConcurrencyLimit,
+        budget: RetryBudget,
+        rate: RateLimit | None,
     ) -> None:
         """Share what is passed.
 
@@ -158,10 +163,10 @@ class Retries:
 
     def _given_up(self, request: Request, tries: Tries, error: TemporaryError, seconds: float) -> UnavailableError:
         settings = self._settings
-        limit = f"settings.retry_seconds_per_call is {settings.retry_seconds_per_call:g}"
+        limit = f"settings.object_store.retry_seconds_per_call is {settings.retry_seconds_per_call:g}"
         if self._budget.is_spent:
             limit = f"the retries of one save or load may take {self._budget.seconds_max:g} s, "
-            limit += "settings.retry_seconds_per_save"
+            limit += "settings.object_store.retry_seconds_per_save"
         outcome = ""
         if request.changes and tries.may_have_taken_effect:
             outcome = ". The outcome is unknown: one of the requests may have taken effect, or may still"

@@ -95,7 +95,7 @@ class RetryingStore(ForwardingStore):
     def for_operation(self, name: str, rank: int, world_size: int) -> Store:
         """Return a view of the store for one save or load. The calls through it share one deadline."""
         view = copy.copy(self)
-        seconds_max = self._settings.retry_seconds_per_save
+        seconds_max = self._settings.object_store.retry_seconds_per_save
         budget = RetryBudget(name, self._clock, seconds_max, total=self._total, is_leader=rank == 0)
         view._retries = self._retries_within(budget, world_size)
         return view
@@ -119,7 +119,7 @@ class RetryingStore(ForwardingStore):
         rate = None
         if cap is not None:
             rate = self._rates.setdefault(world_size, RateLimit(cap / world_size, self._clock))
-        return Retries(self._settings, self._clock, self._limit, budget, rate)
+        return Retries(self._settings.object_store, self._clock, self._limit, budget, rate)
 
     def _where(self, subject: str) -> str:
         return f"{self.url}/{subject}"

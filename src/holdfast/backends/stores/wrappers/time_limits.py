@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.settings import Settings
+from holdfast.settings import ObjectSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class TimeLimits:
     """A connection that is slower than this counts as broken."""
 
     @classmethod
-    def of(cls, settings: Settings) -> TimeLimits:
+    def of(cls, settings: ObjectSettings) -> TimeLimits:
         """Return the limits that the settings choose."""
         return cls(settings.silence_timeout_seconds, settings.bytes_per_second_min)
 

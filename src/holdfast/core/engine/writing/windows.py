@@ -45,8 +45,8 @@ class WrittenWindows:
         self._may_be_kept = isinstance(buffers, Staging) and buffers.may_be_kept(pack_bytes)
         self._is_room = False
         """Whether the current window is memory of the store."""
-        self._window_bytes = settings.window_bytes
-        self._threads = WorkerThreads(settings.windows_in_flight, "holdfast-write")
+        self._window_bytes = settings._tuning.window_bytes
+        self._threads = WorkerThreads(settings._tuning.windows_in_flight, "holdfast-write")
         self._failures: list[BaseException] = []
         self._given_up = False
         self._buffer: memoryview | None = None

@@ -74,7 +74,7 @@ class PackWriter:
         """
         self._store, self._settings = store, settings
         self._encoder = Encoder(codecs, settings)
-        self._buffers = BufferPool(settings.windows_in_flight + 1, settings.window_bytes)
+        self._buffers = BufferPool(settings._tuning.windows_in_flight + 1, settings._tuning.window_bytes)
         self.meter: SaveMeter | None = None
         """Measures what this writer does; None: nothing does."""
         self._probe: ChunkProbe | None = None
@@ -228,7 +228,7 @@ class PackWriter:
         later = completions if self.sends_whole_packs else None
         is_coded = pack.plan.is_coded
         upload = self._store.upload(
-            pack.key, pack.bytes, self._settings.window_bytes, folders_durable=False, may_be_less=is_coded
+            pack.key, pack.bytes, self._settings._tuning.window_bytes, folders_durable=False, may_be_less=is_coded
         )
         try:
             result = write(upload)

@@ -31,7 +31,7 @@ def proxy(objects: ObjectServer) -> Iterator[ObjectProxy]:
 
 
 def store_at(url: str, endpoint: str) -> RetryingStore:
-    settings = Settings(object_store=ObjectSettings(endpoint=endpoint), retry_seconds_per_call=20)
+    settings = Settings(object_store=ObjectSettings(endpoint=endpoint, retry_seconds_per_call=20))
     store = ObjectStore(url, settings=settings)
     store.traits = replace(store.traits, object_bytes_max=PART)
     return RetryingStore(store, settings)

@@ -190,7 +190,7 @@ def test_no_server_is_temporary_and_has_no_effect(objects: ObjectServer) -> None
 
 
 def test_silence_is_ended(objects: ObjectServer, proxy: ObjectProxy) -> None:
-    settings = Settings(object_store=ObjectSettings(endpoint=proxy.endpoint), silence_timeout_seconds=0.5)
+    settings = Settings(object_store=ObjectSettings(endpoint=proxy.endpoint, silence_timeout_seconds=0.5))
     store = ObjectStore(objects.new_url(), settings=settings)
     silent = threading.Event()
     proxy.rule = lambda asked: silent.wait(60) and None
@@ -540,7 +540,7 @@ def test_an_object_larger_than_one_request_takes() -> None:
         ObjectStore("gs://bucket/folder", settings=Settings()).upload("key", (5 << 40) + PAGE_BYTES, PAGE_BYTES)
     for url in ("s3://bucket/folder", "az://container/folder"):
         store = ObjectStore(url, settings=Settings())
-        assert store.traits.object_bytes_max == Settings().object_bytes_in_flight_max
+        assert store.traits.object_bytes_max == ObjectSettings().bytes_in_flight_max
         store.upload("key", (5 << 30) + 1, 5 << 20).abort()
 
 

@@ -18,7 +18,7 @@ from holdfast.backends.stores.wrappers.timed_calls import TimedCalls
 from holdfast.base.interrupts import GUARD
 from holdfast.base.ports.temporary import TemporaryError
 from holdfast.errors import MissingError
-from holdfast.settings import KIB, MIB, Settings
+from holdfast.settings import KIB, MIB, ObjectSettings
 from tests.unit.backends.stores.wrappers.by_hand import ClockBySleep
 
 
@@ -186,7 +186,7 @@ class TestRateLimit:
 
 class TestTimeLimits:
     def test_they_grow_with_the_bytes(self) -> None:
-        limits = TimeLimits.of(Settings(silence_timeout_seconds=5, bytes_per_second_min=MIB))
+        limits = TimeLimits.of(ObjectSettings(silence_timeout_seconds=5, bytes_per_second_min=MIB))
         assert limits.request_seconds(0) == 5
         assert limits.request_seconds(128 * MIB) == 133
 

@@ -18,10 +18,10 @@ from holdfast.backends.stores.wrappers.rate import RateLimit
 from holdfast.backends.stores.wrappers.retries import Request, Retries, Tries
 from holdfast.base.ports.temporary import RetryCounts, TemporaryError
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
-from holdfast.settings import MIB, Settings
+from holdfast.settings import MIB, ObjectSettings
 from tests.unit.backends.stores.wrappers.by_hand import ClockBySleep
 
-SETTINGS = Settings(retry_seconds_per_call=60, retry_seconds_per_save=300)
+SETTINGS = ObjectSettings(retry_seconds_per_call=60, retry_seconds_per_save=300)
 READ = Request("get", "s3://b/key", ends_by_itself=True)
 WRITE = Request("put", "s3://b/key", changes=True, ends_by_itself=True)
 
@@ -35,7 +35,7 @@ class Try:
 
 
 class Rig:
-    def __init__(self, tries: Sequence[Try], settings: Settings = SETTINGS, rate: float | None = None) -> None:
+    def __init__(self, tries: Sequence[Try], settings: ObjectSettings = SETTINGS, rate: float | None = None) -> None:
         self.clock = ClockBySleep()
         self.budget = RetryBudget("save of step 7", self.clock, settings.retry_seconds_per_save)
         self.limit = ConcurrencyLimit(64)
@@ -116,12 +116,13 @@ class TestRetries:
         rig = Rig([Try(1, busy())])
         with pytest.raises(
             UnavailableError,
-            match=r"s3://b/key: put was tried \d+ times in [56]\d s \(settings.retry_seconds_per_call is 60\). None of",
+            match=r"s3://b/key: put was tried \d+ times in [56]\d s "
+            r"\(settings.object_store.retry_seconds_per_call is 60\). None of",
         ):
             rig.retries.run(WRITE, rig.call)
 
     def test_no_seconds_mean_no_retry(self) -> None:
-        rig = Rig([Try(0, busy())], Settings(retry_seconds_per_call=0))
+        rig = Rig([Try(0, busy())], ObjectSettings(retry_seconds_per_call=0))
         with pytest.raises(UnavailableError, match="was tried once"):
             rig.retries.run(READ, rig.call)
 
@@ -150,9 +151,9 @@ class TestRetries:
 
 class TestBudget:
     def test_a_save_that_has_waited_too_long_tries_no_call_again(self) -> None:
-        rig = Rig([Try(9, TemporaryError("cut")), Try(9)], Settings(retry_seconds_per_save=50))
+        rig = Rig([Try(9, TemporaryError("cut")), Try(9)], ObjectSettings(retry_seconds_per_save=50))
         calls = 0
-        with pytest.raises(UnavailableError, match=r"may take 50 s, settings.retry_seconds_per_save"):
+        with pytest.raises(UnavailableError, match=r"may take 50 s, settings.object_store.retry_seconds_per_save"):
             while True:
                 rig.began.clear()
                 rig.retries.run(READ, rig.call)

@@ -18,7 +18,7 @@ from holdfast.base.ports.forwarding import ForwardingStore
 from holdfast.base.ports.store import Store
 from holdfast.base.ports.temporary import TemporaryError
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError, UnavailableError
-from holdfast.settings import MIB, PAGE_BYTES, Settings
+from holdfast.settings import MIB, PAGE_BYTES, ObjectSettings, Settings
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error, stall_until
 from tests.unit.backends.stores.wrappers.by_hand import ClockBySleep
 from tests.unit.backends.stores.wrappers.network import LOST_AFTER, LOST_BEFORE, PASS, REFUSED, NetworkStore
@@ -162,7 +162,7 @@ class TestOtherMethods:
         memory, released = MemoryStore(uuid.uuid4().hex), threading.Event()
         memory.put(KEY, b"1")
         faults = Faults(stall_until(released), names={"get"})
-        settings = Settings(silence_timeout_seconds=0.01)
+        settings = Settings(object_store=ObjectSettings(silence_timeout_seconds=0.01))
         store = RetryingStore(FaultyStore(memory, faults), settings, ClockBySleep())
         # The first try hangs until the end of the test.
         assert store.get(KEY, 1) == b"1"
@@ -233,11 +233,11 @@ class TestOperations:
     def test_a_save_has_one_deadline_and_the_store_all_counts(self) -> None:
         # Every second request fails: each call would succeed in the end.
         fates = iter(lambda: REFUSED, None)
-        rig = Rig(settings=Settings(retry_seconds_per_save=3))
+        rig = Rig(settings=Settings(object_store=ObjectSettings(retry_seconds_per_save=3)))
         rig.network._draw = lambda: next(fates) if len(rig.network.requests) % 2 == 0 else PASS
         store = rig.store.for_operation("save of step 7", 0, 1)
         before = rig.store.retry_counts
-        with pytest.raises(UnavailableError, match=r"may take 3 s, settings.retry_seconds_per_save"):
+        with pytest.raises(UnavailableError, match=r"may take 3 s, settings.object_store.retry_seconds_per_save"):
             for number in range(1000):
                 store.put(f"key-{number}", b"")
         counts = store.retry_counts.since(before)
@@ -263,7 +263,10 @@ def test_a_forked_child_reads_while_a_thread_of_the_parent_was_asking() -> None:
         asked.set()
         released.wait(60)
 
-    store = RetryingStore(FaultyStore(memory, Faults(hang, names={"size"})), Settings(silence_timeout_seconds=60))
+    store = RetryingStore(
+        FaultyStore(memory, Faults(hang, names={"size"})),
+        Settings(object_store=ObjectSettings(silence_timeout_seconds=60)),
+    )
     limit = store._limit
     limit._most = 1
     limit._reset()
@@ -289,7 +292,7 @@ DAEMON_POOL = st.lists(
 @given(st.lists(FATES, max_size=60), DAEMON_POOL)
 def test_any_order_of_faults_leaves_what_the_calls_say(fates: list[str], calls: list[tuple[str, int]]) -> None:
     """With a deadline for a few tries, a call succeeds, or its error says whether it may have had an effect."""
-    rig = Rig(*fates, settings=Settings(retry_seconds_per_call=0.3))
+    rig = Rig(*fates, settings=Settings(object_store=ObjectSettings(retry_seconds_per_call=0.3)))
     model: dict[str, bytes] = {}
     moved = 0
 

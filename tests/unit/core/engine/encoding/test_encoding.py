@@ -28,6 +28,7 @@ from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from holdfast.testing.framework import GlobalTensor
 from tests.support.coded_packs import KEY, KINDS, SMALL, Pack, drawn, memory, with_pair
 from tests.support.cpu_clock import ClockOfLooks
+from tests.support.tuning import tuned
 
 
 class FailingCodec:
@@ -67,11 +68,9 @@ def test_what_is_written_is_the_same_from_sources_and_windows_and_decodes_to_the
     window_pages: int,
     buffers: int,
 ) -> None:
-    chosen = replace(
-        SMALL,
-        chunk_bytes=chunk_pages * PAGE_BYTES,
+    chosen = tuned(
+        replace(SMALL, chunk_bytes=chunk_pages * PAGE_BYTES, count_nonfinite=True),
         window_bytes=window_pages * PAGE_BYTES,
-        count_nonfinite=True,
     )
     state = {f"t{n}": drawn(dtype, count, kind, n) for n, (dtype, count, kind) in enumerate(tensors)}
     for number, (count, dtype) in enumerate(pair_counts[:2]):
@@ -90,7 +89,7 @@ def test_what_is_written_is_the_same_from_sources_and_windows_and_decodes_to_the
 def test_a_chunk_is_encoded_where_it_is_staged_whatever_windows_it_spans(
     chunk_pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chosen = replace(SMALL, chunk_bytes=chunk_pages * PAGE_BYTES, window_bytes=PAGE_BYTES)
+    chosen = tuned(replace(SMALL, chunk_bytes=chunk_pages * PAGE_BYTES), window_bytes=PAGE_BYTES)
     state = {f"t{n}": drawn("float32", 1500 * (n + 1), "normal", n) for n in range(4)}
     with_pair(state, "w", np.random.default_rng(1).standard_normal(5000).astype(np.float32), "bfloat16")
     pack = Pack(state, chosen)

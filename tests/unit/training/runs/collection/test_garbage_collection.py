@@ -43,7 +43,7 @@ from tests.unit.ranks import World, fresh_store, plain
 
 Result = TypeVar("Result")
 
-SMALL = tuned(Settings(chunk_bytes=4096, window_bytes=8192, collect_grace_seconds=0.0), unchanged_bytes_min=4096)
+SMALL = tuned(Settings(chunk_bytes=4096, collect_grace_seconds=0.0), window_bytes=8192, unchanged_bytes_min=4096)
 State = dict[str, object]
 
 

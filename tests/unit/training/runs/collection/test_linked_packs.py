@@ -26,7 +26,7 @@ from holdfast.training.runs.collection.linked_packs import linked_packs
 from tests.support.tuning import tuned
 from tests.unit.cli.running import holdfast as command
 
-SMALL = tuned(Settings(chunk_bytes=4096, window_bytes=8192, collect_grace_seconds=0.0), unchanged_bytes_min=4096)
+SMALL = tuned(Settings(chunk_bytes=4096, collect_grace_seconds=0.0), window_bytes=8192, unchanged_bytes_min=4096)
 FROZEN = 24_000
 """Bytes of the tensor that never changes."""
 
