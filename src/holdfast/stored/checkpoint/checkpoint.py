@@ -206,11 +206,8 @@ class Checkpoint:
             hint = f"names with the same ending: {first_three(similar)}" if similar else "no name ends like it"
             raise MissingError(f"{self.url}: no tensor {fqn!r}; {hint}. See .tensors")
         box, rest = _box_of(index, spec.global_shape, fqn)
-        plan = load_plan(
-            [WantedBoxes(stored, (box,))],
-            self._index_of(stored, box).pieces_near,
-            self.settings._tuning.read_window_bytes,
-        )
+        near, bytes_max = self._index_of(stored, box).pieces_near, self.settings._tuning.read_window_bytes
+        plan = load_plan([WantedBoxes(stored, (box,))], near, bytes_max)
         self._require_stored(plan)
         target = HostTarget(spec.dtype, box)
         execute(plan, self.packs, [target], self.settings, self.codecs)
@@ -236,9 +233,8 @@ class Checkpoint:
     def _read_all(self, fqns: Iterable[str], framework: str) -> dict[str, object]:
         specs = {fqn: self.index.tensors[fqn] for fqn in fqns}
         boxes = {fqn: Box.whole(spec.global_shape) for fqn, spec in specs.items()}
-        plan = self.reads_for(
-            [WantedBoxes(fqn, (box,)) for fqn, box in boxes.items()], self.settings._tuning.read_window_bytes
-        )
+        wanted = [WantedBoxes(fqn, (box,)) for fqn, box in boxes.items()]
+        plan = self.reads_for(wanted, self.settings._tuning.read_window_bytes)
         targets = {fqn: HostTarget(spec.dtype, boxes[fqn]) for fqn, spec in specs.items()}
         execute(plan, self.packs, list(targets.values()), self.settings, self.codecs)
         return {fqn: self.as_framework(target.array, target.dtype, framework) for fqn, target in targets.items()}
