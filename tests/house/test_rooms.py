@@ -26,37 +26,38 @@ LONG_FUNCTIONS: dict[str, str] = {}
 """Functions over the limit, each with the reason. An entry that is no longer needed fails the test."""
 
 LONG_FILES = {
-    "_face/checkpoint_manager.py": 500,
-    "_face/offline_api.py": 460,
-    "_face/pieces/writer.py": 411,
-    "_face/wiring.py": 485,
-    "backends/stores/local.py": 404,
-    "backends/torch/local_shards.py": 497,
-    "backends/torch/optimizers/restore.py": 459,
-    "backends/torch/state/collect.py": 404,
-    "backends/torch/state/restore.py": 497,
-    "backends/torch/tensors.py": 488,
-    "base/ports/framework.py": 408,
-    "base/ports/store.py": 493,
-    "core/engine/background.py": 424,
-    "core/engine/read.py": 467,
-    "core/plan/exchange.py": 478,
-    "integrations/dcp/writer.py": 421,
-    "integrations/transformers/run.py": 415,
-    "offline/repair/repair.py": 495,
-    "stored/checkpoint/checkpoint.py": 495,
-    "stored/leases/writer.py": 416,
-    "stored/repository/epochs.py": 411,
-    "stored/repository/timelines.py": 464,
-    "testing/store.py": 429,
-    "training/coordination/agreement/records.py": 478,
-    "training/loading/load.py": 499,
-    "training/loading/step_choice.py": 466,
-    "training/runs/collection/garbage_collection.py": 497,
-    "training/saving/attempt.py": 490,
-    "training/saving/transfer.py": 410,
+    "_face/checkpoint_manager.py",
+    "_face/offline_api.py",
+    "_face/pieces/writer.py",
+    "_face/wiring.py",
+    "backends/torch/local_shards.py",
+    "backends/torch/optimizers/restore.py",
+    "backends/torch/state/collect.py",
+    "backends/torch/state/restore.py",
+    "backends/torch/tensors.py",
+    "base/ports/framework.py",
+    "core/engine/background.py",
+    "core/engine/read.py",
+    "core/plan/exchange.py",
+    "integrations/dcp/writer.py",
+    "integrations/transformers/run.py",
+    "offline/repair/repair.py",
+    "stored/checkpoint/checkpoint.py",
+    "stored/leases/writer.py",
+    "stored/repository/epochs.py",
+    "stored/repository/timelines.py",
+    "testing/store.py",
+    "training/coordination/agreement/records.py",
+    "training/loading/load.py",
+    "training/loading/step_choice.py",
+    "training/runs/collection/garbage_collection.py",
+    "training/saving/attempt.py",
+    "training/saving/transfer.py",
 }
-"""Files over the limit, each with its lines. An entry may fall, and never rises."""
+"""Files over the limit, from before it. A file may leave this list; no file joins it."""
+
+LONG_FILE_LINES_MAX = 500
+"""Limit of the files in `LONG_FILES`."""
 
 PUBLIC_MODULES = ("holdfast", "holdfast.cli.__main__", "holdfast.observers", "holdfast.pieces", "holdfast.policies")
 """Modules that a user imports or runs by name, as each integration. All other modules must be reachable from these."""
@@ -118,13 +119,17 @@ def test_only_a_function_that_calls_in_order_may_be_longer(body: str, expected: 
 
 def test_no_file_is_larger_than_a_reader_can_hold() -> None:
     lines = {path.relative_to(PACKAGE).as_posix(): len(path.read_text().splitlines()) for path in FILES}
-    grown = {name: count for name, count in lines.items() if count > LONG_FILES.get(name, FILE_LINES_MAX)}
-    assert not grown, (
-        f"more lines than {FILE_LINES_MAX}, or than in LONG_FILES: {grown}. Such a file usually holds two ideas: name "
-        "the second one, and give it a file"
+    over = {
+        name: count
+        for name, count in lines.items()
+        if count > (LONG_FILE_LINES_MAX if name in LONG_FILES else FILE_LINES_MAX)
+    }
+    assert not over, (
+        f"more lines than {FILE_LINES_MAX}, or than {LONG_FILE_LINES_MAX} in LONG_FILES: {over}. Such a file usually "
+        "holds two ideas: name the second one, and give the idea a file"
     )
-    unneeded = {name for name in LONG_FILES if lines.get(name, 0) <= FILE_LINES_MAX}
-    assert not unneeded, f"short by now, or gone; remove from LONG_FILES: {sorted(unneeded)}"
+    short = {name for name in LONG_FILES if lines.get(name, 0) <= FILE_LINES_MAX}
+    assert not short, f"short by now, or gone; remove from LONG_FILES: {sorted(short)}"
 
 
 def test_import_circles_are_checked() -> None:
