@@ -155,23 +155,26 @@ def save(
     process_group: wiring.ProcessGroup = None,
     settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> SaveReport:
-    """Save one checkpoint and return once it is committed. Every rank of the group calls.
+    """Save one checkpoint and return once the checkpoint is committed. Every rank of the group calls.
 
+    Example:
+        report = holdfast.save("checkpoints/final", {"model": model, "optimizer": optimizer, "epoch": 3})
+        print(report.bytes, report.committed_seconds)
     Args:
-        path: The folder that becomes the checkpoint; it must not hold one, unless `overwrite`.
+        path: The folder that becomes the checkpoint. Without `overwrite`, the folder must not hold a checkpoint.
         state: Nested dict of modules, optimizers, objects with `state_dict`/`load_state_dict`, tensors and values.
         only: Save only FQNs that match one of these patterns; each must match a name on some rank.
         skip: Leave out FQNs that match one of these patterns.
-        grads: Save gradients too, each under its parameter's FQN plus `.grad`, for a save in the middle of gradient
-            accumulation. Without it, such a save is refused if the optimizer or wrapper reveals the accumulation.
-        overwrite: Replace the checkpoint at the path, if there is one. It stays whole until the new one is. Its files
-            go at the next overwrite, `settings.collect_grace_seconds` later at the earliest.
+        grads: Save gradients too, each under the FQN of the parameter plus `.grad`, for a save amid gradient
+            accumulation. Otherwise such a save is refused if the optimizer or wrapper reveals the accumulation.
+        overwrite: Replace a checkpoint at the path. The old checkpoint stays whole until the new checkpoint is
+            committed. The next overwrite deletes the old files, `settings.collect_grace_seconds` later at the earliest.
         process_group: None for the default group, False for this process alone, or a group.
         settings: How to save.
     Raises:
         InvalidError: The state or the call is wrong, or ranks disagree; or `overwrite` at a step of a run, at a run, or
-            at what Holdfast did not write. Nothing was written.
-        ConflictError: The path already holds a checkpoint, or another job overwrites it; it was not touched.
+            at files that Holdfast did not write. Nothing was written.
+        ConflictError: The path already holds a checkpoint, or another job overwrites the path; nothing was written.
         UnavailableError: Storage, the key-value store or a rank failed, or the outcome is unknown.
     """
     job, request = _request(path, state, (only, skip, grads), process_group, settings, overwrite=overwrite)
@@ -202,6 +205,10 @@ def async_save(
 
     Arguments as `save`.
 
+    Example:
+        handle = holdfast.async_save("checkpoints/background", state)
+        optimizer.step()  # Training goes on.
+        handle.wait()
     Raises:
         InvalidError: The state or the call is wrong, or ranks disagree, and these ranks never agreed on a save before.
             Nothing was written. `SaveHandle.wait` raises all other errors.
@@ -219,7 +226,7 @@ def _request(
     *,
     overwrite: bool,
 ) -> tuple[Job, tuple[SaveTarget, Collect] | InvalidError]:
-    """Return the job, the target and the state of a save by path, or what is wrong with the call on this rank."""
+    """Return the job, the target and the state of a save by path, or the error of the call on this rank."""
     try:
         require_state(state, "save(path, state)")
         require_bool("overwrite", overwrite)
@@ -255,32 +262,36 @@ def load(
     Modules, optimizers and tensors are filled in place; plain values in the dict are replaced. Only the passed
     top-level keys are compared: `load(path, {"model": model})` from a whole training checkpoint succeeds.
 
+    Example:
+        holdfast.load("checkpoint", {"model": model, "optimizer": optimizer})
+        holdfast.load("run-7", {"model": model}, step="best")
+        holdfast.load("run-7", {"model": model}, best=("accuracy", "max"), skip="*.bias")
     Args:
         path: The checkpoint; with `step` or `best` the root of a run.
         state: The state to fill.
         step: A step of the run: its number, a tag (`"best"`), `"300@1f2e"`, or `"latest"`, the newest valid one.
-        best: A metric: the committed step with the lowest value of it. `("accuracy", "max")`: with the highest.
+        best: The name of a metric: the committed step with the lowest value. `("accuracy", "max")`: the highest value.
         strict: Raise if names are missing or unexpected; otherwise fill the matching names and report the rest.
         cast: Allow a tensor to be filled from another dtype; floats and integers never fill each other.
         only: Fill only FQNs that match one of these patterns; each must match a name on some rank.
         skip: Leave FQNs that match one of these patterns as they are.
-        grads: Set gradients as they were saved, and remove those of parameters that had none. Without it, gradients in
-            the checkpoint are unexpected names, since a run that resumes without them trains differently.
+        grads: Set the saved gradients, and remove gradients of parameters that had no gradient. Otherwise, gradients in
+            the checkpoint are unexpected names, since a run that resumes without gradients trains differently.
         rename: How names in the checkpoint become names of the state, as `{"module.": "", "backbone": "encoder"}`: the
-            first segments of a name below its top-level key; of the whole name, if none matches there. A `*` stands for
-            any characters and is carried over, as in `{"*.attn.*": "*.attention.*"}`. Each rule renames what the rules
-            before it made. The state of optimizers follows the names of its parameters.
-        partial: Tensors, by patterns, that may have another shape than was saved, such as a resized vocabulary. What
-            both have, from index 0 in each dimension, is filled, in the state of optimizers too; the rest stays as it
-            is, and is zero in new state. `LoadReport.partial` lists them.
+            first segments of a name below its top-level key; of the whole name, if no name matches there. A `*` stands
+            for any characters and is carried over, as in `{"*.attn.*": "*.attention.*"}`. Each rule applies to the
+            result of the rules before. The state of optimizers follows the names of the parameters.
+        partial: Tensors, by patterns, whose saved shape may differ, such as a resized vocabulary. The common part, from
+            index 0 in each dimension, is filled, in the state of optimizers too; the rest does not change, and is zero
+            in new state. `LoadReport.partial` lists these tensors.
         hyperparameters: False keeps the hyperparameters of the optimizers, such as a new learning rate, and fills only
-            their state.
+            the optimizer state.
         process_group: None for the default group, False for this process alone, or a group.
         settings: How to load.
     Raises:
         InvalidError: The state does not fit; nothing was changed on any rank.
         MissingError: There is no checkpoint, step or tag.
-        CorruptError: Stored bytes are not what was saved; the state may be partly filled.
+        CorruptError: Stored bytes differ from the saved bytes; the state may be partly filled.
     """
     require_state(state, "load(path, state)")
     job = wiring.loading_job(process_group, settings)
@@ -296,8 +307,13 @@ def load(
 def open_checkpoint(
     path: wiring.Path, *, step: int | str | None = None, settings: Settings = wiring.DEFAULT_SETTINGS
 ) -> Checkpoint:
-    """Open a checkpoint read-only. It reads lazily, never communicates, and needs no torch.
+    """Open a checkpoint read-only. A checkpoint reads lazily, never communicates, and needs no torch.
 
+    Example:
+        checkpoint = holdfast.open_checkpoint("run-7", step="latest")
+        for name, tensor in checkpoint.tensors.items():
+            print(name, tensor.dtype, tensor.shape)
+        first_rows = checkpoint.read("model.weight", slice(0, 2))
     Args:
         path: The checkpoint; with `step` the root of a run.
         step: A step of the run: its number, a tag (`"best"`), `"300@1f2e"`, or `"latest"`, the newest valid one.

@@ -1,13 +1,9 @@
-"""The manager of a run: a training loop saves and loads its steps with it.
-
-It forwards to the features of `training/runs/`, and starts saves and loads with them.
-"""
+"""The manager of a run. It starts saves and loads, and forwards to the features of `training/runs/`."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -30,7 +26,7 @@ from holdfast.base.ports.framework import Selection
 from holdfast.base.ports.observer import Observer
 from holdfast.base.ports.packs import Packs
 from holdfast.base.ports.store import Store
-from holdfast.base.types.reports import LoadReport, SaveReport
+from holdfast.base.types.reports import LoadReport
 from holdfast.core.format.names import is_step, plain_step
 from holdfast.errors import InvalidError
 from holdfast.policies import KeepPolicy, Policies, SavePolicy
@@ -46,15 +42,12 @@ from holdfast.training.loading.load import Loaded, load, load_attempt
 from holdfast.training.loading.load_request import LoadRequest
 from holdfast.training.loading.named_step import finder_of
 from holdfast.training.loading.rename_rules import Renames
-from holdfast.training.runs.claim_step import RunFacts
-from holdfast.training.runs.collection.background_collection import Background, lacks_room
 from holdfast.training.runs.collection.garbage_collection import CheckpointGC
-from holdfast.training.runs.collection.pins import Pins, StepPin
 from holdfast.training.runs.discarding import Discarding
 from holdfast.training.runs.loaded_state import loaded_state
 from holdfast.training.runs.preemption import PreemptionHandler, estimated_write_bytes
 from holdfast.training.runs.saves_in_flight import SavesInFlight
-from holdfast.training.runs.step_request import RunParts, StepRequest, StepState
+from holdfast.training.runs.step_request import RunParts, StepRequest, StepState, note_failed
 from holdfast.training.runs.tags import tag_step
 from holdfast.training.saving.handle import SaveHandle
 from holdfast.training.saving.misuse import refuse_call
@@ -65,7 +58,14 @@ from holdfast.training.telemetry.dispatcher import EventDispatcher
 class CheckpointManager:
     """Saves and loads the steps of one run under a root. A context manager; every rank of the group makes one.
 
-    Construction is a collective: ranks agree on a nonce and count who shares their memory. Saving runs no collective.
+    Construction is a collective: ranks agree on a nonce and count those that share memory. Saving runs no collective.
+
+    Example:
+        with holdfast.CheckpointManager("run-8", every=100, keep_last=3) as manager:
+            start = manager.load(state) or 0
+            for step in range(start + 1, 301):
+                optimizer.step()
+                manager.maybe_save(step, state)
     """
 
     def __init__(
@@ -90,13 +90,13 @@ class CheckpointManager:
             keep: Which steps are kept; None for all. The newest valid one always is.
             every: Short for `save=AnyOf(EveryNSteps(every), OnRequest())`.
             keep_last: Short for `keep=AnyOf(LatestN(keep_last), Tagged())`.
-            start_over: Whether the first save begins anew although the root holds steps and none was loaded. The steps
-                stay stored, superseded. Without it, such a save raises.
+            start_over: Whether the first save starts over although the root holds steps and the manager loaded no step.
+                The steps stay stored, superseded. Otherwise such a save raises.
             preemption: Signals after which `maybe_save` saves and ends the process, from its first call until `close`.
                 True for SIGTERM and SIGINT, with a grace of 30 s; False for none. See `holdfast.Preemption`.
             process_group: None for the default group, False for this process alone, or a group.
             settings: How to save and load.
-            observers: Receive events of saves and loads: those of `holdfast.observers`, or your own. A slow or broken
+            observers: Receive events of saves and loads: from `holdfast.observers`, or your own. A slow or broken
                 observer cannot delay or fail a save.
         Raises:
             InvalidError: The root is a checkpoint or no path; `save` or `keep` is invalid or given twice;
@@ -126,12 +126,11 @@ class CheckpointManager:
     ) -> Self:
         """Return a manager over a store and a job that the caller made; the manager closes the job.
 
-        Args:
-            store: The root.
-            job: The ranks.
-            references: Opens files elsewhere that imported steps refer to.
-            policies, observers: When to save and what to keep; receivers of events.
-            preemption_handler: Ends the loop on a signal; None for no preemption.
+        `references` opens files elsewhere that imported steps refer to.
+
+        Example:
+            with holdfast.CheckpointManager.over(store, job) as manager:
+                manager.save(1, state)
         """
         manager = cls.__new__(cls)
         manager._open(store, job, references, policies, observers, preemption_handler)
@@ -174,13 +173,15 @@ class CheckpointManager:
     ) -> SaveHandle | None:
         """Save a step of the training loop if a save is due; return its handle, or None.
 
-        Every rank calls it after every step. All ranks decide alike without waiting for each other. `metrics` are
-        numbers by name; only those of rank 0 are stored. Other arguments and errors as `save`; no tag is put or moved
-        if nothing is saved. A step that was just saved or loaded is not saved again.
+        Every rank calls this method after every step. All ranks make the same decision without waiting for each other.
+        Other arguments and errors as `save`. Without a save, no tag is set or moved. A step that was just saved or
+        loaded is not saved again.
 
+        Example:
+            manager.maybe_save(400, state, metrics={"loss": 0.25})
         Raises:
             InvalidError: The manager was made without `save` and `every`.
-            Preempted: A rank received a signal. All ranks stop at this step; `code` tells whether it is saved. A
+            Preempted: A rank received a signal. All ranks stop at this step; `code` shows whether the step is saved. A
                 `SystemExit`, not an `Exception`.
         """
         self._require_not_closed()
@@ -209,6 +210,8 @@ class CheckpointManager:
 
         The rank forwards the request at its next `maybe_save`. All ranks save at one step, about a second later.
 
+        Example:
+            signal.signal(signal.SIGUSR1, lambda *_: manager.request_save())
         Raises:
             InvalidError: The policy has no `OnRequest()`.
         """
@@ -231,15 +234,18 @@ class CheckpointManager:
         skip: Globs = None,
         grads: bool = False,
     ) -> SaveHandle:
-        """Begin to save a step; return once it is staged, or at once if it is copied lazily. As `async_save`.
+        """Begin to save a step; return once the state is staged, or at once if it is copied lazily. As `async_save`.
 
+        Example:
+            handle = manager.save(400, state, metrics={"loss": 0.25}, move_tags={"best"})
+            handle.wait("staged")  # Training may change the state from here on.
         Args:
             step: The training iteration.
             state: As `async_save`, and so `only`, `skip` and `grads`.
-            metrics: Metrics of the step, numbers by name; only those of rank 0 are stored.
-            tags: Tags that the step gets once it is committed; only those of rank 0 are set. A tag that another step
-                has stays there. That is a warning, in the log and in `SaveReport.untagged`; the step is saved.
-            move_tags: Tags that the step gets likewise, also if another step has them: `move_tags={"best"}`.
+            metrics: Metrics of the step, numbers by name; only the metrics of rank 0 are stored.
+            tags: Tags that the step gets once it is committed; only the tags of rank 0 are set. A tag of another step
+                does not move. The log and `SaveReport.untagged` then have a warning; the step is saved.
+            move_tags: Tags that move to the step if another step has them.
         """
         self._require_not_closed()
         step = plain_step(step)
@@ -264,20 +270,24 @@ class CheckpointManager:
     ) -> int | None:
         """Fill a state from a step, or from the newest valid step; return the step, or None if the root has none yet.
 
-        `step` is a number, a tag (`"best"`), or `"latest"`, the same as None. `best="loss"` loads the committed step
-        with the lowest loss, `best=("accuracy", "max")` that with the highest accuracy, ranked as `BestN` ranks.
-
+        Arguments and errors as the function `load`; `step="latest"` is the same as None. `best` ranks as `BestN` ranks.
         All ranks skip damaged newer steps together, quarantine them, and report them in `load_report.passed_over`.
-        Arguments and errors as the function `load`. A given step that is absent raises `MissingError`; a damaged one
-        raises `CorruptError`.
 
-        Going back: if steps newer than the loaded one exist, the next save begins a new timeline there. The newer steps
-        stay stored, but are superseded: a load without a step takes the newest step of the newest timeline. A
-        superseded step is loaded by number and digest, as `holdfast ls` lists it: `step="300@1f2e"`.
+        Going back: if steps newer than the loaded step exist, the next save begins a new timeline there. The newer
+        steps stay stored, but are superseded: a load without a step takes the newest step of the newest timeline. A
+        superseded step is loaded by number and digest, as `holdfast ls` lists the step: `step="300@1f2e"`.
 
-        With `discard_newer` the newer steps are superseded at once, also for a restart before the next save, and rank 0
-        removes them in the background. Tagged ones stay. `load_report.discarded` and `left` name them. It needs a step,
-        and raises `ConflictError` beside another writer; the state is then unchanged.
+        With `discard_newer` the newer steps are superseded at once, also for a restart before the next save. Rank 0
+        removes them in the background. Tagged steps stay. `load_report.discarded` and `left` name both kinds.
+        `discard_newer` needs a step. Another writer is a `ConflictError`; the state is then unchanged.
+
+        Example:
+            step = manager.load(state)
+            step = manager.load({"model": model}, best=("accuracy", "max"))
+            step = manager.load(state, step=200, discard_newer=True)
+        Raises:
+            MissingError: The given step does not exist.
+            CorruptError: The given step is damaged.
         """
         require_state(state, "load(state, step)")
         self._require_not_closed()
@@ -288,7 +298,7 @@ class CheckpointManager:
         position = self._position
         selector = position.selector(find, None if discarding is None else discarding.prepare)
         if discarding is not None:
-            self._saves.await_ends()  # They are newer, too.
+            self._saves.await_ends()  # Saves in flight are newer steps, too.
         with load_attempt(self._job, position.home, selector, request, self._dispatcher) as attempt:
             try:
                 loaded = load(attempt)
@@ -305,42 +315,57 @@ class CheckpointManager:
             return loaded.location.step
 
     def steps(self) -> list[int]:
-        """Return the committed steps that a load may take, ascending. Superseded steps are not among them."""
+        """Return the committed steps that a load may take, ascending, without superseded steps.
+
+        Example:
+            assert manager.steps() == [100, 200, 300]
+        """
         return committed_steps(self._store)
 
     @property
     def latest(self) -> int | None:
-        """The newest committed step of the newest timeline, or None."""
+        """The newest committed step of the newest timeline, or None.
+
+        Example:
+            assert manager.latest == 300
+        """
         chain = run_timelines(self._store).chain
         return chain[-1].step if chain else None
 
     def tag(self, step: int | str, name: str, *, move: bool = False) -> None:
-        """Tag a committed step; do nothing if it has the tag already. Call it on one rank.
+        """Tag a committed step; do nothing if the step has the tag already. Call this method on one rank.
 
         A superseded step is named by number and digest, as `300@1f2e`. With `move`, the step gets the tag also if
-        another step has it: at any time, and after a crash, the tag is at one of the two.
+        another step has it: at any time, and after a crash, one of the two steps has the tag.
 
+        Example:
+            manager.tag(300, "best", move=True)
         Raises:
-            InvalidError: The name is no valid tag: it is a number, `latest`, or has other characters.
+            InvalidError: The name is not a valid tag: a number, `latest`, or other characters.
             MissingError: There is no such step.
-            ConflictError: Another step has the tag, and it is not to move; or the step is being deleted.
+            ConflictError: Another step has the tag and `move` is False, or the step is being deleted.
         """
         tag_step(self._store, self._job.clock, step, name, move=bool(move))
 
     def untag(self, name: str) -> None:
-        """Remove a tag; its step stays as it is. Call it on one rank.
+        """Remove a tag; the step does not change. Call this method on one rank.
 
+        Example:
+            manager.untag("best")
         Raises:
             MissingError: There is no such tag.
         """
         remove_tag(self._store, name)
 
     def kept(self) -> dict[int, tuple[str, ...]]:
-        """Return the steps that garbage collection would keep now, each with its reasons. Removes nothing.
+        """Return the steps that garbage collection would keep now, each with the reasons. Read-only.
 
+        Example:
+            for step, reasons in manager.kept().items():
+                print(step, ", ".join(reasons))
         Raises:
             InvalidError: `keep` ranks by a metric that no step has.
-            CorruptError: A tag cannot be read, so it may name a step that must stay.
+            CorruptError: A tag cannot be read and may name a step that must stay.
         """
         if read_run_id(self._store) is None:
             return {}
@@ -350,8 +375,10 @@ class CheckpointManager:
     def wait(self) -> None:
         """Wait for every save in flight.
 
+        Example:
+            manager.wait()
         Raises:
-            CheckpointError: A save failed, and no call has raised its error yet. If several failed, the first is
+            CheckpointError: A save failed, and no call has raised its error yet. If several failed, the first error is
                 raised; its cause is an `ExceptionGroup` of all errors, or of the first and the last 100.
         """
         self._saves.wait(closing=self._closed)
@@ -359,10 +386,12 @@ class CheckpointManager:
     def close(self, *, wait: bool = True) -> None:
         """Wait for every save in flight, delete the steps that `keep` does not keep, and release the resources.
 
-        Raises as `wait`. Steps that a load discarded go too. If steps are due for deletion, rank 0 waits for the rest
-        of their grace, up to a minute, and says so. It does not wait after a signal, nor while an exception is handled:
-        the next job deletes them then.
+        Raises as `wait`. Steps that a load discarded are deleted too. If steps are due for deletion, rank 0 waits for
+        the rest of their grace, up to a minute, and logs the wait. After a signal, and while an exception is handled,
+        rank 0 does not wait: the next job deletes the steps.
 
+        Example:
+            manager.close(wait=False)
         Args:
             wait: Whether to wait for the grace; saves in flight are awaited in any case.
         """
@@ -409,7 +438,7 @@ class CheckpointManager:
             self._parts.pins.unpin(request.pin, is_committed=False)
             raise
         parts = self._parts
-        ended = partial(_note_failed, parts.run_facts, parts.pins, parts.collecting, request.pin, handle)
+        ended = partial(note_failed, parts.run_facts, parts.pins, parts.collecting, request.pin, handle)
         handle.committed.add_done_callback(ended)
         self._position.lineage = request.lineage
         self._saves.add(handle)
@@ -418,12 +447,7 @@ class CheckpointManager:
         return handle
 
     def _close(self, *, hand_on: bool, may_wait: bool) -> None:
-        """Wait for every save in flight, then release the resources.
-
-        Args:
-            hand_on: Whether the restored handler receives a signal that no step handled.
-            may_wait: Whether to wait for the grace of steps that are due for deletion.
-        """
+        """Close. With `hand_on`, the restored handler receives a signal that no step handled."""
         if self._closed:
             return
         require_uninterrupted(f"{self._store.url}: close")
@@ -442,13 +466,13 @@ class CheckpointManager:
         self, may_wait: bool, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
         """End garbage collection and release the writer lease; an `ExitStack` passes the error of the close so far."""
-        # A failed save is no reason to leave steps behind; Ctrl-C while saves end is.
+        # A failed save is not a reason to leave steps undeleted; Ctrl-C while saves end is a reason.
         may_wait = may_wait and (error is None or isinstance(error, Exception))
         preemption = self._preemption
         self._parts.close(lambda: may_wait and not (preemption is not None and preemption.has_received_signal))
 
     def _estimated_write_bytes(self, passed: StepState) -> int:
-        """Return a lower bound of the bytes that this rank must write, before any comparison with what is stored."""
+        """Return a lower bound of the bytes that this rank must write, before any comparison with stored bytes."""
         if passed.misuse is not None or (self._position.base is not None and self._job.settings.deduplicate):
             return 0  # Every byte may be unchanged.
         collected = self._job.framework.collect(passed.state, passed.selection)
@@ -469,32 +493,9 @@ def _passed(
     metrics: Mapping[str, object] | None,
     tags: tuple[TagNames, TagNames],
 ) -> StepState:
-    """Return the arguments of a call that saves, or what is wrong with them: every rank then raises, or none."""
+    """Return the arguments of a call that saves, or the error in the arguments: every rank then raises, or no rank."""
     try:
         require_save_arguments(step, state, call)
         return StepState(state, selection_of(*chosen), metrics, *tags)
     except InvalidError as misuse:
         return StepState({}, Selection(), misuse=misuse)
-
-
-def _note_failed(
-    facts: RunFacts,
-    pins: Pins,
-    collecting: Background | None,
-    pin: StepPin,
-    handle: SaveHandle,
-    committed: Future[SaveReport],
-) -> None:
-    """Unpin what a save needed that has certainly failed, and look for room if it found none.
-
-    Holds no reference to the manager: the handle outlives it.
-    """
-    error = committed.exception()
-    if handle.may_be_committed:
-        pins.note_unknown(pin)
-    elif error is not None:
-        pins.unpin(pin, is_committed=False)
-    if error is not None:
-        facts.forget()
-    if collecting is not None and error is not None and lacks_room(error):
-        collecting.want_room()

@@ -57,17 +57,20 @@ def import_checkpoint(
 ) -> ImportReport:
     """Make a checkpoint of another system a step of a run. One process calls; needs no torch.
 
-    The step refers to the source's files: it records each file, its size and the digest of every chunk, for which all
-    bytes are read. Checksums that the files hold are compared before. A load must allow the folder of the files with
-    `Settings(allowed_roots=(…,))`; a file that has changed is a `CorruptError`. With `copy` the bytes are copied into
-    packs of the run, and the source may be deleted. A checkpoint of Holdfast can be imported with `copy` only.
+    The step refers to the files of the source. The step records each file, the file size and the digest of every chunk,
+    for which all bytes are read. Checksums in the files are compared before. A load must allow the folder of the files
+    with `Settings(allowed_roots=(…,))`; a file that has changed is a `CorruptError`. With `copy` the bytes are copied
+    into packs of the run, and the source may be deleted. A checkpoint of Holdfast can be imported with `copy` only.
 
+    Example:
+        report = holdfast.import_checkpoint("model.pt", "imported", step=0, copy=True)
+        print(report.origin, report.tensors)
     Args:
         src: The checkpoint: a folder or file of any format that Holdfast reads.
-        root: The folder of the run; created if it does not exist.
-        step: The step that it becomes; None for its own step number.
+        root: The folder of the run; created if the folder does not exist.
+        step: The new step of the run; None for the step number of the source.
         from_step: The step of `src`, if that is the root of a run: a number, a tag, or `latest`.
-        copy: Whether to copy its bytes. To or from a URL they are always copied: a step refers to files of disks only.
+        copy: Whether to copy the bytes. Bytes to or from a URL are always copied: a step refers to files of disks only.
         settings: Bytes of a chunk, and reads in flight.
         observer: Receives progress.
     Raises:
@@ -99,20 +102,23 @@ def export(
     observer: Observer | None = None,
     settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> ExportReport:
-    """Write a checkpoint, of Holdfast or of a format that it reads, as files of another system. Needs no torch.
+    """Write a checkpoint, of any format that Holdfast reads, as files of another system. Needs no torch.
 
-    The files appear at `dst` all at once, when they are complete and durable. At a URL every file appears whole, one
-    by one, and last the one by which readers find the others. After any interruption, the same call resumes.
+    All files appear at `dst` at once, complete and durable. At a URL every file appears whole, one by one; the file
+    that names the other files appears last. After any interruption, the same call resumes.
 
+    Example:
+        report = holdfast.export("run-7", "model-safetensors", to="safetensors", step="best", dtype="bfloat16")
+        print(report.files)
     Args:
         src: The checkpoint; with `step` the root of a run.
-        dst: The file or folder to create; it must not exist.
+        dst: The file or folder to create; the path must not exist.
         to: The format: `safetensors`, `torch` or `dcp` (docs/formats.md). `holdfast` copies everything into a
-            checkpoint of our own, by one process and not resumed; the options up to `memory_bytes` do not apply to it.
+            checkpoint of Holdfast, in one process and not resumed; the options up to `memory_bytes` do not apply.
         step: A step of the run: its number, a tag, `"300@1f2e"`, or `"latest"`, the newest valid one.
         shard_bytes: Most bytes of tensors in a file, for formats with several. None: 5 GB; at a URL, where a file is
             sent whole from memory, an eighth of a worker's memory.
-        dtype: Dtype for the floating tensors of the model: float32, float16 or bfloat16; None: as they are.
+        dtype: Dtype for the floating tensors of the model: float32, float16 or bfloat16; None for the stored dtype.
         model_only: Whether to leave out everything but the model.
         memory_bytes: Memory for data in flight, of all workers together.
         workers: Number of parallel processes.
@@ -120,9 +126,9 @@ def export(
         settings: How to read; with `to="holdfast"` also how to write, `compression` too.
     Raises:
         InvalidError: The call is wrong, or the format cannot hold the checkpoint.
-        ConflictError: `dst` exists, or another process exports to it; it was not touched.
+        ConflictError: `dst` exists, or another process exports to `dst`; nothing was written.
         UnavailableError: The file system is full, or storage failed.
-        CorruptError: Stored bytes are not what was saved.
+        CorruptError: Stored bytes differ from the saved bytes.
     """
     export_wiring.require_options(dtype, shard_bytes, memory_bytes=memory_bytes, workers=workers)
     if step is not None and workers > 1:
@@ -136,7 +142,7 @@ def export(
         store = wiring.copy_store_at(dst, checkpoint.url, settings)
         if isinstance(store, LocalStore):
             LocalDestination(store.url).require_outside(checkpoint.url)
-        # No reports: the files of an export are those that its own report lists, and no others.
+        # No save reports: an export writes only the files that the `ExportReport` lists.
         with closing(wiring.lone_job(replace(settings, reports=False))) as job:
             return exported(checkpoint, store, job, observer)
     settings, shard_bytes = export_wiring.resources_of(dst, settings, memory_bytes, workers, shard_bytes)
@@ -150,6 +156,9 @@ def export(
 def list_steps(root: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> RunRecord:
     """Return every step under the root of a run: committed, damaged and unfinished. Read-only, needs no torch.
 
+    Example:
+        for step in holdfast.api.list_steps("run-7").steps:
+            print(step.step, step.tags, step.quarantined)
     Raises:
         MissingError: The path holds no run.
         InvalidError: The path is one checkpoint.
@@ -170,18 +179,21 @@ def tag(
     move: bool = False,
     settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> None:
-    """Give a committed step of a run a tag; no change if it has the tag already. Needs no torch.
+    """Give a committed step of a run a tag; no change if the step has the tag already. Needs no torch.
 
+    Example:
+        holdfast.api.tag("run-7", 300, "release")
+        holdfast.api.tag("run-7", "release", "best", move=True)
     Args:
         root: The folder of the run.
-        step: The step: its number, `300@1f2e` for a superseded one, another tag of it, or `latest`.
+        step: The step: its number, `300@1f2e` for a superseded step, another tag of the step, or `latest`.
         name: The tag.
-        move: Whether to move the tag if another step has it. At any time, it is at one of the two.
+        move: Whether to move the tag if another step has the tag. At any time, one of the two steps has the tag.
         settings: How to reach storage.
     Raises:
         InvalidError: The name is not valid, or the path is one checkpoint.
         MissingError: There is no such step.
-        ConflictError: The tag names another step, and is not to move; it was not touched.
+        ConflictError: Another step has the tag, and `move` is False; the tag did not change.
     """
     store = wiring.store_at(root, settings)
     require_no_checkpoint(store)
@@ -189,8 +201,10 @@ def tag(
 
 
 def untag(root: wiring.Path, name: str, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> None:
-    """Remove a tag of a run; the step stays as it is. Needs no torch.
+    """Remove a tag of a run; the step does not change. Needs no torch.
 
+    Example:
+        holdfast.api.untag("run-7", "best")
     Raises:
         InvalidError: The name is not valid, or the path is one checkpoint.
         MissingError: There is no such tag.
@@ -203,8 +217,11 @@ def untag(root: wiring.Path, name: str, *, settings: Settings = wiring.DEFAULT_S
 def trace(path: wiring.Path, *, step: int | str | None = None, settings: Settings = wiring.DEFAULT_SETTINGS) -> Trace:
     """Return a trace of the saves and loads of a checkpoint, or of every step of a run, on all ranks.
 
-    ui.perfetto.dev and chrome://tracing draw its `document`, written as JSON. Needs no torch.
+    ui.perfetto.dev and chrome://tracing draw the `document`, written as JSON. Needs no torch.
 
+    Example:
+        with open("trace.json", "w") as file:
+            json.dump(holdfast.api.trace("run-7").document, file)
     Args:
         path: The checkpoint, or the root of a run.
         step: One step of the run: its number, a tag, or `latest`; None for all.
@@ -226,26 +243,30 @@ def repair(
     observer: Observer | None = None,
     settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> RepairReport:
-    """Rebuild damaged manifests and indexes of a run from its other files, and report what is lost.
+    """Rebuild damaged manifests and indexes of a run from its other files, and report the losses.
 
-    It writes only data whose digests prove that it was saved. Every replaced file is kept under `quarantine/`. A step
-    that is complete afterwards can be resumed from again. No job may write to the run. Needs no torch.
+    Only data whose digests prove that a save wrote the data is written. Every replaced file is kept under
+    `quarantine/`. A run can resume from a step that is complete afterwards. No job may write to the run. Needs no
+    torch.
 
-    The folder of one step stands for that step of its run. A checkpoint that is in no run is repaired from its own
+    The folder of one step stands for that step of its run. A checkpoint outside a run is repaired from its own
     files alone, and replaced files are kept in its folder `replaced/`.
 
+    Example:
+        report = holdfast.api.repair("run-7", dry_run=True)
+        print([(step.step, step.outcome) for step in report.steps])
     Args:
         root: The root of the run, the folder of one step, or one checkpoint.
         step: The step: its number, a tag, or `latest`; None: every step whose manifest, index, file sizes or quarantine
             show damage.
         dry_run: Write nothing, only report.
-        unfinished: Accept the manifest of that step although it is fenced (see `holdfast ls`), if everything that it
-            names is intact.
+        unfinished: Accept the manifest of that step although the manifest is fenced (see `holdfast ls`), if all files
+            in the manifest are intact.
         observer: Receives progress while a step is read back.
         settings: How to read, and how an index is split.
     Raises:
-        MissingError: There is no such step, or none at all.
-        InvalidError: A step of one checkpoint is asked for, or a step is of a newer format.
+        MissingError: There is no such step, or no step at all.
+        InvalidError: The call names a step of one checkpoint, or a step has a newer format.
         ConflictError: A job writes to the run.
         UnavailableError: Storage failed; the same call resumes.
     """
@@ -272,23 +293,26 @@ def copy_run(
     observer: Observer | None = None,
     settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> CopyReport:
-    """Copy a whole run to another place, on any store, and store what its steps share once there too. Needs no torch.
+    """Copy a whole run to another place, on any store. Files that steps share are stored once. Needs no torch.
 
-    Every file that a manifest names is copied once, and proven by its digest on the way. A job may write to the run
-    meanwhile: steps that it removes or saves again before they were copied are left out and reported. If the process is
-    interrupted or killed, the same call continues.
+    Every file that a manifest names is copied once, and checked against its digest on the way. A job may write to the
+    run meanwhile. Steps that the job removes or saves again before the copy reaches them are left out and reported. If
+    the process is interrupted or killed, the same call continues.
 
+    Example:
+        report = holdfast.api.copy_run("run-7", "archive/run-7")
+        print(report.files, report.bytes)
     Args:
         root: The root of the run.
         destination: A new folder.
-        skip_damaged: Whether to leave out steps that are damaged, rather than to refuse to complete the copy.
+        skip_damaged: Whether to leave out damaged steps, rather than to refuse to complete the copy.
         observer: Receives progress, from several threads, one at a time.
-        settings: How to reach storage, memory for objects on their way, permission bits of files. Without such bits,
-            the copy has those of the run.
+        settings: How to reach storage, memory for objects in flight, permission bits of files. Without such bits, the
+            copy has the bits of the run.
     Raises:
         MissingError: The path holds no run.
         ConflictError: The destination holds something else than an unfinished copy of this run.
-        CorruptError: Steps are damaged; the message names the places. All others are there.
+        CorruptError: Steps are damaged; the message names the places. All other steps are copied.
         InvalidError: The path is one checkpoint, or one path is inside the other.
         UnavailableError: Storage failed; the same call continues.
     """
@@ -309,9 +333,11 @@ def copy_checkpoint(
 ) -> CopyReport:
     """Copy one checkpoint of Holdfast, or one step of a run, to a folder of its own, on any store. Needs no torch.
 
-    The copy has all packs that the checkpoint needs, also those of other steps. It is proven by its digests on the way.
-    If the process is interrupted or killed, the same call continues.
+    The copy has all packs that the checkpoint needs, also packs of other steps. The bytes are checked against their
+    digests on the way. If the process is interrupted or killed, the same call continues.
 
+    Example:
+        holdfast.api.copy_checkpoint("run-7", "archive/best", step="best")
     Args:
         src: The checkpoint; with `step` the root of a run.
         destination: A new folder.
@@ -321,8 +347,8 @@ def copy_checkpoint(
     Raises:
         MissingError: There is no checkpoint.
         ConflictError: The destination holds something else than an unfinished copy of this checkpoint.
-        CorruptError: It is damaged; the message names the places.
-        InvalidError: It is of another system, or one path is inside the other.
+        CorruptError: The checkpoint is damaged; the message names the places.
+        InvalidError: The checkpoint is of another system, or one path is inside the other.
         UnavailableError: Storage failed; the same call continues.
     """
     location = wiring.location_at(src, settings) if step is None else wiring.step_at(src, step, settings)
@@ -345,9 +371,13 @@ def collect(
     last healthy one, quarantined steps and steps with readers always stay. So do packs that a kept step refers to. If
     the process is killed, every step is complete or gone, and the next call resumes.
 
+    Example:
+        keep = policies.AnyOf(policies.LatestN(2), policies.Tagged())
+        report = holdfast.api.collect("run-7", keep=keep, dry_run=True)
+        print(report.steps, report.bytes)
     Args:
         root: The folder of the run.
-        keep: Which steps stay, as in `holdfast.policies`; None for all of them.
+        keep: Which steps stay, as in `holdfast.policies`; None for all steps.
         dry_run: Only report what would be removed.
         grace_seconds: Time between mark and removal; None for `settings.collect_grace_seconds`.
         settings: How to hold the writer lease.
@@ -377,15 +407,18 @@ def remove_steps(
 ) -> RemovedSteps:
     """Remove steps of a run by name. For runs without a writing job. Needs no torch.
 
-    Packs that other steps refer to stay. A step that somebody reads stays for now, and is in `left`. If the process is
-    killed, every step is complete or gone; `collect` removes what is left of one that is gone.
+    Packs that other steps refer to stay. A step with a reader stays for now, and is in `left`. If the process is
+    killed, every step is complete or gone; `collect` removes remaining files of a step that is gone.
 
+    Example:
+        removed = holdfast.api.remove_steps("run-7", [100], grace_seconds=0)
+        print(removed.steps, removed.bytes)
     Args:
         root: The folder of the run.
-        steps: Their numbers or tags, or `latest`; a superseded step is named by number and digest, as `300@1f2e`.
-        tagged: Whether steps with tags go too, and their tags with them.
-        all_steps: Whether the last step that a resume could take may go.
-        dry_run: Only report what would be removed.
+        steps: Numbers or tags, or `latest`; a superseded step is named by number and digest, as `300@1f2e`.
+        tagged: Whether steps with tags are removed too, together with these tags.
+        all_steps: Whether the last step that a resume could take may be removed.
+        dry_run: Only report the files that would be removed.
         grace_seconds: Time between mark and removal; None for `settings.collect_grace_seconds`.
         settings: How to hold the writer lease.
     Raises:
@@ -425,6 +458,10 @@ def diff(
 
     Of two checkpoints of Holdfast, bytes with equal digests are not read.
 
+    Example:
+        before, after = (holdfast.open_checkpoint("run-7", step=step) for step in (100, 300))
+        for tensor in holdfast.diff(before, after, tensors="model.*").tensors:
+            print(tensor.fqn, tensor.verdict)
     Args:
         a, b: Paths, or opened checkpoints.
         tensors: Compare only tensors with a name that matches one of these patterns, and no values.
@@ -436,7 +473,7 @@ def diff(
         MissingError: A path holds no checkpoint.
         InvalidError: A path is the root of a run.
         CorruptError: A checkpoint is damaged.
-        ConflictError: One was overwritten meanwhile.
+        ConflictError: A checkpoint was overwritten meanwhile.
     """
     opened = [side if isinstance(side, Checkpoint) else wiring.checkpoint_at(side, settings) for side in (a, b)]
     patterns = None if tensors is None else patterns_of("tensors", tensors)

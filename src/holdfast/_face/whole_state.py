@@ -23,7 +23,7 @@ from holdfast.stored.checkpoint.mapped_tensors import MappedTensors
 
 _ABSENT = object()
 _OVERWRITES_MAX = 10
-"""How often a read begins again because its checkpoint was overwritten."""
+"""How often a read starts again because the checkpoint was overwritten."""
 
 
 def read(
@@ -37,26 +37,29 @@ def read(
 ) -> Mapping[str, object]:
     """Read the state of a checkpoint into new memory, without a state to fill. This process alone reads.
 
-    The result is what `torch.load` would return for the same state: a module or an optimizer is its `state_dict()`,
-    with parameters of an optimizer by name, and everything else keeps its nesting. What each rank has for itself
-    (`PerRank`, `RngState`) is left out, with a warning: see `open_checkpoint(path).per_rank(rank)`.
+    The result equals that of `torch.load` for the same state: a module or an optimizer is its `state_dict()`, with
+    parameters of an optimizer by name, and all other values keep their nesting. Values of one rank (`PerRank`,
+    `RngState`) are left out, with a warning: see `open_checkpoint(path).per_rank(rank)`.
 
+    Example:
+        saved = holdfast.read("run-7", step="latest", only="model.*")
+        model.load_state_dict(saved["model"])
     Args:
         path: The checkpoint, of any format that Holdfast reads; with `step` the root of a run.
         step: A step of the run: its number, a tag, `"300@1f2e"`, or `"latest"`, the newest valid one.
-        only: Read only names that match one of these patterns, and all below them, as in `only="model.*"`.
-        framework: `torch` for tensors on the CPU, or `numpy`, which needs no torch: bfloat16 and float8 become unsigned
-            integers of their width, and torch's dtypes and devices their names.
-        mmap: Whether tensors are mapped from the files, and read and checked when they are first asked for. The
-            result, and each dict in it that holds tensors, is then a read-only mapping, and `copy()` of it a dict; a
-            list or tuple is put together as a whole. A tensor that several ranks saved in parts, or whose chunks are
-            coded, is read into memory.
+        only: Read only names that match one of these patterns, and all names below, as in `only="model.*"`.
+        framework: `torch` for tensors on the CPU, or `numpy`, which needs no torch. With `numpy`, bfloat16 and float8
+            become unsigned integers of the same width; dtypes and devices of torch become names.
+        mmap: Whether tensors are mapped from the files, and read and checked on first access. The result, and each dict
+            in the result that holds tensors, is then a read-only mapping; `copy()` of the mapping returns dicts. The
+            first access to a list or tuple reads all its tensors. A tensor that several ranks saved in parts, or whose
+            chunks are coded, is read into memory.
             Writing to a tensor never changes a file. Files may be deleted or replaced meanwhile, but not cut short or
             overwritten in place.
         settings: How to read.
     Returns:
-        The state as nested dicts; with `mmap` as nested mappings, which raise `CorruptError` where a damaged tensor is
-        first asked for.
+        The state as nested dicts; with `mmap` as nested mappings, which raise `CorruptError` on first access to a
+        damaged tensor.
     Raises:
         MissingError: There is no checkpoint, step or tag.
         InvalidError: The path is the root of a run without a step, the format is newer, or a pattern matches no name.
@@ -72,7 +75,7 @@ def read(
         except (ConflictError, CorruptError):
             if not checkpoint.is_overwritten:
                 raise
-            # All of it is read anew, so that no two checkpoints are mixed.
+            # The whole state is read again, so that no two checkpoints are mixed.
     return _read(wiring.checkpoint_at(path, settings, step), patterns, framework, mmap=mmap)
 
 
@@ -104,23 +107,23 @@ def _read(
 
 
 class MappedState(Mapping[str, object]):
-    """A state, or a dict in it, whose tensors are checked when they are first asked for. Read-only."""
+    """A state, or a dict of a state, whose tensors are checked on first access. Read-only."""
 
     def __init__(self, state: Mapping[str, object], fill: Callable[[object], object]) -> None:
-        """Ask for no tensor yet.
+        """Read no tensor yet.
 
         Args:
-            state: Its values, with leaves in place of tensors.
-            fill: Returns what takes the place of a leaf.
+            state: The values, with leaves in place of tensors.
+            fill: Returns the value of a leaf.
         """
         self._state, self._fill = state, fill
         self._made: dict[str, object] = {}
 
     def __getitem__(self, key: str) -> object:
-        """Return a value; the same one each time.
+        """Return a value; the same object each time.
 
         Raises:
-            CorruptError: A tensor in it is damaged.
+            CorruptError: A tensor in the value is damaged.
         """
         if key not in self._made:
             value = self._state[key]
@@ -128,12 +131,12 @@ class MappedState(Mapping[str, object]):
                 made: object = MappedState(value, self._fill)
             else:
                 made = _fill(value, self._fill)
-            # Of two threads that make it at once, both return the same.
+            # If two threads make the value at once, both return the same object.
             self._made.setdefault(key, made)
         return self._made[key]
 
     def __iter__(self) -> Iterator[str]:
-        """Return the keys; asks for no value."""
+        """Return the keys; reads no value."""
         return iter(self._state)
 
     def __len__(self) -> int:
@@ -141,16 +144,16 @@ class MappedState(Mapping[str, object]):
         return len(self._state)
 
     def __contains__(self, key: object) -> bool:
-        """Return whether a key is there; asks for no value."""
+        """Return whether the state has a key; reads no value."""
         return key in self._state
 
     def copy(self) -> dict[str, object]:
-        """Return plain dicts, all the way down, with the same tensors; asks for all of them.
+        """Return plain dicts on every level, with the same tensors; reads all tensors.
 
         For code that takes only dicts. `load_state_dict` of an optimizer begins with this call.
 
         Raises:
-            CorruptError: A tensor in it is damaged.
+            CorruptError: A tensor is damaged.
         """
         return {key: value.copy() if isinstance(value, MappedState) else value for key, value in self.items()}
 
@@ -159,7 +162,7 @@ class MappedState(Mapping[str, object]):
         return dict, (self.copy(),)
 
     def __repr__(self) -> str:
-        """Return the keys: the values would all be read."""
+        """Return the keys only: showing the values would read every tensor."""
         return f"MappedState({list(self._state)})"
 
 
@@ -185,7 +188,7 @@ class _Selected:
         return kept
 
     def _part(self, value: object, path: str) -> object:
-        """Return what is selected of a value; `_ABSENT` if nothing is. A list counts as one value."""
+        """Return the selected part of a value; `_ABSENT` for no part. A list counts as one value."""
         names = (*_at_and_above(path), *(_at_and_above(value.fqn) if isinstance(value, TensorLeaf) else ()))
         hits = [pattern for pattern in self._patterns if any(fnmatchcase(name, pattern) for name in names)]
         for pattern in hits:
@@ -205,7 +208,7 @@ class _Selected:
 
 
 def _at_and_above(name: str) -> Iterator[str]:
-    """Yield a name and the names above it: a pattern applies to all names below the ones that it matches."""
+    """Yield a name and the names above: a pattern applies to a matching name and to all names below."""
     yield name
     while "." in name:
         name = name.rpartition(".")[0]
@@ -213,7 +216,7 @@ def _at_and_above(name: str) -> Iterator[str]:
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """Yield what is no container."""
+    """Yield the leaves: values that are not containers."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else None
     if items is None:
         yield value
@@ -223,7 +226,7 @@ def _leaves(value: object) -> Iterator[object]:
 
 
 def _fill(value: object, fill: Callable[[object], object]) -> object:
-    """Return a value with its leaves replaced. Dicts and lists are changed in place: they keep type and attributes."""
+    """Return a value with its leaves replaced. Dicts and lists change in place, to keep type and attributes."""
     if isinstance(value, dict):
         for key, item in value.items():
             value[key] = _fill(item, fill)

@@ -289,7 +289,11 @@ os.register_at_fork(after_in_child=DAEMON_POOL.forget_threads)
 
 
 def end_idle_threads() -> None:
-    """End the threads that wait for calls: what follows a training, a test for example, may count threads."""
+    """End the threads that wait for calls, for code after a training that counts threads, such as a test.
+
+    Example:
+        holdfast.api.end_idle_threads()
+    """
     DAEMON_POOL.end_idle()
     for each in list(_QUEUES):
         each.end_if_idle()

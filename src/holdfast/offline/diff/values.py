@@ -33,7 +33,12 @@ def value_diffs(a: object, b: object, path: str = "") -> Iterator[ValueDiff]:
 
 
 def value_document(value: object) -> object:
-    """Return a value as a JSON document with the tags of docs/values.md."""
+    """Return a value as a JSON document with the tags of docs/values.md.
+
+    Example:
+        for value in holdfast.diff("checkpoint", "run-7/step-000000000300").values:
+            print(value.path, json.dumps(holdfast.api.value_document(value.b)))
+    """
     return values.encode(value, "")
 
 
