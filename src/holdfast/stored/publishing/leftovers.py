@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 def _counted_manifests(store: Store) -> Iterator[Manifest]:
-    """Return the manifests of a run that count; raises `CheckpointError` if one cannot be read."""
+    """Return the manifests of a run that count; raises `CheckpointError` if a manifest cannot be read."""
     timelines = run_timelines(store)
     for stored in (*timelines.chain, *timelines.superseded):
         folder = step_folder(stored.step)
@@ -37,11 +37,11 @@ def delete_leftovers(
     *,
     claim: str | None = None,
 ) -> None:
-    """Remove the files of failed attempts. The published manifest keeps them from publishing.
+    """Remove the files of failed attempts. The published manifest keeps these attempts from publishing.
 
-    A manifest that was removed since may have published one of these attempts, and other steps may refer to its packs.
-    Such packs stay. If a manifest cannot be read, everything stays. If a newer timeline meanwhile saves the step again,
-    the rest stays: it may be of that save.
+    A manifest that was removed since may have published one of these attempts. Other steps may refer to packs of that
+    attempt: such packs stay. If a manifest cannot be read, everything stays. If a newer timeline meanwhile saves the
+    step again, the remaining files stay: that save may own them.
 
     Args:
         location: The checkpoint.
@@ -63,13 +63,13 @@ def delete_leftovers(
         # Most often a newer timeline saves the step again, and nothing is left to remove: then no other step is read.
         if others and location.step is not None:
             counted = packs_named_by(_counted_manifests(store))
-            # Read after those in the folders: a manifest that moves meanwhile is then in one of the two lists.
+            # Read after the manifests in the folders: a manifest that moves meanwhile is then in one of the two lists.
             referenced = counted | packs_named_by(moved_manifests(store).manifests)
         for folder in others:
             prefix = f"{location.folder}{folder}/"
             keys = [entry.key for entry in store.list(prefix)]
             if all(is_attempt_file(key.removeprefix(prefix)) for key in keys):
-                # Ask after the listing: then no listed file belongs to a writer that took over, or to a newer save of
+                # Check after the listing: then no listed file belongs to a writer that took over, or to a newer save of
                 # the step, which writes only after this manifest has moved away.
                 if epoch:
                     require_newest(store, epoch)
@@ -93,7 +93,7 @@ def delete_leftovers(
 def _is_overwritten(location: CheckpointLocation, claim: str | None) -> bool:
     """Return whether another job overwrites the checkpoint, so that its attempt must stay.
 
-    Ask before the manifest is read: a job whose claim is gone by then has left its manifest there, if it published.
+    Check before the manifest is read: a job whose claim is gone by then has left a manifest there, if it published.
     """
     return location.step is None and is_claimed(location.store, besides=claim)
 

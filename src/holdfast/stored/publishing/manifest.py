@@ -1,4 +1,4 @@
-"""Publishes a manifest, and reports how that ended: the moment at which a checkpoint exists."""
+"""Publishes a manifest, and reports the outcome: from this moment a checkpoint exists."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def publish_manifest(location: CheckpointLocation, data: bytes, epoch: int) -> O
     assert digest is not None, "a manifest is sealed"
     if epoch:
         try:
-            # A new writer takes its epoch first and lists steps second. If no newer epoch exists yet, it
-            # will list this step.
+            # A new writer takes its epoch first and lists steps second. If no newer epoch exists yet, that
+            # writer will list this step.
             require_newest(location.store, epoch)
-        except Exception as doubt:  # noqa: BLE001 - the manifest is there, whatever the error is
+        except Exception as doubt:  # noqa: BLE001 - the manifest is stored, whatever the error is
             return ask_storage(f"{type(doubt).__name__}: {doubt}")
     return committed(digest)
 
@@ -68,13 +68,13 @@ def _put(location: CheckpointLocation, data: bytes, epoch: int) -> None:
 
 
 def _require_not_own(location: CheckpointLocation, epoch: int) -> None:
-    """Say so if this job itself published the step, since this save began.
+    """Refuse with a message of its own if this job itself published the step since this save began.
 
     Raises:
         ConflictError: An earlier save of this job has saved the step.
     """
     is_own = False
-    with suppress(CheckpointError):  # The conflict is certain, whoever was first.
+    with suppress(CheckpointError):  # The conflict is certain, whichever writer was first.
         data = get_or_none(location.store, location.manifest_key, MANIFEST_BYTES_MAX)
         is_own = data is not None and run_fields_of_manifest(data, location.url).epoch == epoch
     if is_own:

@@ -24,7 +24,7 @@ class OutcomeKind(StrEnum):
     """The attempt certainly left no checkpoint."""
 
     FENCED = "fenced"
-    """The manifest is visible and will never count: another writer took over."""
+    """The manifest is visible but never counts: another writer took over."""
 
     ASK_STORAGE = "ask_storage"
     """A rank may have published. The manifest, if there is one, decides."""
@@ -41,7 +41,7 @@ class Outcome:
     """The state."""
 
     rank: int = -1
-    """If publishing or aborted: the rank that decided it."""
+    """If publishing or aborted: the rank that decided."""
 
     manifest_digest: str = ""
     """If committed: digest of the manifest."""
@@ -56,7 +56,7 @@ class Outcome:
     """If aborted or fenced: why."""
 
     reason: str = ""
-    """If unknown, or if storage must be asked: why."""
+    """If unknown, or if the manifest on storage decides: why."""
 
 
 def committed(manifest_digest: str, unhealthy: tuple[str, ...] = (), tensor_bytes: int = 0) -> Outcome:

@@ -1,5 +1,5 @@
 """One save: collect, fingerprint, agree, plan, deduplicate, stage, write, vote, commit.
 
-`training/runs/` and `api` call it. Read `save.py` first.
-A save that fails here leaves nothing visible, and it never ends training.
+`training/runs/` and `api` call this room. Read `save.py` first.
+A failed save leaves no visible checkpoint, and never ends training.
 """

@@ -1,21 +1,21 @@
 """One save on one rank: its state, its files, and how a failure ends it on every rank.
 
-States of an attempt, and who moves it from one to the next:
+States of an attempt, and the thread or rank that moves the attempt from one state to the next:
 
     begun      -> agreed      the training thread, once rank 0's verdict is there
-    agreed     -> committed   the commit thread, if every rank holds the step as it was loaded: nothing is written
+    agreed     -> committed   the commit thread, if every rank holds the step as loaded: nothing is written
     begun      -> refused     the training thread: the verdict says whether the call raises, or the handle fails
     agreed     -> staged      the thread that copied or wrote the last byte (`Transfer`); training may change the state
     staged     -> written     the commit thread, once this rank's packs and part are durable
     written    -> voted       the commit thread, with its vote in the key-value store
     voted      -> publishing  the commit thread of the one rank whose vote completed the count
-    publishing -> committed   that rank; the others learn it from the key-value store or from the manifest
-    publishing -> aborted     that rank, if it is certain that it published nothing
+    publishing -> committed   that rank; the others read the commit in the key-value store or in the manifest
+    publishing -> aborted     that rank, if certain that nothing was published
     publishing -> unknown     a rank that cannot learn whether the manifest is published; nothing is removed
-    any before publishing -> aborted   any rank that fails or waits too long; its own files are removed
+    any before publishing -> aborted   any rank that fails or waits too long; the files of that rank are removed
 
-What a failure on this rank does depends on how far this rank has come: see `SaveProgress`. Exactly one side finishes a
-save: the commit thread, or the training thread if it fails before handing over.
+The effect of a failure on this rank depends on the progress of this rank: see `SaveProgress`. Exactly one side finishes
+a save: the commit thread, or the training thread after a failure before the hand-over.
 """
 
 from __future__ import annotations
@@ -58,26 +58,26 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LATE_SECONDS = 10.0
-"""How much longer than an agreement and its verdict may take the training thread waits for them."""
+"""How much longer than the time limits of agreement and verdict the training thread waits for both."""
 
 
 class SaveProgress(Enum):
-    """How far this rank has come: decides what a failure does."""
+    """The progress of this rank, which decides the effect of a failure."""
 
     NUMBERING = "numbering"
-    """It takes the number of the save. The other ranks know nothing: the handle fails."""
+    """The rank takes the number of the save. The other ranks do not know of the failure: the handle fails."""
 
     COLLECTING = "collecting"
-    """It takes the state apart. A failure refuses the save on every rank; for want of memory the handle fails."""
+    """The rank takes the state apart. A failure refuses the save on every rank; a lack of memory fails the handle."""
 
     AGREEING = "agreeing"
     """Rank 0 decides, also whether a refusal raises in the call of every rank. Other failures live in the handle."""
 
     AGREED = "agreed"
-    """It copies, writes and votes. The attempt is aborted on every rank, unless one may be publishing."""
+    """The rank copies, writes and votes. A failure aborts the attempt on all ranks, unless a rank may be publishing."""
 
     DECIDED = "decided"
-    """The outcome is known. What fails now cannot change it: the handle reports the outcome as unknown."""
+    """The outcome is known. A failure cannot change the outcome now: the handle reports the outcome as unknown."""
 
 
 class SaveAttempt:
@@ -125,7 +125,7 @@ class SaveAttempt:
         self._has_waited = False
         self._progress = SaveProgress.NUMBERING
         self._transfer: Transfer | None = None
-        self._finisher = threading.Lock()  # Nobody waits for it.
+        self._finisher = threading.Lock()  # No thread waits for this lock.
         """Taken by the side that finishes the save; never released."""
 
     @property
@@ -182,7 +182,7 @@ class SaveAttempt:
         self._negotiation.require_wanted()
         hung = self.job.progress.unanswered
         if hung is not None:
-            # Before it takes memory. The commit thread would come to this save only after the write that hangs.
+            # Before the save takes memory. The commit thread would begin this save only after the write that hangs.
             raise UnavailableError(f"{self.name}: {hung}. Nothing was saved; look at the storage")
         return self._negotiation.sequence
 
@@ -217,7 +217,7 @@ class SaveAttempt:
         """Wait for a call, on the training thread.
 
         Raises:
-            UnavailableError: The call hangs. Every wait for ranks in it has a deadline, which comes earlier.
+            UnavailableError: The call hangs. Every wait for ranks in the call has an earlier deadline.
         """
         job = self.job
         seconds = job.seconds_left(job.agreement_deadline()) + job.verdict_seconds + LATE_SECONDS
@@ -238,14 +238,14 @@ class SaveAttempt:
         )
 
     def _note_wait(self) -> None:
-        """Take note that this rank waits for others: it has nothing to do that the collector would slow down."""
+        """Take note that this rank waits for others: the collector slows down no work of a rank that waits."""
         if not self._has_waited:
             self._has_waited = True
             self.gc_pause.end()
             logger.info("%s: training waits until all ranks agree on it", self.name)
 
     def _abort_late(self, future: Future[Agreement]) -> None:
-        """Abort an attempt that the ranks agreed on after this rank gave up, so that nobody waits for its vote."""
+        """Abort an attempt that the ranks agreed on after this rank gave up, so that no rank waits for its vote."""
         if future.exception() is None:
             agreement = future.result()
             vote = CommitVote(self.job, agreement.sequence, agreement.attempt, self.name)
@@ -279,14 +279,14 @@ class SaveAttempt:
         return timeout if self._transfer is None else self._transfer.settle(timeout)
 
     def abandon(self, error: CheckpointError) -> None:
-        """End the save on every rank, unless a rank may be publishing: then it ends by itself."""
+        """End the save on every rank, unless a rank may be publishing: then the save ends by itself."""
         if self.commit_vote.abort(error).kind is OutcomeKind.ABORTED and self._transfer is not None:
             self._transfer.give_up(error)
 
     def stop_waiting(self, error: CheckpointError) -> None:
         """End the save and fail its handle, although the commit thread may hang in a write."""
-        # If the commit thread has not begun this save, it never will. It leaves the files for the next save to remove:
-        # removing them now would wait for the storage that does not answer.
+        # If the commit thread has not begun this save, it never will. The next save removes the files: to remove files
+        # now would wait for the storage that does not answer.
         self._finisher.acquire(blocking=False)
         assert self._transfer is not None, "the handle knows the attempt from the transfer on"
         self._transfer.give_up(error)
@@ -305,16 +305,16 @@ class SaveAttempt:
         return {"step": step, "attempt": self.agreement.attempt, "rank": str(self.job.comm.rank)}
 
     def link_pack(self, pack: str, source: str) -> str | None:
-        """Give a pack of another step a further name among the files of this attempt; return its key, if it has one.
+        """Give a pack of another step a further name in the folder of this attempt; return the key of a link, if made.
 
         Args:
-            pack: Its path from the root of the run.
-            source: Its key there: this path, or that of a link to it.
+            pack: The path of the pack from the root of the run.
+            source: The key there: this path, or the path of a link to the pack.
         Raises:
             MissingError: There is no such key any more.
         """
         key = self.folder + link_name(pack)
-        # Before the link is made: an aborted attempt removes it. The commit makes its name durable with the others.
+        # Before the link is made: an aborted attempt removes the link. The commit makes all names durable.
         self.file_keys.append(key)
         return key if self.location.store.link(source, key) else None
 
@@ -336,7 +336,7 @@ class SaveAttempt:
                         raise
                     self._lose(error)
             except BaseException as error:
-                # Complete the handle even if ending the save failed: callers wait for it.
+                # Complete the handle even if ending the save failed: callers wait for the handle.
                 if not self.handle.committed.done():
                     self._fail_unknown(f"{type(error).__name__}: {text_of(error)}")
                 raise
@@ -344,7 +344,7 @@ class SaveAttempt:
         self.job.commits.submit(run)
 
     def _end_before_agreement(self, error: BaseException) -> BaseException | None:
-        """End a save that no rank has begun to write; return what the call raises, None if the handle holds it."""
+        """End a save before any rank writes; return the error for the call, None if the handle holds the error."""
         raised = error
         if self._progress is SaveProgress.COLLECTING:
             raised = collect_error(error, self.name)
@@ -362,7 +362,7 @@ class SaveAttempt:
         return None
 
     def _end_agreed(self, error: BaseException) -> BaseException | None:
-        """Abort an attempt on every rank; return what the call raises, None if the handle holds it."""
+        """Abort an attempt on every rank; return the error for the call, None if the handle holds the error."""
         if self._finisher.acquire(blocking=False):
             if self._transfer is not None:
                 self._transfer.give_up(error)
@@ -394,7 +394,7 @@ class SaveAttempt:
         return self._commit() if outcome.kind is OutcomeKind.PUBLISHING else outcome
 
     def end_unwritten(self, report: SaveReport) -> None:
-        """End the save without a vote: the step is committed, and every rank holds it as it was loaded."""
+        """End the save without a vote: the step is committed, and the state of every rank equals the loaded step."""
         self._progress = SaveProgress.DECIDED
         report = replace(report, untagged=self.target.hooks.committed(self.agreement.context, ""))
         if self.job.comm.rank == 0:
@@ -464,7 +464,7 @@ class SaveAttempt:
         if outcome.kind is not OutcomeKind.ABORTED:
             self._fail_unknown(f"{failure}; {outcome.reason}", error)
             return
-        # Where a write hangs, removing its files would hang too. The next save of the step removes them.
+        # Where a write hangs, removing its files would hang too. The next save of the step removes these files.
         if self.job.progress.hung is None:
             self._remove_files()
         self.handle.fail(failure)
@@ -479,7 +479,7 @@ class SaveAttempt:
         self.handle.fail(failure)
 
     def _remove_files(self) -> None:
-        """Remove this rank's files of the attempt. Only call it once the attempt cannot be committed any more."""
+        """Remove this rank's files of the attempt. Only call this once the attempt cannot be committed any more."""
         try:
             self.location.store.delete(self.file_keys)
         except CheckpointError as error:

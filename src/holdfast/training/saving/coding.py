@@ -1,4 +1,4 @@
-"""The codecs of one save on one rank: what is coded, what is measured while it is written, and what comes of it."""
+"""The codecs of one save on one rank: the choice of coded pieces, the measurements, and the update of the history."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from holdfast.training.telemetry.operation import OperationTrace
 
 
 class SaveCoding:
-    """The decisions of one save with `compression`, and what it measures. Without it no save has one."""
+    """The decisions and measurements of one save with `compression`. A save without compression makes no instance."""
 
     def __init__(self, job: Job, location: CheckpointLocation, owned: OwnedKinds, writer: PackWriter) -> None:
-        """Decide what is coded.
+        """Decide which pieces are coded.
 
         Args:
-            job: Knows what earlier saves have shown.
+            job: Holds the measurements of earlier saves.
             location: Where the save goes.
-            owned: What this rank owns.
+            owned: The bytes that this rank owns, by kind.
             writer: Codes and writes the packs.
         """
         settings = job.settings
@@ -40,11 +40,11 @@ class SaveCoding:
         """Measures the save."""
         prepare = writer.sampler(owned.weight_types, codec_for)
         self.probe = ChunkProbe(self.meter, owned.kinds, samplings, prepare) if samplings else None
-        """Samples what is written raw; None: nothing."""
+        """Samples pieces that are written raw; None for no samples."""
 
     @property
     def key(self) -> str:
-        """What decides which pieces are coded, apart from the layout."""
+        """The coded kinds as text: with the layout, the key decides which pieces are coded."""
         return " ".join(map(str, sorted(self._choice.coded)))
 
     def announce(self, trace: OperationTrace) -> None:
@@ -53,7 +53,7 @@ class SaveCoding:
         trace.decide(decisions, self._choice.predicted_seconds(self._owned.amounts))
 
     def end(self, packs: Sequence[PlannedPack]) -> tuple[KindCoding, ...]:
-        """Let later saves learn from this one, once all packs are written; return what it did with each kind."""
+        """Add the measurements to the history, once all packs are written; return the coding of each kind."""
         items = (item for pack in packs for item in pack.plan.items)
         pieces = ((item.tensor.fqn, item.bytes) for item in items)
         amounts = amounts_of(pieces, self._owned.kinds, self._settings._tuning.coded_bytes_min)

@@ -71,7 +71,7 @@ def commit(
         votes: Returns the vote of every rank, by rank.
         job: The ranks.
         trace: Records the phases.
-        written: Receives the key of every file before it is written.
+        written: Receives the key of every file before the write.
         name: Name of the save, for messages.
     Returns:
         The outcome, and whether files of failed attempts may be deleted.
@@ -96,7 +96,7 @@ def commit(
 
 
 def delete_leftovers_in_time(location: CheckpointLocation, agreement: Agreement, name: str, job: Job) -> None:
-    """Delete the files of failed attempts. The outcome is certain, so it does not wait for a removal that hangs.
+    """Delete the files of failed attempts. The outcome is certain, so the save does not wait for a removal that hangs.
 
     Args:
         location, agreement, job: As in `commit`.
@@ -108,31 +108,31 @@ def delete_leftovers_in_time(location: CheckpointLocation, agreement: Agreement,
     try:
         if not is_done_soon(work, job.clock):
             logger.warning("%s: committed, but the removal of files of failed attempts hangs", name)
-    except Exception as error:  # noqa: BLE001 - the next save of the step removes them
+    except Exception as error:  # noqa: BLE001 - the next save of the step removes these files
         logger.warning("%s: committed, but files of failed attempts stay: %s", name, text_of(error))
 
 
 def assemble(
     target: SaveTarget, agreement: Agreement, votes: Sequence[Vote], settings: Settings, written: list[str]
 ) -> tuple[bytes, Manifest]:
-    """Merge the parts of all ranks, prove that they form a whole, write the index, and make all names durable.
+    """Merge the parts of all ranks, prove that the parts form a whole, write the index, and make all names durable.
 
     Args:
         target, agreement, written: As in `commit`.
         votes: The vote of every rank, by rank.
         settings: Chunk size, and chunks per index file.
     Returns:
-        The manifest, encoded and as it is.
+        The manifest, encoded and as an object.
     Raises:
         InvalidError: The parts do not form a whole.
-        CorruptError: A part or pack differs from what its rank voted for.
+        CorruptError: A part or pack differs from the vote of its rank.
     """
     location, attempt, context = target.location, agreement.attempt, agreement.context
     location.store.trust_exclusive_creates()  # Rank 0 has voted.
     whole = merge_parts(location, attempt, votes, settings.chunk_bytes)
     indexes, overview = write_index(location, attempt, whole.index, settings, written)
-    # Every rank made the content of its files durable before it voted, and left their names to this rank. Without their
-    # names the manifest would survive a power cut and its files would not.
+    # Every rank made the content of its files durable before its vote, and left the names to this rank. Without the
+    # names, the manifest would survive a power cut and the files would not.
     location.store.sync(f"{location.folder}{attempt}/{PARTS_FOLDER}")
     manifest = build_manifest(location, attempt, whole, (indexes, overview), context.run_id, context.created)
     manifest = replace(
@@ -143,7 +143,7 @@ def assemble(
         timeline=context.timeline,
         metrics=dict(context.metrics),
     )
-    # Only now: the previous save may have been in flight until now, and its commit decides the parent.
+    # Only now: the previous save may have been in flight until now, and that commit decides the parent.
     parent = target.parent()
     health = context.health  # For a copy: the health recorded with its source.
     if health is None:
@@ -161,7 +161,7 @@ def build_manifest(
     run_id: str,
     created: str,
 ) -> Manifest:
-    """Return the manifest fields that follow from the files of an attempt; `repair` rebuilds a lost manifest with it.
+    """Return the manifest fields that follow from the files of an attempt; `repair` too rebuilds manifests this way.
 
     Args:
         location: The checkpoint.
@@ -207,7 +207,7 @@ def installed_versions() -> dict[str, str]:
 
 @functools.cache
 def _installed_version(name: str) -> str | None:
-    """Return the version of a package; None if it is not installed. Reading it takes a millisecond."""
+    """Return the version of a package; None without the package. To read a version takes a millisecond."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -215,21 +215,22 @@ def _installed_version(name: str) -> str | None:
 
 
 def asking_for_exclusive_creates(store: Store, rank: int) -> Callable[[], None]:
-    """Begin to ask a store on rank 0 whether two writers can create one object, beside the packs that are written.
+    """Start a check on rank 0 whether two writers can create one object, in parallel with the writes of packs.
 
-    Nothing is committed without the vote of rank 0. So it asks for all ranks, and waits for the answer before it votes.
+    Nothing is committed without the vote of rank 0. So rank 0 checks for all ranks, and waits for the answer before the
+    vote.
 
     Args:
         store: The store.
         rank: This rank.
     Returns:
-        What waits for the answer; it raises if the store cannot be used.
+        A function that waits for the answer, and raises if the store cannot be used.
     """
     if rank or not store.traits.checks_exclusive_creates:
         return lambda: None
     try:
         answer = DAEMON_POOL.submit(store.require_exclusive_creates)
-    except UnavailableError:  # No thread could be started: it is asked behind the packs.
+    except UnavailableError:  # No thread could be started: the check runs after the packs.
         return store.require_exclusive_creates
 
     def require() -> None:
@@ -247,14 +248,14 @@ def write_index(
     *,
     whole: bool = False,
 ) -> tuple[tuple[FileRecord, ...], FileRecord | None]:
-    """Write an index, split into several files if it is large.
+    """Write an index; a large index is split into several files.
 
     Args:
         location: Where the checkpoint goes.
         attempt: Id of the attempt.
         index: The index.
         settings: Most chunks of an index in one file.
-        written: Receives the key of every file before it is written, so that a failed save can remove it.
+        written: Receives the key of every file before the write, so that a failed save can remove the file.
         whole: Whether to write one file, however large.
     Returns:
         Records of the index files, and the record of the overview if the index is split.
@@ -286,7 +287,7 @@ def write_index(
 
 
 def lost_race_of(location: CheckpointLocation, error: Exception) -> ConflictError | None:
-    """Return the loss of the race if that is behind an error of a commit: who has published removes others' files."""
+    """Return the lost race if that caused an error of a commit: the writer that publishes removes the others' files."""
     if not isinstance(error, CorruptError | MissingError):
         return None
     try:
@@ -295,18 +296,18 @@ def lost_race_of(location: CheckpointLocation, error: Exception) -> ConflictErro
         lost.__cause__ = error
         return lost
     except CheckpointError:
-        pass  # What failed first says more.
+        pass  # The first error is more precise.
     return None
 
 
 def outcome_on_storage(location: CheckpointLocation, agreement: Agreement, name: str, reason: str) -> Outcome:
-    """Return the outcome of a save by the manifest on storage, if the key-value store does not hold it.
+    """Return the outcome of a save by the manifest on storage, if the key-value store does not hold the outcome.
 
     Args:
         location: Where the checkpoint is saved.
-        agreement: What the ranks agreed on.
+        agreement: The agreement of the ranks.
         name: The save, for messages.
-        reason: Why the key-value store does not hold it.
+        reason: Why the key-value store does not hold the outcome.
     """
     try:
         manifest = confirmed_manifest(location.store, location.folder)

@@ -49,9 +49,9 @@ def _key(item: PackItem | Piece) -> PieceKey:
 
 
 def _with_weights(unchanged: Mapping[tuple[str, str], Piece]) -> dict[tuple[str, str], Piece]:
-    """Return unchanged pieces without those that are coded against a weight which is not among them.
+    """Return unchanged pieces without pieces that are coded against a changed weight.
 
-    Such a weight is written anew, so nothing says that its bytes are those that the piece was coded against.
+    A changed weight is written again, and may differ from the bytes that the piece was coded against.
     """
     weights = {
         key: (piece.coding.pair_fqn, piece.region)
@@ -67,40 +67,40 @@ class BaseStep:
     """A committed step whose pieces a rank may refer to."""
 
     identity: Base
-    """Its number and manifest digest."""
+    """Step number and manifest digest."""
 
     find: Callable[[Sequence[PackItem]], Mapping[PieceKey, Piece]]
-    """Returns the stored pieces that match the given ones; their packs are named from the root of the run."""
+    """Returns the stored pieces that match the given items; packs are named from the root of the run."""
 
     packs: Mapping[str, FileRecord]
-    """Every pack that holds its pieces, by that name."""
+    """Every pack that holds pieces of the step, by that name."""
 
     first_page_digests: Mapping[PieceKey, bytes]
     """Digest of the first page of each piece, where known."""
 
     links: Mapping[str, str] = field(default_factory=dict)
-    """By pack of another step, the key of the link to it that the step has, or may have."""
+    """By pack of another step, the key of a link to the pack that the step has, or may have."""
 
     is_own: bool = False
-    """Whether this process has committed it: only this process removes it then."""
+    """Whether this process has committed the step: then only this process removes the step."""
 
     @property
     def older_packs(self) -> list[str]:
-        """The packs of steps before it that this rank left unchanged: its next save is likely to refer to them too.
+        """The packs of earlier steps that this rank left unchanged: the next save is likely to refer to these too.
 
-        None for a loaded step, whose packs are those of all ranks.
+        Empty for a loaded step, which lists the packs of all ranks.
         """
         return [name for name in self.packs if step_of_pack(name) != self.identity[0]] if self.is_own else []
 
 
 def base_from_loaded(manifest: Manifest, stored: Index | SplitIndex, filled: Mapping[str, Sequence[Box]]) -> BaseStep:
-    """Return a loaded step as a base step. Of a split index, `find` reads only the files that it needs.
+    """Return a loaded step as a base step. Of a split index, `find` reads only the needed files.
 
     Args:
         manifest: Manifest of the step.
         stored: Index of the step.
         filled: Boxes by FQN that this rank read and verified. Other pieces may be damaged in storage and good in
-            memory, so they are written.
+            memory, so the save writes these.
     """
     assert manifest.step is not None, "a run loads steps"
     names = pack_paths(manifest)
@@ -136,7 +136,7 @@ def _is_within(item: PackItem, boxes: Sequence[Box]) -> bool:
 
 
 class Deduplicator:
-    """Finds the pieces of one save that the base step holds, and records the save as the base of later ones."""
+    """Finds the pieces of one save that the base step holds, and records the save as the base of later saves."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class Deduplicator:
             previous: The last committed step that this rank knows.
             writer: Lends buffers for copies.
             settings: Chunk size, and whether to deduplicate and count.
-            suspect_steps: Asked for the suspect steps if rank 0 has not looked.
+            suspect_steps: Returns the suspect steps; called if rank 0 has not looked.
         """
         self._location, self._is_enabled = location, settings.deduplicate and location.root is not None
         self._previous, self._writer, self._settings = previous, writer, settings
@@ -162,12 +162,12 @@ class Deduplicator:
         self._written: dict[PieceKey, Piece] = {}
         self._new_packs: dict[str, FileRecord] = {}
         self.unchanged_pieces: Sequence[Piece] = ()
-        """Pieces that are not written, with their place in earlier steps."""
+        """Pieces that are not written, each with a place in an earlier step."""
         self._counted: dict[PieceKey, Mapping[str, int]] = {}
         self._sizes: dict[str, int] = {}
         """Bytes of the packs that were looked at."""
         self._links: dict[str, str] = {}
-        """By pack of another step, the key of the link to it that this save has made."""
+        """By pack of another step, the key of the link that this save has made."""
 
     @property
     def packs(self) -> Sequence[FileRecord]:
@@ -196,8 +196,8 @@ class Deduplicator:
         Args:
             plan: All pieces that this rank owns.
             sources: Bytes by shard number.
-            context: Rank 0's base step and the suspect steps. Only rank 0's base is pinned against garbage collection,
-                so a rank with another base writes everything.
+            context: Rank 0's base step and the suspect steps. Only rank 0's base is pinned against garbage collection.
+                A rank with another base writes everything.
             link: Gives a pack a name in the folder of this save: `SaveAttempt.link_pack`.
         """
         if not self._is_enabled or not plan.large:
@@ -213,7 +213,7 @@ class Deduplicator:
                 if _key(item) in candidates and self._is_stored(item, sources, candidates[_key(item)], buffer)
             }
         unchanged = _with_weights(unchanged)
-        # A store of objects has no links, and would be asked for each pack, one after the other.
+        # A store of objects has no links; to look for the links would cost one request a pack, one after the other.
         if self._location.store.traits.page_entries is None:
             keeps = partial(self._is_linkable, link=link) if self._settings.link_unchanged else self._stays
             gone = {pack for pack in {piece.pack for piece in unchanged.values()} if not keeps(pack)}
@@ -227,11 +227,11 @@ class Deduplicator:
         return not base_link or not exists(self._location.store, base_link)
 
     def _base_link(self, pack: str) -> str:
-        """Return the key of the link to a pack that the base step has, or may have; empty if it has none."""
+        """Return the key of the link to a pack that the base step has, or may have; empty without a link."""
         return "" if self._previous is None else self._previous.links.get(pack, "")
 
     def _is_linkable(self, pack: str, link: LinkPack) -> bool:
-        """Link a pack, or leave it at the reference if it cannot be linked; return False if it is gone, or may go."""
+        """Link a pack, or keep the reference if no link is possible; return False if the pack is gone, or may go."""
         for source in filter(None, (pack, self._base_link(pack))):
             try:
                 made = link(pack, source)
@@ -247,7 +247,7 @@ class Deduplicator:
         return False
 
     def _is_stored(self, item: PackItem, sources: Sequence[Source], piece: Piece, buffer: memoryview) -> bool:
-        """Return whether every chunk of a piece has its stored digest; if so, note how many elements are not finite."""
+        """Return whether every chunk of a piece has the stored digest; if so, record the non-finite elements."""
         counter = NonFinite() if self._settings.count_nonfinite else None
         digests = chunk_digests(item, Scratch(buffer), piece.chunk_bytes, sources[item.shard_number], counter)
         stored = piece.digests
@@ -267,7 +267,7 @@ class Deduplicator:
         codings = written.codings or [None] * len(written.offsets)
         by_piece = zip(pack.plan.items, written.digests, written.offsets, codings, strict=True)
         for item, digests, offset, coding in by_piece:
-            # Skip small pieces: there may be thousands, and no save compares them.
+            # Skip small pieces: there may be thousands, and no save compares small pieces.
             if item.bytes >= self._settings._tuning.unchanged_bytes_min:
                 piece = Piece(item.tensor, item.region, name, offset, digests, chunk_bytes, coding)
                 self._written[_key(item)] = piece
@@ -276,7 +276,7 @@ class Deduplicator:
         """Return this save, once committed, as the base step of the next.
 
         Args:
-            digest: Digest of its manifest.
+            digest: Digest of the manifest.
         """
         assert self._location.step is not None, "a run saves steps"
         pieces = {_key(piece): piece for piece in self.unchanged_pieces} | self._written
@@ -290,16 +290,16 @@ class Deduplicator:
 
     @property
     def older_packs(self) -> list[str]:
-        """The packs that the base step refers to; none if this save refers to nothing."""
+        """The packs that the base step refers to; empty if this save refers to no step."""
         return self._previous.older_packs if self._previous is not None and self._is_enabled else []
 
     def look_at(self, packs: Sequence[str]) -> None:
-        """Look at the sizes of packs, ahead of the comparison, which then does not ask again."""
+        """Look up the sizes of packs, ahead of the comparison, which then needs no second look-up."""
         root = self._location.root
         assert root is not None, "a run has a root"
         links, files = {} if self._previous is None else self._previous.links, packs_under(root, "")
         self._sizes |= sizes_of(packs, files)
-        # A collection has removed these, or somebody has: the base holds them by its links.
+        # These packs were removed, by a collection or by hand: the base holds the bytes by its links.
         linked = {name: links[name] for name in packs if name in links and not self._sizes[name]}
         at_links = sizes_of(list(linked.values()), files)
         self._sizes |= {name: at_links[key] for name, key in linked.items()}
@@ -329,7 +329,7 @@ class Deduplicator:
         }
 
     def _looked_at(self, packs: Collection[str], context: SaveContext) -> Collection[int]:
-        """Look at packs that were not looked at yet, beside the suspect steps if rank 0 has not; return those."""
+        """Look up the sizes of the other packs, and the suspect steps if rank 0 has not; return the suspect steps."""
         suspects = set(context.suspect_steps or ())
 
         def look_at_suspects() -> None:
@@ -363,6 +363,6 @@ def first_pages(items: Sequence[PackItem], sources: Sequence[Source], buffer: me
             for item, page in zip(batch, pages, strict=True):
                 ticket = sources[item.shard_number].copy_into(item.region, 0, len(page), page)
                 # After a failure wait for the other copies. The failed copy may still write into the buffer, so the
-                # lender of the buffer must not reuse it.
+                # lender must not reuse the buffer.
                 copies.callback(ticket.wait)
         yield from pages

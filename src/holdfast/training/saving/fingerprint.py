@@ -48,7 +48,7 @@ class StateFingerprint:
             collected: The state of this rank.
             job: The ranks.
             location: Where the checkpoint goes.
-            sequence: The number of the save in the job, the same on every rank: it decides what is sampled.
+            sequence: The number of the save in the job, the same on every rank. It decides which bytes are sampled.
         Raises:
             InvalidError: Values are outside the closed set, or a tensor is too large for an index.
         """
@@ -70,10 +70,10 @@ class StateFingerprint:
         self.tree_bytes = values.dumps(tree)
         """The non-tensor state, encoded."""
         self.per_rank_bytes = values.dumps(per_rank) if per_rank else None
-        """Per-rank values of this rank, encoded; None if there are none."""
-        # Before the samples: it refuses tensors that no index can list, and some of those cannot be sampled.
+        """Per-rank values of this rank, encoded; None without such values."""
+        # Before the samples: this call refuses tensors that no index can list, and some of those cannot be sampled.
         layout = self._layout()
-        # A single rank has no other to compare samples with.
+        # A single rank has no other rank to compare samples with.
         if job.comm.world_size > 1:
             self._sample_replicated()
         self._layout_fingerprint = short_digest_of(layout)
@@ -124,7 +124,7 @@ class StateFingerprint:
         return Details(self._location.url, plain, agreeing, other, self._lossy(), self.declared_tensors())
 
     def declared_tensors(self) -> Mapping[str, DeclaredTensor]:
-        """Return the tensors of which this rank declares parts, by FQN."""
+        """Return the tensors with parts that this rank declares, by FQN."""
         return declared_tensors(self._shards)
 
     def whole_sum(self) -> Sum:
@@ -132,11 +132,11 @@ class StateFingerprint:
         return self._sums.whole
 
     def part_sums(self) -> Mapping[str, Sum]:
-        """Return the sum of what this rank declares of each tensor, by FQN."""
+        """Return the sum of the declared parts of each tensor on this rank, by FQN."""
         return sums_of_parts(self._shards, self._slots.rank)
 
     def declared_parts(self, fqns: Collection[str]) -> Mapping[str, DeclaredParts]:
-        """Return what this rank declares of some tensors, by FQN."""
+        """Return the parts that this rank declares of some tensors, by FQN."""
         return {
             shard.tensor.fqn: parts_of(shard)
             for shard in self._shards
@@ -144,10 +144,10 @@ class StateFingerprint:
         }
 
     def _lossy(self) -> list[str]:
-        """Return the buffers and objects of which one rank's cannot stand for all.
+        """Return the buffers and objects whose value on one rank cannot stand for all ranks.
 
         The integers of a quantised weight, of a random state and of an object's position are data of one rank. A
-        counter, and what an accumulator counts, differs by rank in ordinary runs.
+        counter, and the values of an accumulator, differ by rank in ordinary runs.
         """
         specs = [shard.tensor for shard in self._shards if shard.holders is None and shard.role is Role.BUFFER]
         names = [spec.fqn for spec in specs if spec.dtype not in _STATISTICS_DTYPES and prod(spec.global_shape) > 1]
@@ -156,10 +156,10 @@ class StateFingerprint:
         return [name for name in names if not any(name == path or name.startswith(f"{path}.") for path in accumulators)]
 
     def _other_digests(self) -> tuple[bytes, bytes]:
-        """Return the digests of the entries that may differ: of those not known to differ, and of those known to."""
+        """Return the digests of the entries that may differ: of entries without a known difference, and of the rest."""
         known = self._differing.get(self._layout_fingerprint)
         if known is None:
-            # Nothing differed so far. The encoded tree exists already, and to take it apart takes time at each save.
+            # Nothing differed so far. The encoded tree exists already; to split the tree would cost time at each save.
             buffers = (fqn.encode() + digest for fqn, digest in self._other.items())
             return short_digest_of(self.tree_bytes, *buffers), short_digest_of()
         entries = sorted(self._entries().items())
@@ -179,14 +179,14 @@ class StateFingerprint:
     def sibling_samples(self, siblings: SiblingMeshes, class_number: int) -> Mapping[int, Mapping[str, str]]:
         """Return by family and FQN the digest of samples of each tensor on sibling meshes, hex.
 
-        Only these tensors are sampled: the placements of all others say who holds equal copies.
+        Only these tensors are sampled: the placements of all others show which ranks hold equal copies.
         """
         samples: dict[int, dict[str, str]] = {number: {} for number in range(len(siblings.families))}
         groups = siblings.replicas.families_of(self._slots.rank, len(siblings.families))
         for local in self._collected.shards:
             family = self._family_of(local, siblings, class_number, groups)
             if family != NO_FAMILY:
-                # Replicas must cut a tensor equally, too, since each plans what all of them write.
+                # Replicas must cut a tensor equally, too, since each replica plans the writes of all.
                 cut = repr(local.shard.pieces).encode() if local.shard.is_located else b""
                 samples[family][local.shard.tensor.fqn] = short_digest_of(self._sample(local), cut).hex()
         return {family: found for family, found in samples.items() if found}
@@ -194,7 +194,7 @@ class StateFingerprint:
     def sibling_holders(
         self, siblings: SiblingMeshes, class_number: int, *, lowest_only: bool = False
     ) -> Mapping[str, tuple[int, ...]]:
-        """Return by FQN the ranks that hold what this rank holds of each tensor on sibling meshes, ascending.
+        """Return by FQN the ranks that hold the same part of each tensor on sibling meshes as this rank, ascending.
 
         Args:
             siblings: The sibling meshes.
@@ -221,8 +221,8 @@ class StateFingerprint:
     def _layout(self) -> bytes:
         """Return all inputs of a plan that every rank of a class shares.
 
-        Of a mesh the text has the slot, not the ranks. So ranks on sibling meshes are of one class, however many
-        siblings there are.
+        The text contains the slot of a mesh, not the ranks. So ranks on sibling meshes are in one class, for any
+        number of siblings.
         """
         settings = self._settings
         lines = [
@@ -256,7 +256,7 @@ class StateFingerprint:
             if local.shard.holders is None:
                 samples = self._other if local.shard.role is Role.BUFFER else self._agreeing
                 samples[local.shard.tensor.fqn] = self._sample(local)
-        # Inner tensors mean nothing without their class and context, of which one rank's is saved.
+        # Inner tensors have no meaning without class and context, and only one rank saves class and context.
         for fqn, record in self._collected.subclasses.items():
             self._agreeing[fqn] = short_digest_of(values.dumps(values.encode(record, fqn)))
 
@@ -271,8 +271,8 @@ class StateFingerprint:
 def _shift_of(nonce: str, sequence: int) -> float:
     """Return where the samples of a save begin, as `Source.sample` takes it.
 
-    Multiples of the golden ratio, modulo 1, spread evenly: successive saves look at other bytes, whichever steps they
-    are of. The nonce lets a job that was started again begin elsewhere.
+    Multiples of the golden ratio, modulo 1, spread evenly: successive saves sample other bytes, at any step numbers.
+    The nonce lets a restarted job begin at another place.
     """
     return (int(nonce or "0", 16) / 2**64 + sequence * _GOLDEN_RATIO) % 1.0
 
@@ -280,10 +280,10 @@ def _shift_of(nonce: str, sequence: int) -> float:
 def _leaves(value: Value, path: str) -> Iterator[tuple[str, bytes]]:
     """Yield the path and the digest of every leaf of a tree."""
     items = value.items if isinstance(value, Group) else value if isinstance(value, dict) else None
-    # An object owns its layout, and is saved whole: from one rank.
+    # An object owns its layout, and is saved whole, from one rank.
     is_whole = isinstance(value, Group) and value.kind == "stateful"
     if is_whole or not items or not all(isinstance(key, str) for key in items):
-        # Most values are scalars, and to encode them one by one is slow.
+        # Most values are scalars, and one encoder call a scalar is slow.
         is_scalar = type(value) in (int, float, str, bool)
         yield path, short_digest_of(repr(value).encode() if is_scalar else values.dumps(values.encode(value, path)))
         return

@@ -28,11 +28,11 @@ class InFlight(Protocol):
         ...
 
     def abandon(self, error: CheckpointError) -> None:
-        """End the save on every rank with an error, unless a rank may be publishing it."""
+        """End the save on every rank with an error, unless a rank may be publishing."""
         ...
 
     def stop_waiting(self, error: CheckpointError) -> None:
-        """End the save as `abandon`, and fail the handle at once: the commit thread may never come back."""
+        """End the save as `abandon`, and fail the handle at once: the commit thread may hang for ever."""
         ...
 
 
@@ -40,7 +40,7 @@ class SaveHandle:
     """A save in progress.
 
     `staged`: training may change the state. `replicated`: the checkpoint survives a lost node (without a peer tier,
-    the same as committed). `committed`: it is durable and visible; the result is the `SaveReport`.
+    the same as committed). `committed`: the checkpoint is durable and visible; the result is the `SaveReport`.
     A failure ends every moment not yet reached.
     """
 
@@ -60,12 +60,12 @@ class SaveHandle:
         self.was_awaited = False
         """Whether a `wait` has raised the failure."""
         self.in_flight: InFlight | None = None
-        """The unfinished save, to settle or abandon it. None before the ranks agreed, and after the end."""
+        """The unfinished save, to settle or abandon. None before the ranks agreed, and after the end."""
         self.attempt = ""
-        """Id of the attempt; empty before the ranks agreed on it."""
+        """Id of the attempt; empty before the ranks agreed."""
         self._saver = threading.get_ident()
         self.may_be_committed = False
-        """Whether the save failed here and its checkpoint may exist, or appear later, nevertheless."""
+        """Whether the save failed here although the checkpoint may exist, or appear later."""
         self.staged: Future[None] = UnlockedFuture()
         self.replicated: Future[None] = UnlockedFuture()
         self.committed: Future[SaveReport] = UnlockedFuture()
@@ -77,9 +77,9 @@ class SaveHandle:
             moment: `staged`, `replicated` or `committed`.
             timeout: Seconds to wait at most; None for no limit.
         Raises:
-            TimeoutError: The save did not reach the moment in time; it goes on.
+            TimeoutError: The save did not reach the moment in time; the save goes on.
             CheckpointError: The save failed.
-            InvalidError: `moment` is none of the three.
+            InvalidError: `moment` is not one of the three names.
         """
         if moment not in ("staged", "replicated", "committed"):
             raise InvalidError(f"moment={moment!r}; expected staged, replicated or committed")
@@ -96,7 +96,7 @@ class SaveHandle:
                 future.result(left)
             if not future.done():
                 raise TimeoutError(f"{self.name}: not {moment} within {timeout} s; the save goes on")
-            # It may have ended after the timeout: its failure must not be lost.
+            # The save may have ended after the timeout: the failure must not be lost.
             result = future.result()
         finally:
             self._waiting.pop()
@@ -105,17 +105,17 @@ class SaveHandle:
 
     @property
     def failure(self) -> BaseException | None:
-        """The error of a failed save; None while it runs and after the commit."""
+        """The error of a failed save; None during the save and after the commit."""
         return self.committed.exception() if self.committed.done() else None
 
     def abandon(self, error: CheckpointError) -> None:
-        """End the save on every rank with an error, unless a rank may be publishing it or it has ended."""
+        """End the save on every rank with an error, unless the save has ended or a rank may be publishing."""
         in_flight = self.in_flight
         if in_flight is not None:
             in_flight.abandon(error)
 
     def stop_waiting(self, error: CheckpointError) -> None:
-        """End the save although its write hangs: on every rank, and at once, unless a rank may be publishing it."""
+        """End the save although a write hangs: on every rank, and at once, unless a rank may be publishing."""
         in_flight = self.in_flight
         if in_flight is not None:
             in_flight.stop_waiting(error)
@@ -129,14 +129,14 @@ class SaveHandle:
         """Mark the save as committed."""
         self._history.note_committed()
         self.in_flight = None
-        self.reach_staged()  # The training thread may be interrupted right before it does that.
+        self.reach_staged()  # The training thread may be interrupted right before this call.
         self.replicated.set_result(None)
         self.committed.set_result(report)
 
     def fail(self, error: BaseException) -> None:
-        """Mark the save as failed; log the error if no caller waits for it."""
+        """Mark the save as failed; log the error if no caller waits for the save."""
         if self.committed.done():
-            return  # It was given up while its write hung, and the write has ended now.
+            return  # The save was given up while a write hung, and the write has ended now.
         counted = self._history.note_failed()
         if not self._waiting:
             if isinstance(error.__cause__, Exception | None):
@@ -148,7 +148,7 @@ class SaveHandle:
         _clear_frames(error)
 
     def end_with(self, error: BaseException) -> None:
-        """End each moment that was not reached, without a log line: the caller raises the error or has logged it."""
+        """End each moment that was not reached, without a log line: the caller raises or has logged the error."""
         self.in_flight = None
         for future in (self.staged, self.replicated, self.committed):
             with suppress(InvalidStateError):
@@ -181,7 +181,7 @@ def collect_error(error: BaseException, name: str) -> BaseException:
         return error
     what = ": ".join([*map(str, getattr(error, "__notes__", ())), f"{type(error).__name__}: {error}"])
     if isinstance(error, MemoryError | OSError) or type(error).__name__ == "OutOfMemoryError":
-        # The state is valid and training need not end: the next save may find enough memory.
+        # The state is valid, and training can continue: the next save may find enough memory.
         refusal: CheckpointError = UnavailableError(f"{name}: the state could not be collected now: {what}")
     else:
         refusal = InvalidError(f"{name}: the state could not be collected: {what}")

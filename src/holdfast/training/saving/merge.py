@@ -1,4 +1,4 @@
-"""Merges the parts of all ranks into one index and one state, and proves that they cover every tensor exactly once."""
+"""Merges the parts of all ranks into one index and one state, and proves that every tensor is covered exactly once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PARTS_PER_BATCH = 64
 """Parts decoded in one garbage-collector pause."""
 
 _OBJECTS_AT_ONCE = 64
-"""Parts that are read at once from a store of objects: each takes a round trip, and every rank has one."""
+"""Parts that are read at once from a store of objects: each read takes a round trip, and every rank has a part."""
 
 
 _Order = tuple[bytes, Sequence[str], list[str]]
@@ -69,13 +69,13 @@ class MergedParts:
 
 
 def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote], chunk_bytes: int) -> MergedParts:
-    """Read the part of every rank, this one included, prove that they form a whole, and return the merged parts.
+    """Read the part of every rank, prove that the parts form a whole, and return the merged parts.
 
     Reading every part back makes an unreadable file fail this save, not a later load.
 
     Raises:
         InvalidError: Pieces do not cover a tensor exactly once, or ranks describe one tensor differently.
-        CorruptError: A part or pack differs from what its rank voted for, or a piece lacks its pair.
+        CorruptError: A part or pack differs from the vote of its rank, or a piece lacks its pair.
     """
     merging = IndexMerger(chunk_bytes)
     packs: list[FileRecord] = []
@@ -104,7 +104,7 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
             layouts[mesh, placements] = max(count, layouts.get((mesh, placements), 0))
         if part.tree is not None:
             own_tree = _tree_in(part.tree, rank, location.url)
-            # The names come before the merge, which gives this tree the items of others.
+            # Take the names before the merge, which adds the items of others to this tree.
             others = [*part.aliases, *paths_of(own_tree), *part.order_names]
             orders.append((part.order, part.index.table.fqns, others))
             _merge_into(tree.items, own_tree.items)
@@ -130,7 +130,7 @@ def merge_parts(location: CheckpointLocation, attempt: str, votes: Sequence[Vote
 
 
 def _order_of(orders: Sequence[_Order], tensors: Sequence[str], others: list[str], where: str) -> bytes:
-    """Return the numbers of the names of all parts, those of a lower rank first; arguments as `numbers_of`."""
+    """Return the numbers of the names of all parts, a lower rank first; arguments as `numbers_of`."""
     if len(orders) == 1 and orders[0][2] == others and len(orders[0][1]) == len(tensors):
         return orders[0][0]  # The part has the same names, so the same numbers.
     names: dict[str, None] = {}
@@ -156,7 +156,7 @@ def _tree_in(data: bytes, rank: int, where: str) -> Group:
 
 
 def _joined(first: OptimizerRecord, second: OptimizerRecord) -> OptimizerRecord:
-    """Return the record of an optimizer of which two classes of ranks have parts."""
+    """Return the record of an optimizer that two classes of ranks share in parts."""
     names = {*first.class_name.split("+"), *second.class_name.split("+")}
     return OptimizerRecord("+".join(sorted(names)), tuple(sorted({*first.state_keys, *second.state_keys})))
 
@@ -177,7 +177,7 @@ def require_exact_cover(index: Index, seed: int, where: str) -> None:
     """Refuse an index whose pieces do not cover every tensor exactly once.
 
     Raises:
-        InvalidError: They do not; names three of the tensors and their pieces.
+        InvalidError: A tensor has gaps or overlaps; names three such tensors and the pieces.
     """
     wrong = uncovered_names(index, seed)
     if wrong:
@@ -211,7 +211,7 @@ def _without_repeats(packs: Sequence[FileRecord], where: str) -> list[FileRecord
 
 
 def _merge_into(items: dict[str, Value], others: dict[str, Value]) -> None:
-    """Add the values of a higher rank; where both have a value, that of the lower rank stays."""
+    """Add the values of a higher rank; where both have a value, the value of the lower rank stays."""
     for key, other in others.items():
         first = items.get(key)
         if key not in items:
@@ -223,5 +223,5 @@ def _merge_into(items: dict[str, Value], others: dict[str, Value]) -> None:
                     if isinstance(merged, dict) and isinstance(table, dict):
                         first.items[name] = {**table, **merged}
             elif first.kind != "stateful":
-                # A Stateful owns its layout: a mixture of two ranks' values could be one that it never wrote.
+                # A Stateful owns its layout: values mixed from two ranks could be a state that no rank had.
                 _merge_into(first.items, other.items)

@@ -16,7 +16,7 @@ from holdfast.training.coordination.agreement.records import StatedMesh
 @dataclass(frozen=True, slots=True)
 class _NumberedLayout:
     layout: Layout
-    """Kept, so that no other layout gets its `id`."""
+    """A reference, so that no other layout gets the same `id`."""
 
     slot: int | None
     text: str
@@ -47,11 +47,11 @@ class MeshNumbers:
         return "" if layout is None else self._find(layout).text
 
     def slot_of(self, layout: Layout | None) -> int | None:
-        """Return the number of a layout's mesh; None without a mesh, and for a rank outside it."""
+        """Return the number of a layout's mesh; None without a mesh, and for a rank outside the mesh."""
         return None if layout is None else self._find(layout).slot
 
     def tensor_of(self, shard: Shard) -> TensorOnMesh | None:
-        """Return how this rank holds a DTensor; None for any other tensor, and for a rank outside its mesh."""
+        """Return how this rank holds a DTensor; None for any other tensor, and for a rank outside the mesh."""
         slot, tensor = self.slot_of(shard.layout), shard.tensor
         if slot is None or shard.layout is None:
             return None
@@ -59,7 +59,7 @@ class MeshNumbers:
         return TensorOnMesh(slot, tensor.dtype, tensor.global_shape, placements, shard.role is Role.OPTIMIZER)
 
     def holders(self, shard: Shard, meshes: Sequence[Mesh], family: int) -> tuple[int, ...]:
-        """Return the ranks of sibling meshes that hold what this rank holds of a DTensor, ascending.
+        """Return the ranks of sibling meshes that hold the same part of a DTensor as this rank, ascending.
 
         Args:
             shard: The DTensor.
@@ -82,7 +82,7 @@ class MeshNumbers:
                 slot = self._slots.setdefault(mesh, len(self._slots))
                 known = _NumberedLayout(layout, slot, repr((slot, mesh.shape, list(map(str, layout.placements)))))
             else:
-                # A rank outside the mesh holds nothing of the tensor, but its state names it.
+                # A rank outside the mesh holds no part of the tensor, but the state of the rank names the tensor.
                 known = _NumberedLayout(layout, None, repr(layout))
             self._known[id(layout)] = known
         return known

@@ -1,4 +1,4 @@
-"""A call of save that is wrong on this rank: every rank raises, or none does."""
+"""A call of save that is wrong on this rank: every rank raises, or no rank raises."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ logger = logging.getLogger(__name__)
 
 
 def refuse_call(job: Job, misuse: InvalidError) -> SaveHandle:
-    """Refuse a save because its call is wrong on this rank. The other ranks learn it at their next save.
+    """Refuse a save because the call is wrong on this rank. The next save of the other ranks receives the refusal.
 
-    Without that, this rank would raise alone, and the others would wait for it until their timeout.
+    Otherwise this rank would raise alone, and the others would wait for this rank until a timeout.
 
     Args:
         job: The ranks that save together.
-        misuse: What is wrong.
+        misuse: The error of the call.
     Returns:
-        The handle of the failed save, if no rank raises: the others refused it for another reason, or did not save.
+        The handle of the failed save, if no rank raises: the others refused for another reason, or did not save.
     Raises:
         InvalidError: On every rank. The message names the lowest rank whose call is wrong.
     """

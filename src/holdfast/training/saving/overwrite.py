@@ -1,16 +1,16 @@
-"""Overwriting one checkpoint: what rank 0 does before any rank writes, and how the committing rank replaces a manifest.
+"""Overwriting one checkpoint: the claim of rank 0 before any rank writes, and the replacement of the manifest.
 
-The order of an overwrite, and what a crash leaves in each state:
+The order of an overwrite, and the checkpoint after a crash in each state:
 
-    claimed    rank 0 holds the claim, and nothing that others prepared is left. The old checkpoint.
+    claimed    rank 0 holds the claim, and no manifest that others prepared is left. The old checkpoint.
     cleared    rank 0 has removed attempts that no manifest can name any more. The old checkpoint.
-    written    every rank has written its files beside the old ones and voted. The old checkpoint.
+    written    every rank has written its files next to the old files and voted. The old checkpoint.
     prepared   the committing rank has stored the new manifest under `overwriting/`. The old checkpoint.
-    compared   it has seen its claim after that, then the manifest that rank 0 saw. The old checkpoint.
-    marked     it has marked the old attempt as replaced. The old checkpoint.
-    published  it has moved the new manifest over the old one. The new checkpoint.
+    compared   that rank has then seen the claim, and the manifest that rank 0 saw. The old checkpoint.
+    marked     that rank has marked the old attempt as replaced. The old checkpoint.
+    published  that rank has moved the new manifest over the old manifest. The new checkpoint.
 
-The files of the old attempt stay for readers. The next overwrite removes them once the grace has passed.
+The files of the old attempt stay for readers. The next overwrite removes these files once the grace has passed.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ from holdfast.training.coordination.save_context import Overwrite, SaveContext
 logger = logging.getLogger(__name__)
 
 _REMOVAL_SECONDS_MAX = 5.0
-"""How long the end of a save waits for the removal of old attempts. If it takes longer, it goes on."""
+"""How long the end of a save waits for the removal of old attempts. A longer removal continues without the save."""
 
 
 class Overwriting:
-    """What rank 0 does at the path of one save that may overwrite. It refers to no state and, once ended, to no job."""
+    """Claims the path of one save that may overwrite, on rank 0. Refers to no state and, once ended, to no job."""
 
     def __init__(self, location: CheckpointLocation, job: Job) -> None:
         """Look at no storage yet.
@@ -78,10 +78,10 @@ class Overwriting:
         self._is_ended = False
 
     def claim(self) -> SaveContext:
-        """Claim the path, begin to remove what is not needed there any more, and return the context for every rank.
+        """Claim the path, begin to remove attempts that are not needed any more, and return the context for every rank.
 
         Raises:
-            InvalidError: The path is a run or a step of one, or holds what Holdfast did not write as one checkpoint.
+            InvalidError: The path is a run or a step of a run, or holds files that are not one checkpoint of Holdfast.
             ConflictError: Another job overwrites the checkpoint.
         """
         job = self._job
@@ -90,12 +90,12 @@ class Overwriting:
             self._store.require_replacing_moves()
         claim = take_path_claim(self._store, self._clock, self._settings.lease_seconds, job.commits)
         try:
-            # Before the manifest is read: an attempt that publishes and ends from now on must count as one of ours.
+            # Before the manifest is read: an attempt that publishes and ends from now on must count as our own.
             begun, under_way = {*job.attempts_begun}, tuple(sorted(job.attempts_under_way))
             ended = begun.difference(under_way)
-            # Only now: what others prepared cannot be published any more.
+            # Only now: manifests that others prepared cannot be published any more.
             seen = self._require_replaceable()
-            # Each attempt beside a damaged manifest may be the one that it names, and hold what a repair needs.
+            # A damaged manifest may name any attempt in the folder, and a repair may need the files of that attempt.
             if seen is not None and seen.attempt is None:
                 logger.warning("%s: the checkpoint there is damaged; it is overwritten as asked", self._location.url)
             elif seen is not None:
@@ -118,7 +118,7 @@ class Overwriting:
         )
 
     def note_replaced(self) -> None:
-        """Have the clock of this rank count for the attempt that was replaced: this rank looks again next time."""
+        """Mark the replaced attempt with the clock of this rank: this rank checks the grace at the next overwrite."""
         replaced = self._replaced
         if replaced is not None:
             with suppress(CheckpointError):
@@ -127,7 +127,7 @@ class Overwriting:
                 )
 
     def end(self) -> None:
-        """Release the claim; called once the save has ended, however it ended. Never raises."""
+        """Release the claim; called once the save has ended, in success or failure. Never raises."""
         with GUARD:
             self._is_ended, self._job = True, None
             claim, self._claim = self._claim, None
@@ -141,17 +141,17 @@ class Overwriting:
                 self._release(claim)
 
     def _release(self, claim: PathClaim) -> None:
-        """Release the claim on another thread: this one may be the training thread."""
+        """Release the claim on another thread: the caller may be the training thread."""
         try:
             is_done_soon(lambda: release_path_claim(claim), self._clock)
         except UnavailableError:  # No thread could be started.
             release_path_claim(claim)
 
     def _require_replaceable(self) -> SeenManifest | None:
-        """Return the manifest that may be replaced, None if nothing is there.
+        """Return the manifest that may be replaced; None for an empty path.
 
         Raises:
-            InvalidError: What is there may not be replaced. It was not touched.
+            InvalidError: The content of the path may not be replaced. No file was touched.
         """
         location, store = self._location, self._store
         name = location.url.rstrip("/").rpartition("/")[2]
@@ -178,19 +178,19 @@ class Overwriting:
         return seen
 
     def _unneeded(self, seen: SeenManifest, not_ended: Callable[[], Collection[str]]) -> list[str]:
-        """Return the attempts that no manifest names: those replaced before the grace, and those never published.
+        """Return the attempts that no manifest names: replaced before the grace, or never published.
 
         In the call that claims: no rank writes files of this save yet.
 
         Args:
-            seen: The manifest that is there.
+            seen: The manifest at the path.
             not_ended: Returns the attempts of this job that had not ended before the manifest was read.
         """
         attempts = attempt_folders(self._store)
         marks = replaced_marks(self._store)
-        # Asked for last: each listed attempt of this job has begun by now.
+        # Called last: each listed attempt of this job has begun by now.
         old = {*attempts, *marks}.difference(not_ended(), [seen.attempt])
-        # A mark without its attempt is what a removal that was cut off has left.
+        # A mark without its attempt remains after an interrupted removal.
         return [name for name in old if name not in attempts or name not in marks or self._is_over(name, marks[name])]
 
     def _remove(self, unneeded: Collection[str], claim: PathClaim) -> None:
@@ -200,7 +200,7 @@ class Overwriting:
             files = unneeded_files(store, unneeded)
             # After the listing: no listed file belongs to a job that took the claim over.
             require_claim(store, claim.holder.nonce)
-            # What rank 0 saw, or what this job has published since: a small save may be quicker than this.
+            # The manifest that rank 0 saw, or a newer manifest of this job: a small save may end before this removal.
             current = seen_manifest(store)
             if current is not None and current.attempt is not None and current.attempt not in unneeded:
                 for keys in files.values():
@@ -209,13 +209,13 @@ class Overwriting:
             logger.warning("%s: old attempts stay until the next overwrite: %s", self._location.url, error)
 
     def _is_over(self, attempt: str, mark: ReplacedMark | None) -> bool:
-        """Return whether the grace of a replaced attempt has passed; begin it if no clock here says when it began."""
+        """Return whether the grace of a replaced attempt has passed; start the grace if no clock here has the start."""
         holder = this_process(self._clock, self._settings.lease_seconds)
         now = self._clock.monotonic_seconds()
         if mark is not None and can_be_seen(mark.holder):
             return now - mark.monotonic_seconds >= self._settings.collect_grace_seconds
         if mark is not None and mark.is_repeated:
-            return True  # Another machine began it anew, and has ended an overwrite since.
+            return True  # Another machine restarted the grace, and has ended an overwrite since.
         put_replaced_mark(self._store, attempt, ReplacedMark(holder, now, is_repeated=True))
         return False
 
@@ -234,31 +234,31 @@ def _mark(store: Store, attempt: str, clock: Clock, lease_seconds: float) -> Non
 def replace_manifest(
     location: CheckpointLocation, attempt: str, data: bytes, overwrite: Overwrite, job: Job
 ) -> Outcome | None:
-    """Publish a manifest in place of the one that rank 0 saw; do nothing if none was and is there.
+    """Publish a manifest in place of the manifest that rank 0 saw; do nothing if the path had and has no manifest.
 
     Args:
         location: Where.
         attempt: The attempt that the manifest names.
         data: The manifest.
-        overwrite: What it may replace.
+        overwrite: The manifest that may be replaced.
         job: The ranks that save.
     Returns:
-        `committed`; `unknown` if the store failed as it was replaced; None if the manifest is to be put if absent.
+        `committed`; `unknown` if the store failed during the move; None if the manifest is to be put if absent.
     Raises:
         ConflictError: Another manifest is there, or another job took the claim over; nothing was replaced.
         CheckpointError: It is certain that nothing was replaced.
     """
     store = location.store
-    # A process alone commits the saves of its threads one after the other, in the order in which they are staged.
+    # A process alone commits the saves of its threads one after the other, in the order of staging.
     own = {*overwrite.attempts, *(job.attempts_begun if job.comm.world_size == 1 else ())}
     if _require_seen(location, overwrite, own) is None:
         return None
     require_claim(store, overwrite.claim)
-    # An earlier save of this job whose committing rank hangs must not replace what this one publishes.
+    # An earlier save of this job whose committing rank hangs must not replace the manifest of this save.
     clear_away(store, overwrite.claim)
     try:
         prepare_manifest(store, attempt, data)
-        # A job that takes the claim over from now on removes what is prepared.
+        # A job that takes the claim over from now on removes the prepared manifest.
         require_claim(store, overwrite.claim)
         replaced = _require_seen(location, overwrite, own)
         if replaced is not None and replaced.attempt is not None:
@@ -282,19 +282,19 @@ def replace_manifest(
 
 
 def lost_claim_of(location: CheckpointLocation, overwrite: Overwrite, error: Exception) -> ConflictError | None:
-    """Return the loss of the claim if that is behind an error of a commit: another job has removed its files then."""
+    """Return the lost claim if that caused an error of a commit: the other job has then removed the files."""
     try:
         require_claim(location.store, overwrite.claim)
     except ConflictError as lost:
         lost.__cause__ = error
         return lost
     except CheckpointError:
-        pass  # What failed first says more.
+        pass  # The first error is more precise.
     return None
 
 
 def _published_or_taken(location: CheckpointLocation, attempt: str, data: bytes, failure: Exception | None) -> Outcome:
-    """Return `committed` if a move has published a manifest; refuse if another job had removed what was prepared."""
+    """Return `committed` if a move has published a manifest; refuse if another job removed the prepared manifest."""
     try:
         is_published = was_published(location.store, attempt, data)
         is_there = is_published or exists(location.store, MANIFEST_FILE)
@@ -312,14 +312,14 @@ def _published_or_taken(location: CheckpointLocation, attempt: str, data: bytes,
 
 
 def _require_seen(location: CheckpointLocation, overwrite: Overwrite, own: Collection[str]) -> SeenManifest | None:
-    """Return the manifest that is there, which may be replaced; None if there is none, and was none.
+    """Return the manifest at the path, which may be replaced; None if the path had and has no manifest.
 
     Args:
         location: Where.
-        overwrite: What rank 0 saw.
+        overwrite: The manifest that rank 0 saw.
         own: Attempts of this job that the save may replace although rank 0 saw another manifest.
     Raises:
-        ConflictError: Another manifest is there than rank 0 saw.
+        ConflictError: The manifest at the path is not the manifest that rank 0 saw.
     """
     found = seen_manifest(location.store)
     if found is None and not overwrite.seen:
@@ -334,7 +334,7 @@ def _require_seen(location: CheckpointLocation, overwrite: Overwrite, own: Colle
 
 
 def _is_certainly_prepared(store: Store, attempt: str) -> bool:
-    """Return whether a manifest whose move failed is where it was, and cannot be moved later."""
+    """Return whether a manifest whose move failed is still in place, and cannot be moved later."""
     try:
         return store.traits.failed_calls_are_over and is_prepared(store, attempt)
     except Exception:  # noqa: BLE001 - not certain, whatever the error is

@@ -1,6 +1,6 @@
-"""Finds the pairs among the pieces that a rank writes: masters whose first page, rounded, is that of a weight.
+"""Finds the pairs among the pieces that a rank writes: masters whose first page, rounded, equals that of a weight.
 
-A found pair is a guess that is kept with the plan. The encoder proves it for each chunk before it relies on it.
+A found pair is a guess that is kept with the plan. The encoder proves the guess for each chunk before use.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def pairs_of_plan(plan: SavePlan, sources: Sequence[Source], writer: PackWriter)
 
 
 def known_weights(pairs: Pairs, unchanged: Iterable[Piece]) -> KnownWeights:
-    """Return the weights of pairs, with the digests of those that are left in earlier packs.
+    """Return the weights of pairs, with the digests of weights that are left in earlier packs.
 
-    A master that is left in an earlier pack keeps its weight: no other piece is coded against that.
+    A master that is left in an earlier pack keeps its weight: no other piece is coded against that weight.
     """
     pieces = list(unchanged)
     taken = {(piece.coding.pair_fqn, piece.region) for piece in pieces if piece.coding is not None}
@@ -51,7 +51,7 @@ def known_weights(pairs: Pairs, unchanged: Iterable[Piece]) -> KnownWeights:
 
 
 def _alike(plan: SavePlan) -> tuple[list[PackItem], list[PackItem]]:
-    """Return weights, and masters in coded packs, of which the other kind has a piece of the same shape and region."""
+    """Return weights, and masters in coded packs, that match a piece of the other kind in shape and region."""
     weights: dict[object, list[PackItem]] = {}
     masters: dict[object, list[PackItem]] = {}
     for pack, _ in plan.packs:

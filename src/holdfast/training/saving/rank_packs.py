@@ -31,7 +31,7 @@ class Owners:
     """The ranks among which the bytes of this rank are divided."""
 
     holders: Mapping[str, tuple[int, ...]]
-    """By FQN of each plain tensor, and of each DTensor on sibling meshes: the ranks that hold it, ascending."""
+    """By FQN of each plain tensor, and of each DTensor on sibling meshes: the ranks that hold the tensor, ascending."""
 
     lowest_only: bool = False
     """Whether the lowest holder writes all of a tensor: if replicas differ, parameters and moments must come from one
@@ -54,20 +54,20 @@ class RankPlan:
     """The packs, without the names of this attempt."""
 
     is_new: bool
-    """Whether this save made the plan; an earlier save made a plan that was found again."""
+    """Whether this save made the plan; otherwise an earlier save made the plan."""
 
     coding: SaveCoding | None
     """Which pieces are coded, and the measurements; None without compression."""
 
 
 def plan(job: Job, target: SaveTarget, collected: Collected, owners: Owners, layout: bytes) -> RankPlan:
-    """Decide which bytes this rank writes and how they are packed, or find the decision of an earlier save.
+    """Decide which bytes this rank writes and in which packs, or find the decision of an earlier save.
 
     Args:
         job: Remembers the plans of earlier saves.
         target: Where the packs go.
         collected: The state of this rank.
-        owners: The ranks that share its bytes.
+        owners: The ranks that share the bytes of this rank.
         layout: Fingerprint of the layout and of the pieces that this rank holds.
     """
     rank, settings, tuning = job.comm.rank, job.settings, job.settings._tuning
@@ -111,9 +111,9 @@ def sizes_of_packs(traits: StoreTraits, settings: Settings) -> PackSizes | None:
     if traits.object_bytes_max is None and not traits.appears_whole:
         return None
     tuning, in_flight_max = settings._tuning, settings.object_store.bytes_in_flight_max
-    # A cap holds within a tenth over ten objects, so they must be small.
+    # A cap is exact to a tenth over ten objects, so objects must be small.
     share = 1 if settings.max_bytes_per_second is None else tuning.capped_pack_share
-    # A pack that appears whole is in memory until its end.
+    # A pack that appears whole stays in memory until its write ends.
     limits = (traits.object_bytes_max, in_flight_max if traits.appears_whole else None)
     bytes_max = min(limit for limit in limits if limit is not None)
     return PackSizes(
@@ -137,7 +137,7 @@ class RankPacks:
     """The packs of `rest`, with the keys and headers of this attempt."""
 
     weights: KnownWeights
-    """The weights from which masters in coded packs may have been rounded."""
+    """The weights that may be rounded masters of coded packs."""
 
 
 def deduplicate(
@@ -146,13 +146,13 @@ def deduplicate(
     """Leave out the pieces that the base step holds.
 
     Args:
-        target: Its deduplicator knows the base step.
+        target: The deduplicator of the target knows the base step.
         planned: The packs of all pieces that this rank owns.
         collected: The state of this rank.
         context: The base step and the suspect steps.
         link: Gives a pack of an earlier step a name in the folder of this attempt.
     Returns:
-        The plan of the other pieces, and the weights from which masters in coded packs may have been rounded.
+        The plan of the other pieces, and the weights that may be rounded masters of coded packs.
     """
     sources = [local.source for local in collected.shards]
     pairs = pairs_of_plan(planned, sources, target.writer)

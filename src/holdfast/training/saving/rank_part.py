@@ -1,4 +1,4 @@
-"""The part of one rank: the index of its pieces, and the other facts that the committing rank needs."""
+"""The part of one rank: the index of the pieces, and the other facts that the committing rank needs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class PartBuilder:
         """Take the facts of the part from the state. Hash the replicas, if `compare_replicas` is on."""
         settings, is_leader = job.settings, agreement.is_leader
         self._job, self._attempt_id, self._per_rank = job, agreement.attempt, fingerprint.per_rank_bytes
-        # The leader records the facts that its class shares. It lists every tensor, so that the merge notices one that
-        # no rank wrote.
+        # The leader records the facts of a class of ranks. The leader lists every tensor, so that the merge notices a
+        # tensor that no rank wrote.
         self._tensors = [local.shard.tensor for local in collected.shards] if is_leader else []
         self._aliases = dict(collected.aliases) if is_leader else {}
         self._layouts = layouts_of(collected) if is_leader else ()
@@ -45,7 +45,7 @@ class PartBuilder:
         """Return the part of this rank.
 
         Args:
-            deduplicator: Knows the pieces in earlier steps; records those written now.
+            deduplicator: Knows the pieces in earlier steps; records the pieces written now.
             packs, written: Planned packs and the result of each.
         """
         settings = self._job.settings

@@ -34,7 +34,7 @@ def begin_save(job: Job, target: SaveTarget, collect: Collect, dispatcher: Event
 
 
 def save_and_wait(job: Job, target: SaveTarget, collect: Collect) -> SaveReport:
-    """Save a state, and return once it is committed; nothing is copied first. Errors as `save` and its handle."""
+    """Save a state, and return once it is committed; nothing is copied first. Errors as `save` and the handle."""
     attempt, over = SaveAttempt(job, target, awaited=True), Latch()
     attempt.handle.committed.add_done_callback(lambda _: over.set())
     # Pause until the wait ends: by then the objects of the save are freed, and the collector never walks them.
@@ -53,7 +53,7 @@ def save(attempt: SaveAttempt, collect: Collect) -> SaveHandle:
         attempt: The save on this rank. Every rank calls.
         collect: Takes the state apart.
     Returns:
-        The handle. It carries every failure after the ranks agreed.
+        The handle, which carries every failure after the ranks agreed.
     Raises:
         InvalidError: The state or the call is wrong, or ranks disagree; nothing was written on any rank.
     """
@@ -81,20 +81,20 @@ def save(attempt: SaveAttempt, collect: Collect) -> SaveHandle:
         share = stage(attempt, packs, collected, fingerprint)
 
         def finish() -> None:
-            # On the commit thread. No name here refers to the state: the state is freed once it is copied.
+            # On the commit thread. No name here refers to the state: the state is freed after the copy.
             written = write(share)
             outcome = attempt.vote_and_commit(attempt.write_part(written.part))
             attempt.conclude(outcome, lambda: report_of(share, written))
 
         attempt.finish_in_background(finish)
-    except BaseException as error:  # noqa: BLE001 - it ends the save by the rules of its state, and may raise
+    except BaseException as error:  # noqa: BLE001 - `end_in_call` ends the save by the rules of its state, and may raise
         attempt.end_in_call(error)
     return attempt.handle
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The share of one rank in a save that is staged. Its transfer alone refers to the state, until the copy ends."""
+    """The share of one rank in a staged save. Only the transfer refers to the state, until the copy ends."""
 
     attempt: SaveAttempt
     """The save."""
@@ -130,7 +130,7 @@ class Written:
 
 
 def stage(attempt: SaveAttempt, packs: RankPacks, collected: Collected, fingerprint: StateFingerprint) -> Share:
-    """Write or copy the state, or start to copy it lazily; return once training may go on."""
+    """Write or copy the state, or start a lazy copy; return once training may go on."""
     job, store, coding = attempt.job, attempt.location.store, packs.planned.coding
     with attempt.trace.phase("replicas") if job.settings.compare_replicas else nullcontext():
         part_builder = PartBuilder(job, collected, fingerprint, attempt.agreement)
@@ -185,7 +185,7 @@ def report_of(share: Share, written: Written) -> SaveReport:
 
 
 def _unwritten_report(attempt: SaveAttempt) -> SaveReport:
-    """Return the report of a save that writes nothing: its step is saved already."""
+    """Return the report of a save that writes nothing: the step is saved already."""
     counts = attempt.trace.retry_counts
     return SaveReport(
         step=attempt.location.step,

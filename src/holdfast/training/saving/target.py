@@ -1,4 +1,4 @@
-"""The target of a save: its location, its writer and base step, and the three hooks that call its owner."""
+"""The target of a save: location, writer, base step, and the three hooks that call the owner of the target."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class SaveHooks(Protocol):
         """Check the location before any rank writes, and return the context for every rank. On rank 0 only.
 
         Args:
-            is_held: Whether every rank holds the step as it was loaded: then the context is of a save that writes
-                nothing. None means that the step is gone: the save calls again with False.
+            is_held: Whether every rank holds the step as loaded: then the context is of a save that writes nothing. A
+                result of None means that the step is gone: the save calls again with False.
         Raises:
-            ConflictError: A checkpoint is there, or another job writes to the root.
+            ConflictError: The location holds a checkpoint, or another job writes to the root.
         """
         ...
 
     def check_again(self, manifest: Manifest) -> None:
-        """Look once more at the facts on which the claim relied. On the committing rank, just before it publishes.
+        """Check once more the facts on which the claim relied. On the committing rank, just before the publish.
 
         Raises:
             CheckpointError: The manifest must not be published.
@@ -71,19 +71,19 @@ class SaveTarget:
     """Writes packs at the location."""
 
     deduplicator: Deduplicator
-    """Leaves out pieces that an earlier step of the run holds. It belongs to this save alone."""
+    """Leaves out pieces that an earlier step of the run holds. Belongs to this save alone."""
 
     hooks: SaveHooks
-    """The owner of the target. It must not keep the state: the handle of a failed save may be kept for long."""
+    """The owner of the target. Must not keep the state: the handle of a failed save may be kept for long."""
 
     parent: Callable[[], Parent | None] = _no_parent
-    """Returns the checkpoint that this one continues. Called on the committing rank, once every rank has written."""
+    """Returns the parent of the checkpoint. Called on the committing rank, once every rank has written."""
 
     overwrites: bool = False
-    """Whether the save may replace a checkpoint that is there; the same on every rank."""
+    """Whether the save may replace a checkpoint at the location; the same on every rank."""
 
     on_end: Callable[[], None] | None = None
-    """Called on every rank once the save has ended there, however it ended. Keeps neither state nor job."""
+    """Called on every rank once the save has ended there, in success or failure. Keeps neither state nor job."""
 
 
 class PathHooks:
@@ -122,7 +122,7 @@ def path_target(job: Job, location: CheckpointLocation, *, overwrite: bool = Fal
     Args:
         job: The ranks that save.
         location: Where this one checkpoint goes.
-        overwrite: Whether a checkpoint that is there is replaced.
+        overwrite: Whether a checkpoint at the location is replaced.
     """
     overwriting = Overwriting(location, job) if overwrite and job.comm.rank == 0 else None
     writer = PackWriter(location.store, job.settings, job.codecs)
@@ -159,16 +159,16 @@ def claim_path(location: CheckpointLocation, job: Job, way_out: str | None = Non
     Args:
         location: The path.
         job: The ranks that save.
-        way_out: What the caller can do about a checkpoint that is there.
+        way_out: Advice to the caller if the path holds a checkpoint.
     Raises:
-        ConflictError: A checkpoint is there.
+        ConflictError: The path holds a checkpoint.
     """
     location.require_empty(way_out)
     return SaveContext(run_id=job.clock.random_bytes(8).hex(), created=utc_now_text(job.clock))
 
 
 def claim_in_time(job: Job, claim: Callable[[], T], name: str, deadline: float, url: str) -> T:
-    """Claim the location, on rank 0; on another thread, so that the other ranks are told if storage hangs.
+    """Claim the location, on rank 0; on another thread, so that the other ranks learn of storage that hangs.
 
     Args:
         job: The ranks.
@@ -182,15 +182,15 @@ def claim_in_time(job: Job, claim: Callable[[], T], name: str, deadline: float, 
     """
 
     def claim_noted() -> T:
-        # A claim that hangs is reported by the saves after it, as a write that hangs.
+        # Later saves report a claim that hangs, as a write that hangs.
         with job.progress.asking(name, job.stall_seconds):
             return claim()
 
     if job.comm.world_size == 1:
         seconds = job.seconds_left(job.agreement_deadline())
     else:
-        # Before the other ranks give up. If the last rank came late, the claim has the time that they wait for a
-        # verdict after the deadline.
+        # Before the other ranks give up. If the last rank was late, the claim may take the time that other ranks wait
+        # for a verdict after the deadline.
         reserve = min(job.agreement_seconds / 10, VERDICT_GRACE_SECONDS)
         seconds = max(job.seconds_left(deadline - reserve), reserve)
     future = DAEMON_POOL.submit(claim_noted)

@@ -1,7 +1,7 @@
 """Moves the bytes of one save from the state into packs.
 
-There are three ways: write before the call returns, copy before the call returns and write later, or copy lazily while
-training goes on.
+There are three ways: write before the call returns, copy before the call returns and write later, or copy lazily during
+training.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Transfer:
     """Copies and writes the packs of one rank in one save.
 
     The training thread calls `stage`, and later `settle` through the fence or the handle. The copy thread fills
-    buffers. The commit thread calls `write`, which writes them.
+    buffers. The commit thread calls `write`, which writes the buffers.
     """
 
     def __init__(
@@ -57,13 +57,13 @@ class Transfer:
         """Start no copy yet.
 
         Args:
-            job: Its arena and threads do the work.
+            job: Owns the arena and the threads.
             handle: Reaches `staged` once training may change the state, on any thread.
             writer: Writes the packs.
             packs: The packs of this rank.
             trace: Records the phases and the bytes written.
             on_written: Called whenever bytes were written, on any thread.
-            weights: The weights that masters in coded packs were perhaps rounded from.
+            weights: Weights that may be rounded masters in coded packs.
         """
         self._trace, self._report_bytes = trace, trace.progress_callback(sum(pack.bytes for pack in packs))
         self._job, self._handle, self._name, self._writer, self._packs = job, handle, handle.name, writer, packs
@@ -88,7 +88,7 @@ class Transfer:
         self._digests_at_call: list[tuple[bytes, ...]] | None = None
 
     def stage(self, collected: Collected, *, awaited: bool) -> None:
-        """Write or copy the state, or start to copy it lazily; return once training may go on.
+        """Write or copy the state, or start a lazy copy; return once training may go on.
 
         Args:
             collected: The state.
@@ -113,7 +113,7 @@ class Transfer:
             self.staging = "lazy"
             bytes_max = None if self._job.settings.arena_bytes_max is not None else _LAZY_BYTES_MAX
             self._staging = Staging(arena, bytes_max, self._explain)
-            # Stamps and copies come first: the fence checks the stamps.
+            # Take stamps and copies first: the fence checks the stamps.
             self._snapshot_unfenced(shards, sources)
             collected.fence(self._block_training)
             self._copy_in_background(sources)
@@ -122,7 +122,7 @@ class Transfer:
         """Write the staged packs unless `stage` wrote them; return the durable packs. On the commit thread.
 
         Raises:
-            InvalidError: A tensor changed before it was copied lazily.
+            InvalidError: A tensor changed before its lazy copy.
             CheckpointError: A pack could not be written.
         """
         if self._written is not None:
@@ -171,7 +171,7 @@ class Transfer:
         return None if timeout is None else max(end - clock.monotonic_seconds(), 0.0)
 
     def _give_up_if_another_hangs(self) -> None:
-        """Give up this save if the commit thread hangs in an earlier one: it would come to this one only after that."""
+        """Give up this save if the commit thread hangs in an earlier save: this save would wait for that one."""
         hung = self._job.progress.hung_beside(self._name, self._job.stall_seconds)
         if hung is not None:
             limit = f"settings.stall_timeout_seconds is {self._job.stall_seconds:g}"
@@ -196,7 +196,7 @@ class Transfer:
         )
 
     def _write_in_call(self, sources: Sequence[Source]) -> list[WrittenPack]:
-        """Write the state on another thread, and wait for it on the training thread.
+        """Write the state on another thread, and wait on the training thread.
 
         In slices: handlers of signals run meanwhile, and a write that hangs is noticed.
 
@@ -219,7 +219,7 @@ class Transfer:
         try:
             return wait_in_slices(future, math.inf, clock, note_slice)
         except BaseException:
-            # Unless it hangs, the write ends before this rank removes its files and training changes the state.
+            # Unless the write hangs, it ends before this rank removes its files and training changes the state.
             self._has_left_write = True
             while not future.done() and not self._is_stalled(start):
                 are_done([future], SLICE_SECONDS, clock)
@@ -231,7 +231,7 @@ class Transfer:
         self._on_progress(count)
 
     def _block_training(self) -> None:
-        """Block the training thread until the state is copied. The framework calls this before it changes the state."""
+        """Block the training thread until the state is copied. The framework calls this before the state changes."""
         start = self._job.clock.monotonic_seconds()
         self._fence_starts.append(start)
         with self._trace.phase("fence"):
@@ -335,11 +335,11 @@ class Transfer:
             raise
 
     def _check_unmodified(self) -> None:
-        """Check once, after all copies, that no stamped tensor changed since the call; end the transfer if one did.
+        """Check once, after all copies, that no stamped tensor changed since the call; otherwise end the transfer.
 
-        The training thread checks at the fence, where none of its operations is running. Torch increments a tensor's
-        version only after the operation, so a check elsewhere could miss one that wrote during the last copy. If
-        training meets no fence, the commit thread checks after the last pack is written.
+        The training thread checks at the fence, where no operation of training runs. Torch increments the version of a
+        tensor only after the operation, so a check elsewhere could miss a write during the last copy. If training meets
+        no fence, the commit thread checks after the last pack is written.
         """
         # Both threads may check at once, without a lock: the training thread may be interrupted in here by a handler
         # that waits for the commit thread. The failure is recorded before the check counts as done.
@@ -362,13 +362,13 @@ class Transfer:
             self.give_up(unsure)
         elif changed:
             self.give_up(InvalidError(_modified_message(self._name, changed)))
-        # Before the moment is reached: a callback on it may step an optimizer, whose fence enters the check again.
+        # Before the moment is reached: a callback of the moment may step an optimizer, whose fence enters this check.
         self._is_checked, self._stamps = True, []
         if unsure is None and not changed:
             self._reach_staged()
 
     def _explain(self, error: Exception) -> Exception:
-        """Return the cause of an error of a lazy copy: often that training changed or freed the memory meanwhile."""
+        """Return the cause of an error of a lazy copy: often training has changed or freed the memory meanwhile."""
         changed = _changed(self._stamps)
         if not changed:
             return error
@@ -377,7 +377,7 @@ class Transfer:
         return torn
 
     def _require_expected(self, written: Sequence[WrittenPack]) -> None:
-        """Compare digests with those taken at the call; only with `settings.verify_lazy_copy`."""
+        """Compare digests with the digests from the call; only with `settings.verify_lazy_copy`."""
         if self._digests_at_call is None:
             return
         changed = [
@@ -391,7 +391,7 @@ class Transfer:
 
 
 def _capped_seconds(packs: Sequence[PlannedPack], writer: PackWriter, job: Job) -> float:
-    """Return how long the cap may hold back the next pack: no byte is written meanwhile, although storage answers."""
+    """Return the time for which the cap may delay the next pack: no byte is written then, although storage answers."""
     cap = job.settings.max_bytes_per_second
     if cap is None or not writer.sends_whole_packs:
         return 0.0
