@@ -264,7 +264,6 @@ def load(
 
     Example:
         holdfast.load("checkpoint", {"model": model, "optimizer": optimizer})
-        holdfast.load("run-7", {"model": model}, step="best")
         holdfast.load("run-7", {"model": model}, best=("accuracy", "max"), skip="*.bias")
     Args:
         path: The checkpoint; with `step` or `best` the root of a run.
@@ -284,8 +283,7 @@ def load(
         partial: Tensors, by patterns, whose saved shape may differ, such as a resized vocabulary. The common part, from
             index 0 in each dimension, is filled, in the state of optimizers too; the rest does not change, and is zero
             in new state. `LoadReport.partial` lists these tensors.
-        hyperparameters: False keeps the hyperparameters of the optimizers, such as a new learning rate, and fills only
-            the optimizer state.
+        hyperparameters: Whether to fill hyperparameters of optimizers; False keeps, for example, a new learning rate.
         process_group: None for the default group, False for this process alone, or a group.
         settings: How to load.
     Raises:

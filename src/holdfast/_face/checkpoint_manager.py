@@ -282,7 +282,6 @@ class CheckpointManager:
         `discard_newer` needs a step. Another writer is a `ConflictError`; the state is then unchanged.
 
         Example:
-            step = manager.load(state)
             step = manager.load({"model": model}, best=("accuracy", "max"))
             step = manager.load(state, step=200, discard_newer=True)
         Raises:

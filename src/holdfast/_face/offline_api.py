@@ -104,24 +104,21 @@ def export(
 ) -> ExportReport:
     """Write a checkpoint, of any format that Holdfast reads, as files of another system. Needs no torch.
 
-    All files appear at `dst` at once, complete and durable. At a URL every file appears whole, one by one; the file
-    that names the other files appears last. After any interruption, the same call resumes.
+    All files appear at `dst` at once, durable; at a URL one by one, the file that names the others last. After an
+    interruption, the same call resumes.
 
     Example:
-        report = holdfast.export("run-7", "model-safetensors", to="safetensors", step="best", dtype="bfloat16")
-        print(report.files)
+        holdfast.export("run-7", "model-safetensors", to="safetensors", step="best", dtype="bfloat16")
     Args:
         src: The checkpoint; with `step` the root of a run.
         dst: The file or folder to create; the path must not exist.
         to: The format: `safetensors`, `torch` or `dcp` (docs/formats.md). `holdfast` copies everything into a
             checkpoint of Holdfast, in one process and not resumed; the options up to `memory_bytes` do not apply.
         step: A step of the run: its number, a tag, `"300@1f2e"`, or `"latest"`, the newest valid one.
-        shard_bytes: Most bytes of tensors in a file, for formats with several. None: 5 GB; at a URL, where a file is
-            sent whole from memory, an eighth of a worker's memory.
+        shard_bytes: Most bytes of tensors in a file. None: 5 GB; at a URL an eighth of the memory of a worker.
         dtype: Dtype for the floating tensors of the model: float32, float16 or bfloat16; None for the stored dtype.
         model_only: Whether to leave out everything but the model.
-        memory_bytes: Memory for data in flight, of all workers together.
-        workers: Number of parallel processes.
+        memory_bytes, workers: Memory for data in flight of all workers together, and number of parallel processes.
         observer: Receives progress.
         settings: How to read; with `to="holdfast"` also how to write, `compression` too.
     Raises:
