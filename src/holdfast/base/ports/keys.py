@@ -10,10 +10,10 @@ from holdfast.errors import InvalidError
 
 _PART = re.compile(r"(?!\.)[A-Za-z0-9._-]{1,128}")
 _KEY_CHARACTERS_MAX = 1024
-"""Limit of the large object stores; it also keeps a path well below PATH_MAX."""
+"""Limit of the large object stores, which also keeps a path well below PATH_MAX."""
 
 _BEHIND_SLASH = chr(ord("/") + 1)
-"""`key` with this is behind `key` and all keys below it."""
+"""`key` plus this character sorts after `key` and all keys below `key`."""
 
 
 def is_part(name: str) -> bool:
@@ -25,7 +25,7 @@ def split_key(key: str) -> tuple[str, ...]:
     """Return the parts of a key.
 
     Raises:
-        InvalidError: It is not a key. Keys are never normalised, since two spellings of one key would be two bugs.
+        InvalidError: The text is not a key. Keys are never normalised: two spellings of one key would be two bugs.
     """
     parts = tuple(key.split("/"))
     if len(key) > _KEY_CHARACTERS_MAX or not all(map(is_part, parts)):
@@ -40,7 +40,7 @@ def split_name(name: str) -> tuple[str, ...]:
     """Return the parts of the name of another system's file.
 
     Raises:
-        InvalidError: A part is empty, `.` or `..`, so it may lead elsewhere, or a character is not printable.
+        InvalidError: A part is empty, `.` or `..`, and may lead out of the folder; or a character is not printable.
     """
     parts = tuple(name.split("/"))
     if len(name) > _KEY_CHARACTERS_MAX or any(part in ("", ".", "..") for part in parts) or not name.isprintable():
@@ -52,7 +52,7 @@ def split_name(name: str) -> tuple[str, ...]:
 
 
 Split = Callable[[str], tuple[str, ...]]
-"""Returns the parts of a key, and refuses what is none: `split_key`, or `split_name`."""
+"""Splits a key; raises InvalidError if the key is malformed: `split_key` or `split_name`."""
 
 
 def is_key(text: str, split: Split) -> bool:
@@ -69,10 +69,10 @@ def path_beneath(folder: str, name: str, where: str) -> str:
 
     Args:
         folder: Path of the folder.
-        name: Path of the file relative to it, of any characters.
+        name: Path of the file relative to the folder, of any characters.
         where: URL of the folder, for messages.
     Raises:
-        InvalidError: A part of the name is empty, `.` or `..`, so it may lead out of the folder.
+        InvalidError: A part of the name is empty, `.` or `..`, and may lead out of the folder.
     """
     parts = name.split("/") if name else []
     if any(part in ("", ".", "..") or "\0" in part for part in parts):
@@ -85,9 +85,9 @@ def split_prefix(prefix: str, split: Split = split_key) -> tuple[str, ...]:
 
     Args:
         prefix: The prefix.
-        split: Which keys there are.
+        split: Splits the key.
     Raises:
-        InvalidError: It is neither.
+        InvalidError: The prefix has another form.
     """
     if not prefix:
         return ()
@@ -102,5 +102,5 @@ def is_listed(key: str, after: str, up_to: str | None) -> bool:
 
 
 def may_lead_to_listed(key: str, after: str, up_to: str | None) -> bool:
-    """Return whether a key, or any key below it, may be in that part."""
+    """Return whether a key, or any key below that key, may be in the part of `is_listed`."""
     return key + _BEHIND_SLASH > after and (up_to is None or key <= up_to)

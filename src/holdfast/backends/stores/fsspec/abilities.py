@@ -1,7 +1,7 @@
-"""What one file system can do, found by trying it once in a folder that decides nothing.
+"""The abilities of one file system, probed once in a folder that decides nothing.
 
-fsspec has one interface for dozens of file systems, and says of none what it keeps: whether two writers can create one
-name, whether a rename replaces, whether the removal of a folder spares what is in it.
+fsspec does not document guarantees per file system, so we probe them: whether two writers can create one name, whether
+a rename replaces a file, whether the removal of a folder spares the files inside.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ from holdfast.errors import CheckpointError, ConflictError
 _Result = TypeVar("_Result")
 
 _TWO_STEPS = ("fsspec.implementations.arrow",)
-"""Modules of file systems whose rename first removes what is there (pyarrow's): for a moment there is neither."""
+"""Modules of file systems (pyarrow) whose rename first removes the old file: for a moment there is no file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What a file system was seen to do."""
+    """The probed abilities of a file system."""
 
     way: Way
-    """How it stores a file unless its name is taken."""
+    """The way to store a file unless the name is taken."""
 
     replaces_at_once: bool
     """Whether a move replaces a file at once."""
 
     spares_full_folders: bool
-    """Whether it removes empty folders only, if asked to remove a folder."""
+    """Whether the removal of a folder removes empty folders only."""
 
     @property
     def is_exclusive(self) -> bool:
-        """Whether of two writers that create one file exactly one is told that it did."""
+        """Whether exactly one of two writers that create one file succeeds."""
         return self.way is not Way.LOOK
 
 
 _known: dict[str, Abilities] = {}
-"""By URL, what this process has seen."""
+"""Abilities by URL that this process has probed."""
 
 _TRIAL_SECONDS = 30.0
-"""How long a thread waits for the trial of another one; then it makes its own."""
+"""How long a thread waits for the trial of another thread, before a trial of its own."""
 
 
 def abilities(url: str, systems: FileSystems, clock: Clock) -> Abilities:
-    """Return what the file system of a store can do; try it unless this process has.
+    """Return the abilities of the file system of a store; probe the file system once in this process.
 
     Raises:
-        CheckpointError: Nothing can be written there, or the server does not answer.
+        CheckpointError: No file can be written there, or the server does not answer.
     """
     found = known_abilities(url)
     if found is not None:
@@ -83,12 +83,12 @@ def abilities(url: str, systems: FileSystems, clock: Clock) -> Abilities:
 
 
 def known_abilities(url: str) -> Abilities | None:
-    """Return what this process has seen of the file system of a store; None if it has not tried it."""
+    """Return the abilities of the file system of a store; None if this process has not probed the file system."""
     return _known.get(url)
 
 
 class _Trial:
-    """The files of one trial, and what they show."""
+    """One trial: its files, and the abilities that the files show."""
 
     def __init__(self, url: str, systems: FileSystems, folder: str) -> None:
         self.url = url
@@ -99,7 +99,7 @@ class _Trial:
     def abilities(self) -> Abilities:
         spares = False
         try:
-            # First in the plainest way: what cannot be written at all is no question of ways.
+            # First in the plainest way: a failure here is not a question of ways.
             self._ask(lambda system: self._require_stored(system, "plain"))
             way = next((way for way in self._ask(ways_of) if self._is_exclusive(way)), Way.LOOK)
             if way is Way.QUIET_RENAME and self._ask(self._refuses_aloud):
@@ -123,7 +123,7 @@ class _Trial:
         path = self._path(name)
         (store_whole if stores_whole(system) else write_file)(system, path, memoryview(b"first"))
         if read_whole(system, path) != b"first":
-            raise OSError("what was stored is not there")
+            raise OSError("a stored file cannot be read back")
 
     def _is_exclusive(self, way: Way) -> bool:
         self._way = way
@@ -175,7 +175,7 @@ class _Trial:
             remove_file(system, path)
         folder = self._folder
         while spares and folder:
-            # The folder above may be there for the trial alone, too.
+            # The trial may have created the folder above, too.
             with suppress(Exception):
                 system.rmdir(self._systems.path(folder))
             folder = folder.rpartition("/")[0]

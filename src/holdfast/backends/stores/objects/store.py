@@ -31,26 +31,26 @@ _OBJECT_BYTES_MAX = {"s3": 5 << 30, "gs": 5 << 40, "az": 5000 << 20}
 """By scheme, the largest object that one request stores."""
 
 _IN_PARTS_BYTES_MIN = 256 * MIB
-"""Smallest object that is sent in parts because memory for the whole of it is not allowed. No save makes one."""
+"""Smallest object that is sent in parts because the memory budget is below its size. No save makes such an object."""
 
 _COPIED_HERE_BYTES_MAX = 64 * MIB
 """`move` passes objects up to this size through this process, and leaves larger ones to the server."""
 
 _MOVES_MAX = 4
-"""How often `move` begins again, because other writers changed what is at one of the two keys."""
+"""How often `move` starts again after another writer changed the object at one of the two keys."""
 
 _DELETED_TOGETHER = 1000
 
 _said_to_keep: set[str] = set()
-"""Buckets that keep versions, and of which the log has said so."""
+"""Versioned buckets that were already warned about."""
 
 
 class ObjectStore(ObjectReading, Store):
     """Keys to objects beneath a folder of a bucket.
 
-    An object is stored by one request, whole or not at all, durable on return, and a listing shows it at once. What no
-    other writer may have stored is stored on condition that the key does not exist. Before the first such request that
-    decides something, the server is asked whether it keeps that condition (`probe.py`).
+    An object is stored by one request, whole or not at all, durable on return, and a listing shows the object at once.
+    A put-if-absent is a request on condition that the key does not exist. Before the first such request that decides
+    something, `probe.py` checks whether the server enforces the condition.
 
     A request whose reply is lost may still take effect, so a call that raised is not over.
     """
@@ -63,14 +63,14 @@ class ObjectStore(ObjectReading, Store):
             settings: How the store is reached, and the memory for uploads.
             clock: Source of random names.
         Raises:
-            InvalidError: It is no such URL, or has credentials.
+            InvalidError: The URL has another form, or has credentials.
         """
         super().__init__(address_of(url), settings)
         object_bytes_max = _OBJECT_BYTES_MAX[self.address.scheme]
         self._keeps_versions = False
         """Whether an object that this store has put got a version."""
         self._compares_bare_tags = False
-        """Whether the server compares tags without their quotes; it has shown so."""
+        """Whether the server compares tags without quotes, as an earlier request has shown."""
         self._in_flight = BytesInFlight(settings.object_store.bytes_in_flight_max)
         self._clock = clock or SystemClock()
         self._parts = self._parts_of(settings)
@@ -91,7 +91,7 @@ class ObjectStore(ObjectReading, Store):
         return largest
 
     def _parts_of(self, settings: Settings) -> Parts | None:
-        """Return what sends large objects in parts; None where one request takes any object (Google)."""
+        """Return the sender of large objects in parts; None where one request takes any object (Google)."""
         if self.address.scheme == "s3":
             requests = SignedRequests(self.address, settings.object_store, self.clients)
             return PartsOfBucket(requests, _encryption(settings.object_store.kms_key))
@@ -108,7 +108,8 @@ class ObjectStore(ObjectReading, Store):
         """Store a small object whole in place of one that the caller has read, in one request that compares."""
         found, meta = self._known.pop(key, (None, None))
         if found is not None and found == seen != data:
-            # Read by the caller just now. If it has changed since, the put is refused, and it is read again.
+            # Read by the caller just now. If the object has changed since, the put is refused, and the object is read
+            # again.
             with suppress(ConflictError):
                 self._put_in_place_of(key, data, meta)
                 return
@@ -130,27 +131,27 @@ class ObjectStore(ObjectReading, Store):
         An object of the same content counts as this one: the reply to an earlier try may have been lost.
 
         Raises:
-            ConflictError: The key exists with other content; it was not touched.
-            UnavailableError: It failed, and may take effect later.
+            ConflictError: The key exists with other content; the object was not touched.
+            UnavailableError: The request failed, and may take effect later.
         """
         self._split(key)
         if folders_durable:
-            # What is put without that has a name that no other writer uses, so it decides nothing.
+            # An object without durable folders has a name that no other writer uses: such a put decides nothing.
             self._probe.require_exclusive_creates()
         self.create(key, memoryview(data))
 
     def require_exclusive_creates(self) -> None:
-        """Ask the server, unless this process has asked before, whether it keeps the condition of a create."""
+        """Check once in this process that the server enforces the condition of a create."""
         self._probe.require_exclusive_creates()
 
     def trust_exclusive_creates(self) -> None:
-        """Take note that another process of the job has asked."""
+        """Take note that another process of the job has checked."""
         self._probe.trust()
 
     def upload(
         self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True, may_be_less: bool = False
     ) -> Upload:
-        """Begin an object that must not exist yet; it is invisible until complete.
+        """Begin an object that must not exist yet; the object is invisible until complete.
 
         An object of up to `traits.object_bytes_max` is collected in memory, and sent by one request. A larger object is
         sent in parts, except by Google, which takes any object by one request.
@@ -175,7 +176,7 @@ class ObjectStore(ObjectReading, Store):
         return LentObject(where, parts, self._in_flight, lambda lent: self.create(key, lent))
 
     def abort_uploads(self, prefix: str, is_ours: Callable[[str], bool], *, dry_run: bool = False) -> int:
-        """Remove uploads in parts that nobody has ended; see `Store.abort_uploads`."""
+        """Remove unfinished uploads in parts; see `Store.abort_uploads`."""
         split_prefix(prefix)
         if self._parts is None:
             return 0
@@ -187,10 +188,10 @@ class ObjectStore(ObjectReading, Store):
 
         Args:
             key: The object.
-            data: Its content, in one place or in several.
+            data: The content, in one place or in several.
         Raises:
             ConflictError: The key exists with other content.
-            UnavailableError: It failed, and may take effect later.
+            UnavailableError: The request failed, and may take effect later.
         """
         try:
             self._put("store", key, data, "create")
@@ -214,7 +215,7 @@ class ObjectStore(ObjectReading, Store):
             try:
                 self._delete_together(batch)
             except MissingError:
-                # Some stores say so of an absent key, and then leave the rest undone.
+                # Some stores raise this for an absent key, and then skip the other keys.
                 for name in batch:
                     with suppress(MissingError):
                         self._delete_together([name])
@@ -232,10 +233,10 @@ class ObjectStore(ObjectReading, Store):
         return f"{self.full_key(key)} {meta['e_tag']} {meta['version']}"
 
     def move(self, key: str, new_key: str) -> None:
-        """Give an object another key: copy it, then delete the original if it is still the same.
+        """Give an object another key: copy the object, then delete the original if the original has not changed.
 
-        What is at the new key is replaced only if it is what was there before the original was read. So a process that
-        is stopped in between never replaces what came meanwhile, if whoever stores that first removes the original.
+        The copy replaces only the object that was at the new key before the original was read. So a process paused
+        between copy and delete cannot overwrite a newer object, provided writers delete the source first.
         """
         self._split(key)
         self._split(new_key)
@@ -246,17 +247,17 @@ class ObjectStore(ObjectReading, Store):
                 continue
             if self._conditional_delete.delete(self.full_key(key), self.where(key), meta, self.head_full):
                 return
-            # Another object came to `key` meanwhile: that one is to be moved. What the copy replaced is gone, so a copy
-            # stays where something was: the next one takes its place.
+            # Another writer stored a new object at `key` meanwhile: the new object is to be moved. If the copy replaced
+            # an object, that object is gone and the copy stays: the next copy replaces this copy.
             if before is None:
                 self.delete([new_key])
         raise TemporaryError(
-            f"could not move {self.where(key)}: it or {self.where(new_key)} changes again and again",
+            f"could not move {self.where(key)}: other writers keep changing this object or {self.where(new_key)}",
             may_take_effect=True,
         )
 
     def _copied(self, key: str, new_key: str, before: Any) -> Any:
-        """Copy an object over what was at the new key; return its metadata, None if either changed meanwhile."""
+        """Copy an object over the old object at the new key; return the metadata, None if either changed meanwhile."""
         meta = self.head(key)
         if meta["size"] <= _COPIED_HERE_BYTES_MAX:
             data, meta = self.got(key, _COPIED_HERE_BYTES_MAX)
@@ -272,10 +273,10 @@ class ObjectStore(ObjectReading, Store):
         return meta
 
     def _put_in_place_of(self, key: str, data: bytes, before: Any) -> None:
-        """Store an object on condition that its key holds what it held before.
+        """Store an object on condition that the key still holds the object `before`.
 
         Raises:
-            ConflictError: It holds something else.
+            ConflictError: The key holds another object.
         """
         if before is None:
             self.create(key, memoryview(data))
@@ -300,8 +301,8 @@ class ObjectStore(ObjectReading, Store):
             if now is None or now["e_tag"] != before["e_tag"]:
                 raise
             raise InvalidError(
-                f"{self.where(key)}: the server does not replace an object that is still the one it was asked to "
-                "replace. Ceph does so in a bucket that keeps versions; choose a bucket without versions"
+                f"{self.where(key)}: the server refuses to replace an object that has not changed. Ceph does so in a "
+                "bucket that keeps versions; choose a bucket without versions"
             ) from None
 
     def _conflict(self, key: str) -> ConflictError:
@@ -317,17 +318,17 @@ class ObjectStore(ObjectReading, Store):
             lambda api, client: api.put(client, full, data, mode=mode, use_multipart=False),
             count,
         )
-        # At Google every object has a version, whether older ones are kept or not.
+        # At Google every object has a version, whether the bucket keeps older versions or not.
         self._keeps_versions |= self.address.scheme != "gs" and stored["version"] not in (None, "null")
 
     def _say_what_stays(self) -> None:
-        """Say once what a deletion leaves in this bucket, if it keeps versions."""
+        """Warn once that a deletion leaves old versions, if the bucket keeps versions."""
         bucket = f"{self.address.scheme}://{self.address.bucket}"
         if self._keeps_versions and bucket not in _said_to_keep:
             _said_to_keep.add(bucket)
             logger.warning(
-                "%s keeps versions: what is deleted there stays as an old version, and is paid for, until a lifecycle "
-                "rule of the bucket removes it",
+                "%s keeps versions: a deleted object stays as an old version, and is paid for, until a lifecycle rule "
+                "of the bucket removes the version",
                 bucket,
             )
 
