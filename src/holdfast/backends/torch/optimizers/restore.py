@@ -1,4 +1,4 @@
-"""Fills an optimizer by FQN: hyperparameters, state in place, and state that it has not allocated yet."""
+"""Fills an optimizer by FQN: hyperparameters, state in place, and state that is not allocated yet."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class TensorTaker(Protocol):
         ...
 
     def takes_part(self, name: str) -> bool:
-        """Return whether `only` and `skip` select a name; record it as skipped if not."""
+        """Return whether `only` and `skip` select a name; record any other name as skipped."""
         ...
 
 
@@ -67,7 +67,7 @@ class _WantedState:
     group: Mapping[str, object]
     entries: dict[str, object] = field(default_factory=dict)
     filled: dict[str, set[str]] = field(default_factory=dict)
-    """Parts that fill each tensor, by name; an empty name fills all of it."""
+    """Parts that fill each tensor, by name; an empty name fills the whole tensor."""
 
 
 class OptimizerRestoration:
@@ -87,10 +87,10 @@ class OptimizerRestoration:
 
         Args:
             view: The optimizer.
-            saved: Its saved values.
+            saved: The saved values of the optimizer.
             taker: The load.
             catalog: The checkpoint's tensors.
-            tensors: Names of its state's tensors, if names of the catalog are numbered; None: the catalog's names.
+            tensors: Names of the tensors of the state, if the catalog has numbers for names; None: the catalog's names.
             selection: Whether to set the hyperparameters, and to convert dtypes.
         """
         self._view, self._taker = view, taker
@@ -127,7 +127,7 @@ class OptimizerRestoration:
 
     @property
     def fills_any(self) -> bool:
-        """Whether it sets anything."""
+        """Whether the load sets any value of this optimizer."""
         return bool(self._groups or self._states)
 
     def _is_of_tie(self, name: str, catalog: Catalog) -> bool:
@@ -145,9 +145,9 @@ class OptimizerRestoration:
         return True
 
     def misfits(self, record: OptimizerRecord | None) -> list[Misfit]:
-        """Return what of the saved optimizer, of which the checkpoint states `record`, does not fit this one."""
+        """Return how the saved optimizer (described by `record`) differs from this one."""
         if not self._groups and not self._takes_state:
-            return []  # All of it is left out.
+            return []  # The selection leaves out the whole optimizer.
         path, found = self._view.path, [self._misfit_of_state(record)]
         for (key, own, saved), groups in self._switched.items():
             text = f"{path}.param_groups: {first_three(groups)} had {key}={own}, the checkpoint has {key}={saved}; "
@@ -180,7 +180,7 @@ class OptimizerRestoration:
         """Choose a group's hyperparameters.
 
         Raises:
-            InvalidError: The checkpoint holds different ones for its parameters.
+            InvalidError: The checkpoint holds different hyperparameters for parameters of the group.
         """
         chosen: dict[str, Value] | None = None
         chosen_name = ""
@@ -191,7 +191,7 @@ class OptimizerRestoration:
             key = self._members.get(name)
             values = self._hyperparameters.get(str(key)) if key is not None else None
             if not isinstance(values, dict):
-                # A frozen parameter is never stepped, and DeepSpeed leaves it out of its optimizer.
+                # A frozen parameter is never stepped, and the optimizer of DeepSpeed omits frozen parameters.
                 if key is not None or parameter.requires_grad or self._view.members.state_of(parameter):
                     self._taker.missing.append(path)
                 continue
@@ -203,13 +203,13 @@ class OptimizerRestoration:
             self._set(group, chosen, f"group {position} ({chosen_name})")
 
     def _empty_group(self, group: dict[str, object], position: int) -> None:
-        """Choose the hyperparameters of a group without parameters: those of the empty group at its position."""
+        """Choose the hyperparameters of a group without parameters: from the saved empty group at this position."""
         values = self._hyperparameters.get(str(self._empty_groups.get(str(position))))
         if isinstance(values, dict) and self._taker.takes_part(f"{self._view.path}.param_groups.{position}"):
             self._set(group, values, f"group {position}")
 
     def _set(self, group: dict[str, object], values: dict[str, Value], name: str) -> None:
-        """Have a group take saved hyperparameters, and note what they switch on or off in it."""
+        """Give a group its saved hyperparameters, and note the switches that change."""
         taken = {key: _as_kept(group.get(key), value) for key, value in self._hyperparameters_of(values).items()}
         for key in sorted(SWITCHES & group.keys() & taken.keys()):
             if bool(group[key]) != bool(taken[key]):
@@ -256,7 +256,7 @@ class OptimizerRestoration:
             if not self._taker.takes_part(fqn):
                 state.entries[key] = value
             elif self._is_stepped(names, parameter, key):
-                # The checkpoint has state of this parameter, but not this entry, without which a step would fail.
+                # The checkpoint has state of this parameter, but lacks this entry: a step would fail.
                 self._taker.missing.append(fqn)
                 state.entries[key] = value
         for part in parts.values():
@@ -275,7 +275,7 @@ class OptimizerRestoration:
         present: Mapping[str, object],
         catalog: Catalog,
     ) -> object:
-        """Return what an entry of a parameter's state that is no plain tensor becomes."""
+        """Return the new value of an entry of a parameter's state, other than a plain tensor."""
         view, parameter, fqn = self._view, state.parameter, self._view.state_fqn(name, key)
         if not is_subclass_record(value):
             if isinstance(value, dict | list | tuple) and value and self._forms.differ(key, present.get(key), None):
@@ -288,7 +288,7 @@ class OptimizerRestoration:
         if not self._taker.want(fqn, tensor, view.declared_for(parameter, tensor)):
             raise InvalidError(
                 f"{fqn}: is a tensor subclass in the checkpoint and a {type(tensor).__name__} here; expected the same. "
-                "Use the class of optimizer that was saved, or leave it out with skip="
+                "Use the class of optimizer that was saved, or leave this entry out with skip="
             )
         return tensor
 
@@ -321,7 +321,7 @@ class OptimizerRestoration:
             if wanted_shape is None:
                 self._refuse(fqn, spec.global_shape)
                 continue
-            # A state dict with numbers has whole tensors: they fill the parameter under its first name.
+            # A state dict with numbers has whole tensors, which fill the parameter under its first name.
             of_part = part is not None and wanted_shape == part.box.shape != tuple(parameter.shape)
             shape = tuple(parameter.shape) if of_part else view.local_shape(parameter, wanted_shape)
             tensor = state.entries.get(key, present.get(key))
@@ -345,18 +345,18 @@ class OptimizerRestoration:
     def _shapes(
         self, name: str, parameter: torch.Tensor, part: ParameterPart | None
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shapes of a parameter, or of its part: as it was saved, and now."""
+        """Return the shapes of a parameter, or of its part: the saved shape, and the shape now."""
         now = self._view.global_shape(parameter) if part is None else part.box.shape
         saved = self._forms.saved_parameter(name)
         return now if saved is None else saved.global_shape, now
 
     def _refuse(self, fqn: str, shape: tuple[int, ...]) -> None:
-        """Refuse state whose form for the parameter's new shape is not known."""
-        text = f"{fqn}: {shape}, of a parameter that has another shape now (leave it out with skip=)"
+        """Refuse state without a known form for the new shape of its parameter."""
+        text = f"{fqn}: {shape}, of a parameter that has another shape now (leave this state out with skip=)"
         self._taker.misfits.append(Misfit(text, is_certain=True, fqn=fqn, is_shape=True))
 
     def _is_stepped(self, names: Iterable[str], parameter: torch.Tensor, key: str) -> bool:
-        """Return whether the optimizer that keeps `key` had stepped a parameter when it was saved."""
+        """Return whether the optimizer that keeps `key` had stepped a parameter before the save."""
         values = [value for name in names if isinstance(value := self._values.get(name), dict)]
         saved = {key for each in (*(self._stored.get(name, ()) for name in names), *values) for key in each}
         return bool(saved if self._view.members.is_one else saved & self._view.members.keys_beside(parameter, key))
@@ -364,9 +364,9 @@ class OptimizerRestoration:
     def _leaf_of(
         self, name: str, state: _WantedState, key: str, present: Mapping[str, object], catalog: Catalog
     ) -> Callable[[Value], object]:
-        """Return `on_leaf` for a container in a parameter's state: its tensors are filled as those outside of it are.
+        """Return `on_leaf` for a container in a parameter's state: fills tensors in the container as any other tensor.
 
-        A new one has the device and layout that the optimizer's next step needs: those of the parameter.
+        A new tensor has the device and layout of the parameter, as the next step of the optimizer needs.
         """
         before, now = self._shapes(name, state.parameter, None)
 
@@ -393,11 +393,11 @@ class OptimizerRestoration:
                     return tensor
                 catalog.require_stored(stored)
                 layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
-                tensor = self._new.get((stored, parameter.device, layout))  # Tied when it was saved, so tied again.
+                tensor = self._new.get((stored, parameter.device, layout))  # Tied in the save, so tied again.
                 if tensor is None:
                     dtype = self._forms.new_dtype(name, parameter, key, spec)
                     tensor = new_state_tensor(parameter, state.group, key, dtype, shape)
-                    tensor.zero_()  # `skip` may leave it out.
+                    tensor.zero_()  # `skip` may leave the tensor out.
                     self._new[stored, parameter.device, layout] = tensor
             self._taker.want(leaf.fqn, tensor, self._view.declared_for(parameter, tensor))
             return tensor
@@ -406,7 +406,7 @@ class OptimizerRestoration:
 
 
 def _as_kept(present: object, saved: object) -> object:
-    """Return a saved hyperparameter in the form in which an optimizer keeps it: as a tensor, on the same device.
+    """Return a saved hyperparameter in the form of the present value: for a tensor, a tensor on the same device.
 
     A graph would capture a learning rate in host memory as a constant, and some optimizers refuse a plain number.
     """
@@ -418,10 +418,10 @@ def _as_kept(present: object, saved: object) -> object:
 
 
 def _written(value: Value) -> str:
-    """Return the `repr` of a hyperparameter, by which two are compared.
+    """Return the `repr` of a hyperparameter, for comparisons.
 
     Raises:
-        InvalidError: It holds an integer that is too long for Python to convert to decimal.
+        InvalidError: The hyperparameter holds an integer that is too long for Python to convert to decimal.
     """
     try:
         return repr(value)
@@ -437,7 +437,7 @@ def _mapping(saved: Group, name: str) -> dict[str, Value]:
 
 
 def _stored_by_name(listed: Iterable[str], prefix: str, values: Mapping[str, Value]) -> dict[str, list[str]]:
-    """Return the keys of each parameter's state tensors that are not inside a container, by parameter FQN."""
+    """Return the keys of each parameter's state tensors outside containers, by parameter FQN."""
     inside = {ref.fqn for value in values.values() for ref in _references(value)}
     stored: dict[str, list[str]] = defaultdict(list)
     for fqn in listed:
