@@ -1,4 +1,4 @@
-"""Threads that copy, write and commit in order, and the progress of the writes that others wait for."""
+"""Threads that copy, write and commit in order, and the progress of the writes that other threads wait for."""
 
 from __future__ import annotations
 
@@ -20,40 +20,40 @@ from holdfast.errors import UnavailableError
 
 T = TypeVar("T")
 _Call = tuple[Future[Any], Callable[[], Any]]
-"""What is called, and who gets the result."""
+"""A queued call and its future."""
 
 SLICE_SECONDS = 1.0
-"""Longest wait at a time: after it a waiting thread handles signals, and looks whether a write hangs."""
+"""Longest wait at a time: then a waiting thread handles signals, and checks for a write that hangs."""
 
 
 @dataclass(eq=False, slots=True)
 class _Busy:
-    """A save that writes or asks."""
+    """A save that waits for storage."""
 
     name: str
     began: float
-    """When, on the monotonic clock."""
+    """Monotonic time of the begin."""
 
     stall_seconds: float
-    """After this time without a written byte it counts as hung."""
+    """After this time without a written byte the save counts as hung."""
 
     is_abandoned: bool = False
-    """Whether nobody waits for it any more."""
+    """Whether no thread waits for the save any more."""
 
 
 class WriteProgress:
-    """The saves that this process writes, and when it last wrote a byte. Any thread may call.
+    """The saves that this process writes, and the time of its last written byte. Any thread may call.
 
-    A write that takes long is no problem while bytes get written. If none does, storage may never answer.
+    A long write is not a problem while bytes get written. Without a written byte, storage may never answer.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._busy: dict[_Busy, None] = {}
-        """The saves that write or ask."""
+        """The saves that wait for storage."""
         self._moved_at = clock.monotonic_seconds()
         self.stall_seconds_max = math.inf
-        """After this time without a written byte any write counts as hung: the process ends soon."""
+        """After this time without a written byte any write counts as hung. Set if the process ends soon."""
 
     @contextmanager
     def writing(self, name: str, stall_seconds: float) -> Iterator[None]:
@@ -67,11 +67,11 @@ class WriteProgress:
 
     @contextmanager
     def asking(self, name: str, stall_seconds: float) -> Iterator[None]:
-        """Record that the block asks storage for a save. An answer is no sign that a write which hangs goes on.
+        """Record that the block makes a request for a save. A reply does not show that a write that hangs goes on.
 
         Args:
             name: Name of the save.
-            stall_seconds: After this time without a written byte it counts as hung. Each job has a limit of its own.
+            stall_seconds: After this time without a written byte the save counts as hung. Each job has its own limit.
         """
         busy = _Busy(name, self._clock.monotonic_seconds(), stall_seconds)
         self._busy[busy] = None
@@ -81,9 +81,9 @@ class WriteProgress:
             self._busy.pop(busy, None)
 
     def give_up(self, name: str) -> None:
-        """Record that nobody waits any more for what a save writes or asks: until it ends no new save begins.
+        """Record that no thread waits any more for the requests of a save. No new save begins until these end.
 
-        It counts as hung no earlier than before: saves in flight may go on while storage is slow to answer it.
+        The save counts as hung no earlier than before: saves in flight may go on while storage is slow.
         """
         for busy in list(self._busy):
             if busy.name == name:
@@ -99,21 +99,21 @@ class WriteProgress:
 
     @property
     def hung(self) -> str | None:
-        """A text about the write that hangs, for a message; None if none does."""
+        """A text about the write that hangs, for a message; None without such a write."""
         return self._first_hung(list(self._busy), 0.0)
 
     def hung_beside(self, own_name: str, stall_seconds: float) -> str | None:
-        """Return a text about the write of another save that hangs; None if none does.
+        """Return a text about the write of another save that hangs; None without such a write.
 
         Args:
-            own_name: Name of the save that asks.
-            stall_seconds: Its limit. The write of another job with a shorter limit hangs for it only after its own.
+            own_name: Name of the calling save.
+            stall_seconds: Limit of the calling save: a shorter limit of another job does not count.
         """
         return self._first_hung([busy for busy in list(self._busy) if busy.name != own_name], stall_seconds)
 
     @property
     def unanswered(self) -> str | None:
-        """A text about what hangs, or what nobody waits for any more, so that no new save begins; None if nothing."""
+        """A text about a request that hangs or was given up, so that no new save begins; None without one."""
         for busy in list(self._busy):
             if busy.is_abandoned:
                 return _text_about(busy, self.idle_seconds(busy.began))
@@ -142,14 +142,14 @@ def _start(thread: threading.Thread) -> None:
 
 
 _Message = Union[_Call, None, "weakref.ref[BackgroundQueue]"]
-"""A call, or what ends the thread: None for good, the queue if it is idle."""
+"""A call, or the end of the thread: None ends the thread for good, a queue only if that queue is idle."""
 
 
 class BackgroundQueue:
-    """Runs calls one after the other on a thread of its own; interpreter exit waits for them, unless a write hangs."""
+    """Runs calls one after the other on its own thread; interpreter exit waits for the calls, unless a write hangs."""
 
     def __init__(self, thread_name: str, progress: WriteProgress) -> None:
-        """Start no thread yet: the first call does.
+        """Start no thread yet: the first call starts the thread.
 
         Args:
             thread_name: Name of the thread.
@@ -157,8 +157,8 @@ class BackgroundQueue:
         """
         self.progress = progress
         self._calls: queue.SimpleQueue[_Message] = queue.SimpleQueue()
-        # The thread refers to the calls only: a queue that nobody refers to is dropped, and ends its thread. It is a
-        # daemon: the interpreter would wait for any other thread, also for one whose write hangs.
+        # The thread refers to the calls only: a queue without references is dropped, and ends its thread. The thread is
+        # a daemon: the interpreter would wait for any other thread, even if a write hangs.
         self._thread = self._new_thread(thread_name)
         weakref.finalize(self, self._calls.put, None).atexit = False
         _QUEUES.add(self)
@@ -179,20 +179,20 @@ class BackgroundQueue:
         if self._closed.is_set():
             raise RuntimeError(f"{self._thread.name}: the queue is closed")
         if self._thread.ident is None:
-            # If no thread can be started now, the call is not taken, and the next one tries again.
+            # If no thread can be started now, the call is not taken, and the next call tries again.
             _start(self._thread)
         # A weak reference: the exception of a failed call would keep the objects in its frames alive.
         self._last = weakref.ref(future)
         self._calls.put((future, work))
         if self._closed.is_set():
-            # By a signal handler, since the look above. The thread may have ended before it came to this call.
+            # A signal handler has closed the queue since the check above. The thread may have ended before this call.
             with suppress(queue.Empty):
                 while (call := self._calls.get_nowait()) is not None:
                     if isinstance(call, tuple):
                         _carry_out(*call)
                 self._calls.put(None)
         elif self._thread.ident is None:
-            _start(self._thread)  # The one that was there has ended since the look, for it was idle.
+            _start(self._thread)  # The thread was idle, and has ended since the check above.
         return future
 
     def submit_short(self, work: Callable[[], object]) -> Future[object]:
@@ -206,12 +206,12 @@ class BackgroundQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every submitted call has ended, so that the next one starts at once."""
+        """Whether every submitted call has ended, so that the next call starts at once."""
         last = None if self._last is None else self._last()
         return last is None or last.done()
 
     def end_if_idle(self) -> None:
-        """End the thread if no call goes on, or the last one ends within a second; the next call starts another."""
+        """End the thread if no call goes on, or the last call ends within a second; the next call starts another."""
         if self._last is not None and (last := self._last()) is not None:
             with suppress(TimeoutError):
                 last.exception(SLICE_SECONDS)  # A save is committed a moment before its call ends.
@@ -223,14 +223,14 @@ class BackgroundQueue:
 
     def replace_thread(self) -> None:
         """Have another thread make the calls from now on; called on the thread that ends."""
-        # Before the look at the calls. A call that is put after that look finds a thread to start.
+        # Before the check for calls. A later call then finds a thread to start.
         self._thread = self._new_thread(self._thread.name)
         if not self._calls.empty():
             with suppress(RuntimeError):  # The next call tries again.
                 start_thread(self._thread)
 
     def close(self) -> None:
-        """Wait for the calls submitted so far, then end the thread. A thread whose write hangs is left behind."""
+        """Wait for the calls submitted so far, then end the thread. A thread whose write hangs goes on."""
         self._closed.set()
         self._calls.put(None)
         while (thread := self._thread).is_alive() and thread is not threading.current_thread():
@@ -240,7 +240,7 @@ class BackgroundQueue:
 
 
 class DaemonCalls:
-    """Makes calls on daemon threads at once. A call that hangs delays no other, and interpreter exit waits for none."""
+    """Makes calls on daemon threads at once. A call that hangs delays no other call and no interpreter exit."""
 
     def __init__(self) -> None:
         # The idle threads. A deque, whose operations are atomic: a signal handler may save at any time.
@@ -262,7 +262,7 @@ class DaemonCalls:
         return future
 
     def forget_threads(self) -> None:
-        """Forget all threads: a forked child has none of them."""
+        """Forget all threads: a forked child does not have these threads."""
         self._idle.clear()
 
     def end_idle(self) -> None:
@@ -277,13 +277,13 @@ class DaemonCalls:
     def _work(self, inbox: queue.SimpleQueue[_Call | None]) -> None:
         idle = inbox, threading.current_thread()
         while (call := inbox.get()) is not None:
-            # Idle before the result is there: the thread that gets it may make the next call on this one.
+            # Idle before the result is set: the thread that gets the result may make the next call on this thread.
             _carry_out(*call, note_done=lambda: self._idle.append(idle))
-            del call  # This thread keeps nothing alive while it waits.
+            del call  # A waiting thread keeps nothing alive.
 
 
 DAEMON_POOL = DaemonCalls()
-"""For calls that a training thread waits for in slices, so that it handles signals and can give up."""
+"""For calls that a training thread waits for in slices, to handle signals and give up in between."""
 
 os.register_at_fork(after_in_child=DAEMON_POOL.forget_threads)
 
@@ -305,7 +305,7 @@ def wait_in_slices(future: Future[T], seconds: float, clock: Clock, note_slice: 
     Args:
         future: The call.
         seconds: Limit of the wait.
-        clock: Measures it.
+        clock: Measures the wait.
         note_slice: Called after each slice without a result.
     Raises:
         TimeoutError: The call goes on after the limit.
@@ -322,12 +322,12 @@ def wait_in_slices(future: Future[T], seconds: float, clock: Clock, note_slice: 
 
 
 def are_done(futures: Sequence[Future[T]], seconds: float, clock: Clock) -> bool:
-    """Wait until all calls have ended; return False if that took longer. `concurrent.futures.wait` takes plain locks.
+    """Wait until all calls have ended; return False after the limit. `concurrent.futures.wait` takes plain locks.
 
     Args:
         futures: The calls.
         seconds: Limit of the wait.
-        clock: Measures it.
+        clock: Measures the wait.
     """
     end = clock.monotonic_seconds() + seconds
     for future in futures:
@@ -341,7 +341,7 @@ def side_by_side(*calls: Callable[[], T]) -> list[T]:
     """Make several calls at once, the last on this thread; return their results in order, once all have ended.
 
     Raises:
-        BaseException: What the first of them that failed raised.
+        BaseException: The error of the first failed call.
     """
     futures = [_begun(call) for call in calls[:-1]]
     for call in calls[-1:]:
@@ -355,20 +355,20 @@ def side_by_side(*calls: Callable[[], T]) -> list[T]:
 def _begun(call: Callable[[], T]) -> Future[T]:
     try:
         return DAEMON_POOL.submit(call)
-    except UnavailableError:  # No thread could be started: this one makes the call.
+    except UnavailableError:  # No thread could be started: this thread makes the call.
         future = UnlockedFuture[T]()
         _carry_out(future, call)
         return future
 
 
 _SOON_SECONDS = 5.0
-"""Longest wait for what follows a success: its caller waits."""
+"""Longest wait for work that follows a success, since the caller waits."""
 
 
 def is_done_soon(work: Callable[[], object], clock: Clock) -> bool:
-    """Do on another thread what follows a success; return whether it ended within a few seconds. If not, it goes on.
+    """Do work that follows a success on another thread; return whether the work ended within a few seconds.
 
-    What succeeded must count for its caller although storage hangs now.
+    Longer work goes on without the caller: a success must count although storage hangs now.
 
     Raises:
         BaseException: The work failed with this error.
@@ -386,28 +386,28 @@ _QUEUES: weakref.WeakSet[BackgroundQueue] = weakref.WeakSet()
 
 
 def _work(calls: queue.SimpleQueue[_Message]) -> None:
-    """Make calls until None comes, or the queue itself, which then needs another thread."""
+    """Make calls until None arrives, or the queue itself, which then needs another thread."""
     while (call := calls.get()) is not None:
         if isinstance(call, tuple):
             _carry_out(*call)
         elif (owner := call()) is not None:
             owner.replace_thread()
             return
-        # This thread keeps nothing alive while it waits.
+        # A waiting thread keeps nothing alive.
         del call
 
 
 def _carry_out(future: Future[Any], work: Callable[[], Any], note_done: Callable[[], None] = lambda: None) -> None:
-    """Make a call, and pass on its result or its error.
+    """Make a call, and pass on the result or error.
 
     Args:
         future: Receives the result.
         work: The call.
-        note_done: Called after it, before the result can be seen.
+        note_done: Called after the call, before the result can be seen.
     """
     try:
         result, failure = work(), None
-    except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+    except BaseException as error:  # noqa: BLE001 - raised by `result` of the future
         result, failure = None, error
     note_done()
     if failure is None:

@@ -1,4 +1,4 @@
-"""What the saves of a job share to code: what earlier ones have shown about coding and its stores."""
+"""Measured compression ratios and speeds that the saves of a job share, by place."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from holdfast.core.plan.coding.kinds import OwnedKinds
 from holdfast.core.plan.plan_cache import PlanCache
 
 _PLACES_MAX = 16
-"""Roots of which a job remembers the saves."""
+"""Number of places for which a job remembers measurements."""
 
 
 class CompressionStats:
     """The saves of one job to one place. The training thread begins saves, the commit thread ends them."""
 
     def __init__(self) -> None:
-        """Know nothing."""
+        """Start without measurements."""
         self._knowledge = CodingRates()
 
     def begin(
         self, amounts: Amounts, compression: Compression, chunk_bytes: int
     ) -> tuple[KindsChoice, dict[Kind, Sampling]]:
-        """Begin a save: return what it codes, and what it samples of the rest.
+        """Begin a save: return the choice of coded kinds, and the samples from the other kinds.
 
         Args:
-            amounts: What the rank owns.
+            amounts: The bytes that the rank owns, by kind.
             compression: The setting.
             chunk_bytes: Raw bytes of a chunk.
         """
@@ -42,12 +42,12 @@ class CompressionStats:
     def end(
         self, choice: KindsChoice, amounts: Amounts, measured: Measured, compression: Compression
     ) -> tuple[KindCoding, ...]:
-        """Learn from a save that is written; return what it did with each kind.
+        """Add the measurements of a written save; return the coding of each kind.
 
         Args:
-            choice: Its choice.
-            amounts: What it wrote, without the pieces that an earlier step holds.
-            measured: What it measured.
+            choice: The choice of the save.
+            amounts: The written bytes by kind, without the pieces that an earlier step holds.
+            measured: The measurements of the save.
             compression: The setting.
         """
         while True:
@@ -57,7 +57,7 @@ class CompressionStats:
                 return codings_of(ended, choice, amounts, measured)
 
     def _replace(self, known: CodingRates, learned: CodingRates) -> bool:
-        """Store what a save has shown; return False if another save has shown something meanwhile."""
+        """Store the updated rates; return False if another save has updated the rates meanwhile."""
         with GUARD:
             is_latest = self._knowledge is known
             if is_latest:
@@ -66,10 +66,10 @@ class CompressionStats:
 
 
 class AllCompressionStats:
-    """The histories of a job, one for each place that it saves to."""
+    """The measurements of a job, by the place of its saves."""
 
     def __init__(self) -> None:
-        """Know nothing."""
+        """Start without measurements."""
         self._by_place: OrderedDict[str, CompressionStats] = OrderedDict()
 
     def of(self, place: str) -> CompressionStats:
@@ -83,15 +83,15 @@ class AllCompressionStats:
 
 
 class JobCoding:
-    """What the saves of a job share to code; used only with compression."""
+    """The owned kinds and measurements that the saves of a job share; used only with compression."""
 
     def __init__(self, histories: AllCompressionStats | None = None) -> None:
-        """Know nothing yet.
+        """Start without owned kinds.
 
         Args:
-            histories: Those of another job of the same ranks; None: new ones.
+            histories: The measurements of another job of the same ranks; None to start without.
         """
         self.owned_kinds: PlanCache[OwnedKinds] = PlanCache()
-        """What this rank owns of the layouts of earlier saves, by kind."""
+        """The bytes that this rank owns in the layouts of earlier saves, by kind."""
         self.histories = histories or AllCompressionStats()
-        """What earlier saves have shown."""
+        """The measurements of earlier saves."""

@@ -1,8 +1,8 @@
-"""Encodes a coded pack: the thread that writes takes its chunks, encodes them and appends them, in file order.
+"""Encodes a coded pack: the writer thread takes, encodes and appends the chunks of the pack, in file order.
 
-A unit is the part of a piece that is encoded at once: a chunk, or the chunks of a master that a chunk of its weight was
-rounded from. The raw bytes of a unit are memory of a staged window, or memory of the encoder into which they
-are copied. They are released once the unit is written or has failed.
+A unit is the part of a piece that is encoded at once: a chunk, or the chunks of a master from which a chunk of the
+weight was rounded. The raw bytes of a unit are in a staged window, or are copied into memory of the encoder. This
+memory is released once the unit is written or has failed.
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ from holdfast.settings import Settings
 
 @value_class
 class EncodedPiece:
-    """What is known of a piece once it is encoded."""
+    """The record of an encoded piece."""
 
     digests: bytes
-    """Digests of its raw chunks, 16 bytes each."""
+    """Digests of the raw chunks, 16 bytes each."""
 
     coding: Coding
-    """How its chunks are stored."""
+    """The stored form of the chunks."""
 
     nonfinite: int
-    """NaN and infinite elements in it; 0 if they are not counted."""
+    """Number of NaN and infinite elements; 0 if the save does not count."""
 
 
 class KnownWeights:
-    """The weights of the pairs of one save: their chunk digests, once they are written or found unchanged."""
+    """The chunk digests of the weights of pairs in one save, known once a weight is written or found unchanged."""
 
     def __init__(self, pairs: Mapping[PieceKey, str]) -> None:
         """Know no digest yet.
 
         Args:
-            pairs: By master piece, the FQN of the weight that it was perhaps rounded from.
+            pairs: By master piece, the FQN of a weight that may be the rounded master.
         """
         self.pairs = pairs
         self._digests: dict[PieceKey, tuple[str, bytes]] = {}
         self._wanted = {(weight, region) for (_, region), weight in pairs.items()}
 
     def record(self, tensor: TensorSpec, region: Region, digests: bytes) -> None:
-        """Take note of the chunk digests of a piece, if it is a weight of a pair."""
+        """Take note of the chunk digests of a piece, if the piece is a weight of a pair."""
         key = tensor.fqn, region
         if key in self._wanted:
             self._digests[key] = tensor.dtype, digests
 
     def of(self, item: PackItem) -> tuple[str, str, bytes] | None:
-        """Return FQN, dtype and chunk digests of the weight of a master; None if it has none."""
+        """Return FQN, dtype and chunk digests of the weight of a master; None without a weight."""
         weight = self.pairs.get((item.tensor.fqn, item.region))
         known = None if weight is None else self._digests.get((weight, item.region))
         return None if weight is None or known is None else (weight, *known)
@@ -88,7 +88,7 @@ class Encoder:
         self._memory = ChunkMemory(settings.chunk_bytes)
 
     def from_sources(self, sources: Sequence[Source]) -> RawChunks:
-        """Return raw chunks that are copied from their sources."""
+        """Return raw chunks that are copied from the sources."""
         return CopiedChunks(sources, self._memory)
 
     def from_staging(self, staging: Staging) -> RawChunks:
@@ -96,21 +96,21 @@ class Encoder:
         return StagedChunks(staging, self._memory, is_in_place=staging.holds(self._windows_max(staging.window_bytes)))
 
     def _windows_max(self, window_bytes: int) -> int:
-        """Return how many staged windows are in use at most, if chunks are encoded where they are.
+        """Return the largest number of staged windows in use at once, if chunks are encoded in place.
 
-        A unit of two chunks may hold the windows that it lies in until it is written, and the thread that copies fills
-        one. There is room for one unit more: an earlier save whose write hangs may still hold the windows of a unit.
+        A unit of two chunks may hold its windows until the unit is written, and the thread that copies fills one more.
+        There is room for one unit more: an earlier save whose write hangs may still hold the windows of a unit.
         """
         each = -(-PAIR_RATIO * self._chunk_bytes // window_bytes) + 1
         return 2 * each + 1
 
     def sampler(self, weight_types: Mapping[str, str], codec_for: Callable[[str], str]) -> Prepare:
-        """Return what codes samples of pieces that are written raw, as chunks are coded.
+        """Return a function that codes samples of raw pieces in the same way as chunks.
 
         Args:
-            weight_types: By FQN of each master, the element type of its weight. A sample of one counts as proven: it is
-                coded against its own bytes, rounded.
-            codec_for: Returns the codec that is tried first for an element type.
+            weight_types: By FQN of each master, the element type of its weight. A sample of a master needs no proof:
+                the sample is coded against its own bytes, rounded.
+            codec_for: Returns the codec to try first for an element type.
         """
 
         def prepare(item: PackItem, raw: memoryview) -> Callable[[], tuple[str, int]]:
@@ -121,7 +121,7 @@ class Encoder:
 
             def encode() -> tuple[str, int]:
                 (chunk,) = self._chunks.encoded(item.tensor.dtype, codec, [raw], weight)
-                # The thread that encodes copies chunks to windows, too.
+                # The encoding thread copies chunks to windows, too.
                 at = 0
                 for part in chunk.parts:
                     copy_part(part, 0, window[at : at + len(part)])
@@ -141,15 +141,15 @@ class Encoder:
         encoded: Callable[[int], None],
         meter: SaveMeter | None = None,
     ) -> list[EncodedPiece]:
-        """Encode a pack; return what is known of each piece.
+        """Encode a pack; return the record of each piece.
 
         Args:
             pack: The pack.
-            chunks: Its raw bytes.
-            weights: The weights that its masters were perhaps rounded from.
-            append: Writes the stored bytes of a chunk, in file order; it keeps none of the memory.
-            encoded: Called with the raw bytes of each unit once they were appended.
-            meter: Measures what coding takes; None: nothing does.
+            chunks: The raw bytes of the pack.
+            weights: Weights that may be rounded masters of this pack.
+            append: Writes the stored bytes of a chunk, in file order; keeps no reference to the memory.
+            encoded: Called with the number of raw bytes of each unit, after the unit was appended.
+            meter: Measures the time of coding; None for no measurement.
         """
         found = []
         times = None if meter is None else _UnitTimes(meter)
@@ -174,7 +174,7 @@ class Encoder:
     def _units_of(
         self, item: PackItem, weight: tuple[str, str, bytes] | None
     ) -> Iterator[tuple[list[tuple[int, int]], PairedWeight | None]]:
-        """Yield for each unit of a piece the byte ranges of its chunks, and the part of the weight that is theirs."""
+        """Yield for each unit of a piece the byte ranges of the chunks, and the matching part of the weight."""
         step = 1 if weight is None else PAIR_RATIO
         count = chunk_count(item.bytes, self._chunk_bytes)
         for first in range(0, count, step):
@@ -187,7 +187,7 @@ class Encoder:
 
 
 class _PieceRecord:
-    """What is known of the chunks of a piece that were written so far, without their bytes."""
+    """The record of the chunks of a piece that were written so far, without the bytes."""
 
     def __init__(self, weight: str) -> None:
         self._weight = weight
@@ -204,7 +204,7 @@ class _PieceRecord:
         self._nonfinite += chunk.nonfinite
 
     def encoded(self) -> EncodedPiece:
-        """Return the piece, once all of its chunks were added."""
+        """Return the record of the piece, once all chunks were added."""
         names = tuple(sorted({*self._codecs} - {""}))
         numbers = {name: number for number, name in enumerate(("", *names))}
         weight = self._weight if "residual" in names else ""
@@ -226,7 +226,7 @@ def _taken(chunks: RawChunks, item: PackItem, ranges: Sequence[tuple[int, int]])
 
 
 class _UnitTimes:
-    """Tells the meter of a save about each unit: processor time of the thread that writes, and of encoding alone."""
+    """Reports each unit to the meter of a save: processor time of the writer thread, and of encoding alone."""
 
     def __init__(self, meter: SaveMeter) -> None:
         self._meter = meter
@@ -242,11 +242,11 @@ class _UnitTimes:
         return unit
 
     def note(self, item: PackItem, unit: Sequence[EncodedChunk], sizes: Sequence[int]) -> None:
-        """Let the meter count each chunk of a unit, once all are written; `sizes` are their raw bytes."""
+        """Let the meter count each chunk of a unit, once all are written; `sizes` are the raw bytes of each chunk."""
         now = self._meter.thread_seconds()
         seconds, self._since = now - self._since, now
-        # What a unit elapsed is unknown, since it contains waits for the store: where a thread waits for a processor,
-        # all work takes longer alike.
+        # The elapsed time of a unit is unknown, since a unit includes waits for the store. So scale by encoding
+        # alone: a wait for a processor slows down all work by the same factor.
         elapsed = self._elapsed_seconds * seconds / self._encoding_seconds if self._encoding_seconds else seconds
         share = 1 / len(unit)
         for chunk, raw_bytes in zip(unit, sizes, strict=True):
