@@ -32,26 +32,27 @@ logger = logging.getLogger(__name__)
 
 _NONCE_BYTES = 8
 _STATED_BYTES = _NONCE_BYTES + IDENTITY_BYTES
-"""Bytes that every rank states. The domains of its memory may follow."""
+"""Bytes that every rank states. The memory domains of the rank may follow."""
 
 _HELD_SECONDS_MAX = 300.0
 """How long a save may hold the training thread, unless the settings say otherwise."""
 
 VERDICT_GRACE_SECONDS = 2.0
-"""Extra seconds that the other ranks wait for the verdict on a save: rank 0 sets it at its own deadline."""
+"""Extra seconds that the other ranks wait for the verdict on a save: rank 0 may set the verdict at its own deadline."""
 
 _ANNOUNCE_SECONDS_MIN = 1.0
 """Shortest time for a call to the key-value store, so that a rank can announce its end after its deadline."""
 
 _LAYOUTS_MAX = 16
-"""Layouts of which a rank remembers what differs. A run has few: one before the optimizer's first step, one after."""
+"""Layouts for which a rank remembers the differing names. A run has few layouts: one before the optimizer's first
+step, one after."""
 
 _ATTEMPTS_MAX = 1000
-"""More attempts than begin while one of them is under way."""
+"""Attempts that a job remembers: more than begin while one attempt is under way."""
 
 
 class SaveHistory:
-    """How the saves of a job ended so far: whether one got past its agreement, and how many failed in a row."""
+    """The outcomes of the saves of a job so far: whether ranks ever agreed, and the number of failures in a row."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -59,7 +60,7 @@ class SaveHistory:
         self.has_agreed = False
         """Whether the ranks have agreed on a save. Until then, a wrong state or call is raised in the call."""
         self.failures = 0
-        """Saves that failed since the last commit, or since a call raised for their number."""
+        """Saves that failed since the last commit, or since a call raised because of too many failures."""
 
     def note_committed(self) -> None:
         """Take note of a commit."""
@@ -77,16 +78,16 @@ class SaveHistory:
             return f"failure {self.failures} in a row; {since}"
 
     def note_raised(self) -> None:
-        """Begin to count anew: a call has raised, so the caller knows."""
+        """Restart the count: a call has raised, so the caller knows of the failures."""
         with GUARD:
             self.failures = 0
 
 
 class Job:
-    """The ranks that save and load together, and the resources they share for the life of the process.
+    """The ranks that save and load together, and the resources that these ranks share for the life of the process.
 
-    Saving and loading both take it. A nonce separates its keys from those of an earlier job on the same key-value
-    store. Construction is a collective: rank 0 states the nonce, and every rank which node and memory it shares.
+    Saving and loading both take a job. A nonce separates its keys from the keys of an earlier job on the same key-value
+    store. Construction is a collective: rank 0 states the nonce, and every rank states its node and memory domains.
     """
 
     def __init__(
@@ -100,16 +101,16 @@ class Job:
         saves: bool = True,
         queues: tuple[BackgroundQueue, BackgroundQueue] | None = None,
     ) -> None:
-        """Agree on the nonce, and count the ranks that share memory with this one.
+        """Agree on the nonce, and count the ranks that share memory with this rank.
 
         Args:
             comm: The ranks.
             clock: Time and randomness.
             settings: How the job saves and loads.
             framework: Takes states apart and fills them; None for a job that only moves stored bytes.
-            codecs: What chunks are coded and decoded by.
-            saves: False for a job that only loads: it needs no keys, so construction is no collective then.
-            queues: The queues for copies and commits of a job that shares them; None: make new ones.
+            codecs: The codecs of chunks.
+            saves: False for a job that only loads: such a job needs no keys, and construction is not a collective.
+            queues: The queues for copies and commits of another job to share; None for new queues.
         """
         self.comm, self.clock, self.settings, self._framework, self.codecs = comm, clock, settings, framework, codecs
         statements = _statements(comm, clock, settings) if saves else []
@@ -122,31 +123,31 @@ class Job:
         """Monotonic time at which the process will be killed, if known. No wait for other ranks lasts longer."""
         self.sequence = 0
         """Number of the next save. A rank that missed saves advances it."""
-        self.numbering = threading.Lock()  # Taken on threads of DAEMON_POOL alone, which no handler interrupts.
-        """Held while a save takes its number: a signal handler may save while another save is at that."""
+        self.numbering = threading.Lock()  # Taken only on threads of DAEMON_POOL, which no handler interrupts.
+        """Held while a save takes its number: a signal handler may save while another save takes a number."""
         self.history = SaveHistory(clock)
-        """How the saves of this job ended so far."""
+        """The outcomes of the saves of this job so far."""
         self.arena = Arena(settings._tuning.window_bytes, settings.arena_bytes_max, clock, memory)
         """Memory for copies of the state."""
         self.plan_cache: PlanCache[SavePlan] = PlanCache()
         """Plans of earlier saves."""
         self.coding = JobCoding()
-        """What saves with compression share."""
+        """Owned kinds and measurements that saves with compression share."""
         self.part_sums = SumCache()
         """Sums of the declared parts of earlier saves."""
         self.copies, self.commits = queues or _new_queues(clock)
         """Copies of states; and writes, votes and commits of saves, away from the training thread. One queue of copies:
         two concurrent saves could each hold half of the buffers and wait forever."""
         self.differing: dict[bytes, frozenset[str]] = {}
-        """By fingerprint of a layout, what differed when it was last saved. The agreement does not compare it again."""
+        """By fingerprint of a layout, the names that differed at its last save. The agreement skips these names."""
         self.progress = self.commits.progress
-        """The writes of this process. No wait for them lasts for ever if storage does not answer."""
+        """The writes of this process. No wait for a write lasts for ever if storage does not answer."""
         self.attempts_under_way: set[str] = set()
-        """Ids of the attempts of this process that have not ended. No removal of leftovers takes their files."""
+        """Ids of the attempts of this process that have not ended. No removal of leftovers takes files of these."""
         self.attempts_begun: deque[str] = deque(maxlen=_ATTEMPTS_MAX)
-        """Ids of the last attempts of this process, ended or not: a save may replace what another of them published."""
+        """Ids of the last attempts of this process, ended or not: a save may replace the checkpoint of any of these."""
         self._logged, self._keys = set[str](), list[tuple[int, str]]()
-        # Taken on threads of DAEMON_POOL, and on the commit thread: no handler meets it.
+        # Taken on threads of DAEMON_POOL, and on the commit thread: no handler waits for this lock.
         self._keys_lock = threading.Lock()
 
     def with_settings(self, settings: Settings) -> Job:
@@ -156,14 +157,14 @@ class Job:
         """
         queues = self.copies, self.commits
         job = Job(self.comm, self.clock, settings, self._framework, codecs=self.codecs, queues=queues)
-        # Its saves end in one order with those of this job: one overwrites what another publishes.
+        # Saves of both jobs end in one order: a save of one job may overwrite a checkpoint of the other.
         job.attempts_under_way, job.attempts_begun = self.attempts_under_way, self.attempts_begun
         job.coding = JobCoding(self.coding.histories)
         return job
 
     @property
     def framework(self) -> Framework:
-        """What takes states apart and fills them."""
+        """The framework that takes states apart and fills them."""
         assert self._framework is not None, "this job moves stored bytes only"
         return self._framework
 
@@ -177,7 +178,7 @@ class Job:
         return "/".join((self.nonce, *map(str, parts)))
 
     def keys_of(self, ranks: Iterable[int], *parts: object) -> list[str]:
-        """Return for each rank the key of this job that ends with it."""
+        """Return for each rank the key of this job that ends with the rank."""
         prefix = self.key(*parts)
         return [f"{prefix}/{rank}" for rank in ranks]
 
@@ -186,7 +187,7 @@ class Job:
         return short_digest_of(self.nonce.encode(), str(sequence).encode(), str(step).encode()).hex()
 
     def begin_attempt(self, attempt: str, ended: Future[SaveReport]) -> None:
-        """Count an attempt among those under way until it has ended."""
+        """Count an attempt as under way until the attempt has ended."""
         under_way = self.attempts_under_way
         under_way.add(attempt)
         self.attempts_begun.append(attempt)
@@ -199,10 +200,10 @@ class Job:
 
     @property
     def agreement_seconds(self) -> float:
-        """How long this rank waits for the others to agree on a save, from its own arrival.
+        """How long this rank waits for the others to agree on a save, from the arrival of this rank.
 
-        The training thread waits. So the wait must end well before the collectives of the training do, in which the
-        ranks that are not here may wait.
+        The training thread waits. The absent ranks may wait in a collective of the training. So this wait must end well
+        before such a collective times out.
         """
         settings = self.settings
         if settings.agreement_timeout_seconds is not None:
@@ -217,7 +218,7 @@ class Job:
 
     @property
     def _held_seconds_max(self) -> float:
-        """How long a training thread may be held, while other ranks wait for it in a collective of the training."""
+        """How long a save may hold a training thread while other ranks wait in a collective of the training."""
         seconds = self.comm.timeout_seconds
         return _HELD_SECONDS_MAX if seconds is None else min(seconds / 2, _HELD_SECONDS_MAX)
 
@@ -234,23 +235,23 @@ class Job:
         )
 
     def is_elected(self, key: str) -> bool:
-        """Return whether this rank is the first to claim a key: it does for all what each could do by itself.
+        """Return whether this rank is the first to claim a key. The elected rank does the work for all.
 
         Raises:
             UnavailableError: The key-value store failed.
-            TimeoutError: It gave no answer.
+            TimeoutError: The key-value store gave no answer.
         """
         return is_elected(self.comm, key, self.seconds_left(self.deadline()))
 
     @property
     def asking_seconds(self) -> float:
-        """How long the other ranks wait for what the elected one finds out: it asks once for each rank."""
+        """How long the other ranks wait for the findings of the elected rank, which makes a request for each rank."""
         return 2.0 + 0.002 * self.comm.world_size
 
     @property
     def verdict_seconds(self) -> float:
-        """How long a verdict on a save may come after the deadline of a rank: the waits of `SaveAgreement` for it."""
-        # The limit of a high rank, and then its wait for the rank that was elected.
+        """How long after the deadline of a rank a verdict on a save may come: the waits of `SaveAgreement`."""
+        # The limit of a high rank, and then the wait of that rank for the elected rank.
         return VERDICT_GRACE_SECONDS + 2 * self.asking_seconds
 
     def seconds_left(self, deadline: float) -> float:
@@ -275,7 +276,7 @@ class Job:
         """Log a warning on rank 0, unless the same text was logged before.
 
         Args:
-            name: Name of the save or load that it is about.
+            name: Name of the save or load that the warning is about.
             text: The warning.
         """
         if self.comm.rank == 0 and self.is_first_occurrence(text):
@@ -287,19 +288,18 @@ class Job:
             self._keys += [(sequence, key) for key in keys]
 
     def delete_agreement_keys_before(self, sequence: int) -> None:
-        """Remove this rank's keys of the agreements before one that all ranks have entered.
+        """Remove this rank's keys of the agreements before an agreement that all ranks have entered.
 
-        A rank takes part in one agreement after the other, and takes the refusal of one that it missed before it enters
-        the next. Keys of votes stay: a rank may still wait for the outcome of an earlier save.
+        A rank takes part in one agreement after the other, and reads the refusal of a missed agreement before the next.
+        Keys of votes stay: a rank may still wait for the outcome of an earlier save.
         """
         self._delete_keys(sequence, self.key("opening", ""))
 
     def delete_keys_before(self, sequence: int) -> None:
-        """Remove this rank's keys of saves before a committed one, so that the key-value store stays small.
+        """Remove this rank's keys of saves before a committed save, so that the key-value store stays small.
 
         A commit needs every rank's vote, and a rank votes only after its earlier saves have ended. So no rank still
-        waits on those keys. A weaker rule would be wrong: a rank that finds no outcome takes the attempt as undecided
-        and aborts it.
+        waits on those keys. A weaker rule would be wrong: a rank that finds no outcome aborts the attempt as undecided.
         """
         self._delete_keys(sequence)
 
@@ -315,7 +315,7 @@ class Job:
             raise
 
     def close(self) -> None:
-        """Wait for the saves in the background, end their threads, and free the arena."""
+        """Wait for the saves in the background, end the threads, and free the arena."""
         self.copies.close()
         self.commits.close()
         self.arena.close()
@@ -338,9 +338,9 @@ def is_elected(comm: Comm, key: str, seconds: float) -> bool:
 
 
 def _statements(comm: Comm, clock: Clock, settings: Settings) -> list[bytes]:
-    """Return what every rank states to a new job: rank 0 the nonce, and all ranks which node and memory they share."""
+    """Return the statements of all ranks to a new job: the nonce of rank 0, and the node and memory of each rank."""
     nonce = clock.random_bytes(_NONCE_BYTES) if comm.rank == 0 else bytes(_NONCE_BYTES)
-    # Only an arena without a stated budget needs the count of those who share memory.
+    # Only an arena without a stated budget needs the number of ranks that share memory.
     memory = memory_statement() if settings.arena_bytes_max is None else b""
     return comm.all_gather(nonce + node_identity() + memory)
 
@@ -376,7 +376,7 @@ def raise_together(statuses: Sequence[str | None], own_rank: int, own_error: Bas
     Args:
         statuses: By rank, an `error_text` or None.
         own_rank: This rank.
-        own_error: Error of this rank; None if it did not fail.
+        own_error: Error of this rank; None without a failure.
     """
     failed = [(rank, text) for rank, text in enumerate(statuses) if text is not None]
     if not failed:
