@@ -1,14 +1,14 @@
-"""What an overwrite keeps beside one checkpoint: a claim, the manifest that comes next, and marks of older attempts.
+"""The files of an overwrite: a claim, the next manifest, and marks of older attempts.
 
-All of it is under `overwriting/` in the folder of the checkpoint, and no reader needs it:
+These files are under `overwriting/` in the folder of the checkpoint, and no reader needs them:
 - the claim (`claim.json`, put-if-absent): the one process that may replace the manifest;
 - the heartbeat of a claim (`<nonce>.beat`): rewritten while the claim is held;
-- a prepared manifest (`<attempt>.next.json`): moved to `manifest.json` to publish it;
+- a prepared manifest (`<attempt>.next.json`): moved to `manifest.json` to publish;
 - a mark (`<attempt>.replaced.json`): the attempt was published, and its manifest has been or is being replaced.
 
-A file system replaces a file without comparing it. So whoever takes a claim first removes what others have prepared:
-a process that lost its claim, and goes on late, then finds nothing to move. Whoever prepares looks at the claim after
-that. So one of the two sees the other.
+A file system replaces a file without a comparison. A new claimant deletes all prepared manifests first, so a process
+that lost its claim has none to publish. A process that prepares a manifest checks its claim afterwards. So one of the
+two processes sees the other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from holdfast.stored.repository.catalog import exists
 from holdfast.stored.repository.publish import get_or_none, holds, is_put_first
 
 OVERWRITING_FOLDER = "overwriting/"
-"""Folder of all that, in the folder of the checkpoint."""
+"""Folder of these files, in the folder of the checkpoint."""
 
 _CLAIM = f"{OVERWRITING_FOLDER}claim.json"
 _ASIDE = ".aside.json"
@@ -50,13 +50,13 @@ _BEAT_BYTES_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class ClaimRecord:
-    """The claim as it is stored."""
+    """The stored claim."""
 
     data: bytes
-    """Its bytes."""
+    """The bytes of the record."""
 
     holder: Holder | None
-    """The process that holds it; None if the record cannot be read."""
+    """The process that holds the claim; None if the record cannot be read."""
 
 
 class _ClaimDocument(msgspec.Struct):
@@ -69,7 +69,7 @@ def claim_of(holder: Holder) -> bytes:
 
 
 def put_claim(store: Store, data: bytes) -> bool:
-    """Store a claim unless there is one; return whether it is ours."""
+    """Store a claim if absent; return whether the stored claim is ours."""
     return is_put_first(store, _CLAIM, data)
 
 
@@ -92,15 +92,15 @@ def _claim_at(store: Store, key: str) -> ClaimRecord | None:
 
 
 def take_claim_away(store: Store, data: bytes) -> None:
-    """Remove a claim, of this process or of one that is gone. Another claim that came meanwhile is put back."""
+    """Remove a claim of this process or of a dead process. Another claim that was stored meanwhile is put back."""
     aside = f"{OVERWRITING_FOLDER}{SystemClock().random_bytes(_ASIDE_BYTES).hex()}{_ASIDE}"
     try:
-        # A deletion by key alone would remove whatever is there by now.
+        # A deletion by key alone could remove a newer claim.
         store.move(_CLAIM, aside)
         moved = store.get(aside, _RECORD_BYTES_MAX)
     except (MissingError, CorruptError):
         return
-    # Where it cannot be put back, and if this process ends before that, the holder of the claim does so.
+    # If this process cannot put the claim back, or ends before, the holder puts the claim back.
     if moved == data or _is_link_decided(store, aside):
         store.delete([aside])
 
@@ -108,8 +108,8 @@ def take_claim_away(store: Store, data: bytes) -> None:
 def _is_link_decided(store: Store, aside: str) -> bool:
     """Link a claim back that was moved aside; return False if the store has no links.
 
-    The link fails if another job has taken a claim meanwhile. That job has removed the object aside too, perhaps with
-    files of the holder: a copy would bring back a claim that is lost.
+    The link fails if another job has taken a claim meanwhile. That job has also removed the object aside, and may have
+    removed files of the holder: a copy would bring back a lost claim.
     """
     try:
         return store.link(aside, _CLAIM)
@@ -118,7 +118,7 @@ def _is_link_decided(store: Store, aside: str) -> bool:
 
 
 def release_claim(store: Store, data: bytes) -> None:
-    """Remove a claim of this process, if it still holds it."""
+    """Remove a claim of this process, unless the claim is lost."""
     if holds(store, _CLAIM, data):
         take_claim_away(store, data)
 
@@ -138,31 +138,31 @@ def require_claim(store: Store, nonce: str) -> None:
     """Refuse to replace anything without the claim.
 
     Raises:
-        ConflictError: Another job has taken it over, or somebody removed it.
+        ConflictError: Another job has taken the claim over, or the claim was removed.
     """
     claim = read_claim(store)
     if claim is None:
         _put_back(store, nonce)
-        claim = read_claim(store)  # Or the process that moved it has put it back.
+        claim = read_claim(store)  # The process that moved the claim may also have put it back.
     if claim is None or claim.holder is None or claim.holder.nonce != nonce:
-        by = "nobody" if claim is None or claim.holder is None else str(claim.holder)
+        by = "no job" if claim is None or claim.holder is None else str(claim.holder)
         raise ConflictError(
-            f"{store.url}: this job may not overwrite the checkpoint any more: its claim is now held by {by}; expected "
-            "its own, for as long as the save takes. Nothing was replaced. Stop one of the jobs, or save elsewhere"
+            f"{store.url}: this job may not overwrite the checkpoint any more: the claim is now held by {by}; expected "
+            "this job to hold the claim during the save. Nothing was replaced. Stop one of the jobs, or save elsewhere"
         )
 
 
 def _put_back(store: Store, nonce: str) -> None:
     """Put back a claim that its holder finds moved aside.
 
-    Another process has moved it in place of a claim that it was to remove, or ended while it took it over.
+    Another process moved this claim in place of a claim to remove, or ended during a takeover.
     """
     for key in [entry.key for entry in store.list(OVERWRITING_FOLDER) if entry.key.endswith(_ASIDE)]:
         claim = _claim_at(store, key)
         if claim is None or claim.holder is None or claim.holder.nonce != nonce:
             continue
         if not _is_link_decided(store, key) and is_put_first(store, _CLAIM, claim.data) and not exists(store, key):
-            # A later claim may have come and gone, and have cleared the object aside: so this one is lost.
+            # A later claim may have been taken and released, and the object aside removed: then this claim is lost.
             take_claim_away(store, claim.data)
 
 
@@ -171,7 +171,7 @@ def _beat_key(nonce: str) -> str:
 
 
 def read_claim_beat(store: Store, nonce: str) -> bytes | None:
-    """Return the last heartbeat of a claim; None before the first. One that cannot be read never changes."""
+    """Return the last heartbeat of a claim; None before the first. An unreadable heartbeat never changes."""
     try:
         return get_or_none(store, _beat_key(nonce), _BEAT_BYTES_MAX)
     except (CorruptError, InvalidError):
@@ -184,15 +184,15 @@ def put_claim_beat(store: Store, nonce: str, count: int) -> None:
 
 
 def prepare_manifest(store: Store, attempt: str, data: bytes) -> None:
-    """Store a manifest beside the one that it is to replace."""
+    """Store a manifest next to the manifest to replace."""
     store.put_if_absent(_next_key(attempt), data)
 
 
 def publish_prepared(store: Store, attempt: str) -> None:
-    """Replace the manifest by a prepared one, in one move.
+    """Replace the manifest by a prepared manifest, in one move.
 
     Raises:
-        MissingError: Another job has removed what was prepared. A store may say nothing instead: see `was_published`.
+        MissingError: Another job has removed the prepared manifest. Some stores do not raise: see `was_published`.
         UnavailableError: The store failed.
     """
     store.move(_next_key(attempt), MANIFEST_FILE)
@@ -204,12 +204,12 @@ def is_prepared(store: Store, attempt: str) -> bool:
 
 
 def was_published(store: Store, attempt: str, data: bytes) -> bool:
-    """Return whether the manifest of an attempt is published, or was until another one replaced it."""
+    """Return whether the manifest of an attempt is published, or was until another manifest replaced it."""
     return holds(store, MANIFEST_FILE, data) or exists(store, _mark_key(attempt))
 
 
 def clear_away(store: Store, nonce: str) -> None:
-    """Remove the manifests that wait to be published, and what other claims have left.
+    """Remove all prepared manifests, and leftovers of other claims.
 
     Args:
         store: The checkpoint.
@@ -232,16 +232,16 @@ def _next_key(attempt: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ReplacedMark:
-    """Says that an attempt was published once, and since when it may be unneeded."""
+    """Records that an attempt was published once, and the time of its replacement."""
 
     holder: Holder
-    """The process that put the mark: its clock counts."""
+    """The process that put the mark: the clock of this process counts."""
 
     monotonic_seconds: float
-    """When, on the monotonic clock of its machine."""
+    """Time of the mark, on the monotonic clock of the holder's machine."""
 
     is_repeated: bool
-    """Whether the mark took the place of one whose clock cannot be read from the machine of this one."""
+    """Whether the mark replaced a mark of a machine whose clock the holder cannot read."""
 
 
 class _ReplacedDocument(msgspec.Struct):
@@ -265,7 +265,7 @@ def put_replaced_mark(store: Store, attempt: str, mark: ReplacedMark) -> None:
 
 
 def replaced_marks(store: Store) -> dict[str, ReplacedMark | None]:
-    """Return the marks by attempt; None for one that cannot be read."""
+    """Return the marks by attempt; None for a mark that cannot be read."""
     marks: dict[str, ReplacedMark | None] = {}
     for key in [entry.key for entry in store.list(OVERWRITING_FOLDER)]:
         match = _MARK.fullmatch(key)
@@ -289,20 +289,20 @@ class SeenManifest:
     """The manifest that is at a path now."""
 
     identity: str
-    """Digest of all its bytes: also a damaged manifest is one that can be seen again."""
+    """Digest of all bytes, which identifies a damaged manifest too."""
 
     attempt: str | None
-    """The attempt that it names; None if it is damaged."""
+    """The attempt that the manifest names; None for a damaged manifest."""
 
     names_holdfast: bool = True
-    """Whether its first bytes are those of a manifest of Holdfast, damaged or not."""
+    """Whether the first bytes are those of a manifest of Holdfast, damaged or not."""
 
 
 def seen_manifest(store: Store) -> SeenManifest | None:
-    """Return what is known of the manifest; None if there is none.
+    """Return identity and attempt of the manifest; None without a manifest.
 
     Raises:
-        InvalidError: It is of a newer format, or no checkpoint's.
+        InvalidError: The manifest has a newer format, or is not the manifest of a checkpoint.
     """
     data = get_or_none(store, MANIFEST_FILE, MANIFEST_BYTES_MAX)
     if data is None:
@@ -320,9 +320,9 @@ def attempt_folders(store: Store) -> list[str]:
 
 
 def unneeded_files(store: Store, attempts: Collection[str]) -> Mapping[str, list[str]]:
-    """Return all that is kept of some attempts, by attempt: their files, their reports of the save, their marks.
+    """Return all stored keys of some attempts, by attempt: files, reports of the save, marks.
 
-    An attempt with a file that no save writes is left out: another tool or a person may need it.
+    An attempt with a file that no save writes is left out: another tool or a person may need the file.
     """
     reports = [entry.key for entry in store.list(_REPORTS_FOLDER)] if attempts else []
     files = {}
@@ -331,14 +331,14 @@ def unneeded_files(store: Store, attempts: Collection[str]) -> Mapping[str, list
         keys = [entry.key for entry in store.list(prefix)]
         if all(is_attempt_file(key.removeprefix(prefix)) for key in keys):
             own_reports = [key for key in reports if key.startswith(f"{_REPORTS_FOLDER}save-{attempt}-")]
-            # The store removes the folder of the absent key `nothing`, even an empty one. The mark goes last: without
-            # it the attempt would count as one that was never published.
+            # The store removes the folder of the absent key `nothing`, even an empty folder. The mark is last: without
+            # a mark the attempt would count as never published.
             files[attempt] = [*keys, f"{prefix}nothing", *own_reports, _mark_key(attempt)]
     return files
 
 
 def foreign_file_at(store: Store) -> str | None:
-    """Return a file at a path that no save of Holdfast stores there; None if there is none."""
+    """Return a file at a path that no save of Holdfast stores there; None without such a file."""
     try:
         for entry in store.list(""):
             folder, slash, name = entry.key.partition("/")
@@ -352,7 +352,7 @@ def foreign_file_at(store: Store) -> str | None:
 
 
 def is_ours(store: Store, seen: SeenManifest) -> bool:
-    """Return whether a manifest that may be damaged is one of Holdfast: its text or the files beside it say so."""
+    """Return whether a manifest, damaged or not, is of Holdfast, by its text or by the files next to the manifest."""
     if seen.names_holdfast:
         return True
     prefixes = [f"{attempt}/" for attempt in attempt_folders(store)]
