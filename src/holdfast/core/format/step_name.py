@@ -1,4 +1,4 @@
-"""How a caller names a step: by its number, by number and digest, by a tag, or as the newest one."""
+"""How a caller names a step: by number, by number and digest, by a tag, or as the newest step."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast.core.format.names import STEP_MAX, is_superseded_name, require_ste
 from holdfast.errors import InvalidError
 
 NEWEST_NAME = "latest"
-"""The name of the newest valid step. No tag has it."""
+"""The name of the newest valid step. No tag has this name."""
 
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", re.ASCII)
 _NUMBER = re.compile(r"[0-9][0-9_]*", re.ASCII)
@@ -20,25 +20,25 @@ class StepName:
     """A step as a caller names it. All fields empty: the newest valid step."""
 
     step: int | None = None
-    """Its number; None if it is named otherwise."""
+    """The number; None for a tag and for the newest step."""
 
     digest: str = ""
-    """First digits of the digest of its manifest; empty for the step that a resume could take."""
+    """First digits of the manifest digest; empty for the step that a resume could take."""
 
     tag: str | None = None
-    """Its tag."""
+    """The tag."""
 
     @property
     def is_newest(self) -> bool:
-        """Whether it is the newest valid step."""
+        """Whether the name means the newest valid step."""
         return self.step is None and self.tag is None
 
 
 def step_name(step: object) -> StepName:
-    """Return what a caller names: `300`, `"300"`, `"300@1f2e"`, a tag, or `"latest"`, which None is short for.
+    """Return a parsed name: `300`, `"300"`, `"300@1f2e"`, a tag, or `"latest"`; None is short for `"latest"`.
 
     Raises:
-        InvalidError: It can be none of them.
+        InvalidError: The name has another form.
     """
     if step is None or step == NEWEST_NAME:
         return StepName()
@@ -52,7 +52,7 @@ def step_name(step: object) -> StepName:
     if not is_tag_name(step):
         raise InvalidError(
             f"step={step[:80]!r}; expected a whole number from 0 to {STEP_MAX}, a tag, {NEWEST_NAME!r}, or for a "
-            "superseded step its number, '@' and at least 4 digits of its digest, as `holdfast ls` lists it: 300@1f2e"
+            "superseded step its number, '@' and at least 4 digits of its digest, as in `holdfast ls`: 300@1f2e"
         )
     return StepName(tag=step)
 
@@ -63,10 +63,10 @@ def is_tag_name(name: object) -> bool:
 
 
 def require_tag_name(name: object) -> str:
-    """Return a name that a step may get as its tag.
+    """Return a name that a step may get as a tag.
 
     Raises:
-        InvalidError: The name is no text, too long, has other characters, or names a step already.
+        InvalidError: The name is not text, is too long, has other characters, or is reserved.
     """
     if not is_tag_name(name):
         raise InvalidError(
@@ -75,9 +75,7 @@ def require_tag_name(name: object) -> str:
         )
     assert isinstance(name, str), "is_tag_name lets only text pass"
     if _NUMBER.fullmatch(name) or name.lower() == NEWEST_NAME:
-        what = "the newest step" if name.lower() == NEWEST_NAME else "a step"
         raise InvalidError(
-            f"tag {name!r}: is the name of {what}; expected a name that is no number and not {NEWEST_NAME!r}, such as "
-            f"'best'. Choose another name"
+            f"tag {name!r}: numbers and {NEWEST_NAME!r} are reserved; choose another tag, such as 'best'"
         )
     return name

@@ -65,7 +65,7 @@ class RunParts:
         self.writer_lease = WriterLease(store, job.clock, settings.lease_seconds)
         """The right to write to the root."""
         self.run_facts = RunFacts()
-        """Facts of the run that the next save does not ask storage for."""
+        """Facts of the run that the next save need not read again."""
         self.pins = Pins()
         """Steps that garbage collection must leave alone."""
         self.position = RunPosition(job, home, self.pins)
@@ -77,7 +77,7 @@ class RunParts:
         self.collecting: Background | None = None
         """Garbage collection on rank 0; None on other ranks."""
         if job.comm.rank == 0:
-            # Without a policy nothing goes but what a load discarded.
+            # Without a policy, only steps that a load discarded are removed.
             choice = NOTHING_CHOSEN if keep is not None else ChosenNames(is_all=True)
             collector = CheckpointGC(store, job.clock, keep, self.writer_lease, self.pins, choice)
             may_collect = _always if keep is not None else partial(_has_discarded, store, self.run_facts)
@@ -92,8 +92,8 @@ class RunParts:
         """End garbage collection, then release the writer lease.
 
         Args:
-            may_wait: Whether to wait until the steps are removed that no policy keeps, or that a load discarded; asked
-                again and again.
+            may_wait: Whether to wait until the steps are removed that no policy keeps, or that a load discarded; called
+                repeatedly.
         """
         if self.collecting is None:
             self.writer_lease.release()
@@ -102,8 +102,8 @@ class RunParts:
 
 
 _NOT_AS_LOADED = (
-    "This step was loaded, but on some rank the state is not as it was loaded: it has changed since, or the load or "
-    "the save was none of the whole step."
+    "This step was loaded, but on some rank the state is not as loaded: the state changed after the load, or only part "
+    "of the step was loaded or saved."
 )
 
 
@@ -140,14 +140,14 @@ class StepState:
     """Tags that move to the step, as passed, not checked yet."""
 
     misuse: InvalidError | None = None
-    """What is wrong with the arguments on this rank; the other fields are empty then."""
+    """The error in the arguments on this rank; the other fields are then empty."""
 
     is_last: bool = False
     """Whether the job ends after this save. Then metrics that the policy ranks by may be missing."""
 
 
 class StepRequest:
-    """The save of one step of a run: its target, its state, and the hooks of the save."""
+    """The save of one step of a run: target, state, and the hooks of the save."""
 
     def __init__(self, parts: RunParts, location: CheckpointLocation, passed: StepState) -> None:
         """Do nothing yet.
@@ -167,23 +167,24 @@ class StepRequest:
         self.target = SaveTarget(location, parts.writer, deduplicator, self, self.lineage.parent)
         """Where the step goes."""
         self.pin = StepPin(self._step)
-        """What garbage collection must leave alone until this save ends."""
+        """The steps that garbage collection must not remove until this save ends."""
         self._changed: list[str] = []
-        """Plain values of this rank that are not as they were loaded."""
+        """Plain values of this rank that differ from the loaded values."""
         self._metrics: dict[str, float] = {}
         self._tags: dict[str, bool] = {}
-        """Tags of the step, each with whether it moves."""
+        """Tags of the step, and for each tag whether the tag moves."""
 
     def collect(self) -> Collected:
         """Check metrics and tags, and take the state apart. An error here on one rank refuses the save on all."""
         self._metrics = checked_metrics(self._passed.metrics)
         self._tags = checked_tags(self._passed.tags, self._passed.move_tags)
         passed = self._passed
-        # The handle of a save that fails in the background may be kept for long: it must not keep the state alive.
+        # The handle of a save that fails in the background may be kept for long. The handle must not keep the state
+        # alive.
         self._passed = replace(passed, state={})
         framework, loaded = self._parts.job.framework, self._parts.position.loaded_state
         collected = framework.collect(passed.state, passed.selection)
-        # Only now: after an evaluation FSDP2 shows whole parameters, until the collection has it show its shards.
+        # Only now: after an evaluation FSDP2 shows whole parameters; the collection makes FSDP2 show shards again.
         is_still = loaded is not None and loaded.is_still(framework, self._step, passed.state, passed.selection)
         as_loaded = loaded is not None and is_still and self._equals(loaded, collected, passed.state)
         return replace(collected, as_loaded=True) if as_loaded else collected
@@ -201,7 +202,7 @@ class StepRequest:
             return False
 
     def claim(self, is_held: bool) -> SaveContext | None:
-        """Take the writer lease, free the step, and pin it and its base against garbage collection."""
+        """Take the writer lease, free the step, and pin the step and its base against garbage collection."""
         parts = self._parts
         if is_held:
             return self._held()
@@ -214,7 +215,7 @@ class StepRequest:
         return replace(context, metrics=self._metrics)
 
     def _claim_known(self, known: KnownRun) -> SaveContext | None:
-        """Return the context of a step of which most is known, after one look; None if that does not suffice."""
+        """Return the context of a step in a known run, after one look at storage; None if one look is not enough."""
         parts, base = self._parts, self._base
         if base is not None and not base.is_own and base.identity != known.base:
             return None
@@ -231,12 +232,13 @@ class StepRequest:
             suspect_steps = frozenset(parts.suspect_steps.steps())
 
         def look_at_packs() -> None:
-            # What cannot be looked at now is looked at by the comparison, which then refers to nothing.
+            # After a failure here, the comparison looks at the packs again; if that fails too, it refers to no pack.
             with suppress(CheckpointError):
                 self.target.deduplicator.look_at(older)
 
         older = self.target.deduplicator.older_packs if has_base else []
-        # A save that is likely to refer to these again needs to know what is suspect now. Any other asks if it does.
+        # A save that is likely to refer to these packs again needs the suspect steps now. Any other save reads the
+        # suspect steps only before it refers to a pack.
         looks = (look_at_suspects, look_at_packs) if older else ()
         side_by_side(*looks, look_at_step)
         if not is_free:
@@ -251,7 +253,7 @@ class StepRequest:
         )
 
     def _claim_anew(self) -> SaveContext:
-        """Return the context of a step after a look at everything, and remember what stays true."""
+        """Return the context of a step after a look at the whole run, and remember the facts that stay true."""
         parts = self._parts
         base = self._base.identity if self._pin() and self._base is not None else None
         timeline = partial(parts.position.timeline_for, self._step)
@@ -291,12 +293,12 @@ class StepRequest:
         if found:
             raise CorruptError(
                 f"step {self._step} refers to packs of steps [{first_three(found)}], which are suspect since the save "
-                "began: a load found damage. Expected packs that nothing is known against. Nothing was published. Save "
-                "again: the next save writes these tensors anew"
+                "began: a load found damage. Expected packs without known damage. Nothing was published. Save again: "
+                "the next save writes these tensors in full"
             )
 
     def _held(self) -> SaveContext | None:
-        """Return the context of a save that writes nothing; None if the step has gone since it was loaded."""
+        """Return the context of a save that writes nothing; None if the step is gone since the load."""
         loaded, store = self._parts.position.loaded_state, self._parts.store
         assert loaded is not None, "every rank states that it holds the step"
         manifest, run_id = run_timelines(store).at(self._step), read_run_id(store)
@@ -305,7 +307,7 @@ class StepRequest:
         return SaveContext(run_id, utc_now_text(self._parts.job.clock), loaded=(self._step, loaded.manifest.digest))
 
     def _tag_held(self, step: int, digest: str) -> tuple[str, ...]:
-        """Tag a step that was saved already. Its metrics cannot be added: they are in its manifest."""
+        """Tag a step that was saved already. Metrics cannot be added: the manifest of the step holds the metrics."""
         if self._parts.job.comm.rank != 0:
             return ()
         if self._metrics:
@@ -318,10 +320,10 @@ class StepRequest:
         return self._named_in_time(partial(self._tag, digest)) if self._tags else ()
 
     def committed(self, context: SaveContext, manifest_digest: str) -> tuple[str, ...]:
-        """Record this step as parent and base of later saves; on rank 0, name it and request garbage collection.
+        """Record this step as parent and base of later saves; on rank 0, name the step and request garbage collection.
 
         Returns:
-            Why the step did not get some of its tags, a text for each.
+            Why the step did not get some tags, a text for each tag.
         """
         if context.loaded is not None:
             return self._tag_held(*context.loaded)
@@ -339,11 +341,11 @@ class StepRequest:
         return self._named_in_time(partial(self._release, manifest_digest))
 
     def _release(self, manifest_digest: str, untagged: list[str]) -> None:
-        """Name the step, and leave it to garbage collection from then on.
+        """Name the step, and unpin the step for garbage collection.
 
         Args:
-            manifest_digest: Digest of its manifest.
-            untagged: Takes what kept the step from its tags.
+            manifest_digest: Digest of the manifest.
+            untagged: Receives the reason for each tag that the step did not get.
         """
         parts = self._parts
         self._tag(manifest_digest, untagged)
@@ -355,12 +357,12 @@ class StepRequest:
         untagged += tag_saved(self._parts.store, self._parts.job.clock, self._step, manifest_digest, self._tags)
 
     def _named_in_time(self, name: Callable[[list[str]], None]) -> tuple[str, ...]:
-        """Give the step its names, unless storage hangs; return why it did not get some of its tags.
+        """Give the step its names, unless storage hangs; return why the step did not get some tags.
 
-        The handle reports a step that has its names. But a save that is committed counts although storage hangs.
+        The handle reports a step with its names. But a committed save counts although storage hangs.
 
         Args:
-            name: Names the step; takes a list for what kept it from its tags.
+            name: Names the step; takes a list for the reasons of missing tags.
         """
         untagged: list[str] = []
         if not is_done_soon(partial(name, untagged), self._parts.job.clock):
@@ -369,7 +371,7 @@ class StepRequest:
         return tuple(untagged)
 
     def _pin(self) -> bool:
-        """Pin the step and its base; return whether the base is still there."""
+        """Pin the step and its base; return whether the base still exists."""
         store, base = self._parts.store, None if self._base is None else self._base.identity
         if not self._parts.pins.pin(self.pin, None if base is None else base[0]) or base is None:
             return False

@@ -129,7 +129,7 @@ def test_a_save_at_the_loaded_step_is_finished_only_if_no_rank_has_changed(chang
         try:
             report = run.save(1, state, tags=["again"]).wait(timeout=20.0)
         except ConflictError as error:
-            assert "already there" in str(error) and "the state is not as it was loaded" in str(error)
+            assert "already there" in str(error) and "the state is not as loaded" in str(error)
             return "refused"
         assert report is not None and report.bytes == 0
         saved(run, 2, state)
@@ -154,7 +154,7 @@ def test_a_load_of_a_part_is_no_whole_one(tmp_path: Path, how: str) -> None:
             manager.load(state, cast=True)
         else:
             manager.load({"a": state["a"]} if how == "key" else state)
-        with pytest.raises(ConflictError, match=r"already there.*none of the whole step"):
+        with pytest.raises(ConflictError, match=r"already there.*only part of the step"):
             manager.save(1, state, only="a" if how == "pattern" else None).wait()
 
 
