@@ -76,6 +76,6 @@ def require_tag_name(name: object) -> str:
     assert isinstance(name, str), "is_tag_name lets only text pass"
     if _NUMBER.fullmatch(name) or name.lower() == NEWEST_NAME:
         raise InvalidError(
-            f"tag {name!r}: numbers and {NEWEST_NAME!r} are reserved; choose another tag, such as 'best'"
+            f"tag {name!r}: numbers and {NEWEST_NAME!r} are reserved; expected another tag, such as 'best'"
         )
     return name
