@@ -245,7 +245,7 @@ class CheckpointManager:
             metrics: Metrics of the step, numbers by name; only the metrics of rank 0 are stored.
             tags: Tags that the step gets once it is committed; only the tags of rank 0 are set. A tag of another step
                 does not move. The log and `SaveReport.untagged` then have a warning; the step is saved.
-            move_tags: Tags that move to the step if another step has them.
+            move_tags: Tags that the step gets too; a tag of another step moves to this step.
         """
         self._require_not_closed()
         step = plain_step(step)
