@@ -46,8 +46,8 @@ from holdfast.training.runs.collection.garbage_collection import CheckpointGC
 from holdfast.training.runs.discarding import Discarding
 from holdfast.training.runs.loaded_state import loaded_state
 from holdfast.training.runs.preemption import PreemptionHandler, estimated_write_bytes
-from holdfast.training.runs.saves_in_flight import SavesInFlight
-from holdfast.training.runs.step_request import RunParts, StepRequest, StepState, note_failed
+from holdfast.training.runs.saves_in_flight import SavesInFlight, note_failed
+from holdfast.training.runs.step_request import RunParts, StepRequest, StepState
 from holdfast.training.runs.tags import tag_step
 from holdfast.training.saving.handle import SaveHandle
 from holdfast.training.saving.misuse import refuse_call

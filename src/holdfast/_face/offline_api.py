@@ -164,7 +164,11 @@ def list_steps(root: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTING
 
 
 def is_run(path: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> bool:
-    """Return whether a path is the root of a run. Needs no torch."""
+    """Return whether a path is the root of a run. Needs no torch.
+
+    Example:
+        holdfast.api.is_run("run-7")
+    """
     return is_run_at(wiring.store_at(path, settings))
 
 

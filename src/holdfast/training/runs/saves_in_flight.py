@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 
+from holdfast.base.types.reports import SaveReport
 from holdfast.core.engine.background import SLICE_SECONDS, WriteProgress
 from holdfast.errors import CheckpointError, UnavailableError
+from holdfast.training.runs.claim_step import RunFacts
+from holdfast.training.runs.collection.background_collection import Background, lacks_room
+from holdfast.training.runs.collection.pins import Pins, StepPin
 from holdfast.training.saving.handle import SaveHandle
 
 _FAILURES_HALF = 100
@@ -95,3 +100,26 @@ class SavesInFlight:
         for handle in handles:
             with suppress(ValueError):
                 self._handles.remove(handle)
+
+
+def note_failed(
+    facts: RunFacts,
+    pins: Pins,
+    collecting: Background | None,
+    pin: StepPin,
+    handle: SaveHandle,
+    committed: Future[SaveReport],
+) -> None:
+    """Unpin the steps that a certainly failed save needed; request room if the save ran out of room.
+
+    Holds no reference to the manager: the handle outlives the manager.
+    """
+    error = committed.exception()
+    if handle.may_be_committed:
+        pins.note_unknown(pin)
+    elif error is not None:
+        pins.unpin(pin, is_committed=False)
+    if error is not None:
+        facts.forget()
+    if collecting is not None and error is not None and lacks_room(error):
+        collecting.want_room()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +12,6 @@ from holdfast.base.clock import utc_now_text
 from holdfast.base.ports.framework import Collected, Selection
 from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import Manifest, Parent
-from holdfast.base.types.reports import SaveReport
 from holdfast.core.engine.background import is_done_soon, side_by_side
 from holdfast.core.engine.writing.write import PackWriter
 from holdfast.core.format.names import manifest_keys, step_of_pack
@@ -29,7 +27,7 @@ from holdfast.stored.repository.timelines import run_timelines
 from holdfast.training.coordination.job import Job
 from holdfast.training.coordination.save_context import SaveContext
 from holdfast.training.runs.claim_step import KnownRun, RunFacts, claim_step, is_unused, require_not_moved
-from holdfast.training.runs.collection.background_collection import Background, lacks_room
+from holdfast.training.runs.collection.background_collection import Background
 from holdfast.training.runs.collection.chosen_steps import NOTHING_CHOSEN, ChosenNames
 from holdfast.training.runs.collection.garbage_collection import CheckpointGC
 from holdfast.training.runs.collection.pins import Pins, StepPin
@@ -39,7 +37,6 @@ from holdfast.training.runs.step_metrics import WantedMetrics, checked_metrics
 from holdfast.training.runs.suspect_steps import SuspectSteps
 from holdfast.training.runs.tags import checked_tags, tag_saved
 from holdfast.training.saving.deduplication import Deduplicator
-from holdfast.training.saving.handle import SaveHandle
 from holdfast.training.saving.target import SaveTarget
 
 logger = logging.getLogger(__name__)
@@ -380,26 +377,3 @@ class StepRequest:
         if all(manifest_digest(store, step, key) != digest for key in manifest_keys(step, digest)):
             return False
         return not any(base in mark.steps for mark in marks(store) if mark.is_carried_out)
-
-
-def note_failed(
-    facts: RunFacts,
-    pins: Pins,
-    collecting: Background | None,
-    pin: StepPin,
-    handle: SaveHandle,
-    committed: Future[SaveReport],
-) -> None:
-    """Unpin the steps that a certainly failed save needed; request room if the save ran out of room.
-
-    Holds no reference to the manager: the handle outlives the manager.
-    """
-    error = committed.exception()
-    if handle.may_be_committed:
-        pins.note_unknown(pin)
-    elif error is not None:
-        pins.unpin(pin, is_committed=False)
-    if error is not None:
-        facts.forget()
-    if collecting is not None and error is not None and lacks_room(error):
-        collecting.want_room()
