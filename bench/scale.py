@@ -55,8 +55,8 @@ from holdfast.stored.repository.catalog import ensure_run, read_manifest
 from holdfast.stored.repository.publish import publish
 from holdfast.training.coordination.agreement.records import Agreement
 from holdfast.training.coordination.commit_vote import Vote
-from holdfast.training.runs.collection.garbage_collection import planned
 from holdfast.training.runs.listing import run_record
+from holdfast.training.runs.removal.garbage_collection import planned
 from holdfast.training.saving.commit import assemble
 from holdfast.training.saving.rank_packs import sizes_of_packs
 from holdfast.training.saving.rank_part import layouts_of

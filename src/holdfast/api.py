@@ -56,9 +56,9 @@ if TYPE_CHECKING:
     from holdfast.offline.export.planned import ExportReport
     from holdfast.offline.imports.import_step import ImportReport
     from holdfast.offline.repair.repair import RepairReport, StepRepair
-    from holdfast.training.runs.collection.garbage_collection import CollectReport
     from holdfast.training.runs.listing import RunRecord, StepRecord
-    from holdfast.training.runs.removing import RemovedSteps
+    from holdfast.training.runs.removal.garbage_collection import CollectReport
+    from holdfast.training.runs.removal.named_steps import RemovedSteps
     from holdfast.training.telemetry.trace import Trace
 
 __all__ = [

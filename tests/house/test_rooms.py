@@ -50,7 +50,7 @@ LONG_FILES = {
     "training/coordination/agreement/records.py",
     "training/loading/load.py",
     "training/loading/step_choice.py",
-    "training/runs/collection/garbage_collection.py",
+    "training/runs/removal/garbage_collection.py",
     "training/saving/attempt.py",
     "training/saving/transfer.py",
 }

@@ -11,7 +11,7 @@ from holdfast.core.format.names import manifest_key
 from holdfast.errors import MissingError
 from holdfast.offline.repair.repair import Repair
 from holdfast.stored.checkpoint.location import none_allowed
-from holdfast.training.runs.collection.garbage_collection import collected
+from holdfast.training.runs.removal.garbage_collection import collected
 from tests.property.life import CLOCK, SETTINGS, SIZES, run_on, state_of
 from tests.property.run_model import RunModel
 

@@ -42,10 +42,10 @@ from holdfast.training.loading.load import Loaded, load, load_attempt
 from holdfast.training.loading.load_request import LoadRequest
 from holdfast.training.loading.named_step import finder_of
 from holdfast.training.loading.rename_rules import Renames
-from holdfast.training.runs.collection.garbage_collection import CheckpointGC
 from holdfast.training.runs.discarding import Discarding
 from holdfast.training.runs.loaded_state import loaded_state
 from holdfast.training.runs.preemption import PreemptionHandler, estimated_write_bytes
+from holdfast.training.runs.removal.garbage_collection import CheckpointGC
 from holdfast.training.runs.saves_in_flight import SavesInFlight, note_failed
 from holdfast.training.runs.step_request import RunParts, StepRequest, StepState
 from holdfast.training.runs.tags import tag_step

@@ -37,10 +37,10 @@ from holdfast.stored.repository.catalog import exists
 from holdfast.stored.repository.tags import remove_tag
 from holdfast.training.loading.named_step import find_named, number_of
 from holdfast.training.loading.named_step import is_run as is_run_at
-from holdfast.training.runs.collection.garbage_collection import CollectReport, collected
-from holdfast.training.runs.collection.garbage_collection import planned as collection_planned
 from holdfast.training.runs.listing import RunRecord, run_record
-from holdfast.training.runs.removing import RemovedSteps, StepRemoval
+from holdfast.training.runs.removal.garbage_collection import CollectReport, collected
+from holdfast.training.runs.removal.garbage_collection import planned as collection_planned
+from holdfast.training.runs.removal.named_steps import RemovedSteps, StepRemoval
 from holdfast.training.runs.tags import tag_step
 from holdfast.training.telemetry.trace import Trace, trace_of
 

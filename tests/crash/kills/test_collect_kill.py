@@ -18,7 +18,7 @@ from holdfast.policies import LatestN
 from holdfast.stored.leases.writer import hold_writer_lease
 from holdfast.stored.repository.catalog import read_run_id
 from holdfast.testing.faults import Faults, FaultyStore, fail_with
-from holdfast.training.runs.collection.garbage_collection import CheckpointGC
+from holdfast.training.runs.removal.garbage_collection import CheckpointGC
 from tests.crash.kills.judging import Judged
 from tests.crash.kills.sweeping import fates_of_kills, judge_after_errors
 from tests.support.crashed_run import committed_at, copy_with_links, local_store, paths_under, require_whole, run_at

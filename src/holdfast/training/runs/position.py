@@ -34,8 +34,8 @@ from holdfast.training.coordination.job import Job
 from holdfast.training.loading.load import Loaded
 from holdfast.training.loading.named_step import StepQuery
 from holdfast.training.loading.step_choice import ExactStep, NewestValid, StepSelector, location_of
-from holdfast.training.runs.collection.pins import Pins, StepPin
 from holdfast.training.runs.loaded_state import LoadedState
+from holdfast.training.runs.removal.pins import Pins, StepPin
 from holdfast.training.saving.deduplication import BaseStep, base_from_loaded
 
 logger = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from holdfast.base.types.reports import SaveReport
 from holdfast.core.engine.background import SLICE_SECONDS, WriteProgress
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.training.runs.claim_step import RunFacts
-from holdfast.training.runs.collection.background_collection import Background, lacks_room
-from holdfast.training.runs.collection.pins import Pins, StepPin
+from holdfast.training.runs.removal.background_collection import Background, lacks_room
+from holdfast.training.runs.removal.pins import Pins, StepPin
 from holdfast.training.saving.handle import SaveHandle
 
 _FAILURES_HALF = 100

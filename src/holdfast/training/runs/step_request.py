@@ -27,12 +27,12 @@ from holdfast.stored.repository.timelines import run_timelines
 from holdfast.training.coordination.job import Job
 from holdfast.training.coordination.save_context import SaveContext
 from holdfast.training.runs.claim_step import KnownRun, RunFacts, claim_step, is_unused, require_not_moved
-from holdfast.training.runs.collection.background_collection import Background
-from holdfast.training.runs.collection.chosen_steps import NOTHING_CHOSEN, ChosenNames
-from holdfast.training.runs.collection.garbage_collection import CheckpointGC
-from holdfast.training.runs.collection.pins import Pins, StepPin
 from holdfast.training.runs.loaded_state import LoadedState
 from holdfast.training.runs.position import Lineage, RunPosition
+from holdfast.training.runs.removal.background_collection import Background
+from holdfast.training.runs.removal.chosen_steps import NOTHING_CHOSEN, ChosenNames
+from holdfast.training.runs.removal.garbage_collection import CheckpointGC
+from holdfast.training.runs.removal.pins import Pins, StepPin
 from holdfast.training.runs.step_metrics import WantedMetrics, checked_metrics
 from holdfast.training.runs.suspect_steps import SuspectSteps
 from holdfast.training.runs.tags import checked_tags, tag_saved

@@ -24,7 +24,7 @@ from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.checkpoint.pack_sizes import require_sizes, short_packs
 from holdfast.testing.calls import RecordingStore, StoreCall
 from holdfast.testing.framework import GlobalTensor
-from holdfast.training.runs.collection.garbage_collection import CheckpointGC
+from holdfast.training.runs.removal.garbage_collection import CheckpointGC
 from tests.support.tuning import tuned
 from tests.unit.ranks import PATIENT, World, plain, saved
 

@@ -130,7 +130,7 @@ def test_the_best_step(world: World, best: object, step: int) -> None:
 
 
 def test_the_best_is_what_keep_keeps(world: World) -> None:
-    from holdfast.training.runs.collection.retention import KeptFacts, kept
+    from holdfast.training.runs.removal.retention import KeptFacts, kept
 
     facts = [KeptFacts(step, metrics=metrics) for step, metrics in METRICS.items()]
     for metric, mode in (("loss", "min"), ("loss", "max"), ("accuracy", "min"), ("accuracy", "max")):

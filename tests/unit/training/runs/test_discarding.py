@@ -25,8 +25,8 @@ from holdfast.stored.repository.timeline_records import TimelineRecord, put_reco
 from holdfast.stored.repository.timelines import committed_steps, run_timelines
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.testing.framework import GlobalTensor
-from holdfast.training.runs.collection.chosen_steps import ChosenNames
-from holdfast.training.runs.collection.garbage_collection import CheckpointGC
+from holdfast.training.runs.removal.chosen_steps import ChosenNames
+from holdfast.training.runs.removal.garbage_collection import CheckpointGC
 from tests.support.tuning import tuned
 from tests.unit.ranks import World, plain, saved, sharded
 

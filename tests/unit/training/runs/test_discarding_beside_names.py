@@ -22,10 +22,10 @@ from holdfast.stored.repository.removal import mark_keys
 from holdfast.stored.repository.tags import read_tags
 from holdfast.stored.repository.timeline_records import record_keys
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
-from holdfast.training.runs.collection.background_collection import Background
-from holdfast.training.runs.collection.chosen_steps import ChosenNames
-from holdfast.training.runs.collection.garbage_collection import CheckpointGC
-from holdfast.training.runs.removing import RemovedSteps, StepRemoval
+from holdfast.training.runs.removal.background_collection import Background
+from holdfast.training.runs.removal.chosen_steps import ChosenNames
+from holdfast.training.runs.removal.garbage_collection import CheckpointGC
+from holdfast.training.runs.removal.named_steps import RemovedSteps, StepRemoval
 from tests.support.tuning import tuned
 
 GRACE_SECONDS = 0.3

@@ -32,7 +32,7 @@ from holdfast.testing.comm import ThreadComm, outcomes_of_ranks
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
 from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
-from holdfast.training.runs.collection.garbage_collection import collected
+from holdfast.training.runs.removal.garbage_collection import collected
 from holdfast.training.saving.handle import SaveHandle
 from tests.support.tuning import tuned
 from tests.unit.ranks import PATIENT, World, fresh_store, plain, run_of, saved, sharded

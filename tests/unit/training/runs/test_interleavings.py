@@ -31,7 +31,7 @@ from holdfast.testing.calls import RecordingStore
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
-from holdfast.training.runs.collection.garbage_collection import collected
+from holdfast.training.runs.removal.garbage_collection import collected
 from tests.unit.ranks import fresh_store, saved
 from tests.unit.stored.leases.test_writer import until
 from tests.unit.training.runs.test_round_trips import LONG_LEASES, state

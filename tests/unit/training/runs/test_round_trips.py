@@ -21,7 +21,7 @@ from holdfast.testing.calls import RecordingStore, StoreCall, rounds, table
 from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.training.coordination.job import Job
-from holdfast.training.runs.collection.garbage_collection import CheckpointGC
+from holdfast.training.runs.removal.garbage_collection import CheckpointGC
 from tests.unit.ranks import PATIENT, fresh_store, plain
 
 LONG_LEASES = replace(PATIENT, lease_seconds=3600.0)

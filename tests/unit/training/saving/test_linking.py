@@ -32,7 +32,7 @@ from holdfast.settings import Settings
 from holdfast.stored.repository.catalog import read_manifest
 from holdfast.stored.repository.quarantine import identity_at, quarantine
 from holdfast.testing.faults import Faults, FaultyStore
-from holdfast.training.runs.collection.garbage_collection import CheckpointGC
+from holdfast.training.runs.removal.garbage_collection import CheckpointGC
 from tests.support.crashed_run import run_at
 from tests.support.tuning import tuned
 

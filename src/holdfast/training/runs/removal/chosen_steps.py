@@ -17,7 +17,7 @@ from holdfast.stored.repository.quarantine import QuarantineRecord
 from holdfast.stored.repository.tags import Tags
 from holdfast.stored.repository.timeline_records import TimelineRecord
 from holdfast.stored.repository.timelines import MovedManifests
-from holdfast.training.runs.collection.pins import Pins
+from holdfast.training.runs.removal.pins import Pins
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from holdfast.stored.repository.tags import Tags, read_tags, remove_tag_of_step
 from holdfast.stored.repository.timeline_records import TimelineRecord, put_record
 from holdfast.stored.repository.timelines import RunTimelines, StoredManifest, run_timelines
 from holdfast.training.loading.named_step import find_named
-from holdfast.training.runs.collection.chosen_steps import ChosenNames
-from holdfast.training.runs.collection.garbage_collection import CheckpointGC, CollectReport, planned, require_run
+from holdfast.training.runs.removal.chosen_steps import ChosenNames
+from holdfast.training.runs.removal.garbage_collection import CheckpointGC, CollectReport, planned, require_run
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ import pytest
 
 from holdfast.base.clock import SystemClock
 from holdfast.base.types.removal import Unreferenced
-from holdfast.training.runs.collection.background_collection import Background
-from holdfast.training.runs.collection.garbage_collection import CheckpointGC, Marked
-from holdfast.training.runs.collection.inventory import Inventory
+from holdfast.training.runs.removal.background_collection import Background
+from holdfast.training.runs.removal.garbage_collection import CheckpointGC, Marked
+from holdfast.training.runs.removal.inventory import Inventory
 
 
 class HungCollector:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from holdfast.base.clock import Clock
 from holdfast.base.interrupts import GUARD
 from holdfast.errors import ConflictError, CorruptError, first_three, shown_bytes
-from holdfast.training.runs.collection.garbage_collection import CheckpointGC, Marked
+from holdfast.training.runs.removal.garbage_collection import CheckpointGC, Marked
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from holdfast.settings import Settings
 from holdfast.stored.repository.catalog import read_manifest
 from holdfast.stored.repository.epochs import current_fence
 from holdfast.stored.repository.removal import inspect_step
-from holdfast.training.runs.collection.linked_packs import linked_packs
+from holdfast.training.runs.removal.linked_packs import linked_packs
 from tests.support.tuning import tuned
 from tests.unit.cli.running import holdfast as command
 

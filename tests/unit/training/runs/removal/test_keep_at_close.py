@@ -33,12 +33,12 @@ from holdfast.testing.comm import ThreadComm, ThreadGroup, outcomes_of_ranks
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
 from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
-from holdfast.training.runs.collection import background_collection
-from holdfast.training.runs.collection.background_collection import Background
-from holdfast.training.runs.collection.garbage_collection import CheckpointGC
+from holdfast.training.runs.removal import background_collection
+from holdfast.training.runs.removal.background_collection import Background
+from holdfast.training.runs.removal.garbage_collection import CheckpointGC
 from tests.support.tuning import tuned
 from tests.unit.ranks import fresh_store, plain
-from tests.unit.training.runs.collection.test_background_collection import HungCollector
+from tests.unit.training.runs.removal.test_background_collection import HungCollector
 
 SMALL = tuned(Settings(chunk_bytes=4096, collect_grace_seconds=0.4), window_bytes=8192)
 LONG = replace(SMALL, collect_grace_seconds=30.0)

@@ -11,8 +11,8 @@ from holdfast.stored.repository import removal
 from holdfast.stored.repository.publish import packs_named_by
 from holdfast.stored.repository.timeline_records import TimelineRecord, ended_records
 from holdfast.stored.repository.timelines import MovedManifests
-from holdfast.training.runs.collection.chosen_steps import Chosen, name_of
-from holdfast.training.runs.collection.reachability import unreferenced
+from holdfast.training.runs.removal.chosen_steps import Chosen, name_of
+from holdfast.training.runs.removal.reachability import unreferenced
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from holdfast.base.types.timeline import FIRST_TIMELINE, Timeline
 from holdfast.errors import InvalidError
 from holdfast.policies import AllOf, AnyOf, BestN, EveryNth, KeepPolicy, LatestN, NewestPer, Tagged
-from holdfast.training.runs.collection import retention
-from holdfast.training.runs.collection.retention import FORMER_KEPT, LAST_HEALTHY, NEWEST, NEWEST_OF_FORMER, KeptFacts
+from holdfast.training.runs.removal import retention
+from holdfast.training.runs.removal.retention import FORMER_KEPT, LAST_HEALTHY, NEWEST, NEWEST_OF_FORMER, KeptFacts
 
 metrics = st.one_of(st.floats(allow_nan=True, allow_infinity=True), st.integers(-3, 3).map(float))
 times = st.one_of(

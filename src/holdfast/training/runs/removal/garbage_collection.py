@@ -42,7 +42,8 @@ from holdfast.stored.repository.quarantine import QuarantineRecord, quarantined,
 from holdfast.stored.repository.tags import whole_tags
 from holdfast.stored.repository.timeline_records import timeline_records
 from holdfast.stored.repository.timelines import MovedManifests, moved_manifests, newest_timeline
-from holdfast.training.runs.collection.chosen_steps import (
+from holdfast.training.runs.inventory_cache import InventoryCache
+from holdfast.training.runs.removal.chosen_steps import (
     NOTHING_CHOSEN,
     ChosenNames,
     Needs,
@@ -52,13 +53,12 @@ from holdfast.training.runs.collection.chosen_steps import (
     name_of,
     undecided,
 )
-from holdfast.training.runs.collection.inventory import Found, Inventory, ended_in
-from holdfast.training.runs.collection.linked_packs import linked_packs
-from holdfast.training.runs.collection.pins import Pins
-from holdfast.training.runs.collection.retention import KeptFacts, kept
-from holdfast.training.runs.collection.uploads import uploads_removed
-from holdfast.training.runs.incomplete_steps import incomplete_steps
-from holdfast.training.runs.inventory_cache import InventoryCache
+from holdfast.training.runs.removal.incomplete_steps import incomplete_steps
+from holdfast.training.runs.removal.inventory import Found, Inventory, ended_in
+from holdfast.training.runs.removal.linked_packs import linked_packs
+from holdfast.training.runs.removal.pins import Pins
+from holdfast.training.runs.removal.retention import KeptFacts, kept
+from holdfast.training.runs.removal.uploads import uploads_removed
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.base.types.removal import StepFiles, Unreferenced
-from holdfast.training.runs.collection.reachability import unreferenced
+from holdfast.training.runs.removal.reachability import unreferenced
 
 
 def is_pack(key: str) -> bool:
