@@ -18,11 +18,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bench import compression_table, job, report
+from bench.compression_parts import COMPRESSION_PARTS
 from bench.compression_rivals import PACKAGES, missing
 from bench.compression_state import FULL, QUICK, VARIABLE, Schedule, made
 from bench.job import ROOT
 from bench.part import Measured, Part
-from bench.parts import COMPRESSION_PARTS
 
 RESULTS = report.RESULTS / "compression.json"
 

@@ -16,6 +16,7 @@ from bench import compression, compression_reads, compression_table, report
 from bench.compression_auto import UNCAPPED, continued, decisions, managers
 from bench.compression_codecs import Ours
 from bench.compression_on_paper import PaperCoding
+from bench.compression_parts import COMPRESSION_PARTS
 from bench.compression_state import (
     FULL,
     KINDS,
@@ -37,7 +38,6 @@ from bench.compression_state import (
 from bench.compression_store import CappedStore, CountingStore, Line, manager_over
 from bench.goals import GOALS
 from bench.part import Measured, Part
-from bench.parts import COMPRESSION_PARTS
 from holdfast.backends.stores.local import LocalStore
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.tensor import TensorSpec
