@@ -271,3 +271,12 @@ def test_nothing_is_added_behind_a_line_cut_short(tmp_path: Path, monkeypatch: p
             journal.append(b"further\n")
         journal.close()
         assert destination.journals() == {"journal-0": b"whole\ncut"}
+
+
+def test_workers_read_a_url_as_the_caller_wrote_it(tmp_path: Path) -> None:
+    """Without the slash at the end, the URL names one file."""
+    folder = tmp_path / "from.ckpt"
+    folder.mkdir()
+    save_file({"weight": torch.ones(3)}, folder / "model.safetensors")
+    holdfast.export(f"local://{folder}/", tmp_path / "out", to="safetensors", workers=2)
+    assert load_file(tmp_path / "out" / "model.safetensors")["weight"].equal(torch.ones(3))

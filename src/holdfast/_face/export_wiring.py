@@ -128,7 +128,10 @@ def export_pool(source: object, destination: object, to: str, options: ExportOpt
     if inner is not None:
         raise InvalidError(f"{inner.url}: no other process can open this store; expected workers=1")
     # A worker may begin in another folder. A URL of another place than a folder is the same there.
-    places = [os.path.abspath(store.url) if isinstance(store, LocalStore) else store.url for store in stores]
+    places = [
+        os.path.abspath(store.url) if isinstance(store, LocalStore) else str(path)
+        for path, store in zip((source, destination), stores, strict=True)
+    ]
     return worker_pool(WORKER_ENTRY, places[0], places[1], to, options, settings)
 
 

@@ -208,7 +208,7 @@ class StepRequest:
         known = parts.run_facts.known(parts.writer_lease, parts.position.loads)
         context = None if known is None or known.loads != self._loads else self._claim_known(known)
         if context is None:
-            context = self._claim_anew()
+            context = self._claim_unknown()
         return replace(context, metrics=self._metrics)
 
     def _claim_known(self, known: KnownRun) -> SaveContext | None:
@@ -249,7 +249,7 @@ class StepRequest:
             suspect_steps=suspect_steps,
         )
 
-    def _claim_anew(self) -> SaveContext:
+    def _claim_unknown(self) -> SaveContext:
         """Return the context of a step after a look at the whole run, and remember the facts that stay true."""
         parts = self._parts
         base = self._base.identity if self._pin() and self._base is not None else None

@@ -162,11 +162,17 @@ class SaveAttempt:
         raised = self._end_agreed(error) if has_agreed else self._end_before_agreement(error)
         if raised is None:
             return
-        # The call raises, so no caller gets the handle. Its end runs the callbacks: trace, claim.
-        self.handle.end_with(raised)
-        if raised is error:
-            raise raised
-        raise raised from error
+        if not has_agreed:
+            self.trace.fail(raised)
+            # No caller gets the handle; its end runs `on_end`. After the agreement, the thread that finishes the save
+            # ends the handle. Here not with `raised`, whose traceback refers to the state and to this handle.
+            self.handle.end_with(UnavailableError(f"{self.name}: the call raised {type(raised).__name__}"))
+        try:
+            if raised is error:
+                raise raised
+            raise raised from error
+        finally:
+            del raised, error  # A frame that an error refers to must not refer to that error.
 
     def take_number(self) -> int:
         """Return the number of this save; from now on a failure to collect the state is a refusal on every rank."""
@@ -426,7 +432,9 @@ class SaveAttempt:
         """Publish the manifest, and announce the outcome to the waiting ranks."""
         job, agreement = self.job, self.agreement
         votes, keys = self.commit_vote.votes, self.file_keys
-        outcome, may_delete = commit(self.target, self.location, agreement, votes, job, self.trace, keys, self.name)
+        outcome, may_delete = commit(
+            self.target, self.location, agreement, votes, job=job, trace=self.trace, written=keys, name=self.name
+        )
         self.commit_vote.announce(outcome)
         if may_delete:
             with self.trace.phase("sweep"):

@@ -57,6 +57,7 @@ def commit(
     location: CheckpointLocation,
     agreement: Agreement,
     votes: Callable[[], Sequence[Vote]],
+    *,
     job: Job,
     trace: OperationTrace,
     written: list[str],

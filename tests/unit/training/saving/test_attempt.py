@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 
+import holdfast
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.base.types.reports import SaveReport
 from holdfast.core.format.names import epoch_key
-from holdfast.errors import CheckpointError, ConflictError, UnavailableError
+from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.publishing.leftovers import delete_leftovers
 from holdfast.stored.repository.timelines import displace
@@ -182,3 +187,23 @@ def test_the_outcome_of_a_published_save_does_not_wait_for_storage_that_hangs(
     assert world.committed() == [1]
     assert ("removal of files" in caplog.text) == (hanging == "delete")
     assert "gets its names later" in caplog.text, "a tag is put under a lease, which is deleted"
+
+
+def refused(path: Path) -> weakref.ref[torch.Tensor]:
+    tensor = torch.zeros(1000)
+    with holdfast.CheckpointManager(path, process_group=False) as manager:
+        try:
+            manager.save(1, {"tensor": tensor, "wrong": object()})
+        except InvalidError:
+            return weakref.ref(tensor)
+    raise AssertionError("the first save of a manager raises at a value that cannot be saved")
+
+
+def test_a_refused_state_is_freed_at_once(tmp_path: Path) -> None:
+    """A user who catches the error may need the memory for the next try."""
+    gc.collect()
+    gc.disable()
+    try:
+        assert refused(tmp_path / "one")() is None
+    finally:
+        gc.enable()

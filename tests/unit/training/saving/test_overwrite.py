@@ -16,6 +16,7 @@ import pytest
 import holdfast
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.backends.stores.local import LocalStore
+from holdfast.backends.stores.local_upload import LocalUpload
 from holdfast.backends.stores.memory import MemoryStore
 from holdfast.base.clock import SystemClock
 from holdfast.base.ports.store import Store
@@ -249,6 +250,29 @@ class TestInFlight:
         assert read_claim(LocalStore(best, settings=HASTY)) is None
         save(best, 6)
         assert len(attempts_at(best)) == 2, "nothing of the others is left"
+
+    def test_an_interrupt_after_the_hand_over_leaves_the_save_to_the_commit_thread(self, tmp_path: Path) -> None:
+        best, job = tmp_path / "best", job_of()
+        save(best, 1)
+        writes, interrupted, submit = threading.Event(), threading.Event(), job.commits.submit
+
+        class Held(LocalStore):
+            def upload(self, *args: object, **options: object) -> LocalUpload:
+                writes.set()
+                assert interrupted.wait(60) and read_claim(self) is not None
+                return super().upload(*args, **options)  # type: ignore[arg-type]
+
+        def submit_and_interrupt(work: Callable[[], None]) -> None:
+            submit(work)
+            assert writes.wait(60)
+            raise KeyboardInterrupt
+
+        job.commits.submit = submit_and_interrupt  # type: ignore[method-assign, assignment]
+        with pytest.raises(KeyboardInterrupt):
+            begin_save(job, *request(job, Held(best, settings=HASTY), state_of(2)))
+        interrupted.set()
+        job.close()
+        assert number_at(best) == 2 and read_claim(LocalStore(best, settings=HASTY)) is None
 
     def test_other_settings_are_the_same_job(self, tmp_path: Path) -> None:
         best, job = tmp_path / "best", job_of()
