@@ -70,8 +70,8 @@ def translated(error: BaseException, prefix: str = "") -> CheckpointError:
         failure = UnavailableError(f"{prefix}interrupted by {type(error).__name__}. Call again if the training goes on")
     elif isinstance(error, _MISTAKES) and not isinstance(error, OSError):
         failure = InvalidError(
-            f"{what}; an error of the call, of the state or of Holdfast, not of storage. Another try fails too: the "
-            "traceback of the cause shows the place"
+            f"{what}; an error of the call, of the state, of a store of your own or of Holdfast, not of storage. "
+            "Another try fails too: the traceback of the cause shows the place"
         )
     else:
         failure = UnavailableError(what)

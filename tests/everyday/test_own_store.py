@@ -129,8 +129,13 @@ def test_a_missing_method_is_named_with_the_suite(tmp_path: Path, method: str) -
     ("traits", "named"),
     (
         ({"read_alignment": 3}, "traits.read_alignment=3; expected a power of two"),
-        ({"read_alignment": 8192}, "traits.read_alignment=8192; expected a power of two, at most 4096"),
-        ({"object_bytes_max": 0}, "traits.object_bytes_max=0; expected at least 4096"),
+        ({"read_alignment": 8192}, "traits.read_alignment=8192; expected a power of two up to 4096"),
+        ({"read_alignment": []}, "traits.read_alignment=[]; expected a power of two"),
+        ({"object_bytes_max": 4096}, "traits.object_bytes_max=4096; expected at least 1048576"),
+        ({"object_bytes_max": "512"}, "traits.object_bytes_max=512; expected at least 1048576"),
+        ({"page_entries": 1.5}, "traits.page_entries=1.5; expected at least 1"),
+        ({"maps_files": 1}, "traits.maps_files=1; expected True or False"),
+        ({"failed_calls_are_over": None}, "traits.failed_calls_are_over=None; expected True or False"),
         ({"page_entries": 0}, "traits.page_entries=0; expected at least 1"),
         ({"maps_files": True}, "traits.maps_files=True promises a method mapped"),
         ({"appears_whole": False}, "traits.appears_whole=False promises a method upload"),
@@ -144,12 +149,30 @@ def test_an_impossible_trait_is_named_with_the_suite(tmp_path: Path, traits: dic
         holdfast.CheckpointManager(store)
 
 
-@pytest.mark.parametrize("url", ("", "run.db", None))
+@pytest.mark.parametrize("url", ("", "run.db", "://run", "s3://bucket", "memory://run", "file:///run", "x://a\n", None))
 def test_a_store_has_a_url(tmp_path: Path, url: Any) -> None:
     store = SqliteStore(tmp_path / "run.db")
     store.url = url
-    with pytest.raises(InvalidError, match=r"SqliteStore: url=.*expected a URL that names the place"):
+    with pytest.raises(InvalidError, match=r"SqliteStore: url=.*expected the place as a URL with a scheme of its own"):
         holdfast.load(store, {"x": 1})
+
+
+def test_a_name_that_is_no_method_is_missing(tmp_path: Path) -> None:
+    store = type("Odd", (SqliteStore,), {"put": None})(tmp_path / "run.db")
+    with pytest.raises(InvalidError, match="Odd: has no method put;"):
+        holdfast.save(store, {"x": 1})
+
+
+def test_a_store_that_ignores_on_range_loads_nothing_in_silence(tmp_path: Path) -> None:
+    class Ignoring(SqliteStore):  # type: ignore[misc, valid-type]
+        def read_into(self, key: str, ranges: Any, buffers: Any, on_range: Any = None) -> None:
+            super().read_into(key, ranges, buffers)
+
+    holdfast.save(SqliteStore(tmp_path / "run.db"), {"x": torch.ones(5000)})
+    store = Ignoring(tmp_path / "run.db")
+    for read in (lambda: holdfast.load(store, {"x": torch.zeros(5000)}), lambda: api.open_checkpoint(store).read("x")):
+        with pytest.raises(InvalidError, match=r"read_into gave 0 of \d+ ranges to on_range; .*StoreSuite"):
+            read()
 
 
 def test_an_object_of_another_class_is_no_store() -> None:

@@ -94,7 +94,7 @@ def for_copy_of(source: object, settings: Settings) -> Settings:
         settings: Of the caller. If they name permission bits, these count.
     """
     is_url = isinstance(source, str) and "://" in source and not source.startswith("file://")
-    # A URL has no permission bits; that of a store of the user cannot be opened, too.
+    # A URL has no permission bits. And the URL of a user's store opens nothing.
     if is_url or settings.file_mode is not None or not isinstance(store := store_at(source, settings), LocalStore):
         return settings
     return replace(settings, file_mode=store.found_mode())

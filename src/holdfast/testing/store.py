@@ -67,7 +67,8 @@ class SmallObjects(StoreFixture):
     def test_put_gives_back_the_same_bytes(self, store: Store, total: int) -> None:
         data = random.Random(total).randbytes(total)
         store.put("folder/key", data)
-        assert store.get("folder/key", total) == data
+        found = store.get("folder/key", total)
+        assert found == data and isinstance(found, bytes)
         assert store.size("folder/key") == total
 
     def test_put_replaces(self, store: Store) -> None:

@@ -9,15 +9,15 @@ from holdfast.errors import ConflictError, CorruptError, MissingError
 
 
 def is_still_to_replace(store: Readable, key: str, data: bytes, seen: bytes | None) -> bool:
-    """Return whether an object is still what the caller has read; False if it is what is to be stored already.
+    """Return whether an object still has the bytes that the caller has read; False if the new bytes are stored already.
 
     Args:
-        store: Where it is; another writer may come in between this look and what follows.
-        key: Its key.
-        data: What is to be stored.
-        seen: What the caller has read; None: there was no object.
+        store: The store. Another writer may store the object between this look and the put of the caller.
+        key: The key of the object.
+        data: The bytes to store.
+        seen: The bytes that the caller has read; None: there was no object.
     Raises:
-        ConflictError: It is something else.
+        ConflictError: The object has other bytes.
     """
     conflict = ConflictError(f"{store.url}/{key}: another writer replaced it meanwhile; it was not touched")
     found = None

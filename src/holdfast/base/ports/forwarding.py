@@ -15,7 +15,7 @@ _Result = TypeVar("_Result")
 class ForwardingReadable(Readable):
     """Passes every call on to `inner`: the base of wrappers, which override the methods they change.
 
-    It is beside the port: stores, foreign formats, `testing/` and `offline/` wrap stores and do not import each other.
+    This base is in the room of the port, since stores, foreign formats, `testing/` and `offline/` all wrap stores.
     """
 
     def __init__(self, inner: Readable) -> None:

@@ -36,7 +36,7 @@ class PartLedger:
         """Bytes of the parts that were written, by offset."""
 
     def check(self, offset: int, length_bytes: int) -> None:
-        """Require what can be one part.
+        """Require offset and length of one part.
 
         Raises:
             InvalidError: The offset is not the start of a part, or the part is empty or too long.

@@ -124,7 +124,7 @@ class Store(Readable, Protocol):
         Args:
             keys: Any number. A store that removes many objects with one request makes as few requests as it can.
         Raises:
-            InvalidError: A key is none, or this user may not delete; some objects may be gone.
+            InvalidError: A text is no key, or this user may not delete; some objects may be gone.
             UnavailableError: It failed; some objects may be gone. The same call again removes the rest.
         """
         ...

@@ -29,7 +29,7 @@ from holdfast.core.engine.decoding.decode import Decoder, stored_place
 from holdfast.core.engine.memory_limits import ranks_on_host
 from holdfast.core.engine.parallel_map import WorkerThreads
 from holdfast.core.format.digest import digest_of, new_digest
-from holdfast.errors import CorruptError, MissingError
+from holdfast.errors import CorruptError, InvalidError, MissingError
 from holdfast.settings import MIB, Settings
 
 logger = logging.getLogger(__name__)
@@ -181,9 +181,11 @@ class _RunRead:
         if alignment == 1:
             _read_into_homes(parts, homes, buffers)
         failures: list[Exception] = []
+        came: set[int] = set()
         doubtful: list[tuple[ReadRun, bool]] = []
 
         def place_part(number: int, data: memoryview) -> None:
+            came.add(number)
             part, is_placed = parts[number], data.obj is buffers[number].obj is not buffer.obj
             try:
                 if is_placed:
@@ -205,6 +207,12 @@ class _RunRead:
                 # A target's own error; the store may have wrapped it as an error of its own.
                 raise failures[0] from None
             raise
+        if len(came) != len(parts):
+            # A store of a user that ignores `on_range`: its bytes would be neither checked nor placed.
+            raise InvalidError(
+                f"{self._stored.url}: read_into gave {len(came)} of {len(parts)} ranges to on_range; expected every "
+                "one. Run holdfast.testing.store.StoreSuite on this store"
+            )
         for part, is_placed in doubtful:
             _read_again(part, self._placing, buffer, in_target=is_placed)
 

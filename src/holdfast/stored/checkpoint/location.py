@@ -236,8 +236,8 @@ def require_no_run(store: Store, purpose: str) -> None:
         example = step_folder(steps[-1]).rstrip("/") if steps else "step-…"
         raise InvalidError(
             f"{store.url}: is the root of a run (it holds step-* folders), not one checkpoint; cannot {purpose}. "
-            f"Use CheckpointManager({store.url!r}), or the path of one step, e.g. {store.url}/{example}; to read, "
-            "step='latest' or the number or tag of a step will do"
+            f"Use CheckpointManager, or the path of one step, e.g. {store.url}/{example}; to read, step='latest' or "
+            "the number or tag of a step will do"
         )
 
 
@@ -249,8 +249,8 @@ def require_no_checkpoint(store: Store) -> None:
     """
     if exists(store, MANIFEST_FILE):
         raise InvalidError(
-            f"{store.url}: is one checkpoint (it holds {MANIFEST_FILE}), not the root of a run. Use "
-            f"holdfast.load({store.url!r}, state) for it, and another folder as the root"
+            f"{store.url}: is one checkpoint (it holds {MANIFEST_FILE}), not the root of a run. Load it with "
+            "holdfast.load, and use another place as the root"
         )
 
 

@@ -42,7 +42,7 @@ def publish_manifest(location: CheckpointLocation, data: bytes, epoch: int) -> O
         # The key may be visible although the call failed (the folder sync failed), or become visible later.
         if _is_certainly_absent(location):
             raise
-        return unknown(str(error))
+        return unknown(str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}")
     digest = stated_digest(data)
     assert digest is not None, "a manifest is sealed"
     if epoch:
