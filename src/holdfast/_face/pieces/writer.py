@@ -90,7 +90,7 @@ class PieceWriter:
         self._settings, self._overwrite = settings, overwrite
         self._location = wiring.saved_at(path, settings, overwrite=overwrite)
         self._attempt: SaveAttempt | None = None
-        self._written: tuple[Share, Written] | None = None
+        self._written: tuple[Share, RankPart, Written] | None = None
 
     @property
     def url(self) -> str:
@@ -151,19 +151,19 @@ class PieceWriter:
         collected = collected_pieces(taken, given.rank)
         fingerprint = StateFingerprint(collected, attempt.job, attempt.location)
 
-        def written() -> Vote | None:
+        def write_own() -> Vote | None:
             share = _staged(attempt, collected, fingerprint)
-            result = write(share)
+            part, result = write(share)
             if not is_coordinator:
-                return attempt.write_part(result.part)
+                return attempt.write_part(part)
             # Its part has the values of all ranks.
             with GUARD:
                 if self._attempt is not attempt:
                     raise _given_up(self.url)
-                self._written = share, result
+                self._written = share, part, result
             return None
 
-        vote = _done(attempt, written)
+        vote = _done(attempt, write_own)
         return encode_message(_Written(given.attempt, given.rank, vote, encoded))
 
     def finish(
@@ -194,13 +194,13 @@ class PieceWriter:
         try:
             if own is None:
                 raise _given_up(self.url)
-            share, result = own
+            share, part, result = own
             written = _of_all_ranks(parts, attempt)
             tree = tree_of_pieces(_merged(written), paths or {}, self.url)
             if mark is not None:
                 tree.items[MARK] = dict(mark)
             ways = (path[:depth] for path in (paths or {}).values() for depth in range(1, len(path) + 1))
-            own_part = replace(result.part, tree=codec.dumps(codec.encode(tree, "")))
+            own_part = replace(part, tree=codec.dumps(codec.encode(tree, "")))
             whole = _ordered(own_part, tree, (".".join(map(str, way)) for way in ways))
             own_vote = _done(attempt, lambda: attempt.write_part(whole))
             attempt.commit_vote.carry({each.rank: each.vote for each in written if each.vote is not None})

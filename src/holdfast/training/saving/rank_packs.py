@@ -40,8 +40,8 @@ class Owners:
     @classmethod
     def agreed(cls, agreement: Agreement, collected: Collected) -> Owners:
         """Return the owners on which the ranks have agreed."""
-        shards = (local.shard for local in collected.shards)
-        holders = agreement.holders_of_each([shard.tensor.fqn for shard in shards if shard.holders is None])
+        fqns = [local.shard.tensor.fqn for local in collected.shards if local.shard.holders is None]
+        holders = agreement.holders_of_each(fqns)
         holders.update(agreement.sibling_writers)
         return cls(holders, lowest_only=agreement.drift is not None)
 

@@ -42,7 +42,7 @@ class PartBuilder:
     def part(
         self, deduplicator: Deduplicator, packs: Sequence[PlannedPack], written: Sequence[WrittenPack]
     ) -> RankPart:
-        """Return the part of this rank.
+        """Return the part of this rank. Call it once: the builder drops the tensors.
 
         Args:
             deduplicator: Knows the pieces in earlier steps; records the pieces written now.
@@ -58,6 +58,7 @@ class PartBuilder:
                 builder.add(piece.tensor, piece.region, piece.pack, piece.offset, piece.digests, piece.coding)
             index = builder.index()
         counts = (*(result.nonfinite for result in written), deduplicator.nonfinite)
+        order, self._tensors, self._order = numbers_of(self._order, index.table.fqns, self._others), [], ()
         return RankPart(
             rank=self._job.comm.rank,
             attempt=self._attempt_id,
@@ -71,7 +72,7 @@ class PartBuilder:
             replicas=self._replicas,
             world_size=self._job.comm.world_size,
             optimizers=self._optimizers,
-            order=numbers_of(self._order, index.table.fqns, self._others),
+            order=order,
         )
 
 

@@ -82,9 +82,11 @@ def save(attempt: SaveAttempt, collect: Collect) -> SaveHandle:
 
         def finish() -> None:
             # On the commit thread. No name here refers to the state: the state is freed after the copy.
-            written = write(share)
-            outcome = attempt.vote_and_commit(attempt.write_part(written.part))
-            attempt.conclude(outcome, lambda: report_of(share, written))
+            part, written = write(share)
+            vote = attempt.write_part(part)
+            # The caller goes on once the save is committed. With many tensors, its collector would walk the part.
+            del part
+            attempt.conclude(attempt.vote_and_commit(vote), lambda: report_of(share, written))
 
         attempt.finish_in_background(finish)
     except BaseException as error:  # noqa: BLE001 - `end_in_call` ends the save by the rules of its state, and may raise
@@ -117,10 +119,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """The share of one rank in a save whose packs are durable."""
-
-    part: RankPart
-    """The part, for which this rank votes."""
+    """The share of one rank in a save whose packs are durable, for the report."""
 
     stored_bytes: int
     """Bytes of tensors in storage."""
@@ -146,9 +145,11 @@ def stage(attempt: SaveAttempt, packs: RankPacks, collected: Collected, fingerpr
     return Share(attempt, packs, transfer, part_builder, require, tuple(collected.skipped))
 
 
-def write(share: Share) -> Written:
-    """Write the packs unless `stage` wrote them; return the part of this rank once the packs are durable.
+def write(share: Share) -> tuple[RankPart, Written]:
+    """Write the packs unless `stage` wrote them; return once the packs are durable.
 
+    Returns:
+        The part of this rank, for which the rank votes, and the facts for the report.
     Raises:
         InvalidError: A tensor changed before its lazy copy. On rank 0: two writers can create one object here.
         CheckpointError: A pack could not be written.
@@ -156,11 +157,11 @@ def write(share: Share) -> Written:
     packs, deduplicator, coding = share.packs.packs, share.attempt.target.deduplicator, share.packs.planned.coding
     written = share.transfer.write()
     share.require_exclusive_creates()
-    return Written(
+    facts = Written(
         codings=() if coding is None else coding.end(packs),
-        part=share.part_builder.part(deduplicator, packs, written),
         stored_bytes=sum(each.stored_bytes(pack.plan) for pack, each in zip(packs, written, strict=True)),
     )
+    return share.part_builder.part(deduplicator, packs, written), facts
 
 
 def report_of(share: Share, written: Written) -> SaveReport:

@@ -16,6 +16,7 @@ import holdfast
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.base.types.reports import SaveReport
 from holdfast.core.format.names import epoch_key
+from holdfast.core.format.part import RankPart
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.publishing.leftovers import delete_leftovers
@@ -23,6 +24,9 @@ from holdfast.stored.repository.timelines import displace
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
 from holdfast.training.saving.attempt import SaveAttempt
 from holdfast.training.saving.handle import SaveHandle
+from holdfast.training.saving.save import begin_save
+from holdfast.training.saving.target import path_save
+from tests.support.overwritten_checkpoint import EVERYTHING, job_of, location_of, state_of
 from tests.unit.ranks import World, fresh_store, plain
 
 
@@ -207,3 +211,17 @@ def test_a_refused_state_is_freed_at_once(tmp_path: Path) -> None:
         assert refused(tmp_path / "one")() is None
     finally:
         gc.enable()
+
+
+def test_no_part_of_a_save_lives_at_the_commit(tmp_path: Path) -> None:
+    """The caller goes on then, and the collector would walk hundreds of thousands of values of a large state."""
+    job, alive = job_of(), list[int]()
+    target, collect = path_save(job, location_of(tmp_path / "one"), state_of(1), EVERYTHING, overwrite=False)
+
+    def count() -> None:
+        alive.append(sum(isinstance(each, RankPart) for each in gc.get_objects()))
+
+    gc.collect()
+    begin_save(job, replace(target, on_end=count), collect).wait()
+    job.close()
+    assert alive == [0]
