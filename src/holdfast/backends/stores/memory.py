@@ -11,7 +11,7 @@ from itertools import count
 from holdfast.base.interrupts import GUARD
 from holdfast.base.ports.keys import Split, is_key, is_listed, split_key, split_name, split_prefix
 from holdfast.base.ports.parts import CollectedUpload, PartLedger
-from holdfast.base.ports.ranges import check_buffers, check_ranges, hand_out
+from holdfast.base.ports.ranges import check_buffers
 from holdfast.base.ports.readable import Buffers, ByteRanges, OnBytes, OnRange, StoreEntry, StoreTraits
 from holdfast.base.ports.store import Store
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
@@ -117,8 +117,7 @@ class MemoryStore(Store):
     def read_into(self, key: str, ranges: ByteRanges, buffers: Buffers, on_range: OnRange | None = None) -> None:
         """Read byte ranges of one object, each into a buffer of its length; `on_range` gets the object's memory."""
         data = self._object(key)
-        check_ranges(f"{self.url}/{key}", len(data), ranges, buffers)
-        hand_out([data[start:stop] for start, stop in ranges], buffers, on_range)
+        self.hand_out(key, len(data), ranges, buffers, on_range, lambda start, stop: data[start:stop])
 
     def get_cached(self, key: str, start: int, buffers: Buffers, on_bytes: OnBytes | None = None) -> int:
         """Return 0: an object store caches nothing, and this store behaves like one."""
