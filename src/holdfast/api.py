@@ -25,8 +25,9 @@ from holdfast.stored.repository.tags import Tag
 from holdfast.training.coordination.job import Job
 from holdfast.training.loading.load import load_checkpoint
 from holdfast.training.loading.load_request import LoadRequest
-from holdfast.training.loading.named_step import finder_of, selector_at
+from holdfast.training.loading.named_step import finder_of
 from holdfast.training.loading.rename_rules import Renames
+from holdfast.training.loading.step_choice import StepChoice
 from holdfast.training.saving.handle import SaveHandle
 from holdfast.training.saving.misuse import refuse_call
 from holdfast.training.saving.save import begin_save, save_and_wait
@@ -295,11 +296,9 @@ def load(
     job = wiring.loading_job(process_group, settings)
     selection = selection_of(only, skip, grads, partial, hyperparameters=hyperparameters, cast=cast)
     request = LoadRequest(state, selection, strict, Renames.of(rename))
-    if step is not None or best is not None:
-        home = wiring.home_at(path, settings)
-        selector = selector_at(home, finder_of(step, best), job.clock, job.is_first_occurrence)
-        return load_checkpoint(job, home, request, selector)
-    return load_checkpoint(job, wiring.location_at(path, settings), request)
+    if step is None and best is None:
+        return load_checkpoint(job, StepChoice(wiring.location_at(path, settings), is_path=True), request)
+    return load_checkpoint(job, StepChoice(wiring.home_at(path, settings), finder_of(step, best)), request)
 
 
 def open_checkpoint(

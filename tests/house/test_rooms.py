@@ -49,7 +49,6 @@ LONG_FILES = {
     "testing/store.py",
     "training/coordination/agreement/records.py",
     "training/loading/load.py",
-    "training/loading/step_choice.py",
     "training/runs/removal/garbage_collection.py",
     "training/saving/attempt.py",
     "training/saving/transfer.py",

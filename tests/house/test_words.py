@@ -40,9 +40,10 @@ RETIRED = {
     "Account": "OperationTrace",
     # Saving and loading.
     "Digests": "StateFingerprint",
-    "Choice": "StepSelector",
-    "One": "ExactStep",
-    "Newest": "NewestValid",
+    "Choice": "StepChoice",
+    "StepSelector": "StepChoice",
+    "One": "StepChoice",
+    "Newest": "StepChoice",
     "PassedOver": "SkippedStep",
     "Unchanged": "Deduplicator",
     "Previous": "BaseStep",

@@ -295,10 +295,10 @@ class CheckpointManager:
         selection = selection_of(only, skip, grads, partial, hyperparameters=hyperparameters, cast=cast)
         request = LoadRequest(state, selection, strict, Renames.of(rename))
         position = self._position
-        selector = position.selector(find, None if discarding is None else discarding.prepare)
+        choice = position.choice(find if discarding is None else discarding.find, discards=discarding is not None)
         if discarding is not None:
             self._saves.await_ends()  # Saves in flight are newer steps, too.
-        with load_attempt(self._job, position.home, selector, request, self._dispatcher) as attempt:
+        with load_attempt(self._job, choice, request, self._dispatcher) as attempt:
             try:
                 loaded = load(attempt)
             except BaseException:

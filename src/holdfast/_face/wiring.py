@@ -23,7 +23,7 @@ from holdfast.base.ports.comm import Comm
 from holdfast.base.ports.framework import Framework
 from holdfast.base.ports.store import Store
 from holdfast.base.types.values import FrameworkValue
-from holdfast.core.format.names import MANIFEST_FILE, RUN_FILE, is_superseded_name, step_and_digest, step_of_folder
+from holdfast.core.format.names import MANIFEST_FILE, RUN_FILE, is_superseded_name, step_of_folder
 from holdfast.errors import InvalidError
 from holdfast.settings import Settings
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
@@ -31,8 +31,8 @@ from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.repository.catalog import exists
 from holdfast.training.coordination.absent_ranks import CallWatch
 from holdfast.training.coordination.job import Job
-from holdfast.training.loading.named_step import finder_of, location_named
-from holdfast.training.loading.step_choice import find_step, location_of
+from holdfast.training.loading.named_step import finder_of
+from holdfast.training.loading.resolve import location_named
 
 Path = str | os.PathLike[str] | Store
 ProcessGroup = object
@@ -189,7 +189,7 @@ def location_at(path: object, settings: Settings) -> CheckpointLocation:
     foreign = foreign_at(url) if is_local else foreign_in(*(above or (store, "")))
     is_name = path is not store and is_superseded_name(os.path.basename(url))
     if is_name and not (is_local and os.path.lexists(url)):
-        return _superseded_at(*os.path.split(url), settings)
+        return step_at(os.path.dirname(url), os.path.basename(url), settings)
     return CheckpointLocation(store, "", None, foreign, References(settings.allowed_roots), run_around(store, settings))
 
 
@@ -200,13 +200,6 @@ def run_around(store: Store, settings: Settings) -> Store | None:
     """
     above = parent_of(store, settings)
     return above[0] if above is not None and step_of_folder(above[1]) is not None else None
-
-
-def _superseded_at(parent: str, name: str, settings: Settings) -> CheckpointLocation:
-    """Return the location of a superseded step."""
-    home = home_at(parent, settings)
-    _, manifest = find_step(home.store, *step_and_digest(name))
-    return location_of(home, manifest)
 
 
 def saved_at(path: object, settings: Settings, *, overwrite: bool) -> CheckpointLocation:

@@ -23,6 +23,7 @@ from holdfast.testing.framework import NumpyFramework
 from holdfast.training.coordination.job import Job
 from holdfast.training.loading.load import load_checkpoint
 from holdfast.training.loading.load_request import LoadRequest
+from holdfast.training.loading.step_choice import StepChoice
 from holdfast.training.saving.save import begin_save
 from tests.crash.kills.sweeping import fates_of_kills
 from tests.support.crashed_run import (
@@ -247,7 +248,7 @@ def test_whoever_loads_meanwhile_loads_one_whole_checkpoint(in_memory: Path) -> 
     while seen[-1] < last:
         state = state_of(-1)
         job = job_of(replace(HASTY, reports=False))
-        load_checkpoint(job, location_of(best), LoadRequest(state, EVERYTHING, True))
+        load_checkpoint(job, StepChoice(location_of(best), is_path=True), LoadRequest(state, EVERYTHING, True))
         seen.append(number_in(state))
     assert answer() == "done"
     print(f"{len(seen)} loads saw {len({*seen})} of {last} checkpoints")

@@ -68,14 +68,7 @@ from holdfast.training.loading.resolve import Resolved, resolve
 from holdfast.training.loading.run_visibility import new_run_line
 from holdfast.training.loading.same_content import fill_alone, same_content
 from holdfast.training.loading.statuses import gather_errors, gather_statuses, names_of
-from holdfast.training.loading.step_choice import (
-    ExactStep,
-    PathSelector,
-    StepDamage,
-    StepDamaged,
-    StepSelector,
-    raise_or_fall_back,
-)
+from holdfast.training.loading.step_choice import StepChoice, StepDamage, StepDamaged, raise_or_fall_back
 from holdfast.training.telemetry.dispatcher import EventDispatcher
 from holdfast.training.telemetry.log_lines import loaded_line
 from holdfast.training.telemetry.operation import OperationTrace
@@ -120,7 +113,7 @@ class LoadAttempt:
     home: CheckpointLocation
     """Where checkpoints are stored."""
 
-    selector: StepSelector
+    choice: StepChoice
     """Chooses the checkpoint."""
 
     request: LoadRequest
@@ -191,11 +184,7 @@ class AgreedLoad:
 
 @contextmanager
 def load_attempt(
-    job: Job,
-    home: CheckpointLocation,
-    selector: StepSelector,
-    request: LoadRequest,
-    dispatcher: EventDispatcher | None = None,
+    job: Job, choice: StepChoice, request: LoadRequest, dispatcher: EventDispatcher | None = None
 ) -> Iterator[LoadAttempt]:
     """Give a block what `load` takes; release the reader lease and the collector's pause after it.
 
@@ -203,12 +192,12 @@ def load_attempt(
 
     Args:
         job: The ranks that load together.
-        home: Where checkpoints are stored, on every rank.
-        selector: Asked on rank 0 which one to load.
+        choice: Where checkpoints are stored, and which one to load.
         request: What and how.
         dispatcher: Receives the events.
     """
     events = dispatcher or EventDispatcher((), job.clock)
+    home = choice.home
     trace = OperationTrace("load", home.step, home.url, job.comm, job.clock, events, home.store)
     home = home.for_operation(trace.operation.name, job.comm.rank, job.comm.world_size)
     with (
@@ -216,7 +205,7 @@ def load_attempt(
         closing(ReaderLease(job.clock, job.settings.lease_seconds)) as lease,
         CallWatch(job.comm, f"load of {home.url}", "load") as watch,
     ):
-        yield LoadAttempt(job, home, selector, request, trace, lease, gc_pause, watch)
+        yield LoadAttempt(job, home, choice, request, trace, lease, gc_pause, watch)
 
 
 def load(attempt: LoadAttempt) -> Loaded | None:
@@ -228,16 +217,16 @@ def load(attempt: LoadAttempt) -> Loaded | None:
         CorruptError: Stored bytes differ from what was saved; the state may be partly filled.
         ConflictError: Files of another system were replaced meanwhile; the state may hold a mix.
     """
-    selector, trace = attempt.selector, attempt.trace
+    job, choice, trace = attempt.job, attempt.choice, attempt.trace
+    candidates = choice.candidates(attempt.lease.announce, job.is_first_occurrence)
     while True:
         filling: Restoration | None = None
         try:
             attempt.gc_pause.begin()  # Again after a fallback: the step before may have ended it.
             with trace.phase("resolve"):
-                resolved = resolve(attempt.job, attempt.home, selector, attempt.damage, attempt.lease)
+                resolved = resolve(job, attempt.home, candidates, attempt.damage, attempt.lease)
             if resolved is None:
-                selector.settle()
-                if attempt.job.comm.rank == 0:
+                if job.comm.rank == 0:
                     logger.info("%s", new_run_line(attempt.home.store))
                 return None
             trace.begin(resolved.manifest.step, resolved.location.url)
@@ -248,7 +237,7 @@ def load(attempt: LoadAttempt) -> Loaded | None:
             moved = _read_or_exchange(attempt, resolved, agreed)
             stats = _restore(attempt, resolved, agreed, moved)
             loaded = _finish(attempt, resolved, agreed, stats)
-            selector.settle()
+            choice.settle(job.clock)
             return loaded
         except StepDamaged as damaged:
             attempt.damage = damaged.damage
@@ -260,21 +249,15 @@ def load(attempt: LoadAttempt) -> Loaded | None:
             raise
 
 
-def load_checkpoint(
-    job: Job, location: CheckpointLocation, request: LoadRequest, selector: StepSelector | None = None
-) -> LoadReport:
-    """Fill a state from the one checkpoint at a location, or from a step below it. Errors as `load`.
+def load_checkpoint(job: Job, choice: StepChoice, request: LoadRequest) -> LoadReport:
+    """Fill a state from a checkpoint. Errors as `load`.
 
     Args:
         job: The ranks that load together.
-        location: The checkpoint, or the root of a run.
+        choice: Which checkpoint; not an empty run.
         request: What to load and how.
-        selector: Chooses the step of a run; None for the checkpoint at the location.
     """
-    if selector is None:
-        # A step of a run is never overwritten.
-        selector = PathSelector(location) if location.root is None else ExactStep(lambda: location)
-    with load_attempt(job, location, selector, request) as attempt:
+    with load_attempt(job, choice, request) as attempt:
         loaded = load(attempt)
         assert loaded is not None, "a location was chosen"
         report = loaded.report
@@ -283,10 +266,10 @@ def load_checkpoint(
 
 
 def _require_same_discarding(attempt: LoadAttempt, resolved: Resolved) -> None:
-    if resolved.discards is not attempt.selector.discards:
+    if resolved.chosen.discards is not attempt.choice.discards:
         raise InvalidError(
-            f"load of step {resolved.manifest.step}: discard_newer={attempt.selector.discards} here, and "
-            f"{resolved.discards} on rank 0; expected the same on every rank. Nothing was removed"
+            f"load of step {resolved.manifest.step}: discard_newer={attempt.choice.discards} here, and "
+            f"{resolved.chosen.discards} on rank 0; expected the same on every rank. Nothing was removed"
         )
 
 
@@ -341,7 +324,7 @@ def _agree(attempt: LoadAttempt, resolved: Resolved, planned: PlannedLoad | Exce
         names = partial(names_of, catalog.tensors, catalog.aliases, catalog.tree) if catalog is not None else tuple
         gathered = gather_statuses(comm, _status_of(planned, request), names)
         statuses = gathered.by_rank
-        raise_or_fall_back([status.error for status in statuses], comm.rank, own, attempt.selector)
+        raise_or_fall_back([status.error for status in statuses], comm.rank, own, falls_back=attempt.choice.falls_back)
         assert not isinstance(planned, Exception), "an error on any rank has been raised"
         require_same_call(gathered.calls, url)
         error, warnings = judge_unmatched(url, [each.unmatched for each in statuses])
@@ -402,7 +385,7 @@ def _raise_together(attempt: LoadAttempt, own: Exception | None) -> None:
     """Raise on every rank if any rank failed; a collective."""
     comm = attempt.job.comm
     errors = gather_errors(comm, None if own is None else error_text(own))
-    raise_or_fall_back(errors, comm.rank, own, attempt.selector)
+    raise_or_fall_back(errors, comm.rank, own, falls_back=attempt.choice.falls_back)
 
 
 def _read_or_exchange(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLoad) -> TransferStats | Exception:
@@ -436,7 +419,7 @@ def _restore(
     """Put back what is not a tensor, and return once every rank has; raise on every rank if any failed."""
     trace = attempt.trace
     own = moved if isinstance(moved, Exception) else None
-    if attempt.selector.falls_back or not resolved.manifest.attempt:
+    if attempt.choice.falls_back or not resolved.manifest.attempt:
         # Not before every rank has verified its tensors: values of a step that another rank finds damaged must not
         # stay in the state. Files of another system have no digests: they must not change before all are read.
         with trace.phase("wait"):
@@ -472,7 +455,7 @@ def _finish(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLoad, stats:
         tensor_bytes=sum(restoration.held.values()),
         loaded_bytes=agreed.planned.filled_bytes,
         seconds=trace.seconds,
-        passed_over=resolved.passed_over,
+        passed_over=resolved.chosen.passed_over,
         phases=trace.phases,
         retries=counts.retries,
         retry_seconds=counts.seconds,
@@ -480,11 +463,11 @@ def _finish(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLoad, stats:
     )
     # Nothing is written beside another system's checkpoint, which has no attempt.
     store = location.store if job.settings.reports and manifest.attempt else None
-    trace.end(report, resolved.reader_id, store, location.folder, job.node_reports)
+    trace.end(report, resolved.chosen.reader_id, store, location.folder, job.node_reports)
     if job.comm.rank == 0:
         logger.info("%s", loaded_line(report, location.url, job.comm.world_size))
     filled = {tensor.stored_fqn: tensor.boxes for tensor in agreed.planned.wanted} if location.root is not None else {}
-    return Loaded(location, report, manifest, resolved.index, filled, resolved.newer)
+    return Loaded(location, report, manifest, resolved.index, filled, resolved.chosen.newer)
 
 
 def _fail(attempt: LoadAttempt, error: BaseException) -> None:
@@ -496,4 +479,4 @@ def _fail(attempt: LoadAttempt, error: BaseException) -> None:
         )
     attempt.trace.fail(error)
     if isinstance(error, CheckpointError):
-        attempt.selector.settle()
+        attempt.choice.settle(attempt.job.clock)

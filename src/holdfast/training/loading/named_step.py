@@ -9,29 +9,18 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal, cast
 
-from holdfast.base.clock import Clock
 from holdfast.base.ports.store import Store
 from holdfast.core.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
-from holdfast.core.format.names import manifest_keys
+from holdfast.core.format.names import manifest_key, manifest_keys, step_folder
 from holdfast.core.format.step_name import StepName, step_name
-from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
+from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError, first_three
 from holdfast.policies import BestN, best_first
 from holdfast.stored.checkpoint.location import CheckpointLocation, require_no_checkpoint
-from holdfast.stored.repository.catalog import require_run
+from holdfast.stored.repository.catalog import manifest_digest, require_run
+from holdfast.stored.repository.epochs import current_fence, fenced_error, is_valid
 from holdfast.stored.repository.quarantine import identity_at, quarantined
 from holdfast.stored.repository.tags import Tag, tag_named
 from holdfast.stored.repository.timelines import RunTimelines, StoredManifest, run_timelines, timelines_from
-from holdfast.training.loading.resolve import newest_sound
-from holdfast.training.loading.step_choice import (
-    Announce,
-    ExactStep,
-    NewestValid,
-    StepDamage,
-    StepSelector,
-    find_step,
-    location_of,
-    unannounced,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +45,7 @@ def finder_of(step: object, best: object = None) -> StepQuery | None:
             raise InvalidError(f"step={str(step)[:80]!r} and best={str(best)[:80]!r}: expected one of them")
         return partial(_best, rule=_rule(best))
     named = step_name(step)
-    return None if named.is_newest else partial(_named, named=named)
+    return None if named.is_newest else partial(find_named, named=named)
 
 
 def find_named(store: Store, named: StepName, listed: RunTimelines | None = None) -> FoundStep:
@@ -69,36 +58,31 @@ def find_named(store: Store, named: StepName, listed: RunTimelines | None = None
     Raises:
         MissingError: There is no such step or tag; the message names others.
         CorruptError: The tag is damaged.
-        InvalidError: The path is one checkpoint.
+        InvalidError: The path is one checkpoint, or several manifests have these digits.
     """
-    if not named.is_newest:
-        return _named(store, named, listed)
     require_no_checkpoint(store)
-    stored = run_timelines(store) if listed is None else listed
-    if not stored.chain:
-        raise no_step(store)
-    return stored, stored.chain[-1]
-
-
-def location_named(home: CheckpointLocation, find: StepQuery | None, clock: Clock) -> CheckpointLocation:
-    """Return the location of a step, for a process that reads alone.
-
-    Args:
-        home: The root of the run.
-        find: Finds the step; None for the newest one that is not damaged.
-        clock: Source of randomness.
-    Raises:
-        MissingError: There is no such step or tag, or no run.
-        CorruptError: Every step is damaged, or the tag is.
-        InvalidError: The path is one checkpoint.
-    """
-    if find is not None:
-        return location_of(home, find(home.store)[1])
-    location = newest_sound(home, clock)
-    if location is None:
-        require_run(home.store)
-        raise no_step(home.store)
-    return location
+    if named.is_newest:
+        stored = run_timelines(store) if listed is None else listed
+        if not stored.chain:
+            raise no_step(store)
+        return stored, stored.chain[-1]
+    # Before the steps are listed: it may move to a step that is committed meanwhile.
+    tag = None if named.tag is None else _tag_of_run(store, named.tag)
+    step, digest = (named.step, named.digest) if tag is None else (tag.step, tag.digest)
+    assert step is not None, "a name is a number, a tag, or the newest step"
+    stored = _timelines_with(store, step, digest) if listed is None else listed
+    if tag is None and not (stored.chain or stored.superseded):
+        require_run(store)
+    try:
+        return stored, _manifest_of(store, stored, step, digest)
+    except MissingError as gone:
+        if tag is None:
+            raise
+        _require_undamaged(store, tag)
+        raise MissingError(
+            f"{store.url}: tag {tag.name!r} names step {tag.step}, which is gone or was saved again since; expected a "
+            f"step that is stored. Choose another step, or move the tag: holdfast tag ROOT STEP {tag.name} --move"
+        ) from gone
 
 
 def number_of(store: Store, named: StepName) -> int:
@@ -116,59 +100,21 @@ def number_of(store: Store, named: StepName) -> int:
     return find_named(store, named)[1].step if named.step is None else named.step
 
 
-class NewestOfRun(NewestValid):
-    """The newest valid step, for a load that expects a step: a root without one is an error."""
-
-    def next(self, damage: StepDamage | None, announce: Announce = unannounced) -> CheckpointLocation:
-        """Return the next older step that is not quarantined; raise `MissingError` if the root has no step."""
-        location = super().next(damage, announce)
-        if location is None:
-            require_run(self._home.store)
-            raise no_step(self._home.store)
-        return location
-
-
-def selector_at(
-    home: CheckpointLocation, find: StepQuery | None, clock: Clock, is_first_occurrence: Callable[[str], bool]
-) -> StepSelector:
-    """Return the selector of a load that expects a step.
+def location_of(home: CheckpointLocation, manifest: StoredManifest) -> CheckpointLocation:
+    """Return the location of a step of a run.
 
     Args:
         home: The root of the run.
-        find: Finds the step; None for the newest valid one.
-        clock: For the time in quarantine records.
-        is_first_occurrence: Returns whether a text is new to the log.
+        manifest: Its manifest.
     """
-    if find is None:
-        return NewestOfRun(home, clock, is_first_occurrence)
-    found = find
-    return ExactStep(lambda: location_of(home, found(home.store)[1]))
+    step, key = manifest.step, manifest.key
+    moved = None if key == manifest_key(step) else key
+    return replace(home, folder=step_folder(step), step=step, moved_manifest=moved, digest=manifest.digest)
 
 
 def no_step(store: Store) -> MissingError:
     """Return the error for a root without a committed step."""
     return MissingError(f"{store.url}: no committed step yet; expected at least one. Save one, or choose another path")
-
-
-def _named(store: Store, named: StepName, listed: RunTimelines | None = None) -> FoundStep:
-    require_no_checkpoint(store)
-    # Before the steps are listed: it may move to a step that is committed meanwhile.
-    tag = None if named.tag is None else _tag_of_run(store, named.tag)
-    step, digest = (named.step, named.digest) if tag is None else (tag.step, tag.digest)
-    assert step is not None, "the newest step is found otherwise"
-    stored = _timelines_with(store, step, digest) if listed is None else listed
-    if tag is None:
-        if not (stored.chain or stored.superseded):
-            require_run(store)
-        return find_step(store, step, digest, stored)
-    try:
-        return find_step(store, step, digest, stored)
-    except MissingError as gone:
-        _require_undamaged(store, tag)
-        raise MissingError(
-            f"{store.url}: tag {tag.name!r} names step {tag.step}, which is gone or was saved again since; expected a "
-            f"step that is stored. Choose another step, or move the tag: holdfast tag ROOT STEP {tag.name} --move"
-        ) from gone
 
 
 def _timelines_with(store: Store, step: int, digest: str) -> RunTimelines:
@@ -178,6 +124,46 @@ def _timelines_with(store: Store, step: int, digest: str) -> RunTimelines:
     if found is not None and (not digest or (found.digest or "").startswith(digest)):
         return stored
     return run_timelines(store)  # It is superseded, or the error names others.
+
+
+def _manifest_of(store: Store, stored: RunTimelines, step: int, digest: str) -> StoredManifest:
+    """Return the manifest of a step; without the first digits of a digest, of the step that a resume could take.
+
+    Raises:
+        InvalidError: Several manifests have these digits.
+        MissingError: No such step counts; the message names others.
+    """
+    found = stored.at(step)
+    matching = [] if found is None else [found]
+    if digest:
+        matching = [
+            manifest
+            for manifest in (*stored.chain, *stored.superseded)
+            if manifest.step == step
+            and (manifest.digest or manifest_digest(store, step, manifest.key) or "").startswith(digest)
+        ]
+    if len(matching) == 1:
+        return matching[0]
+    asked = f"{step}@{digest}" if digest else str(step)
+    if matching:
+        digests = first_three(f"{step}@{manifest.digest}" for manifest in matching)
+        raise InvalidError(f"{store.url}: {asked} names several manifests: {digests}. Give more digits")
+    superseded = [f"{step}@{(manifest.digest or '')[:8]}" for manifest in stored.superseded_at(step)]
+    if superseded:
+        raise MissingError(
+            f"{store.url}: no step {asked} on the newest timeline; a newer timeline superseded it. Load it by its "
+            f"digest: {first_three(superseded)}"
+        )
+    is_fenced = False
+    with suppress(MissingError):
+        is_fenced = not is_valid(store, current_fence(store), step)
+    if is_fenced:
+        raise fenced_error(f"{store.url}/{manifest_key(step)}")
+    newest = first_three(manifest.step for manifest in reversed(stored.chain)) or "none"
+    raise MissingError(
+        f"{store.url}: no committed step {asked}; committed, newest first: {newest}. Choose one of them "
+        "(holdfast ls lists all)"
+    )
 
 
 def _tag_of_run(store: Store, name: str) -> Tag:

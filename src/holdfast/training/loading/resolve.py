@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 from holdfast.base.clock import Clock
 from holdfast.base.types.manifest import Manifest
-from holdfast.base.types.reports import SkippedStep
 from holdfast.core.engine.background import side_by_side
 from holdfast.core.format.digest import short_digest_of
 from holdfast.core.format.index.foreign_index import decode_foreign, encode_foreign, index_foreign
@@ -24,8 +24,9 @@ from holdfast.stored.leases.reader import ReaderLease
 from holdfast.stored.repository.catalog import manifest_in
 from holdfast.training.coordination.job import Job, error_from, error_text, is_absence
 from holdfast.training.loading.messages import ChosenStep
+from holdfast.training.loading.named_step import StepQuery
 from holdfast.training.loading.run_visibility import require_no_run_elsewhere
-from holdfast.training.loading.step_choice import NewestValid, StepDamage, StepSelector
+from holdfast.training.loading.step_choice import Candidate, Candidates, StepChoice, StepDamage
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +45,8 @@ class Resolved:
     require_stored: RequireStored
     """Refuses a tensor with a piece in the missing part of a pack."""
 
-    passed_over: tuple[SkippedStep, ...]
-    """Newer steps that are damaged."""
-
-    newer: tuple[int, ...]
-    """Newer steps that exist and were not asked for."""
-
-    discards: bool
-    """Whether rank 0 discards them after the load."""
-
-    reader_id: str
-    """16 hex digits that name the reading job in its reports."""
+    chosen: ChosenStep
+    """What rank 0 sent, without the frames."""
 
     require_unchanged: Callable[[], None]
     """On rank 0, once all ranks have read: refuses another system's files that were replaced since they were listed."""
@@ -66,7 +58,7 @@ _SoundStep = tuple[ChosenStep, Manifest, Index | SplitIndex, Callable[[], None]]
 
 
 def resolve(
-    job: Job, home: CheckpointLocation, selector: StepSelector, damage: StepDamage | None, lease: ReaderLease
+    job: Job, home: CheckpointLocation, candidates: Candidates, damage: StepDamage | None, lease: ReaderLease
 ) -> Resolved | None:
     """Return what the job loads, None if there is nothing; a collective.
 
@@ -76,7 +68,7 @@ def resolve(
     Args:
         job: The ranks that load together.
         home: Where checkpoints are stored; each rank may have a store of its own.
-        selector: Asked on rank 0.
+        candidates: The checkpoints that rank 0 may choose.
         damage: What the ranks found in the checkpoint that was resolved before.
         lease: On rank 0, protects the step from deletion.
     Raises:
@@ -89,14 +81,16 @@ def resolve(
     if job.comm.rank == 0:
         chosen = ChosenStep()
         try:
-            sound = _next_sound_step(selector, damage, lease, job.clock)
+            sound = _next_sound_step(candidates, damage, lease, job.clock)
             if sound is not None:
-                chosen = sound[0]
+                # The same for the same reader: a job that evaluates every checkpoint replaces its own reports there.
+                reader = platform.node().encode(), str(job.comm.world_size).encode()
+                chosen = replace(sound[0], reader_id=short_digest_of(*reader).hex())
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
             own = error
             stands = damage is not None and error is damage.error
             chosen = ChosenStep(error=error_text(error), is_damage=stands)
-        message = _with_choice(chosen, selector, job).encode()
+        message = chosen.encode()
     chosen = ChosenStep.decode(job.comm.broadcast(message))
     if chosen.is_damage and damage is not None:
         raise damage.error
@@ -114,73 +108,56 @@ def resolve(
     else:
         manifest, index = resolved_frames(chosen.frames, location)
     require_stored = stored_by(index, chosen.short_packs)
-    return Resolved(
-        location,
-        manifest,
-        index,
-        require_stored,
-        chosen.passed_over,
-        chosen.newer,
-        chosen.discards,
-        chosen.reader_id,
-        require_unchanged,
-    )
+    return Resolved(location, manifest, index, require_stored, replace(chosen, frames=()), require_unchanged)
 
 
 def _stays() -> None:
     """Do nothing: Holdfast never rewrites a file, and of other systems' files rank 0 alone knows what was listed."""
 
 
-def _with_choice(chosen: ChosenStep, selector: StepSelector, job: Job) -> ChosenStep:
-    """Return what rank 0 sends, with what else the selector knows."""
-    # The same for the same reader: a job that evaluates every checkpoint replaces its own reports there.
-    reader_id = short_digest_of(platform.node().encode(), str(job.comm.world_size).encode()).hex()
-    passed_over, newer = tuple(selector.passed_over), tuple(selector.newer)
-    return replace(chosen, passed_over=passed_over, newer=newer, discards=selector.discards, reader_id=reader_id)
-
-
 def _next_sound_step(
-    selector: StepSelector, damage: StepDamage | None, lease: ReaderLease, clock: Clock
+    candidates: Candidates, damage: StepDamage | None, lease: ReaderLease, clock: Clock
 ) -> _SoundStep | None:
-    """Return the first checkpoint of a selector that rank 0 finds sound; None if there is nothing to load.
+    """Return the first candidate that rank 0 finds sound; None if there is nothing to load.
 
     Rank 0 judges before it sends: damage of a manifest or index is then one rank's error, not every rank's.
 
     Raises:
         CheckpointError: No checkpoint can be read.
     """
-    location = selector.next(damage, lease.announce)
-    while location is not None:
-        try:
-            lease.announce(location)
-            begin = partial(lease.begin, location)
-            return _judge(location, clock, begin, require_whole=selector.requires_whole)
-        except (CorruptError, MissingError) as error:
-            # Rank 0 alone found it. A selector of one exact checkpoint raises the error again.
-            location = selector.next(StepDamage(error, frozenset((0,)), is_absence(error)), lease.announce)
+    with suppress(StopIteration):
+        while True:
+            candidate = candidates.send(damage)
+            try:
+                lease.announce(candidate.location)
+                return _judge(candidate, clock, partial(lease.begin, candidate.location))
+            except (CorruptError, MissingError) as error:
+                # Rank 0 alone found it. If there is no other candidate, `send` raises the error again.
+                damage = StepDamage(error, frozenset((0,)), is_absence(error))
     return None
 
 
-def newest_sound(home: CheckpointLocation, clock: Clock) -> CheckpointLocation | None:
-    """Return the newest step of a run whose manifest, index and sizes of packs are undamaged; None without steps.
-
-    For a process that reads alone. It records no damage.
+def location_named(home: CheckpointLocation, find: StepQuery | None, clock: Clock) -> CheckpointLocation:
+    """Return the location of a step, for a process that reads alone. It records no damage.
 
     Args:
         home: The root of the run.
+        find: Finds the step; None for the newest one whose manifest, index and sizes of packs are undamaged.
         clock: Source of randomness.
     Raises:
-        CorruptError: Every step is damaged.
+        MissingError: There is no such step or tag, or no run.
+        CorruptError: Every step is damaged, or the tag is.
+        InvalidError: The path is one checkpoint.
     """
-    selector = NewestValid(home, clock, lambda _: True)
-    location = selector.next(None)
-    while location is not None:
+    candidates, damage = StepChoice(home, find).candidates(), None
+    while True:
+        candidate = candidates.send(damage)
         try:
-            _judge(location, clock, lambda manifest: None, require_whole=True)
-            return location
+            if find is None:
+                _judge(candidate, clock, lambda manifest: None)
+            return candidate.location
         except (CorruptError, MissingError) as error:
-            location = selector.next(StepDamage(error, frozenset((0,)), is_absence(error)))
-    return None
+            damage = StepDamage(error, frozenset((0,)), is_absence(error))
 
 
 def _frames_and_short_packs(
@@ -207,19 +184,17 @@ def _frames_and_short_packs(
     return frames, short
 
 
-def _judge(
-    location: CheckpointLocation, clock: Clock, begin: Callable[[Manifest], None], *, require_whole: bool
-) -> _SoundStep:
+def _judge(candidate: Candidate, clock: Clock, begin: Callable[[Manifest], None]) -> _SoundStep:
     """Read and check the manifest and index of a checkpoint.
 
     Args:
-        location: Where it is stored.
+        candidate: The checkpoint.
         clock: Source of randomness.
         begin: Called once the manifest is read: the reader lease begins. It raises if the step is being deleted.
-        require_whole: Whether any short pack is damage; otherwise only tensors in its missing part are refused.
     Raises:
         CheckpointError: It is damaged, or cannot be read.
     """
+    location = candidate.location
     content = manifest_or_listing(location)
     short: Mapping[str, tuple[int, CheckpointError]] = {}
     require_unchanged = _stays
@@ -227,7 +202,7 @@ def _judge(
         frames, short = _frames_and_short_packs(location, content, begin)
         manifest, index = resolved_frames(frames, location)
         damaged = next((error for _, error in short.values() if isinstance(error, CorruptError)), None)
-        if require_whole and damaged is not None:
+        if candidate.requires_whole and damaged is not None:
             raise damaged
     else:
         manifest, index = index_foreign(content, location.url)
@@ -236,8 +211,14 @@ def _judge(
         require_unchanged = partial(location.foreign.require_unchanged, content.files)
     if isinstance(index, Index):
         require_covered(index, clock, location.url)
-    is_foreign = not isinstance(content, bytes)
     chosen = ChosenStep(
-        folder=location.folder, step=location.step, is_foreign=is_foreign, short_packs=short, frames=frames
+        folder=location.folder,
+        step=location.step,
+        is_foreign=not isinstance(content, bytes),
+        short_packs=short,
+        passed_over=candidate.passed_over,
+        newer=candidate.newer,
+        discards=candidate.discards,
+        frames=frames,
     )
     return chosen, manifest, index, require_unchanged

@@ -10,8 +10,7 @@ by the list of the writer that took over, for this was stored before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 
 from holdfast.base.ports.store import Store
 from holdfast.base.types.epoch import Fence
@@ -31,30 +30,21 @@ class StepsChanged(Exception):
     """A step was deleted since the listing: what took its place may be newer than the steps that follow."""
 
 
-@dataclass(frozen=True, slots=True)
-class TriedManifest:
-    """A manifest whose turn has come."""
-
-    manifest: StoredManifest
-    """The manifest, as it was read just now."""
-
-    identity: str
-    """Its identity, as `identity_at` returns it."""
-
-    data: bytes | None
-    """Its bytes; None if it is too large for a manifest."""
+TriedManifest = tuple[StoredManifest, str, bytes | None]
+"""A manifest that was read just now, the result of `identity_at`, and the bytes; None if they are too many."""
 
 
 class ResumeOrder:
     """The manifests of a run that a resume may take and has not tried, of the last listing."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, announce: Callable[[StoredManifest], None]) -> None:
         """List nothing yet.
 
         Args:
             store: The root of the run.
+            announce: Called with a manifest before it is read.
         """
-        self._store = store
+        self._store, self._announce = store, announce
         self._untried: list[StoredManifest] = []
         self._is_read = False
         """Whether the untried ones are known to be committed, with their digests."""
@@ -77,17 +67,15 @@ class ResumeOrder:
         self.may_have_records = QUARANTINE.rstrip("/") in folders
         self._has_superseded = SUPERSEDED_FOLDER.rstrip("/") in folders
 
-    def next(self, announce: Callable[[StoredManifest], None]) -> TriedManifest | None:
-        """Return the next manifest that counts; None after the last.
+    def manifests(self) -> Iterator[TriedManifest]:
+        """Yield the manifests that count, each read when its turn comes.
 
-        Args:
-            announce: Called with a manifest before it is read.
         Raises:
             StepsChanged: The steps must be listed again.
         """
         while self._untried:
             listed = self._untried.pop()
-            announce(listed)
+            self._announce(listed)
             try:
                 data = self._bytes_of(listed)
             except MissingError:
@@ -111,13 +99,13 @@ class ResumeOrder:
             self._require_nothing_newer(manifest.step)
             self.had_steps = True
             identity = identity_at(self._store, manifest.key) if data is None else identity_of(data)
-            return TriedManifest(manifest, identity, data)
+            yield manifest, identity, data
         if self._has_superseded and not self._is_read:
             # No folder of a step has a manifest. The chain of the newest timeline may lie under `superseded/` alone.
             self._read_all(current_fence(self._store))
-            return self.next(announce)
-        self._require_nothing_newer(-1)
-        return None
+            yield from self.manifests()
+        else:
+            self._require_nothing_newer(-1)
 
     def _bytes_of(self, listed: StoredManifest) -> bytes | None:
         try:

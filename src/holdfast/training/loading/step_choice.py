@@ -1,36 +1,37 @@
-"""Which checkpoint a load takes: the one asked for, or the newest undamaged step of a run."""
+"""Which checkpoint a load takes: the one at a path, the step that the caller names, or the newest undamaged step.
+
+Rank 0 goes through the candidates of a `StepChoice` until one is sound: `resolve`. The other ranks load what rank 0
+sends. If any rank then finds damage, and the choice falls back, all ranks begin again with the next candidate.
+"""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NoReturn, Protocol
+from itertools import count
 
 from holdfast.base.clock import Clock, utc_now_text
-from holdfast.base.ports.store import Store
 from holdfast.base.types.reports import SkippedStep
 from holdfast.core.format.digest import hex_digest_of
 from holdfast.core.format.manifest import MANIFEST_BYTES_MAX
-from holdfast.core.format.names import manifest_key, step_folder
 from holdfast.errors import (
     CheckpointError,
     ConflictError,
     CorruptError,
-    InvalidError,
     MissingError,
     UnavailableError,
     first_three,
     printable,
 )
 from holdfast.stored.checkpoint.location import CheckpointLocation, is_all_there, require_no_checkpoint
-from holdfast.stored.repository.catalog import manifest_digest
-from holdfast.stored.repository.epochs import current_fence, fenced_error, is_valid
-from holdfast.stored.repository.quarantine import QuarantineRecord, identity_at, quarantine, quarantined
-from holdfast.stored.repository.timelines import RunTimelines, StoredManifest, run_timelines
+from holdfast.stored.repository.catalog import require_run
+from holdfast.stored.repository.quarantine import identity_at, quarantine, quarantined
+from holdfast.stored.repository.timelines import RunTimelines, StoredManifest
 from holdfast.training.coordination.job import raise_together
+from holdfast.training.loading.named_step import StepQuery, location_of, no_step
 from holdfast.training.loading.resume_order import ResumeOrder, StepsChanged
 
 logger = logging.getLogger(__name__)
@@ -64,224 +65,95 @@ class StepDamaged(Exception):
         self.damage = damage
 
 
-Announce = Callable[[CheckpointLocation], None]
-"""Stores a lease on a step of a run."""
-
-
-def unannounced(location: CheckpointLocation) -> None:
-    """Store no lease: for a process that looks without one."""
-
-
-class StepSelector(Protocol):
-    """Chooses the checkpoint of a load. Only rank 0 calls `next`."""
-
-    @property
-    def falls_back(self) -> bool:
-        """Whether a damaged checkpoint leads to another try; the same on every rank."""
-        ...
-
-    @property
-    def discards(self) -> bool:
-        """Whether this rank discards the newer steps after the load; the same on every rank, or all are refused."""
-        ...
-
-    @property
-    def requires_whole(self) -> bool:
-        """Whether any pack that is too short is damage; otherwise only a tensor in its missing part is refused."""
-        ...
-
-    @property
-    def passed_over(self) -> Sequence[SkippedStep]:
-        """Newer steps that were found damaged so far."""
-        ...
-
-    @property
-    def newer(self) -> Sequence[int]:
-        """Newer steps that were not asked for, ascending."""
-        ...
-
-    def next(self, damage: StepDamage | None, announce: Announce = unannounced) -> CheckpointLocation | None:
-        """Return the checkpoint to load; None: there is nothing.
-
-        Args:
-            damage: The damage of the checkpoint that this returned before; None on the first call.
-            announce: Called with a step before its manifest is read, if nobody reads that again: it stores the lease.
-        Raises:
-            CorruptError: Every other checkpoint is damaged too.
-            UnavailableError: A rank cannot see files that are there.
-        """
-        ...
-
-    def settle(self) -> None:
-        """Record the damage that was found, once the load has ended. Storage errors are logged, not raised."""
-        ...
-
-
-class ExactStep:
-    """The one checkpoint that was asked for."""
-
-    falls_back = False
-    requires_whole = False
-    passed_over: Sequence[SkippedStep] = ()
-
-    def __init__(
-        self,
-        choose: Callable[[], CheckpointLocation | None],
-        newer: Callable[[], Sequence[int]] = tuple,
-        *,
-        discards: bool = False,
-    ) -> None:
-        """Look at no storage yet.
-
-        Args:
-            choose: Returns its location.
-            newer: Returns the newer steps that exist.
-            discards: Whether this rank discards them after the load.
-        """
-        self.discards = discards
-        self._choose, self._list_newer = choose, newer
-        self.newer: Sequence[int] = ()
-
-    def next(self, damage: StepDamage | None, announce: Announce = unannounced) -> CheckpointLocation | None:
-        """Return its location; raise its damage."""
-        if damage is not None:
-            raise damage.error
-        location = self._choose()
-        self.newer = self._list_newer()
-        return location
-
-    def settle(self) -> None:
-        """Do nothing: only a search for the newest step quarantines."""
-
-
-class PathSelector:
-    """The checkpoint at a path, which another job may overwrite while it is read."""
-
-    falls_back = True
-    discards = False
-    requires_whole = False
-    passed_over: Sequence[SkippedStep] = ()
-    newer: Sequence[int] = ()
-
-    def __init__(self, location: CheckpointLocation) -> None:
-        """Look at no storage yet.
-
-        Args:
-            location: The path.
-        """
-        self._location = location
-        self._tries = 0
-        self._seen: str | None = None
-
-    def next(self, damage: StepDamage | None, announce: Announce = unannounced) -> CheckpointLocation:
-        """Return its location with its manifest, again if another checkpoint is there by now; else raise the damage."""
-        manifest = self._manifest()
-        seen, before = None if manifest is None else hex_digest_of(manifest), self._seen
-        self._tries, self._seen = self._tries + 1, seen
-        if damage is not None:
-            if seen is None or seen == before:
-                raise damage.error
-            if self._tries > _OVERWRITES_MAX:
-                raise UnavailableError(
-                    f"{self._location.url}: overwritten {_OVERWRITES_MAX} times while the load read it; expected a "
-                    "checkpoint that stays as long. Load again"
-                )
-            logger.info("%s: overwritten while it was read; the load begins again", self._location.url)
-        return replace(self._location, chosen=manifest)
-
-    def settle(self) -> None:
-        """Do nothing: only a search for the newest step quarantines."""
-
-    def _manifest(self) -> bytes | None:
-        """Return the stored manifest; None if there is none, or if a later read must say what is wrong."""
-        with suppress(CheckpointError):
-            return self._location.store.get(self._location.manifest_key, MANIFEST_BYTES_MAX)
-        return None
-
-
 @dataclass(frozen=True, slots=True)
-class _DamagedStep:
-    manifest: StoredManifest
-    identity: str
-    why: str
-    ranks: frozenset[int]
+class Candidate:
+    """A checkpoint that a load may take."""
+
+    location: CheckpointLocation
+    """Where the checkpoint is stored."""
+
+    newer: tuple[int, ...] = ()
+    """Newer steps that were not asked for, ascending."""
+
+    passed_over: tuple[SkippedStep, ...] = ()
+    """Newer steps that were found damaged."""
+
+    discards: bool = False
+    """Whether rank 0 discards the newer steps after the load."""
+
+    requires_whole: bool = False
+    """Whether any pack that is too short is damage; otherwise only a tensor in the missing part is refused."""
 
 
-class NewestValid:
-    """The steps of the newest timeline and its ancestors, from the newest down.
+Candidates = Generator[Candidate, StepDamage | None, None]
+"""The checkpoints that a load may take. `send` takes the damage of the last candidate, and None for the first one."""
 
-    Damaged steps are logged, quarantined and skipped. In a run with one timeline a step is read when it is tried: the
-    older ones are not read at all.
-    """
 
-    falls_back = True
-    discards = False
-    requires_whole = True
-    newer: Sequence[int] = ()
+class StepChoice:
+    """The choice of the checkpoint of one load. Every rank makes a choice; rank 0 alone asks for candidates."""
 
     def __init__(
         self,
         home: CheckpointLocation,
-        clock: Clock,
-        is_first_occurrence: Callable[[str], bool],
+        find: StepQuery | None = None,
         *,
-        is_root: bool = False,
+        newer: Callable[[RunTimelines, StoredManifest], tuple[int, ...]] = lambda stored, chosen: (),
+        discards: bool = False,
+        is_path: bool = False,
+        may_be_empty: bool = False,
     ) -> None:
         """Look at no storage yet.
 
         Args:
-            home: The root of the run.
-            clock: For the time in quarantine records.
-            is_first_occurrence: Returns whether a text is new to this job's log.
-            is_root: Whether the caller knows that the path is no single checkpoint.
+            home: The root of a run, or one checkpoint.
+            find: Finds the step that the caller names; None for the newest valid step.
+            newer: Returns the newer steps that exist, for a step that the caller names.
+            discards: Whether this rank discards the newer steps after the load. If ranks differ, all are refused.
+            is_path: Whether the home is one checkpoint.
+            may_be_empty: Whether the caller knows that the home is the root of a run, which may have no step yet.
         """
-        self._home, self._clock, self._is_first_occurrence = home, clock, is_first_occurrence
-        self._is_root = is_root
-        self._order = ResumeOrder(home.store)
-        self._listings = 0
-        self._records: Mapping[int, Mapping[str, QuarantineRecord]] = {}
-        self._current: tuple[StoredManifest, str] | None = None
+        self.home, self.discards = home, discards
+        self.falls_back = find is None and not (is_path and home.root is not None)
+        """Whether a damaged checkpoint leads to another try; the same on every rank."""
+        self._find, self._list_newer, self._is_path, self._may_be_empty = find, newer, is_path, may_be_empty
         self._judged: set[tuple[int, str]] = set()
-        self._to_quarantine: list[_DamagedStep] = []
-        self.passed_over: list[SkippedStep] = []
+        self._passed_over: list[SkippedStep] = []
+        self._to_quarantine: list[tuple[StoredManifest, str, StepDamage]] = []
 
-    def next(self, damage: StepDamage | None, announce: Announce = unannounced) -> CheckpointLocation | None:
-        """Return the next older step that is not quarantined."""
-        store = self._home.store
-        if not self._listings:
-            if not self._is_root:
-                require_no_checkpoint(store)
-            self._list()
-        if damage is not None:
-            self._judge(damage)
-        while True:
-            try:
-                tried = self._order.next(lambda listed: announce(location_of(self._home, listed)))
-            except StepsChanged:
-                self._list()
-                continue
-            if tried is None:
-                break
-            # The identity is of the bytes that are judged: a record must not name a manifest that a save put there
-            # afterwards.
-            manifest, identity = tried.manifest, tried.identity
-            if (manifest.step, identity) not in self._judged and not self._is_quarantined(manifest.step, identity):
-                self._current = manifest, identity
-                return replace(location_of(self._home, manifest), chosen=tried.data)
-        if self.passed_over:
-            self._raise_all_damaged()
-        if self._order.had_steps:
-            raise MissingError(
-                f"{store.url}: every step was deleted while the load looked at it; expected one that stays. Load again"
-            )
-        return None
+    def candidates(
+        self,
+        announce: Callable[[CheckpointLocation], None] = lambda location: None,
+        is_first_occurrence: Callable[[str], bool] = lambda text: True,
+    ) -> Candidates:
+        """Yield the checkpoints that the load may take, each after the damage of the one before.
 
-    def settle(self) -> None:
-        """Quarantine the steps that were found damaged."""
-        for damaged in self._to_quarantine:
-            step, key = damaged.manifest.step, damaged.manifest.key
+        Args:
+            announce: Called with a step before its manifest is read: stores the reader lease.
+            is_first_occurrence: Returns whether a text is new to this job's log.
+        Raises:
+            CorruptError: The only checkpoint is damaged, or every step is.
+            MissingError: There is no such step.
+            UnavailableError: A rank cannot see files that are there.
+        """
+        if not self.falls_back:
+            damage = yield self._named()
+            if damage is not None:
+                raise damage.error
+        elif self._is_path:
+            yield from self._at_path()
+        else:
+            yield from self._newest_first(announce, is_first_occurrence)
+
+    def settle(self, clock: Clock) -> None:
+        """Quarantine the steps that were found damaged, once the load has ended. Storage errors are logged, not raised.
+
+        Args:
+            clock: For the time in quarantine records.
+        """
+        for manifest, identity, damage in self._to_quarantine:
+            step, why, found = manifest.step, str(damage.error), utc_now_text(clock)
             try:
-                quarantine(self._home.store, step, key, damaged.identity, damaged.why, utc_now_text(self._clock))
+                quarantine(self.home.store, step, manifest.key, identity, why, found)
             except (MissingError, ConflictError) as gone:
                 logger.info("step %d is not quarantined: %s", step, printable(str(gone)))
             except CheckpointError as error:
@@ -289,42 +161,103 @@ class NewestValid:
                 logger.warning("step %d could not be quarantined: %s", step, printable(str(error)))
         self._to_quarantine.clear()
 
-    def _list(self) -> None:
-        """List the steps, again after one was deleted: its replacement may be newer than the untried ones."""
-        if self._listings == _LISTINGS_MAX:
+    def _named(self) -> Candidate:
+        if self._find is None:
+            return Candidate(self.home)  # The path of a step: no save overwrites a step.
+        stored, chosen = self._find(self.home.store)
+        return Candidate(location_of(self.home, chosen), self._list_newer(stored, chosen), discards=self.discards)
+
+    def _at_path(self) -> Candidates:
+        """Yield the checkpoint at a path, with its manifest. Another job may overwrite the checkpoint meanwhile.
+
+        After damage, yield the path again if another checkpoint is there by now; else raise the damage.
+        """
+        damage: StepDamage | None = None
+        seen: str | None = None
+        for overwrites in count():
+            manifest: bytes | None = None
+            with suppress(CheckpointError):  # A later read says the error.
+                manifest = self.home.store.get(self.home.manifest_key, MANIFEST_BYTES_MAX)
+            before, seen = seen, None if manifest is None else hex_digest_of(manifest)
+            if damage is not None:
+                if seen is None or seen == before:
+                    raise damage.error
+                if overwrites == _OVERWRITES_MAX:
+                    raise UnavailableError(
+                        f"{self.home.url}: overwritten {_OVERWRITES_MAX} times while the load read it; expected a "
+                        "checkpoint that stays as long. Load again"
+                    )
+                logger.info("%s: overwritten while it was read; the load begins again", self.home.url)
+            damage = yield Candidate(replace(self.home, chosen=manifest))
+
+    def _newest_first(
+        self, announce: Callable[[CheckpointLocation], None], is_first_occurrence: Callable[[str], bool]
+    ) -> Candidates:
+        """Yield the steps of the newest timeline and its ancestors, from the newest down.
+
+        Damaged steps are logged, skipped, and quarantined by `settle`. In a run with one timeline a step is read when
+        its turn comes: the older steps are not read at all.
+        """
+        store = self.home.store
+        if not self._may_be_empty:
+            require_no_checkpoint(store)
+        order = ResumeOrder(store, lambda listed: announce(location_of(self.home, listed)))
+        for _ in range(_LISTINGS_MAX):
+            with suppress(StepsChanged):
+                yield from self._of_one_listing(order, is_first_occurrence)
+                break
+        else:
             raise UnavailableError(
-                f"{self._home.store.url}: {_LISTINGS_MAX} times a step was deleted while the load looked at it; "
+                f"{store.url}: {_LISTINGS_MAX} times a step was deleted while the load looked at it; "
                 "expected one that stays. Load again"
             )
-        self._listings += 1
-        self._order.list()
-        self._records = quarantined(self._home.store) if self._order.may_have_records else {}
-
-    def _is_quarantined(self, step: int, identity: str) -> bool:
-        record = self._records.get(step, {}).get(identity)
-        if record is None:
-            return False
-        self._judged.add((step, identity))
-        self.passed_over.append(SkippedStep(step, f"quarantined: {record.why}"))
-        if self._is_first_occurrence(record.key):
-            logger.warning(
-                "step %d is skipped: quarantined since %s: %s. `holdfast repair` checks it again",
-                step,
-                printable(record.found),
-                printable(record.why),
+        if self._passed_over:
+            raise self._all_damaged()
+        if order.had_steps:
+            raise MissingError(
+                f"{store.url}: every step was deleted while the load looked at it; expected one that stays. Load again"
             )
-        return True
+        if not self._may_be_empty:
+            require_run(store)
+            raise no_step(store)
 
-    def _judge(self, damage: StepDamage) -> None:
-        """Skip the current step, unless it was deleted or replaced meanwhile."""
-        assert self._current is not None, "next() has returned a step"
-        manifest, identity = self._current
+    def _of_one_listing(self, order: ResumeOrder, is_first_occurrence: Callable[[str], bool]) -> Candidates:
+        """Yield the steps until one was deleted: a step that took its place may be newer than the untried ones.
+
+        Raises:
+            StepsChanged: The steps must be listed again.
+        """
+        order.list()
+        records = quarantined(self.home.store) if order.may_have_records else {}
+        # The identity is of the bytes that are judged: a record must not name a manifest that a save put there
+        # afterwards.
+        for manifest, identity, data in order.manifests():
+            step, record = manifest.step, records.get(manifest.step, {}).get(identity)
+            if (step, identity) in self._judged:
+                continue
+            if record is None:
+                location = replace(location_of(self.home, manifest), chosen=data)
+                damage = yield Candidate(location, passed_over=tuple(self._passed_over), requires_whole=True)
+                assert damage is not None, "an older step is tried after damage alone"
+                self._judge(manifest, identity, damage)
+                continue
+            self._judged.add((step, identity))
+            self._passed_over.append(SkippedStep(step, f"quarantined: {record.why}"))
+            if is_first_occurrence(record.key):
+                logger.warning(
+                    "step %d is skipped: quarantined since %s: %s. `holdfast repair` checks it again",
+                    step,
+                    printable(record.found),
+                    printable(record.why),
+                )
+
+    def _judge(self, manifest: StoredManifest, identity: str, damage: StepDamage) -> None:
+        """Note that a step is damaged, unless it was deleted or replaced meanwhile: then raise `StepsChanged`."""
         step, text = manifest.step, printable(str(damage.error))
         if isinstance(damage.error, MissingError) or not self._is_still(manifest.key, identity):
             logger.info("step %d was deleted or replaced while the load looked at it: %s", step, text)
-            self._list()
-            return
-        if damage.is_absence and is_all_there(location_of(self._home, manifest)):
+            raise StepsChanged
+        if damage.is_absence and is_all_there(location_of(self.home, manifest)):
             ranks = f"rank{'s' * (len(damage.ranks) > 1)} {first_three(sorted(damage.ranks))}"
             raise UnavailableError(
                 f"step {step}: {damage.error}. Rank 0 looked again and sees every file of the step in its full size; "
@@ -333,105 +266,37 @@ class NewestValid:
             )
         logger.warning("step %d is damaged and skipped; older steps are tried: %s", step, text)
         self._judged.add((step, identity))
-        self.passed_over.append(SkippedStep(step, str(damage.error)))
-        self._to_quarantine.append(_DamagedStep(manifest, identity, str(damage.error), damage.ranks))
+        self._passed_over.append(SkippedStep(step, str(damage.error)))
+        self._to_quarantine.append((manifest, identity, damage))
 
     def _is_still(self, key: str, identity: str) -> bool:
         try:
-            return identity_at(self._home.store, key) == identity
+            return identity_at(self.home.store, key) == identity
         except MissingError:
             return False
 
-    def _raise_all_damaged(self) -> NoReturn:
-        shown = first_three([f"step {skipped.step}: {skipped.why}" for skipped in self.passed_over])
-        count, url = len(self.passed_over), self._home.store.url
-        ranks = frozenset[int]().union(*(damaged.ranks for damaged in self._to_quarantine))
+    def _all_damaged(self) -> CheckpointError:
+        shown = first_three([f"step {skipped.step}: {skipped.why}" for skipped in self._passed_over])
+        count, url = len(self._passed_over), self.home.store.url
+        ranks = frozenset[int]().union(*(damage.ranks for _, _, damage in self._to_quarantine))
         # Several steps, all damaged for one rank only: the fault is its machine's. Rank 0 is excepted, since it alone
         # reads every manifest and index.
         if count == len(self._to_quarantine) > 1 and len(ranks) == 1 and ranks != {0}:
             (rank,) = ranks
             self._to_quarantine.clear()
-            raise UnavailableError(
+            return UnavailableError(
                 f"{url}: rank {rank} finds all {count} committed steps damaged, and no other rank finds damage; "
                 f"expected one undamaged step. {shown}. Check the machine of that rank; `holdfast verify` on another "
                 "machine shows whether the steps are damaged. Nothing was quarantined"
             )
-        raise CorruptError(
+        return CorruptError(
             f"{url}: all {count} committed steps are damaged; expected one undamaged step. {shown}. Try `holdfast "
             "repair`, or load the undamaged part of one with step= and only="
         )
 
 
-def find_step(
-    store: Store, step: int, digest: str, listed: RunTimelines | None = None
-) -> tuple[RunTimelines, StoredManifest]:
-    """Return the timelines of a run, and the manifest of one step.
-
-    Args:
-        store: The root of the run.
-        step: The step.
-        digest: First digits of the digest of its manifest; empty for the step that a resume could take.
-        listed: The timelines, if they were read already, from a path that is no single checkpoint.
-    Raises:
-        InvalidError: The path is one checkpoint, or several manifests have these digits.
-        MissingError: No such step counts; the message names others.
-    """
-    if listed is None:
-        require_no_checkpoint(store)
-        listed = run_timelines(store)
-    stored = listed
-    found = stored.at(step)
-    matching = [] if found is None else [found]
-    if digest:
-        matching = [
-            manifest
-            for manifest in (*stored.chain, *stored.superseded)
-            if manifest.step == step
-            and (manifest.digest or manifest_digest(store, step, manifest.key) or "").startswith(digest)
-        ]
-    if len(matching) == 1:
-        return stored, matching[0]
-    asked = f"{step}@{digest}" if digest else str(step)
-    if matching:
-        digests = first_three(f"{step}@{manifest.digest}" for manifest in matching)
-        raise InvalidError(f"{store.url}: {asked} names several manifests: {digests}. Give more digits")
-    superseded = [f"{step}@{(manifest.digest or '')[:8]}" for manifest in stored.superseded_at(step)]
-    if superseded:
-        raise MissingError(
-            f"{store.url}: no step {asked} on the newest timeline; a newer timeline superseded it. Load it by its "
-            f"digest: {first_three(superseded)}"
-        )
-    is_fenced = False
-    with suppress(MissingError):
-        is_fenced = not is_valid(store, current_fence(store), step)
-    if is_fenced:
-        raise fenced_error(f"{store.url}/{manifest_key(step)}")
-    newest = first_three(manifest.step for manifest in reversed(stored.chain)) or "none"
-    raise MissingError(
-        f"{store.url}: no committed step {asked}; committed, newest first: {newest}. Choose one of them "
-        "(holdfast ls lists all)"
-    )
-
-
-def location_of(home: CheckpointLocation, manifest: StoredManifest) -> CheckpointLocation:
-    """Return the location of a step of a run.
-
-    Args:
-        home: The root of the run.
-        manifest: Its manifest.
-    """
-    moved = None if manifest.key == manifest_key(manifest.step) else manifest.key
-    return replace(
-        home,
-        folder=step_folder(manifest.step),
-        step=manifest.step,
-        moved_manifest=moved,
-        digest=manifest.digest,
-    )
-
-
 def raise_or_fall_back(
-    statuses: Sequence[str | None], own_rank: int, own: Exception | None, selector: StepSelector
+    statuses: Sequence[str | None], own_rank: int, own: Exception | None, *, falls_back: bool
 ) -> None:
     """Raise on every rank if any rank failed.
 
@@ -439,28 +304,17 @@ def raise_or_fall_back(
         statuses: By rank, an `error_text` or None.
         own_rank: This rank.
         own: This rank's error.
-        selector: The load's.
+        falls_back: Whether a damaged checkpoint leads to another try.
     Raises:
-        StepDamaged: On every rank, if an older step may be undamaged.
+        StepDamaged: On every rank: all ranks that failed found damaged bytes, and another step may be undamaged.
         CheckpointError: As `raise_together`.
     """
     try:
         raise_together(statuses, own_rank, own)
     except CorruptError as error:
-        damage = damage_in(error, statuses) if selector.falls_back else None
-        if damage is not None:
-            raise StepDamaged(damage) from error
-        raise
-
-
-def damage_in(error: CorruptError, statuses: Sequence[str | None]) -> StepDamage | None:
-    """Return the damage, if every rank that failed found damaged bytes; None: another step would fail as well.
-
-    Args:
-        error: This rank's error.
-        statuses: By rank, an `error_text` or None.
-    """
-    failed = {rank: json.loads(text) for rank, text in enumerate(statuses) if text is not None}
-    if any(status["kind"] != CorruptError.__name__ for status in failed.values()):
-        return None
-    return StepDamage(error, frozenset(failed), all(status["absent"] for status in failed.values()))
+        failed = {rank: json.loads(text) for rank, text in enumerate(statuses) if text is not None}
+        # Another step would fail as well, if a rank met any other error.
+        if not falls_back or any(status["kind"] != CorruptError.__name__ for status in failed.values()):
+            raise
+        is_absence = all(status["absent"] for status in failed.values())
+        raise StepDamaged(StepDamage(error, frozenset(failed), is_absence)) from error

@@ -2,7 +2,7 @@
 
 In order, and who does it:
 
-    prepare      Rank 0, before it chooses the step: takes the writer lease. Beside another writer the load is refused,
+    find         Rank 0, before it finds the step: takes the writer lease. Beside another writer the load is refused,
                  and no value has changed.
     (the load)   Every rank.
     decided      Rank 0: puts a record of a timeline that leaves at the step. With it the newer steps are superseded,
@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
+from holdfast.base.ports.store import Store
 from holdfast.base.types.reports import LoadReport, SkippedStep
 from holdfast.core.engine.background import DAEMON_POOL, wait_in_slices
 from holdfast.errors import CheckpointError, ConflictError, InvalidError, UnavailableError, first_three
@@ -30,7 +31,7 @@ from holdfast.stored.repository.timelines import StoredManifest, run_timelines
 from holdfast.training.coordination.job import error_from, error_text
 from holdfast.training.coordination.message_codec import decode_message, encode_message
 from holdfast.training.loading.load import Loaded
-from holdfast.training.loading.named_step import StepQuery
+from holdfast.training.loading.named_step import FoundStep, StepQuery
 from holdfast.training.runs.position import move_damaged
 from holdfast.training.runs.step_request import RunParts
 
@@ -67,16 +68,20 @@ class Discarding:
                 "load(state, discard_newer=True) without a step; expected the step to go back to, as in step=100 or "
                 "step='best'. Nothing was loaded or removed"
             )
-        self._parts = parts
+        self._parts, self._find = parts, find
         self._failure: CheckpointError | None = None
         self._has_taken_lease = False
 
-    def prepare(self) -> None:
-        """Take the writer lease, on rank 0. If storage refuses it, the load goes on and removes nothing.
+    def find(self, store: Store) -> FoundStep:
+        """Take the writer lease, on rank 0, and find the step. If storage refuses the lease, nothing is removed.
 
         Raises:
             ConflictError: Another job writes here.
         """
+        self._take_lease()
+        return self._find(store)
+
+    def _take_lease(self) -> None:
         job, store, lease = self._parts.job, self._parts.store, self._parts.writer_lease
         is_held, seconds = lease.epoch > 0, self._parts.job.agreement_seconds
         try:

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
-from functools import partial
 
 from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import Parent
@@ -27,13 +26,13 @@ from holdfast.core.format.names import step_folder
 from holdfast.errors import CheckpointError, InvalidError, MissingError, first_three
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.repository.epochs import current_fence
-from holdfast.stored.repository.quarantine import identity_at, list_records, supersede
+from holdfast.stored.repository.quarantine import is_quarantined, list_records, supersede
 from holdfast.stored.repository.timeline_records import take_back
 from holdfast.stored.repository.timelines import RunTimelines, StoredManifest, run_timelines, timelines_from
 from holdfast.training.coordination.job import Job
 from holdfast.training.loading.load import Loaded
 from holdfast.training.loading.named_step import StepQuery
-from holdfast.training.loading.step_choice import ExactStep, NewestValid, StepSelector, location_of
+from holdfast.training.loading.step_choice import StepChoice
 from holdfast.training.runs.loaded_state import LoadedState
 from holdfast.training.runs.removal.pins import Pins, StepPin
 from holdfast.training.saving.deduplication import BaseStep, base_from_loaded
@@ -113,19 +112,16 @@ class RunPosition:
         """Return the location of a step."""
         return replace(self.home, folder=step_folder(step), step=step)
 
-    def selector(self, find: StepQuery | None = None, prepare: Callable[[], None] | None = None) -> StepSelector:
-        """Return the selector of a load.
+    def choice(self, find: StepQuery | None, *, discards: bool) -> StepChoice:
+        """Return the choice of the step of a load.
 
         Args:
             find: Finds the step; None for the newest valid one.
-            prepare: Called on rank 0 before the choice, if the load discards what it leaves.
+            discards: Whether the load discards the newer steps.
         """
         # The load may fail because the base step is damaged: then the next save must not refer to it.
         self.base = None
-        if find is None:
-            return NewestValid(self.home, self._job.clock, self._job.is_first_occurrence, is_root=True)
-        choice = _Choice(self.home, self._pins, prepare)
-        return ExactStep(partial(choice.choose, find), choice.newer, discards=prepare is not None)
+        return StepChoice(self.home, find, newer=self._newer_than, discards=discards, may_be_empty=True)
 
     def move_to(self, loaded: Loaded) -> None:
         """Take a loaded step as the position."""
@@ -199,6 +195,12 @@ class RunPosition:
         """Take note that a restart would resume from the loaded step: the newer ones are superseded."""
         self._newer = ()
 
+    def _newer_than(self, stored: RunTimelines, chosen: StoredManifest) -> tuple[int, ...]:
+        """Return the steps that a resume would load first, and those that a save in flight may still commit."""
+        records = list_records(self._store)
+        newer = {each.step for each in stored.newer_than(chosen) if not _is_skipped(self._store, each, records)}
+        return tuple(sorted(newer.union(other for other in self._pins.under_way() if other > chosen.step)))
+
     def _decide(self, step: int, stored: RunTimelines, epoch: int) -> Timeline:
         origin = self._origin
         if self.starts_over or origin is None:
@@ -271,39 +273,11 @@ def move_damaged(store: Store, origin: int, stored: RunTimelines, epoch: int) ->
                 logger.warning("step %d: its damaged manifest stays where it is: %s", manifest.step, error)
 
 
-class _Choice:
-    """The choice of one step by its name. On rank 0."""
-
-    def __init__(self, home: CheckpointLocation, pins: Pins, prepare: Callable[[], None] | None) -> None:
-        self._home, self._store, self._pins, self._prepare = home, home.store, pins, prepare
-        self._stored = RunTimelines(FIRST_TIMELINE, (), ())
-        self._chosen: StoredManifest | None = None
-
-    def choose(self, find: StepQuery) -> CheckpointLocation:
-        """Return the location of the step that a finder finds; raises as that."""
-        if self._prepare is not None:
-            self._prepare()
-        self._stored, self._chosen = find(self._home.store)
-        return location_of(self._home, self._chosen)
-
-    def newer(self) -> tuple[int, ...]:
-        """Return the steps that a resume would load first, and those that a save in flight may still commit."""
-        assert self._chosen is not None, "a step was chosen"
-        damaged, step = set(list_records(self._store)), self._chosen.step
-        newer = {
-            manifest.step
-            for manifest in self._stored.newer_than(self._chosen)
-            if not _is_quarantined(self._store, manifest, damaged)
-        }
-        return tuple(sorted(newer | {other for other in self._pins.under_way() if other > step}))
-
-
-def _is_quarantined(store: Store, manifest: StoredManifest, records: Collection[tuple[int, str]]) -> bool:
-    if all(step != manifest.step for step, _ in records):
-        return False
+def _is_skipped(store: Store, manifest: StoredManifest, records: Collection[tuple[int, str]]) -> bool:
+    """Return whether a resume skips a manifest: the manifest is under quarantine, or is gone by now."""
     try:
-        return (manifest.step, identity_at(store, manifest.key)) in records
+        return is_quarantined(store, manifest.step, manifest.key, records)
     except MissingError:
-        return True  # A resume skips it as well.
+        return True
     except CheckpointError:
         return False

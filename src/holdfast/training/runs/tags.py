@@ -29,7 +29,8 @@ from holdfast.settings import Settings
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.leases.reader import ReaderLease
 from holdfast.stored.repository.tags import put_tag
-from holdfast.training.loading.named_step import finder_of, location_named
+from holdfast.training.loading.named_step import finder_of
+from holdfast.training.loading.resolve import location_named
 
 logger = logging.getLogger(__name__)
 

@@ -11,6 +11,7 @@ from holdfast.base.clock import SystemClock
 from holdfast.base.types.manifest import Manifest
 from holdfast.core.format.manifest import decode_manifest
 from holdfast.core.format.names import aside_key, manifest_key
+from holdfast.core.format.step_name import StepName
 from holdfast.errors import MissingError, UnavailableError
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.leases.reader import ReaderLease, ReaderLeases
@@ -18,10 +19,10 @@ from holdfast.stored.repository.catalog import read_manifest_bytes
 from holdfast.stored.repository.epochs import current_fence, newest_epoch
 from holdfast.stored.repository.interrupted_removal import finish_removals
 from holdfast.stored.repository.reader_leases import leases
-from holdfast.stored.repository.timelines import displace
+from holdfast.stored.repository.timelines import displace, run_timelines
 from holdfast.testing.comm import ThreadComm, outcomes_of_ranks
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
-from holdfast.training.loading.step_choice import find_step, location_of
+from holdfast.training.loading.named_step import find_named, location_of
 from tests.unit.ranks import fresh_store, plain, run_of
 
 
@@ -44,9 +45,10 @@ def rewound() -> MemoryStore:
 
 def superseded_step(store: MemoryStore) -> tuple[Manifest, CheckpointLocation]:
     """Return manifest and location of the superseded step 3, as a load finds them."""
-    (stored,) = find_step(store, 1, "")[0].superseded_at(3)
+    (stored,) = run_timelines(store).superseded_at(3)
     assert stored.digest is not None
-    location = location_of(CheckpointLocation(store, "", None, root=store), find_step(store, 3, stored.digest[:4])[1])
+    _, found = find_named(store, StepName(3, stored.digest[:4]))
+    location = location_of(CheckpointLocation(store, "", None, root=store), found)
     return decode_manifest(read_manifest_bytes(store, location.folder, stored.key), ""), location
 
 

@@ -14,6 +14,7 @@ from holdfast.base.types.timeline import FIRST_TIMELINE, Timeline
 from holdfast.base.types.values import Group
 from holdfast.core.format.manifest import decode_manifest, encode_manifest
 from holdfast.core.format.names import accepted_key, manifest_key, manifest_keys, step_folder, superseded_key
+from holdfast.core.format.step_name import StepName
 from holdfast.errors import ConflictError, InvalidError, MissingError
 from holdfast.stored.checkpoint.location import CheckpointLocation, manifest_bytes_at
 from holdfast.stored.publishing.manifest import clear_fenced
@@ -29,7 +30,7 @@ from holdfast.stored.repository.timelines import (
     run_timelines,
 )
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore
-from holdfast.training.loading.step_choice import find_step, location_of
+from holdfast.training.loading.named_step import find_named, location_of
 
 HOLDER = Holder("node-7", "boot", "pid:[1] time:[2]", 4711, 99, "2026-01-01T00:00:00+00:00", "ab" * 16, 10.0)
 SECOND = FIRST_TIMELINE.fork(2, "2" * 16, 1, "d" * 32)
@@ -261,7 +262,7 @@ def test_a_late_writer_leaves_a_manifest_that_came_after_its_look(rewound: Memor
 def test_a_step_that_moves_after_it_was_chosen_is_read_where_it_is(rewound: MemoryStore, is_saved_again: bool) -> None:
     home = CheckpointLocation(rewound, "", None, root=rewound)
     third = digest_of(rewound, 3)
-    location = location_of(home, find_step(rewound, 3, third[:4])[1])
+    location = location_of(home, find_named(rewound, StepName(3, third[:4]))[1])
     displace(rewound, 3, third, 1)
     if is_saved_again:
         publish(rewound, 3, SECOND)
@@ -270,7 +271,7 @@ def test_a_step_that_moves_after_it_was_chosen_is_read_where_it_is(rewound: Memo
 
 def test_a_step_that_is_replaced_after_it_was_chosen_is_not_read(rewound: MemoryStore) -> None:
     home = CheckpointLocation(rewound, "", None, root=rewound)
-    location = location_of(home, find_step(rewound, 2, "")[1])
+    location = location_of(home, find_named(rewound, StepName(2))[1])
     publish(rewound, 2, SECOND, epoch=2)
     with pytest.raises(MissingError, match=r"was replaced or removed since .* Choose the step again"):
         manifest_bytes_at(location)

@@ -28,6 +28,7 @@ from holdfast.testing.framework import GlobalTensor, NumpyFramework
 from holdfast.training.coordination.job import Job
 from holdfast.training.loading.load import load_checkpoint
 from holdfast.training.loading.load_request import LoadRequest
+from holdfast.training.loading.step_choice import StepChoice
 from tests.support.overwritten_checkpoint import EVERYTHING, HASTY, location_of, number_in, save, state_of
 from tests.support.tuning import tuned
 
@@ -70,7 +71,7 @@ class Overwrites:
 
 def load(store: Store, state: dict[str, object], *, strict: bool = True, settings: Settings = SETTINGS) -> LoadReport:
     job = Job(AloneComm(), SystemClock(), settings, NumpyFramework(0), saves=False)
-    return load_checkpoint(job, location_of(store), LoadRequest(state, EVERYTHING, strict))
+    return load_checkpoint(job, StepChoice(location_of(store), is_path=True), LoadRequest(state, EVERYTHING, strict))
 
 
 @pytest.fixture
@@ -146,7 +147,7 @@ class TestLoad:
             if comm.rank == 1:
                 store = overwrites.over(store)
             request = LoadRequest(states[comm.rank], EVERYTHING, True)
-            return load_checkpoint(job, location_of(store), request)
+            return load_checkpoint(job, StepChoice(location_of(store), is_path=True), request)
 
         outcomes = outcomes_of_ranks(3, work)
         if overwritten:
