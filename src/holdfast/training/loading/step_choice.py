@@ -128,7 +128,7 @@ class StepChoice:
         """Yield the checkpoints that the load may take, each after the damage of the one before.
 
         Args:
-            announce: Called with a step before its manifest is read: stores the reader lease.
+            announce: Called with a step before its manifest is read, to store the reader lease.
             is_first_occurrence: Returns whether a text is new to this job's log.
         Raises:
             CorruptError: The only checkpoint is damaged, or every step is.
@@ -176,7 +176,7 @@ class StepChoice:
         seen: str | None = None
         for overwrites in count():
             manifest: bytes | None = None
-            with suppress(CheckpointError):  # A later read says the error.
+            with suppress(CheckpointError):  # A later read raises the error.
                 manifest = self.home.store.get(self.home.manifest_key, MANIFEST_BYTES_MAX)
             before, seen = seen, None if manifest is None else hex_digest_of(manifest)
             if damage is not None:
@@ -222,15 +222,14 @@ class StepChoice:
             raise no_step(store)
 
     def _of_one_listing(self, order: ResumeOrder, is_first_occurrence: Callable[[str], bool]) -> Candidates:
-        """Yield the steps until one was deleted: a step that took its place may be newer than the untried ones.
+        """Yield the steps of one listing. Once a step is deleted, a replacement may be newer than the untried steps.
 
         Raises:
             StepsChanged: The steps must be listed again.
         """
         order.list()
         records = quarantined(self.home.store) if order.may_have_records else {}
-        # The identity is of the bytes that are judged: a record must not name a manifest that a save put there
-        # afterwards.
+        # The identity belongs to the judged bytes: a record must not name a manifest that a later save put there.
         for manifest, identity, data in order.manifests():
             step, record = manifest.step, records.get(manifest.step, {}).get(identity)
             if (step, identity) in self._judged:
@@ -252,7 +251,7 @@ class StepChoice:
                 )
 
     def _judge(self, manifest: StoredManifest, identity: str, damage: StepDamage) -> None:
-        """Note that a step is damaged, unless it was deleted or replaced meanwhile: then raise `StepsChanged`."""
+        """Pass over a damaged step; raise `StepsChanged` if the step was deleted or replaced meanwhile."""
         step, text = manifest.step, printable(str(damage.error))
         if isinstance(damage.error, MissingError) or not self._is_still(manifest.key, identity):
             logger.info("step %d was deleted or replaced while the load looked at it: %s", step, text)

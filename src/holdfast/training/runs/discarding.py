@@ -73,7 +73,7 @@ class Discarding:
         self._has_taken_lease = False
 
     def find(self, store: Store) -> FoundStep:
-        """Take the writer lease, on rank 0, and find the step. If storage refuses the lease, nothing is removed.
+        """Take the writer lease, on rank 0, and find the step. If storage refuses the lease, the load removes nothing.
 
         Raises:
             ConflictError: Another job writes here.
