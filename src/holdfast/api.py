@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from holdfast._face.whole_state import read
     from holdfast.offline.copying.copy_run import CopyReport
     from holdfast.offline.diff.values import value_document
-    from holdfast.offline.export.planned import ExportReport
+    from holdfast.offline.export.request import ExportReport
     from holdfast.offline.imports.import_step import ImportReport
     from holdfast.offline.repair.repair import RepairReport, StepRepair
     from holdfast.training.runs.listing import RunRecord, StepRecord

@@ -1,7 +1,7 @@
 """The command line, of which an export stops at a known point: once the first of its windows are written down.
 
-Run as a module it takes the arguments of `holdfast`. Each journal takes one group of windows and then holds: that of
-the command itself until its standard input ends, that of a worker for good. So whatever is done to the process then
+Run as a module it takes the arguments of `holdfast`. Each process records one group of windows and then holds: the
+command itself until its standard input ends, a worker for good. So whatever is done to the process then
 happens to an export that has begun and cannot have finished, however fast or busy the machine is.
 """
 
@@ -12,13 +12,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from holdfast import cli
 from holdfast._face import export_wiring, offline_api
-from holdfast.backends.stores.destination import LocalDestination, LocalJournal
+from holdfast.backends.stores.local_place import LocalPlace
 from holdfast.base.clock import SystemClock
+from holdfast.base.types.export import DoneWindow
 
 WORKER = "tests.export.held:worker"
 """What a worker that holds is started with, in the place of `export_wiring.WORKER_ENTRY`."""
@@ -31,26 +32,15 @@ class Fast(SystemClock):
         return super().monotonic_seconds() * 1000
 
 
-class HeldJournal:
-    """A journal that holds whoever adds to it, once what was added is durable."""
-
-    def __init__(self, journal: LocalJournal, hold: Callable[[], object]) -> None:
-        self._journal, self._hold = journal, hold
-
-    def append(self, data: bytes) -> None:
-        self._journal.append(data)
-        self._hold()
-
-    def close(self) -> None:
-        self._journal.close()
-
-
 def _hold_with(hold: Callable[[], object]) -> None:
-    class LocalShards(LocalDestination):
-        def journal(self, name: str) -> HeldJournal:  # type: ignore[override]
-            return HeldJournal(super().journal(name), hold)
+    class HeldPlace(LocalPlace):
+        """A place that holds the process that records windows, once the record is durable."""
 
-    export_wiring.LocalDestination = LocalShards  # type: ignore[misc]
+        def record(self, journal: str, windows: Sequence[DoneWindow]) -> None:
+            super().record(journal, windows)
+            hold()
+
+    export_wiring.LocalPlace = HeldPlace  # type: ignore[misc]
     export_wiring.SystemClock = offline_api.SystemClock = Fast  # type: ignore[misc]
 
 
@@ -64,9 +54,8 @@ def written_down(work: Path) -> list[int]:
     """Return the bytes that each journal of unfinished work tells of."""
     found = []
     for path in sorted(work.glob("journal-*")):
-        windows = [
-            json.loads(line)["window"] for line in path.read_text().splitlines(keepends=True) if line[-1] == "\n"
-        ]
+        lines = [line for line in path.read_text().splitlines(keepends=True) if line[-1] == "\n" != line]
+        windows = [done["window"] for line in lines for done in json.loads(line)]
         found.append(sum(window["stop"] - window["start"] for window in windows))
     return found
 

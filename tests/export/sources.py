@@ -9,8 +9,8 @@ import torch
 
 from holdfast._face import export_wiring, wiring
 from holdfast._face.checkpoint_manager import CheckpointManager
-from holdfast.backends.stores.destination import LocalDestination
 from holdfast.backends.stores.local import LocalStore
+from holdfast.backends.stores.local_place import LocalPlace
 from holdfast.backends.torch.framework import TorchFramework
 from holdfast.backends.torch.local_shards import Ranks
 from holdfast.base.clock import SystemClock
@@ -18,7 +18,7 @@ from holdfast.base.geometry.sharded import Sharded
 from holdfast.base.ports.foreign import Writer
 from holdfast.base.types.export import ExportOptions
 from holdfast.offline.export.export import Export
-from holdfast.offline.export.planned import ExportReport, ExportRequest
+from holdfast.offline.export.request import ExportReport, ExportRequest
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
 from holdfast.testing.comm import ThreadComm, run_ranks
@@ -121,5 +121,5 @@ def export_by(
 ) -> ExportReport:
     """Export with a writer that nobody has registered."""
     checkpoint: Checkpoint = wiring.checkpoint_at(source, SMALL)
-    destination = LocalDestination(target)
-    return Export(checkpoint, destination, writer, options or ExportOptions(), SystemClock()).run(request)
+    files = writer.files(checkpoint.content, options or ExportOptions())
+    return Export(checkpoint, LocalPlace(target), writer.name, files, SystemClock()).run(request)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,11 @@ from safetensors.torch import load_file, save, save_file
 
 import holdfast
 from holdfast._face import export_wiring, wiring
-from holdfast.backends.stores.destination import LocalDestination
-from holdfast.base.types.export import ExportOptions
+from holdfast.backends.stores.local_place import LocalPlace
+from holdfast.base.clock import SystemClock
+from holdfast.base.types.export import Claim, DoneWindow, ExportFile, ExportOptions, ExportWindow
 from holdfast.errors import ConflictError, InvalidError, UnavailableError
-from holdfast.offline.export.planned import ExportReport, ExportRequest, ExportShare
+from holdfast.offline.export.request import ExportReport, ExportRequest, ExportShare
 from holdfast.settings import MIB, PAGE_BYTES
 from tests.export.sources import SMALL, noise
 
@@ -29,7 +31,7 @@ class Died(BaseException):
     """The process did not live on."""
 
 
-class DiesOnce(LocalDestination):
+class DiesOnce(LocalPlace):
     """A destination whose process dies where it is told to."""
 
     def __init__(self, path: Path, *, before_publishing: bool = False, clearing: Callable[[Path], None]) -> None:
@@ -42,7 +44,7 @@ class DiesOnce(LocalDestination):
         super().publish()
 
     def clear(self) -> None:
-        if self.exists:
+        if os.path.lexists(self.url):
             self._clearing(Path(self.work_url))
             raise Died
         super().clear()
@@ -52,20 +54,18 @@ def nothing(_: Path) -> None:
     """Remove nothing."""
 
 
-def made(
-    source: Path, target: Path, to: str = "safetensors", destination: LocalDestination | None = None
-) -> ExportReport:
+def made(source: Path, target: Path, to: str = "safetensors", destination: LocalPlace | None = None) -> ExportReport:
     """Export in files of few tensors."""
     options = ExportOptions(shard_bytes=600_000)
     export = export_wiring.export_of(source, target, to, options, wiring.DEFAULT_SETTINGS)
-    export.destination = destination or export.destination
+    export.place = destination or export.place
     return export.run(REQUEST)
 
 
 def dead(source: Path, target: Path, to: str = "safetensors", clearing: Callable[[Path], None] = nothing) -> None:
     """Leave an export that died as soon as its files had appeared."""
     export = export_wiring.export_of(source, target, to, ExportOptions(shard_bytes=600_000), wiring.DEFAULT_SETTINGS)
-    export.destination = DiesOnce(target, clearing=clearing)
+    export.place = DiesOnce(target, clearing=clearing)
     with pytest.raises(Died):
         export.run(REQUEST)
     assert target.exists()
@@ -76,6 +76,10 @@ def done_but_hidden(source: Path, target: Path) -> Path:
     with pytest.raises(Died):
         made(source, target, destination=DiesOnce(target, before_publishing=True, clearing=nothing))
     return target.parent / f".{target.name}.holdfast-export"
+
+
+def claimed(path: Path, files: Sequence[ExportFile] = ()) -> AbstractContextManager[Claim]:
+    return LocalPlace(path).claimed("fingerprint", files, SystemClock())
 
 
 def contents(path: Path) -> dict[str, bytes]:
@@ -127,9 +131,10 @@ def test_work_that_lost_a_journal_goes_on(tmp_path: Path, source: Path) -> None:
     with pytest.raises(Died):
         made(source, tmp_path / "out", "torch", made_half)
     work = tmp_path / ".out.holdfast-export"
-    lines = (work / "journal-0").read_bytes().splitlines(keepends=True)
-    (work / "journal-0").unlink()
-    (work / "journal-3").write_bytes(b"".join(lines[::2]))
+    (journal,) = work.glob("journal-*")
+    windows = [window for line in journal.read_text().splitlines() if line for window in json.loads(line)]
+    journal.unlink()
+    journal.with_name(f"{journal.name}9").write_text(json.dumps(windows[::2]))
     report = made(source, tmp_path / "out", "torch")
     assert 0 < report.resumed_bytes < report.bytes
     assert contents(tmp_path / "out") == contents(tmp_path / "straight")
@@ -190,16 +195,14 @@ def test_a_worker_refuses_a_source_that_was_written_again(tmp_path: Path) -> Non
     path = tmp_path / "one.safetensors"
     save_file({"w": torch.zeros(1000)}, path)
     export = export_wiring.export_of(path, tmp_path / "out", "safetensors", ExportOptions(), wiring.DEFAULT_SETTINGS)
-    destination = export.destination
-    with destination.claimed():
-        destination.begin({file.name: file.bytes for file in export.files})
+    with export.place.claimed(export.fingerprint, export.files, SystemClock()) as claim:
         share = ExportShare(
             number=0,
             count=1,
             window_bytes=PAGE_BYTES,
             memory_bytes=64 * MIB,
             done=(),
-            journal="journal-0",
+            journal=claim.journal,
             fingerprint=export.fingerprint,
         )
         path.write_bytes(save({"w": torch.ones(1000)}))
@@ -213,15 +216,15 @@ def test_work_goes_before_what_vouches_for_it(tmp_path: Path, source: Path, monk
     for module, name in ((os, "unlink"), (shutil, "rmtree")):
         monkeypatch.setattr(module, name, lambda path: removed.append(os.path.basename(path)))
     (work / "published.json").write_bytes(b"{}")
-    LocalDestination(tmp_path / "out").clear()
+    LocalPlace(tmp_path / "out").clear()
     assert removed[0] == "plan.json"
     assert removed[-2:] == ["files", "published.json"]
 
 
 def test_a_begin_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    destination = LocalDestination(tmp_path / "out")
-    with destination.claimed(), pytest.raises(InvalidError, match="File name too long"):
-        destination.begin({"a": 10, "n" * 300: 10})
+    files = [ExportFile(name="a", bytes=10), ExportFile(name="n" * 300, bytes=10)]
+    with pytest.raises(InvalidError, match="File name too long"), claimed(tmp_path / "out", files):
+        pass
     assert os.listdir(tmp_path) == []
 
 
@@ -229,7 +232,6 @@ def test_the_folder_that_is_claimed_is_the_one_at_the_path(tmp_path: Path, monke
     import fcntl
 
     target, lock = tmp_path / "out", fcntl.flock
-    holders: list[LocalDestination] = []
 
     def flock(fd: int, operation: int) -> None:
         monkeypatch.setattr(fcntl, "flock", lock)
@@ -238,39 +240,48 @@ def test_the_folder_that_is_claimed_is_the_one_at_the_path(tmp_path: Path, monke
         lock(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with LocalDestination(target).claimed():
-        holders.append(LocalDestination(target))
-        with pytest.raises(ConflictError, match="another process is exporting to it"), holders[0].claimed():
+    with claimed(target):
+        with pytest.raises(ConflictError, match="another process is exporting to it"), claimed(target):
             pass
+        LocalPlace(target).clear()
     assert os.listdir(tmp_path) == []
 
 
 def test_a_claim_ends_without_taking_anothers_folder(tmp_path: Path) -> None:
-    with LocalDestination(tmp_path / "out").claimed():
-        os.rmdir(tmp_path / ".out.holdfast-export")
+    with claimed(tmp_path / "out"):
+        shutil.rmtree(tmp_path / ".out.holdfast-export")
         os.mkdir(tmp_path / ".out.holdfast-export")
     assert os.listdir(tmp_path) == [".out.holdfast-export"]
 
 
-def test_nothing_is_added_behind_a_line_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    destination = LocalDestination(tmp_path / "out")
-    with destination.claimed():
-        journal = destination.journal("journal-0")
-        journal.append(b"whole\n")
-        write = os.write
+def test_nothing_is_lost_behind_a_line_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = LocalPlace(tmp_path / "out")
+    first, second, third = (DoneWindow(ExportWindow(0, n, n + 1), ((0, n, n + 1, 7),)) for n in range(3))
+    with place.claimed("fingerprint", [ExportFile(name="a", bytes=10)], SystemClock()) as claim:
+        place.record(claim.journal, [first])
+        (journal,) = (tmp_path / ".out.holdfast-export").glob("journal-*")
 
-        def full(fd: int, data: bytes) -> int:
-            monkeypatch.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-            return write(fd, data[:3])
+        def full(fd: int) -> None:
+            os.truncate(journal, journal.stat().st_size - 3)
+            raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(os, "write", full)
-        with pytest.raises(UnavailableError):
-            journal.append(b"cut short\n")
-        monkeypatch.setattr(os, "write", write)
-        with pytest.raises(UnavailableError, match="nothing is added to it any more"):
-            journal.append(b"further\n")
-        journal.close()
-        assert destination.journals() == {"journal-0": b"whole\ncut"}
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full)
+            with pytest.raises(UnavailableError, match=r"could not write .*journal-.*: ENOSPC"):
+                place.record(claim.journal, [second])
+        assert place.recorded(claim.journal) == [first]
+        place.record(claim.journal, [third])
+        assert place.recorded(claim.journal) == [first, third]
+
+
+def test_windows_of_a_damaged_line_are_written_again(tmp_path: Path, source: Path) -> None:
+    made(source, tmp_path / "straight")
+    work = done_but_hidden(source, tmp_path / "out")
+    for journal in work.glob("journal-*"):
+        journal.write_bytes(b"\n[{}]\n7\n\xff" + journal.read_bytes()[:-3])
+    report = made(source, tmp_path / "out")
+    assert not report.resumed_bytes and not report.begun_anew
+    assert contents(tmp_path / "out") == contents(tmp_path / "straight")
 
 
 def test_workers_read_a_url_as_the_caller_wrote_it(tmp_path: Path) -> None:

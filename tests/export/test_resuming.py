@@ -18,11 +18,12 @@ import torch
 import holdfast
 from holdfast import api
 from holdfast._face import export_wiring, wiring
+from holdfast.base.clock import SystemClock
 from holdfast.base.types.events import Progress
 from holdfast.base.types.export import ExportOptions
 from holdfast.errors import ConflictError, CorruptError, InvalidError, UnavailableError
 from holdfast.offline.export import workers
-from holdfast.offline.export.planned import ExportRequest
+from holdfast.offline.export.request import ExportRequest
 from holdfast.settings import MIB, PAGE_BYTES
 from tests.export import held
 from tests.export.held import children, is_running, wait_until, written_down
@@ -34,11 +35,11 @@ WORK = """
 import sys, threading
 from holdfast._face import wiring
 from holdfast.offline.export.export import Export
-from holdfast.offline.export.planned import ExportRequest
+from holdfast.offline.export.request import ExportRequest
 from holdfast.base.clock import SystemClock
 from holdfast.settings import MIB, PAGE_BYTES, Settings
 from holdfast.base.types.export import ExportOptions
-from holdfast.backends.stores.destination import LocalDestination
+from holdfast.backends.stores.local_place import LocalPlace
 from tests.export.odd import OddWriter
 
 class Fast(SystemClock):
@@ -54,8 +55,9 @@ class Told:
             threading.Event().wait()  # To be killed, by somebody who may be slow.
 
 source, target, told_max = sys.argv[1:]
-destination = LocalDestination(target)
-export = Export(wiring.checkpoint_at(source, Settings()), destination, OddWriter(), ExportOptions(), Fast())
+checkpoint = wiring.checkpoint_at(source, Settings())
+files = OddWriter().files(checkpoint.content, ExportOptions())
+export = Export(checkpoint, LocalPlace(target), "odd", files, Fast())
 request = ExportRequest(memory_bytes=64 * MIB, workers=1, window_bytes_max=16 * PAGE_BYTES)
 report = export.run(request, observer=Told())
 print("done", report.resumed_bytes, report.bytes, flush=True)
@@ -307,7 +309,10 @@ def test_what_appears_at_the_destination_meanwhile_is_not_touched(tmp_path: Path
 
 def test_two_exports_to_one_place_do_not_mix(tmp_path: Path, source: Path) -> None:
     export = export_wiring.export_of(source, tmp_path / "out", "safetensors", ExportOptions(), wiring.DEFAULT_SETTINGS)
-    with export.destination.claimed(), pytest.raises(ConflictError, match="another process is exporting to it"):
+    with (
+        export.place.claimed(export.fingerprint, export.files, SystemClock()),
+        pytest.raises(ConflictError, match="another process is exporting to it"),
+    ):
         exported(source, tmp_path / "out")
 
 

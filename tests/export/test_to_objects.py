@@ -16,11 +16,12 @@ from holdfast import api
 from holdfast._face import export_wiring, wiring
 from holdfast.backends.stores.memory import MemoryStore
 from holdfast.base.clock import SystemClock
+from holdfast.base.ports.parts import CollectedUpload
 from holdfast.base.types.events import Progress
 from holdfast.base.types.export import ExportOptions
 from holdfast.errors import ConflictError, InvalidError, MissingError, UnavailableError
 from holdfast.offline.export.object_place import ObjectPlace
-from holdfast.offline.export.planned import ExportRequest
+from holdfast.offline.export.request import ExportRequest
 from holdfast.settings import KIB, MIB, Settings
 from holdfast.testing.faults import Faults, FaultyStore, raise_error
 from tests.export.sources import SMALL, noise
@@ -93,6 +94,33 @@ def test_the_file_that_names_the_others_comes_last(source: Path, url: str, to: s
     names = set(objects_in(url))
     assert all(last not in each for each in seen[:-1])
     assert seen[-1] == {*names, NOTE, BEGUN} and last in names
+
+
+class LendsNothing(MemoryStore):
+    """A store whose uploads take bytes from the memory of the caller alone, and may be under way at once."""
+
+    def upload(
+        self, key: str, bytes_max: int, part_bytes: int, *, folders_durable: bool = True, may_be_less: bool = False
+    ) -> CollectedUpload:
+        upload = super().upload(key, bytes_max, part_bytes, folders_durable=folders_durable, may_be_less=may_be_less)
+        upload.room = lambda offset, length_bytes: None  # type: ignore[method-assign, assignment]
+        copied = MemoryStore.upload(self, key, bytes_max, part_bytes)
+        upload.write, upload.complete = copied.write, copied.complete  # type: ignore[method-assign]
+        return upload
+
+
+@pytest.mark.parametrize("memory_mib", [64, 200])
+def test_a_store_that_lends_no_memory_gets_buffers(tmp_path: Path, url: str, memory_mib: int) -> None:
+    tensors = {f"layer{n}": noise((5 * MIB,), torch.float32, n) for n in range(4)}
+    holdfast.save(tmp_path / "saved", {"model": tensors}, process_group=False)
+    for target in (url, tmp_path / "out"):
+        options = ExportOptions(shard_bytes=20 * MIB)
+        planned = export_wiring.export_of(tmp_path / "saved", target, "safetensors", options, SMALL)
+        if target is url:
+            planned.place = ObjectPlace(LendsNothing(url.removeprefix("memory://")).with_any_names())
+        planned.run(ExportRequest(memory_bytes=memory_mib * MIB, workers=1))
+    assert objects_in(url) == contents(tmp_path / "out")
+    assert len(objects_in(url)) == 5
 
 
 class Stops:
@@ -233,7 +261,7 @@ def test_after_a_fault_at_any_request_the_same_call_continues(
         planned = export_wiring.export_of(source, there, "dcp", ExportOptions(shard_bytes=SHARDS), SMALL)
         down = raise_error(lambda where: UnavailableError(f"{where}: no answer"))
         faults = Faults(down, at=at, lasting=True, after=after)
-        planned._place = ObjectPlace(FaultyStore(store_of(there), faults))  # type: ignore[union-attr]
+        planned.place = ObjectPlace(FaultyStore(store_of(there), faults))
         try:
             planned.run(request)
         except UnavailableError:

@@ -10,7 +10,7 @@ import torch
 import holdfast
 from holdfast._face import wiring
 from holdfast.base.types.export import ExportContent, ExportOptions
-from holdfast.offline.export.planned import ExportRequest
+from holdfast.offline.export.request import ExportRequest
 from holdfast.settings import MIB, PAGE_BYTES
 from tests.export.odd import OddWriter, content_of
 from tests.export.sources import SMALL, export_by, noise, saved_by_ranks

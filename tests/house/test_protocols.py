@@ -13,13 +13,10 @@ IMPLEMENTATIONS_MIN = 2
 ALONE = {
     "Clock": "tests pass clocks of their own",
     "DescribedState": "coordination is below saving, which implements it",
-    "Destination": "offline may not import backends; a bucket has ObjectExport instead",
     "DirectPart": "ports may not import the codec that implements it",
     "FilledWindows": "staging implements it and imports stream, which states it",
     "InFlight": "attempt implements it and imports handle, which states it",
     "InnerTaker": "torch/state implements it and imports torch/subclasses, which states it",
-    "Journal": "offline may not import backends",
-    "OutputFile": "offline may not import backends",
     "PairCoder": "the engine may not import the codec that implements it",
     "Stateful": "objects of users implement it",
     "StoredParts": "the store implements it and imports multipart, which states it",

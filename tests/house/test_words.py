@@ -134,7 +134,7 @@ ON_DISK = {
 
 PENDING = {
     "beat": "stored/repository/epochs.py",
-    "noted": "ports/destination.py, training/runs/removal/garbage_collection.py",
+    "noted": "training/runs/removal/garbage_collection.py",
     "Place": "backends/foreign/deepspeed/folder.py",
     "spend": "backends/foreign/pickles/constructors.py",
 }

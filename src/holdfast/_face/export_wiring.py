@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
 from holdfast._face.wiring import checkpoint_at, for_copy_of, is_named_by_url, parent_of, store_at
-from holdfast.backends.stores.destination import LocalDestination
 from holdfast.backends.stores.local import LocalStore
+from holdfast.backends.stores.local_place import LocalPlace
 from holdfast.base.clock import SystemClock
 from holdfast.base.ports.foreign import Writer
 from holdfast.base.ports.store import Store
-from holdfast.base.types.export import SHARD_BYTES, ExportOptions
+from holdfast.base.types.export import SHARD_BYTES, ExportFile, ExportOptions
 from holdfast.errors import InvalidError
 from holdfast.offline.export.export import Export
-from holdfast.offline.export.object_export import OBJECT_SHARE, ObjectExport
-from holdfast.offline.export.object_place import ObjectPlace
-from holdfast.offline.export.planned import WorkerPool
+from holdfast.offline.export.object_place import OBJECT_SHARE, ObjectPlace
+from holdfast.offline.export.request import WorkerPool
 from holdfast.offline.export.workers import worker_main, worker_pool
 from holdfast.settings import MIB, Settings
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
@@ -84,7 +84,7 @@ def require_options(dtype: str | None, shard_bytes: int | None, **counts: object
 
 def export_of(
     source: object, destination: object, to: object, options: ExportOptions, settings: Settings, step: object = None
-) -> Export | ObjectExport:
+) -> Export:
     """Return a planned export of a checkpoint, or of one step of the run at `source`.
 
     Raises:
@@ -94,27 +94,34 @@ def export_of(
     by_name = {writer.name: writer for writer in writers()}
     if to not in by_name:
         raise InvalidError(f"to={to!r}; expected one of {', '.join(by_name)}, {HOLDFAST}")
-    store = store_at(destination, settings)
-    if not isinstance(store, LocalStore):
-        return _object_export(checkpoint_at(source, settings, step), store, by_name[to], options, settings)
+    store, writer = store_at(destination, settings), by_name[to]
     checkpoint = checkpoint_at(source, settings, step)
-    files = LocalDestination(store.url, file_mode=for_copy_of(checkpoint.url, settings).file_mode)
-    files.require_outside(checkpoint.url)
-    return Export(checkpoint, files, by_name[to], options, SystemClock())
+    files = writer.files(checkpoint.content, options)
+    if isinstance(store, LocalStore):
+        local = LocalPlace(store.url, file_mode=for_copy_of(checkpoint.url, settings).file_mode)
+        local.require_outside(checkpoint.url)
+        return Export(checkpoint, local, writer.name, files, SystemClock())
+    place = _object_place(checkpoint, store, writer.name, files, settings)
+    return Export(checkpoint, place, writer.name, files, SystemClock())
 
 
-def _object_export(
-    checkpoint: Checkpoint, store: Store, writer: Writer, options: ExportOptions, settings: Settings
-) -> ObjectExport:
+def _object_place(
+    checkpoint: Checkpoint, store: Store, to: str, files: Sequence[ExportFile], settings: Settings
+) -> ObjectPlace:
     folder = store.with_any_names()
     if folder is None:
         raise InvalidError(f"{store.url}: cannot hold the files of other systems; expected a folder or another URL")
     if f"{store.url}/".startswith(f"{checkpoint.url}/"):
         raise InvalidError(f"{store.url}: is inside {checkpoint.url}, which is exported; expected a place outside it")
+    if not files:
+        raise InvalidError(f"{checkpoint.url}: has nothing that {to} holds; expected a tensor")
+    if any(file.name for file in files):
+        return ObjectPlace(folder)
     above = parent_of(store, settings)
     around = None if above is None else above[0].with_any_names()
-    single = None if above is None or around is None else ObjectPlace(around, above[1])
-    return ObjectExport(checkpoint, ObjectPlace(folder), single, writer, options, SystemClock())
+    if above is None or around is None:
+        raise InvalidError(f"{folder.url}: {to} is one file; expected the URL of an object in a bucket")
+    return ObjectPlace(around, above[1])
 
 
 def export_pool(source: object, destination: object, to: str, options: ExportOptions, settings: Settings) -> WorkerPool:

@@ -11,9 +11,9 @@ from fnmatch import fnmatchcase
 
 from holdfast._face import export_wiring, wiring
 from holdfast._face.arguments import Globs, patterns_of
-from holdfast.backends.stores.destination import LocalDestination
 from holdfast.backends.stores.foreign import References
 from holdfast.backends.stores.local import LocalStore
+from holdfast.backends.stores.local_place import LocalPlace
 from holdfast.base.clock import SystemClock
 from holdfast.base.ports.observer import Observer
 from holdfast.base.types.diff import Diff
@@ -24,7 +24,7 @@ from holdfast.errors import InvalidError
 from holdfast.offline.copying.copy_checkpoint import CheckpointCopy
 from holdfast.offline.copying.copy_run import CopyReport, RunCopy
 from holdfast.offline.diff.compare import differences
-from holdfast.offline.export.planned import ExportReport, ExportRequest
+from holdfast.offline.export.request import ExportReport, ExportRequest
 from holdfast.offline.imports.copy import exported
 from holdfast.offline.imports.import_step import ImportReport, import_step
 from holdfast.offline.repair.repair import Repair, RepairReport
@@ -138,7 +138,7 @@ def export(
         checkpoint = wiring.checkpoint_at(src, settings, step)
         store = wiring.copy_store_at(dst, checkpoint.url, settings)
         if isinstance(store, LocalStore):
-            LocalDestination(store.url).require_outside(checkpoint.url)
+            LocalPlace(store.url).require_outside(checkpoint.url)
         # No save reports: an export writes only the files that the `ExportReport` lists.
         with closing(wiring.lone_job(replace(settings, reports=False))) as job:
             return exported(checkpoint, store, job, observer)

@@ -54,7 +54,7 @@ def other_export(store: Store) -> None:
 
 def ends(store: Store, turn: int) -> None:
     if turn == 1:
-        ObjectPlace(store).release()
+        ObjectPlace(store).publish()
 
 
 def stays(store: Store, turn: int) -> None:

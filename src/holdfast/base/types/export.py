@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.base.geometry.box import Box
@@ -126,6 +126,34 @@ class ExportWindow:
     def bytes(self) -> int:
         """Its length."""
         return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class DoneWindow:
+    """A window that was written."""
+
+    window: ExportWindow
+    """Its range of the file."""
+
+    sums: tuple[tuple[int, int, int, int], ...] = ()
+    """Number of a checksum, start and stop in the file, and the CRC-32 of that range."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """The state of a place, as an export found the place and may use it."""
+
+    done: Sequence[DoneWindow] = ()
+    """Windows that are durable."""
+
+    journal: str = ""
+    """Where durable windows are recorded; empty where no journal is kept."""
+
+    begun_anew: bool = False
+    """Whether unfinished work was discarded."""
+
+    is_published: bool = False
+    """Whether an earlier call has published the files, and only its records had to be removed."""
 
 
 @value_class

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 
+from holdfast.base.types.export import ExportFile
 from holdfast.errors import CorruptError
 
 _POLYNOMIAL = 0xEDB88320
 """The polynomial of zip and gzip, bits reversed."""
+
+
+def checksums_of(file: ExportFile, sums: Iterable[tuple[int, int, int, int]]) -> Iterator[tuple[int, bytes]]:
+    """Yield the offset and the four bytes of every checksum in a file.
+
+    Args:
+        file: The file.
+        sums: Number of a checksum, start and stop in the file, and the CRC-32 of that range, as `DoneWindow`.
+    Raises:
+        CorruptError: The sums leave a byte of a checksum's range out.
+    """
+    parts: dict[int, list[tuple[int, int, int]]] = {}
+    for number, start, stop, crc in sums:
+        parts.setdefault(number, []).append((start, stop, crc))
+    for number, checksum in enumerate(file.checksums):
+        crc = joined_crc32(parts.get(number, ()), checksum.start, checksum.stop)
+        yield from ((at, crc.to_bytes(4, "little")) for at in checksum.at)
 
 
 def joined_crc32(parts: Iterable[tuple[int, int, int]], start: int, stop: int) -> int:

@@ -1,60 +1,73 @@
 """Export: writes a checkpoint as another system's files, window by window, within a memory budget.
 
-The format lays the files out. A plan cuts them into windows. Workers, one or several processes, fill the windows; their
-number changes neither files nor windows. Journals beside the files record durable windows, so a later process continues
-after an interruption.
+The format lays the files out. A plan cuts the files into windows. Workers, one or several processes, fill the windows
+and upload each to the place of the export; their number does not change the files. On a disk a window is a part of a
+file, and a store takes files whole. The place records durable windows, so a later process continues after an
+interruption.
 """
 
 from __future__ import annotations
 
-import json
-import logging
+import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from functools import cached_property
 
 from holdfast.base.clock import Clock
-from holdfast.base.ports.foreign import Writer
 from holdfast.base.ports.observer import ByteProgress, Observer
-from holdfast.base.types.export import ExportOptions, ExportWindow
-from holdfast.errors import ConflictError, CorruptError
-from holdfast.offline.export.crc32 import joined_crc32
-from holdfast.offline.export.destination import Destination, OutputFile
-from holdfast.offline.export.planned import (
-    CAST_BYTES,
-    ExportReport,
-    ExportRequest,
-    ExportShare,
-    OnWindow,
-    PlannedExport,
-    WorkerPool,
-)
-from holdfast.offline.export.window_writer import READS_IN_FLIGHT, WINDOWS, DoneWindow, WindowWriter
-from holdfast.offline.export.windows import share_of, windows_of
+from holdfast.base.types.export import DoneWindow, ExportFile, ExportWindow, WindowPlan
+from holdfast.base.types.plan import WantedBoxes
+from holdfast.core.format.names import is_coded_pack_name
+from holdfast.core.plan.reads import longest_read
+from holdfast.errors import ConflictError, InvalidError
+from holdfast.offline.export.crc32 import checksums_of
+from holdfast.offline.export.place import ExportPlace
+from holdfast.offline.export.request import ExportReport, ExportRequest, ExportShare, OnWindow, WorkerPool
+from holdfast.offline.export.window_writer import READS_IN_FLIGHT, WINDOWS, ExportSource, WindowWriter
+from holdfast.offline.export.windows import FilePlan, share_of, windows_of
 from holdfast.settings import MIB, PAGE_BYTES
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
 
-logger = logging.getLogger(__name__)
+MEMORY_BYTES_MIN = 64 * MIB
+"""Memory of one worker, at least: enough for its reads and writes in flight."""
 
 _WINDOW_BYTES_MIN = 1 * MIB
+_READ_BYTES_MAX = 8 * MIB
+_CAST_BYTES = 8 * MIB
+"""Memory for casts, of all reads in flight together."""
 
-_JOURNAL = "journal-"
-"""Prefix of a journal's name; its number follows."""
 
-
-class Export(PlannedExport):
-    """The export of one checkpoint to one path of a file system."""
+class Export:
+    """The export of one checkpoint to one place."""
 
     def __init__(
-        self, checkpoint: Checkpoint, destination: Destination, writer: Writer, options: ExportOptions, clock: Clock
+        self, checkpoint: Checkpoint, place: ExportPlace, to: str, files: Sequence[ExportFile], clock: Clock
     ) -> None:
-        """Lay the files out; reads the index and writes nothing.
+        """Plan every file; writes nothing.
 
+        Args:
+            checkpoint: The source.
+            place: Where the files go.
+            to: Name of the format.
+            files: The files, as the format laid them out.
+            clock: Times the work, and makes random names.
         Raises:
-            InvalidError: The format cannot hold the checkpoint's content.
+            InvalidError: The format laid a file out wrongly.
         """
-        super().__init__(checkpoint, writer, options, clock)
-        self.destination = destination
-        """Where the files go."""
+        self._checkpoint, self.place, self._format, self.files, self._clock = checkpoint, place, to, files, clock
+        self._bytes = sum(file.bytes for file in files)
+        self._plans = [FilePlan(file) for file in files]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A string that changes with the checkpoint's content and with the layout of the files."""
+        digest = hashlib.sha256(self._checkpoint.identity.encode())
+        for file in self.files:
+            # Item by item: a million tensors, or DCP's metadata for them, would make one text too large.
+            for item in ((file.name, file.bytes), *file.tensors, *file.checksums):
+                digest.update(repr(item).encode("utf-8", "surrogatepass"))
+            for at, data in file.literals:
+                digest.update(b"%d %d " % (at, len(data)) + hashlib.sha256(data).digest())
+        return digest.hexdigest()
 
     def run(
         self, request: ExportRequest, pool: WorkerPool | None = None, observer: Observer | None = None
@@ -70,22 +83,12 @@ class Export(PlannedExport):
                 meanwhile; nothing was published.
             UnavailableError: There is no room, or storage failed; durable windows are kept.
         """
-        started, destination = self._clock.monotonic_seconds(), self.destination
-        window_bytes = self._window_bytes(request)
-        read_bytes = 0
-        with self._checkpoint.blaming_overwrite(), destination.claimed():
-            note = json.dumps({"fingerprint": self.fingerprint}).encode()
-            if destination.exists:
-                published = destination.published()
-                if destination.is_moved:
-                    # An earlier process was interrupted between the move and the removal of notes.
-                    destination.publish()
-                if published == note:
-                    return self._report(destination.url, started, self._bytes, 0)
-                raise ConflictError(f"{destination.url}: exists already; it was not touched. Export elsewhere")
-            begun_anew = self._begin(note)
-            done, free_number = self._read_journals()
-            resumed_bytes = sum(durable.window.bytes for durable in done)
+        started, place, read_bytes = self._clock.monotonic_seconds(), self.place, 0
+        window_bytes, is_in_parts = self._window_bytes(request)
+        with self._checkpoint.blaming_overwrite(), place.claimed(self.fingerprint, self.files, self._clock) as claim:
+            if claim.is_published:
+                return self._report(started, self._bytes, 0)
+            resumed_bytes = sum(done.window.bytes for done in claim.done)
             progress = ByteProgress(self._bytes, observer)
             progress.add(resumed_bytes)
 
@@ -94,123 +97,130 @@ class Export(PlannedExport):
                 read_bytes += read
                 progress.add(written)
 
-            journals = [f"{_JOURNAL}{free_number + number}" for number in range(request.workers)]
-            shares = self._shares(request, window_bytes, _ranges(done), journals)
-            for share in shares:
-                # Create every journal before a worker starts. A later call numbers its journals above these, so it
-                # shares none with a worker that outlived this process.
-                destination.journal(share.journal).close()
-            if pool is not None:
-                pool(shares, on_window)
-            else:
-                for share in shares:
-                    self.execute(share, on_window)
-            self._write_checksums(self._read_journals()[0])
-            self._checkpoint.require_unchanged()
-            destination.publish()
-        return self._report(destination.url, started, resumed_bytes, read_bytes, begun_anew=begun_anew)
+            for workers, left_out in self._stages(request.workers, is_in_parts=is_in_parts):
+                shares = [
+                    ExportShare(
+                        number=number,
+                        count=workers,
+                        window_bytes=window_bytes,
+                        memory_bytes=request.memory_bytes // workers,
+                        done=(*_ranges(claim.done), *left_out),
+                        journal=claim.journal,
+                        fingerprint=self.fingerprint,
+                    )
+                    for number in range(workers)
+                ]
+                if pool is not None and workers > 1:
+                    pool(shares, on_window)
+                else:
+                    for share in shares:
+                        self.execute(share, on_window)
+                self._checkpoint.require_unchanged()
+            if is_in_parts:
+                self._write_checksums(place.recorded(claim.journal))
+            place.publish()
+        return self._report(started, resumed_bytes, read_bytes, begun_anew=claim.begun_anew)
 
     def execute(self, share: ExportShare, on_window: OnWindow) -> None:
-        """Write a share's windows; return once all are durable and in the journal.
+        """Write a share's windows; return once all are durable and recorded.
 
         Raises:
-            CheckpointError: A read or write failed; the journal stays valid.
+            ConflictError: The source has changed since the share was made.
+            CheckpointError: A read or write failed; every record stays valid.
         """
-        self._require_same(share)
-        read_window_bytes = self._read_window_bytes(share.memory_bytes)
+        if share.fingerprint != self.fingerprint:
+            raise ConflictError(f"{self._checkpoint.url}: changed while it was exported; run the same command again")
         windows = share_of(windows_of(self.files, share.window_bytes, share.done), share.number, share.count)
-        source = self._source(read_window_bytes)
-        if not windows:
-            return
-        journal = self.destination.journal(share.journal)
-        try:
+        if windows:
             longest = max(window.bytes for window in windows)
-            writer = WindowWriter(
-                self._open, lambda done: journal.append(_encode(done)), on_window, self._clock, longest
-            )
-            writer.execute(self._window_plans(windows, read_window_bytes), source)
-        finally:
-            journal.close()
+            read_bytes, read_bytes_max = self._read_bytes(share.memory_bytes)
+            buffers = min(max(self._room_for_windows(share.memory_bytes) // longest, 1), WINDOWS)
+            dtypes = {fqn: spec.dtype for fqn, spec in self._checkpoint.index.tensors.items()}
+            checkpoint = self._checkpoint
+            source = ExportSource(dtypes, checkpoint.packs, checkpoint.settings, checkpoint.codecs, read_bytes_max)
+            writer = WindowWriter(self.place, self.files, share.journal, on_window, self._clock, buffers, longest)
+            writer.execute(self._window_plans(windows, read_bytes), source)
         self._checkpoint.require_unchanged()
 
+    def _window_bytes(self, request: ExportRequest) -> tuple[int, bool]:
+        """Return the bytes of a window, at most, and whether files are written in parts.
+
+        The windows keep each worker within its part of the memory budget. A chunk on a window's edge is read twice, so
+        large windows read less. Small windows overlap reads and writes.
+
+        Raises:
+            InvalidError: The memory is too little.
+        """
+        worker_bytes = request.memory_bytes // request.workers
+        if worker_bytes < MEMORY_BYTES_MIN:
+            raise InvalidError(
+                f"memory: {request.memory_bytes} bytes for {request.workers} workers; expected at least "
+                f"{MEMORY_BYTES_MIN} for each"
+            )
+        whole = self.place.whole_file_bytes(self.files, worker_bytes)
+        if whole is not None:
+            return whole, False
+        wanted = max(self._bytes // (8 * request.workers), 16 * MIB)
+        window_bytes = max(min(self._room_for_windows(worker_bytes) // WINDOWS, wanted), _WINDOW_BYTES_MIN)
+        return min(window_bytes, request.window_bytes_max) // PAGE_BYTES * PAGE_BYTES, True
+
+    def _stages(self, workers: int, *, is_in_parts: bool) -> Iterator[tuple[int, list[tuple[int, int, int]]]]:
+        """Yield, for each stage of the work, its workers and the files that it leaves out.
+
+        Files that are sent whole appear one by one. Those by which readers find the others are a stage of their own,
+        the last one.
+        """
+        last = [] if is_in_parts else [number for number, file in enumerate(self.files) if file.completes]
+        yield workers, [(number, 0, self.files[number].bytes) for number in last]
+        if last:
+            yield 1, [(number, 0, file.bytes) for number, file in enumerate(self.files) if number not in last]
+
+    def _read_bytes(self, memory_bytes: int) -> tuple[int, int]:
+        """Return the bytes of a read, at most, and the memory that the longest one needs."""
+        read_bytes = min(max(memory_bytes // 32, MIB), _READ_BYTES_MAX) // PAGE_BYTES * PAGE_BYTES
+        coded = any(is_coded_pack_name(pack.name) for pack in self._checkpoint.manifest.packs)
+        return read_bytes, longest_read(read_bytes, self._checkpoint.index.chunk_bytes, coded=coded)
+
+    def _room_for_windows(self, memory_bytes: int) -> int:
+        """Return the memory of a worker that reads and casts leave for windows."""
+        return memory_bytes - READS_IN_FLIGHT * self._read_bytes(memory_bytes)[1] - _CAST_BYTES
+
+    def _window_plans(self, windows: Sequence[ExportWindow], read_bytes: int) -> Iterator[WindowPlan]:
+        for window in windows:
+            plan, start, stop = self._plans[window.file], window.start, window.stop
+            fills = tuple(plan.fills(start, stop))
+            wanted = [WantedBoxes(fill.tensor.fqn, (fill.box,)) for fill in fills]
+            reads = self._checkpoint.reads_for(wanted, read_bytes)
+            yield WindowPlan(window, tuple(plan.literals(start, stop)), fills, reads, tuple(plan.sums(start, stop)))
+
     def _write_checksums(self, done: Sequence[DoneWindow]) -> None:
-        """Write the checksums of the files, which need every window's part."""
+        """Write the checksums of files that were written in parts: a checksum needs the sums of all windows."""
         left = windows_of(self.files, MIB, _ranges(done))
         assert not left, f"{len(left)} windows were left out, the first {left[0]}"
-        parts: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-        for done_window in done:
-            for number, start, stop, crc in done_window.sums:
-                parts.setdefault((done_window.window.file, number), []).append((start, stop, crc))
-        for file_number, file in enumerate(self.files):
-            if not file.checksums:
-                continue
-            output = self._open(file_number)
-            try:
-                for number, checksum in enumerate(file.checksums):
-                    crc = joined_crc32(parts.get((file_number, number), ()), checksum.start, checksum.stop)
-                    for at in checksum.at:
-                        output.write(at, memoryview(crc.to_bytes(4, "little")))
-                output.sync()
-            finally:
-                output.close()
+        sums: dict[int, list[tuple[int, int, int, int]]] = {}
+        for each in done:
+            sums.setdefault(each.window.file, []).extend(each.sums)
+        for number, file in enumerate(self.files):
+            if file.checksums:
+                upload = self.place.upload(file)
+                try:
+                    for at, crc in checksums_of(file, sums.get(number, ())):
+                        upload.write(at, memoryview(crc))
+                    upload.complete()
+                finally:
+                    upload.abort()
 
-    def _window_bytes(self, request: ExportRequest) -> int:
-        """Return the bytes of a window, at most, that keep each worker within its part of the memory budget.
-
-        A chunk on a window's edge is read twice, so large windows read less. Small windows overlap reads and writes.
-        """
-        worker_bytes = self._worker_bytes(request)
-        reads = READS_IN_FLIGHT * self._read_bytes_max(self._read_window_bytes(worker_bytes))
-        room = (worker_bytes - reads - CAST_BYTES) // WINDOWS
-        wanted = max(self._bytes // (8 * request.workers), 16 * MIB)
-        return min(max(min(room, wanted), _WINDOW_BYTES_MIN), request.window_bytes_max) // PAGE_BYTES * PAGE_BYTES
-
-    def _open(self, number: int) -> OutputFile:
-        return self.destination.open(self.files[number].name)
-
-    def _begin(self, note: bytes) -> bool:
-        """Create the files, unless work with this note can be continued; return whether other work was discarded."""
-        destination, sizes = self.destination, {file.name: file.bytes for file in self.files}
-        known = destination.noted()
-        if known == note and destination.is_begun(sizes):
-            return False
-        if known is not None:
-            why = "has lost files" if known == note else "has another source or other options"
-            logger.warning("%s: the unfinished work %s; it is discarded", destination.work_url, why)
-        destination.clear()
-        destination.begin(sizes)
-        # The note comes last: without it, an interrupted begin is repeated.
-        destination.note(note)
-        return known is not None
-
-    def _read_journals(self) -> tuple[list[DoneWindow], int]:
-        """Return the durable windows, and a number above that of every journal."""
-        done: list[DoneWindow] = []
-        number = 0
-        for name, data in self.destination.journals().items():
-            try:
-                number = max(number, int(name.removeprefix(_JOURNAL)) + 1)
-                done += _decode(data)
-            except (ValueError, KeyError, TypeError) as error:
-                work_url = self.destination.work_url
-                raise CorruptError(
-                    f"{work_url}/{name}: not a journal of an export ({error}). Remove {work_url}, then run the command "
-                    "again: it starts from nothing"
-                ) from error
-        return done, number
+    def _report(self, started: float, resumed_bytes: int, read_bytes: int, *, begun_anew: bool = False) -> ExportReport:
+        return ExportReport(
+            url=self.place.url,
+            format=self._format,
+            files={file.name: file.bytes for file in self.files},
+            resumed_bytes=resumed_bytes,
+            read_bytes=read_bytes,
+            seconds=self._clock.monotonic_seconds() - started,
+            begun_anew=begun_anew,
+        )
 
 
 def _ranges(done: Sequence[DoneWindow]) -> tuple[tuple[int, int, int], ...]:
-    return tuple((durable.window.file, durable.window.start, durable.window.stop) for durable in done)
-
-
-def _encode(done: Sequence[DoneWindow]) -> bytes:
-    return b"".join(json.dumps(asdict(durable)).encode() + b"\n" for durable in done)
-
-
-def _decode(data: bytes) -> Iterator[DoneWindow]:
-    """Yield the windows in a journal. A crash may have cut its last line short; text without a line end is ignored."""
-    for line in data.split(b"\n")[:-1]:
-        document = json.loads(line)
-        sums = [(number, start, stop, crc) for number, start, stop, crc in document["sums"]]
-        yield DoneWindow(ExportWindow(**document["window"]), tuple(sums))
+    return tuple((each.window.file, each.window.start, each.window.stop) for each in done)

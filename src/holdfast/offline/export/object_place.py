@@ -1,19 +1,25 @@
-"""Where an export stores its objects, and the note that claims the place until the last one is there."""
+"""The place of an export in a store of objects: every file is sent whole, and a note claims the place meanwhile."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 from holdfast.base.clock import Clock
-from holdfast.base.ports.store import Store
-from holdfast.base.types.export import EXPORT_NOTE
-from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError
+from holdfast.base.ports.store import Store, Upload
+from holdfast.base.types.export import EXPORT_NOTE, Claim, DoneWindow, ExportFile, ExportWindow
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.settings import PAGE_BYTES
 from holdfast.stored.repository.publish import is_put_first
 
 logger = logging.getLogger(__name__)
+
+OBJECT_SHARE = 0.625
+"""Share of the memory that objects on their way may take; the rest is for reads, which a store answers with memory of
+its own."""
 
 _NOTE_BYTES_MAX = 1 << 16
 _TRIES = 16
@@ -56,9 +62,45 @@ class ObjectPlace:
         self.url = f"{store.url}/{name}" if name else store.url
         """The place, for messages."""
 
-    def key_of(self, file: str) -> str:
-        """Return the key of a file of the export."""
-        return self._name or file
+    def whole_file_bytes(self, files: Sequence[ExportFile], memory_bytes: int) -> int:
+        """Return the bytes of the longest file, which is sent whole.
+
+        Raises:
+            InvalidError: It does not fit the memory of a worker, or the store. The message names the remedy.
+        """
+        room, object_bytes_max = int(memory_bytes * OBJECT_SHARE), self.store.traits.object_bytes_max
+        largest = max(files, key=lambda file: file.bytes)
+        where = f"{self.url}/{largest.name}".rstrip("/")
+        if largest.bytes > room:
+            needed = int(largest.bytes / OBJECT_SHARE) + 1
+            raise InvalidError(
+                f"{where}: a file of {largest.bytes} bytes is sent from memory, and a worker has {room} bytes for it. "
+                f"Allow {needed} bytes of memory for each worker (--memory, memory_bytes=), or choose a smaller shard "
+                "size (--shard-size, shard_bytes=)"
+            )
+        if object_bytes_max is not None and largest.bytes > object_bytes_max:
+            raise InvalidError(
+                f"{where}: a file of {largest.bytes} bytes; the store takes at most {object_bytes_max} in one request. "
+                "Choose a smaller shard size, or a format of several files, or export to a disk"
+            )
+        return largest.bytes
+
+    @contextmanager
+    def claimed(self, fingerprint: str, files: Sequence[ExportFile], clock: Clock) -> Iterator[Claim]:
+        """Claim the place until `publish`, also beyond the block. Files that are there are done: objects are whole."""
+        yield Claim(done=self._stored(files) if self.claim(fingerprint, clock) else ())
+
+    def upload(self, file: ExportFile) -> Upload:
+        """Begin the object of a file."""
+        part_bytes = -(-file.bytes // PAGE_BYTES) * PAGE_BYTES
+        return self.store.upload(self._name or file.name, file.bytes, part_bytes, folders_durable=False)
+
+    def record(self, journal: str, windows: Sequence[DoneWindow]) -> None:
+        """Do nothing: an object is its own record."""
+
+    def recorded(self, journal: str) -> Sequence[DoneWindow]:
+        """Return nothing: an object has its checksums when it is sent."""
+        return ()
 
     def claim(self, fingerprint: str, clock: Clock) -> bool:
         """Claim the place for an export; return whether an earlier call of it did, and may have stored files.
@@ -109,9 +151,24 @@ class ObjectPlace:
         self._require_free(found)
         return False
 
-    def sizes(self) -> dict[str, int]:
-        """Return the bytes of every object there, by its name in the export."""
-        return dict(self._found())
+    def _stored(self, files: Sequence[ExportFile]) -> list[DoneWindow]:
+        """Return the files that are there.
+
+        Raises:
+            ConflictError: Something else has the name of one.
+        """
+        sizes, done = dict(self._found()), []
+        for number, file in enumerate(files):
+            found = sizes.get(file.name)
+            if found is None:
+                continue
+            if found != file.bytes:
+                raise ConflictError(
+                    f"{self.url}/{file.name}: an object of {found} bytes; this export stores {file.bytes} bytes there. "
+                    "Nothing was touched. Remove it, or export elsewhere"
+                )
+            done.append(DoneWindow(ExportWindow(number, 0, file.bytes)))
+        return done
 
     def _found(self) -> Iterator[tuple[str, int]]:
         if not self._name:
@@ -125,7 +182,7 @@ class ObjectPlace:
             for entry in self.store.list(f"{self._name}/"):
                 yield entry.key.removeprefix(f"{self._name}/"), entry.bytes
 
-    def release(self) -> None:
+    def publish(self) -> None:
         """Remove the note: the export is complete. It stays so if the note does."""
         try:
             self.store.delete([self._note_key])

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from types import EllipsisType
 
 import numpy as np
@@ -19,13 +20,16 @@ from holdfast.base.geometry.dtype import DTYPES
 from holdfast.base.ports.codec import Codecs
 from holdfast.base.ports.framework import Target
 from holdfast.base.ports.packs import Packs
-from holdfast.base.types.export import ExportWindow, Fill, WindowPlan
+from holdfast.base.ports.store import Upload
+from holdfast.base.types.export import DoneWindow, ExportFile, Fill, WindowPlan
 from holdfast.core.engine.buffers import BufferPool
 from holdfast.core.engine.casting import cast
 from holdfast.core.engine.read import ReadPool, execute
 from holdfast.errors import CheckpointError
-from holdfast.offline.export.destination import OutputFile
-from holdfast.settings import MIB, Settings
+from holdfast.offline.export.crc32 import checksums_of
+from holdfast.offline.export.place import ExportPlace
+from holdfast.offline.export.request import OnWindow
+from holdfast.settings import Settings
 
 WINDOWS = 4
 """Windows in memory at once: one is filled while others are written or wait to be."""
@@ -33,24 +37,14 @@ WINDOWS = 4
 READS_IN_FLIGHT = 4
 """Reads at once; each has a buffer for the longest read."""
 
-_WRITERS = 2
-_WRITE_BYTES = 8 * MIB
+_WRITERS = 8
+"""Windows that are written at once."""
+
 _CAST_ELEMENTS = 1 << 16
 """Elements cast at once: the intermediate array stays in the processor's cache and is small beside a window."""
 
-_SYNC_SECONDS = 1.0
+_RECORD_SECONDS = 1.0
 """Work that a crash loses, at most. A sync for each window would make the disk wait for every one."""
-
-
-@dataclass(frozen=True, slots=True)
-class DoneWindow:
-    """A window that is durable."""
-
-    window: ExportWindow
-    """Its range of the file."""
-
-    sums: tuple[tuple[int, int, int, int], ...]
-    """Number of a checksum, start and stop in the file, and the CRC-32 of that range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,102 +68,128 @@ class ExportSource:
 
 
 class WindowWriter:
-    """Fills and writes windows through a fixed set of buffers."""
+    """Fills one window after the other, while threads write those that are filled."""
 
     def __init__(
         self,
-        files: Callable[[int], OutputFile],
-        on_durable: Callable[[Sequence[DoneWindow]], None],
-        on_window: Callable[[int, int], None],
+        place: ExportPlace,
+        files: Sequence[ExportFile],
+        journal: str,
+        on_window: OnWindow,
         clock: Clock,
+        buffers: int,
         window_bytes: int,
     ) -> None:
-        """Allocate the buffers.
+        """Begin with no window.
 
         Args:
-            files: Opens a file by number.
-            on_durable: Called with windows once they are durable, in groups.
-            on_window: Called with the bytes of a written window and the bytes read for it, one call at a time.
-            clock: Times the groups.
-            window_bytes: Bytes of a window, at most.
+            place, files: The place of the export, and its files.
+            journal: Where the place records durable windows.
+            on_window: Called for every window once it is written, one call at a time.
+            clock: Times the records.
+            buffers, window_bytes: Count and size of buffers, for a place that lends no memory.
         """
-        self._files, self._on_durable, self._on_window, self._clock = files, on_durable, on_window, clock
-        self._buffers = BufferPool(WINDOWS, window_bytes)
-        self._lock, self._syncing = threading.Lock(), threading.Lock()
-        self._waiting: list[tuple[DoneWindow, OutputFile]] = []
-        self._synced_at = clock.monotonic_seconds()
+        self._place, self._files, self._journal, self._on_window = place, files, journal, on_window
+        self._clock, self._buffer_sizes = clock, (buffers, window_bytes)
+        self._lock = threading.Lock()
+        self._written: list[tuple[DoneWindow, Upload | None]] = []
+        """Windows that are written and not recorded; with the upload of a window that is not durable."""
+        self._recorded_at = clock.monotonic_seconds()
 
-    def execute(self, windows: Iterable[WindowPlan], source: ExportSource) -> None:
-        """Fill and write every window; return once all are durable.
+    def execute(self, plans: Iterable[WindowPlan], source: ExportSource) -> None:
+        """Fill and write every window; return once all are durable and recorded.
 
-        If it fails, `on_durable` has been called for every durable window.
+        If a window fails, or the caller is interrupted, those written before are recorded.
 
         Raises:
             CheckpointError: A read or write failed.
         """
-        writes: list[Future[None]] = []
+        writes: dict[Future[None], Upload] = {}
         with (
             ReadPool(READS_IN_FLIGHT, source.read_bytes_max) as reads,
             ThreadPoolExecutor(_WRITERS, thread_name_prefix="holdfast-export") as threads,
         ):
             try:
-                for plan in windows:
+                for plan in plans:
                     # A failed write ends the export now, not after all windows.
                     for write in [write for write in writes if write.done()]:
                         write.result()
-                        writes.remove(write)
-                    buffer = self._buffers.take()
+                        del writes[write]
+                    upload = self._place.upload(self._files[plan.window.file])
                     try:
-                        done = fill(plan, buffer, source, reads)
+                        done, memory, is_lent = self._fill(plan, upload, source, reads)
+                        write = threads.submit(self._write, upload, done, memory, is_lent, plan.reads.bytes)
                     except BaseException:
-                        self._buffers.give(buffer)
+                        upload.abort()
                         raise
-                    writes.append(threads.submit(self._write, done, buffer, plan.reads.bytes))
+                    writes[write] = upload
                 for write in writes:
                     write.result()
             except BaseException:
                 threads.shutdown(wait=True, cancel_futures=True)
+                for write, upload in writes.items():
+                    if write.cancelled():
+                        upload.abort()
                 with suppress(CheckpointError):
-                    self._sync()  # The next call need not repeat what this one has written.
+                    self._record()  # The next call need not repeat what this one has written.
                 raise
-        self._sync()
+        self._record()
 
-    def _write(self, done: DoneWindow, buffer: memoryview, read_bytes: int) -> None:
-        window = done.window
+    @cached_property
+    def _buffers(self) -> BufferPool:
+        return BufferPool(*self._buffer_sizes)
+
+    def _fill(
+        self, plan: WindowPlan, upload: Upload, source: ExportSource, reads: ReadPool
+    ) -> tuple[DoneWindow, memoryview, bool]:
+        """Fill memory of the upload, or a buffer; wait until there is some.
+
+        Returns:
+            The window, memory that begins with its bytes, and whether the memory is that of the upload.
+        """
+        lent = upload.room(plan.window.start, plan.window.bytes)
+        memory = self._buffers.take() if lent is None else lent
+        done = fill(plan, memory, source, reads)
+        if self._is_whole(done):
+            for at, crc in checksums_of(self._files[plan.window.file], done.sums):
+                memory[at : at + 4] = crc
+        return done, memory, lent is not None
+
+    def _is_whole(self, done: DoneWindow) -> bool:
+        """Return whether a window is its whole file."""
+        return done.window.bytes == self._files[done.window.file].bytes
+
+    def _write(self, upload: Upload, done: DoneWindow, memory: memoryview, is_lent: bool, read_bytes: int) -> None:
+        is_whole = self._is_whole(done)
         try:
-            file = self._files(window.file)
-            try:
-                for at in range(0, window.bytes, _WRITE_BYTES):
-                    file.write(window.start + at, buffer[at : min(at + _WRITE_BYTES, window.bytes)])
-            except BaseException:
-                file.close()
-                raise
+            upload.write(done.window.start, memory[: done.window.bytes])
+            if is_whole:
+                upload.complete()
+        except BaseException:
+            upload.abort()
+            raise
         finally:
-            self._buffers.give(buffer)
+            if not is_lent:
+                self._buffers.give(memory)
         with self._lock:
-            self._waiting.append((done, file))
-            due = self._clock.monotonic_seconds() - self._synced_at >= _SYNC_SECONDS
-            # Under the lock, because `on_window` accepts one call at a time.
-            self._on_window(window.bytes, read_bytes)
-        if due:
-            self._sync(blocking=False)
+            self._written.append((done, None if is_whole else upload))
+            self._on_window(done.window.bytes, read_bytes)
+            if self._clock.monotonic_seconds() - self._recorded_at >= _RECORD_SECONDS:
+                self._record()
 
-    def _sync(self, *, blocking: bool = True) -> None:
-        """Make the written windows durable. If another thread does so, wait for it first; if not `blocking`, return."""
-        if not self._syncing.acquire(blocking=blocking):
-            return
-        with ExitStack() as cleanup:
-            cleanup.callback(self._syncing.release)
-            with self._lock:
-                waiting, self._waiting = self._waiting, []
-            for _, file in waiting:
-                cleanup.callback(file.close)
-            for _, file in waiting:
-                file.sync()
-            if waiting:
-                self._on_durable([done for done, _ in waiting])
-            with self._lock:
-                self._synced_at = self._clock.monotonic_seconds()
+    def _record(self) -> None:
+        """Make the written windows durable, and record them. One thread at a time."""
+        written, self._written = self._written, []
+        parts = [upload for _, upload in written if upload is not None]
+        try:
+            for upload in parts:
+                upload.complete()
+        finally:
+            for upload in parts:
+                upload.abort()  # Has no effect on those that are complete.
+        if written:
+            self._place.record(self._journal, [done for done, _ in written])
+        self._recorded_at = self._clock.monotonic_seconds()
 
 
 def fill(plan: WindowPlan, buffer: memoryview, source: ExportSource, reads: ReadPool) -> DoneWindow:

@@ -17,7 +17,8 @@ from typing import Any
 from holdfast.base.types.export import ExportOptions
 from holdfast.core.engine.child_python import command_of
 from holdfast.errors import UnavailableError
-from holdfast.offline.export.planned import ExportShare, OnWindow, PlannedExport, WorkerPool
+from holdfast.offline.export.export import Export
+from holdfast.offline.export.request import ExportShare, OnWindow, WorkerPool
 from holdfast.settings import ObjectSettings, Settings
 from holdfast.training.coordination.job import error_from, error_text
 
@@ -133,7 +134,7 @@ def _listen(worker: subprocess.Popen[str], number: int, lines: queue.SimpleQueue
     lines.put((number, None))
 
 
-def worker_main(line: str, export_of: Callable[[str, str, str, ExportOptions, Settings], PlannedExport]) -> int:
+def worker_main(line: str, export_of: Callable[[str, str, str, ExportOptions, Settings], Export]) -> int:
     """Execute the share that a line describes, and report progress on standard output; return an exit status.
 
     When standard input ends, the process that started this one is gone, and this one ends at once.

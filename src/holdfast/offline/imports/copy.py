@@ -19,7 +19,7 @@ from holdfast.base.types.values import per_rank_paths
 from holdfast.core.engine.writing.write import PackWriter
 from holdfast.core.format.names import MANIFEST_FILE
 from holdfast.errors import InvalidError, first_three
-from holdfast.offline.export.planned import ExportReport
+from holdfast.offline.export.request import ExportReport
 from holdfast.offline.imports.checksums import require_checksums
 from holdfast.offline.imports.stored_source import PieceReader, StoredSource
 from holdfast.stored.checkpoint.checkpoint import Checkpoint

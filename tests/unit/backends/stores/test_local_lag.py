@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from holdfast._face.checkpoint_manager import CheckpointManager
-from holdfast.backends.stores.destination import LocalDestination
 from holdfast.backends.stores.local import LocalStore
+from holdfast.backends.stores.local_place import LocalPlace
 from holdfast.backends.stores.syscalls import Syscalls
+from holdfast.base.clock import SystemClock
 from holdfast.errors import CheckpointError, MissingError, UnavailableError
 from holdfast.settings import PAGE_BYTES, Settings
 from holdfast.stored.repository.timelines import committed_steps
@@ -292,7 +293,7 @@ def test_the_work_of_an_export_that_cannot_be_opened_is_an_error_and_no_loop(
 
     monkeypatch.setattr(os, "open", hidden)
     monkeypatch.setattr("time.sleep", slept.append)
-    export = LocalDestination(tmp_path / "out").claimed()
+    export = LocalPlace(tmp_path / "out").claimed("fingerprint", [], SystemClock())
     with pytest.raises(UnavailableError, match=r"out\.holdfast-export: .*for 10 s"), export:
         pass
     assert sum(slept) == pytest.approx(10, abs=0.5)

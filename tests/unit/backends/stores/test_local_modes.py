@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.backends.stores.destination import LocalDestination
 from holdfast.backends.stores.local import LocalStore
+from holdfast.backends.stores.local_place import LocalPlace
 from holdfast.backends.stores.syscalls import Syscalls
+from holdfast.base.clock import SystemClock
+from holdfast.base.types.export import ExportFile
 from holdfast.errors import InvalidError
 from holdfast.settings import Settings
 from holdfast.testing.store import fill
@@ -188,16 +190,14 @@ def test_another_user_may_add_to_a_run_of_a_group(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("file_mode", "file_bits", "folder_bits"), ((None, 0o640, 0o750), (0o600, 0o600, 0o700)))
 def test_an_export_has_one_mode(tmp_path: Path, file_mode: int | None, file_bits: int, folder_bits: int) -> None:
     with umask(0o027):
-        destination = LocalDestination(tmp_path / "out", file_mode=file_mode)
-        with destination.claimed():
-            destination.begin({"a": 10, "b": 0})
-            destination.note(b"note")
-            destination.journal("journal").close()
+        destination = LocalPlace(tmp_path / "out", file_mode=file_mode)
+        files = [ExportFile(name="a", bytes=10), ExportFile(name="b", bytes=0)]
+        with destination.claimed("fingerprint", files, SystemClock()) as claim:
+            destination.record(claim.journal, [])
             require_modes(tmp_path / ".out.holdfast-export", file_bits, folder_bits)
             destination.publish()
-        single = LocalDestination(tmp_path / "file.pt", file_mode=file_mode)
-        with single.claimed():
-            single.begin({"": 10})
+        single = LocalPlace(tmp_path / "file.pt", file_mode=file_mode)
+        with single.claimed("fingerprint", [ExportFile(name="", bytes=10)], SystemClock()):
             single.publish()
     require_modes(tmp_path / "out", file_bits, folder_bits)
     assert stat.S_IMODE((tmp_path / "file.pt").stat().st_mode) == file_bits
