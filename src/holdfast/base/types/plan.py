@@ -96,8 +96,8 @@ class PlannedPack:
     coded_header_bytes: int = 0
     """In a coded pack, the bytes before the data; else 0."""
 
-    coded_header: Callable[[Sequence[Coding]], bytes] | None = None
-    """In a coded pack, returns the header, by the codings of its pieces."""
+    coded_header: Callable[[Sequence[Coding], Sequence[bytes]], bytes] | None = None
+    """In a coded pack, returns the header, by the codings and the chunk digests of its pieces."""
 
     @property
     def bytes(self) -> int:

@@ -210,7 +210,7 @@ class PackWriter:
             with WrittenWindows(upload, raw, self._buffers, settings, lambda _: note(0), start, meter) as windows:
                 pieces = self._encoder.encode(pack.plan, chunks, weights, windows.append, note, meter)
                 assert pack.coded_header is not None, "a coded pack is planned with its header"
-                header = pack.coded_header([piece.coding for piece in pieces])
+                header = pack.coded_header([piece.coding for piece in pieces], [piece.digests for piece in pieces])
                 windows.close_behind(header)
             note(start)
             return _written_coded(pack, header, pieces)
