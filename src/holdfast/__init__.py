@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         Preempted,
         UnavailableError,
     )
-    from holdfast.settings import ObjectSettings, Preemption, Settings
+    from holdfast.settings import Differential, ObjectSettings, Preemption, Settings
 
 __version__ = "0.1.0"
 
@@ -59,6 +59,7 @@ __all__ = [
     "Store",
     "StoreEntry",
     "StoreTraits",
+    "Differential",
     "Preemption",
     "Preempted",
     "Settings",

@@ -367,3 +367,23 @@ class Preemption:
                 f"Preemption(grace_seconds={seconds!r}): expected a positive, finite number of seconds; for no "
                 "preemption at all, CheckpointManager(…, preemption=False)"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Differential:
+    """How a run keeps the gradients of every step beside its checkpoints, so that a killed run loses no step."""
+
+    flush_every: int = 1
+    """Records that each rank seals together. A kill loses these records and those in flight."""
+
+    optimizers: tuple[type, ...] = ()
+    """Optimizer classes of yours whose step is a function of state, gradients and groups alone. The optimizers of torch
+    need no entry."""
+
+    def __post_init__(self) -> None:
+        count: object = self.flush_every
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 1000:
+            raise InvalidError(f"Differential(flush_every={count!r}): expected a whole number from 1 to 1,000")
+        classes: object = self.optimizers
+        if not isinstance(classes, tuple) or not all(isinstance(each, type) for each in classes):
+            raise InvalidError(f"Differential(optimizers={classes!r}): expected a tuple of optimizer classes")

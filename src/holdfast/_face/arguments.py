@@ -11,7 +11,7 @@ from holdfast import policies
 from holdfast.base.ports.framework import Selection
 from holdfast.core.format.names import require_step
 from holdfast.errors import InvalidError
-from holdfast.settings import Preemption
+from holdfast.settings import Differential, Preemption
 
 Globs = Sequence[str] | str | None
 """One or several FQN patterns, as in `fnmatch`."""
@@ -123,6 +123,21 @@ def preemption_of(preemption: object) -> Preemption | None:
             "the main thread only. Make the manager and run the loop there, or pass preemption=False"
         )
     return preemption
+
+
+def differential_of(differential: object) -> Differential | None:
+    """Return how the redo log is kept, or None.
+
+    Raises:
+        InvalidError: The argument is of another type.
+    """
+    if differential is True:
+        return Differential()
+    if differential is False:
+        return None
+    if not isinstance(differential, Differential):
+        raise InvalidError(f"differential={str(differential)[:80]!r}: expected True, False or holdfast.Differential(…)")
+    return differential
 
 
 def require_bool(name: str, value: object) -> None:

@@ -14,6 +14,7 @@ from holdfast._face import wiring
 from holdfast._face.arguments import (
     Globs,
     TagNames,
+    differential_of,
     policies_of,
     preemption_of,
     require_save_arguments,
@@ -30,7 +31,7 @@ from holdfast.base.types.reports import LoadReport
 from holdfast.core.format.names import is_step, plain_step
 from holdfast.errors import InvalidError
 from holdfast.policies import KeepPolicy, Policies, SavePolicy
-from holdfast.settings import Preemption, Settings
+from holdfast.settings import Differential, Preemption, Settings
 from holdfast.stored.checkpoint.location import CheckpointLocation, none_allowed, require_no_checkpoint
 from holdfast.stored.repository.catalog import read_run_id
 from holdfast.stored.repository.tags import remove_tag
@@ -42,6 +43,8 @@ from holdfast.training.loading.load import Loaded, load, load_attempt
 from holdfast.training.loading.load_request import LoadRequest
 from holdfast.training.loading.named_step import finder_of
 from holdfast.training.loading.rename_rules import Renames
+from holdfast.training.redo_log.recovery import LogFollower, Redone
+from holdfast.training.redo_log.redo_log import RedoLog
 from holdfast.training.runs.discarding import Discarding
 from holdfast.training.runs.loaded_state import loaded_state
 from holdfast.training.runs.preemption import PreemptionHandler, estimated_write_bytes
@@ -77,6 +80,7 @@ class CheckpointManager:
         every: int | None = None,
         keep_last: int | None = None,
         start_over: bool = False,
+        differential: Differential | bool = False,
         preemption: Preemption | bool = True,
         process_group: wiring.ProcessGroup = None,
         settings: Settings = wiring.DEFAULT_SETTINGS,
@@ -92,6 +96,8 @@ class CheckpointManager:
             keep_last: Short for `keep=AnyOf(LatestN(keep_last), Tagged())`.
             start_over: Whether the first save starts over although the root holds steps and the manager loaded no step.
                 The steps stay stored, superseded. Otherwise such a save raises.
+            differential: Whether each step leaves the gradients of its optimizers beside the checkpoints, so that a
+                killed run goes on at its last step. See `holdfast.Differential` and docs/differential.md.
             preemption: Signals after which `maybe_save` saves and ends the process, from its first call until `close`.
                 True for SIGTERM and SIGINT, with a grace of 30 s; False for none. See `holdfast.Preemption`.
             process_group: None for the default group, False for this process alone, or a group.
@@ -104,7 +110,7 @@ class CheckpointManager:
                 process group.
         """
         policies = policies_of(save, every, keep, keep_last)
-        wanted = preemption_of(preemption)
+        wanted, options = preemption_of(preemption), differential_of(differential)
         store = wiring.store_at(root, settings)
         job = wiring.saving_job(process_group, settings, store.url)
         handler = None
@@ -112,6 +118,8 @@ class CheckpointManager:
             handler = PreemptionHandler(job, Signals(wanted.signals, job.clock), wanted.grace_seconds)
         self._open(store, job, References(settings.allowed_roots), policies, observers, handler)
         self._position.starts_over = start_over
+        if options is not None:
+            self._redo_log = self._new_redo_log(options)
         self._follows_default_group = process_group is None
 
     @classmethod
@@ -149,6 +157,7 @@ class CheckpointManager:
         self._store, self._job, self._keep = store, job, policies.keep
         self._dispatcher = EventDispatcher(observers, job.clock)
         self._schedule = None if policies.save is None else Schedule(job, policies.save)
+        self._redo_log: RedoLog | None = None
         self._preemption = preemption_handler
         home = CheckpointLocation(store, "", None, references=references, root=store)
         self._parts = RunParts(job, home, policies.keep)
@@ -195,6 +204,8 @@ class CheckpointManager:
         if passed.misuse is not None and (self._job.comm.world_size == 1 or not is_step(step)):
             # Without a step this rank cannot decide whether the others save. They raise at their next save.
             return refuse_call(self._job, passed.misuse)
+        if self._redo_log is not None:
+            self._redo_log.boundary(step)
         if self._preemption is not None and self._preemption.should_stop(step):
             self._preemption.save_and_exit(
                 step,
@@ -203,7 +214,22 @@ class CheckpointManager:
                 lambda: self._begin_save(step, replace(passed, is_last=True)),
                 is_committed=self._position.is_loaded(step),
             )
-        return self._begin_save(step, passed) if self._schedule.is_due(step) else None
+        is_due = self._schedule.is_due(step)
+        is_base_due = self._redo_log is not None and self._redo_log.is_base_due and step != self._position.loaded
+        return self._begin_save(step, passed) if is_due or is_base_due else None
+
+    @property
+    def recoverable(self) -> int | None:
+        """The last step to which a restart would come back, as far as this rank knows; None before the first base.
+
+        Example:
+            print(f"a kill now costs the steps after {manager.recoverable}")
+        Raises:
+            InvalidError: The manager was made without `differential`.
+        """
+        if self._redo_log is None:
+            raise InvalidError(f"{self._store.url}: expected a manager made with differential=True")
+        return self._redo_log.recoverable
 
     def request_save(self) -> None:
         """Request a save soon, from any rank, thread or signal handler.
@@ -250,6 +276,8 @@ class CheckpointManager:
         self._require_not_closed()
         step = plain_step(step)
         passed = _passed(step, state, "save(step, state)", (only, skip, grads), metrics, (tags, move_tags))
+        if self._redo_log is not None:
+            self._redo_log.boundary(step)
         return self._begin_save(step, passed)
 
     def load(
@@ -298,20 +326,27 @@ class CheckpointManager:
         choice = position.choice(find if discarding is None else discarding.find, discards=discarding is not None)
         if discarding is not None:
             self._saves.await_ends()  # Saves in flight are newer steps, too.
-        with load_attempt(self._job, choice, request, self._dispatcher) as attempt:
-            try:
-                loaded = load(attempt)
-            except BaseException:
+        follower = LogFollower(self._job, self._store, request) if find is None else None
+        while True:
+            with load_attempt(self._job, choice, request, self._dispatcher) as attempt:
+                try:
+                    loaded = load(attempt)
+                except BaseException:
+                    if discarding is not None:
+                        discarding.give_up()
+                    raise
+                if loaded is None:
+                    return None
+                # Before the reader lease ends: garbage collection must not remove the step in between.
+                self._note_loaded(request, loaded)
                 if discarding is not None:
-                    discarding.give_up()
-                raise
-            if loaded is None:
-                return None
-            # Before the reader lease ends: garbage collection must not remove the step in between.
-            self._note_loaded(request, loaded)
-            if discarding is not None:
-                self.load_report = discarding.execute(loaded)
-            return loaded.location.step
+                    self.load_report = discarding.execute(loaded)
+                if follower is None:
+                    return loaded.location.step
+                redone = follower.follow(loaded)
+                if redone is not None:
+                    return self._note_redone(redone)
+            choice = position.choice(None, discards=False)
 
     def steps(self) -> list[int]:
         """Return the committed steps that a load may take, ascending, without superseded steps.
@@ -416,11 +451,31 @@ class CheckpointManager:
         position = self._position
         self.load_report = loaded.report
         position.move_to(loaded)
+        if self._redo_log is not None:
+            self._redo_log.forget()
         position.loaded_state = loaded_state(self._job.framework, request, loaded)
         if position.has_gone_back and self._preemption is not None:
             self._preemption.forget_last()
         if self._schedule is not None and loaded.location.step is not None:
             self._schedule.note_loaded(loaded.location.step)
+
+    def _note_redone(self, redone: Redone) -> int:
+        """Continue training from a redone step."""
+        assert self.load_report is not None, "a base was loaded"
+        self.load_report = redone.report(self.load_report)
+        if redone.records:
+            self._position.loaded, self._position.loaded_state = redone.step, None
+            if self._schedule is not None:
+                self._schedule.note_loaded(redone.step)
+        return redone.step
+
+    def _new_redo_log(self, options: Differential) -> RedoLog:
+        if self._schedule is None or not self._schedule.takes_requests:
+            raise InvalidError(
+                f"{self._store.url}: differential={options} needs a policy that takes requests; expected a manager "
+                "made with every=… or save=AnyOf(…, OnRequest())"
+            )
+        return RedoLog(self._job, self._parts.writer, options, self._schedule.request)
 
     def _begin_save(self, step: int, passed: StepState) -> SaveHandle:
         if passed.misuse is not None:
@@ -431,14 +486,19 @@ class CheckpointManager:
         if self._schedule is not None:
             self._schedule.note_saved(step)
         request = StepRequest(self._parts, self._position.location_of(step), passed)
+        target, collect = request.target, request.collect
+        if self._redo_log is not None:
+            target, collect = self._redo_log.as_base(step, target, passed.state, passed.selection, collect)
         try:
-            handle = begin_save(self._job, request.target, request.collect, self._dispatcher)
+            handle = begin_save(self._job, target, collect, self._dispatcher)
         except BaseException:
             self._parts.pins.unpin(request.pin, is_committed=False)
             raise
         parts = self._parts
         ended = partial(note_failed, parts.run_facts, parts.pins, parts.collecting, request.pin, handle)
         handle.committed.add_done_callback(ended)
+        if self._redo_log is not None:
+            handle.committed.add_done_callback(partial(self._redo_log.ended, step))
         self._position.lineage = request.lineage
         self._saves.add(handle)
         if self._preemption is not None:
@@ -458,6 +518,8 @@ class CheckpointManager:
                 ending.callback(self._preemption.close, hand_on=hand_on)
             ending.callback(self._dispatcher.close)
             ending.push(partial(self._end_run, may_wait))
+            if self._redo_log is not None:
+                ending.callback(self._redo_log.close)
             ending.callback(self._job.close)
             self.wait()
 

@@ -20,7 +20,7 @@ from holdfast.backends.stores.objects.address import SCHEMES
 from holdfast.base.clock import SystemClock
 from holdfast.base.ports.codec import Codec, Codecs
 from holdfast.base.ports.comm import Comm
-from holdfast.base.ports.framework import Framework
+from holdfast.base.ports.gradients import RecordingFramework
 from holdfast.base.ports.store import Store
 from holdfast.base.types.values import FrameworkValue
 from holdfast.core.format.names import MANIFEST_FILE, RUN_FILE, is_superseded_name, step_of_folder
@@ -311,7 +311,7 @@ def require_group(process_group: ProcessGroup, comm: Comm) -> None:
         require_default_group_of_one()
 
 
-def framework_of(comm: Comm) -> Framework:
+def framework_of(comm: Comm) -> RecordingFramework:
     """Return the framework of a job's states."""
     from holdfast.backends.torch.comm import ProcessGroupComm, SoloComm
     from holdfast.backends.torch.framework import TorchFramework

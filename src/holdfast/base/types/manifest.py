@@ -160,6 +160,9 @@ class Manifest:
     newer_types: tuple[str, ...] = ()
     """Element types in the index that readers before format 1.5 do not know, sorted."""
 
+    log: str = ""
+    """Id of the redo log of which this step is a base; empty if there is none."""
+
     digest: str = field(default="", compare=False)
     """xxh3-128 of the manifest's own bytes up to this field, in hex."""
 

@@ -178,3 +178,15 @@ class LoadReport:
 
     throttled: int = 0
     """Requests that the store refused or left unanswered because it had too much to do."""
+
+    base_step: int | None = None
+    """The checkpoint from which the redo log was followed to `step`; None if `step` is the checkpoint itself."""
+
+    redone_steps: int = 0
+    """Records of the redo log that were redone after the checkpoint."""
+
+    redo_seconds: float = 0.0
+    """Seconds of `seconds` that redoing took."""
+
+    why_not_further: str = ""
+    """Why the redo ended before the last record of the log, or did not begin; empty if it reached the last record."""

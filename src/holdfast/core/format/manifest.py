@@ -86,6 +86,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
             **({"optimizers": _encoded_optimizers(manifest.optimizers)} if manifest.optimizers else {}),
             **({"order": text_of(manifest.order)} if manifest.order else {}),
             **({"newer_types": list(manifest.newer_types)} if manifest.newer_types else {}),
+            # No minor version by itself: a reader that ignores the field loads the step without its log.
+            **({"log": manifest.log} if manifest.log else {}),
             "state": values.encode(manifest.tree, ""),
         }
     )
@@ -97,6 +99,9 @@ def encode_manifest(manifest: Manifest) -> bytes:
     return data
 
 
+_HexId = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+
+
 class _OptimizerDocument(msgspec.Struct):
     state_keys: list[Text]
     class_name: Text = msgspec.field(name="class")
@@ -106,6 +111,7 @@ class _RunFieldsDocument(msgspec.Struct):
     step: StepNumber | None = None
     epoch: EpochNumber | None = None
     timeline: TimelineDocument | None = None
+    log: _HexId | None = None
 
 
 _Whole = Annotated[int, msgspec.Meta(ge=0)]
@@ -114,7 +120,7 @@ _Record = tuple[str, _Whole, Digest]
 
 class _ManifestDocument(_RunFieldsDocument, kw_only=True):
     run_id: Text
-    attempt: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+    attempt: _HexId
     created: Text
     parent: tuple[Text, int, Text] | None = None
     world_size: WorldSize
@@ -161,6 +167,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         "metrics": _metrics(document.metrics, where),
         "health": decode_health(document.health, where),
         "timeline": decode_timeline(document.timeline),
+        "log": document.log or "",
         "optimizers": {
             path: OptimizerRecord(record.class_name, tuple(record.state_keys))
             for path, record in (document.optimizers or {}).items()
@@ -212,6 +219,9 @@ class RunFields(NamedTuple):
     timeline: Timeline
     """Its timeline."""
 
+    log: str = ""
+    """The redo log of which it is a base; empty if there is none."""
+
 
 def run_fields_of_manifest(data: bytes, where: str) -> RunFields:
     """Return the fields of a manifest that its run needs. No other field is checked.
@@ -221,7 +231,7 @@ def run_fields_of_manifest(data: bytes, where: str) -> RunFields:
         InvalidError: It is of another version.
     """
     document, digest = decode_fields(data, "checkpoint", _RunFieldsDocument, where)
-    return RunFields(document.step, document.epoch or 0, digest, decode_timeline(document.timeline))
+    return RunFields(document.step, document.epoch or 0, digest, decode_timeline(document.timeline), document.log or "")
 
 
 def _records(entries: Sequence[_Record], is_name: Callable[[str], bool], where: str) -> tuple[FileRecord, ...]:

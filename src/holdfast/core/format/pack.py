@@ -85,9 +85,7 @@ class CodedHeaderBody:
         """
         return _padded_bytes(self.longest_bytes + len(_origin(provenance)) + 1, self.plan.name, len(self.plan.items))
 
-    def header(
-        self, provenance: Mapping[str, str], codings: Sequence[Coding], _digests: Sequence[bytes] = ()
-    ) -> bytes:
+    def header(self, provenance: Mapping[str, str], codings: Sequence[Coding], _digests: Sequence[bytes] = ()) -> bytes:
         """Return the bytes before the data: length, JSON, and spaces up to `header_bytes`.
 
         Args:

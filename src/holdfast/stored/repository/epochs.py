@@ -258,7 +258,7 @@ def is_valid(store: Store, fence: Fence, step: int) -> bool:
 def is_valid_manifest(data: bytes, fence: Fence, where: str) -> bool:
     """Return whether a manifest counts, given its bytes; as `is_valid`."""
     try:
-        step, epoch, digest, _ = run_fields_of_manifest(data, where)
+        step, epoch, digest, _, _ = run_fields_of_manifest(data, where)
     except (CorruptError, InvalidError):
         return True
     return step is None or fence.admits(step, epoch, digest)
@@ -287,7 +287,7 @@ def accepted_steps(store: Store, fence: Fence, steps: Iterable[int]) -> dict[int
         except InvalidError as error:
             raise unreadable_error(step, error) from error
         try:
-            manifest_step, epoch, digest, _ = run_fields_of_manifest(data, f"{store.url}/{key}")
+            manifest_step, epoch, digest, _, _ = run_fields_of_manifest(data, f"{store.url}/{key}")
         except (CorruptError, InvalidError):
             accepted[step] = None
             continue

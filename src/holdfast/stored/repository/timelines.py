@@ -56,6 +56,9 @@ class StoredManifest:
     stated: Timeline | None = None
     """The timeline that it still states if it is damaged; nothing proves it."""
 
+    log: str = ""
+    """Id of the redo log of which it is a base; empty if there is none, or if it was not read."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunTimelines:
@@ -102,6 +105,18 @@ class RunTimelines:
     def at(self, step: int) -> StoredManifest | None:
         """Return the manifest of a step in the chain; the newest if it has the number twice."""
         return next((manifest for manifest in reversed(self.chain) if manifest.step == step), None)
+
+    def log_end(self, base: StoredManifest) -> int | None:
+        """Return the step below which the log of a base counts; None: to the end of the log.
+
+        The log ends where a newer manifest of the chain is a base of another log or of none, and where the newest
+        timeline has left that of the base. A manifest that cannot be read ends no log.
+        """
+        newer = self.newer_than(base)
+        ends = [each.step for each in newer if each.timeline is not None and each.log != base.log]
+        assert base.timeline is not None, "the base was read"
+        ends += [fork.step + 1 for fork in self.newest.ancestors if fork.timeline == base.timeline.id]
+        return min(ends, default=None)
 
     def superseded_at(self, step: int) -> list[StoredManifest]:
         """Return the superseded manifests of a step."""
@@ -360,7 +375,7 @@ def moved_steps(store: Store, fence: Fence) -> list[tuple[int, str]]:
             raise unreadable_error(step, error) from error
         digest: str | None
         try:
-            _, epoch, digest, _ = run_fields_of_manifest(data, f"{store.url}/{key}")
+            _, epoch, digest, _, _ = run_fields_of_manifest(data, f"{store.url}/{key}")
         except (CorruptError, InvalidError) as error:
             digest = _digest_before_damage(step, key, data, fence)
             if digest is None:
@@ -461,4 +476,4 @@ def counted(fence: Fence, step: int, key: str, data: bytes, where: str) -> Store
         return StoredManifest(step, key, None, None, timeline_in_damaged(data))
     if fields.step is not None and not fence.admits(fields.step, fields.epoch, fields.digest):
         return None
-    return StoredManifest(step, key, fields.digest, fields.timeline)
+    return StoredManifest(step, key, fields.digest, fields.timeline, log=fields.log)

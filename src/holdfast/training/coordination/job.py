@@ -15,7 +15,7 @@ from holdfast.base.clock import Clock
 from holdfast.base.interrupts import GUARD
 from holdfast.base.ports.codec import NO_CODECS, Codecs
 from holdfast.base.ports.comm import Comm, KeyValueStore
-from holdfast.base.ports.framework import Framework
+from holdfast.base.ports.gradients import RecordingFramework
 from holdfast.base.types.reports import SaveReport
 from holdfast.core.engine.arena import Arena
 from holdfast.core.engine.background import BackgroundQueue, WriteProgress
@@ -95,7 +95,7 @@ class Job:
         comm: Comm,
         clock: Clock,
         settings: Settings,
-        framework: Framework | None = None,
+        framework: RecordingFramework | None = None,
         *,
         codecs: Codecs = NO_CODECS,
         saves: bool = True,
@@ -163,7 +163,7 @@ class Job:
         return job
 
     @property
-    def framework(self) -> Framework:
+    def framework(self) -> RecordingFramework:
         """The framework that takes states apart and fills them."""
         assert self._framework is not None, "this job moves stored bytes only"
         return self._framework

@@ -9,6 +9,7 @@ import logging
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.chunking import chunk_count, chunk_range
@@ -89,7 +90,7 @@ def write_segment(writer: PackWriter, log: str, rank: int, records: Sequence[Que
         record = queued.captured.record
         data = encode_record(record, queued.previous)
         spec = TensorSpec(f"{record.step}/{RECORD_ENTRY}", "uint8", (len(data),))
-        add(spec, Box((0,), (len(data),)), _HeldBytes(data))  # type: ignore[arg-type] - a segment only copies
+        add(spec, Box((0,), (len(data),)), cast(Source, _HeldBytes(data)))  # A segment only copies.
         for name, recorded in _entries(record.step, queued.captured.tensors):
             add(replace(recorded.tensor, fqn=name), recorded.region, recorded.source)
     plan = PackPlan(f"{CODED_FOLDER}r{rank:05d}.safetensors", tuple(items))
@@ -165,6 +166,8 @@ def _read_segment(store: Store, key: str, size: int, log: str, rank: int) -> dic
     by_step: dict[int, dict[str, list[Piece]]] = {}
     for piece in pieces:
         step_text, _, rest = piece.tensor.fqn.partition("/")
+        if not step_text.isdecimal() or not (rest == RECORD_ENTRY or int(step_text) in records):
+            raise CorruptError(f"{where}: holds {piece.tensor.fqn[:80]!r}; expected the entry of a record before")
         step = int(step_text)
         if piece.offset + piece.stored_bytes > size:
             raise CorruptError(f"{where}: ends at {size}; expected {piece.offset + piece.stored_bytes}")

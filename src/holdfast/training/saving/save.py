@@ -74,6 +74,7 @@ def save(attempt: SaveAttempt, collect: Collect) -> SaveHandle:
 
         with trace.phase("plan"):
             planned = plan(job, target, collected, Owners.agreed(agreement, collected), fingerprint.shards)
+        target.planned(agreement.attempt, planned.save)
         attempt.end_pause_for(planned.save.bytes)
         with trace.phase("compare"):
             rest, weights = deduplicate(target, planned.save, collected, agreement.context, attempt.link_pack)

@@ -12,6 +12,7 @@ from holdfast.base.ports.framework import Collected, Selection
 from holdfast.base.types.manifest import Manifest, Parent
 from holdfast.core.engine.background import DAEMON_POOL, wait_in_slices
 from holdfast.core.engine.writing.write import PackWriter
+from holdfast.core.plan.plan_cache import SavePlan
 from holdfast.errors import UnavailableError
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.training.coordination.job import VERDICT_GRACE_SECONDS, Job
@@ -60,6 +61,10 @@ def _no_parent() -> None:
     return None
 
 
+def _note_no_plan(attempt: str, plan: SavePlan) -> None:
+    """Take note of no plan."""
+
+
 @dataclass(frozen=True, slots=True)
 class SaveTarget:
     """Where one save goes."""
@@ -81,6 +86,14 @@ class SaveTarget:
 
     overwrites: bool = False
     """Whether the save may replace a checkpoint at the location; the same on every rank."""
+
+    planned: Callable[[str, SavePlan], None] = _note_no_plan
+    """Called on every rank, in the call that saves, with the id of the attempt and the plan of all pieces of this rank.
+    """
+
+    log: str | None = None
+    """Id of the redo log of which the checkpoint is a base; empty: the log begins here, and has the id of the attempt.
+    None: there is no log. The same on every rank."""
 
     on_end: Callable[[], None] | None = None
     """Called on every rank once the save has ended there, in success or failure. Keeps neither state nor job."""

@@ -1,0 +1,103 @@
+"""Seals records on a thread of its own: records that come while a seal is under way share the next segment."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+
+from holdfast.core.engine.background import BackgroundQueue, WriteProgress
+from holdfast.core.engine.writing.write import PackWriter
+from holdfast.training.coordination.job import Job
+from holdfast.training.redo_log.segments import QueuedRecord, write_segment
+
+logger = logging.getLogger(__name__)
+
+_SEGMENT_RECORDS_MAX = 64
+"""Most records of a segment: a seal that never ends would seal nothing."""
+
+
+class LogWriter:
+    """Seals the records of one rank, for the life of a manager.
+
+    The training thread puts records; the thread of the queue writes segments. States of the writer:
+
+        sealing    Records are written.
+        failed     A write failed: records are dropped until `begin`. `failure` has the reason.
+    """
+
+    def __init__(self, job: Job, writer: PackWriter, flush_every: int) -> None:
+        """Start no thread yet.
+
+        Args:
+            job: The ranks.
+            writer: Writes packs under the root of the run.
+            flush_every: Records that are waited for before a seal.
+        """
+        self._job, self._writer, self._flush_every = job, writer, flush_every
+        self._queue = BackgroundQueue("holdfast-log", WriteProgress(job.clock))
+        self._pending: deque[QueuedRecord] = deque()
+        self._log = ""
+        self.failure = ""
+        """Why records are dropped; empty if they are sealed. Set by the thread, read and reset by the training thread.
+        """
+        self.sealed_step: int | None = None
+        """The last step that was sealed in this log."""
+        self.sealed_bytes = 0
+        """Bytes of all segments of this log."""
+
+    def begin(self, log: str) -> None:
+        """Begin a log, or go on with the same one after a failure."""
+        if log != self._log:
+            self.drain()
+            self._log, self.sealed_step, self.sealed_bytes = log, None, 0
+        self.failure = ""
+
+    def put(self, record: QueuedRecord) -> None:
+        """Queue a record. On the training thread."""
+        if self.failure:
+            record.captured.release()
+            return
+        self._pending.append(record)
+        if len(self._pending) >= self._flush_every:
+            self._queue.submit(self._seal)
+
+    def drain(self, seconds: float | None = None) -> bool:
+        """Seal what is queued; return whether everything is sealed.
+
+        Args:
+            seconds: How long to wait; None: until the end.
+        """
+        future = self._queue.submit(self._seal)
+        try:
+            future.result(seconds)
+        except TimeoutError:
+            return False
+        return not self.failure
+
+    def close(self) -> None:
+        """Seal what is queued, and end the thread."""
+        if self._pending:
+            self.drain()
+        self._queue.close()
+
+    def _seal(self) -> None:
+        """Write one segment of the records that wait. On the thread of the queue."""
+        records: list[QueuedRecord] = []
+        while self._pending and len(records) < _SEGMENT_RECORDS_MAX:
+            records.append(self._pending.popleft())
+        if not records:
+            return
+        try:
+            if not self.failure:
+                began = time.perf_counter()
+                rank, chunk_bytes = self._job.comm.rank, self._job.settings.chunk_bytes
+                count = write_segment(self._writer, self._log, rank, records, chunk_bytes)
+                self.sealed_step = records[-1].captured.record.step
+                self.sealed_bytes += count
+                logger.debug("sealed %d records in %.3f s", len(records), time.perf_counter() - began)
+        except Exception as error:  # noqa: BLE001 - the log is interrupted; training goes on
+            self.failure = f"step {records[0].captured.record.step} could not be sealed: {error}"
+        finally:
+            for record in records:
+                record.captured.release()

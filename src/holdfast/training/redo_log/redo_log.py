@@ -1,0 +1,174 @@
+"""The redo log of a manager: everything between two boundaries of training becomes a record, sealed in the background.
+
+Read this file first. A boundary is a call of `maybe_save` or `save`. States of the log on one rank:
+
+    waiting     No base yet, since the start or a load. The next boundary saves a base, whatever the policy says.
+    logging     Each boundary ends a record. Records follow each other without a gap from the last base on.
+    interrupted A record is lost: `why` has the reason. Steps are lost at a failure until the next base.
+
+    waiting     -> logging       a base is planned (`planned`): the hooks of the optimizers record from here on
+    logging     -> interrupted   the capture has a gap, a seal failed, or a step does not rise; a base is requested
+    interrupted -> logging       the next base is planned
+    any         -> waiting       a load (`forget`)
+
+Ranks do not tell each other of an interruption: the records of a step count only if every rank has sealed its own, so
+the others' records up to the next base count no more. Each record names the boundary at which it begins, so a gap is
+seen by every reader.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+
+from holdfast.base.geometry.region import Region
+from holdfast.base.ports.framework import Collected, Selection
+from holdfast.base.ports.gradients import GradientCapture
+from holdfast.base.types.reports import SaveReport
+from holdfast.core.engine.writing.write import PackWriter
+from holdfast.core.plan.plan_cache import SavePlan
+from holdfast.settings import Differential
+from holdfast.training.coordination.job import Job
+from holdfast.training.redo_log.log_memory import LogMemory
+from holdfast.training.redo_log.log_writer import LogWriter
+from holdfast.training.redo_log.segments import QueuedRecord
+from holdfast.training.saving.target import SaveTarget
+
+logger = logging.getLogger(__name__)
+
+_REQUESTS_MAX = 2
+"""Bases that interruptions request between two bases of the policy."""
+
+
+class RedoLog:
+    """The log of one manager on one rank. Called on the training thread."""
+
+    def __init__(self, job: Job, writer: PackWriter, options: Differential, request_base: Callable[[], None]) -> None:
+        """Wait for the first base.
+
+        Args:
+            job: The ranks.
+            writer: Writes packs under the root of the run.
+            options: How records are kept.
+            request_base: Requests a save soon on all ranks.
+        """
+        self._job, self._options, self._request_base = job, options, request_base
+        self._writer = LogWriter(job, writer, options.flush_every)
+        self._memory = LogMemory(job.clock)
+        self._capture: GradientCapture | None = None
+        self._id = ""
+        self._at: int | None = None
+        """The boundary at which the next record begins; None if the records have a gap."""
+        self._has_tried = False
+        self._requests = 0
+        self._committed: int | None = None
+        self.why = ""
+        """Why steps are lost at a failure now; empty while all are recorded."""
+
+    @property
+    def is_base_due(self) -> bool:
+        """Whether the next boundary saves a base: the same on every rank."""
+        return not self._has_tried
+
+    @property
+    def recoverable(self) -> int | None:
+        """The last step to which a restart would come back, as far as this rank knows; None before the first base."""
+        sealed, committed = self._writer.sealed_step, self._committed
+        if committed is None or sealed is None:
+            return committed
+        return max(committed, sealed)
+
+    def boundary(self, step: int) -> None:
+        """End the record of a step. Never raises."""
+        if self._capture is None or self._at is None or step == self._at:
+            return
+        captured = self._capture.boundary(step)
+        failure = self._capture.interrupted or self._writer.failure
+        if step < self._at:
+            failure = failure or f"step {step} follows step {self._at}; expected rising steps"
+        if captured is None or failure:
+            if captured is not None:
+                captured.release()
+            self._interrupt(step, failure or "the steps of this record have a gap")
+            return
+        self._writer.put(QueuedRecord(captured, self._at))
+        self._at = step
+
+    def as_base(
+        self,
+        step: int,
+        target: SaveTarget,
+        state: Mapping[str, object],
+        selection: Selection,
+        collect: Callable[[], Collected],
+    ) -> tuple[SaveTarget, Callable[[], Collected]]:
+        """Return the target and the function of a save, as those of a base of this log.
+
+        The function refuses a state that cannot be recorded, on every rank alike.
+
+        Args:
+            step, target, state, selection: What is saved, and where.
+            collect: Takes the state apart.
+        """
+        self._has_tried = True
+
+        def prepared() -> Collected:
+            if self._capture is None:
+                framework, vouched = self._job.framework, self._options.optimizers
+                self._capture = framework.capture(state, selection, vouched, self._memory)
+            return collect()
+
+        return replace(target, log=self._id, planned=partial(self._planned, step)), prepared
+
+    def ended(self, step: int, committed: Future[SaveReport]) -> None:
+        """Take note of the end of a base; on any thread."""
+        if committed.exception() is None:
+            self._committed = step if self._committed is None else max(self._committed, step)
+        else:
+            self._request_base()
+
+    def drain(self, seconds: float | None = None) -> bool:
+        """Seal what is recorded; return whether everything is sealed in time."""
+        return self._writer.drain(seconds)
+
+    def forget(self) -> None:
+        """Begin again after a load: the state is another, and the records after it are of another log."""
+        if self._capture is not None:
+            self._capture.close()
+        self._capture, self._id, self._at, self._has_tried, self._committed = None, "", None, False, None
+        self._requests, self.why = 0, ""
+
+    def close(self) -> None:
+        """Seal what is recorded, and remove the hooks."""
+        if self._capture is not None:
+            self._capture.close()
+        self._writer.close()
+
+    def _planned(self, step: int, attempt: str, plan: SavePlan) -> None:
+        """Begin to record at a base that the ranks agreed on: the first base gives the log its id."""
+        assert self._capture is not None, "the state was taken apart"
+        if self._at == step:
+            return  # The records go on.
+        self._id = self._id or attempt
+        regions: dict[str, list[Region]] = {}
+        for pack, _ in plan.packs:
+            for item in pack.items:
+                regions.setdefault(item.tensor.fqn, []).append(item.region)
+        self._capture.begin(step, regions)
+        self._writer.begin(self._id)
+        self._at, self.why = step, ""
+
+    def _interrupt(self, step: int, why: str) -> None:
+        logger.warning(
+            "step %d: the redo log is interrupted: %s. Training goes on; a failure now costs the steps since the last "
+            "base. A new base is requested",
+            step,
+            why,
+        )
+        self.why, self._at = why, None
+        if self._requests < _REQUESTS_MAX:
+            self._requests += 1
+            self._request_base()
