@@ -71,6 +71,8 @@ class CheckpointManager:
                 manager.maybe_save(step, state)
     """
 
+    _redo_log: RedoLog | None = None
+
     def __init__(
         self,
         root: wiring.Path,
@@ -157,7 +159,6 @@ class CheckpointManager:
         self._store, self._job, self._keep = store, job, policies.keep
         self._dispatcher = EventDispatcher(observers, job.clock)
         self._schedule = None if policies.save is None else Schedule(job, policies.save)
-        self._redo_log: RedoLog | None = None
         self._preemption = preemption_handler
         home = CheckpointLocation(store, "", None, references=references, root=store)
         self._parts = RunParts(job, home, policies.keep)
