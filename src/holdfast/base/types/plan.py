@@ -44,7 +44,7 @@ class PackItem:
     """Number of the rank's shard that has its bytes."""
 
     codec: str = ""
-    """In a coded pack, the codec that is tried first for each of its chunks; else empty."""
+    """In a coded pack, the codec that is tried first for each of its chunks. Empty: they are stored raw."""
 
     bytes: int = field(init=False, repr=False, compare=False)
     """Bytes of the piece."""

@@ -71,7 +71,7 @@ class ChunkEncoder:
 
         Args:
             dtype: The element type of the piece.
-            codec: The codec that is tried first for it.
+            codec: The codec that is tried first for it; empty: chunks are stored raw.
             chunks: Their raw bytes.
             weight: The chunk of a weight that all of them together were rounded to, perhaps. If that is proven, those
                 that shrink are coded against it; else none is.
@@ -125,6 +125,8 @@ def rounded(master: memoryview, dtype: str) -> memoryview:
 
 def _tried(dtype: str, codec: str, raw: memoryview) -> Iterator[str]:
     """Yield the codecs to try for a chunk, in order: first those that a look at some of its bytes suggests."""
+    if not codec:
+        return
     looked_at = np.frombuffer(_middle(raw, _LOOK_BYTES), np.uint8)
     if 4 * np.count_nonzero(looked_at) <= len(looked_at):
         yield "sparse"
