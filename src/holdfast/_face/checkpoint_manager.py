@@ -476,7 +476,7 @@ class CheckpointManager:
                 f"{self._store.url}: differential={options} needs a policy that takes requests; expected a manager "
                 "made with every=… or save=AnyOf(…, OnRequest())"
             )
-        return RedoLog(self._job, self._parts.writer, options, self._schedule.request)
+        return RedoLog(self._parts, options, self._schedule.request)
 
     def _begin_save(self, step: int, passed: StepState) -> SaveHandle:
         if passed.misuse is not None:

@@ -110,6 +110,6 @@ class Unreferenced:
 
 
 def steps_of(keys: Iterable[str]) -> frozenset[int]:
-    """Return the steps in whose folders files are, from their keys under the root of a run."""
+    """Return the steps in whose folders files are, from their keys under the root of a run; segments are in none."""
     folders = {key.partition("/")[0] for key in keys}
-    return frozenset(int(folder.removeprefix("step-")) for folder in folders)
+    return frozenset(int(folder.removeprefix("step-")) for folder in folders if folder.startswith("step-"))

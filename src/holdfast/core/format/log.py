@@ -30,8 +30,7 @@ from holdfast.errors import CorruptError
 LOG_FOLDER = "log/"
 RECORD_ENTRY = "record"
 
-_LOG_ID = re.compile(r"[0-9a-f]{16}")
-_SEGMENT = re.compile(r"(\d{12})\.safetensors", re.ASCII)
+_SEGMENT_KEY = re.compile(r"log/([0-9a-f]{16})/r(\d{5})/(\d{12})\.safetensors", re.ASCII)
 _NO_SEAL = "0" * 2 * DIGEST_BYTES
 
 _SEGMENT_PACK = "coded/r00000.safetensors"
@@ -48,15 +47,10 @@ def segment_key(log: str, rank: int, first_step: int) -> str:
     return f"{log_folder(log, rank)}{first_step:012d}.safetensors"
 
 
-def first_step_of(name: str) -> int | None:
-    """Return the step of the first record of a segment, by its name in its folder; None if it is no segment."""
-    match = _SEGMENT.fullmatch(name)
-    return int(match[1]) if match else None
-
-
-def is_log_id(text: str) -> bool:
-    """Return whether a text names a log."""
-    return _LOG_ID.fullmatch(text) is not None
+def segment_in(key: str) -> tuple[str, int, int] | None:
+    """Return log, rank and first step of the key of a segment, under the root of the run; None for any other key."""
+    match = _SEGMENT_KEY.fullmatch(key)
+    return (match[1], int(match[2]), int(match[3])) if match else None
 
 
 class _CallDocument(msgspec.Struct, array_like=True):

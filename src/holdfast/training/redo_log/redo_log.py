@@ -28,13 +28,12 @@ from holdfast.base.geometry.region import Region
 from holdfast.base.ports.framework import Collected, Selection
 from holdfast.base.ports.gradients import GradientCapture
 from holdfast.base.types.reports import SaveReport
-from holdfast.core.engine.writing.write import PackWriter
 from holdfast.core.plan.plan_cache import SavePlan
 from holdfast.settings import Differential
-from holdfast.training.coordination.job import Job
 from holdfast.training.redo_log.log_memory import LogMemory
 from holdfast.training.redo_log.log_writer import LogWriter
 from holdfast.training.redo_log.segments import QueuedRecord
+from holdfast.training.runs.step_request import RunParts
 from holdfast.training.saving.target import SaveTarget
 
 logger = logging.getLogger(__name__)
@@ -46,18 +45,17 @@ _REQUESTS_MAX = 2
 class RedoLog:
     """The log of one manager on one rank. Called on the training thread."""
 
-    def __init__(self, job: Job, writer: PackWriter, options: Differential, request_base: Callable[[], None]) -> None:
+    def __init__(self, parts: RunParts, options: Differential, request_base: Callable[[], None]) -> None:
         """Wait for the first base.
 
         Args:
-            job: The ranks.
-            writer: Writes packs under the root of the run.
+            parts: Resources of the run.
             options: How records are kept.
             request_base: Requests a save soon on all ranks.
         """
-        self._job, self._options, self._request_base = job, options, request_base
-        self._writer = LogWriter(job, writer, options.flush_every)
-        self._memory = LogMemory(job.clock)
+        self._job, self._pins, self._options, self._request_base = parts.job, parts.pins, options, request_base
+        self._writer = LogWriter(parts.job, parts.writer, options.flush_every)
+        self._memory = LogMemory(parts.job.clock)
         self._capture: GradientCapture | None = None
         self._id = ""
         self._at: int | None = None
@@ -139,7 +137,7 @@ class RedoLog:
         if self._capture is not None:
             self._capture.close()
         self._capture, self._id, self._at, self._has_tried, self._committed = None, "", None, False, None
-        self._requests, self.why = 0, ""
+        self._requests, self.why, self._pins.log = 0, "", ""
 
     def close(self) -> None:
         """Seal what is recorded, and remove the hooks."""
@@ -152,7 +150,7 @@ class RedoLog:
         assert self._capture is not None, "the state was taken apart"
         if self._at == step:
             return  # The records go on.
-        self._id = self._id or attempt
+        self._id = self._pins.log = self._id or attempt
         regions: dict[str, list[Region]] = {}
         for pack, _ in plan.packs:
             for item in pack.items:

@@ -27,9 +27,9 @@ from holdfast.core.format.log import (
     SegmentHeader,
     decode_record,
     encode_record,
-    first_step_of,
     log_folder,
     pieces_in_segment,
+    segment_in,
     segment_key,
 )
 from holdfast.core.format.pack import HEADER_BYTES_MAX, coded_header_body
@@ -135,8 +135,7 @@ def read_records(store: Store, log: str, rank: int, after: int) -> dict[int, Sea
     Raises:
         UnavailableError: The store failed.
     """
-    folder = log_folder(log, rank)
-    entries = [(first, entry) for entry in store.list(folder) if (first := first_step_of(entry.key[len(folder) :]))]
+    entries = [(named[2], entry) for entry in store.list(log_folder(log, rank)) if (named := segment_in(entry.key))]
     entries.sort(key=lambda each: each[0])
     # The segment before the first newer one may hold newer records too.
     older = sum(first <= after for first, _ in entries)

@@ -51,7 +51,7 @@ class RunParts:
         Args:
             job: The ranks.
             home: The root of the run.
-            keep: The retention policy; None to collect only what a load discarded.
+            keep: The retention policy; None to collect only what a load discarded, and segments of the redo log.
         """
         store, settings = home.store, job.settings
         self.job = job
@@ -77,7 +77,7 @@ class RunParts:
             # Without a policy, only steps that a load discarded are removed.
             choice = NOTHING_CHOSEN if keep is not None else ChosenNames(is_all=True)
             collector = CheckpointGC(store, job.clock, keep, self.writer_lease, self.pins, choice)
-            may_collect = _always if keep is not None else partial(_has_discarded, store, self.run_facts)
+            may_collect = _always if keep is not None else partial(_has_unneeded, store, self.run_facts, self.pins)
             self.collecting = Background(collector, settings.collect_grace_seconds, job.clock, may_collect)
 
     def collect_soon(self) -> None:
@@ -108,8 +108,10 @@ def _always() -> bool:
     return True
 
 
-def _has_discarded(store: Store, facts: RunFacts) -> bool:
-    """Return whether loads have discarded steps that a collection has to remove."""
+def _has_unneeded(store: Store, facts: RunFacts, pins: Pins) -> bool:
+    """Return whether a collection has to remove steps that loads have discarded, or segments of the redo log."""
+    if pins.log:
+        return True
     if facts.has_one_timeline:
         return False
     with suppress(CheckpointError):  # The next commit looks again.

@@ -56,6 +56,7 @@ from holdfast.training.runs.removal.chosen_steps import (
 from holdfast.training.runs.removal.incomplete_steps import incomplete_steps
 from holdfast.training.runs.removal.inventory import Found, Inventory, ended_in
 from holdfast.training.runs.removal.linked_packs import linked_packs
+from holdfast.training.runs.removal.log_segments import BASE, kept_bases, unneeded_segments
 from holdfast.training.runs.removal.pins import Pins
 from holdfast.training.runs.removal.retention import KeptFacts, kept
 from holdfast.training.runs.removal.uploads import uploads_removed
@@ -305,6 +306,10 @@ class CheckpointGC:
         found = Found(packs.listed, moved, chosen, under_way, superseded_packs(store), packs_known=not unread)
         begun = discarded_in(records) | self._choice.begun if self._choice.is_all else None
         to_delete = found.unreferenced(reasons, begun)
+        if not unread:  # A manifest that cannot be read may be a base.
+            bases = [name for name, why in whys.items() if BASE in why]
+            segments = unneeded_segments(store, whole, newest, bases, needs.readers.keys(), self._pins.log)
+            to_delete = replace(to_delete, files={**to_delete.files, **segments})
         return Inventory(
             self._run_id,
             {files.step: files.digest for files in listed if files.digest is not None and files.counts},
@@ -379,7 +384,9 @@ class CheckpointGC:
         ]
         for read, why in needs.readers.items():
             reasons |= {name: (f"read by {why}",) for name in candidates if read in (None, name[0])}
-        for name, whys in kept(self._keep, facts, newest).items():
+        by_policy = kept(self._keep, facts, newest)
+        by_log = kept_bases([candidates[each.name] for each in facts], newest)
+        for name, whys in (*by_policy.items(), *by_log.items()):
             reasons[name] = (*whys, *reasons.get(name, ()))
         return reasons
 

@@ -31,6 +31,8 @@ class Pins:
         self.current: tuple[int, str] | None = None
         """The step that this process saved or loaded last, and the digest of its manifest. Training continues from it,
         even if newer steps exist."""
+        self.log = ""
+        """Id of the redo log that this process writes; empty if there is none."""
         self._to_delete: frozenset[int] = frozenset()
 
     def pin(self, pin: StepPin, base: int | None) -> bool:

@@ -1,0 +1,118 @@
+"""Which segments of redo logs a run needs: those after the older of its two newest bases, as far as their log counts.
+
+The two newest bases stay, whatever the policy says: if the newest is damaged, a restart redoes from the one before. A
+policy decides about steps, never about logs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from holdfast.base.ports.store import Store
+from holdfast.base.types.manifest import Manifest
+from holdfast.base.types.removal import StepAndDigest
+from holdfast.base.types.timeline import Timeline
+from holdfast.core.format.log import LOG_FOLDER, segment_in
+
+BASES_KEPT = 2
+"""Newest bases that stay, with the log after the older one."""
+
+BASE = "log"
+"""Reason of a base that stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Needed:
+    """The part of one log that is needed."""
+
+    after: int
+    """Records after this step are needed."""
+
+    below: int | None
+    """Records below this step are needed; None: to the end."""
+
+
+def kept_bases(manifests: Iterable[Manifest], newest: Timeline) -> Mapping[StepAndDigest, tuple[str, ...]]:
+    """Return the bases that stay, each with the reason.
+
+    Args:
+        manifests: The manifests of steps that can be loaded.
+        newest: The newest timeline.
+    """
+    bases = [manifest for manifest in _chain(manifests, newest) if manifest.log][:BASES_KEPT]
+    return {(base.step, base.digest): (BASE,) for base in bases if base.step is not None}
+
+
+def unneeded_segments(
+    store: Store,
+    manifests: Collection[Manifest],
+    newest: Timeline,
+    kept: Collection[StepAndDigest],
+    leased: Collection[int | None],
+    own_log: str,
+) -> Mapping[str, int]:
+    """Return the segments that no restart needs: bytes by key.
+
+    Args:
+        store: The root of the run.
+        manifests: Every manifest that counts.
+        newest: The newest timeline.
+        kept: The bases that stay.
+        leased: Steps that readers hold; None for a reader that may take any step.
+        own_log: Id of the log that this process writes: no manifest may state the log yet. Empty: there is none.
+    """
+    segments = _segments(store)
+    if not segments or None in leased:
+        return {}
+    chain = _chain(manifests, newest)
+    bases = [base for base in chain if base.log and (base.step in leased or (base.step, base.digest) in kept)]
+    needed: dict[str, _Needed] = {own_log: _Needed(-1, None)} if own_log else {}
+    stated: dict[str, _Needed] = {}
+    for base in bases:
+        assert base.step is not None, "a run has steps"
+        newer = chain[: chain.index(base)]
+        ends = [each.step for each in newer if each.log != base.log and each.step is not None]
+        ends += [fork.step + 1 for fork in newest.ancestors if fork.timeline == base.timeline.id]
+        known, below = stated.get(base.log), min(ends, default=None)
+        if known is not None:
+            below = None if below is None or known.below is None else max(below, known.below)
+        stated[base.log] = _Needed(base.step if known is None else min(base.step, known.after), below)
+    needed |= stated
+    return {
+        key: size
+        for log, by_rank in segments.items()
+        for listed in by_rank.values()
+        for key, size in _unneeded(listed, needed.get(log))
+    }
+
+
+def _chain(manifests: Iterable[Manifest], newest: Timeline) -> list[Manifest]:
+    """Return the manifests that a resume may take, the newest first."""
+    held = [each for each in manifests if each.step is not None and newest.holds(each.timeline.id, each.step)]
+    return sorted(held, key=lambda each: (each.timeline.number, each.step or 0), reverse=True)
+
+
+def _segments(store: Store) -> Mapping[str, Mapping[int, list[tuple[int, str, int]]]]:
+    """Return first step, key and bytes of every segment, by log and rank; ascending."""
+    found: dict[str, dict[int, list[tuple[int, str, int]]]] = {}
+    for entry in store.list(LOG_FOLDER):
+        named = segment_in(entry.key)
+        if named is not None:
+            log, rank, first = named
+            found.setdefault(log, {}).setdefault(rank, []).append((first, entry.key, entry.bytes))
+    for by_rank in found.values():
+        for listed in by_rank.values():
+            listed.sort()
+    return found
+
+
+def _unneeded(listed: Sequence[tuple[int, str, int]], needed: _Needed | None) -> Iterable[tuple[str, int]]:
+    """Yield key and bytes of the segments of one rank without a needed record."""
+    for number, (first, key, size) in enumerate(listed):
+        following = listed[number + 1][0] if number + 1 < len(listed) else None
+        # All records of a segment are below the first record of the next one.
+        is_before = needed is not None and following is not None and following <= needed.after + 1
+        is_cut = needed is not None and needed.below is not None and first >= needed.below
+        if needed is None or is_before or is_cut:
+            yield key, size
