@@ -176,7 +176,7 @@ class TorchSource:
             parts: Held regions and their memory.
             memory: The tensors of the state with that memory; `stamp` watches them for changes.
         """
-        self._parts, self._memory = parts, memory
+        self.parts, self._memory = parts, memory
         self._is_stamped = False
         """Whether training may go on while the bytes are copied, and may free them."""
         on_gpu = bool(parts) and parts[0].local.is_cuda
@@ -198,9 +198,9 @@ class TorchSource:
 
     def _place_of(self, piece: Region) -> tuple[torch.Tensor, int]:
         """Return the tensor that holds a piece, and how many of its row-major bytes are before the piece."""
-        part = self._parts[0]
-        if len(self._parts) > 1:
-            part = next(held for held in self._parts if contains(held.region, piece))
+        part = self.parts[0]
+        if len(self.parts) > 1:
+            part = next(held for held in self.parts if contains(held.region, piece))
         offset = 0 if piece is part.region else first_element(part.region, piece) * part.local.element_size()
         return part.local, offset
 
@@ -216,7 +216,7 @@ class TorchSource:
         at = 0
         try:
             for source, piece in zip(sources, pieces, strict=True):
-                part = source._parts[0]
+                part = source.parts[0]
                 local = part.local
                 if source._is_stamped:
                     storage_of(local, extent_bytes(local))  # The other ways to copy check it anyway.
@@ -246,7 +246,7 @@ class TorchSource:
         with on_stream(self._stream):
             samples = [
                 _sampled(part.local, _sampled_runs(part.local, blocks, block_bytes, whole_bytes, shift))
-                for part in self._parts
+                for part in self.parts
             ]
         return samples[0] if len(samples) == 1 else b"".join(samples)
 
@@ -261,7 +261,7 @@ class TorchSource:
 
     def copied(self) -> TorchSource:
         """Return a source of clones, which training does not change."""
-        parts = [LocalPart(part.region, part.local.clone()) for part in self._parts]
+        parts = [LocalPart(part.region, part.local.clone()) for part in self.parts]
         if self.side is not None:
             self.side.follow()
         return TorchSource(parts, [part.local for part in parts])
