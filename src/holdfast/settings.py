@@ -376,6 +376,10 @@ class Differential:
     flush_every: int = 1
     """Records that each rank seals together. A kill loses these records and those in flight."""
 
+    log_bytes_max: int | None = None
+    """Bytes of the log in storage, of all ranks. Beyond half of them a checkpoint is saved early, so that older records
+    go. None: sixteen times the bytes of a checkpoint, or 1 GiB if that is more, and at most a quarter of the space that was free at the first."""
+
     optimizers: tuple[type, ...] = ()
     """Optimizer classes of yours whose step is a function of state, gradients and groups alone. The optimizers of torch
     need no entry."""
@@ -384,6 +388,9 @@ class Differential:
         count: object = self.flush_every
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 1000:
             raise InvalidError(f"Differential(flush_every={count!r}): expected a whole number from 1 to 1,000")
+        limit: object = self.log_bytes_max
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+            raise InvalidError(f"Differential(log_bytes_max={limit!r}): expected a positive number of bytes, or None")
         classes: object = self.optimizers
         if not isinstance(classes, tuple) or not all(isinstance(each, type) for each in classes):
             raise InvalidError(f"Differential(optimizers={classes!r}): expected a tuple of optimizer classes")

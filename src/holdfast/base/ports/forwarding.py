@@ -106,6 +106,10 @@ class ForwardingStore(ForwardingReadable, Store):
         """Give an object one more key, if the store can."""
         return self._around("link", key, lambda: self._inner.link(key, new_key))
 
+    def free_bytes(self) -> int | None:
+        """Forward to the inner store."""
+        return self._inner.free_bytes()
+
     def identity(self, key: str) -> str:
         """Return a text that the keys of one object share."""
         return self._around("identity", key, lambda: self._inner.identity(key))

@@ -264,6 +264,10 @@ class Store(Readable, Protocol):
         """
         return
 
+    def free_bytes(self) -> int | None:
+        """Return the free space; None if the store has no known limit."""
+        return None
+
     def abort_uploads(self, prefix: str, is_ours: Callable[[str], bool], *, dry_run: bool = False) -> int:
         """Remove incomplete uploads under a prefix; return their number. 0 where no upload leaves hidden parts.
 

@@ -43,14 +43,14 @@ class LogWriter:
         """
         self.sealed_step: int | None = None
         """The last step that was sealed in this log."""
-        self.sealed_bytes = 0
-        """Bytes of all segments of this log."""
+        self.sealed_bytes = self.sealed_records = 0
+        """Bytes and records of all segments of this log."""
 
     def begin(self, log: str) -> None:
         """Begin a log, or go on with the same one after a failure."""
         if log != self._log:
             self.drain()
-            self._log, self.sealed_step, self.sealed_bytes = log, None, 0
+            self._log, self.sealed_step, self.sealed_bytes, self.sealed_records = log, None, 0, 0
         self.failure = ""
 
     def put(self, record: QueuedRecord) -> None:
@@ -95,6 +95,7 @@ class LogWriter:
                 count = write_segment(self._writer, self._log, rank, records, chunk_bytes)
                 self.sealed_step = records[-1].captured.record.step
                 self.sealed_bytes += count
+                self.sealed_records += len(records)
                 logger.debug("sealed %d records in %.3f s", len(records), time.perf_counter() - began)
         except Exception as error:  # noqa: BLE001 - the log is interrupted; training goes on
             self.failure = f"step {records[0].captured.record.step} could not be sealed: {error}"

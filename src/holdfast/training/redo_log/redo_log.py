@@ -19,6 +19,7 @@ seen by every reader.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
@@ -29,6 +30,7 @@ from holdfast.base.ports.framework import Collected, Selection
 from holdfast.base.ports.gradients import GradientCapture
 from holdfast.base.types.reports import SaveReport
 from holdfast.core.plan.plan_cache import SavePlan
+from holdfast.errors import shown_bytes
 from holdfast.settings import Differential
 from holdfast.training.redo_log.log_memory import LogMemory
 from holdfast.training.redo_log.log_writer import LogWriter
@@ -37,6 +39,12 @@ from holdfast.training.runs.step_request import RunParts
 from holdfast.training.saving.target import SaveTarget
 
 logger = logging.getLogger(__name__)
+
+_BASES_OF_LOG, _SHARE_OF_FREE = 16, 4
+"""The log has at most as many bytes as sixteen bases, and a quarter of the free space."""
+
+_LOG_BYTES_MIN = 1 << 30
+"""A log smaller than this is not limited by the bytes of bases: a base of a small state costs more than its bytes."""
 
 _REQUESTS_MAX = 2
 """Bases that interruptions request between two bases of the policy."""
@@ -53,6 +61,7 @@ class RedoLog:
             options: How records are kept.
             request_base: Requests a save soon on all ranks.
         """
+        self._store = parts.store
         self._job, self._pins, self._options, self._request_base = parts.job, parts.pins, options, request_base
         self._writer = LogWriter(parts.job, parts.writer, options.flush_every)
         self._memory = LogMemory(parts.job.clock)
@@ -62,6 +71,11 @@ class RedoLog:
         """The boundary at which the next record begins; None if the records have a gap."""
         self._has_tried = False
         self._requests = 0
+        self._base_bytes = 0
+        """Bytes of the log of this rank at the last base."""
+        self._interval_bytes: float = math.inf
+        """Bytes of the log of this rank after which a base is requested."""
+        self._is_full = self._has_announced = False
         self._committed: int | None = None
         self.why = ""
         """Why steps are lost at a failure now; empty while all are recorded."""
@@ -94,6 +108,10 @@ class RedoLog:
             return
         self._writer.put(QueuedRecord(captured, self._at))
         self._at = step
+        if self._writer.sealed_bytes - self._base_bytes > self._interval_bytes and not self._is_full:
+            self._is_full = True  # Until the next base.
+            self._request_base()
+        self._announce_sizes(step)
 
     def as_base(
         self,
@@ -148,8 +166,11 @@ class RedoLog:
     def _planned(self, step: int, attempt: str, plan: SavePlan) -> None:
         """Begin to record at a base that the ranks agreed on: the first base gives the log its id."""
         assert self._capture is not None, "the state was taken apart"
+        self._is_full = False
         if self._at == step:
+            self._base_bytes = self._writer.sealed_bytes
             return  # The records go on.
+        self._interval_bytes = self._bytes_max(plan.bytes) / 2 / self._job.comm.world_size
         self._id = self._pins.log = self._id or attempt
         regions: dict[str, list[Region]] = {}
         for pack, _ in plan.packs:
@@ -157,7 +178,32 @@ class RedoLog:
                 regions.setdefault(item.tensor.fqn, []).append(item.region)
         self._capture.begin(step, regions)
         self._writer.begin(self._id)
+        self._base_bytes = self._writer.sealed_bytes
         self._at, self.why = step, ""
+
+    def _bytes_max(self, base_bytes: int) -> int:
+        """Return the bytes that the log of all ranks may take."""
+        if self._options.log_bytes_max is not None:
+            return self._options.log_bytes_max
+        limit = max(_BASES_OF_LOG * base_bytes * self._job.comm.world_size, _LOG_BYTES_MIN)
+        free = self._store.free_bytes()
+        return limit if free is None else min(limit, free // _SHARE_OF_FREE)
+
+    def _announce_sizes(self, step: int) -> None:
+        """Log once how large records are: they decide how often a base is saved, whatever the policy says."""
+        count, records = self._writer.sealed_bytes, self._writer.sealed_records
+        if self._has_announced or not records:
+            return
+        self._has_announced = True
+        if self._job.comm.rank == 0:
+            logger.info(
+                "step %d: the redo log takes about %s a step and rank, and up to %s a rank between two bases: a base "
+                "comes at least every %d steps. Differential(log_bytes_max=…) sets the bytes",
+                step,
+                shown_bytes(count // records),
+                shown_bytes(int(self._interval_bytes)),
+                max(int(self._interval_bytes * records / count), 1),
+            )
 
     def _interrupt(self, step: int, why: str) -> None:
         logger.warning(
