@@ -1,0 +1,138 @@
+"""A training with everything that a redo must follow, as a case of a world: killed at a step, or run to its end."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import holdfast
+from tests.support.gloo_worlds import World
+
+
+def network(layout: str, world_size: int) -> tuple[nn.Module, nn.Module]:
+    """Return a network and the module that trains it, alike on every rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(16, 33), nn.LayerNorm(33) if layout == "fsdp" else nn.BatchNorm1d(33), nn.GELU(), nn.Dropout(0.1)
+    )
+    model.append(nn.Linear(33, 5))
+    if layout == "ddp" and world_size > 1:
+        return model, DistributedDataParallel(model)
+    if layout == "fsdp":
+        mesh = init_device_mesh("cpu", (world_size,))
+        for part in (*model, model):
+            if any(True for _ in part.parameters()):
+                fully_shard(part, mesh=mesh)
+    return model, model
+
+
+def train(
+    world: World,
+    root: str,
+    layout: str = "ddp",
+    steps: int = 40,
+    kill_at: int | None = None,
+    kill_rank: int | None = None,
+    kill_after: float | None = None,
+    every: int = 15,
+    pause: float = 0.0,
+    differential: bool = True,
+) -> dict[str, object]:
+    """Train; return where the run began and the digest of everything at its end.
+
+    Args:
+        world: The ranks.
+        root: The root of the run.
+        layout: `ddp`, also for one process, or `fsdp`.
+        steps: The last step.
+        kill_at: The step after which ranks kill themselves; None for none.
+        kill_rank: The one rank that kills itself; None for all.
+        kill_after: Seconds after the first recoverable step at which this rank kills itself.
+        every: Steps between bases.
+        pause: Seconds of each step.
+        differential: Whether steps are logged.
+    """
+    model, replica = network(layout, world.size)
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * steps)
+    state = {"model": model, "optimizer": optimizer, "schedule": schedule, "rng": holdfast.RngState()}
+    torch.manual_seed(100 + world.rank)
+    random.seed(100 + world.rank)
+    with holdfast.CheckpointManager(root, every=every, keep_last=2, differential=differential) as manager:
+        start = manager.load(state) or 0
+        report = manager.load_report
+        for step in range(start + 1, steps + 1):
+            time.sleep(pause)
+            for _ in range(2):
+                replica(torch.randn(6, 16)).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            manager.maybe_save(step, state)
+            recoverable = manager.recoverable if differential else None
+            note_step(world, step, recoverable)
+            if kill_after is not None and recoverable is not None:
+                threading.Timer(kill_after, kill).start()
+                kill_after = None
+            if step == kill_at and kill_rank in (None, world.rank):
+                wait_for_seal(manager, step)
+                kill()
+        return {
+            "start": start,
+            "base": None if report is None else report.base_step,
+            "redone": None if report is None else report.redone_steps,
+            "why": "" if report is None else report.why_not_further,
+            "digest": digest_of(model, optimizer, schedule),
+        }
+
+
+def note_step(world: World, step: int, recoverable: int | None) -> None:
+    """Leave the last step of this rank, for the judge of a killed run."""
+    with Path(world.scratch / f"step.{world.rank}").open("a") as file:
+        file.write(f"{step} {recoverable}\n")
+
+
+def wait_for_seal(manager: holdfast.CheckpointManager, step: int) -> None:
+    """Wait until a step is sealed on this rank."""
+    deadline = time.monotonic() + 20
+    while manager.recoverable != step:
+        assert time.monotonic() < deadline, f"step {step} was never sealed: {manager.recoverable}"
+        time.sleep(0.005)
+
+
+def kill() -> None:
+    """Kill this rank as the kernel would."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def digest_of(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: object) -> str:
+    """Return the digest of every bit of the state on this rank, random numbers included."""
+    state = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        state.update(name.encode() + _local(tensor).numpy().tobytes())
+    for parameter in model.parameters():
+        for key, value in sorted(optimizer.state[parameter].items()):
+            state.update(key.encode() + _local(value).numpy().tobytes())
+    state.update(repr([{**group, "params": 0} for group in optimizer.param_groups]).encode())
+    state.update(repr(schedule.state_dict()).encode())  # type: ignore[attr-defined]
+    state.update(torch.get_rng_state().numpy().tobytes() + repr(random.getstate()).encode())
+    return state.hexdigest()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().contiguous()
