@@ -19,6 +19,9 @@ from holdfast.errors import CorruptError, InvalidError
 OnTensor = Callable[[str, torch.Tensor], Value]
 _DEPTH_MAX = 100
 
+_PLAIN = {int, float, str, bool, type(None)}
+"""Types of leaves that stay as they are."""
+
 
 def take_apart(value: object, path: str, on_tensor: OnTensor, depth: int = 0) -> Value:
     """Return a value with neutral values in place of torch objects.
@@ -46,6 +49,8 @@ def take_apart(value: object, path: str, on_tensor: OnTensor, depth: int = 0) ->
         items = ((key, take_apart(entry, f"{path}.{key}", on_tensor, depth + 1)) for key, entry in value.items())
         return dict_like(value, items)
     if type(value) is list or type(value) is tuple:
+        if {*map(type, value)} <= _PLAIN:  # The state of a random generator has hundreds of numbers.
+            return type(value)(value)
         parts = (take_apart(item, f"{path}.{number}", on_tensor, depth + 1) for number, item in enumerate(value))
         return type(value)(parts)
     return value

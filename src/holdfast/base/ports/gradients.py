@@ -73,17 +73,25 @@ class GradientCapture(Protocol):
         """The shards of the parameters that the optimizers step, and of the tensors that get after-images."""
         ...
 
-    def begin(self, step: int, regions: Mapping[str, Sequence[Region]]) -> None:
+    def begin(
+        self, step: int, regions: Mapping[str, Sequence[Region]], state: Mapping[str, object] | None = None
+    ) -> None:
         """Begin at a boundary: the next record holds everything after this moment.
 
         Args:
             step: The boundary.
             regions: By FQN, the regions that this rank records.
+            state: The state as the loop passes it now: plain values are read off it. None: as it was passed before.
         """
         ...
 
-    def boundary(self, step: int) -> Captured | None:
-        """End a record at a boundary and begin the next; return None if the records have a gap."""
+    def boundary(self, step: int, state: Mapping[str, object] | None = None) -> Captured | None:
+        """End a record at a boundary and begin the next; return None if the records have a gap.
+
+        Args:
+            step: The boundary.
+            state: As for `begin`.
+        """
         ...
 
     def close(self) -> None:

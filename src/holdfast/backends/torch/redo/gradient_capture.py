@@ -61,24 +61,26 @@ class TorchGradientCapture:
         self._images: list[AfterImage] = []
         self._hooked = [_Hooked(stepped, self) for stepped in self._state.optimizers]
 
-    def begin(self, step: int, regions: Mapping[str, Sequence[Region]]) -> None:
+    def begin(
+        self, step: int, regions: Mapping[str, Sequence[Region]], state: Mapping[str, object] | None = None
+    ) -> None:
         """Begin at a boundary: the next record holds everything after this moment."""
         self._bytes.release()
         self.interrupted, self._regions, self._turn = "", regions, step
         self._calls, self._images = [], []
         try:
-            self._others = OtherTensors(self._other_shards(self._values.collected().shards))
+            self._others = OtherTensors(self._other_shards(self._values.collected(state).shards))
             for hooked in self._hooked:
                 hooked.begin()
         except Exception as error:  # noqa: BLE001 - nothing may raise into training
             self.interrupt(error)
 
-    def boundary(self, step: int) -> Captured | None:
+    def boundary(self, step: int, state: Mapping[str, object] | None = None) -> Captured | None:
         """End a record at a boundary and begin the next; return None if the records have a gap."""
         if self.interrupted:
             return None
         try:
-            return self._end(step)
+            return self._end(step, state)
         except Exception as error:  # noqa: BLE001 - nothing may raise into training
             self.interrupt(error)
             return None
@@ -185,11 +187,11 @@ class TorchGradientCapture:
             each.shard.tensor.fqn: each for each in fresh if each.shard.tensor.fqn not in stepped
         }
 
-    def _end(self, step: int) -> Captured:
+    def _end(self, step: int, state: Mapping[str, object] | None) -> Captured:
         for hooked in self._hooked:
             hooked.require_in_place()
             self.add_images(hooked.tensors.changed())
-        collected = self._values.collected()
+        collected = self._values.collected(state)
         self._copy_images(self._others.changed(self._other_shards(collected.shards)))
         self._turn += 1
         record = Record(

@@ -45,15 +45,18 @@ class StateValues:
         }
         """Paths of the modules that make values or tensors when they are asked for their state."""
 
-    def collected(self) -> Collected:
+    def collected(self, state: Mapping[str, object] | None = None) -> Collected:
         """Return tree and values of this rank as `collect` does, and the shards of tensors in lists of the state.
 
         In the place of an optimizer stand the hyperparameters of its groups: a list for each optimizer inside. Small
         tensors in the state of an object are values: an object may make them for each answer.
 
+        Args:
+            state: The state as it is passed now; None if it is the same as before.
         Raises:
             GapError: A module, an optimizer or a tensor of the state was replaced.
         """
+        self._state = self._state if state is None else state
         return collect(self._values_in(self._root, self._state), self._selection, self._ranks)
 
     def groups(self, tree: Value) -> list[tuple[Stepped, Value]]:
