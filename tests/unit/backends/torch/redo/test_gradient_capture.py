@@ -78,7 +78,7 @@ def test_a_step_in_backward_is_refused() -> None:
 
 def test_a_compiled_step_is_refused() -> None:
     training = Plain()
-    training.optimizer.step = torch.compile(training.optimizer.step)  # type: ignore[method-assign]
+    training.optimizer.step = torch.compile(training.optimizer.step, backend="eager")  # type: ignore[method-assign]
     assert "compiled step" in refusal(training.state())
 
 
@@ -95,7 +95,7 @@ def test_a_selection_without_a_part_that_steps_need_is_refused(skip: str) -> Non
 
 def test_a_parameter_outside_the_state_is_refused() -> None:
     training = Plain()
-    assert "not in the state" in refusal({"model": nn.Linear(6, 4), "optimizer": training.optimizer}) or True
+
     training.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     assert refusal(training.state())
 
@@ -170,7 +170,7 @@ def test_a_change_outside_of_a_step_becomes_an_after_image_in_its_place(
 
 def test_a_write_to_data_in_place_is_found_by_the_sums(plain: Plain) -> None:
     base, log = copy.deepcopy(plain), log_of(plain.state())
-    for step in range(64):
+    for step in range(70):
         plain.train()
         if step == 3:
             plain.model.weight.data[0, 0] += 1  # Moves neither address nor version counter.
