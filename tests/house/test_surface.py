@@ -25,7 +25,7 @@ TOP_FILES = {
 PARAMETERS_MAX = 8
 
 PARAMETERS = {
-    "_face/checkpoint_manager.py:CheckpointManager.__init__": 10,
+    "_face/checkpoint_manager.py:CheckpointManager.__init__": 11,
     "_face/checkpoint_manager.py:CheckpointManager.load": 12,
     "_face/offline_api.py:export": 11,
     "api.py:load": 14,

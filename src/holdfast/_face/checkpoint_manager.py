@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -15,15 +15,14 @@ from holdfast._face.arguments import (
     Globs,
     TagNames,
     differential_of,
+    passed_state,
     policies_of,
     preemption_of,
-    require_save_arguments,
     require_state,
     selection_of,
 )
 from holdfast.backends.stores.foreign import References
 from holdfast.base.interrupts import require_uninterrupted
-from holdfast.base.ports.framework import Selection
 from holdfast.base.ports.observer import Observer
 from holdfast.base.ports.packs import Packs
 from holdfast.base.ports.store import Store
@@ -33,22 +32,18 @@ from holdfast.errors import InvalidError
 from holdfast.policies import KeepPolicy, Policies, SavePolicy
 from holdfast.settings import Differential, Preemption, Settings
 from holdfast.stored.checkpoint.location import CheckpointLocation, none_allowed, require_no_checkpoint
-from holdfast.stored.repository.catalog import read_run_id
 from holdfast.stored.repository.tags import remove_tag
 from holdfast.stored.repository.timelines import committed_steps, run_timelines
-from holdfast.training.coordination.exit.signals import Signals
 from holdfast.training.coordination.job import Job
-from holdfast.training.coordination.save_schedule import Schedule
+from holdfast.training.coordination.save_schedule import Schedule, taking_requests
 from holdfast.training.loading.load import Loaded, load, load_attempt
 from holdfast.training.loading.load_request import LoadRequest
 from holdfast.training.loading.named_step import finder_of
 from holdfast.training.loading.rename_rules import Renames
-from holdfast.training.redo_log.recovery import LogFollower, Redone
-from holdfast.training.redo_log.redo_log import RedoLog
+from holdfast.training.redo_log.recovery import load_newest
+from holdfast.training.redo_log.redo_log import redo_log_of
 from holdfast.training.runs.discarding import Discarding
-from holdfast.training.runs.loaded_state import loaded_state
-from holdfast.training.runs.preemption import PreemptionHandler, estimated_write_bytes
-from holdfast.training.runs.removal.garbage_collection import CheckpointGC
+from holdfast.training.runs.preemption import PreemptionHandler, least_write_bytes, preemption_handler_of
 from holdfast.training.runs.saves_in_flight import SavesInFlight, note_failed
 from holdfast.training.runs.step_request import RunParts, StepRequest, StepState
 from holdfast.training.runs.tags import tag_step
@@ -70,8 +65,6 @@ class CheckpointManager:
                 optimizer.step()
                 manager.maybe_save(step, state)
     """
-
-    _redo_log: RedoLog | None = None
 
     def __init__(
         self,
@@ -115,13 +108,9 @@ class CheckpointManager:
         wanted, options = preemption_of(preemption), differential_of(differential)
         store = wiring.store_at(root, settings)
         job = wiring.saving_job(process_group, settings, store.url)
-        handler = None
-        if wanted is not None:
-            handler = PreemptionHandler(job, Signals(wanted.signals, job.clock), wanted.grace_seconds)
-        self._open(store, job, References(settings.allowed_roots), policies, observers, handler)
+        handler = preemption_handler_of(job, wanted)
+        self._open(store, job, References(settings.allowed_roots), policies, observers, handler, options)
         self._position.starts_over = start_over
-        if options is not None:
-            self._redo_log = self._new_redo_log(options)
         self._follows_default_group = process_group is None
 
     @classmethod
@@ -154,6 +143,7 @@ class CheckpointManager:
         policies: Policies,
         observers: Sequence[Observer],
         preemption_handler: PreemptionHandler | None,
+        differential: Differential | None = None,
     ) -> None:
         require_no_checkpoint(store)
         self._store, self._job, self._keep = store, job, policies.keep
@@ -162,10 +152,10 @@ class CheckpointManager:
         self._preemption = preemption_handler
         home = CheckpointLocation(store, "", None, references=references, root=store)
         self._parts = RunParts(job, home, policies.keep)
+        self._redo_log = redo_log_of(self._parts, self._schedule, differential)
         self._position = self._parts.position
         self._saves = SavesInFlight(job.progress)
-        self._closed = False
-        self._follows_default_group = False
+        self._closed = self._follows_default_group = False
         self.load_report: LoadReport | None = None
         """Report of the last load."""
 
@@ -201,7 +191,7 @@ class CheckpointManager:
                 "save=…, as in CheckpointManager(root, every=100). To save at once, call save(step, state)"
             )
         step = plain_step(step)
-        passed = _passed(step, state, "maybe_save(step, state)", (only, skip, grads), metrics, (tags, move_tags))
+        passed = passed_state(step, state, "maybe_save(step, state)", (only, skip, grads), metrics, (tags, move_tags))
         if passed.misuse is not None and (self._job.comm.world_size == 1 or not is_step(step)):
             # Without a step this rank cannot decide whether the others save. They raise at their next save.
             return refuse_call(self._job, passed.misuse)
@@ -211,7 +201,7 @@ class CheckpointManager:
             self._preemption.save_and_exit(
                 step,
                 self._position.location_of(step),
-                lambda: self._estimated_write_bytes(passed),
+                lambda: least_write_bytes(self._parts, passed),
                 lambda: self._begin_save(step, replace(passed, is_last=True)),
                 is_committed=self._position.is_loaded(step),
             )
@@ -221,16 +211,12 @@ class CheckpointManager:
 
     @property
     def recoverable(self) -> int | None:
-        """The last step to which a restart would come back, as far as this rank knows; None before the first base.
+        """The last step to which a restart would come back, as far as this rank knows; None without a redo log or base.
 
         Example:
             print(f"a kill now costs the steps after {manager.recoverable}")
-        Raises:
-            InvalidError: The manager was made without `differential`.
         """
-        if self._redo_log is None:
-            raise InvalidError(f"{self._store.url}: expected a manager made with differential=True")
-        return self._redo_log.recoverable
+        return None if self._redo_log is None else self._redo_log.recoverable
 
     def request_save(self) -> None:
         """Request a save soon, from any rank, thread or signal handler.
@@ -242,12 +228,7 @@ class CheckpointManager:
         Raises:
             InvalidError: The policy has no `OnRequest()`.
         """
-        if self._schedule is None or not self._schedule.takes_requests:
-            raise InvalidError(
-                f"{self._store.url}: the policy takes no requests, so no rank would save; expected a manager made "
-                "with every=… or save=AnyOf(…, OnRequest()). To save at once, call save(step, state)"
-            )
-        self._schedule.request()
+        taking_requests(self._schedule, f"{self._store.url}: request_save").request()
 
     def save(
         self,
@@ -276,7 +257,7 @@ class CheckpointManager:
         """
         self._require_not_closed()
         step = plain_step(step)
-        passed = _passed(step, state, "save(step, state)", (only, skip, grads), metrics, (tags, move_tags))
+        passed = passed_state(step, state, "save(step, state)", (only, skip, grads), metrics, (tags, move_tags))
         if self._redo_log is not None:
             self._redo_log.boundary(step)
         return self._begin_save(step, passed)
@@ -323,31 +304,22 @@ class CheckpointManager:
         discarding = Discarding(self._parts, find) if discard_newer else None
         selection = selection_of(only, skip, grads, partial, hyperparameters=hyperparameters, cast=cast)
         request = LoadRequest(state, selection, strict, Renames.of(rename))
-        position = self._position
-        choice = position.choice(find if discarding is None else discarding.find, discards=discarding is not None)
+        if find is None and discarding is None:
+            return self._load_newest(request)
+        finder = find if discarding is None else discarding.find
+        choice = self._position.choice(finder, discards=discarding is not None)
         if discarding is not None:
             self._saves.await_ends()  # Saves in flight are newer steps, too.
-        follower = LogFollower(self._job, self._store, request) if find is None else None
-        while True:
-            with load_attempt(self._job, choice, request, self._dispatcher) as attempt:
-                try:
-                    loaded = load(attempt)
-                except BaseException:
-                    if discarding is not None:
-                        discarding.give_up()
-                    raise
-                if loaded is None:
-                    return None
-                # Before the reader lease ends: garbage collection must not remove the step in between.
-                self._note_loaded(request, loaded)
-                if discarding is not None:
-                    self.load_report = discarding.execute(loaded)
-                if follower is None:
-                    return loaded.location.step
-                redone = follower.follow(loaded)
-                if redone is not None:
-                    return self._note_redone(redone)
-            choice = position.choice(None, discards=False)
+        with load_attempt(self._job, choice, request, self._dispatcher) as attempt:
+            with nullcontext() if discarding is None else discarding:
+                loaded = load(attempt)
+            if loaded is None:
+                return None
+            # Before the reader lease ends: garbage collection must not remove the step in between.
+            self._note_loaded(request, loaded)
+            if discarding is not None:
+                self.load_report = discarding.execute(loaded)
+            return loaded.location.step
 
     def steps(self) -> list[int]:
         """Return the committed steps that a load may take, ascending, without superseded steps.
@@ -402,10 +374,7 @@ class CheckpointManager:
             InvalidError: `keep` ranks by a metric that no step has.
             CorruptError: A tag cannot be read and may name a step that must stay.
         """
-        if read_run_id(self._store) is None:
-            return {}
-        inventory = CheckpointGC(self._store, self._job.clock, self._keep, None, self._parts.pins).survey()
-        return dict(sorted(inventory.reasons.items()))
+        return self._parts.kept(self._keep)
 
     def wait(self) -> None:
         """Wait for every save in flight.
@@ -451,39 +420,28 @@ class CheckpointManager:
         """Continue training from a loaded step."""
         position = self._position
         self.load_report = loaded.report
-        position.move_to(loaded)
+        position.move_to(loaded, request)
         if self._redo_log is not None:
             self._redo_log.forget()
-        position.loaded_state = loaded_state(self._job.framework, request, loaded)
         if position.has_gone_back and self._preemption is not None:
             self._preemption.forget_last()
         if self._schedule is not None and loaded.location.step is not None:
             self._schedule.note_loaded(loaded.location.step)
 
-    def _note_redone(self, redone: Redone) -> int:
-        """Continue training from a redone step."""
-        assert self.load_report is not None, "a base was loaded"
-        self.load_report = redone.report(self.load_report)
-        if redone.records:
-            self._position.loaded, self._position.loaded_state = redone.step, None
-            if self._schedule is not None:
-                self._schedule.note_loaded(redone.step)
+    def _load_newest(self, request: LoadRequest) -> int | None:
+        """Load the newest valid step, and continue training from the last record of the redo log."""
+        redone = load_newest(self._job, self._position, request, self._dispatcher, self._note_loaded)
+        if redone is None:
+            return None
+        self.load_report = redone
+        if self._schedule is not None and redone.step is not None:
+            self._schedule.note_loaded(redone.step)
         return redone.step
-
-    def _new_redo_log(self, options: Differential) -> RedoLog:
-        if self._schedule is None or not self._schedule.takes_requests:
-            raise InvalidError(
-                f"{self._store.url}: differential={options} needs a policy that takes requests; expected a manager "
-                "made with every=… or save=AnyOf(…, OnRequest())"
-            )
-        return RedoLog(self._parts, options, self._schedule.request)
 
     def _begin_save(self, step: int, passed: StepState) -> SaveHandle:
         if passed.misuse is not None:
             return refuse_call(self._job, passed.misuse)
-        self._position.loaded = None
-        if self._position.loaded_state is not None and step != self._position.loaded_state.step:
-            self._position.loaded_state = None
+        self._position.leave(step)
         if self._schedule is not None:
             self._schedule.note_saved(step)
         request = StepRequest(self._parts, self._position.location_of(step), passed)
@@ -499,7 +457,7 @@ class CheckpointManager:
         ended = partial(note_failed, parts.run_facts, parts.pins, parts.collecting, request.pin, handle)
         handle.committed.add_done_callback(ended)
         if self._redo_log is not None:
-            handle.committed.add_done_callback(partial(self._redo_log.ended, step))
+            handle.committed.add_done_callback(partial(self._redo_log.bases.note, step))
         self._position.lineage = request.lineage
         self._saves.add(handle)
         if self._preemption is not None:
@@ -533,31 +491,8 @@ class CheckpointManager:
         preemption = self._preemption
         self._parts.close(lambda: may_wait and not (preemption is not None and preemption.has_received_signal))
 
-    def _estimated_write_bytes(self, passed: StepState) -> int:
-        """Return a lower bound of the bytes that this rank must write, before any comparison with stored bytes."""
-        if passed.misuse is not None or (self._position.base is not None and self._job.settings.deduplicate):
-            return 0  # Every byte may be unchanged.
-        collected = self._job.framework.collect(passed.state, passed.selection)
-        return estimated_write_bytes(collected.shards, self._job.comm.world_size)
-
     def _require_not_closed(self) -> None:
         if self._closed:
             raise InvalidError(f"{self._store.url}: the manager is closed; make a new CheckpointManager")
         if self._follows_default_group:
             wiring.require_group(None, self._job.comm)  # The script may have made a process group since.
-
-
-def _passed(
-    step: object,
-    state: Mapping[str, object],
-    call: str,
-    chosen: tuple[Globs, Globs, bool],
-    metrics: Mapping[str, object] | None,
-    tags: tuple[TagNames, TagNames],
-) -> StepState:
-    """Return the arguments of a call that saves, or the error in the arguments: every rank then raises, or no rank."""
-    try:
-        require_save_arguments(step, state, call)
-        return StepState(state, selection_of(*chosen), metrics, *tags)
-    except InvalidError as misuse:
-        return StepState({}, Selection(), misuse=misuse)

@@ -35,6 +35,14 @@ class FileReading(Readable):
         """Return the place of a key, for messages."""
         return f"{self.url}/{key}"
 
+    def free_bytes(self) -> int | None:
+        """Return the bytes that the file system of the root has free for this user; None before the root exists."""
+        try:
+            found = os.statvfs(self.url)
+        except OSError:
+            return None
+        return found.f_bavail * found.f_frsize
+
     def _open_object(self, key: str) -> AbstractContextManager[tuple[int, int]]:
         """Open a regular file for reading: its descriptor and its real size in bytes."""
         raise NotImplementedError

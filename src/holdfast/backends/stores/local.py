@@ -181,14 +181,6 @@ class LocalStore(FileReading, Store):
             self._folders.sync(new_parts[:-1], may_be_removed=True)
             self._sync_remaining(parts[:-1])
 
-    def free_bytes(self) -> int | None:
-        """Return the bytes that the file system of the root has free for this user; None before the root exists."""
-        try:
-            found = os.statvfs(self.url)
-        except OSError:
-            return None
-        return found.f_bavail * found.f_frsize
-
     def link(self, key: str, new_key: str) -> bool:
         """Give an object one more key: a hard link; return False if the file system refuses it.
 

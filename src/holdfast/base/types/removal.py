@@ -85,6 +85,10 @@ class Unreferenced:
         """Return the steps, and the files that are not among some."""
         return replace(self, files={key: size for key, size in self.files.items() if key not in keys})
 
+    def with_files(self, files: Mapping[str, int]) -> Unreferenced:
+        """Return the steps and files with further files: bytes by key."""
+        return replace(self, files={**self.files, **files}) if files else self
+
     def joined(self, others: Iterable[Unreferenced]) -> Unreferenced:
         """Return the steps and files that any of several lists."""
         steps, files, moved = dict(self.steps), dict(self.files), dict(self.moved)

@@ -60,7 +60,7 @@ class _CallDocument(msgspec.Struct, array_like=True):
     scaling: Any
 
 
-class _RecordDocument(msgspec.Struct, array_like=True):
+class _LogRecordDocument(msgspec.Struct, array_like=True):
     step: Annotated[int, msgspec.Meta(ge=0)]
     previous: Annotated[int, msgspec.Meta(ge=-1)]
     calls: tuple[_CallDocument, ...]
@@ -73,7 +73,7 @@ class _RecordDocument(msgspec.Struct, array_like=True):
     not_resumable: str
 
 
-_DECODER = msgspec.msgpack.Decoder(_RecordDocument)
+_DECODER = msgspec.msgpack.Decoder(_LogRecordDocument)
 
 
 def encode_record(record: Record, previous: int) -> bytes:
@@ -95,7 +95,7 @@ def encode_record(record: Record, previous: int) -> bytes:
         )
         for call in record.calls
     )
-    document = _RecordDocument(
+    document = _LogRecordDocument(
         record.step,
         previous,
         calls,

@@ -19,6 +19,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from holdfast.errors import InvalidError
 from holdfast.policies import OnRequest, SavePolicy, rules_of
 from holdfast.training.coordination.announcements import Announcements
 from holdfast.training.coordination.job import Job
@@ -32,6 +33,23 @@ _EVENTS_MAX = 1 << 16
 class _Event:
     kind: Literal["decide", "saved", "loaded"]
     step: int
+
+
+def taking_requests(schedule: Schedule | None, name: str) -> Schedule:
+    """Return the schedule of a policy that takes requests.
+
+    Args:
+        schedule: The schedule; None without a policy.
+        name: The call that needs requests, for the message.
+    Raises:
+        InvalidError: The policy takes no requests.
+    """
+    if schedule is None or not schedule.takes_requests:
+        raise InvalidError(
+            f"{name}: the policy takes no requests, so no rank would save; expected a manager made with every=… or "
+            "save=AnyOf(…, OnRequest())"
+        )
+    return schedule
 
 
 class Schedule:

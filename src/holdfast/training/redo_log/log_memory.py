@@ -62,7 +62,7 @@ class LogMemory:
         return max(2 * self._largest, _BYTES_MIN)
 
     def _take_returned(self, seconds: float | None = None) -> None:
-        """Take what was given back; wait for the first buffer if a time is given."""
+        """Take returned buffers; wait for the first buffer if a time is given."""
         try:
             while True:
                 buffer = self._returned.get(timeout=seconds) if seconds else self._returned.get_nowait()

@@ -63,7 +63,7 @@ class LogWriter:
             self._queue.submit(self._seal)
 
     def drain(self, seconds: float | None = None) -> bool:
-        """Seal what is queued; return whether everything is sealed.
+        """Seal all queued records; return whether everything is sealed.
 
         Args:
             seconds: How long to wait; None: until the end.
@@ -76,7 +76,7 @@ class LogWriter:
         return not self.failure
 
     def close(self) -> None:
-        """Seal what is queued, and end the thread."""
+        """Seal all queued records, and end the thread."""
         if self._pending:
             self.drain()
         self._queue.close()

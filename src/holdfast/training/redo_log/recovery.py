@@ -7,7 +7,7 @@ record. A record that one rank cannot read ends the redo on all ranks, before an
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -25,9 +25,11 @@ from holdfast.core.plan.reads import load_plan
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, first_three, text_of
 from holdfast.stored.repository.timelines import timelines_from
 from holdfast.training.coordination.job import Job
-from holdfast.training.loading.load import Loaded
+from holdfast.training.loading.load import Loaded, load, load_attempt
 from holdfast.training.loading.load_request import LoadRequest
 from holdfast.training.redo_log.segments import SealedRecord, read_records, steps_reached
+from holdfast.training.runs.position import RunPosition
+from holdfast.training.telemetry.dispatcher import EventDispatcher
 
 logger = logging.getLogger(__name__)
 
@@ -254,6 +256,35 @@ def _uncovered(wanted: Sequence[Wanted], pieces: Mapping[str, Sequence[Piece]]) 
         if found < sum(box.numel for box in each.boxes):
             names.append(each.stored_fqn)
     return names
+
+
+def load_newest(
+    job: Job,
+    position: RunPosition,
+    request: LoadRequest,
+    dispatcher: EventDispatcher,
+    note: Callable[[LoadRequest, Loaded], None],
+) -> LoadReport | None:
+    """Load the newest valid step and follow its log; return the report, or None for a new run. A collective.
+
+    Args:
+        job: The ranks.
+        position: The position of this process in the run.
+        request: What is loaded, and how.
+        dispatcher: Receives the events.
+        note: Takes note of each loaded base. The reader lease still holds the base.
+    """
+    follower = LogFollower(job, position.home.store, request)
+    while True:
+        with load_attempt(job, position.choice(None, discards=False), request, dispatcher) as attempt:
+            loaded = load(attempt)
+            if loaded is None:
+                return None
+            note(request, loaded)
+            redone = follower.follow(loaded)
+            if redone is not None:
+                position.move_on(redone.step)
+                return redone.report(loaded.report)
 
 
 class LogFollower:

@@ -32,6 +32,7 @@ from holdfast.base.types.reports import SaveReport
 from holdfast.core.plan.plan_cache import SavePlan
 from holdfast.errors import shown_bytes
 from holdfast.settings import Differential
+from holdfast.training.coordination.save_schedule import Schedule, taking_requests
 from holdfast.training.redo_log.log_memory import LogMemory
 from holdfast.training.redo_log.log_writer import LogWriter
 from holdfast.training.redo_log.segments import QueuedRecord
@@ -48,6 +49,33 @@ _LOG_BYTES_MIN = 1 << 30
 
 _REQUESTS_MAX = 2
 """Bases that interruptions request between two bases of the policy."""
+
+
+def redo_log_of(parts: RunParts, schedule: Schedule | None, options: Differential | None) -> RedoLog | None:
+    """Return the log of a run; None without one.
+
+    Raises:
+        InvalidError: The policy takes no requests.
+    """
+    if options is None:
+        return None
+    return RedoLog(parts, options, taking_requests(schedule, f"{parts.store.url}: differential").request)
+
+
+class _Bases:
+    """The bases of a log so far. The handle of a save may be kept for long: it keeps this object, and no memory."""
+
+    def __init__(self, request: Callable[[], None]) -> None:
+        self.committed: int | None = None
+        """The newest committed base."""
+        self._request = request
+
+    def note(self, step: int, committed: Future[SaveReport]) -> None:
+        """Take note of the end of a base; on any thread."""
+        if committed.exception() is not None:
+            self._request()
+        elif self.committed is None or step > self.committed:
+            self.committed = step
 
 
 class RedoLog:
@@ -76,7 +104,8 @@ class RedoLog:
         self._interval_bytes: float = math.inf
         """Bytes of the log of this rank after which a base is requested."""
         self._is_full = self._has_announced = False
-        self._committed: int | None = None
+        self.bases = _Bases(request_base)
+        """The bases of this log."""
         self.why = ""
         """Why steps are lost at a failure now; empty while all are recorded."""
 
@@ -88,7 +117,7 @@ class RedoLog:
     @property
     def recoverable(self) -> int | None:
         """The last step to which a restart would come back, as far as this rank knows; None before the first base."""
-        sealed, committed = self._writer.sealed_step, self._committed
+        sealed, committed = self._writer.sealed_step, self.bases.committed
         if committed is None or sealed is None:
             return committed
         return max(committed, sealed)
@@ -139,26 +168,20 @@ class RedoLog:
 
         return replace(target, log=self._id, planned=partial(self._planned, step)), prepared
 
-    def ended(self, step: int, committed: Future[SaveReport]) -> None:
-        """Take note of the end of a base; on any thread."""
-        if committed.exception() is None:
-            self._committed = step if self._committed is None else max(self._committed, step)
-        else:
-            self._request_base()
-
     def drain(self, seconds: float | None = None) -> bool:
-        """Seal what is recorded; return whether everything is sealed in time."""
+        """Seal all records; return whether everything is sealed in time."""
         return self._writer.drain(seconds)
 
     def forget(self) -> None:
         """Begin again after a load: the state is another, and the records after it are of another log."""
         if self._capture is not None:
             self._capture.close()
-        self._capture, self._id, self._at, self._has_tried, self._committed = None, "", None, False, None
+        self._capture, self._id, self._at, self._has_tried = None, "", None, False
+        self.bases = _Bases(self._request_base)
         self._requests, self.why, self._pins.log = 0, "", ""
 
     def close(self) -> None:
-        """Seal what is recorded, and remove the hooks."""
+        """Seal all records, and remove the hooks."""
         if self._capture is not None:
             self._capture.close()
         self._writer.close()

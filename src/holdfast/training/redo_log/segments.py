@@ -52,7 +52,7 @@ class QueuedRecord:
     """The boundary at which the record begins."""
 
 
-class _Done:
+class _CopyEnded:
     def wait(self) -> None:
         """Return: nothing is under way."""
 
@@ -66,7 +66,7 @@ class _HeldBytes:
     def copy_into(self, piece: Region, start: int, stop: int, buffer: memoryview) -> Ticket:
         """Copy a run of the bytes."""
         buffer[: stop - start] = self._data[start:stop]
-        return _Done()
+        return _CopyEnded()
 
 
 def write_segment(writer: PackWriter, log: str, rank: int, records: Sequence[QueuedRecord], chunk_bytes: int) -> int:

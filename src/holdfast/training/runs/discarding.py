@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from typing import Self
 
 from holdfast.base.ports.store import Store
 from holdfast.base.types.reports import LoadReport, SkippedStep
@@ -100,9 +101,13 @@ class Discarding:
         except CheckpointError as error:
             self._failure = error
 
-    def give_up(self) -> None:
-        """Give the lease back that this load took: the load failed, and nothing is discarded."""
-        if self._has_taken_lease:
+    def __enter__(self) -> Self:
+        """Begin the load."""
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Give the lease back that this load took, if the load failed: nothing is discarded."""
+        if error is not None and self._has_taken_lease:
             self._parts.writer_lease.release()
 
     def execute(self, loaded: Loaded) -> LoadReport:

@@ -31,9 +31,10 @@ from holdfast.stored.repository.timeline_records import take_back
 from holdfast.stored.repository.timelines import RunTimelines, StoredManifest, run_timelines, timelines_from
 from holdfast.training.coordination.job import Job
 from holdfast.training.loading.load import Loaded
+from holdfast.training.loading.load_request import LoadRequest
 from holdfast.training.loading.named_step import StepQuery
 from holdfast.training.loading.step_choice import StepChoice
-from holdfast.training.runs.loaded_state import LoadedState
+from holdfast.training.runs.loaded_state import LoadedState, loaded_state
 from holdfast.training.runs.removal.pins import Pins, StepPin
 from holdfast.training.saving.deduplication import BaseStep, base_from_loaded
 
@@ -123,8 +124,15 @@ class RunPosition:
         self.base = None
         return StepChoice(self.home, find, newer=self._newer_than, discards=discards, may_be_empty=True)
 
-    def move_to(self, loaded: Loaded) -> None:
+    def leave(self, step: int) -> None:
+        """Take note that a step is saved: the state may differ from the loaded one from now on."""
+        self.loaded = None
+        if self.loaded_state is not None and step != self.loaded_state.step:
+            self.loaded_state = None
+
+    def move_to(self, loaded: Loaded, request: LoadRequest) -> None:
         """Take a loaded step as the position."""
+        self.loaded_state = loaded_state(self._job.framework, request, loaded)
         step, manifest = loaded.location.step, loaded.manifest
         if step is None:
             return
@@ -136,6 +144,11 @@ class RunPosition:
         self._pins.current = (step, manifest.digest)
         self.base = base_from_loaded(manifest, loaded.index, loaded.filled)
         self.lineage = Lineage(Parent(manifest.run_id, step, manifest.digest), None)
+
+    def move_on(self, step: int) -> None:
+        """Take a step as the position to which records were redone after the loaded one."""
+        if step != self.loaded:
+            self.loaded, self.loaded_state = step, None
 
     @property
     def has_gone_back(self) -> bool:

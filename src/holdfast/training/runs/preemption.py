@@ -15,13 +15,12 @@ import math
 import mmap
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
 from holdfast.base.clock import Clock
-from holdfast.base.ports.framework import LocalShard
 from holdfast.base.ports.store import Store
 from holdfast.core.engine.background import DAEMON_POOL, SLICE_SECONDS, are_done, wait_in_slices
 from holdfast.core.engine.parallel_map import ordered_parallel_map
@@ -35,13 +34,14 @@ from holdfast.errors import (
     UnavailableError,
     first_three,
 )
-from holdfast.settings import MIB, PAGE_BYTES
+from holdfast.settings import MIB, PAGE_BYTES, Preemption
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.repository.catalog import confirmed_manifest
 from holdfast.training.coordination.exit.exit_agreement import AGREE_SECONDS_MIN, ExitAgreement
 from holdfast.training.coordination.exit.grace import expected_seconds, fits, usable_seconds
 from holdfast.training.coordination.exit.signals import Signals
 from holdfast.training.coordination.job import Job
+from holdfast.training.runs.step_request import RunParts, StepState
 from holdfast.training.saving.handle import SaveHandle
 
 logger = logging.getLogger(__name__)
@@ -72,6 +72,13 @@ class _StartedSave:
     step: int
     handle: SaveHandle
     began_seconds: float
+
+
+def preemption_handler_of(job: Job, wanted: Preemption | None) -> PreemptionHandler | None:
+    """Return the handler of the signals of a job; None if no signal is wanted."""
+    if wanted is None:
+        return None
+    return PreemptionHandler(job, Signals(wanted.signals, job.clock), wanted.grace_seconds)
 
 
 class PreemptionHandler:
@@ -301,12 +308,16 @@ class PreemptionHandler:
         return max(self._job.seconds_left(self._deadline), AGREE_SECONDS_MIN)
 
 
-def estimated_write_bytes(shards: Sequence[LocalShard], world_size: int) -> int:
-    """Return about how many bytes of a state this rank writes: its share of the tensors that several ranks hold.
+def least_write_bytes(parts: RunParts, passed: StepState) -> int:
+    """Return a lower bound of the bytes that this rank must write: its share of the tensors that several ranks hold.
 
     Every rank counts as a holder of plain tensors. Too low an estimate costs little, because a late save is abandoned
     in time. Too high an estimate would lose a step that could have been saved.
     """
+    if passed.misuse is not None or (parts.position.base is not None and parts.job.settings.deduplicate):
+        return 0  # Every byte may be unchanged.
+    shards = parts.job.framework.collect(passed.state, passed.selection).shards
+    world_size = parts.job.comm.world_size
     return sum(
         local.shard.bytes // (world_size if local.shard.holders is None else max(len(local.shard.holders), 1))
         for local in shards

@@ -85,6 +85,13 @@ class RunParts:
         if self.collecting is not None:
             self.collecting.want()
 
+    def kept(self, keep: KeepPolicy | None) -> dict[int, tuple[str, ...]]:
+        """Return the steps that stay under a policy, with the reasons. Errors as `CheckpointGC.survey`."""
+        if read_run_id(self.store) is None:
+            return {}
+        inventory = CheckpointGC(self.store, self.job.clock, keep, None, self.pins).survey()
+        return dict(sorted(inventory.reasons.items()))
+
     def close(self, may_wait: Callable[[], bool]) -> None:
         """End garbage collection, then release the writer lease.
 

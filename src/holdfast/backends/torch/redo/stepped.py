@@ -40,7 +40,7 @@ RECORDED = frozenset(
 _FLAGS = ("foreach", "fused", "maximize", "capturable", "differentiable")
 """Hyperparameters that choose the kernel of a step."""
 
-Named = tuple[str, torch.Tensor, Sharded | None]
+StateTensor = tuple[str, torch.Tensor, Sharded | None]
 """FQN, tensor, and the declared layout, if any."""
 
 Mark = tuple[int, ...]
@@ -99,7 +99,7 @@ class Stepped:
             tensors += self.view.members.state_of(parameter).values()
         return [mark_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
 
-    def named(self) -> Iterator[Named]:
+    def named(self) -> Iterator[StateTensor]:
         """Yield the parameters and the tensors of their state."""
         for fqn, parameter in self.parameters.items():
             yield fqn, parameter, self.view.declared.get(id(parameter))
@@ -172,7 +172,7 @@ class SteppedState:
         versions = {"torch": str(torch.__version__), "cpu": torch.backends.cpu.get_cpu_capability(), "device": devices}
         return Software(versions, {stepped.path: stepped.flags() for stepped in self.optimizers})
 
-    def shards_of(self, named: Named) -> list[LocalShard]:
+    def shards_of(self, named: StateTensor) -> list[LocalShard]:
         """Return what this rank holds of a tensor: one shard; of a tensor subclass those of its inner tensors."""
         fqn, tensor, declared = named
         if is_subclass(tensor):

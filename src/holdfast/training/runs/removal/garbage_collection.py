@@ -194,8 +194,7 @@ class CheckpointGC:
         Raises:
             CheckpointError: As `collect`.
         """
-        first = self.survey()
-        removal.remove_folders(self._store, first.bare)
+        removal.remove_folders(self._store, (first := self.survey()).bare)
         # These marks are of ended collections: only the holder of the writer lease runs a collection.
         ours = {self._choice.request, *map(_mark_key, others)}
         ended = [key for key in removal.mark_keys(self._store) if key not in ours]
@@ -305,11 +304,9 @@ class CheckpointGC:
         packs = linked_packs(store, listed, {*reasons, *under_way}, needed)
         found = Found(packs.listed, moved, chosen, under_way, superseded_packs(store), packs_known=not unread)
         begun = discarded_in(records) | self._choice.begun if self._choice.is_all else None
-        to_delete = found.unreferenced(reasons, begun)
-        if not unread:  # A manifest that cannot be read may be a base.
-            bases = [name for name, why in whys.items() if BASE in why]
-            segments = unneeded_segments(store, whole, newest, bases, needs.readers.keys(), self._pins.log)
-            to_delete = replace(to_delete, files={**to_delete.files, **segments})
+        bases = None if unread else [name for name, why in whys.items() if BASE in why]
+        segments = unneeded_segments(store, whole, newest, bases, needs.readers.keys(), self._pins.log)
+        to_delete = found.unreferenced(reasons, begun).with_files(segments)
         return Inventory(
             self._run_id,
             {files.step: files.digest for files in listed if files.digest is not None and files.counts},
@@ -384,9 +381,8 @@ class CheckpointGC:
         ]
         for read, why in needs.readers.items():
             reasons |= {name: (f"read by {why}",) for name in candidates if read in (None, name[0])}
-        by_policy = kept(self._keep, facts, newest)
         by_log = kept_bases([candidates[each.name] for each in facts], newest)
-        for name, whys in (*by_policy.items(), *by_log.items()):
+        for name, whys in (*kept(self._keep, facts, newest).items(), *by_log.items()):
             reasons[name] = (*whys, *reasons.get(name, ()))
         return reasons
 

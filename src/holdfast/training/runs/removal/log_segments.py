@@ -48,7 +48,7 @@ def unneeded_segments(
     store: Store,
     manifests: Collection[Manifest],
     newest: Timeline,
-    kept: Collection[StepAndDigest],
+    kept: Collection[StepAndDigest] | None,
     leased: Collection[int | None],
     own_log: str,
 ) -> Mapping[str, int]:
@@ -58,12 +58,12 @@ def unneeded_segments(
         store: The root of the run.
         manifests: Every manifest that counts.
         newest: The newest timeline.
-        kept: The bases that stay.
+        kept: The bases that stay; None while a manifest, which may be a base, cannot be read: then no segment goes.
         leased: Steps that readers hold; None for a reader that may take any step.
         own_log: Id of the log that this process writes: no manifest may state the log yet. Empty: there is none.
     """
-    segments = _segments(store)
-    if not segments or None in leased:
+    segments = {} if kept is None or None in leased else _segments(store)
+    if not segments or kept is None:
         return {}
     chain = _chain(manifests, newest)
     bases = [base for base in chain if base.log and (base.step in leased or (base.step, base.digest) in kept)]
