@@ -90,7 +90,7 @@ def text_of(error: BaseException) -> str:
 class Preempted(SystemExit):
     """A rank received a signal to end, and every rank has left its loop at the same step.
 
-    Do not catch it: it ends the process. `code` is 85 if the step is committed, else 86.
+    Do not catch it: it ends the process. `code` is 85 if the step is committed or in the redo log, else 86.
     """
 
     def __init__(self, code: int, step: int, why: str) -> None:
@@ -106,12 +106,12 @@ class Preempted(SystemExit):
 
     @property
     def is_saved(self) -> bool:
-        """Whether the step is committed."""
+        """Whether a restart would go on at the step."""
         return self.code == PREEMPTED_SAVED
 
 
 PREEMPTED_SAVED, PREEMPTED_ABANDONED = 85, 86
-"""Exit codes of a preempted process: its last step is committed, or it is not."""
+"""Exit codes of a preempted process: a restart goes on at its last step, or before it."""
 
 
 def printable(text: str) -> str:

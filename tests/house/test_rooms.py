@@ -50,6 +50,7 @@ LONG_FILES = {
     "testing/store.py",
     "training/coordination/agreement/records.py",
     "training/loading/load.py",
+    "training/runs/preemption.py",
     "training/runs/removal/garbage_collection.py",
     "training/saving/attempt.py",
     "training/saving/transfer.py",

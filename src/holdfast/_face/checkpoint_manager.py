@@ -40,7 +40,7 @@ from holdfast.training.loading.load import Loaded, load, load_attempt
 from holdfast.training.loading.load_request import LoadRequest
 from holdfast.training.loading.named_step import finder_of
 from holdfast.training.loading.rename_rules import Renames
-from holdfast.training.redo_log.recovery import load_newest
+from holdfast.training.redo_log.log_load import RecordedStep, load_with_log, recorded_step
 from holdfast.training.redo_log.redo_log import redo_log_of
 from holdfast.training.runs.discarding import Discarding
 from holdfast.training.runs.preemption import PreemptionHandler, least_write_bytes, preemption_handler_of
@@ -204,6 +204,7 @@ class CheckpointManager:
                 lambda: least_write_bytes(self._parts, passed),
                 lambda: self._begin_save(step, replace(passed, is_last=True)),
                 is_committed=self._position.is_loaded(step),
+                seal=None if self._redo_log is None else partial(self._redo_log.seal, step),
             )
         is_due = self._schedule.is_due(step)
         is_base_due = self._redo_log is not None and self._redo_log.is_base_due and step != self._position.loaded
@@ -304,8 +305,9 @@ class CheckpointManager:
         discarding = Discarding(self._parts, find) if discard_newer else None
         selection = selection_of(only, skip, grads, partial, hyperparameters=hyperparameters, cast=cast)
         request = LoadRequest(state, selection, strict, Renames.of(rename))
-        if find is None and discarding is None:
-            return self._load_newest(request)
+        recorded = None if discard_newer else recorded_step(self._job, self._store, step)
+        if recorded is not None or (find is None and discarding is None):
+            return self._load_with_log(request, recorded)
         finder = find if discarding is None else discarding.find
         choice = self._position.choice(finder, discards=discarding is not None)
         if discarding is not None:
@@ -428,9 +430,9 @@ class CheckpointManager:
         if self._schedule is not None and loaded.location.step is not None:
             self._schedule.note_loaded(loaded.location.step)
 
-    def _load_newest(self, request: LoadRequest) -> int | None:
-        """Load the newest valid step, and continue training from the last record of the redo log."""
-        redone = load_newest(self._job, self._position, request, self._dispatcher, self._note_loaded)
+    def _load_with_log(self, request: LoadRequest, recorded: RecordedStep | None) -> int | None:
+        """Load the newest valid step or the base of a recorded one, and continue training from the last redone step."""
+        redone = load_with_log(self._job, self._position, request, self._dispatcher, self._note_loaded, recorded)
         if redone is None:
             return None
         self.load_report = redone

@@ -7,7 +7,7 @@ record. A record that one rank cannot read ends the redo on all ranks, before an
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -22,14 +22,10 @@ from holdfast.base.types.plan import Piece
 from holdfast.base.types.reports import LoadReport
 from holdfast.core.engine.read import execute
 from holdfast.core.plan.reads import load_plan
-from holdfast.errors import CheckpointError, CorruptError, InvalidError, first_three, text_of
+from holdfast.errors import CheckpointError, CorruptError, first_three, text_of
 from holdfast.stored.repository.timelines import timelines_from
 from holdfast.training.coordination.job import Job
-from holdfast.training.loading.load import Loaded, load, load_attempt
-from holdfast.training.loading.load_request import LoadRequest
 from holdfast.training.redo_log.segments import SealedRecord, read_records, steps_reached
-from holdfast.training.runs.position import RunPosition
-from holdfast.training.telemetry.dispatcher import EventDispatcher
 
 logger = logging.getLogger(__name__)
 
@@ -256,90 +252,3 @@ def _uncovered(wanted: Sequence[Wanted], pieces: Mapping[str, Sequence[Piece]]) 
         if found < sum(box.numel for box in each.boxes):
             names.append(each.stored_fqn)
     return names
-
-
-def load_newest(
-    job: Job,
-    position: RunPosition,
-    request: LoadRequest,
-    dispatcher: EventDispatcher,
-    note: Callable[[LoadRequest, Loaded], None],
-) -> LoadReport | None:
-    """Load the newest valid step and follow its log; return the report, or None for a new run. A collective.
-
-    Args:
-        job: The ranks.
-        position: The position of this process in the run.
-        request: What is loaded, and how.
-        dispatcher: Receives the events.
-        note: Takes note of each loaded base. The reader lease still holds the base.
-    """
-    follower = LogFollower(job, position.home.store, request)
-    while True:
-        with load_attempt(job, position.choice(None, discards=False), request, dispatcher) as attempt:
-            loaded = load(attempt)
-            if loaded is None:
-                return None
-            note(request, loaded)
-            redone = follower.follow(loaded)
-            if redone is not None:
-                position.move_on(redone.step)
-                return redone.report(loaded.report)
-
-
-class LogFollower:
-    """Follows the log after a load, and decides when the base has to be loaded again. The same on every rank."""
-
-    def __init__(self, job: Job, store: Store, request: LoadRequest) -> None:
-        """Follow nothing yet.
-
-        Args:
-            job: The ranks.
-            store: The root of the run.
-            request: What is loaded, and how.
-        """
-        self._job, self._store, self._request = job, store, request
-        self._failures: list[str] = []
-
-    def follow(self, loaded: Loaded) -> Redone | None:
-        """Redo the records after a base; return None if the base must be loaded again. A collective.
-
-        A flipped bit in the process that redoes passes with the second try. After it, the base is taken alone.
-        """
-        manifest = loaded.manifest
-        assert manifest.step is not None, "a run has steps"
-        base = Redone(manifest.step, 0, manifest.step)
-        if not manifest.log:
-            return base
-        if len(self._failures) > 1:
-            why = f"the redo did not give the recorded state: {self._failures[-1]}"
-            logger.error("step %d is loaded alone: %s", manifest.step, why)
-            return replace(base, why=why)
-        request = self._request
-        unfit = _unfit_because(request)
-        if unfit:
-            return replace(base, why=unfit)
-        try:
-            redo = self._job.framework.redo(request.state, request.selection)
-        except InvalidError as error:
-            # Every rank passes the same names, so every rank ends here.
-            return replace(base, why=text_of(error))
-        try:
-            redone = LogRedo(self._job, self._store, manifest, redo).run()
-        except CorruptError as error:
-            self._failures.append(text_of(error))
-            return None
-        if redone.departed:
-            self._failures.append(f"step {redone.step} differs in {first_three(redone.departed)}")
-            return None
-        return redone
-
-
-def _unfit_because(request: LoadRequest) -> str:
-    """Return why a load cannot follow the log; empty if the load can."""
-    selection = request.selection
-    if selection.only is not None or selection.skip or selection.partial or not selection.hyperparameters:
-        return "the load leaves out parts of the state"
-    if selection.cast or request.rename.rules:
-        return "the load converts the state"
-    return ""

@@ -168,9 +168,9 @@ class RedoLog:
 
         return replace(target, log=self._id, planned=partial(self._planned, step)), prepared
 
-    def drain(self, seconds: float | None = None) -> bool:
-        """Seal all records; return whether everything is sealed in time."""
-        return self._writer.drain(seconds)
+    def seal(self, step: int, seconds: float) -> bool:
+        """Seal all records in time; return whether a restart would go on at this step, as far as this rank knows."""
+        return self._writer.drain(seconds) and self.recoverable == step
 
     def forget(self) -> None:
         """Begin again after a load: the state is another, and the records after it are of another log."""

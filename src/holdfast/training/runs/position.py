@@ -76,6 +76,10 @@ class _LoadedStep:
     timeline: Timeline
     in_flight: frozenset[StepPin]
     """Saves of this process that had not ended when it loaded. They belong to the timeline of before."""
+    redone: int | None = None
+    """The step to which records of the redo log were redone; None if there were none."""
+    leaves_records: bool = False
+    """Whether the log reaches further than that step."""
 
 
 class RunPosition:
@@ -145,10 +149,17 @@ class RunPosition:
         self.base = base_from_loaded(manifest, loaded.index, loaded.filled)
         self.lineage = Lineage(Parent(manifest.run_id, step, manifest.digest), None)
 
-    def move_on(self, step: int) -> None:
-        """Take a step as the position to which records were redone after the loaded one."""
+    def move_on(self, step: int, *, leaves_records: bool) -> None:
+        """Take a step as the position to which records were redone after the loaded base.
+
+        Args:
+            step: The last redone step; the base itself if there is no record.
+            leaves_records: Whether training goes back: the log reaches further, and the next save leaves its timeline.
+        """
+        assert self._origin is not None, "a base was loaded"
         if step != self.loaded:
             self.loaded, self.loaded_state = step, None
+            self._origin = replace(self._origin, redone=step, leaves_records=leaves_records)
 
     @property
     def has_gone_back(self) -> bool:
@@ -189,7 +200,9 @@ class RunPosition:
         """
         assert self._origin is not None, "a step was loaded"
         number, new_id = self._new_number_and_id(stored)
-        timeline = stored.fork(self._origin.timeline, number, new_id, self._origin.step, self._origin.digest)
+        origin = self._origin
+        step = origin.step if origin.redone is None else origin.redone
+        timeline = stored.fork(origin.timeline, number, new_id, step, origin.digest)
         if stored.recorded:
             # Before the timeline counts: once training has left it again, its steps are superseded, not discarded.
             held = (
@@ -249,6 +262,8 @@ class RunPosition:
         """
         if all(stored.newest.id != timeline.id for timeline in stored.known):
             return False  # Only damaged manifests, or some under quarantine, state the newest timeline.
+        if origin.leaves_records:
+            return False
         at_origin = stored.at(origin.step)
         if at_origin is None or at_origin.timeline is None or at_origin.timeline.id != origin.timeline.id:
             return False

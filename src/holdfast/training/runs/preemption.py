@@ -142,6 +142,7 @@ class PreemptionHandler:
         begin: Callable[[], SaveHandle],
         *,
         is_committed: bool = False,
+        seal: Callable[[float], bool] | None = None,
     ) -> NoReturn:
         """Save a step if the grace period allows, and end. Every rank calls it at the same call of `maybe_save`.
 
@@ -151,11 +152,14 @@ class PreemptionHandler:
             held_bytes: Returns the bytes that this rank would write.
             begin: Begins the save.
             is_committed: Whether this step is committed, because it was loaded last.
+            seal: Seals the redo log within some seconds; returns whether a restart would come back to this step.
         Raises:
             Preempted: Always.
         """
         # No wait for another rank may outlast the grace period.
         self._job.process_deadline = self._deadline
+        # The seal first: it takes a moment, and the step is safe whatever becomes of the save.
+        is_sealed = seal is not None and self._is_sealed(seal(self._wait_seconds() / 2))
         self._unfinished_saves = self._unfinished()
         handle = self._last.handle if self._last is not None and self._last.step == step else None
         refusal = None
@@ -171,6 +175,8 @@ class PreemptionHandler:
         self._await_saves()
         if handle is not None and not self._is_committed(handle, location):
             refusal = f"its save failed: {handle.failure}"
+        if refusal is not None and is_sealed:
+            self._finish(step, location, None, f"it is in the redo log; {refusal}")
         self._finish(step, location, refusal)
 
     def close(self, *, hand_on: bool) -> None:
@@ -283,9 +289,24 @@ class PreemptionHandler:
             return wait_in_slices(look, _HUNG_SECONDS, self._job.clock, lambda: None).attempt == handle.attempt
         return False
 
-    def _finish(self, step: int, location: CheckpointLocation | None, refusal: str | None) -> NoReturn:
+    def _is_sealed(self, own: bool) -> bool:
+        """Return whether every rank has sealed this step."""
+        job = self._job
+        keys, key = job.keys_of(range(job.comm.world_size), "departure", "sealed"), job.key("departure", "all-sealed")
+        try:
+            job.key_value_store.set(keys[job.comm.rank], str(int(own)).encode(), self._wait_seconds())
+            if job.comm.rank == 0:
+                sealed = job.key_value_store.get_many(keys, self._wait_seconds())
+                job.key_value_store.set(key, b"0" if b"0" in sealed else b"1", self._wait_seconds())
+            return job.key_value_store.get_many([key], self._wait_seconds()) == [b"1"]
+        except (CheckpointError, TimeoutError):
+            return False
+
+    def _finish(
+        self, step: int, location: CheckpointLocation | None, refusal: str | None, why: str = "it is saved"
+    ) -> NoReturn:
         code = PREEMPTED_SAVED if refusal is None else PREEMPTED_ABANDONED
-        why = "it is saved" if refusal is None else refusal
+        why = why if refusal is None else refusal
         if location is None or self._job.comm.rank == 0:
             logger.warning("received a signal to end, left at step %d: %s; exit code %d", step, why, code)
         if threading.current_thread() is not threading.main_thread():
