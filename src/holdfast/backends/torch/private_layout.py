@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._flat_param import FlatParamHandle
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    from torch.utils.hooks import RemovableHandle
 else:
     from torch.distributed import PrefixStore, Store, TCPStore  # noqa: F401 - other modules import them from here
 
@@ -136,50 +135,6 @@ def has_backward_hooks(parameter: torch.Tensor) -> bool:
 def is_flat_parameter(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is the flat parameter of an FSDP1 wrapper. `FlatParameter._is_flat_param`, since 2.6."""
     return bool(getattr(tensor, "_is_flat_param", False))
-
-
-# ----------------------------------------------------------------------------------------------- optimizers
-
-
-def put_hook(handle: RemovableHandle, *, last: bool) -> None:
-    """Move a hook to the end or the front of the hooks that it was registered among.
-
-    `RemovableHandle.hooks_dict_ref`: the ordered dict of hooks by `RemovableHandle.id`, which torch calls in its order.
-    Since 2.6.
-    """
-    hooks = handle.hooks_dict_ref()
-    assert hooks is not None, "the optimizer is alive"
-    hooks.move_to_end(handle.id, last=last)
-
-
-def is_at_end(handle: RemovableHandle, *, last: bool) -> bool:
-    """Return whether a hook is where `put_hook` put it. Fields as there."""
-    hooks = handle.hooks_dict_ref() or {}
-    return next(reversed(hooks) if last else iter(hooks), None) == handle.id
-
-
-def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], object]:
-    """Return the step of an optimizer's class, without hooks and profiling, schedulers and scalers.
-
-    `Optimizer.profile_hook_step` replaces the step of the class by a wrapper: with the attribute `hooked`, and the bare
-    step as `__wrapped__`. Since 2.6.
-    """
-    step: Any = type(optimizer).step
-    bare: Callable[[torch.optim.Optimizer], object] = step.__wrapped__ if getattr(step, "hooked", False) else step
-    return bare
-
-
-def has_compiled_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the step of an optimizer was replaced by a compiled one.
-
-    `_torchdynamo_orig_callable`, which `torch.compile` sets on each function that it returns. Since 2.6.
-    """
-    step: Any = vars(optimizer).get("step", type(optimizer).step)
-    while step is not None:
-        if hasattr(step, "_torchdynamo_orig_callable"):
-            return True
-        step = getattr(step, "__func__", None) or getattr(step, "__wrapped__", None)
-    return False
 
 
 # -------------------------------------------------------------------------------------------------- modules

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from holdfast.backends.torch.local_shards import local_of
 from holdfast.backends.torch.redo.gap import GapError
-from holdfast.backends.torch.redo.stepped import Mark, StateTensor, Stepped
+from holdfast.backends.torch.redo.stepped import HeldTensor, Mark, Stepped
 from holdfast.backends.torch.redo.sums import SLICES, slices_of
 from holdfast.base.ports.framework import LocalShard
 
@@ -52,7 +52,7 @@ class SteppedTensors:
     def __init__(self, stepped: Stepped) -> None:
         self._stepped = stepped
         self._seen: list[Mark] = []
-        self.named: dict[str, StateTensor] = {}
+        self.named: dict[str, HeldTensor] = {}
         """The tensors by FQN, in the order of the marks."""
         self._identities: list[int] = []
         self._forms: dict[str, object] = {}
@@ -73,7 +73,7 @@ class SteppedTensors:
         if [mark[0] for mark in self._seen] != self._identities:
             self._name()
 
-    def changed(self) -> list[StateTensor]:
+    def changed(self) -> list[HeldTensor]:
         """Return the tensors that changed since they were seen last, and see them.
 
         Raises:

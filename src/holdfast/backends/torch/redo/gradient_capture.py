@@ -13,11 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.backends.torch.containers import small_tensor, take_apart
 from holdfast.backends.torch.local_shards import LocalPart, Ranks, local_of
-from holdfast.backends.torch.private_layout import is_at_end, put_hook, unreduced_parameters, version_counter
+from holdfast.backends.torch.private_layout import unreduced_parameters, version_counter
 from holdfast.backends.torch.redo.after_images import OtherTensors, SteppedTensors
 from holdfast.backends.torch.redo.gap import GapError
 from holdfast.backends.torch.redo.recorded_bytes import RecordedBytes, ToRecord
-from holdfast.backends.torch.redo.stepped import StateTensor, Stepped, SteppedState, require_recorded
+from holdfast.backends.torch.redo.step_hooks import is_at_end, put_hook
+from holdfast.backends.torch.redo.stepped import HeldTensor, Stepped, SteppedState, require_recorded
 from holdfast.backends.torch.redo.sums import sum_of
 from holdfast.backends.torch.redo.values import StateValues
 from holdfast.backends.torch.state.gradients import declared_for_gradient
@@ -100,7 +101,7 @@ class TorchGradientCapture:
             self.interrupted = reason
         self._bytes.release()
 
-    def add_images(self, changed: Iterable[StateTensor]) -> None:
+    def add_images(self, changed: Iterable[HeldTensor]) -> None:
         """Record stepped tensors that changed outside of a step, before the next call."""
         self._copy_images([local for named in changed for local in self._state.shards_of(named)])
 

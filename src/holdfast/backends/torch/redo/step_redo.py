@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.backends.torch.containers import plain_leaf, put_together
 from holdfast.backends.torch.local_shards import LocalPart, LocalShards, Ranks, dtensor_like, local_of
-from holdfast.backends.torch.private_layout import bare_step
+from holdfast.backends.torch.redo.step_hooks import bare_step
 from holdfast.backends.torch.redo.stepped import Stepped, SteppedState
 from holdfast.backends.torch.redo.sums import sum_of
 from holdfast.backends.torch.redo.values import StateValues

@@ -13,7 +13,8 @@ from holdfast.backends.torch.fence import steps_in_backward
 from holdfast.backends.torch.local_shards import DENSE, Ranks, locals_of
 from holdfast.backends.torch.optimizers.custom_state import custom_state
 from holdfast.backends.torch.optimizers.state import LISTS_OF_MEMBERS, OptimizerView
-from holdfast.backends.torch.private_layout import has_compiled_step, version_counter
+from holdfast.backends.torch.private_layout import version_counter
+from holdfast.backends.torch.redo.step_hooks import has_compiled_step
 from holdfast.backends.torch.state import gradients
 from holdfast.backends.torch.state.collect import collect
 from holdfast.backends.torch.state.selection import Selector
@@ -40,7 +41,7 @@ RECORDED = frozenset(
 _FLAGS = ("foreach", "fused", "maximize", "capturable", "differentiable")
 """Hyperparameters that choose the kernel of a step."""
 
-StateTensor = tuple[str, torch.Tensor, Sharded | None]
+HeldTensor = tuple[str, torch.Tensor, Sharded | None]
 """FQN, tensor, and the declared layout, if any."""
 
 Mark = tuple[int, ...]
@@ -99,7 +100,7 @@ class Stepped:
             tensors += self.view.members.state_of(parameter).values()
         return [mark_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)]
 
-    def named(self) -> Iterator[StateTensor]:
+    def named(self) -> Iterator[HeldTensor]:
         """Yield the parameters and the tensors of their state."""
         for fqn, parameter in self.parameters.items():
             yield fqn, parameter, self.view.declared.get(id(parameter))
@@ -172,7 +173,7 @@ class SteppedState:
         versions = {"torch": str(torch.__version__), "cpu": torch.backends.cpu.get_cpu_capability(), "device": devices}
         return Software(versions, {stepped.path: stepped.flags() for stepped in self.optimizers})
 
-    def shards_of(self, named: StateTensor) -> list[LocalShard]:
+    def shards_of(self, named: HeldTensor) -> list[LocalShard]:
         """Return what this rank holds of a tensor: one shard; of a tensor subclass those of its inner tensors."""
         fqn, tensor, declared = named
         if is_subclass(tensor):

@@ -35,7 +35,8 @@ def by_definition(tensor: torch.Tensor) -> int:
     data = tensor.contiguous().view(torch.uint8).numpy().tobytes()
     words = [int.from_bytes(data[at : at + width], "little") for at in range(0, len(data), width)]
     terms = (
-        word * (mixed(number // 4096 + 4096) | 1) * (mixed(number % 4096) >> 32 | 1) for number, word in enumerate(words)
+        word * (mixed(number // 4096 + 4096) | 1) * (mixed(number % 4096) >> 32 | 1)
+        for number, word in enumerate(words)
     )
     return sum(terms) & MASK
 
