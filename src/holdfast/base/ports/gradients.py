@@ -103,7 +103,7 @@ class StepRedo(Protocol):
     """Applies records to a state that holds their base. Used on the caller's thread, record by record."""
 
     def unlike(self, record: Record) -> str:
-        """Return why a redo here would not give equal bits, as another version; empty if it would."""
+        """Return why a record cannot be redone here with equal bits: class, flag or version; empty if it can."""
         ...
 
     def wanted(self, record: Record) -> Sequence[Wanted]:

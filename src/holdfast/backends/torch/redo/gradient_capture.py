@@ -18,11 +18,11 @@ from holdfast.backends.torch.redo.after_images import OtherTensors, SteppedTenso
 from holdfast.backends.torch.redo.gap import GapError
 from holdfast.backends.torch.redo.recorded_bytes import RecordedBytes, ToRecord
 from holdfast.backends.torch.redo.step_hooks import is_at_end, put_hook
-from holdfast.backends.torch.redo.stepped import HeldTensor, Stepped, SteppedState, require_recorded
+from holdfast.backends.torch.redo.stepped import HeldTensor, Stepped, SteppedState
 from holdfast.backends.torch.redo.sums import sum_of
 from holdfast.backends.torch.redo.values import StateValues
 from holdfast.backends.torch.state.gradients import declared_for_gradient
-from holdfast.backends.torch.tensors import TorchSource, held_storable, storable_dtype
+from holdfast.backends.torch.tensors import TorchSource, held_storable
 from holdfast.base.geometry.region import FlatRange, Region
 from holdfast.base.geometry.tensor import TensorSpec
 from holdfast.base.ports.framework import LocalShard, Selection
@@ -47,9 +47,14 @@ class TorchGradientCapture:
         memory: RecordMemory,
         ranks: Ranks,
     ) -> None:
-        self._state = SteppedState(state, selection, ranks)
-        require_recorded(self._state.optimizers, vouched)
+        """Take a state apart and hook its optimizers.
+
+        Raises:
+            InvalidError: A step of this state cannot be recorded.
+        """
+        self._state = SteppedState(state, selection, ranks, vouched)
         self._values = StateValues(state, selection, self._state)
+        self._values.collected()  # Refuses values that a record cannot hold.
         self._memory, self._ranks = memory, ranks
         self.interrupted = "begin() was not called"
         self.parameters = [*self._state.parameters.values(), *self._state.others.values()]
@@ -113,12 +118,10 @@ class TorchGradientCapture:
             if grad is None:
                 continue
             names.append(fqn)
-            regions = self._regions.get(fqn, ())
             source = self._source_of(fqn, parameter, grad, stepped)
-            if regions:
-                spec = TensorSpec(
-                    call_tensor(number, fqn), storable_dtype(grad, fqn), self._by_fqn[fqn].shard.tensor.global_shape
-                )
+            if regions := self._regions.get(fqn, ()):
+                tensor = self._by_fqn[fqn].shard.tensor
+                spec = TensorSpec(call_tensor(number, fqn), tensor.dtype, tensor.global_shape)
                 wanted += [ToRecord(spec, region, source) for region in regions]
         self._bytes.copy(wanted)
         self._calls.append(OptimizerCall(stepped.path, stepped.groups(), tuple(names), _scaling_of(stepped)))
@@ -129,27 +132,14 @@ class TorchGradientCapture:
         Raises:
             GapError: It is not what a redo could give to the parameter again.
         """
-        placed = (
-            grad.placements == parameter.placements
-            if isinstance(grad, DTensor) and isinstance(parameter, DTensor)
-            else type(grad) is torch.Tensor and not isinstance(parameter, DTensor)
-        )
-        if (
-            grad.layout is not torch.strided
-            or not placed
-            or grad.shape != parameter.shape
-            or grad.dtype != parameter.dtype
-        ):
-            raise GapError(
-                f"{fqn}: its gradient is sparse, or has another dtype, shape or placement than the parameter"
-            )
+        if _form(grad) != _form(parameter):
+            raise GapError(f"{fqn}: its gradient is sparse, or has another dtype, shape or placement than itself")
         known = self._by_fqn.get(fqn)
         pieces = () if known is None else known.shard.pieces
         local = local_of(grad)
         if len(pieces) == 1 and pieces[0].numel == local.numel():
             # The fast path: nearly all parameters are one box or one flat range.
-            part = LocalPart(pieces[0], local)
-            return TorchSource((part,), (grad,))
+            return TorchSource((LocalPart(pieces[0], local),), (grad,))
         declared = stepped.view.declared.get(id(parameter))
         held, memory = held_storable(fqn, grad, declared_for_gradient(fqn, declared, parameter, grad), self._ranks, "")
         return TorchSource(held.parts, memory)
@@ -220,11 +210,11 @@ class TorchGradientCapture:
     def _not_resumable(self) -> str:
         """Return why training cannot go on from the records up to here: gradients that no step has consumed."""
         for node in self._state.modules:
-            if any(True for _ in unreduced_parameters(node.module)):
+            is_sharded = any(isinstance(tensor, DTensor) for tensor in node.tensors.values())
+            if is_sharded and any(True for _ in unreduced_parameters(node.module)):
                 return f"{node.path}: FSDP2 has gradients that it has not reduced yet"
         pending = [each for hooked in self._hooked for each in hooked.pending()]
-        samples = [_sample(local_of(grad)) for _, grad in pending]
-        if not any(bool(sample.any()) for sample in _joined(samples)):
+        if not any(bool(sample.any()) for sample in _samples([local_of(grad) for _, grad in pending])):
             return ""
         what = "no step" if self._calls else "no step since the last boundary, which a scaler may have skipped,"
         return f"{what} has consumed the gradients of {len(pending)} parameters, such as {pending[0][0]}"
@@ -238,6 +228,7 @@ class _Hooked:
         self.tensors = SteppedTensors(stepped)
         self._consumed: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
         """Gradients as the last step left them, with their version counters."""
+        self._is_in_step = False
         # torch.compile must not trace the hooks.
         disable: Any = torch.compiler.disable
         self._before = stepped.optimizer.register_step_pre_hook(disable(partial(_Hooked._pre, self)))
@@ -248,6 +239,7 @@ class _Hooked:
         # Last before a step: other hooks may change gradients. First after it: other hooks may change weights.
         put_hook(self._before, last=True)
         put_hook(self._after, last=False)
+        self._is_in_step = False
         self._require_members()
         self.tensors.see()
         self.tensors.begin()
@@ -269,6 +261,8 @@ class _Hooked:
                 f"{self.stepped.path}: a step hook was registered after those of the log, and may change gradients or "
                 "parameters unseen. Register it before the first save"
             )
+        if self._is_in_step:
+            raise GapError(f"{self.stepped.path}: a step did not end")
         self._require_members()
 
     def pending(self) -> list[tuple[str, torch.Tensor]]:
@@ -294,9 +288,10 @@ class _Hooked:
                 raise GapError(
                     f"{self.stepped.path}: its step got arguments, such as a closure, which a redo cannot give"
                 )
-            self._require_members()
+            self.require_in_place()
             self._capture.add_images(self.tensors.changed())
             self._capture.add_call(self.stepped)
+            self._is_in_step = True
         except Exception as error:  # noqa: BLE001 - nothing may raise into training
             self._capture.interrupt(error)
 
@@ -304,6 +299,7 @@ class _Hooked:
         if self._capture.interrupted:
             return
         try:
+            self._is_in_step = False
             self.tensors.see()
             self._consume()
         except Exception as error:  # noqa: BLE001 - nothing may raise into training
@@ -322,14 +318,15 @@ def _scaling_of(stepped: Stepped) -> dict[str, Value]:
     return {name: take_apart(each, f"{stepped.path}.{name}", small_tensor) for name, each in values if each is not None}
 
 
-def _sample(local: torch.Tensor) -> torch.Tensor:
-    """Return some elements of a tensor, evenly spaced, or all of a few."""
-    return local.reshape(-1)[:: max(local.numel() // _SAMPLED, 1)]
+def _form(tensor: torch.Tensor) -> tuple[object, ...]:
+    placements = tensor.placements if isinstance(tensor, DTensor) else None
+    return tensor.layout, tensor.dtype, tensor.shape, placements
 
 
-def _joined(samples: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors as one for each dtype and device: to ask a thousand takes long."""
+def _samples(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return some elements of each gradient, joined by dtype and device: to ask a thousand tensors takes long."""
     kinds: dict[object, list[torch.Tensor]] = {}
-    for sample in samples:
-        kinds.setdefault((sample.dtype, sample.device), []).append(sample)
+    for grad in gradients:
+        sample = grad.reshape(-1)[:: max(grad.numel() // _SAMPLED, 1)]
+        kinds.setdefault((grad.dtype, grad.device), []).append(sample)
     return [torch.cat(alike) for alike in kinds.values()]

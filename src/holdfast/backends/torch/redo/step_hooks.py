@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def put_hook(handle: RemovableHandle, *, last: bool) -> None:
-    """Move a hook to the end or the front of the hooks that it was registered among: torch calls them in their order."""
+    """Move a hook to the end or the front of those that it was registered among: torch calls them in their order."""
     hooks = handle.hooks_dict_ref()
     assert hooks is not None, "the optimizer is alive"
     hooks.move_to_end(handle.id, last=last)

@@ -19,7 +19,7 @@ from holdfast.backends.torch.tensors import TorchSource, TorchTarget, held_stora
 from holdfast.base.ports.framework import Catalog, LocalShard, Selection, Wanted
 from holdfast.base.types.redo import OptimizerCall, Record, call_tensor, image_tensor
 from holdfast.base.types.values import Group, TensorRef, Value
-from holdfast.errors import InvalidError
+from holdfast.errors import InvalidError, first_three
 
 
 class TorchStepRedo:
@@ -38,6 +38,11 @@ class TorchStepRedo:
 
     def unlike(self, record: Record) -> str:
         """Return why a record cannot be redone here with equal bits; empty if it can."""
+        for call in record.calls:
+            stepped = self._by_path.get(call.path)
+            absent = {*call.gradients}.difference(() if stepped is None else stepped.parameters)
+            if absent:
+                return f"{call.path} stepped {first_three(sorted(absent))} in training, and does not here"
         here, there = self._stepped.software(), record.software
         for recorded, own in ((there.versions, here.versions), (there.optimizers, here.optimizers)):
             for name in sorted(recorded.keys() | own.keys()):
@@ -51,9 +56,9 @@ class TorchStepRedo:
         """Return the tensors of a record to read; their memory stays valid until the next call."""
         found = []
         for number, call in enumerate(record.calls):
-            stepped = self._optimizer(call)
+            stepped = self._by_path[call.path]
             for fqn in call.gradients:
-                parameter = self._parameter(stepped, fqn)
+                parameter = stepped.parameters[fqn]
                 if (number, fqn) not in self._gradients:
                     self._gradients[number, fqn] = _room_for(parameter)
                 grad = self._gradients[number, fqn]
@@ -91,17 +96,8 @@ class TorchStepRedo:
         """Restore the values at the boundary of the last record."""
         # Tensors in lists of the state hold their content already. The restoration asks for them by their names.
         tensors = {fqn: self._stepped.others[fqn].shard.tensor for fqn in _references_in(record.tree)}
-        catalog = Catalog(
-            tensors=tensors,
-            aliases={},
-            tree=record.tree,
-            run_id="",
-            step=record.step,
-            world_size=self._ranks.world_size,
-            per_rank=lambda _: record.per_rank,
-            same_content=lambda *_: True,
-            fill=lambda _: None,
-        )
+        size, per_rank, fill = self._ranks.world_size, lambda _: record.per_rank, lambda _: None
+        catalog = Catalog(tensors, {}, record.tree, "", record.step, size, per_rank, lambda *_: True, fill)
         TorchRestoration(self._state, catalog, self._selection, self._ranks).finish()
         groups = self._values.groups(record.tree) if self._selection.hyperparameters else self._own_groups
         for stepped, values in groups:
@@ -112,7 +108,7 @@ class TorchStepRedo:
         self._gradients.clear()
 
     def _step(self, number: int, call: OptimizerCall) -> None:
-        stepped = self._optimizer(call)
+        stepped = self._by_path[call.path]
         optimizer = stepped.optimizer
         _give(stepped, call.groups)
         with_gradient = {*call.gradients}
@@ -127,18 +123,6 @@ class TorchStepRedo:
         finally:
             for name in call.scaling:
                 delattr(optimizer, name)
-
-    def _optimizer(self, call: OptimizerCall) -> Stepped:
-        if call.path not in self._by_path:
-            raise InvalidError(
-                f"{call.path}: has recorded steps, and the state has no such optimizer; pass it as saved"
-            )
-        return self._by_path[call.path]
-
-    def _parameter(self, stepped: Stepped, fqn: str) -> torch.Tensor:
-        if fqn not in stepped.parameters:
-            raise InvalidError(f"{fqn}: has a recorded gradient, and {stepped.path} does not step it; pass it as saved")
-        return stepped.parameters[fqn]
 
     def _shards(self) -> dict[str, LocalShard]:
         """Return the shards of all tensors, with the optimizer state that there is now."""

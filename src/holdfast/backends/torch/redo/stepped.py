@@ -123,8 +123,15 @@ _PLAIN = {int, float, bool, str, type(None)}
 class SteppedState:
     """A state with its optimizers, as steps are recorded of it or carried out again on it."""
 
-    def __init__(self, state: Mapping[str, object], selection: Selection, ranks: Ranks) -> None:
+    def __init__(
+        self, state: Mapping[str, object], selection: Selection, ranks: Ranks, vouched: Sequence[type] | None = None
+    ) -> None:
         """Take a state apart.
+
+        Args:
+            state, selection: As every later save.
+            ranks: This rank and the others.
+            vouched: Further classes whose step can be redone; None if any class can be, because it was recorded.
 
         Raises:
             InvalidError: Its steps cannot be recorded: the message names the optimizer and the remedy.
@@ -141,7 +148,7 @@ class SteppedState:
             stepped
             for view in nodes
             if isinstance(view, OptimizerView)
-            for stepped in _steppers_of(view, names, Selector(selection))
+            for stepped in _steppers_of(view, names, Selector(selection), vouched)
         ]
         if not self.optimizers:
             raise InvalidError(
@@ -188,7 +195,9 @@ class SteppedState:
         return [LocalShard(shard, TorchSource(held.parts, memory))]
 
 
-def _steppers_of(view: OptimizerView, names: Mapping[str, str], selector: Selector) -> list[Stepped]:
+def _steppers_of(
+    view: OptimizerView, names: Mapping[str, str], selector: Selector, vouched: Sequence[type] | None
+) -> list[Stepped]:
     """Return the optimizers that step the parameters of an optimizer of the state.
 
     Raises:
@@ -208,6 +217,11 @@ def _steppers_of(view: OptimizerView, names: Mapping[str, str], selector: Select
             refuse(kind, "has parameters with hooks that run in backward, which may step them", "Step after backward")
         if outside is not None:
             refuse(kind, f"keeps {first_three(outside.names)} outside the state of its parameters", "Use another")
+        if vouched is not None and type(optimizer) not in RECORDED.union(vouched):
+            remedy = (
+                f"Pass Differential(optimizers=({type(optimizer).__name__},)) if state, gradients and groups decide"
+            )
+            refuse(kind, "is of a class whose step may depend on more", remedy)
     if not all(selector.selects(f"{view.path}.{part}.{name}.") for name in view.names.values() for part in _PARTS):
         refuse(type(view.optimizer).__qualname__, "is left out by only= or skip=", "Select all of it")
     paths = [view.path] if len(steppers) == 1 else [f"{view.path}.{number}" for number in range(len(steppers))]
@@ -219,25 +233,8 @@ _PARTS = ("state", "param_groups")
 
 def _refused(path: str, kind: str, what: str, remedy: str) -> None:
     raise InvalidError(
-        f"{path}: {kind} {what}; expected a step that state, gradients and groups decide. {remedy}, or leave "
-        "differential= out"
+        f"{path}: {kind} {what}; expected a step that a record can repeat. {remedy}, or leave differential= out"
     )
-
-
-def require_recorded(optimizers: Sequence[Stepped], vouched: Sequence[type]) -> None:
-    """Refuse optimizers of other classes than torch's own and those that the caller vouches for.
-
-    Raises:
-        InvalidError: Names the optimizer and the class.
-    """
-    for stepped in optimizers:
-        if type(stepped.optimizer) not in RECORDED.union(vouched):
-            _refused(
-                stepped.path,
-                stepped.kind,
-                "is not known to have a step that can be redone",
-                f"Pass Differential(optimizers=({type(stepped.optimizer).__name__},)) if its step is such a function",
-            )
 
 
 def mark_of(tensor: torch.Tensor) -> Mark:
