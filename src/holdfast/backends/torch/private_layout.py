@@ -115,6 +115,10 @@ def version_counter(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+version_counter_of_trained: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""Returns `version_counter` of a tensor that is no inference tensor, in a third of the time. `Tensor._version`."""
+
+
 def storage_identity(tensor: torch.Tensor) -> int:
     """Return a number that two tensors share exactly if they share a storage, even an empty one.
 

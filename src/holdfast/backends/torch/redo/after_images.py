@@ -60,8 +60,6 @@ class SteppedTensors:
         self._slices: list[list[str]] = []
         self._of_base: set[str] = set()
         """FQNs at the boundary before."""
-        self.see()
-        self.begin()
 
     def begin(self) -> None:
         """Note which tensors there are at a boundary."""

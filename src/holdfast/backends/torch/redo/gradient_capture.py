@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -163,8 +164,10 @@ class TorchGradientCapture:
         fqn = local.shard.tensor.fqn
         if fqn in self._by_fqn:
             return self._regions.get(fqn, ())
-        owners = (hooked.stepped.owners for hooked in self._hooked)
-        owner = next(known[name] for known in owners for name in known if fqn == name or fqn.startswith(f"{name}."))
+        name, owners = fqn, ChainMap(*(hooked.stepped.owners for hooked in self._hooked))
+        while name not in owners:
+            name = name.rpartition(".")[0]  # An inner tensor of a tensor subclass.
+        owner = owners[name]
         regions, shape = self._regions.get(owner, ()), self._by_fqn[owner].shard.tensor.global_shape
         if local.shard.tensor.global_shape == shape:
             return regions

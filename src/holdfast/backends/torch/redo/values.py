@@ -16,7 +16,17 @@ from holdfast.backends.torch.redo.gap import GapError
 from holdfast.backends.torch.redo.stepped import Stepped, SteppedState
 from holdfast.backends.torch.state.collect import collect
 from holdfast.backends.torch.state.saved_values import children_of
-from holdfast.backends.torch.state.walk import DictNode, ModuleNode, Node, Stateful, StatefulNode, TensorNode, walk
+from holdfast.backends.torch.state.walk import (
+    DictNode,
+    ModuleNode,
+    Node,
+    Stateful,
+    StatefulNode,
+    TensorNode,
+    ValueNode,
+    walk,
+)
+from holdfast.backends.torch.ties import storage_key
 from holdfast.base.geometry.sharded import Sharded
 from holdfast.base.ports.framework import Collected, Selection
 from holdfast.base.types.values import Value
@@ -77,15 +87,19 @@ class StateValues:
         return found
 
     def _values_in(self, node: DictNode, mapping: Mapping[str, object]) -> dict[str, object]:
+        for key, child in node.children.items():
+            if key not in mapping and not isinstance(child, ValueNode):
+                raise GapError(f"{child.path}: is no longer in the state")
         values = ((key, self._value_of(node.children.get(key), value)) for key, value in mapping.items())
         return {key: value for key, value in values if value is not _NOTHING}
 
     def _value_of(self, child: Node | None, value: object) -> object:
         match child:
             case TensorNode():
-                _require_same(
-                    child.path, child.tensor, tensors_of(value, "")[0] if isinstance(value, Sharded) else value
-                )
+                tensor = tensors_of(value, "")[0] if isinstance(value, Sharded) else value
+                # `state_dict()` of a module makes other objects of the same memory at each call.
+                if not isinstance(tensor, torch.Tensor) or storage_key(tensor) != storage_key(child.tensor):
+                    _require_same(child.path, child.tensor, tensor)
                 return _NOTHING
             case DictNode() if isinstance(value, Mapping):
                 return self._values_in(child, value)

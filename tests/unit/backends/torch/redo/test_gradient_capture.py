@@ -8,8 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from holdfast.backends.torch.framework import TorchFramework
+from holdfast.backends.torch.local_shards import Ranks
 from holdfast.base.ports.framework import Selection
 from holdfast.errors import InvalidError, UnavailableError
 from tests.support.recorded_training import FRAMEWORK, HeapMemory, Log, log_of, redo, whole_regions
@@ -98,6 +102,21 @@ def test_a_parameter_outside_the_state_is_refused() -> None:
 
     training.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
     assert refusal(training.state())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp1_is_refused() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        module = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"), use_orig_params=True)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        with pytest.raises(InvalidError, match="model: FSDP1 moves its parameters"):
+            two_ranks = TorchFramework(Ranks(0, 2, lambda rank: rank))
+            two_ranks.capture({"model": module, "optimizer": optimizer}, Selection(), (), HeapMemory())
+    finally:
+        dist.destroy_process_group()
 
 
 class Wrapper(torch.optim.Optimizer):

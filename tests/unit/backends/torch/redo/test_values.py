@@ -140,3 +140,26 @@ def test_an_object_that_takes_the_place_of_a_module_interrupts(training: Adversa
     training.nets["judge"] = nn.Linear(4, 1)
     assert log.boundary(2, training.state()) is None
     assert log.capture.interrupted == "nets.judge: was replaced by another object"
+
+
+def test_a_state_dict_that_is_made_for_each_boundary_is_the_same_tensors(training: Adversaries) -> None:
+    average = copy.deepcopy(training.nets["judge"])
+    log, base = log_of(training.state() | {"average": average.state_dict()}), copy.deepcopy(average)
+    training.train()
+    with torch.no_grad():
+        average.weight.data.mul_(2)  # type: ignore[operator]
+    record = log.boundary(2, training.state() | {"average": average.state_dict()})
+    assert record is not None, log.capture.interrupted
+    assert "average.weight" in {image.fqn for image in record.images}
+    resumed = Adversaries()
+    resumed.train()
+    assert redo(resumed.state() | {"average": base.state_dict()}, log.records) == []
+    torch.testing.assert_close(base.state_dict(), average.state_dict(), rtol=0, atol=0)
+
+
+def test_a_module_that_leaves_the_state_interrupts(training: Adversaries) -> None:
+    log = log_of(training.state())
+    state = training.state()
+    del state["nets"]
+    assert log.boundary(2, state) is None
+    assert log.capture.interrupted == "nets: is no longer in the state"
