@@ -259,6 +259,13 @@ class TorchSource:
             for local in locals_of(tensor)
         ]
 
+    def moved_parameter(self) -> torch.Tensor | None:
+        """Return the parameter of this source if it has other memory now (`parameter.data = …`), which this lacks."""
+        held = self._memory[0] if self.parts else None
+        if held is None or not held.requires_grad or locals_of(held)[0].data_ptr() == self.parts[0].local.data_ptr():
+            return None
+        return held
+
     def copied(self) -> TorchSource:
         """Return a source of clones, which training does not change."""
         parts = [LocalPart(part.region, part.local.clone()) for part in self.parts]

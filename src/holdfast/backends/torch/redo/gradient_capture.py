@@ -176,10 +176,13 @@ class TorchGradientCapture:
 
     def _other_shards(self, fresh: Sequence[LocalShard]) -> dict[str, LocalShard]:
         """Return the shards of all tensors that no optimizer steps: those that are known, and those made just now."""
-        stepped = self._state.parameters
-        return self._state.others | {
-            each.shard.tensor.fqn: each for each in fresh if each.shard.tensor.fqn not in stepped
-        }
+        others = self._state.others
+        for fqn, local in others.items():
+            assert isinstance(local.source, TorchSource)
+            if (moved := local.source.moved_parameter()) is not None:
+                (others[fqn],) = self._state.shards_of((fqn, moved, None))
+        made = {each.shard.tensor.fqn: each for each in fresh}
+        return others | {fqn: each for fqn, each in made.items() if fqn not in self._state.parameters}
 
     def _end(self, step: int, state: Mapping[str, object] | None) -> Captured:
         for hooked in self._hooked:

@@ -157,6 +157,19 @@ def test_a_state_dict_that_is_made_for_each_boundary_is_the_same_tensors(trainin
     torch.testing.assert_close(base.state_dict(), average.state_dict(), rtol=0, atol=0)
 
 
+def test_an_average_that_gets_other_memory_at_each_step_is_followed(training: Adversaries) -> None:
+    average = copy.deepcopy(training.nets["judge"])
+    log, base = log_of(training.state() | {"average": average}), copy.deepcopy(average)
+    for step in range(2, 5):
+        training.train()
+        average.weight.data = average.weight.data * 2  # type: ignore[operator]
+        assert log.boundary(step, training.state() | {"average": average}) is not None, log.capture.interrupted
+    resumed = Adversaries()
+    resumed.train()
+    assert redo(resumed.state() | {"average": base}, log.records) == []
+    torch.testing.assert_close(base.state_dict(), average.state_dict(), rtol=0, atol=0)
+
+
 def test_a_module_that_leaves_the_state_interrupts(training: Adversaries) -> None:
     log = log_of(training.state())
     state = training.state()
