@@ -6,7 +6,6 @@ import logging
 import weakref
 from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -235,10 +234,11 @@ class _Hooked:
         self._consumed: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
         """Gradients as the last step left them, with their version counters."""
         self._is_in_step = False
-        # torch.compile must not trace the hooks.
+        # torch.compile must trace only the hook that asks whether it does.
         disable: Any = torch.compiler.disable
-        self._before = stepped.optimizer.register_step_pre_hook(disable(partial(_Hooked._pre, self)))
-        self._after = stepped.optimizer.register_step_post_hook(disable(partial(_Hooked._post, self)))
+        self._refuse_compiled, self._record = disable(self._compiled), disable(self._pre)
+        self._before = stepped.optimizer.register_step_pre_hook(self._before_step)
+        self._after = stepped.optimizer.register_step_post_hook(disable(self._post))
 
     def begin(self) -> None:
         """Take hooks and tensors as they are at a boundary."""
@@ -286,7 +286,16 @@ class _Hooked:
         if self.stepped.present_members() != self.stepped.members:
             raise GapError(f"{self.stepped.path}: a group or parameter was added or removed")
 
-    def _pre(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _before_step(self, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            self._refuse_compiled()
+        else:
+            self._record(args, kwargs)
+
+    def _compiled(self) -> None:
+        self._capture.interrupt(GapError(f"{self.stepped.path}: its step was compiled. Step it without torch.compile"))
+
+    def _pre(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._capture.interrupted:
             return
         try:

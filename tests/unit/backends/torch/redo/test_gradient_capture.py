@@ -224,6 +224,21 @@ def test_a_closure_interrupts(plain: Plain) -> None:
     assert "closure" in interruption(plain, lambda: plain.optimizer.step(lambda: 0.0))
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+def test_a_step_that_the_loop_compiles_interrupts(plain: Plain) -> None:
+    assert "was compiled" in interruption(plain, torch.compile(lambda: plain.optimizer.step(), backend="eager"))
+
+
+def test_a_step_that_raises_interrupts(plain: Plain) -> None:
+    def fail() -> None:
+        plain.optimizer.param_groups[0]["betas"] = None
+        with pytest.raises(TypeError):
+            plain.optimizer.step()
+        plain.optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+
+    assert "a step did not end" in interruption(plain, fail)
+
+
 def test_a_sparse_gradient_interrupts_at_its_first_sight() -> None:
     model = nn.Embedding(5, 3, sparse=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
