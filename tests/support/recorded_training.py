@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from holdfast.base.geometry.region import Region
 from holdfast.base.ports.framework import Selection
 from holdfast.base.ports.gradients import Captured, GradientCapture
 from holdfast.base.types.redo import Record
+from holdfast.base.types.values import Value
+from holdfast.core.format.values.values import decode, encode
 
 RANKS = Ranks(0, 1, lambda rank: rank)
 FRAMEWORK = TorchFramework(RANKS)
@@ -140,20 +142,34 @@ def log_of(state: Mapping[str, object], step: int = 0, vouched: Sequence[type] =
     return Log(capture, memory)
 
 
+def stored(record: Record) -> Record:
+    """Return a record as it comes back from storage: its values encoded and decoded."""
+
+    def again(value: Value) -> Any:
+        return decode(encode(value, "record"), "record")
+
+    calls = [
+        replace(call, groups=tuple([again(group) for group in call.groups]), scaling=again(call.scaling))
+        for call in record.calls
+    ]
+    return replace(record, calls=tuple(calls), tree=again(record.tree), per_rank=again(record.per_rank))
+
+
 def redo(state: Mapping[str, object], records: Sequence[Captured]) -> list[str]:
     """Apply records to a state; return the names whose sums differ."""
     steps = FRAMEWORK.redo(state, Selection())
     differing: list[str] = []
     for captured in records:
-        assert steps.unlike(captured.record) == ""
-        stored = {(each.tensor.fqn, each.region): each for each in captured.tensors}
-        for wanted in steps.wanted(captured.record):
+        record = stored(captured.record)
+        assert steps.unlike(record) == ""
+        tensors = {(each.tensor.fqn, each.region): each for each in captured.tensors}
+        for wanted in steps.wanted(record):
             for box in wanted.boxes:
-                each = stored[wanted.stored_fqn, box]
+                each = tensors[wanted.stored_fqn, box]
                 buffer = memoryview(bytearray(box.numel * each.tensor.itemsize))
                 each.source.copy_into(box, 0, len(buffer), buffer).wait()
                 assert isinstance(box, Box)
                 wanted.target.place(box, buffer, box)
-        differing += steps.apply(captured.record)
-    steps.finish(records[-1].record)
+        differing += steps.apply(record)
+    steps.finish(stored(records[-1].record))
     return differing
