@@ -196,7 +196,7 @@ class CheckpointManager:
             # Without a step this rank cannot decide whether the others save. They raise at their next save.
             return refuse_call(self._job, passed.misuse)
         if self._redo_log is not None:
-            self._redo_log.boundary(step)
+            self._redo_log.boundary(step, passed.state)
         if self._preemption is not None and self._preemption.should_stop(step):
             self._preemption.save_and_exit(
                 step,
@@ -260,7 +260,7 @@ class CheckpointManager:
         step = plain_step(step)
         passed = passed_state(step, state, "save(step, state)", (only, skip, grads), metrics, (tags, move_tags))
         if self._redo_log is not None:
-            self._redo_log.boundary(step)
+            self._redo_log.boundary(step, passed.state)
         return self._begin_save(step, passed)
 
     def load(

@@ -1,4 +1,4 @@
-"""Loads a base and follows its log: the newest base and all records after it, or the base before a recorded step.
+"""Loads a base and follows the log: the newest base and all records after it, or the base before a recorded step.
 
 If a redo departs from the recorded run, the base is loaded again and redone once more: a flipped bit of this process
 passes. After that the base is taken alone, loudly.
@@ -41,7 +41,7 @@ def load_with_log(
     note: Callable[[LoadRequest, Loaded], None],
     recorded: RecordedStep | None = None,
 ) -> LoadReport | None:
-    """Load a base and follow its log; return the report, or None for a new run. A collective.
+    """Load a base and follow the log; return the report, or None for a new run. A collective.
 
     Args:
         job: The ranks.
@@ -88,7 +88,7 @@ _NOT_RECORDED = RecordedStep(-1, -1)
 
 
 def recorded_step(job: Job, store: Store, step: object) -> RecordedStep | None:
-    """Return a named step if it has no manifest, and a log may hold it; None otherwise. A collective.
+    """Return a named step without a manifest, if a log may hold the step; None otherwise. A collective.
 
     Args:
         job: The ranks.
@@ -152,7 +152,7 @@ class LogFollower:
     def follow(self, loaded: Loaded) -> Redone | None:
         """Redo the records after a base; return None if the base must be loaded again. A collective.
 
-        A flipped bit in the process that redoes passes with the second try. After it, the base is taken alone.
+        A flipped bit in the process that redoes passes with the second try. After two failures the base is taken alone.
         """
         manifest = loaded.manifest
         assert manifest.step is not None, "a run has steps"

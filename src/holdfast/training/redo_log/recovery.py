@@ -44,7 +44,7 @@ class Redone:
     """The last step to which the log of every rank reaches."""
 
     why: str = ""
-    """Why the redo ended before the reach, or why there is no log to follow; empty if it went to the reach."""
+    """Why the redo ended before the reach, or why there is no log to follow; empty if the redo went to the reach."""
 
     departed: tuple[str, ...] = ()
     """Tensors whose sums differ from those recorded: the state is not that of training, and must be loaded again."""
@@ -94,13 +94,17 @@ class LogRedo:
             problem = self._read(step, sealed)
             worst = self._worst(problem)
             if worst:
-                return Redone(at, applied, reach, worst)
+                why = worst
+                break
             departed = self._apply(sealed)
             at, applied = step, applied + 1
             if departed:
                 return Redone(at, applied, reach, f"step {step} departs", departed)
         if applied:
-            self._redo.finish(self._own[at].record)
+            last = self._own[at].record
+            if last.not_resumable:
+                raise CorruptError(f"{why}; training cannot go on at step {at}: {last.not_resumable}")
+            self._redo.finish(last)
         return Redone(at, applied, reach, why if at < reach or not applied else "")
 
     @property

@@ -63,7 +63,7 @@ def redo_log_of(parts: RunParts, schedule: Schedule | None, options: Differentia
 
 
 class _Bases:
-    """The bases of a log so far. The handle of a save may be kept for long: it keeps this object, and no memory."""
+    """The bases of a log so far. The handle of a save may be kept for long: the handle keeps this object, and no memory."""
 
     def __init__(self, request: Callable[[], None]) -> None:
         self.committed: int | None = None
@@ -99,6 +99,8 @@ class RedoLog:
         """The boundary at which the next record begins; None if the records have a gap."""
         self._has_tried = False
         self._requests = 0
+        self._state: Mapping[str, object] | None = None
+        """The state of a base that is not planned yet. The target of a save must not keep a state."""
         self._base_bytes = 0
         """Bytes of the log of this rank at the last base."""
         self._interval_bytes: float = math.inf
@@ -122,11 +124,11 @@ class RedoLog:
             return committed
         return max(committed, sealed)
 
-    def boundary(self, step: int) -> None:
+    def boundary(self, step: int, state: Mapping[str, object]) -> None:
         """End the record of a step. Never raises."""
         if self._capture is None or self._at is None or step == self._at:
             return
-        captured = self._capture.boundary(step)
+        captured = self._capture.boundary(step, state)
         failure = self._capture.interrupted or self._writer.failure
         if step < self._at:
             failure = failure or f"step {step} follows step {self._at}; expected rising steps"
@@ -152,13 +154,13 @@ class RedoLog:
     ) -> tuple[SaveTarget, Callable[[], Collected]]:
         """Return the target and the function of a save, as those of a base of this log.
 
-        The function refuses a state that cannot be recorded, on every rank alike.
+        The function refuses a state that cannot be recorded, on every rank.
 
         Args:
             step, target, state, selection: What is saved, and where.
             collect: Takes the state apart.
         """
-        self._has_tried = True
+        self._has_tried, self._state = True, state
 
         def prepared() -> Collected:
             if self._capture is None:
@@ -199,7 +201,8 @@ class RedoLog:
         for pack, _ in plan.packs:
             for item in pack.items:
                 regions.setdefault(item.tensor.fqn, []).append(item.region)
-        self._capture.begin(step, regions)
+        self._capture.begin(step, regions, self._state)
+        self._state = None
         self._writer.begin(self._id)
         self._base_bytes = self._writer.sealed_bytes
         self._at, self.why = step, ""
@@ -213,7 +216,7 @@ class RedoLog:
         return limit if free is None else min(limit, free // _SHARE_OF_FREE)
 
     def _announce_sizes(self, step: int) -> None:
-        """Log once how large records are: they decide how often a base is saved, whatever the policy says."""
+        """Log once how large records are: the sizes decide how often a base is saved, whatever the policy says."""
         count, records = self._writer.sealed_bytes, self._writer.sealed_records
         if self._has_announced or not records:
             return
@@ -236,6 +239,10 @@ class RedoLog:
             why,
         )
         self.why, self._at = why, None
+        if self._capture is not None and self._capture.interrupted:
+            # The optimizers may have other groups or parameters: the next base hooks the state again.
+            self._capture.close()
+            self._capture = None
         if self._requests < _REQUESTS_MAX:
             self._requests += 1
             self._request_base()

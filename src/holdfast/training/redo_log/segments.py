@@ -178,7 +178,7 @@ def _read_segment(store: Store, key: str, size: int, log: str, rank: int) -> dic
             by_step[step] = {}
             continue
         name = rest.partition("/")[2]
-        # Under its name in the record: a read of another rank finds the pieces of all ranks by it.
+        # Under its name in the record: a read of another rank finds the pieces of all ranks by this name.
         named = replace(piece, tensor=replace(piece.tensor, fqn=name))
         by_step[step].setdefault(name, []).append(named)
     return {step: SealedRecord(record, previous, by_step[step]) for step, (record, previous) in records.items()}

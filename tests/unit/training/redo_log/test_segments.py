@@ -1,4 +1,4 @@
-"""Segments prove their own bytes: what was recorded is read back, and damage ends the log before the damaged segment."""
+"""Segments prove their own bytes: records are read back, and damage ends the log before the damaged segment."""
 
 from __future__ import annotations
 
