@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.gloo_worlds import Case, Launch, Results
+
+pytestmark = pytest.mark.long
 
 TRAIN = "tests.crash.redo_log.recorded_run:train"
 
@@ -92,3 +95,25 @@ def test_a_run_without_the_log_goes_on_from_it(tmp_path: Path) -> None:
     third = _ended(1, tmp_path / "third", root=root, steps=41)
     assert (third[0]["start"], third[0]["redone"]) == (30, 0)
     shutil.rmtree(root)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kills_at_random_lose_two_steps_at_most(tmp_path: Path, seed: int) -> None:
+    """Both ranks are killed at any moment: of training, a seal, a base or a collection."""
+    chance, root, scratch = random.Random(seed), str(tmp_path / "b"), tmp_path
+    for life in range(2):
+        after = chance.uniform(0.05, 1.5)
+        _world(2, scratch / f"life-{life}", root=root, pause=0.03, every=7, steps=60, kill_after=after)
+    last = [_last_step(scratch / "life-1" / f"step.{rank}") for rank in range(2)]
+
+    again = _ended(2, scratch / "again", root=root, every=7, steps=60)
+
+    assert again[0]["start"] == again[1]["start"]
+    start = again[0]["start"]
+    assert isinstance(start, int)
+    assert max(last) - 3 <= start <= max(last), (start, last)
+    assert _digests(again) == _digests(_ended(2, scratch / "whole", root=str(tmp_path / "a"), every=7, steps=60))
+
+
+def _last_step(path: Path) -> int:
+    return int(path.read_text().splitlines()[-1].split()[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from holdfast.core.engine.background import BackgroundQueue, WriteProgress
 from holdfast.core.engine.writing.write import PackWriter
@@ -49,7 +50,6 @@ class LogWriter:
     def begin(self, log: str) -> None:
         """Begin a log, or go on with the same one after a failure."""
         if log != self._log:
-            self.drain()
             self._log, self.sealed_step, self.sealed_bytes, self.sealed_records = log, None, 0, 0
         self.failure = ""
 
@@ -76,23 +76,26 @@ class LogWriter:
         return not self.failure
 
     def close(self) -> None:
-        """Seal all queued records, and end the thread."""
+        """Seal all queued records, and end the thread; a write that hangs is not awaited."""
         if self._pending:
-            self.drain()
+            self._queue.submit(self._seal)
         self._queue.close()
 
     def _seal(self) -> None:
         """Write one segment of the records that wait. On the thread of the queue."""
         records: list[QueuedRecord] = []
         while self._pending and len(records) < _SEGMENT_RECORDS_MAX:
+            if records and self._pending[0].log != records[0].log:
+                break  # A load began another log.
             records.append(self._pending.popleft())
         if not records:
             return
         try:
-            if not self.failure:
-                began = time.perf_counter()
-                rank, chunk_bytes = self._job.comm.rank, self._job.settings.chunk_bytes
-                count = write_segment(self._writer, self._log, rank, records, chunk_bytes)
+            if self.failure:
+                return
+            began = time.perf_counter()
+            count = self._write(records)
+            if records[0].log == self._log:
                 self.sealed_step = records[-1].captured.record.step
                 self.sealed_bytes += count
                 self.sealed_records += len(records)
@@ -102,3 +105,9 @@ class LogWriter:
         finally:
             for record in records:
                 record.captured.release()
+
+    def _write(self, records: Sequence[QueuedRecord]) -> int:
+        job, progress = self._job, self._queue.progress
+        with progress.writing("segment of the redo log", job.stall_seconds):
+            rank, chunk_bytes = job.comm.rank, job.settings.chunk_bytes
+            return write_segment(self._writer, rank, records, chunk_bytes, lambda _: progress.note_written())

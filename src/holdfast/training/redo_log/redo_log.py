@@ -63,7 +63,7 @@ def redo_log_of(parts: RunParts, schedule: Schedule | None, options: Differentia
 
 
 class _Bases:
-    """The bases of a log so far. The handle of a save may be kept for long: the handle keeps this object, and no memory."""
+    """The bases of a log so far. The handle of a save, which may be kept for long, keeps this object and no memory."""
 
     def __init__(self, request: Callable[[], None]) -> None:
         self.committed: int | None = None
@@ -137,7 +137,7 @@ class RedoLog:
                 captured.release()
             self._interrupt(step, failure or "the steps of this record have a gap")
             return
-        self._writer.put(QueuedRecord(captured, self._at))
+        self._writer.put(QueuedRecord(captured, self._at, self._id))
         self._at = step
         if self._writer.sealed_bytes - self._base_bytes > self._interval_bytes and not self._is_full:
             self._is_full = True  # Until the next base.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
 
@@ -51,6 +51,9 @@ class QueuedRecord:
     previous: int
     """The boundary at which the record begins."""
 
+    log: str
+    """Id of the log."""
+
 
 class _CopyEnded:
     def wait(self) -> None:
@@ -69,9 +72,17 @@ class _HeldBytes:
         return _CopyEnded()
 
 
-def write_segment(writer: PackWriter, log: str, rank: int, records: Sequence[QueuedRecord], chunk_bytes: int) -> int:
-    """Write records as one segment, and return the bytes of the segment once it is durable.
+def write_segment(
+    writer: PackWriter, rank: int, records: Sequence[QueuedRecord], chunk_bytes: int, written: Callable[[int], None]
+) -> int:
+    """Write records of one log as one segment, and return the bytes of the segment once the segment is durable.
 
+    Args:
+        writer: Writes packs under the root of the run.
+        rank: This rank.
+        records: The records, by step.
+        chunk_bytes: Bytes of a chunk.
+        written: Called whenever bytes were written.
     Raises:
         InvalidError: A value of a record cannot be stored.
         CheckpointError: The write failed; nothing of the segment is left.
@@ -95,10 +106,11 @@ def write_segment(writer: PackWriter, log: str, rank: int, records: Sequence[Que
             add(replace(recorded.tensor, fqn=name), recorded.region, recorded.source)
     plan = PackPlan(f"{CODED_FOLDER}r{rank:05d}.safetensors", tuple(items))
     chunks = sum(chunk_count(item.bytes, chunk_bytes) for item in items)
+    log = records[0].log
     header = SegmentHeader(coded_header_body(plan, chunk_bytes), log, rank, chunks)
     key = segment_key(log, rank, records[0].captured.record.step)
     pack = PlannedPack(key, b"", plan, header.size, header.header)
-    return writer.write(pack, sources).record.bytes
+    return writer.write(pack, sources, written).record.bytes
 
 
 def _entries(step: int, tensors: Sequence[RecordedTensor]) -> Iterator[tuple[str, RecordedTensor]]:

@@ -353,5 +353,6 @@ def test_the_log_line_names_sizes(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.INFO):
         training = Training(tmp_path)
         training.run(1, 3)
+        training.step(4)
     assert "a base comes at least every" in caplog.text
     training.manager.close()

@@ -56,11 +56,11 @@ def _queued(step: int, previous: int, values: np.ndarray, rows: Sequence[tuple[i
         RecordedTensor(spec, Box((start, 0), (stop, values.shape[1])), _Bytes(values[start:stop].tobytes()))
         for start, stop in rows
     ]
-    return QueuedRecord(Captured(_record(step), tensors, lambda: None), previous)
+    return QueuedRecord(Captured(_record(step), tensors, lambda: None), previous, LOG)
 
 
 def _write(store: MemoryStore, rank: int, records: Sequence[QueuedRecord]) -> None:
-    write_segment(PackWriter(store, SETTINGS), LOG, rank, records, SETTINGS.chunk_bytes)
+    write_segment(PackWriter(store, SETTINGS), rank, records, SETTINGS.chunk_bytes, lambda _: None)
 
 
 def _values(seed: int, rows: int = 6) -> np.ndarray:
@@ -97,7 +97,7 @@ def test_a_large_record_is_read_in_two_parts() -> None:
     store, many = MemoryStore(uuid.uuid4().hex), "x" * 300_000
     queued = _queued(11, 10, _values(1), [(0, 6)])
     record = _record(11, many)
-    _write(store, 0, [QueuedRecord(Captured(record, queued.captured.tensors, lambda: None), 10)])
+    _write(store, 0, [QueuedRecord(Captured(record, queued.captured.tensors, lambda: None), 10, LOG)])
 
     assert read_records(store, LOG, 0, 10)[11].record == record
 
