@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from holdfast.base.ports.store import Store
 from holdfast.core.engine.background import BackgroundQueue, WriteProgress
 from holdfast.core.engine.writing.write import PackWriter
 from holdfast.training.coordination.job import Job
@@ -27,15 +28,16 @@ class LogWriter:
         failed     A write failed: records are dropped until `begin`. `failure` has the reason.
     """
 
-    def __init__(self, job: Job, writer: PackWriter, flush_every: int) -> None:
+    def __init__(self, job: Job, store: Store, writer: PackWriter, flush_every: int) -> None:
         """Start no thread yet.
 
         Args:
             job: The ranks.
-            writer: Writes packs under the root of the run.
+            store: The root of the run.
+            writer: Writes packs there.
             flush_every: Records that are waited for before a seal.
         """
-        self._job, self._writer, self._flush_every = job, writer, flush_every
+        self._job, self._store, self._writer, self._flush_every = job, store, writer, flush_every
         self._queue = BackgroundQueue("holdfast-log", WriteProgress(job.clock))
         self._pending: deque[QueuedRecord] = deque()
         self._log = ""
@@ -109,5 +111,4 @@ class LogWriter:
     def _write(self, records: Sequence[QueuedRecord]) -> int:
         job, progress = self._job, self._queue.progress
         with progress.writing("segment of the redo log", job.stall_seconds):
-            rank, chunk_bytes = job.comm.rank, job.settings.chunk_bytes
-            return write_segment(self._writer, rank, records, chunk_bytes, lambda _: progress.note_written())
+            return write_segment(self._store, self._writer, job.comm.rank, records, lambda _: progress.note_written())

@@ -91,7 +91,7 @@ class RedoLog:
         """
         self._store = parts.store
         self._job, self._pins, self._options, self._request_base = parts.job, parts.pins, options, request_base
-        self._writer = LogWriter(parts.job, parts.writer, options.flush_every)
+        self._writer = LogWriter(parts.job, parts.store, parts.writer, options.flush_every)
         self._memory = LogMemory(parts.job.clock)
         self._capture: GradientCapture | None = None
         self._id = ""

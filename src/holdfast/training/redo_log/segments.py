@@ -73,15 +73,15 @@ class _HeldBytes:
 
 
 def write_segment(
-    writer: PackWriter, rank: int, records: Sequence[QueuedRecord], chunk_bytes: int, written: Callable[[int], None]
+    store: Store, writer: PackWriter, rank: int, records: Sequence[QueuedRecord], written: Callable[[int], None]
 ) -> int:
     """Write records of one log as one segment, and return the bytes of the segment once the segment is durable.
 
     Args:
-        writer: Writes packs under the root of the run.
+        store: The root of the run.
+        writer: Writes packs there.
         rank: This rank.
         records: The records, by step.
-        chunk_bytes: Bytes of a chunk.
         written: Called whenever bytes were written.
     Raises:
         InvalidError: A value of a record cannot be stored.
@@ -105,12 +105,16 @@ def write_segment(
         for name, recorded in _entries(record.step, queued.captured.tensors):
             add(replace(recorded.tensor, fqn=name), recorded.region, recorded.source)
     plan = PackPlan(f"{CODED_FOLDER}r{rank:05d}.safetensors", tuple(items))
+    chunk_bytes = writer.chunk_bytes
     chunks = sum(chunk_count(item.bytes, chunk_bytes) for item in items)
     log = records[0].log
     header = SegmentHeader(coded_header_body(plan, chunk_bytes), log, rank, chunks)
     key = segment_key(log, rank, records[0].captured.record.step)
     pack = PlannedPack(key, b"", plan, header.size, header.header)
-    return writer.write(pack, sources, written).record.bytes
+    count = writer.write(pack, sources, written).record.bytes
+    # A writer leaves the names of packs to the commit of a save. A segment has no commit.
+    store.sync(log_folder(log, rank))
+    return count
 
 
 def _entries(step: int, tensors: Sequence[RecordedTensor]) -> Iterator[tuple[str, RecordedTensor]]:

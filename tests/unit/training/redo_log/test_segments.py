@@ -50,7 +50,7 @@ def _record(step: int, groups: object = 0.5) -> Record:
     )
 
 
-def _queued(step: int, previous: int, values: np.ndarray, rows: Sequence[tuple[int, int]]) -> QueuedRecord:
+def queued_record(step: int, previous: int, values: np.ndarray, rows: Sequence[tuple[int, int]]) -> QueuedRecord:
     spec = TensorSpec(call_tensor(0, "model.weight"), "float32", values.shape)
     tensors = [
         RecordedTensor(spec, Box((start, 0), (stop, values.shape[1])), _Bytes(values[start:stop].tobytes()))
@@ -60,7 +60,7 @@ def _queued(step: int, previous: int, values: np.ndarray, rows: Sequence[tuple[i
 
 
 def _write(store: MemoryStore, rank: int, records: Sequence[QueuedRecord]) -> None:
-    write_segment(PackWriter(store, SETTINGS), rank, records, SETTINGS.chunk_bytes, lambda _: None)
+    write_segment(store, PackWriter(store, SETTINGS), rank, records, lambda _: None)
 
 
 def _values(seed: int, rows: int = 6) -> np.ndarray:
@@ -69,7 +69,7 @@ def _values(seed: int, rows: int = 6) -> np.ndarray:
 
 def test_records_come_back() -> None:
     store, values = MemoryStore(uuid.uuid4().hex), [_values(1), _values(2)]
-    _write(store, 3, [_queued(11, 10, values[0], [(0, 2), (4, 6)]), _queued(12, 11, values[1], [(0, 6)])])
+    _write(store, 3, [queued_record(11, 10, values[0], [(0, 2), (4, 6)]), queued_record(12, 11, values[1], [(0, 6)])])
 
     records = read_records(store, LOG, 3, 10)
 
@@ -88,14 +88,14 @@ def test_records_come_back() -> None:
 def test_older_segments_are_not_read() -> None:
     store = MemoryStore(uuid.uuid4().hex)
     for step in range(11, 15):
-        _write(store, 0, [_queued(step, step - 1, _values(step), [(0, 6)])])
+        _write(store, 0, [queued_record(step, step - 1, _values(step), [(0, 6)])])
 
     assert list(read_records(store, LOG, 0, 12)) == [13, 14]
 
 
 def test_a_large_record_is_read_in_two_parts() -> None:
     store, many = MemoryStore(uuid.uuid4().hex), "x" * 300_000
-    queued = _queued(11, 10, _values(1), [(0, 6)])
+    queued = queued_record(11, 10, _values(1), [(0, 6)])
     record = _record(11, many)
     _write(store, 0, [QueuedRecord(Captured(record, queued.captured.tensors, lambda: None), 10, LOG)])
 
@@ -104,7 +104,7 @@ def test_a_large_record_is_read_in_two_parts() -> None:
 
 def test_every_byte_of_header_and_record_is_proven(caplog: pytest.LogCaptureFixture) -> None:
     store = MemoryStore(uuid.uuid4().hex)
-    _write(store, 0, [_queued(11, 10, _values(1), [(0, 6)])])
+    _write(store, 0, [queued_record(11, 10, _values(1), [(0, 6)])])
     key = segment_key(LOG, 0, 11)
     whole = store.get(key, 1 << 20)
     data = len(whole) - _values(1).nbytes
@@ -117,7 +117,7 @@ def test_every_byte_of_header_and_record_is_proven(caplog: pytest.LogCaptureFixt
 @pytest.mark.parametrize("length", [0, 7, 100, 4096, -1])
 def test_a_truncated_segment_ends_the_log(length: int) -> None:
     store = MemoryStore(uuid.uuid4().hex)
-    _write(store, 0, [_queued(11, 10, _values(1), [(0, 6)])])
+    _write(store, 0, [queued_record(11, 10, _values(1), [(0, 6)])])
     key = segment_key(LOG, 0, 11)
     store.put(key, store.get(key, 1 << 20)[:length])
 
@@ -126,7 +126,7 @@ def test_a_truncated_segment_ends_the_log(length: int) -> None:
 
 def test_a_segment_of_another_rank_or_log_is_refused() -> None:
     store = MemoryStore(uuid.uuid4().hex)
-    _write(store, 0, [_queued(11, 10, _values(1), [(0, 6)])])
+    _write(store, 0, [queued_record(11, 10, _values(1), [(0, 6)])])
     data = store.get(segment_key(LOG, 0, 11), 1 << 20)
     store.put(segment_key(LOG, 1, 11), data)
     store.put(segment_key("f" * 16, 0, 11), data)
@@ -150,6 +150,6 @@ def test_a_gap_or_a_cut_ends_the_log(
 ) -> None:
     store = MemoryStore(uuid.uuid4().hex)
     for previous, step in links:
-        _write(store, 0, [_queued(step, previous, _values(step), [(0, 6)])])
+        _write(store, 0, [queued_record(step, previous, _values(step), [(0, 6)])])
 
     assert steps_reached(read_records(store, LOG, 0, 9), base, below) == expected

@@ -96,6 +96,11 @@ class PackWriter:
         return self.meter.saving()
 
     @property
+    def chunk_bytes(self) -> int:
+        """Raw bytes of each chunk but the last of a piece."""
+        return self._settings.chunk_bytes
+
+    @property
     def sends_whole_packs(self) -> bool:
         """Whether the store gets a pack in one request, when the pack is complete."""
         return self._store.traits.appears_whole
