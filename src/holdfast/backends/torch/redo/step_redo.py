@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -65,7 +66,7 @@ class TorchStepRedo:
                 declared = declared_for_gradient(fqn, stepped.view.declared.get(id(parameter)), parameter, grad)
                 held, _ = held_storable(fqn, grad, declared, self._ranks, "")
                 found.append(_wanted(call_tensor(number, fqn), fqn, held, storable_dtype(grad, fqn)))
-        shards = self._shards() if record.images else {}
+        shards = self._shards(image.fqn for image in record.images)
         self._images = []
         for number, image in enumerate(record.images):
             if image.fqn not in shards:
@@ -89,7 +90,7 @@ class TorchStepRedo:
                             part.copy_(content)
             if number < len(record.calls):
                 self._step(number, record.calls[number])
-        shards = self._shards()
+        shards = self._shards(record.sums)
         return [fqn for fqn, total in record.sums.items() if fqn not in shards or _sum(shards[fqn]) != total]
 
     def finish(self, record: Record) -> None:
@@ -124,12 +125,18 @@ class TorchStepRedo:
             for name in call.scaling:
                 delattr(optimizer, name)
 
-    def _shards(self) -> dict[str, LocalShard]:
-        """Return the shards of all tensors, with the optimizer state that there is now."""
+    def _shards(self, names: Iterable[str]) -> dict[str, LocalShard]:
+        """Return the shards of all tensors that no step changes, and of others by their names: to make all takes long.
+
+        Args:
+            names: FQNs; of a tensor subclass those of its inner tensors.
+        """
+        wanted = {prefix for name in names for prefix in accumulate(name.split("."), "{}.{}".format)}
         return self._stepped.others | {
             local.shard.tensor.fqn: local
-            for stepped in self._stepped.optimizers
+            for stepped in (self._stepped.optimizers if wanted else ())
             for named in stepped.named()
+            if named[0] in wanted
             for local in self._stepped.shards_of(named)
         }
 
