@@ -85,7 +85,9 @@ class Pack:
         }
         weights = {fqn: weight for (fqn, _), weight in self.pairs.items()}
         body = coded_header_body(self.plan, settings.chunk_bytes).with_pairs(weights.values())
-        self.planned = PlannedPack(KEY, b"", self.plan, body.header_bytes({}), lambda codings: body.header({}, codings))
+        self.planned = PlannedPack(
+            KEY, b"", self.plan, body.header_bytes({}), lambda codings, _: body.header({}, codings)
+        )
 
     def weights(self) -> KnownWeights:
         """The weights of its pairs, whose digests are known from an earlier pack."""

@@ -12,7 +12,6 @@ from holdfast.base.ports.framework import Selection
 from holdfast.core.format.names import require_step
 from holdfast.errors import InvalidError
 from holdfast.settings import Differential, Preemption
-from holdfast.training.runs.step_request import StepState
 
 Globs = Sequence[str] | str | None
 """One or several FQN patterns, as in `fnmatch`."""
@@ -164,19 +163,3 @@ def _require_rules(name: str, policy: object, kinds: tuple[type, ...], expected:
         is_other = isinstance(rule, policies.SAVE_RULES + policies.KEEP_RULES)
         hint = f". Give it as {other}=" if is_other else " (holdfast.policies)"
         raise InvalidError(f"{name}={str(rule)[:80]}: expected a policy that says {expected}{hint}")
-
-
-def passed_state(
-    step: object,
-    state: Mapping[str, object],
-    call: str,
-    chosen: tuple[Globs, Globs, bool],
-    metrics: Mapping[str, object] | None,
-    tags: tuple[TagNames, TagNames],
-) -> StepState:
-    """Return the arguments of a call that saves, or the error in the arguments: every rank then raises, or no rank."""
-    try:
-        require_save_arguments(step, state, call)
-        return StepState(state, selection_of(*chosen), metrics, *tags)
-    except InvalidError as misuse:
-        return StepState({}, Selection(), misuse=misuse)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
@@ -15,12 +15,12 @@ from holdfast._face.arguments import (
     Globs,
     TagNames,
     differential_of,
-    passed_state,
     policies_of,
     preemption_of,
     require_state,
     selection_of,
 )
+from holdfast._face.passed_state import passed_state
 from holdfast.backends.stores.foreign import References
 from holdfast.base.interrupts import require_uninterrupted
 from holdfast.base.ports.observer import Observer
@@ -28,6 +28,7 @@ from holdfast.base.ports.packs import Packs
 from holdfast.base.ports.store import Store
 from holdfast.base.types.reports import LoadReport
 from holdfast.core.format.names import is_step, plain_step
+from holdfast.core.format.step_name import step_name
 from holdfast.errors import InvalidError
 from holdfast.policies import KeepPolicy, Policies, SavePolicy
 from holdfast.settings import Differential, Preemption, Settings
@@ -38,9 +39,9 @@ from holdfast.training.coordination.job import Job
 from holdfast.training.coordination.save_schedule import Schedule, taking_requests
 from holdfast.training.loading.load import Loaded, load, load_attempt
 from holdfast.training.loading.load_request import LoadRequest
-from holdfast.training.loading.named_step import finder_of
+from holdfast.training.loading.named_step import StepQuery, finder_of
 from holdfast.training.loading.rename_rules import Renames
-from holdfast.training.redo_log.log_load import RecordedStep, load_with_log, recorded_step
+from holdfast.training.redo_log.log_load import load_with_log
 from holdfast.training.redo_log.redo_log import redo_log_of
 from holdfast.training.runs.discarding import Discarding
 from holdfast.training.runs.preemption import PreemptionHandler, least_write_bytes, preemption_handler_of
@@ -302,25 +303,21 @@ class CheckpointManager:
         require_state(state, "load(state, step)")
         self._require_not_closed()
         find = finder_of(step, best)
-        discarding = Discarding(self._parts, find) if discard_newer else None
         selection = selection_of(only, skip, grads, partial, hyperparameters=hyperparameters, cast=cast)
         request = LoadRequest(state, selection, strict, Renames.of(rename))
-        recorded = None if discard_newer else recorded_step(self._job, self._store, step)
-        if recorded is not None or (find is None and discarding is None):
-            return self._load_with_log(request, recorded)
-        finder = find if discarding is None else discarding.find
-        choice = self._position.choice(finder, discards=discarding is not None)
-        if discarding is not None:
-            self._saves.await_ends()  # Saves in flight are newer steps, too.
+        if not discard_newer:
+            return self._load_with_log(request, find, step_name(step).step)
+        discarding = Discarding(self._parts, find)
+        choice = self._position.choice(discarding.find, discards=True)
+        self._saves.await_ends()  # Saves in flight are newer steps, too.
         with load_attempt(self._job, choice, request, self._dispatcher) as attempt:
-            with nullcontext() if discarding is None else discarding:
+            with discarding:
                 loaded = load(attempt)
             if loaded is None:
                 return None
             # Before the reader lease ends: garbage collection must not remove the step in between.
             self._note_loaded(request, loaded)
-            if discarding is not None:
-                self.load_report = discarding.execute(loaded)
+            self.load_report = discarding.execute(loaded)
             return loaded.location.step
 
     def steps(self) -> list[int]:
@@ -430,9 +427,10 @@ class CheckpointManager:
         if self._schedule is not None and loaded.location.step is not None:
             self._schedule.note_loaded(loaded.location.step)
 
-    def _load_with_log(self, request: LoadRequest, recorded: RecordedStep | None) -> int | None:
-        """Load the newest valid step or the base of a recorded one, and continue training from the last redone step."""
-        redone = load_with_log(self._job, self._position, request, self._dispatcher, self._note_loaded, recorded)
+    def _load_with_log(self, request: LoadRequest, find: StepQuery | None, step: int | None) -> int | None:
+        """Load the newest valid step or a given one, follow the redo log, and continue training from there."""
+        note = partial(self._note_loaded, request)
+        redone = load_with_log(self._job, self._position, request, self._dispatcher, note, find, step)
         if redone is None:
             return None
         self.load_report = redone

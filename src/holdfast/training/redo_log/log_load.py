@@ -8,25 +8,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-import msgspec
-
 from holdfast.base.ports.store import Store
 from holdfast.base.types.reports import LoadReport
-from holdfast.core.format.names import manifest_key
-from holdfast.core.format.step_name import StepName, step_name
-from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError, first_three, text_of
-from holdfast.stored.repository.catalog import exists
+from holdfast.core.format.log import LOG_FOLDER
+from holdfast.errors import CorruptError, InvalidError, MissingError, first_three, text_of
 from holdfast.stored.repository.timelines import run_timelines
 from holdfast.training.coordination.job import Job
 from holdfast.training.loading.load import Loaded, load, load_attempt
 from holdfast.training.loading.load_request import LoadRequest
-from holdfast.training.loading.named_step import find_named
+from holdfast.training.loading.named_step import FoundStep, StepQuery
 from holdfast.training.redo_log.recovery import LogRedo, Redone
-from holdfast.training.redo_log.segments import read_records, steps_reached
+from holdfast.training.redo_log.segments import reach_near
 from holdfast.training.runs.position import RunPosition
 from holdfast.training.telemetry.dispatcher import EventDispatcher
 
@@ -38,10 +33,11 @@ def load_with_log(
     position: RunPosition,
     request: LoadRequest,
     dispatcher: EventDispatcher,
-    note: Callable[[LoadRequest, Loaded], None],
-    recorded: RecordedStep | None = None,
+    note: Callable[[Loaded], None],
+    find: StepQuery | None = None,
+    step: int | None = None,
 ) -> LoadReport | None:
-    """Load a base and follow the log; return the report, or None for a new run. A collective.
+    """Load a step and follow its log; return the report, or None for a new run. A collective.
 
     Args:
         job: The ranks.
@@ -49,89 +45,62 @@ def load_with_log(
         request: What is loaded, and how.
         dispatcher: Receives the events.
         note: Takes note of each loaded base. The reader lease still holds the base.
-        recorded: The step to go back to; None for the newest valid base and all records after it.
+        find: Finds a given step; None for the newest valid step and all records after it.
+        step: The number of the given step, if it was given by number: if only a record holds it, it is redone.
     Raises:
-        CorruptError: The step could not be redone.
+        MissingError: The given step does not exist, and no log reaches the step; nothing was changed.
+        CorruptError: The given step could not be redone.
     """
     store = position.home.store
-    find = None if recorded is None else partial(find_named, named=StepName(recorded.base, recorded.digest))
-    step = None if recorded is None else recorded.step
+    finder = find if find is None or step is None else partial(_found_or_recorded, find=find, step=step)
     follower = LogFollower(job, store, request, step)
     while True:
-        with load_attempt(job, position.choice(find, discards=False), request, dispatcher) as attempt:
+        with load_attempt(job, position.choice(finder, discards=False), request, dispatcher) as attempt:
             loaded = load(attempt)
             if loaded is None:
                 return None
-            note(request, loaded)
+            note(loaded)
+            if find is not None and step in (None, loaded.manifest.step):
+                return loaded.report
             redone = follower.follow(loaded)
-            if redone is not None:
-                if step not in (None, redone.step):
-                    raise CorruptError(
-                        f"{store.url}: step {step} cannot be redone: {redone.why}. The state holds step {redone.step}; "
-                        "load again without a step to go on from there"
-                    )
-                position.move_on(redone.step, leaves_records=redone.reach > redone.step)
-                return redone.report(loaded.report)
+            if redone is None:
+                continue
+            if step not in (None, redone.step):
+                raise CorruptError(
+                    f"{store.url}: step {step} cannot be redone: {redone.why}. The state holds step {redone.step}; "
+                    "load again without a step to go on from there"
+                )
+            position.move_on(redone.step, leaves_records=redone.reach > redone.step)
+            return redone.report(loaded.report)
 
 
-class RecordedStep(msgspec.Struct, frozen=True):
-    """A step that only a record of the log holds, and the base from which the step is redone."""
+def _found_or_recorded(store: Store, find: StepQuery, step: int) -> FoundStep:
+    """Return the step that a finder finds; for a step that only records hold, the base before the step. On rank 0.
 
-    step: int
-    base: int
-    digest: str = ""
-    log: str = ""
-    end: int | None = None
-
-
-_NOT_RECORDED = RecordedStep(-1, -1)
-
-
-def recorded_step(job: Job, store: Store, step: object) -> RecordedStep | None:
-    """Return a named step without a manifest, if a log may hold the step; None otherwise. A collective.
-
-    Args:
-        job: The ranks.
-        store: The root of the run.
-        step: The step as the caller names it, the same on every rank.
     Raises:
-        MissingError: The records of some rank do not reach the step; on every rank.
+        MissingError: The step does not exist, and no log reaches the step.
     """
-    named = step_name(step)
-    if named.step is None or named.digest:
-        return None
-    own = _NOT_RECORDED
-    if job.comm.rank == 0:
-        with suppress(CheckpointError):  # The load raises the error.
-            own = _recorded_at(store, named.step)
-    found = msgspec.msgpack.decode(job.comm.broadcast(msgspec.msgpack.encode(own)), type=RecordedStep)
-    if found == _NOT_RECORDED:
-        return None
-    records = read_records(store, found.log, job.comm.rank, found.base)
-    steps = [each for each in steps_reached(records, found.base, found.end) if each <= found.step]
-    reaches = [int(text) for text in job.comm.all_gather(str(max(steps, default=found.base)).encode())]
-    if min(reaches) != found.step:
-        raise MissingError(
-            f"{store.url}: no committed step {found.step}; after step {found.base} the redo log of rank "
-            f"{reaches.index(min(reaches))} holds no step from {min(reaches) + 1} on that could lead there. Expected a "
-            f"committed step, or one up to {min(reaches)} at which a boundary was. Nothing was changed"
-        )
-    return found
+    try:
+        return find(store)
+    except MissingError as missing:
+        stored = run_timelines(store)
+        for base in reversed(stored.chain):
+            if base.step < step and base.log:
+                end = stored.log_end(base)
+                if end is None or step < end:
+                    _require_recorded(store, base.log, step, missing)
+                    return stored, base
+        raise
 
 
-def _recorded_at(store: Store, step: int) -> RecordedStep:
-    """Return a step with the newest base before it whose log may hold the step."""
-    if exists(store, manifest_key(step)):
-        return _NOT_RECORDED
-    stored = run_timelines(store)
-    if stored.superseded_at(step):
-        return _NOT_RECORDED
-    for manifest in reversed(stored.chain):
-        if manifest.step < step and manifest.log and manifest.digest is not None:
-            end = stored.log_end(manifest)
-            if end is None or step < end:
-                return RecordedStep(step, manifest.step, manifest.digest, manifest.log, end)
-    return _NOT_RECORDED
+def _require_recorded(store: Store, log: str, step: int, missing: MissingError) -> None:
+    """Require that every rank has recorded a step; each rank reads its own records once the base is loaded."""
+    for name in store.folders(f"{LOG_FOLDER}{log}/"):
+        rank = int(name.removeprefix("r"))
+        reach = reach_near(store, log, rank, step)
+        if reach != step:
+            found = f"Near step {step}, the redo log of rank {rank} holds step {reach}"
+            raise MissingError(f"{missing}. {found}") from missing
 
 
 class LogFollower:

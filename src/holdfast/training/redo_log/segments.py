@@ -166,6 +166,16 @@ def read_records(store: Store, log: str, rank: int, after: int) -> dict[int, Sea
     return found
 
 
+def reach_near(store: Store, log: str, rank: int, step: int) -> int | None:
+    """Return the last step up to a given one in the segment that would hold the given step; None without a segment."""
+    entries = [(named[2], entry) for entry in store.list(log_folder(log, rank)) if (named := segment_in(entry.key))]
+    before = [each for each in sorted(entries, key=lambda each: each[0]) if each[0] <= step]
+    if not before:
+        return None
+    entry = before[-1][1]
+    return max(each for each in _read_segment(store, entry.key, entry.bytes, log, rank) if each <= step)
+
+
 def _read_segment(store: Store, key: str, size: int, log: str, rank: int) -> dict[int, SealedRecord]:
     where = f"{store.url}/{key}"
     head = _read(store, key, 0, min(size, _FIRST_READ_BYTES))
