@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from holdfast.offline.export.request import ExportReport
     from holdfast.offline.imports.import_step import ImportReport
     from holdfast.offline.repair.repair import RepairReport, StepRepair
+    from holdfast.stored.checkpoint.verify_log import LogVerification
+    from holdfast.stored.repository.logs import RunLog
     from holdfast.training.runs.listing import RunRecord, StepRecord
     from holdfast.training.runs.removal.garbage_collection import CollectReport
     from holdfast.training.runs.removal.named_steps import RemovedSteps
@@ -81,9 +83,11 @@ __all__ = [
     "ExportReport",
     "ImportReport",
     "LoadReport",
+    "LogVerification",
     "NameOnly",
     "PerRankRef",
     "RepairReport",
+    "RunLog",
     "RunRecord",
     "SaveHandle",
     "SaveReport",
@@ -124,6 +128,8 @@ __all__ = [
 _HOMES = {
     "CheckpointManager": "holdfast._face.checkpoint_manager",
     "EXPORT_DTYPES": "holdfast._face.export_wiring",
+    "LogVerification": "holdfast.stored.checkpoint.verify_log",
+    "RunLog": "holdfast.stored.repository.logs",
     "StepRecord": "holdfast.training.runs.listing",
     "StepRepair": "holdfast.offline.repair.repair",
     "read": "holdfast._face.whole_state",

@@ -153,7 +153,7 @@ class CheckpointManager:
         self._preemption = preemption_handler
         home = CheckpointLocation(store, "", None, references=references, root=store)
         self._parts = RunParts(job, home, policies.keep)
-        self._redo_log = redo_log_of(self._parts, self._schedule, differential)
+        self._redo_log = redo_log_of(self._parts, self._schedule, differential, self._dispatcher)
         self._position = self._parts.position
         self._saves = SavesInFlight(job.progress)
         self._closed = self._follows_default_group = False

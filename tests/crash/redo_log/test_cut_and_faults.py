@@ -13,8 +13,9 @@ import pytest
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.syscalls import Syscalls
 from holdfast.core.engine.writing.write import PackWriter
+from holdfast.stored.repository.logs import read_records
 from holdfast.testing.faults import Faults, FaultySyscalls
-from holdfast.training.redo_log.segments import read_records, write_segment
+from holdfast.training.redo_log.segments import write_segment
 from tests.support.crashed_run import SETTINGS
 from tests.support.mounted_file_systems import (
     FILE_SYSTEMS,
@@ -24,7 +25,7 @@ from tests.support.mounted_file_systems import (
     new_image,
     workplace,
 )
-from tests.unit.training.redo_log.test_segments import LOG, queued_record
+from tests.support.segments import LOG, queued
 
 pytestmark = [
     pytest.mark.long,
@@ -48,7 +49,7 @@ def seal(root: Path, sealed: Path, faults: Faults) -> None:
     writer = PackWriter(store, SETTINGS)
     for step in STEPS:
         values = np.full((6, 5), step, np.float32)
-        write_segment(store, writer, 0, [queued_record(step, step - 1, values, [(0, 6)])], lambda _: None)
+        write_segment(store, writer, 0, [queued(step, step - 1, values, [(0, 6)])], lambda _: None)
         with sealed.open("a") as file:
             file.write(f"{step}\n")
 

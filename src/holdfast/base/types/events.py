@@ -187,4 +187,77 @@ class Failed:
     """Whether `Began` was sent; not for a load that found no step."""
 
 
-Event = Began | Entered | Decided | Progress | Ended | Failed
+@dataclass(frozen=True, slots=True)
+class LogSealed:
+    """A rank has made records of the redo log durable, together in one segment."""
+
+    step: int
+    """Step of the last of these records."""
+
+    url: str
+    """URL of the run."""
+
+    rank: int
+    """The rank."""
+
+    records: int
+    """Number of the records."""
+
+    bytes: int
+    """Bytes of the segment."""
+
+    waited_seconds: float
+    """Seconds that training has waited for memory of the log since the segment before."""
+
+    recoverable: int | None
+    """The last step to which a restart would come back, as far as this rank knows; None before the first base."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogInterrupted:
+    """A rank has lost a record of the redo log: from this step on a failure costs the steps since the last base."""
+
+    step: int
+    """The step whose record is lost."""
+
+    url: str
+    """URL of the run."""
+
+    rank: int
+    """The rank."""
+
+    why: str
+    """The reason."""
+
+    unix_seconds: float
+    """Wall-clock time."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogRedone:
+    """A load has redone the records after a base."""
+
+    step: int
+    """The step that the state holds now."""
+
+    url: str
+    """URL of the run."""
+
+    rank: int
+    """The rank."""
+
+    base: int
+    """The step of the base."""
+
+    records: int
+    """Number of records that were redone."""
+
+    seconds: float
+    """How long redoing took."""
+
+    unix_seconds: float
+    """Wall-clock time of the end."""
+
+
+LogEvent = LogSealed | LogInterrupted | LogRedone
+Event = Began | Entered | Decided | Progress | Ended | Failed | LogEvent

@@ -52,7 +52,7 @@ def cp(
 def _show(screen: Screen, report: api.CopyReport) -> None:
     screen.line(
         f"{counted(report.steps, 'step')}: copied {shown_bytes(report.bytes)} in {counted(report.files, 'file')}, made "
-        f"{counted(report.linked, 'link')}",
+        f"{counted(report.linked, 'link')}{'; the redo log is not copied' * report.leaves_log}",
         style="green",
     )
     if report.duplicated:
@@ -69,7 +69,7 @@ def _show(screen: Screen, report: api.CopyReport) -> None:
 def _document(report: api.CopyReport) -> dict[str, object]:
     return {
         "root": report.url,
-        **attributes(report, "steps", "files", "bytes", "linked", "duplicated"),
+        **attributes(report, "steps", "files", "bytes", "linked", "duplicated", "leaves_log"),
         "left_out": list(report.left_out),
         "damages": [
             {"file": damage.file, **attributes(damage, "start", "stop", "message"), "tensor": damage.fqn}

@@ -11,7 +11,7 @@ import typer
 
 from holdfast import api
 from holdfast.cli.arguments import AsJson, Step, opened
-from holdfast.cli.commands.ls import health_document, json_number, shown_metrics, shown_time
+from holdfast.cli.commands.ls import health_document, json_number, log_document, shown_metrics, shown_time
 from holdfast.cli.exit_status import ended_well
 from holdfast.cli.screen import Screen, attributes, counted, shown_ranks, stdout
 from holdfast.cli.stored_forms import codings_document, show_codings, shown_codecs, shown_ratio
@@ -118,6 +118,10 @@ def _show_provenance(screen: Screen, checkpoint: api.Checkpoint) -> None:
     if shared:
         owners = f"step{'s' * (len(steps) != 1)} {', '.join(map(str, steps))}"
         screen.field("unchanged", f"in {counted(len(shared), 'pack')} of {owners}")
+    log = checkpoint.log
+    if log is not None:
+        segments = f"{shown_bytes(log.bytes)} in {counted(len(log.segments), 'segment')}"
+        screen.field("redo log", f"{log.id}: to step {log.reach}, {segments}")
     screen.field("saved by", counted(manifest.world_size, "rank"))
     for layout in _layouts(manifest.layouts):
         screen.field("layout", layout)
@@ -235,6 +239,7 @@ def _document(checkpoint: api.Checkpoint, names: list[str], glob: str | None) ->
         "tensor_count": manifest.tensors,
         "tensor_bytes": manifest.tensor_bytes,
         "packs": [attributes(pack, "name", "bytes", "digest") for pack in manifest.packs],
+        "log": None if checkpoint.log is None else log_document(checkpoint.log),
         "totals": _totals(checkpoint, names, _coded_forms(checkpoint, names)),
         "codings": codings_document(checkpoint.codings),
         "tensors": {fqn: _tensor_document(checkpoint, fqn) for fqn in names},

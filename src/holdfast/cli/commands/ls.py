@@ -55,6 +55,17 @@ def _show(screen: Screen, run: api.RunRecord) -> None:
             attempts = counted(len(record.leftovers), "unfinished attempt")
             screen.line(f"step {record.step}: holds {attempts} beside the committed one", style="yellow")
         _show_health(screen, record)
+    newest = max((record.step for record in loadable if record.committed and not record.quarantined), default=0)
+    for log in run.logs[:1]:
+        if not log.steps or log.reach < newest:
+            continue
+        segments = counted(len(log.segments), "segment")
+        screen.line(f"{log.base} + log to {log.reach}: {shown_bytes(log.bytes)} in {segments}")
+
+
+def log_document(log: api.RunLog) -> dict[str, object]:
+    """Return the redo log after a base, as JSON."""
+    return {**attributes(log, "id", "base", "reach"), "segments": len(log.segments), "bytes": log.bytes}
 
 
 def _show_health(screen: Screen, record: api.StepRecord) -> None:
@@ -160,6 +171,7 @@ def _document(run: api.RunRecord) -> dict[str, object]:
         "run_id": run.run_id,
         "error": None if run.error is None else str(run.error),
         "steps": [_step_document(record) for record in run.steps],
+        "logs": [log_document(log) for log in run.logs],
     }
 
 

@@ -35,7 +35,10 @@ def verify(
     allow_root: AllowRoot = None,
     as_json: AsJson = False,
 ) -> None:
-    """Read every byte of one checkpoint and check it. The exit status is 0 if it is intact, 1 if it is damaged."""
+    """Read every byte of one checkpoint and check it. The exit status is 0 if it is intact, 1 if it is damaged.
+
+    Of the root of a run without --step, the redo log after the two newest bases is checked too.
+    """
     with ended_well():
         try:
             checkpoint = opened(path, allow_root, step)
@@ -49,12 +52,14 @@ def verify(
                 work = checkpoint.verification(bar, deep=deep)
                 damages, notes = list(work.damages()), [*checkpoint.remarks, *work.notes]
                 outcome = _Outcome(damages, work.total_bytes, notes, work.sampled, checkpoint.step)
+        if step is None and api.is_run(path):
+            outcome.take_logs(path)
         print_result(outcome, _show, partial(_document, path), as_json=as_json)
     if outcome.damages:
         raise typer.Exit(DAMAGED)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Outcome:
     damages: list[api.Damage]
     checked_bytes: int = 0
@@ -64,17 +69,33 @@ class _Outcome:
     sampled: bool = False
     step: int | None = None
     """Its step, if it has one."""
+    log: api.LogVerification | None = None
+    """The redo log that was checked; None without one."""
+
+    def take_logs(self, root: str) -> None:
+        """Check the redo logs of a run too."""
+        logs = api.list_steps(root).logs
+        if logs:
+            with shown_progress("verifying the redo log") as bar:
+                self.log = api.LogVerification(logs, bar)
+                self.damages += self.log.damages()
 
 
 def _show(screen: Screen, outcome: _Outcome) -> None:
     damages = outcome.damages
     for note in outcome.notes:
         screen.line(printable(note), style="dim")
+    log = outcome.log
+    for key in () if log is None else log.torn:
+        screen.line(f"{printable(key)}: ends early, since the run was killed; no load needs it", style="dim")
     if not damages:
         checked = shown_bytes(outcome.checked_bytes)
         compared = f"compared with checksums or other copies{' in samples' * outcome.sampled}"
         done = compared if outcome.notes else "read and checked"
         screen.line(f"whole: {checked} {done}", style="green")
+        if log is not None:
+            size, segments = shown_bytes(log.total_bytes), counted(log.segments, "segment")
+            screen.line(f"redo log: {size} in {segments} read and checked", style="green")
         return
     limit = DAMAGES_MAX if screen.interactive else None
     for damage in damages[:limit]:
@@ -100,6 +121,9 @@ def _document(path: str, outcome: _Outcome) -> dict[str, object]:
         "bytes": outcome.checked_bytes,
         "sampled": outcome.sampled,
         "notes": outcome.notes,
+        "log": None
+        if outcome.log is None
+        else {"segments": outcome.log.segments, "bytes": outcome.log.total_bytes, "torn": outcome.log.torn},
         "damages": [
             {**attributes(damage, "file", "start", "stop"), "tensor": damage.fqn, "message": damage.message}
             for damage in outcome.damages

@@ -81,6 +81,9 @@ class CopyReport:
     damages: tuple[Damage, ...] = ()
     """What was damaged in the source, if the caller left it out."""
 
+    leaves_log: bool = False
+    """Whether the source has a redo log, which is never copied: a load of the copy ends at a checkpoint."""
+
     def take(self, copied: Copied) -> None:
         """Take over what was counted."""
         self.files, self.bytes, self.linked, self.duplicated = (
@@ -145,6 +148,7 @@ class RunCopy:
         # Tags first: a tag may move at any time, and then names a step that was committed before the steps were listed.
         tags = self._read_tags()
         manifests = list(self._read_manifests())
+        self._report.leaves_log = any(each.manifest is not None and each.manifest.log for each in manifests)
         records = self._records(manifests)
         large = [_unproven(source, key, size) for key, size in records.items() if size > MIB]
         self._needed = files_of_run(source, manifests)

@@ -23,7 +23,7 @@ from holdfast.base.types.coding import KindCoding
 from holdfast.base.types.export import ExportContent
 from holdfast.base.types.manifest import FileRecord, Manifest
 from holdfast.base.types.plan import LoadPlan, Piece, WantedBoxes
-from holdfast.base.types.values import PIECES_RECORD, Group, Value
+from holdfast.base.types.values import PIECES_RECORD
 from holdfast.core.engine.read import execute
 from holdfast.core.engine.target import HostTarget
 from holdfast.core.format.index.foreign_index import index_foreign
@@ -42,10 +42,12 @@ from holdfast.stored.checkpoint.coverage import require_covered
 from holdfast.stored.checkpoint.index_loading import index_for, manifest_or_listing, split_index_at
 from holdfast.stored.checkpoint.location import CheckpointLocation, manifest_in_place_of
 from holdfast.stored.checkpoint.pack_sizes import check_pack, sizes_of
+from holdfast.stored.checkpoint.plain_values import to_plain
 from holdfast.stored.checkpoint.tensor_reader import TensorReader
 from holdfast.stored.checkpoint.verify import Damage, Verification
 from holdfast.stored.checkpoint.verify_foreign import ListedVerification
 from holdfast.stored.repository.catalog import read_file, read_index, read_per_rank
+from holdfast.stored.repository.logs import RunLog, log_after
 
 _Result = TypeVar("_Result")
 Selector = int | slice | EllipsisType
@@ -130,6 +132,12 @@ class Checkpoint:
                 packs.setdefault(step, []).append(pack)
         return {step: tuple(packs[step]) for step in sorted(packs)}
 
+    @cached_property
+    def log(self) -> RunLog | None:
+        """The redo log after this base; None if this is no base, or if a newer timeline superseded the base."""
+        root = self._location.root
+        return None if root is None else log_after(root, self.manifest)
+
     @property
     def remarks(self) -> tuple[str, ...]:
         """Parts of another system's checkpoint that were left out or ignored, each with the reason."""
@@ -171,7 +179,7 @@ class Checkpoint:
     def objects(self) -> dict[str, object]:
         """The values that are not tensors, nested as they were saved; hyperparameters by parameter FQN."""
         items = self.manifest.tree.items
-        return {key: _to_plain(value, key) for key, value in items.items() if key != PIECES_RECORD}
+        return {key: to_plain(value, key) for key, value in items.items() if key != PIECES_RECORD}
 
     def objects_document(self) -> object:
         """Return `objects` as a JSON document with the tags of docs/values.md."""
@@ -475,25 +483,3 @@ def _run_of(selector: object, length: int, fqn: str) -> tuple[int, int, int | sl
     if not 0 <= at < length:
         raise InvalidError(f"{fqn}: index {position} of a dimension of length {length}")
     return at, at + 1, 0
-
-
-def _to_plain(value: Value, path: str) -> object:
-    """Return a node as plain nested dicts.
-
-    Raises:
-        CorruptError: A group lacks a field of its kind.
-    """
-    if not isinstance(value, Group):
-        return value
-    if value.kind == "stateful":
-        return _to_plain(value.items.get("state"), path)
-    if value.kind == "optimizer":
-        tables = value.items.get("hyperparameters")
-        members = value.items.get("param_groups")
-        if not isinstance(tables, dict) or not isinstance(members, dict):
-            raise CorruptError(f"{path}: an optimizer without hyperparameters or param_groups. Read another copy")
-        if not all(isinstance(key, str) for key in members.values()):
-            raise CorruptError(f"{path}.param_groups: expected keys of hyperparameters. Read another copy")
-        groups = {name: tables.get(key) for name, key in members.items()}
-        return {"param_groups": groups, "state": value.items.get("state", {})}
-    return {key: _to_plain(item, f"{path}.{key}") for key, item in value.items.items()}

@@ -18,6 +18,7 @@ from holdfast.policies import BestN, best_first
 from holdfast.stored.checkpoint.location import CheckpointLocation, require_no_checkpoint
 from holdfast.stored.repository.catalog import manifest_digest, require_run
 from holdfast.stored.repository.epochs import current_fence, fenced_error, is_valid
+from holdfast.stored.repository.logs import base_reaching
 from holdfast.stored.repository.quarantine import identity_at, quarantined
 from holdfast.stored.repository.tags import Tag, tag_named
 from holdfast.stored.repository.timelines import RunTimelines, StoredManifest, run_timelines, timelines_from
@@ -160,6 +161,14 @@ def _manifest_of(store: Store, stored: RunTimelines, step: int, digest: str) -> 
     if is_fenced:
         raise fenced_error(f"{store.url}/{manifest_key(step)}")
     newest = first_three(manifest.step for manifest in reversed(stored.chain)) or "none"
+    base: int | None = None
+    with suppress(CheckpointError):
+        base = base_reaching(store, stored, step)
+    if base is not None and not digest:
+        raise MissingError(
+            f"{store.url}: step {step} is in the redo log after step {base}, and is no checkpoint; committed, newest "
+            f"first: {newest}. Choose one of them, or CheckpointManager.load(state, step={step}), which redoes the step"
+        )
     raise MissingError(
         f"{store.url}: no committed step {asked}; committed, newest first: {newest}. Choose one of them "
         "(holdfast ls lists all)"

@@ -12,18 +12,19 @@ from dataclasses import replace
 from functools import partial
 
 from holdfast.base.ports.store import Store
+from holdfast.base.types.events import LogRedone
 from holdfast.base.types.reports import LoadReport
-from holdfast.core.format.log import LOG_FOLDER
 from holdfast.errors import CorruptError, InvalidError, MissingError, first_three, text_of
+from holdfast.stored.repository.logs import base_reaching
 from holdfast.stored.repository.timelines import run_timelines
 from holdfast.training.coordination.job import Job
 from holdfast.training.loading.load import Loaded, load, load_attempt
 from holdfast.training.loading.load_request import LoadRequest
 from holdfast.training.loading.named_step import FoundStep, StepQuery
 from holdfast.training.redo_log.recovery import LogRedo, Redone
-from holdfast.training.redo_log.segments import reach_near
 from holdfast.training.runs.position import RunPosition
 from holdfast.training.telemetry.dispatcher import EventDispatcher
+from holdfast.training.telemetry.log_lines import shown_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ def load_with_log(
             note(loaded)
             if find is not None and step in (None, loaded.manifest.step):
                 return loaded.report
+            began = job.clock.monotonic_seconds()
             redone = follower.follow(loaded)
             if redone is None:
                 continue
@@ -71,7 +73,9 @@ def load_with_log(
                     "load again without a step to go on from there"
                 )
             position.move_on(redone.step, leaves_records=redone.reach > redone.step)
-            return redone.report(loaded.report)
+            report = redone.report(loaded.report, job.clock.monotonic_seconds() - began)
+            _announce(job, store.url, report, dispatcher)
+            return report
 
 
 def _found_or_recorded(store: Store, find: StepQuery, step: int) -> FoundStep:
@@ -82,25 +86,24 @@ def _found_or_recorded(store: Store, find: StepQuery, step: int) -> FoundStep:
     """
     try:
         return find(store)
-    except MissingError as missing:
+    except MissingError:
         stored = run_timelines(store)
-        for base in reversed(stored.chain):
-            if base.step < step and base.log:
-                end = stored.log_end(base)
-                if end is None or step < end:
-                    _require_recorded(store, base.log, step, missing)
-                    return stored, base
-        raise
+        base = base_reaching(store, stored, step)
+        manifest = None if base is None else stored.at(base)
+        if manifest is None:
+            raise
+        return stored, manifest
 
 
-def _require_recorded(store: Store, log: str, step: int, missing: MissingError) -> None:
-    """Require that every rank has recorded a step; each rank reads its own records once the base is loaded."""
-    for name in store.folders(f"{LOG_FOLDER}{log}/"):
-        rank = int(name.removeprefix("r"))
-        reach = reach_near(store, log, rank, step)
-        if reach != step:
-            found = f"Near step {step}, the redo log of rank {rank} holds step {reach}"
-            raise MissingError(f"{missing}. {found}") from missing
+def _announce(job: Job, url: str, report: LoadReport, dispatcher: EventDispatcher) -> None:
+    """Dispatch that records were redone, and log a line on rank 0."""
+    step, base, records, seconds = report.step, report.base_step, report.redone_steps, report.redo_seconds
+    if step is None or base is None:
+        return
+    dispatcher.dispatch(LogRedone(step, url, job.comm.rank, base, records, seconds, job.clock.unix_seconds()))
+    if job.comm.rank == 0:
+        count, took = f"{records} record{'s' * (records != 1)}", shown_seconds(seconds)
+        logger.info("step %d: base %d and %s redone in %s", step, base, count, took)
 
 
 class LogFollower:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from holdfast.base.ports.store import Store
 from holdfast.core.engine.background import BackgroundQueue, WriteProgress
@@ -28,7 +28,14 @@ class LogWriter:
         failed     A write failed: records are dropped until `begin`. `failure` has the reason.
     """
 
-    def __init__(self, job: Job, store: Store, writer: PackWriter, flush_every: int) -> None:
+    def __init__(
+        self,
+        job: Job,
+        store: Store,
+        writer: PackWriter,
+        flush_every: int,
+        note_sealed: Callable[[int, int, int], None],
+    ) -> None:
         """Start no thread yet.
 
         Args:
@@ -36,8 +43,10 @@ class LogWriter:
             store: The root of the run.
             writer: Writes packs there.
             flush_every: Records that are waited for before a seal.
+            note_sealed: Called on the thread of the queue after each seal: last step, records, bytes of the segment.
         """
         self._job, self._store, self._writer, self._flush_every = job, store, writer, flush_every
+        self._note_sealed = note_sealed
         self._queue = BackgroundQueue("holdfast-log", WriteProgress(job.clock))
         self._pending: deque[QueuedRecord] = deque()
         self._log = ""
@@ -101,6 +110,7 @@ class LogWriter:
                 self.sealed_step = records[-1].captured.record.step
                 self.sealed_bytes += count
                 self.sealed_records += len(records)
+                self._note_sealed(self.sealed_step, len(records), count)
                 logger.debug("sealed %d records in %.3f s", len(records), time.perf_counter() - began)
         except Exception as error:  # noqa: BLE001 - the log is interrupted; training goes on
             self.failure = f"step {records[0].captured.record.step} could not be sealed: {error}"

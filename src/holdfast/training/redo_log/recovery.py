@@ -23,9 +23,9 @@ from holdfast.base.types.reports import LoadReport
 from holdfast.core.engine.read import execute
 from holdfast.core.plan.reads import load_plan
 from holdfast.errors import CheckpointError, CorruptError, first_three, text_of
+from holdfast.stored.repository.logs import SealedRecord, read_records, steps_reached
 from holdfast.stored.repository.timelines import timelines_from
 from holdfast.training.coordination.job import Job
-from holdfast.training.redo_log.segments import SealedRecord, read_records, steps_reached
 
 logger = logging.getLogger(__name__)
 
@@ -49,10 +49,12 @@ class Redone:
     departed: tuple[str, ...] = ()
     """Tensors whose sums differ from those recorded: the state is not that of training, and must be loaded again."""
 
-    def report(self, of_base: LoadReport) -> LoadReport:
-        """Return the report of the load."""
-        base = of_base.step if self.records else None
-        return replace(of_base, step=self.step, base_step=base, redone_steps=self.records, why_not_further=self.why)
+    def report(self, of_base: LoadReport, seconds: float) -> LoadReport:
+        """Return the report of the load, given the seconds that redoing took."""
+        seconds = seconds if self.records else 0.0
+        base, in_all = of_base.step if self.records else None, of_base.seconds + seconds
+        redone = replace(of_base, step=self.step, base_step=base, redone_steps=self.records, redo_seconds=seconds)
+        return replace(redone, seconds=in_all, why_not_further=self.why)
 
 
 class _Answer(msgspec.Struct):

@@ -28,6 +28,7 @@ from functools import partial
 from holdfast.base.geometry.region import Region
 from holdfast.base.ports.framework import Collected, Selection
 from holdfast.base.ports.gradients import GradientCapture
+from holdfast.base.types.events import LogInterrupted, LogSealed
 from holdfast.base.types.reports import SaveReport
 from holdfast.core.plan.plan_cache import SavePlan
 from holdfast.errors import shown_bytes
@@ -38,6 +39,7 @@ from holdfast.training.redo_log.log_writer import LogWriter
 from holdfast.training.redo_log.segments import QueuedRecord
 from holdfast.training.runs.step_request import RunParts
 from holdfast.training.saving.target import SaveTarget
+from holdfast.training.telemetry.dispatcher import EventDispatcher
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +53,9 @@ _REQUESTS_MAX = 2
 """Bases that interruptions request between two bases of the policy."""
 
 
-def redo_log_of(parts: RunParts, schedule: Schedule | None, options: Differential | None) -> RedoLog | None:
+def redo_log_of(
+    parts: RunParts, schedule: Schedule | None, options: Differential | None, dispatcher: EventDispatcher
+) -> RedoLog | None:
     """Return the log of a run; None without one.
 
     Raises:
@@ -59,7 +63,8 @@ def redo_log_of(parts: RunParts, schedule: Schedule | None, options: Differentia
     """
     if options is None:
         return None
-    return RedoLog(parts, options, taking_requests(schedule, f"{parts.store.url}: differential").request)
+    request_base = taking_requests(schedule, f"{parts.store.url}: differential").request
+    return RedoLog(parts, options, request_base, dispatcher)
 
 
 class _Bases:
@@ -81,22 +86,30 @@ class _Bases:
 class RedoLog:
     """The log of one manager on one rank. Called on the training thread."""
 
-    def __init__(self, parts: RunParts, options: Differential, request_base: Callable[[], None]) -> None:
+    def __init__(
+        self, parts: RunParts, options: Differential, request_base: Callable[[], None], dispatcher: EventDispatcher
+    ) -> None:
         """Wait for the first base.
 
         Args:
             parts: Resources of the run.
             options: How records are kept.
             request_base: Requests a save soon on all ranks.
+            dispatcher: Receives the events.
         """
-        self._store = parts.store
+        self._store, self._dispatcher = parts.store, dispatcher
         self._job, self._pins, self._options, self._request_base = parts.job, parts.pins, options, request_base
-        self._writer = LogWriter(parts.job, parts.store, parts.writer, options.flush_every)
+        self._writer = LogWriter(parts.job, parts.store, parts.writer, options.flush_every, self._note_sealed)
         self._memory = LogMemory(parts.job.clock)
+        self._reported_wait_seconds = 0.0
         self._capture: GradientCapture | None = None
         self._id = ""
         self._at: int | None = None
         """The boundary at which the next record begins; None if the records have a gap."""
+        self._began = 0
+        """The base from which the records have no gap."""
+        self._recoverable_before: int | None = None
+        """The step to which a restart would come back until that base is committed."""
         self._has_tried = False
         self._requests = 0
         self._state: Mapping[str, object] | None = None
@@ -120,9 +133,9 @@ class RedoLog:
     def recoverable(self) -> int | None:
         """The last step to which a restart would come back, as far as this rank knows; None before the first base."""
         sealed, committed = self._writer.sealed_step, self.bases.committed
-        if committed is None or sealed is None:
-            return committed
-        return max(committed, sealed)
+        if committed is None or committed < self._began:
+            return self._recoverable_before
+        return committed if sealed is None else max(committed, sealed)
 
     def boundary(self, step: int, state: Mapping[str, object]) -> None:
         """End the record of a step. Never raises."""
@@ -132,6 +145,9 @@ class RedoLog:
         failure = self._capture.interrupted or self._writer.failure
         if step < self._at:
             failure = failure or f"step {step} follows step {self._at}; expected rising steps"
+            self._id = (
+                ""  # Records of this log may follow a base of the lower number, and would not follow the new one.
+            )
         if captured is None or failure:
             if captured is not None:
                 captured.release()
@@ -181,6 +197,7 @@ class RedoLog:
         self._capture, self._id, self._at, self._has_tried = None, "", None, False
         self.bases = _Bases(self._request_base)
         self._requests, self.why, self._pins.log = 0, "", ""
+        self._began, self._recoverable_before = 0, None
 
     def close(self) -> None:
         """Seal all records, and remove the hooks."""
@@ -203,6 +220,7 @@ class RedoLog:
                 regions.setdefault(item.tensor.fqn, []).append(item.region)
         self._capture.begin(step, regions, self._state)
         self._state = None
+        self._recoverable_before, self._began = self.recoverable, step
         self._writer.begin(self._id)
         self._base_bytes = self._writer.sealed_bytes
         self._at, self.why = step, ""
@@ -231,6 +249,12 @@ class RedoLog:
                 max(int(self._interval_bytes * records / count), 1),
             )
 
+    def _note_sealed(self, step: int, records: int, count: int) -> None:
+        """Dispatch that records are durable. On the thread that seals."""
+        waited, self._reported_wait_seconds = self._reported_wait_seconds, self._memory.waited_seconds
+        waited, rank = self._reported_wait_seconds - waited, self._job.comm.rank
+        self._dispatcher.dispatch(LogSealed(step, self._store.url, rank, records, count, waited, self.recoverable))
+
     def _interrupt(self, step: int, why: str) -> None:
         logger.warning(
             "step %d: the redo log is interrupted: %s. Training goes on; a failure now costs the steps since the last "
@@ -243,6 +267,8 @@ class RedoLog:
             # The optimizers may have other groups or parameters: the next base hooks the state again.
             self._capture.close()
             self._capture = None
+        now, rank = self._job.clock.unix_seconds(), self._job.comm.rank
+        self._dispatcher.dispatch(LogInterrupted(step, self._store.url, rank, why, now))
         if self._requests < _REQUESTS_MAX:
             self._requests += 1
             self._request_base()

@@ -13,9 +13,16 @@ from holdfast.errors import CheckpointError, CorruptError, InvalidError, Missing
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.repository.catalog import exists, read_manifest, read_run_id, require_run
 from holdfast.stored.repository.epochs import current_fence
+from holdfast.stored.repository.logs import RunLog, newest_logs
 from holdfast.stored.repository.quarantine import QuarantineRecord, identity_at, quarantined
 from holdfast.stored.repository.tags import Tag, Tags, read_tags
-from holdfast.stored.repository.timelines import MovedManifests, StoredManifest, moved_manifests, run_timelines
+from holdfast.stored.repository.timelines import (
+    MovedManifests,
+    StoredManifest,
+    arranged,
+    moved_manifests,
+    run_timelines,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +98,9 @@ class RunRecord:
     tag_errors: Mapping[str, CheckpointError] = field(default_factory=dict)
     """Why other tags cannot be read, by name."""
 
+    logs: Sequence[RunLog] = ()
+    """The redo logs after the two newest bases, the newest first; empty without a base."""
+
 
 def run_record(store: Store) -> RunRecord:
     """Return the steps and tags under a root; damage is reported, not raised.
@@ -114,7 +124,7 @@ def run_record(store: Store) -> RunRecord:
     tags, known = read_tags(store), quarantined(store)
     moved = moved_manifests(store)
     # Without a second timeline no step is superseded, and the manifests need not be read twice.
-    superseded = run_timelines(store).superseded if fence.has_timelines else ()
+    timelines = run_timelines(store) if fence.has_timelines else None
     records = [_step_record(store, step, tags, known.get(step, {}), fence, moved) for step in steps]
     stored = {record.manifest.digest for record in records if record.manifest is not None}
     # Both copies of a manifest may exist: one record.
@@ -125,10 +135,20 @@ def run_record(store: Store) -> RunRecord:
         StepRecord(damaged.step, None, damaged.error, (), superseded=damaged.step in in_folders)
         for damaged in moved.damaged
     ]
-    records = _with_holders(records)
-    return RunRecord(
-        store.url, run_id, error, _with_superseded(records, superseded), tuple(tags.whole.values()), tags.damaged
-    )
+    if timelines is None:
+        timelines = arranged(_stored(record) for record in records if record.committed)
+    records = _with_superseded(_with_holders(records), timelines.superseded)
+    suspects = {each.manifest.digest for each in records if each.manifest and each.quarantined is not None}
+    logs = newest_logs(store, timelines, suspects)
+    return RunRecord(store.url, run_id, error, records, tuple(tags.whole.values()), tags.damaged, logs)
+
+
+def _stored(record: StepRecord) -> StoredManifest:
+    """Return the manifest in the folder of a step, of a run with one timeline."""
+    manifest, key = record.manifest, manifest_key(record.step)
+    if manifest is None:
+        return StoredManifest(record.step, key, None, None)
+    return StoredManifest(record.step, key, manifest.digest, manifest.timeline, log=manifest.log)
 
 
 def _with_holders(records: Sequence[StepRecord]) -> list[StepRecord]:

@@ -13,10 +13,7 @@ from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import Manifest
 from holdfast.base.types.removal import StepAndDigest
 from holdfast.base.types.timeline import Timeline
-from holdfast.core.format.log import LOG_FOLDER, segment_in
-
-BASES_KEPT = 2
-"""Newest bases that stay, with the log after the older one."""
+from holdfast.stored.repository.logs import BASES_KEPT, Segment, segments_of
 
 BASE = "log"
 """Reason of a base that stays."""
@@ -62,7 +59,7 @@ def unneeded_segments(
         leased: Steps that readers hold; None for a reader that may take any step.
         own_log: Id of the log that this process writes: no manifest may state the log yet. Empty: there is none.
     """
-    segments = {} if kept is None or None in leased else _segments(store)
+    segments = {} if kept is None or None in leased else segments_of(store)
     if not segments or kept is None:
         return {}
     chain = _chain(manifests, newest)
@@ -93,26 +90,12 @@ def _chain(manifests: Iterable[Manifest], newest: Timeline) -> list[Manifest]:
     return sorted(held, key=lambda each: (each.timeline.number, each.step or 0), reverse=True)
 
 
-def _segments(store: Store) -> Mapping[str, Mapping[int, list[tuple[int, str, int]]]]:
-    """Return first step, key and bytes of every segment, by log and rank; ascending."""
-    found: dict[str, dict[int, list[tuple[int, str, int]]]] = {}
-    for entry in store.list(LOG_FOLDER):
-        named = segment_in(entry.key)
-        if named is not None:
-            log, rank, first = named
-            found.setdefault(log, {}).setdefault(rank, []).append((first, entry.key, entry.bytes))
-    for by_rank in found.values():
-        for listed in by_rank.values():
-            listed.sort()
-    return found
-
-
-def _unneeded(listed: Sequence[tuple[int, str, int]], needed: _Needed | None) -> Iterable[tuple[str, int]]:
+def _unneeded(listed: Sequence[Segment], needed: _Needed | None) -> Iterable[tuple[str, int]]:
     """Yield key and bytes of the segments of one rank without a needed record."""
-    for number, (first, key, size) in enumerate(listed):
-        following = listed[number + 1][0] if number + 1 < len(listed) else None
+    for number, segment in enumerate(listed):
+        following = listed[number + 1].first if number + 1 < len(listed) else None
         # All records of a segment are below the first record of the next one.
         is_before = needed is not None and following is not None and following <= needed.after + 1
-        is_cut = needed is not None and needed.below is not None and first >= needed.below
+        is_cut = needed is not None and needed.below is not None and segment.first >= needed.below
         if needed is None or is_before or is_cut:
-            yield key, size
+            yield segment.key, segment.bytes

@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict
 from datetime import UTC, datetime
 
-from holdfast.base.types.events import Began, Decided, Ended, Event, Failed, Operation, Phase
+from holdfast.base.types.events import Began, Decided, Ended, Event, Failed, LogInterrupted, LogRedone, Operation, Phase
 from holdfast.errors import InvalidError
 
 
@@ -34,7 +34,7 @@ class JsonLines:
             raise InvalidError(f"jsonl: {self._path}: there is no folder {folder}; expected one. Create it first")
 
     def on_event(self, event: Event) -> None:
-        """Write a line for a begin, an end, or decisions on codecs; ignore other events."""
+        """Write a line for a begin, an end, decisions on codecs, an interruption or a redo; ignore other events."""
         fields: dict[str, object]
         if isinstance(event, Began):
             self._write(event.operation, "began", event.unix_seconds, {})
@@ -65,20 +65,26 @@ class JsonLines:
                 "phases": _seconds_of(event.phases),
             }
             self._write(event.operation, "failed", event.began_unix_seconds + event.seconds, fields)
+        elif isinstance(event, LogInterrupted | LogRedone):
+            name = "interrupted" if isinstance(event, LogInterrupted) else "redone"
+            fields = {"verb": "log", **asdict(event)}
+            del fields["unix_seconds"]
+            self._append(event.rank, name, event.unix_seconds, fields)
 
     def _write(self, operation: Operation, name: str, unix_seconds: float, fields: dict[str, object]) -> None:
-        document = {
-            "time": datetime.fromtimestamp(unix_seconds, UTC).isoformat(timespec="milliseconds"),
-            "event": name,
+        of_operation = {
             "verb": operation.verb,
             "step": operation.step,
             "rank": operation.rank,
             "world_size": operation.world_size,
             "url": operation.url,
-            **fields,
         }
-        line = json.dumps(document, allow_nan=False).encode() + b"\n"
-        path = self._path.replace("{rank}", str(operation.rank))
+        self._append(operation.rank, name, unix_seconds, {**of_operation, **fields})
+
+    def _append(self, rank: int, name: str, unix_seconds: float, fields: dict[str, object]) -> None:
+        time = datetime.fromtimestamp(unix_seconds, UTC).isoformat(timespec="milliseconds")
+        line = json.dumps({"time": time, "event": name, **fields}, allow_nan=False).encode() + b"\n"
+        path = self._path.replace("{rank}", str(rank))
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             written = os.write(file, line)

@@ -8,7 +8,17 @@ from functools import partial
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, start_http_server
 
-from holdfast.base.types.events import Began, Ended, Event, Failed, Phase, RankReport
+from holdfast.base.types.events import (
+    Began,
+    Ended,
+    Event,
+    Failed,
+    LogInterrupted,
+    LogRedone,
+    LogSealed,
+    Phase,
+    RankReport,
+)
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.training.telemetry.log_lines import blocked_seconds
 
@@ -76,6 +86,12 @@ class PrometheusMetrics:
             "Bytes per second of the last save or load, while it moved bytes.",
             by_rank,
         )
+        rank = ("rank",)
+        self.recoverable_step = gauge("holdfast_recoverable_step", "Step to which a restart would come back.", rank)
+        self.log_bytes = counter("holdfast_log_bytes", "Bytes of the redo log that the rank made durable.", rank)
+        self.log_wait_seconds = counter("holdfast_log_wait_seconds", "Seconds that training waited for the log.", rank)
+        self.log_interruptions = counter("holdfast_log_interruptions", "Times that the redo log lost a record.", rank)
+        self._recoverable: dict[int, int] = {}
 
     def on_event(self, event: Event) -> None:
         """Update the metrics."""
@@ -89,6 +105,19 @@ class PrometheusMetrics:
             if event.has_begun:
                 self.under_way.labels(verb, rank).dec()
             self._count_phases(verb, rank, event.phases)
+        elif isinstance(event, LogSealed):
+            self.log_bytes.labels(event.rank).inc(event.bytes)
+            self.log_wait_seconds.labels(event.rank).inc(event.waited_seconds)
+            if event.recoverable is not None:
+                self._set_recoverable(event.rank, event.recoverable)
+        elif isinstance(event, LogInterrupted):
+            self.log_interruptions.labels(event.rank).inc()
+        elif isinstance(event, LogRedone):
+            self._set_recoverable(event.rank, event.step)
+
+    def _set_recoverable(self, rank: int, step: int) -> None:
+        self._recoverable[rank] = step
+        self.recoverable_step.labels(rank).set(step)
 
     def _count_ended(self, report: RankReport) -> None:
         verb, rank = report.operation.verb, report.operation.rank
@@ -105,7 +134,10 @@ class PrometheusMetrics:
         self.bandwidth.labels(verb, rank).set(report.bytes_per_second)
         self.last_unix_seconds.labels(verb, rank).set(report.began_unix_seconds + report.seconds)
         if report.operation.step is not None:
-            self.last_step.labels(verb, rank).set(report.operation.step)
+            step = report.operation.step
+            self.last_step.labels(verb, rank).set(step)
+            # Records after a base may be sealed before the base is committed.
+            self._set_recoverable(rank, max(step, self._recoverable.get(rank, step)) if verb == "save" else step)
         if verb == "save":
             self.held_seconds.labels(rank).observe(_blocked_seconds(report))
         for coding in report.codings:

@@ -17,6 +17,9 @@ from holdfast.observers import (
     Ended,
     KindCoding,
     KindDecision,
+    LogInterrupted,
+    LogRedone,
+    LogSealed,
     Operation,
     Progress,
     RankReport,
@@ -100,3 +103,20 @@ def test_a_path_that_is_none_is_refused(tmp_path: Path) -> None:
         jsonl(3)  # type: ignore[arg-type]
     with pytest.raises(InvalidError, match="there is no folder"):
         jsonl(tmp_path / "absent" / "events.jsonl")
+
+
+def test_interruptions_and_redos_of_a_log_are_lines_and_seals_are_none(tmp_path: Path) -> None:
+    own = jsonl(tmp_path / "events.jsonl")
+    own.on_event(LogSealed(11, "x", 2, 1, 100, 0.0, 11))
+    own.on_event(LogInterrupted(12, "x", 2, "because", 100.0))
+    own.on_event(LogRedone(17, "x", 2, 10, 7, 0.5, 101.0))
+    assert lines(tmp_path / "events.jsonl") == [
+        {
+            "time": "1970-01-01T00:01:40.000+00:00", "event": "interrupted", "verb": "log", "step": 12, "url": "x",
+            "rank": 2, "why": "because",
+        },
+        {
+            "time": "1970-01-01T00:01:41.000+00:00", "event": "redone", "verb": "log", "step": 17, "url": "x",
+            "rank": 2, "base": 10, "records": 7, "seconds": 0.5,
+        },
+    ]  # fmt: skip

@@ -11,7 +11,19 @@ from pathlib import Path
 
 from rich.console import Console
 
-from holdfast.observers import Began, Ended, Entered, Event, Failed, Operation, Progress, RankReport
+from holdfast.observers import (
+    Began,
+    Ended,
+    Entered,
+    Event,
+    Failed,
+    LogInterrupted,
+    LogRedone,
+    LogSealed,
+    Operation,
+    Progress,
+    RankReport,
+)
 from holdfast.training.telemetry.sinks.progress_bar import TerminalProgress
 
 SOURCE = Path(__file__).resolve().parents[5] / "src"
@@ -83,3 +95,8 @@ def test_a_real_run_on_a_terminal_and_in_a_pipe(tmp_path: Path) -> None:
     text = shown.decode(errors="replace")
     assert "save of step 1" in text and "save of step 2" in text
     assert text.count(HIDE) == text.count(SHOW) >= 1
+
+
+def test_a_redo_log_draws_no_bar() -> None:
+    assert told([LogSealed(11, "x", 0, 1, 100, 0.0, 11), LogInterrupted(12, "x", 0, "because", 0.0)]) == ""
+    assert told([LogRedone(17, "x", 0, 10, 7, 0.5, 0.0)]) == ""

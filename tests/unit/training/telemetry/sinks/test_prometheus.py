@@ -15,7 +15,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import holdfast
 from holdfast.errors import InvalidError, MissingError, UnavailableError
-from holdfast.observers import Ended, KindCoding, Operation, RankReport, prometheus
+from holdfast.observers import (
+    Ended,
+    KindCoding,
+    LogInterrupted,
+    LogRedone,
+    LogSealed,
+    Operation,
+    RankReport,
+    prometheus,
+)
 
 SOURCE = Path(__file__).resolve().parents[5] / "src"
 
@@ -138,3 +147,32 @@ def test_decisions_on_codecs_are_counted_by_kind() -> None:
     assert value("holdfast_codings_total", "bfloat16 parameter", "raw") == 2
     assert value("holdfast_coding_raw_bytes_total", "float32 exp_avg", "planes") == 240
     assert value("holdfast_coding_stored_bytes_total", "float32 exp_avg", "planes") == 200
+
+
+def test_a_redo_log_is_measured_by_rank() -> None:
+    registry = CollectorRegistry()
+    observer = prometheus(registry=registry)
+
+    def value(name: str) -> float | None:
+        return registry.get_sample_value(name, {"rank": "3"})
+
+    def committed(step: int) -> None:
+        facts = {"staging": "none", "staged_seconds": 0.0, "fence_seconds": 0.0}
+        observer.on_event(
+            Ended(RankReport(Operation("save", step, "x", 3, 4), "0" * 16, "h", 1, 0.0, 1.0, (), 9, facts))
+        )
+
+    assert value("holdfast_recoverable_step") is None
+    observer.on_event(LogSealed(12, "x", 3, 1, 100, 0.25, None))
+    assert value("holdfast_recoverable_step") is None  # The base is not committed yet.
+    observer.on_event(LogSealed(14, "x", 3, 2, 150, 0.5, 14))
+    committed(13)
+    assert value("holdfast_recoverable_step") == 14
+    observer.on_event(LogInterrupted(15, "x", 3, "because", 0.0))
+    committed(20)
+    assert value("holdfast_recoverable_step") == 20
+    observer.on_event(LogRedone(17, "x", 3, 10, 7, 0.4, 0.0))
+    assert value("holdfast_recoverable_step") == 17
+    assert value("holdfast_log_bytes_total") == 250
+    assert value("holdfast_log_wait_seconds_total") == 0.75
+    assert value("holdfast_log_interruptions_total") == 1
