@@ -242,7 +242,7 @@ def read_records(store: Store, log: str, rank: int, after: int) -> dict[int, Sea
     for segment in _newer(segments_of(store, log_folder(log, rank)).get(log, {}).get(rank, ()), after):
         try:
             records = records_in(store, segment)
-        except CorruptError as error:
+        except (CorruptError, MissingError) as error:  # A collection may have removed the segment since the list.
             logger.warning("%s: the log ends before this segment: %s", store.url, error)
             continue
         found.update((step, record) for step, record in records.items() if step > after)

@@ -200,9 +200,10 @@ class RedoLog:
         self._began, self._recoverable_before = 0, None
 
     def close(self) -> None:
-        """Seal all records, and remove the hooks."""
+        """Seal all records, and remove the hooks. A closed log keeps no state alive."""
         if self._capture is not None:
             self._capture.close()
+        self._capture = self._state = None
         self._writer.close()
 
     def _planned(self, step: int, attempt: str, plan: SavePlan) -> None:
@@ -210,7 +211,7 @@ class RedoLog:
         assert self._capture is not None, "the state was taken apart"
         self._is_full = False
         if self._at == step:
-            self._base_bytes = self._writer.sealed_bytes
+            self._base_bytes, self._requests, self._state = self._writer.sealed_bytes, 0, None
             return  # The records go on.
         self._interval_bytes = self._bytes_max(plan.bytes) / 2 / self._job.comm.world_size
         self._id = self._pins.log = self._id or attempt
