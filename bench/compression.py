@@ -11,18 +11,15 @@ Exit status: 0 if no key is below its floor, 1 if one is, 2 for a wrong call, 13
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from bench import compression_table, job, report
+from bench import compression_table, job, keyed, report
 from bench.compression_parts import COMPRESSION_PARTS
 from bench.compression_rivals import PACKAGES, missing
 from bench.compression_state import FULL, QUICK, VARIABLE, Schedule, made
-from bench.job import ROOT
-from bench.part import Measured, Part
+from bench.part import Part
 
 RESULTS = report.RESULTS / "compression.json"
 
@@ -42,14 +39,11 @@ KEYS: dict[str, tuple[str, ...]] = {
 }
 """What each part measures."""
 
-Run = Callable[..., Measured]
-"""Runs one part, as `job.run` does."""
-
 
 def main(
     arguments: Sequence[str] | None = None,
     parts: Mapping[str, Part] = COMPRESSION_PARTS,
-    run: Run = job.run,
+    run: keyed.Run = job.run,
     train: Callable[..., Path] = made,
     lacks: Callable[[], list[str]] = missing,
 ) -> int:
@@ -61,35 +55,17 @@ def main(
     schedule = QUICK if chosen.quick else FULL
     if chosen.table:
         return _table(chosen.folder, schedule, chosen.json)
-    names = _parts_of(parser, chosen.only, parts)
-    done: list[str] = []
-    try:
-        trained = train(chosen.folder / "state", schedule)
-        for name in names:
-            _measure(name, parts[name], run, trained, chosen)
-            done.append(name)
-    except KeyboardInterrupt:
-        left = ",".join(name for name in names if name not in done)
-        print(f"interrupted; --only {left} measures the rest", flush=True)
+    names = keyed.parts_of(parser, chosen.only, parts, KEYS)
+
+    def variables() -> dict[str, str]:
+        return {VARIABLE: str(train(chosen.folder / "state", schedule).resolve())}
+
+    if not keyed.measure_each([parts[name] for name in names], run, chosen, variables, PACKAGES):
         return 130
     latest = report.read(chosen.json)
     print("\n".join(report.lines(latest)))
     print(f"written to {chosen.json}; python -m bench --readme brings the pages up to date")
     return int(report.is_any_missed(latest, [key for name in names for key in KEYS[name]]))
-
-
-def _measure(name: str, part: Part, run: Run, trained: Path, chosen: argparse.Namespace) -> None:
-    """Run one part and write its results at once, whatever the next part does."""
-    params = dict(part.quick if chosen.quick else part.full)
-    start, load = time.perf_counter(), os.getloadavg()[0]
-    print(f"{name}: {part.question}", flush=True)
-    measured = run(part, params, chosen.folder / "job", variables={VARIABLE: str(trained.resolve())})
-    latest = report.merged(report.read(chosen.json), part, params, measured)
-    # What else ran is a fact of the results.
-    found = {"load_average_before": load, **{package: report.version_of(package) for package in PACKAGES}}
-    latest["parts"][name]["with"] |= found  # type: ignore[index]
-    report.write(latest, chosen.json)
-    print(f"    {time.perf_counter() - start:.0f} s; load average before it {load:.1f}", flush=True)
 
 
 def _table(folder: Path, schedule: Schedule, results: Path) -> int:
@@ -103,29 +79,12 @@ def _table(folder: Path, schedule: Schedule, results: Path) -> int:
     return 0
 
 
-def _parts_of(parser: argparse.ArgumentParser, only: str, parts: Mapping[str, Part]) -> list[str]:
-    """Return the parts that measure the chosen keys."""
-    wanted = [name for name in only.split(",") if name]
-    known = {key: name for name in parts for key in (name, *KEYS[name])}
-    if unknown := [name for name in wanted if name not in known]:
-        parser.error(f"--only {','.join(unknown)}: unknown; expected keys or parts, some of {', '.join(known)}")
-    chosen = {known[name] for name in wanted} or set(parts)
-    return [name for name in parts if name in chosen]
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m bench.compression", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default=os.environ.get("ONLY", ""), help="keys or parts, by comma; parts run whole")
-    parser.add_argument(
-        "--quick", action="store_true", default=bool(os.environ.get("QUICK")), help="a small trial (also QUICK=1)"
-    )
+    keyed.add_arguments(parser, RESULTS)
     parser.add_argument("--table", action="store_true", help="measure ratios by type and kind of tensor")
-    parser.add_argument("--json", type=Path, default=RESULTS, help="where the results go")
-    parser.add_argument(
-        "--folder", type=Path, default=ROOT / "runs" / "compression", help="for the trained state and for checkpoints"
-    )
     return parser
 
 
