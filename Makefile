@@ -13,6 +13,8 @@
 #   make bench-compression   what compression saves, how fast it is and what it costs, beside zipnn, zstd and DCP with
 #                   ZStandard (20 minutes; the first run trains its state); QUICK=1, ONLY=ratio_state,encode_vs_zipnn.
 #                   zipnn is compiled, so a C compiler and Python's headers are needed
+#   make bench-differential   what the redo log costs training, and what a kill costs with it (25 minutes, 12 GiB of
+#                   disk under runs/); QUICK=1, ONLY=redo_overhead,kills
 #   make bench-compare   Holdfast's own times with two checkouts in turn: BEFORE=path [AFTER=.] [ROUNDS=7]
 #                   [ONLY=large,tiny] [QUICK=1]; two to three hours for all, and the same command continues after Ctrl-C
 #   make integrations FRAMEWORK=accelerate   trains with a real framework through its integration: tests, examples, kills
@@ -40,7 +42,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The suite starts hundreds of processes: each would compile all of Holdfast anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test test-long check bench bench-interop bench-scale bench-stores bench-compression bench-compare integrations fuzz campaign campaign-stores test-torch dist clean
+.PHONY: help demo test test-long check bench bench-interop bench-scale bench-stores bench-compression bench-differential bench-compare integrations fuzz campaign campaign-stores test-torch dist clean
 
 PINNED_TORCH := torch==2.13.0
 TORCH ?=
@@ -137,6 +139,9 @@ bench-compression: $(READY)
 	    > "$$($(COMPRESSION_VENV)/bin/python -c '$(PURELIB); print(path)')/below.pth"
 	@$(COMPRESSION_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[cli,bench-compression]'
 	@QUICK=$(QUICK) ONLY=$(ONLY) $(COMPRESSION_VENV)/bin/python -m bench.compression
+
+bench-differential: $(READY)
+	@QUICK=$(QUICK) ONLY=$(ONLY) $(PY) -m bench.differential
 
 # ROUNDS has another default for `campaign`.
 bench-compare: $(READY)

@@ -203,5 +203,18 @@ GOALS = (
         "compression_peak_extra_mib", "peak memory of a compressed save above state and arena, MiB per rank", 32, 128
     ),
     _less("index_bytes_per_chunk_coded", "bytes of index per compressed chunk", 34, 44),
+    _less(
+        "redo_overhead",
+        "redo log: processor time of a training step of 1.5 s, 32 MiB logged a rank ÷ without the log",
+        1.015,
+        1.03,
+    ),
+    _less("boundary_ms_1000_parameters", "redo log, 1,000 small parameters: milliseconds added to `maybe_save`", 3, 6),
+    _less("base_stall_with_log", "redo log: time that a `copy` save blocks training ÷ without the log", 1.05, 1.2),
+    _less("rpo_steps_worst", "redo log, SIGKILL at random, steps of 1.5 s: most steps lost", 1, 2),
+    _less("rpo_seconds_p95", "redo log, SIGKILL at random, steps of 50 ms: 95th percentile of seconds lost", 0.15, 0.3),
+    _less("redo_vs_step", "redo of a record ÷ a bare AdamW step of the same parameters", 1.3, 2),
+    _more("record_ratio_fp32", "redo log: bytes of an fp32 state, 12 a parameter ÷ bytes of a record", 2.95, 2.9),
+    _less("redo_peak_extra_mib", "peak memory of a load with redo above state and gradients, MiB per rank", 32, 128),
 )
 """In the order in which they are shown."""

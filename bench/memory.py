@@ -71,8 +71,8 @@ def growth_mib(
     packs = mib // OBJECT_PACK_MIB if "://" in root else 0
     arena_mib = {"blocking": 0, "copy": mib + packs, "lazy": LAZY_ARENA_MIB}[way]
     with holdfast.CheckpointManager(f"{root}/run", process_group=False, settings=chosen) as manager:
-        _forget_peak()
-        before = _memory_mib("VmRSS")
+        forget_peak()
+        before = memory_mib("VmRSS")
         for step in range(SAVES):
             if way == "blocking":
                 holdfast.save(f"{root}/{step}", state, process_group=False, settings=chosen)
@@ -82,14 +82,14 @@ def growth_mib(
                 optimizer.step()
                 report = handle.wait()
                 assert report is not None and report.staging == way, report
-        return max(_memory_mib("VmHWM") - before - arena_mib, 0.0)
+        return max(memory_mib("VmHWM") - before - arena_mib, 0.0)
 
 
-def _forget_peak() -> None:
+def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _memory_mib(name: str) -> float:
+def memory_mib(name: str) -> float:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
     return int(line.split()[1]) / 1024
 

@@ -1,0 +1,62 @@
+"""What the redo log costs training, and what a kill costs with it: `python -m bench.differential`.
+
+Each part runs in processes of its own, and writes its keys to `bench/results/differential.json` when it ends; after
+Ctrl-C, `--only` runs the parts that are missing.
+
+Exit status: 0 if no key is below its floor, 1 if one is, 2 for a wrong call, 130 after Ctrl-C. For `redo_overhead` the
+upper end of its 95 % interval counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Collection, Mapping, Sequence
+
+from bench import job, keyed, report
+from bench.differential_parts import DIFFERENTIAL_PARTS
+from bench.part import Part
+
+RESULTS = report.RESULTS / "differential.json"
+
+KEYS: dict[str, tuple[str, ...]] = {
+    "overhead": ("redo_overhead", "base_stall_with_log"),
+    "boundary": ("boundary_ms_1000_parameters",),
+    "records": ("record_ratio_fp32",),
+    "kills": ("rpo_steps_worst",),
+    "kills_short": ("rpo_seconds_p95",),
+    "redo": ("redo_vs_step", "redo_peak_extra_mib"),
+}
+"""What each part measures."""
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    parts: Mapping[str, Part] = DIFFERENTIAL_PARTS,
+    run: keyed.Run = job.run,
+) -> int:
+    """Measure the chosen keys; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.differential", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    keyed.add_arguments(parser, RESULTS)
+    chosen = parser.parse_args(arguments)
+    names = keyed.parts_of(parser, chosen.only, parts, KEYS)
+    if not keyed.measure_each([parts[name] for name in names], run, chosen):
+        return 130
+    latest = report.read(chosen.json)
+    print("\n".join(report.lines(latest)))
+    print(f"written to {chosen.json}; python -m bench --readme brings the pages up to date")
+    return int(is_any_missed(latest, [key for name in names for key in KEYS[name]]))
+
+
+def is_any_missed(latest: report.Latest, keys: Collection[str]) -> bool:
+    """Return whether one of some keys is below its floor: `redo_overhead` by the upper end of its interval."""
+    parts: dict[str, dict[str, dict[str, list[float]]]] = latest["parts"]  # type: ignore[assignment]
+    interval = parts.get("overhead", {}).get("intervals", {}).get("redo_overhead")
+    upper = latest if interval is None else {**latest, "redo_overhead": interval[1]}
+    return report.is_any_missed(upper, keys)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
