@@ -55,11 +55,17 @@ def measure(root: Path, params: Params) -> Measured:
 
 
 def _settle(trainings: Sequence[Training]) -> float:
-    """Choose the rows of a batch for which a step takes a second and a half; return its seconds."""
+    """Choose the rows of a batch for which a step takes a second and a half of a processor; return its seconds.
+
+    On idle cores that is the time of a step. On busy ones the step is longer, and the ratio stays that of this step.
+    """
     first = trainings[0]
+    first.step()
     for _ in range(5):
-        seconds = statistics.median([conditions.timed(first.step) for _ in range(3)])
-        seconds = conditions.slowest(seconds)  # Every rank needs the same rows.
+        began = time.process_time()
+        for _ in range(3):
+            first.step()
+        seconds = total(time.process_time() - began) / 3 / dist.get_world_size()
         if abs(seconds - STEP_SECONDS) < STEP_SECONDS_OFF / 3:
             break
         rows = max(round(len(first.batch) * STEP_SECONDS / seconds), 1)
@@ -71,6 +77,7 @@ def _settle(trainings: Sequence[Training]) -> float:
 def _stall(loop: Loop) -> float:
     """Return the seconds for which a base blocks training: the call after a step."""
     loop.training.step()
+    conditions.quiet_disk()
     handles = []
     save = partial(loop.manager.save, loop.training.at, loop.training.state)
     seconds = conditions.timed(lambda: handles.append(save()))
@@ -150,7 +157,6 @@ def measure_boundary(root: Path, params: Params) -> Measured:
         loops = {name: Loop(root / name, Many(), is_logged=name == "with") for name in ("with", "without")}
         for loop in loops.values():
             stack.enter_context(loop.manager)
-            loop.training.step()
             loop.base()
             _boundary_seconds(loop)  # Memory and code are warm after this.
         for number in range(params["rounds"]):
@@ -215,7 +221,6 @@ def measure_records(root: Path, params: Params) -> Measured:
     """Count the bytes of whole segments."""
     loop = Loop(root, GptTraining(), is_logged=True)
     with loop.manager:
-        loop.training.step()
         loop.base()
         for _ in range(params["steps"]):
             loop.step()

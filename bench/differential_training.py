@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from bench.state import MIB
 
 WIDTH, LAYERS = 2048, 4
 """16 Mi parameters: a record has 32 MiB on each of two ranks."""
@@ -37,11 +36,6 @@ class Training:
         self.at = 0
         """The last step."""
         self._rest_seconds = 0.0
-
-    @property
-    def mib(self) -> float:
-        """MiB of the parameters, and so of their gradients."""
-        return sum(parameter.nbytes for parameter in self.model.parameters()) / MIB
 
     def step(self) -> None:
         """Train one step."""
@@ -76,8 +70,8 @@ class Loop:
         self.manager.maybe_save(self.training.at, self.training.state)
 
     def base(self) -> None:
-        """Save a base, and wait until it is committed."""
-        self.training.at += 1
+        """Save a base after a step, and wait until it is committed."""
+        self.training.step()
         self.manager.save(self.training.at, self.training.state).wait()
 
     def await_seals(self) -> None:
