@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -19,8 +19,10 @@ _SECONDS_MAX = 300.0
 class World:
     """The ranks of one job. What they print goes to files."""
 
-    def __init__(self, module: str, arguments: list[str], scratch: Path) -> None:
-        """Start the ranks: `python -m MODULE ARGUMENTS`."""
+    def __init__(
+        self, module: str, arguments: list[str], scratch: Path, variables: Mapping[str, str] | None = None
+    ) -> None:
+        """Start the ranks: `python -m MODULE ARGUMENTS`, with further environment variables."""
         scratch.mkdir(parents=True, exist_ok=True)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -32,7 +34,7 @@ class World:
             sizes = {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
             with output.open("w") as file:
                 command = [sys.executable, "-m", module, *arguments]
-                env = {**os.environ, **numbers, **sizes}
+                env = {**os.environ, **numbers, **sizes, **(variables or {})}
                 self._ranks.append(subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT))
 
     def __enter__(self) -> Self:
