@@ -13,7 +13,7 @@
 #   make bench-compression   what compression saves, how fast it is and what it costs, beside zipnn, zstd and DCP with
 #                   ZStandard (20 minutes; the first run trains its state); QUICK=1, ONLY=ratio_state,encode_vs_zipnn.
 #                   zipnn is compiled, so a C compiler and Python's headers are needed
-#   make bench-differential   what the redo log costs training, and what a kill costs with it (25 minutes, 12 GiB of
+#   make bench-differential   cost of the redo log in training, and of a kill with the log (25 minutes, 12 GiB of
 #                   disk under runs/); QUICK=1, ONLY=redo_overhead,kills
 #   make bench-compare   Holdfast's own times with two checkouts in turn: BEFORE=path [AFTER=.] [ROUNDS=7]
 #                   [ONLY=large,tiny] [QUICK=1]; two to three hours for all, and the same command continues after Ctrl-C

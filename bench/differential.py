@@ -1,4 +1,4 @@
-"""What the redo log costs training, and what a kill costs with it: `python -m bench.differential`.
+"""The cost of the redo log in training, and the cost of a kill with the log: `python -m bench.differential`.
 
 Each part runs in processes of its own, and writes its keys to `bench/results/differential.json` when it ends; after
 Ctrl-C, `--only` runs the parts that are missing.
@@ -27,7 +27,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "kills_short": ("rpo_seconds_p95",),
     "redo": ("redo_vs_step", "redo_peak_extra_mib"),
 }
-"""What each part measures."""
+"""The keys of each part."""
 
 
 def main(

@@ -1,4 +1,4 @@
-"""What a run with a redo log loses when it is killed: `python -m bench.differential_kills ROOT NOTES …` is one rank."""
+"""The steps that a killed run with a redo log loses: `python -m bench.differential_kills ROOT NOTES …` is one rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVERY = 500
 
 
 def measure(root: Path, params: Params) -> Measured:
-    """Kill the run at random, and start it again each time: where it goes on says what was lost."""
+    """Kill the run at random, and start it again each time: its load returns the step that is left."""
     rounds: list[Round] = []
     notes: list[str] = []
     drawn = random.Random(40)
@@ -53,7 +53,7 @@ def measure(root: Path, params: Params) -> Measured:
 
 @dataclass(slots=True)
 class Notes:
-    """What a rank wrote before it was killed."""
+    """The notes of a rank that was killed."""
 
     is_loaded: bool = False
     """Whether its load has ended."""
@@ -95,7 +95,7 @@ class Notes:
 
 
 def lost(killed: Sequence[Notes], loaded: int) -> Round:
-    """Return what a kill cost: steps and seconds from the step that was loaded to the last that any rank had ended."""
+    """Return the cost of a kill: steps and seconds from the step that was loaded to the last that any rank had ended."""
     latest = max(killed, key=lambda each: max(each.ends))
     last, ends = max(latest.ends), latest.ends
     # A run that goes on later than it ended has lost nothing: every rank had sealed a step that no rank had ended.

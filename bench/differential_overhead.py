@@ -1,4 +1,4 @@
-"""What the redo log costs training: processor time of a step, time of a boundary, stall of a base, bytes of a record.
+"""The cost of the redo log in training: processor time of a step, time of a boundary, stall of a base, bytes of a record.
 
 Two loops of one process group take turns: one with the log, and one without.
 """

@@ -1,4 +1,4 @@
-"""How long a redo takes and what memory it needs: `python -m bench.differential_redo WAY ROOT …` is one rank."""
+"""Time and memory of a redo: `python -m bench.differential_redo WAY ROOT …` is one rank."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def keys(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:
 
 PART = Part(
     name="redo",
-    question="How long does the redo of a record take, beside a bare step, and what memory does it need?",
+    question="How long does the redo of a record take, beside a bare step, and how much memory does it need?",
     ranks=1,
     full={"rounds": 7, "records": 20, "width": WIDTH, "layers": LAYERS},
     quick={"rounds": 2, "records": 8, "width": WIDTH, "layers": LAYERS},

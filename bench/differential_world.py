@@ -17,7 +17,7 @@ _SECONDS_MAX = 300.0
 
 
 class World:
-    """The ranks of one job. What they print goes to files."""
+    """The ranks of one job. Their output goes to files."""
 
     def __init__(
         self, module: str, arguments: list[str], scratch: Path, variables: Mapping[str, str] | None = None
@@ -44,7 +44,7 @@ class World:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Kill what still runs."""
+        """Kill the ranks that still run."""
         self.kill()
 
     def kill(self) -> None:

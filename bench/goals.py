@@ -217,7 +217,7 @@ GOALS = (
     _more("record_ratio_fp32", "redo log: bytes of an fp32 state, 12 a parameter ÷ bytes of a record", 2.95, 2.9),
     _less(
         "redo_peak_extra_mib",
-        "peak memory of a load with redo above state, gradients and what a bare step needs, MiB per rank",
+        "peak memory of a load with redo above a bare step with its gradients, MiB per rank",
         32,
         128,
     ),
