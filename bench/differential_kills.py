@@ -95,7 +95,7 @@ class Notes:
 
 
 def lost(killed: Sequence[Notes], loaded: int) -> Round:
-    """Return the cost of a kill: steps and seconds from the step that was loaded to the last that any rank had ended."""
+    """Return the cost of a kill: steps and seconds from the loaded step to the last one that a rank had ended."""
     latest = max(killed, key=lambda each: max(each.ends))
     last, ends = max(latest.ends), latest.ends
     # A run that goes on later than it ended has lost nothing: every rank had sealed a step that no rank had ended.

@@ -1,4 +1,4 @@
-"""The cost of the redo log in training: processor time of a step, time of a boundary, stall of a base, bytes of a record.
+"""The cost of the redo log in training: processor time, boundaries, stalls of bases, bytes of records.
 
 Two loops of one process group take turns: one with the log, and one without.
 """
