@@ -3,7 +3,7 @@
     python examples/train.py out
     torchrun --nproc-per-node 2 examples/train.py out
 
-The second start of a command goes on where the last committed save was.
+The second start of a command goes on where the last committed save was; with `--differential`, at the last step.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ parser.add_argument("--text", default=__file__)
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--every", type=int, default=5)
 parser.add_argument("--accumulate", type=int, default=2)
+parser.add_argument("--differential", action="store_true")
 arguments = parser.parse_args()
 
 logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -42,7 +43,9 @@ replica = DistributedDataParallel(model) if is_distributed else model
 torch.manual_seed(1000 + rank)
 text = text_of(arguments.text)
 
-manager = holdfast.CheckpointManager(arguments.folder, every=arguments.every, keep_last=3)
+manager = holdfast.CheckpointManager(
+    arguments.folder, every=arguments.every, keep_last=3, differential=arguments.differential
+)
 state = {"model": model, "optimizer": optimizer, "schedule": schedule, "rng": holdfast.RngState()}
 first = (manager.load(state) or 0) + 1
 
