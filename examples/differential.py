@@ -2,10 +2,11 @@
 
     python examples/differential.py whole
     until python examples/differential.py killed --die; do :; done
-    torchrun --standalone --nproc-per-node 2 --max-restarts 20 examples/differential.py killed-2 --die
+    torchrun --nproc-per-node 2 examples/differential.py whole-2
+    until torchrun --nproc-per-node 2 examples/differential.py killed-2 --die; do :; done
 
-With `--die` each process kills itself with SIGKILL after a step that it draws. Each start goes on at the last step that
-every rank had recorded: the gradients of each step are stored beside the checkpoints.
+With `--die` each process kills itself with SIGKILL after a step that it draws, and the loop starts it again. Each start
+goes on at the last step that every rank had recorded: the gradients of each step are stored in the run.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ torch.manual_seed(1000 + rank)
 
 
 def digest() -> str:
-    """Return a digest of all parameters, buffers and optimizer state."""
+    """Return a digest of all parameters and their optimizer state."""
     found = hashlib.sha256()
     tensors = [*model.state_dict().values()]
     for kept in optimizer.state_dict()["state"].values():
