@@ -14,7 +14,7 @@ from functools import partial
 from holdfast.base.ports.store import Store
 from holdfast.base.types.events import LogRedone
 from holdfast.base.types.reports import LoadReport
-from holdfast.errors import CorruptError, InvalidError, MissingError, first_three, text_of
+from holdfast.errors import CorruptError, MissingError, first_three, text_of
 from holdfast.stored.repository.logs import base_reaching
 from holdfast.stored.repository.timelines import run_timelines
 from holdfast.training.coordination.job import Job
@@ -62,6 +62,8 @@ def load_with_log(
                 return None
             note(loaded)
             if find is not None and step in (None, loaded.manifest.step):
+                if loaded.manifest.step is not None and loaded.manifest.log:
+                    position.move_on(loaded.manifest.step, leaves_records=True)
                 return loaded.report
             began = job.clock.monotonic_seconds()
             redone = follower.follow(loaded)
@@ -139,11 +141,15 @@ class LogFollower:
         unfit = _unfit_because(request)
         if unfit:
             return replace(base, why=unfit)
+        redo, problem = None, ""
         try:
             redo = self._job.framework.redo(request.state, request.selection)
-        except InvalidError as error:
-            # Every rank passes the same names, so every rank ends here.
-            return replace(base, why=text_of(error))
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
+            problem = text_of(error)
+        problems = [text.decode() for text in self._job.comm.all_gather(problem.encode())]
+        if redo is None or any(problems):
+            rank, why = next((rank, text) for rank, text in enumerate(problems) if text)
+            return replace(base, why=f"rank {rank}: {why}")
         try:
             redone = LogRedo(self._job, self._store, manifest, redo).run(self._step)
         except CorruptError as error:
@@ -160,6 +166,8 @@ def _unfit_because(request: LoadRequest) -> str:
     selection = request.selection
     if selection.only is not None or selection.skip or selection.partial or not selection.hyperparameters:
         return "the load leaves out parts of the state"
+    if not request.strict:
+        return "the load is not strict: names may be missing"
     if selection.cast or request.rename.rules:
         return "the load converts the state"
     return ""

@@ -19,6 +19,7 @@ from holdfast.base.ports.packs import packs_under
 from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import Manifest
 from holdfast.base.types.plan import Piece
+from holdfast.base.types.redo import Record
 from holdfast.base.types.reports import LoadReport
 from holdfast.core.engine.read import execute
 from holdfast.core.plan.reads import load_plan
@@ -106,7 +107,7 @@ class LogRedo:
             last = self._own[at].record
             if last.not_resumable:
                 raise CorruptError(f"{why}; training cannot go on at step {at}: {last.not_resumable}")
-            self._redo.finish(last)
+            self._finish(last)
         return Redone(at, applied, reach, why if at < reach or not applied else "")
 
     @property
@@ -163,7 +164,7 @@ class LogRedo:
                 if unlike:
                     return _Answer(at, unlike)
                 at = step
-        except CheckpointError as error:
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
             return _Answer(at, text_of(error))
         return _Answer(at)
 
@@ -229,6 +230,17 @@ class LogRedo:
         if lacking:
             raise CorruptError(f"no segment holds all of {first_three(lacking)}")
         return joined
+
+    def _finish(self, last: Record) -> None:
+        """Restore the values of the last record; raise on every rank if any rank failed. A collective."""
+        problem, failure = "", None
+        try:
+            self._redo.finish(last)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
+            problem, failure = text_of(error), error
+        worst = self._worst(problem)
+        if worst:
+            raise CorruptError(f"the values of step {last.step} could not be restored: {worst}") from failure
 
     def _apply(self, sealed: SealedRecord) -> tuple[str, ...]:
         """Apply a record; return the tensors that depart on any rank. A collective."""

@@ -73,13 +73,19 @@ class _Bases:
     def __init__(self, request: Callable[[], None]) -> None:
         self.committed: int | None = None
         """The newest committed base."""
+        self.failed = 0
+        """Bases that failed since then."""
         self._request = request
 
     def note(self, step: int, committed: Future[SaveReport]) -> None:
         """Take note of the end of a base; on any thread."""
         if committed.exception() is not None:
-            self._request()
-        elif self.committed is None or step > self.committed:
+            self.failed += 1
+            if self.failed <= _REQUESTS_MAX:
+                self._request()
+            return
+        self.failed = 0
+        if self.committed is None or step > self.committed:
             self.committed = step
 
 
@@ -114,6 +120,8 @@ class RedoLog:
         self._requests = 0
         self._state: Mapping[str, object] | None = None
         """The state of a base that is not planned yet. The target of a save must not keep a state."""
+        self._selection: Selection | None = None
+        """The names that the bases of this log save; None before the first."""
         self._base_bytes = 0
         """Bytes of the log of this rank at the last base."""
         self._interval_bytes: float = math.inf
@@ -138,22 +146,35 @@ class RedoLog:
         return committed if sealed is None else max(committed, sealed)
 
     def boundary(self, step: int, state: Mapping[str, object]) -> None:
-        """End the record of a step. Never raises."""
-        if self._capture is None or self._at is None or step == self._at:
+        """End the record of a step. Nothing but Ctrl-C raises."""
+        if self._capture is None or self._at is None:
             return
+        try:
+            self._end_record(step, self._at, state)
+        except BaseException as error:
+            # Calls of this record may be lost: what follows must not be taken for all of it.
+            self._interrupt(step, f"{type(error).__name__}: {error}")
+            if not isinstance(error, Exception):
+                raise
+
+    def _end_record(self, step: int, began: int, state: Mapping[str, object]) -> None:
+        assert self._capture is not None, "the log records"
         captured = self._capture.boundary(step, state)
         failure = self._capture.interrupted or self._writer.failure
-        if step < self._at:
-            failure = failure or f"step {step} follows step {self._at}; expected rising steps"
-            self._id = (
-                ""  # Records of this log may follow a base of the lower number, and would not follow the new one.
-            )
-        if captured is None or failure:
+        if captured is not None and step == began:
+            if captured.record.calls or captured.record.images:
+                failure = failure or f"training went on after the boundary of step {step}, without a new step"
+        elif step < began:
+            failure = failure or f"step {step} follows step {began}; expected rising steps"
+            # Records of this log may follow a base of the lower number, and would not follow the new one.
+            self._id = ""
+        if captured is None or failure or step == began:
             if captured is not None:
                 captured.release()
-            self._interrupt(step, failure or "the steps of this record have a gap")
+            if captured is None or failure:
+                self._interrupt(step, failure or "the steps of this record have a gap")
             return
-        self._writer.put(QueuedRecord(captured, self._at, self._id))
+        self._writer.put(QueuedRecord(captured, began, self._id))
         self._at = step
         if self._writer.sealed_bytes - self._base_bytes > self._interval_bytes and not self._is_full:
             self._is_full = True  # Until the next base.
@@ -176,7 +197,15 @@ class RedoLog:
             step, target, state, selection: What is saved, and where.
             collect: Takes the state apart.
         """
-        self._has_tried, self._state = True, state
+        self._has_tried = True
+        if self._selection not in (None, selection):
+            if self._at is not None:
+                self._interrupt(step, "another only=, skip= or grads= was given; the step is no base of the log")
+            return target, collect
+        self._state, self._selection = state, selection
+        if self.bases.committed is None and self.bases.failed:
+            # Some rank may have begun the log of the failed base, and another rank not.
+            self._id = ""
 
         def prepared() -> Collected:
             if self._capture is None:
@@ -195,6 +224,7 @@ class RedoLog:
         if self._capture is not None:
             self._capture.close()
         self._capture, self._id, self._at, self._has_tried = None, "", None, False
+        self._selection = None
         self.bases = _Bases(self._request_base)
         self._requests, self.why, self._pins.log = 0, "", ""
         self._began, self._recoverable_before = 0, None
@@ -264,7 +294,7 @@ class RedoLog:
             why,
         )
         self.why, self._at = why, None
-        if self._capture is not None and self._capture.interrupted:
+        if self._capture is not None:
             # The optimizers may have other groups or parameters: the next base hooks the state again.
             self._capture.close()
             self._capture = None

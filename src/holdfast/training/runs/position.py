@@ -159,7 +159,8 @@ class RunPosition:
         assert self._origin is not None, "a base was loaded"
         if step != self.loaded:
             self.loaded, self.loaded_state = step, None
-            self._origin = replace(self._origin, redone=step, leaves_records=leaves_records)
+            self._origin = replace(self._origin, redone=step)
+        self._origin = replace(self._origin, leaves_records=leaves_records)
 
     @property
     def has_gone_back(self) -> bool:
@@ -173,7 +174,8 @@ class RunPosition:
 
     def is_loaded(self, step: int) -> bool:
         """Return whether a restart would resume from this step, because it was just loaded and is the newest."""
-        return step == self.loaded and not self._newer
+        leaves_records = self._origin is not None and self._origin.leaves_records
+        return step == self.loaded and not self._newer and not leaves_records
 
     def timeline_for(self, step: int, epoch: int) -> Timeline:
         """Return the timeline of the next save. On rank 0, which holds the writer lease.

@@ -409,3 +409,49 @@ def test_the_log_line_names_sizes(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         training.step(4)
     assert "a base comes at least every" in caplog.text
     training.manager.close()
+
+
+def test_training_after_the_boundary_of_a_step_is_not_doubled(tmp_path: Path) -> None:
+    first = Training(tmp_path)
+    first.run(1, 15)
+    first.model(torch.randn(5, 6)).square().mean().backward()
+    first.optimizer.step()
+    first.optimizer.zero_grad()
+    first.manager.save(15, first.state).wait()
+    expected = first.digest()
+    first.die()
+
+    again, found = loaded(tmp_path)
+    assert (found, again.digest()) == (15, expected)
+    again.manager.close()
+
+
+def test_a_save_of_a_part_is_no_base(
+    tmp_path: Path, expected: Mapping[int, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Training(tmp_path, every=100)
+    first.run(1, 5)
+    first.manager.save(6, first.state, only="model*").wait()
+    first.die()
+    assert "is no base of the log" in caplog.text
+    again = Training(tmp_path)
+    assert again.manager.load(again.state, 5) == 5
+    assert again.digest() == expected[5]
+    again.manager.close()
+
+
+def test_one_small_gradient_keeps_a_boundary_from_being_the_end(tmp_path: Path) -> None:
+    first = Training(tmp_path)
+    first.run(1, 5)
+    # One row of many: no sample of the gradient would show the row.
+    grad = torch.zeros_like(first.model[0].weight)
+    grad[3, 3] = 1.0
+    first.model[0].weight.grad = grad
+    first.manager.maybe_save(6, first.state)
+    first.die()
+    again, found = loaded(tmp_path)
+    report = again.manager.load_report
+    assert report is not None
+    assert found == 5
+    assert "has consumed the gradients" in report.why_not_further
+    again.manager.close()

@@ -32,9 +32,6 @@ from holdfast.base.types.values import Value
 
 logger = logging.getLogger(__name__)
 
-_SAMPLED = 64
-"""Elements of a gradient that show whether it is zero."""
-
 
 class TorchGradientCapture:
     """Hooks the optimizers of a state."""
@@ -87,8 +84,10 @@ class TorchGradientCapture:
             return None
         try:
             return self._end(step, state)
-        except Exception as error:  # noqa: BLE001 - nothing may raise into training
+        except BaseException as error:
             self.interrupt(error)
+            if not isinstance(error, Exception):
+                raise
             return None
 
     def close(self) -> None:
@@ -98,7 +97,7 @@ class TorchGradientCapture:
         self._bytes.release()
         self.interrupted = "closed"
 
-    def interrupt(self, error: Exception) -> None:
+    def interrupt(self, error: BaseException) -> None:
         """End the records here: what follows is a gap. Training goes on."""
         reason = str(error) if isinstance(error, GapError) else f"{type(error).__name__}: {error}"
         if not self.interrupted:
@@ -219,7 +218,7 @@ class TorchGradientCapture:
             if is_sharded and any(True for _ in unreduced_parameters(node.module)):
                 return f"{node.path}: FSDP2 has gradients that it has not reduced yet"
         pending = [each for hooked in self._hooked for each in hooked.pending()]
-        if not any(bool(sample.any()) for sample in _samples([local_of(grad) for _, grad in pending])):
+        if not any(bool(local_of(grad).any()) for _, grad in pending):
             return ""
         what = "no step" if self._calls else "no step since the last boundary, which a scaler may have skipped,"
         return f"{what} has consumed the gradients of {len(pending)} parameters, such as {pending[0][0]}"
@@ -307,8 +306,10 @@ class _Hooked:
             self._capture.add_images(self.tensors.changed())
             self._capture.add_call(self.stepped)
             self._is_in_step = True
-        except Exception as error:  # noqa: BLE001 - nothing may raise into training
+        except BaseException as error:
             self._capture.interrupt(error)
+            if not isinstance(error, Exception):
+                raise
 
     def _post(self, *_: object) -> None:
         if self._capture.interrupted:
@@ -317,8 +318,10 @@ class _Hooked:
             self._is_in_step = False
             self.tensors.see()
             self._consume()
-        except Exception as error:  # noqa: BLE001 - nothing may raise into training
+        except BaseException as error:
             self._capture.interrupt(error)
+            if not isinstance(error, Exception):
+                raise
 
     def _consume(self) -> None:
         grads = ((fqn, parameter.grad) for fqn, parameter in self.stepped.parameters.items())
@@ -336,12 +339,3 @@ def _scaling_of(stepped: Stepped) -> dict[str, Value]:
 def _form(tensor: torch.Tensor) -> tuple[object, ...]:
     placements = tensor.placements if isinstance(tensor, DTensor) else None
     return tensor.layout, tensor.dtype, tensor.shape, placements
-
-
-def _samples(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return some elements of each gradient, joined by dtype and device: to ask a thousand tensors takes long."""
-    kinds: dict[object, list[torch.Tensor]] = {}
-    for grad in gradients:
-        sample = grad.reshape(-1)[:: max(grad.numel() // _SAMPLED, 1)]
-        kinds.setdefault((grad.dtype, grad.device), []).append(sample)
-    return [torch.cat(alike) for alike in kinds.values()]
