@@ -185,7 +185,7 @@ def committed(root: Path, reply_seconds: float) -> Numbers:
     votes = [Vote(*each) for each in told["votes"]]
     agreement = Agreement(0, told["attempt"], (0,), {}, True, (), None, paper_context(False))
     # Rank 0's own objects would need a state; the committing rank uses the location and the parent only.
-    target = SimpleNamespace(location=place, parent=lambda: None)
+    target = SimpleNamespace(location=place, parent=lambda: None, log=None)
     start, processor = time.perf_counter(), time.process_time()
     data, _ = assemble(target, agreement, votes, SETTINGS, [])
     publish(place.store, place.manifest_key, data)

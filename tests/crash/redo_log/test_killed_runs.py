@@ -51,7 +51,8 @@ def test_a_log_changes_nothing_that_is_trained(tmp_path: Path) -> None:
 
 def test_a_missing_segment_ends_the_redo_on_every_rank(tmp_path: Path) -> None:
     root = tmp_path / "b"
-    _world(2, tmp_path / "killed", root=str(root), kill_at=27)
+    # Long steps: a segment each.
+    _world(2, tmp_path / "killed", root=str(root), kill_at=27, pause=0.1)
     (log,) = (path for path in (root / "log").iterdir())
     (log / "r00001" / f"{24:012d}.safetensors").unlink()
 
