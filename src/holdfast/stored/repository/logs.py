@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from holdfast.base.geometry.chunking import chunk_count, chunk_range
+from holdfast.base.geometry.chunking import DIGEST_BYTES, chunk_count, chunk_range
 from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import Manifest
 from holdfast.base.types.plan import Piece
@@ -293,7 +293,7 @@ def records_in(store: Store, segment: Segment) -> dict[int, SealedRecord]:
 def _require_digests(piece: Piece, data: bytes, where: str) -> None:
     for number in range(chunk_count(piece.bytes, piece.chunk_bytes)):
         start, stop = chunk_range(piece.bytes, piece.chunk_bytes, number)
-        if digest_of(data[start:stop]) != piece.digests[16 * number : 16 * number + 16]:
+        if digest_of(data[start:stop]) != piece.digests[DIGEST_BYTES * number : DIGEST_BYTES * (number + 1)]:
             raise CorruptError(f"{where}: {piece.tensor.fqn} differs from its digest. Read another copy")
 
 

@@ -112,11 +112,9 @@ class RunTimelines:
         The log ends where a newer manifest of the chain is a base of another log or of none, and where the newest
         timeline has left that of the base. A manifest that cannot be read ends no log.
         """
-        newer = self.newer_than(base)
-        ends = [each.step for each in newer if each.timeline is not None and each.log != base.log]
         assert base.timeline is not None, "the base was read"
-        ends += [fork.step + 1 for fork in self.newest.ancestors if fork.timeline == base.timeline.id]
-        return min(ends, default=None)
+        newer = [(each.step, each.log) for each in self.newer_than(base) if each.timeline is not None]
+        return log_end(base.log, base.timeline, newer, self.newest)
 
     def superseded_at(self, step: int) -> list[StoredManifest]:
         """Return the superseded manifests of a step."""
@@ -125,6 +123,19 @@ class RunTimelines:
     def newer_than(self, manifest: StoredManifest) -> tuple[StoredManifest, ...]:
         """Return the manifests that a resume tries before this one; all of the chain if it is superseded."""
         return self.chain[self.chain.index(manifest) + 1 :] if manifest in self.chain else self.chain
+
+
+def log_end(log: str, timeline: Timeline, newer: Iterable[tuple[int, str]], newest: Timeline) -> int | None:
+    """Return the step below which the log of a base counts; None: to the end of the log. Pure; as `RunTimelines`.
+
+    Args:
+        log, timeline: Of the base.
+        newer: Step and log of each newer manifest of the chain.
+        newest: The newest timeline.
+    """
+    ends = [step for step, other in newer if other != log]
+    ends += [fork.step + 1 for fork in newest.ancestors if fork.timeline == timeline.id]
+    return min(ends, default=None)
 
 
 def run_timelines(store: Store) -> RunTimelines:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -12,8 +10,6 @@ from holdfast.core.engine.background import BackgroundQueue, WriteProgress
 from holdfast.core.engine.writing.write import PackWriter
 from holdfast.training.coordination.job import Job
 from holdfast.training.redo_log.segments import QueuedRecord, write_segment
-
-logger = logging.getLogger(__name__)
 
 _SEGMENT_RECORDS_MAX = 64
 """Most records of a segment: a seal that never ends would seal nothing."""
@@ -104,14 +100,12 @@ class LogWriter:
         try:
             if self.failure:
                 return
-            began = time.perf_counter()
             count = self._write(records)
             if records[0].log == self._log:
                 self.sealed_step = records[-1].captured.record.step
                 self.sealed_bytes += count
                 self.sealed_records += len(records)
                 self._note_sealed(self.sealed_step, len(records), count)
-                logger.debug("sealed %d records in %.3f s", len(records), time.perf_counter() - began)
         except Exception as error:  # noqa: BLE001 - the log is interrupted; training goes on
             self.failure = f"step {records[0].captured.record.step} could not be sealed: {error}"
         finally:

@@ -14,6 +14,7 @@ from holdfast.base.types.manifest import Manifest
 from holdfast.base.types.removal import StepAndDigest
 from holdfast.base.types.timeline import Timeline
 from holdfast.stored.repository.logs import BASES_KEPT, Segment, segments_of
+from holdfast.stored.repository.timelines import log_end
 
 BASE = "log"
 """Reason of a base that stays."""
@@ -68,10 +69,8 @@ def unneeded_segments(
     stated: dict[str, _Needed] = {}
     for base in bases:
         assert base.step is not None, "a run has steps"
-        newer = chain[: chain.index(base)]
-        ends = [each.step for each in newer if each.log != base.log and each.step is not None]
-        ends += [fork.step + 1 for fork in newest.ancestors if fork.timeline == base.timeline.id]
-        known, below = stated.get(base.log), min(ends, default=None)
+        newer = [(each.step, each.log) for each in chain[: chain.index(base)] if each.step is not None]
+        known, below = stated.get(base.log), log_end(base.log, base.timeline, newer, newest)
         if known is not None:
             below = None if below is None or known.below is None else max(below, known.below)
         stated[base.log] = _Needed(base.step if known is None else min(base.step, known.after), below)
