@@ -208,6 +208,12 @@ class RankFaults:
         pids = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
         dist.all_gather(pids, torch.tensor([os.getpid()]))
         self._other_pid = int(pids[1 - rank])
+        self._delays: list[float] = []
+
+    @property
+    def is_delaying(self) -> bool:
+        """Whether an operation of this rank waits for the end of its delay."""
+        return bool(self._delays)
 
     def arm(self, fault: DrawnFault) -> tuple[Callable[[], int], Callable[[], None]]:
         """Arm a fault; return what tells how often it was met, and what disarms it."""
@@ -217,8 +223,8 @@ class RankFaults:
             "keys error": (self.keys, _unavailable),
             "keys timeout": (self.keys, _time_out),
             "connections break": (self.keys, lambda _: self._break_connections()),
-            "store delay": (self.store, lambda _: time.sleep(fault.seconds)),
-            "keys delay": (self.keys, lambda _: time.sleep(fault.seconds)),
+            "store delay": (self.store, lambda _: self._delay(fault.seconds)),
+            "keys delay": (self.keys, lambda _: self._delay(fault.seconds)),
         }
         if fault.kind == "stopped":
             return self._stop_other(fault)
@@ -232,6 +238,11 @@ class RankFaults:
         injector, act = layers[fault.kind]
         armed = injector.arm(fault, act)
         return (lambda: armed.met), (lambda: injector.disarm(armed))
+
+    def _delay(self, seconds: float) -> None:
+        self._delays.append(seconds)
+        time.sleep(seconds)
+        self._delays.pop()
 
     def _stop_other(self, fault: DrawnFault) -> tuple[Callable[[], int], Callable[[], None]]:
         """Have the other rank stopped, at a moment of this rank's own save."""

@@ -194,6 +194,9 @@ class Training:
 
     def meet(self, step: int, fault: DrawnFault) -> None:
         """Save a step while a fault is armed, until its save has ended."""
+        # A request that was given up refuses all saves until storage answers: they would meet none of their faults.
+        while self.faults.is_delaying and all(handle.committed.done() for _, handle in self.handles):
+            time.sleep(0.01)
         self.go_on()
         met, disarm = self.faults.arm(fault)
         handle = self.save(step, fault)
