@@ -162,7 +162,7 @@ def redo(state: Mapping[str, object], records: Sequence[Captured]) -> list[str]:
     for captured in records:
         record = stored(captured.record)
         assert steps.unlike(record) == ""
-        tensors = {(each.tensor.fqn, each.region): each for each in captured.tensors}
+        tensors = {(each.tensor.fqn, each.region): each for each in captured.tensors()}
         for wanted in steps.wanted(record):
             for box in wanted.boxes:
                 each = tensors[wanted.stored_fqn, box]

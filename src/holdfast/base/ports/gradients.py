@@ -37,8 +37,8 @@ class Captured:
     record: Record
     """The record."""
 
-    tensors: Sequence[RecordedTensor]
-    """Its tensors, without those of which this rank records no element."""
+    tensors: Callable[[], Sequence[RecordedTensor]]
+    """Returns its tensors, without those of which this rank records no element. On any thread, before `release`."""
 
     release: Callable[[], None]
     """Gives the memory of the tensors back; called once, on any thread."""

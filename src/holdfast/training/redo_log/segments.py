@@ -89,7 +89,7 @@ def write_segment(
         data = encode_record(record, queued.previous)
         spec = TensorSpec(f"{record.step}/{RECORD_ENTRY}", "uint8", (len(data),))
         add(spec, Box((0,), (len(data),)), cast(Source, _HeldBytes(data)))  # A segment only copies.
-        for name, recorded in _entries(record.step, queued.captured.tensors):
+        for name, recorded in _entries(record.step, queued.captured.tensors()):
             add(replace(recorded.tensor, fqn=name), recorded.region, recorded.source)
     plan = PackPlan(f"{CODED_FOLDER}r{rank:05d}.safetensors", tuple(items))
     chunk_bytes = writer.chunk_bytes

@@ -6,12 +6,15 @@ from collections.abc import Mapping
 
 from holdfast.backends.torch.local_shards import local_of
 from holdfast.backends.torch.redo.gap import GapError
-from holdfast.backends.torch.redo.stepped import HeldTensor, Mark, Stepped
+from holdfast.backends.torch.redo.stepped import HeldTensor, Marks, Stepped
 from holdfast.backends.torch.redo.sums import SLICES, slices_of
 from holdfast.base.ports.framework import LocalShard
 
 _COMPARED_BYTES_MAX = 1 << 20
 """Tensors below this size are compared by their bytes: running statistics, for one, move no version counter."""
+
+_SAMPLED_BLOCKS, _BLOCK_BYTES = 64, 64
+"""Larger ones are compared by a sample too: an average that is written through `.data` moves no version counter."""
 
 _STATISTICS = (".running_mean", ".running_var")
 """Buffers of batch norms, which are compared by their bytes at any size."""
@@ -43,7 +46,7 @@ def _look(local: LocalShard) -> object:
     spec = (shard.tensor.dtype, shard.tensor.global_shape)
     if shard.bytes < _COMPARED_BYTES_MAX or shard.tensor.fqn.endswith(_STATISTICS):
         return spec, bytes(source.sample(1, shard.bytes, whole_bytes=shard.bytes, shift=0.0))
-    return spec, source.stamp()
+    return spec, source.stamp(), bytes(source.sample(_SAMPLED_BLOCKS, _BLOCK_BYTES, whole_bytes=0, shift=0.5))
 
 
 class SteppedTensors:
@@ -51,7 +54,7 @@ class SteppedTensors:
 
     def __init__(self, stepped: Stepped) -> None:
         self._stepped = stepped
-        self._seen: list[Mark] = []
+        self._seen: Marks = ()
         self.named: dict[str, HeldTensor] = {}
         """The tensors by FQN, in the order of the marks."""
         self._identities: list[int] = []
@@ -68,7 +71,7 @@ class SteppedTensors:
     def see(self) -> None:
         """Take the tensors as they are: a step has ended."""
         self._seen = self._stepped.marks()
-        if [mark[0] for mark in self._seen] != self._identities:
+        if self._seen[0] != self._identities:
             self._name()
 
     def changed(self) -> list[HeldTensor]:
@@ -80,13 +83,14 @@ class SteppedTensors:
         marks = self._stepped.marks()
         if marks == self._seen:
             return []
-        before, forms = dict(zip(self.named, self._seen, strict=True)), self._forms
+        before, forms = dict(zip(self.named, zip(*self._seen, strict=True), strict=True)), self._forms
         self._seen = marks
         self._name()
         if forms != self._forms:
             fqn = next(fqn for fqn in {**forms, **self._forms} if forms.get(fqn) != self._forms.get(fqn))
             raise GapError(f"{fqn}: appeared, went, or has another dtype, shape or device, outside of a step")
-        found = [fqn for fqn, mark in zip(self.named, marks, strict=True) if mark != before[fqn]]
+        now = zip(self.named, zip(*marks, strict=True), strict=True)
+        found = [fqn for fqn, mark in now if mark != before[fqn]]
         if new := [fqn for fqn in found if fqn not in self._of_base]:
             raise GapError(f"{new[0]}: changed outside of a step since its first step, before a boundary")
         return [self.named[fqn] for fqn in found]

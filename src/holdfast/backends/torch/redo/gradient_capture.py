@@ -199,7 +199,7 @@ class TorchGradientCapture:
             self._state.software(),
             self._not_resumable(),
         )
-        captured = Captured(record, self._bytes.tensors(), self._bytes.release)
+        captured = Captured(record, self._bytes.tensors, self._bytes.release)
         self._bytes, self._calls, self._images = RecordedBytes(self._memory), [], []
         for hooked in self._hooked:
             hooked.tensors.begin()

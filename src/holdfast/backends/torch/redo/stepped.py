@@ -44,8 +44,10 @@ _FLAGS = ("foreach", "fused", "maximize", "capturable", "differentiable")
 HeldTensor = tuple[str, torch.Tensor, Sharded | None]
 """FQN, tensor, and the declared layout, if any."""
 
-Mark = tuple[int, ...]
-"""Identity, address and version counter of a tensor: equal until the tensor is replaced, moved or changed."""
+Marks = tuple[list[Any], ...]
+"""Of tensors in an order: identities, addresses and version counters. They differ once a tensor is replaced, moved or
+changed.
+"""
 
 
 class Stepped:
@@ -93,17 +95,17 @@ class Stepped:
             if key not in LISTS_OF_MEMBERS
         }
 
-    def marks(self) -> list[Mark]:
+    def marks(self) -> Marks:
         """Return the marks of the parameters and of their state, in the order of `named`."""
         tensors: list[object] = [*self.parameters.values()]
         for parameter in self.parameters.values():
             tensors += self.view.members.state_of(parameter).values()
         held = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
         if {*map(type, held)} <= {*DENSE}:
-            # The fast path, thrice a step: mapped in C, for a state may have 100,000 tensors.
-            addresses, versions = map(torch.Tensor.data_ptr, held), map(version_counter_of_trained, held)
-            return [*zip(map(id, held), addresses, versions, strict=True)]
-        return [_mark_of(tensor) for tensor in held]
+            # The fast path, thrice a step: mapped in C, for a state may have 100,000 tensors. A tuple for each tensor
+            # would wake the garbage collector.
+            return [*map(id, held)], [*map(torch.Tensor.data_ptr, held)], [*map(version_counter_of_trained, held)]
+        return [*map(id, held)], [*map(_mark_of, held)]
 
     def named(self) -> Iterator[HeldTensor]:
         """Yield the parameters and the tensors of their state."""
@@ -176,13 +178,17 @@ class SteppedState:
             if fqn not in of_steps and fqn not in grads and not fqn.startswith(inside)
         }
         """Shards of all other tensors, by FQN."""
+        parameters = (each for stepped in self.optimizers for each in stepped.parameters.values())
+        devices = "/".join(sorted({parameter.device.type for parameter in parameters}))
+        self._versions = {
+            "torch": str(torch.__version__),
+            "cpu": torch.backends.cpu.get_cpu_capability(),
+            "device": devices,
+        }
 
     def software(self) -> Software:
         """Return what a redo must have in common with these optimizers."""
-        parameters = (each for stepped in self.optimizers for each in stepped.parameters.values())
-        devices = "/".join(sorted({parameter.device.type for parameter in parameters}))
-        versions = {"torch": str(torch.__version__), "cpu": torch.backends.cpu.get_cpu_capability(), "device": devices}
-        return Software(versions, {stepped.path: stepped.flags() for stepped in self.optimizers})
+        return Software(self._versions, {stepped.path: stepped.flags() for stepped in self.optimizers})
 
     def shards_of(self, named: HeldTensor) -> list[LocalShard]:
         """Return what this rank holds of a tensor: one shard; of a tensor subclass those of its inner tensors."""
@@ -241,8 +247,8 @@ def _refused(path: str, kind: str, what: str, remedy: str) -> None:
     )
 
 
-def _mark_of(tensor: torch.Tensor) -> Mark:
-    marks = [id(tensor), version_counter(tensor)]
+def _mark_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    marks = [version_counter(tensor)]
     for local in _inner_tensors(tensor):
         marks += local.data_ptr(), version_counter(local)
     return tuple(marks)

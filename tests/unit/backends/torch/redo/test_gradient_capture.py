@@ -197,6 +197,21 @@ def test_a_write_to_data_in_place_is_found_by_the_sums(plain: Plain) -> None:
     assert "model.weight" in redo(base.state(), log.records)
 
 
+def test_a_large_average_written_through_data_is_recorded(plain: Plain) -> None:
+    """`average.data.mul_(…)` is an idiom of old averages."""
+    average = torch.zeros(1 << 19)
+    log = log_of(plain.state() | {"average": average})
+    base, redone = copy.deepcopy(plain), average.clone()
+    for step in (1, 2):
+        plain.train()
+        average.data.mul_(0.9).add_(step)
+        record = log.boundary(step)
+        assert record is not None
+        assert [image.fqn for image in record.images] == ["average"]
+    assert redo(base.state() | {"average": redone}, log.records) == []
+    assert torch.equal(redone, average)
+
+
 def interruption(training: Plain, change: Callable[[], object], log: Log | None = None) -> str:
     log = log or log_of(training.state())
     training.train()
