@@ -151,16 +151,16 @@ class SegmentHeader:
     @property
     def size(self) -> int:
         """Bytes of the header: the start of the data."""
-        return self.body.header_bytes(self._provenance("0" * 2 * DIGEST_BYTES * self.chunks, _NO_SEAL))
+        return self.body.header_bytes(self._provenance("f" * 2 * DIGEST_BYTES * self.chunks))
 
     def header(self, codings: Sequence[Coding], digests: Sequence[bytes]) -> bytes:
         """Return the header, by the codings and the chunk digests of the pieces."""
         text = b"".join(digests).hex()
-        unsealed = self.body.header(self._provenance(text, _NO_SEAL), codings)
-        return self.body.header(self._provenance(text, hex_digest_of(unsealed)), codings)
+        unsealed = self.body.header(self._provenance(text), codings)
+        return unsealed.replace(_NO_SEAL.encode(), hex_digest_of(unsealed).encode())
 
-    def _provenance(self, digests: str, seal: str) -> Mapping[str, str]:
-        return {"log": self.log, "rank": str(self.rank), "digests": digests, "seal": seal}
+    def _provenance(self, digests: str) -> Mapping[str, str]:
+        return {"log": self.log, "rank": str(self.rank), "digests": digests, "seal": _NO_SEAL}
 
 
 def pieces_in_segment(header: bytes, key: str, log: str, rank: int) -> Sequence[Piece]:
