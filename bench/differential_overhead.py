@@ -9,12 +9,14 @@ import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from bench import conditions
 from bench.compression_state import Batches, Gpt
@@ -33,7 +35,10 @@ def measure(root: Path, params: Params) -> Measured:
     conditions.say(f"{len(trainings['with'].batch)} rows a step: {settled:.2f} s")
     rounds: list[Round] = []
     with ExitStack() as stack:
-        loops = {name: Loop(root / name, each, is_logged=name == "with") for name, each in trainings.items()}
+        loops = {
+            name: Loop(root / name, each, is_logged=name == "with", is_coded=bool(params["coded"]))
+            for name, each in trainings.items()
+        }
         for loop in loops.values():
             stack.enter_context(loop.manager)
             loop.base()
@@ -118,11 +123,27 @@ OVERHEAD = Part(
     name="overhead",
     question="How much processor time does a training step take with the log, and how long does a base block it?",
     ranks=2,
-    full={"pairs": 12, "steps": 10},
-    quick={"pairs": 3, "steps": 4},
+    full={"pairs": 12, "steps": 10, "coded": 0},
+    quick={"pairs": 3, "steps": 4, "coded": 0},
     measure=measure,
     keys=keys,
     values=values,
+)
+
+
+def values_coded(rounds: Sequence[Round], params: Params) -> dict[str, list[float]]:
+    """Return the ratios of processor time, of a log with compressed gradients."""
+    return {"redo_overhead_coded": values(rounds, params)["redo_overhead"]}
+
+
+OVERHEAD_CODED = replace(
+    OVERHEAD,
+    name="overhead_coded",
+    question="How much processor time does a training step take with a log of compressed gradients?",
+    full={**OVERHEAD.full, "coded": 1},
+    quick={**OVERHEAD.quick, "coded": 1},
+    keys=lambda rounds, params: spreads_of(values_coded(rounds, params)),
+    values=values_coded,
 )
 
 # ------------------------------------------------------------------------------- a boundary
@@ -205,13 +226,19 @@ _STATE_BYTES_A_PARAMETER = 12
 
 
 class GptTraining(Training):
-    """The small GPT of the bench of compression, in fp32."""
+    """The small GPT of the bench of compression: in fp32 under DDP, or reduced in bf16 and clipped under FSDP2."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, in_bf16: bool = False) -> None:
         torch.manual_seed(0)
-        self.model = Gpt()
-        self.replica = nn.parallel.DistributedDataParallel(self.model)
+        self.model = self.replica = Gpt()
+        if in_bf16:
+            fully_shard(self.model, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
+        else:
+            self.replica = nn.parallel.DistributedDataParallel(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
+        if in_bf16:
+            clip = partial(nn.utils.clip_grad_norm_, list(self.model.parameters()), 1e-3)
+            self.optimizer.register_step_pre_hook(lambda *_: (clip(), None)[1])
         self.state = {"model": self.model, "optimizer": self.optimizer}
         self.batch = Batches(seed=dist.get_rank()).next(rows=2)
         self.at = 0
@@ -219,27 +246,29 @@ class GptTraining(Training):
 
 def measure_records(root: Path, params: Params) -> Measured:
     """Count the bytes of whole segments."""
-    loop = Loop(root, GptTraining(), is_logged=True)
-    with loop.manager:
-        loop.base()
-        for _ in range(params["steps"]):
-            loop.step()
-            loop.await_seals()
-        conditions.barrier()
-        sizes: dict[str, int] = {}
-        for path in (root / "log").rglob("*.safetensors"):
-            sizes[path.name] = sizes.get(path.name, 0) + path.stat().st_size
-        conditions.barrier()
-    assert len(sizes) == params["steps"], sizes
-    count = sum(parameter.numel() for parameter in loop.training.model.parameters())
-    return Measured([{"bytes": size, "parameters": count} for size in sizes.values()], [])
+    found: list[Round] = [{} for _ in range(params["steps"])]
+    for name, is_coded in (("fp32", False), ("fp32_coded", True), ("bf16_clipped_coded", True)):
+        training = GptTraining(in_bf16=name.startswith("bf16"))
+        loop = Loop(root / name, training, is_logged=True, is_coded=is_coded)
+        with loop.manager:
+            loop.base()
+            for _ in range(params["steps"]):
+                loop.step()
+                loop.await_seals()
+            conditions.barrier()
+            sizes: dict[str, int] = {}
+            for path in (root / name / "log").rglob("*.safetensors"):
+                sizes[path.name] = sizes.get(path.name, 0) + path.stat().st_size
+            conditions.barrier()
+        count = sum(parameter.numel() for parameter in training.model.parameters())
+        for each, size in zip(found, sizes.values(), strict=True):
+            each[f"record_ratio_{name}"] = _STATE_BYTES_A_PARAMETER * count / size
+    return Measured(found, [])
 
 
 def keys_of_records(rounds: Sequence[Round], params: Params) -> dict[str, Spread]:
     """Return the bytes of the state ÷ those of the segments of a step."""
-    return spreads_of(
-        {"record_ratio_fp32": [_STATE_BYTES_A_PARAMETER * each["parameters"] / each["bytes"] for each in rounds]}
-    )
+    return spreads_of({key: [each[key] for each in rounds] for key in rounds[0]})
 
 
 RECORDS = Part(

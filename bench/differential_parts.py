@@ -9,6 +9,7 @@ DIFFERENTIAL_PARTS: dict[str, Part] = {
     part.name: part
     for part in (
         differential_overhead.OVERHEAD,
+        differential_overhead.OVERHEAD_CODED,
         differential_overhead.BOUNDARY,
         differential_overhead.RECORDS,
         differential_kills.LONG,

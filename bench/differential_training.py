@@ -58,8 +58,9 @@ class Training:
 class Loop:
     """A training with a manager."""
 
-    def __init__(self, root: Path, training: Training, *, is_logged: bool) -> None:
-        log = holdfast.Differential(log_bytes_max=_LOG_BYTES_MAX) if is_logged else False
+    def __init__(self, root: Path, training: Training, *, is_logged: bool, is_coded: bool = False) -> None:
+        options = holdfast.Differential(log_bytes_max=_LOG_BYTES_MAX, compression="on" if is_coded else "off")
+        log = options if is_logged else False
         self.manager = holdfast.CheckpointManager(root, every=NEVER, differential=log)
         self.training = training
         self._is_logged = is_logged

@@ -385,7 +385,11 @@ class Differential:
     """Optimizer classes of yours whose step is a function of state, gradients and groups alone. The optimizers of torch
     need no entry."""
 
+    compression: Literal["off", "on"] = "off"
+    """Whether gradients are compressed, without loss. Costs processor time at each step: for spare cores."""
+
     def __post_init__(self) -> None:
+        _require(self, "compression", self.compression in ("off", "on"), "'off' or 'on'")
         count: object = self.flush_every
         if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 1000:
             raise InvalidError(f"Differential(flush_every={count!r}): expected a whole number from 1 to 1,000")

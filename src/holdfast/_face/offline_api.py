@@ -33,7 +33,9 @@ from holdfast.policies import KeepPolicy
 from holdfast.settings import Settings
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
 from holdfast.stored.checkpoint.location import require_no_checkpoint
+from holdfast.stored.checkpoint.verify_log import LogVerification
 from holdfast.stored.repository.catalog import exists
+from holdfast.stored.repository.logs import RunLog
 from holdfast.stored.repository.tags import remove_tag
 from holdfast.training.loading.named_step import find_named, number_of
 from holdfast.training.loading.named_step import is_run as is_run_at
@@ -322,6 +324,18 @@ def copy_run(
     wiring.require_apart(source, target)
     copy = RunCopy(source, target, SystemClock(), observer, codecs=wiring.codecs(), skip_damaged=bool(skip_damaged))
     return copy.run()
+
+
+def log_verification(logs: Sequence[RunLog], *, observer: Observer | None = None) -> LogVerification:
+    """Return a check of every byte of redo logs. Needs no torch.
+
+    Example:
+        damages = list(holdfast.api.log_verification(holdfast.api.list_steps("run-7").logs).damages())
+    Args:
+        logs: The logs, as `list_steps` returns them.
+        observer: Receives progress.
+    """
+    return LogVerification(logs, wiring.codecs(), observer)
 
 
 def copy_checkpoint(

@@ -77,7 +77,7 @@ class _Outcome:
         logs = api.list_steps(root).logs
         if logs:
             with shown_progress("verifying the redo log") as bar:
-                self.log = api.LogVerification(logs, bar)
+                self.log = api.log_verification(logs, observer=bar)
                 self.damages += self.log.damages()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from holdfast.base.geometry.chunking import DIGEST_BYTES
-from holdfast.base.ports.codec import NO_CODECS
+from holdfast.base.ports.codec import Codecs
 from holdfast.base.ports.observer import ByteProgress, Observer
 from holdfast.base.ports.packs import Stored, packs_under
 from holdfast.base.ports.store import Store
@@ -19,13 +19,15 @@ from holdfast.stored.repository.logs import RunLog, Segment, TornSegment, record
 class LogVerification:
     """Reads every byte of the segments of redo logs."""
 
-    def __init__(self, logs: Sequence[RunLog], observer: Observer | None = None) -> None:
+    def __init__(self, logs: Sequence[RunLog], codecs: Codecs, observer: Observer | None = None) -> None:
         """Prepare; `damages` does the work.
 
         Args:
             logs: The logs, as `list_steps` returns them.
+            codecs: What decodes compressed gradients.
             observer: Receives progress.
         """
+        self._codecs = codecs
         # The log after a base holds the log after a newer base: each segment is read once.
         self._segments = {segment.key: (log.store, segment) for log in logs for segment in log.segments}
         self._lasts: dict[tuple[str, int], int] = {}
@@ -72,7 +74,7 @@ class LogVerification:
         named = [(step, *item) for step, record in records.items() for item in record.pieces.items()]
         pieces = [(step, name, piece) for step, name, found in named for piece in found]
         largest = max((piece.chunk_bytes for _, _, piece in pieces), default=1)
-        chunks = ChunkReader(packs_under(store, ""), NO_CODECS, largest)
+        chunks = ChunkReader(packs_under(store, ""), self._codecs, largest)
         for step, name, piece in pieces:
             for start, stop, message in _refuted(chunks, piece, stored):
                 yield Damage(segment.key, start, stop, name, f"rank {segment.rank}, record of step {step}: {message}")

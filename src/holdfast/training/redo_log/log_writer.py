@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
 from holdfast.base.ports.store import Store
 from holdfast.core.engine.background import BackgroundQueue, WriteProgress
 from holdfast.core.engine.writing.write import PackWriter
+from holdfast.settings import Differential
 from holdfast.training.coordination.job import Job
 from holdfast.training.redo_log.segments import QueuedRecord, write_segment
 
@@ -29,7 +31,7 @@ class LogWriter:
         job: Job,
         store: Store,
         writer: PackWriter,
-        flush_every: int,
+        options: Differential,
         note_sealed: Callable[[int, int, int], None],
     ) -> None:
         """Start no thread yet.
@@ -38,10 +40,11 @@ class LogWriter:
             job: The ranks.
             store: The root of the run.
             writer: Writes packs there.
-            flush_every: Records that are waited for before a seal.
+            options: How many records are waited for before a seal, and whether gradients are compressed.
             note_sealed: Called on the thread of the queue after each seal: last step, records, bytes of the segment.
         """
-        self._job, self._store, self._writer, self._flush_every = job, store, writer, flush_every
+        self._job, self._store, self._writer, self._flush_every = job, store, writer, options.flush_every
+        self._coded_bytes_min = job.settings._tuning.coded_bytes_min if options.compression == "on" else math.inf
         self._note_sealed = note_sealed
         self._queue = BackgroundQueue("holdfast-log", WriteProgress(job.clock))
         self._pending: deque[QueuedRecord] = deque()
@@ -115,4 +118,11 @@ class LogWriter:
     def _write(self, records: Sequence[QueuedRecord]) -> int:
         job, progress = self._job, self._queue.progress
         with progress.writing("segment of the redo log", job.stall_seconds):
-            return write_segment(self._store, self._writer, job.comm.rank, records, lambda _: progress.note_written())
+            return write_segment(
+                self._store,
+                self._writer,
+                job.comm.rank,
+                records,
+                lambda _: progress.note_written(),
+                self._coded_bytes_min,
+            )

@@ -105,7 +105,7 @@ class RedoLog:
         """
         self._store, self._dispatcher = parts.store, dispatcher
         self._job, self._pins, self._options, self._request_base = parts.job, parts.pins, options, request_base
-        self._writer = LogWriter(parts.job, parts.store, parts.writer, options.flush_every, self._note_sealed)
+        self._writer = LogWriter(parts.job, parts.store, parts.writer, options, self._note_sealed)
         self._memory = LogMemory(parts.job.clock)
         self._reported_wait_seconds = 0.0
         self._capture: GradientCapture | None = None

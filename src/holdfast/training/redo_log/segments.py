@@ -1,10 +1,12 @@
 """Writes the records that one rank seals together as a segment. `stored/repository/logs.py` reads segments.
 
-A segment is planned and written by the functions of a save: a coded pack whose chunks are raw.
+A segment is planned and written by the functions of a save: a coded pack, whose chunks are raw unless gradients are
+compressed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import cast
@@ -26,6 +28,7 @@ from holdfast.core.format.log import (
     segment_key,
 )
 from holdfast.core.format.pack import coded_header_body
+from holdfast.core.plan.coding.coded_pieces import codec_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,12 @@ class _HeldBytes:
 
 
 def write_segment(
-    store: Store, writer: PackWriter, rank: int, records: Sequence[QueuedRecord], written: Callable[[int], None]
+    store: Store,
+    writer: PackWriter,
+    rank: int,
+    records: Sequence[QueuedRecord],
+    written: Callable[[int], None],
+    coded_bytes_min: float = math.inf,
 ) -> int:
     """Write records of one log as one segment, and return the bytes of the segment once the segment is durable.
 
@@ -70,6 +78,7 @@ def write_segment(
         rank: This rank.
         records: The records, by step.
         written: Called whenever bytes were written.
+        coded_bytes_min: Smallest piece that is compressed.
     Raises:
         InvalidError: A value of a record cannot be stored.
         CheckpointError: The write failed; nothing of the segment is left.
@@ -80,7 +89,8 @@ def write_segment(
 
     def add(tensor: TensorSpec, region: Region, source: Source) -> None:
         nonlocal offset
-        items.append(PackItem(tensor, region, offset, len(sources)))
+        is_coded = region.numel * tensor.itemsize >= coded_bytes_min
+        items.append(PackItem(tensor, region, offset, len(sources), codec_for(tensor.dtype) if is_coded else ""))
         sources.append(source)
         offset += items[-1].bytes
 
