@@ -377,9 +377,8 @@ class Differential:
     """Records that each rank seals together. A kill loses these records and those in flight."""
 
     log_bytes_max: int | None = None
-    """Bytes of the log in storage, of all ranks. Beyond half of them a checkpoint is saved early, so that older records
-    go. None: sixteen times the bytes of a checkpoint, or 1 GiB if that is more; at most a quarter of the space that is
-    free at the first checkpoint."""
+    """Bytes of the log in storage, of all ranks. Beyond half of them a checkpoint is saved early, and older records go.
+    None: 16 times the bytes of a checkpoint, or 1 GiB if that is more; at most a quarter of the free space then."""
 
     optimizers: tuple[type, ...] = ()
     """Optimizer classes of yours whose step is a function of state, gradients and groups alone. The optimizers of torch

@@ -15,8 +15,9 @@ from bench.part import Measured, Params, Part
 
 ROUNDS: dict[str, dict[str, float]] = {
     "overhead": {"cpu_with": 1.01, "cpu_without": 1.0, "stall_with": 1.0, "stall_without": 1.0},
+    "overhead_coded": {"cpu_with": 1.05, "cpu_without": 1.0, "stall_with": 1.0, "stall_without": 1.0},
     "boundary": {"with": 0.003, "without": 0.001},
-    "records": {"parameters": 100.0, "bytes": 400.0},
+    "records": {"record_ratio_fp32": 3.0, "record_ratio_fp32_coded": 3.5, "record_ratio_bf16_clipped_coded": 8.0},
     "kills": {"steps": 1.0, "seconds": 1.5},
     "kills_short": {"steps": 2.0, "seconds": 0.1},
     "redo": {"redo": 0.3, "bare": 0.25, "redo_mib": 110.0, "step_mib": 100.0},
@@ -44,13 +45,21 @@ def test_rounds_become_keys(tmp_path: Path) -> None:
     assert (found["redo_vs_step"], found["redo_peak_extra_mib"]) == (1.2, 10.0)
 
 
-@pytest.mark.parametrize(("upper", "status"), [(1.02, 0), (1.04, 1)])
-def test_the_upper_end_of_the_overhead_counts(tmp_path: Path, upper: float, status: int) -> None:
+@pytest.mark.parametrize(
+    ("key", "upper", "status"),
+    [
+        ("redo_overhead", 1.02, 0),
+        ("redo_overhead", 1.04, 1),
+        ("redo_overhead_coded", 1.06, 0),
+        ("redo_overhead_coded", 1.08, 1),
+    ],
+)
+def test_the_upper_end_of_the_overhead_counts(tmp_path: Path, key: str, upper: float, status: int) -> None:
     def measured(*_: object, **__: object) -> Measured:
         rounds = [{**ROUNDS["overhead"], "cpu_with": upper if number < 3 else 1.0} for number in range(12)]
         return Measured(rounds, [])
 
-    command = ["--quick", "--json", str(tmp_path / "out.json"), "--folder", str(tmp_path), "--only", "redo_overhead"]
+    command = ["--quick", "--json", str(tmp_path / "out.json"), "--folder", str(tmp_path), "--only", key]
     assert differential.main(command, run=measured) == status
 
 

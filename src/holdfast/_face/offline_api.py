@@ -331,9 +331,6 @@ def log_verification(logs: Sequence[RunLog], *, observer: Observer | None = None
 
     Example:
         damages = list(holdfast.api.log_verification(holdfast.api.list_steps("run-7").logs).damages())
-    Args:
-        logs: The logs, as `list_steps` returns them.
-        observer: Receives progress.
     """
     return LogVerification(logs, wiring.codecs(), observer)
 
