@@ -57,6 +57,9 @@ class TorchGradientCapture:
         self.parameters = [*self._state.parameters.values(), *self._state.others.values()]
         self._by_fqn = {local.shard.tensor.fqn: local for local in self.parameters}
         self._regions: Mapping[str, Sequence[Region]] = {}
+        self._sharded = [
+            node for node in self._state.modules if any(isinstance(each, DTensor) for each in node.tensors.values())
+        ]
         self._others = OtherTensors({})
         self._turn = 0
         self._bytes = RecordedBytes(memory)
@@ -213,9 +216,8 @@ class TorchGradientCapture:
 
     def _not_resumable(self) -> str:
         """Return why training cannot go on from the records up to here: gradients that no step has consumed."""
-        for node in self._state.modules:
-            is_sharded = any(isinstance(tensor, DTensor) for tensor in node.tensors.values())
-            if is_sharded and any(True for _ in unreduced_parameters(node.module)):
+        for node in self._sharded:
+            if any(True for _ in unreduced_parameters(node.module)):
                 return f"{node.path}: FSDP2 has gradients that it has not reduced yet"
         pending = [each for hooked in self._hooked for each in hooked.pending()]
         if not any(bool(local_of(grad).any()) for _, grad in pending):

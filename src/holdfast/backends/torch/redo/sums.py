@@ -8,6 +8,7 @@ A single changed element always changes the sum: r and c are odd, so no product 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,8 +62,7 @@ def _sum_of_run(words: NDArray[np.generic], start: int) -> int:
     for begin, end, column in ((0, head, offset), (stop, len(words), 0)):
         if begin < end:
             factors = _FACTORS[column : column + end - begin]
-            row = _rows(np.array([(start + begin) // _COLUMNS]))[0]
-            total += int(row) * int(np.dot(words[begin:end].astype(np.uint64), factors))
+            total += _row((start + begin) // _COLUMNS) * int(np.dot(words[begin:end].astype(np.uint64), factors))
     whole = words[head:stop].reshape(-1, _COLUMNS)
     first += 1 if offset else 0
     for row in range(0, len(whole), _ROWS_MAX):
@@ -93,6 +93,12 @@ def _mixed(numbers: _Words) -> _Words:
 def _rows(numbers: NDArray[np.int64]) -> _Words:
     """Return r of some rows. Their numbers in the sequence come after those of the columns."""
     return _mixed(numbers.astype(np.uint64) + np.uint64(_COLUMNS)) | np.uint64(1)
+
+
+@lru_cache(1 << 16)
+def _row(number: int) -> int:
+    # Of the first and the last row of a part: nearly all of them are the same few.
+    return int(_rows(np.array([number]))[0])
 
 
 _FACTORS: _Words = (_mixed(np.arange(_COLUMNS, dtype=np.uint64)) >> np.uint64(32)) | np.uint64(1)
