@@ -31,7 +31,7 @@ from holdfast.base.ports.gradients import GradientCapture
 from holdfast.base.types.events import LogInterrupted, LogSealed
 from holdfast.base.types.reports import SaveReport
 from holdfast.core.plan.plan_cache import SavePlan
-from holdfast.errors import shown_bytes
+from holdfast.errors import shown_bytes, text_of
 from holdfast.settings import Differential
 from holdfast.training.coordination.save_schedule import Schedule, taking_requests
 from holdfast.training.redo_log.log_memory import LogMemory
@@ -210,7 +210,12 @@ class RedoLog:
         def prepared() -> Collected:
             if self._capture is None:
                 framework, vouched = self._job.framework, self._options.optimizers
-                self._capture = framework.capture(state, selection, vouched, self._memory)
+                try:
+                    self._capture = framework.capture(state, selection, vouched, self._memory)
+                except Exception as error:
+                    if not self.why:
+                        raise  # The first base. Later ones are saved in any case.
+                    self._interrupt(step, text_of(error))
             return collect()
 
         return replace(target, log=self._id, planned=partial(self._planned, step)), prepared
@@ -238,7 +243,9 @@ class RedoLog:
 
     def _planned(self, step: int, attempt: str, plan: SavePlan) -> None:
         """Begin to record at a base that the ranks agreed on: the first base gives the log its id."""
-        assert self._capture is not None, "the state was taken apart"
+        if self._capture is None:
+            self._state = None
+            return  # The steps can be recorded no more.
         self._is_full = False
         if self._at == step:
             self._base_bytes, self._requests, self._state = self._writer.sealed_bytes, 0, None
