@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from collections import ChainMap
@@ -29,8 +30,12 @@ from holdfast.base.ports.framework import LocalShard, Selection
 from holdfast.base.ports.gradients import Captured, RecordMemory
 from holdfast.base.types.redo import AfterImage, OptimizerCall, Record, call_tensor, image_tensor
 from holdfast.base.types.values import Value
+from holdfast.errors import InvalidError
 
 logger = logging.getLogger(__name__)
+
+_CAPTURES: weakref.WeakValueDictionary[int, TorchGradientCapture] = weakref.WeakValueDictionary()
+"""The capture of each optimizer, by the identity of the optimizer, which the capture keeps alive."""
 
 
 class TorchGradientCapture:
@@ -50,6 +55,7 @@ class TorchGradientCapture:
             InvalidError: A step of this state cannot be recorded.
         """
         self._state = SteppedState(state, selection, ranks, vouched)
+        _require_uncaptured(self._state.optimizers)
         self._values = StateValues(state, selection, self._state)
         self._values.collected()  # Refuses values that a record cannot hold.
         self._memory, self._ranks = memory, ranks
@@ -230,7 +236,9 @@ class _Hooked:
     """One optimizer with its hooks."""
 
     def __init__(self, stepped: Stepped, capture: TorchGradientCapture) -> None:
-        self.stepped, self._capture = stepped, capture
+        # Weak: hooks on an optimizer must not keep the records of a manager that nobody holds any more.
+        self.stepped, self._capture = stepped, weakref.ref(capture)
+        _CAPTURES[id(stepped.optimizer)] = capture
         self.tensors = SteppedTensors(stepped)
         self._consumed: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
         """Gradients as the last step left them, with their version counters."""
@@ -256,6 +264,7 @@ class _Hooked:
         """Remove the hooks."""
         self._before.remove()
         self._after.remove()
+        _CAPTURES.pop(id(self.stepped.optimizer), None)
 
     def require_in_place(self) -> None:
         """Refuse hooks that come between these and the step, and other groups or parameters.
@@ -294,10 +303,12 @@ class _Hooked:
             self._record(args, kwargs)
 
     def _compiled(self) -> None:
-        self._capture.interrupt(GapError(f"{self.stepped.path}: its step was compiled. Step it without torch.compile"))
+        if capture := self._capture():
+            capture.interrupt(GapError(f"{self.stepped.path}: its step was compiled. Step it without torch.compile"))
 
     def _pre(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._capture.interrupted:
+        capture = self._capture()
+        if capture is None or capture.interrupted:
             return
         try:
             if any(each is not None for each in (*args[1:], *kwargs.values())):
@@ -305,23 +316,24 @@ class _Hooked:
                     f"{self.stepped.path}: its step got arguments, such as a closure, which a redo cannot give"
                 )
             self.require_in_place()
-            self._capture.add_images(self.tensors.changed())
-            self._capture.add_call(self.stepped)
+            capture.add_images(self.tensors.changed())
+            capture.add_call(self.stepped)
             self._is_in_step = True
         except BaseException as error:
-            self._capture.interrupt(error)
+            capture.interrupt(error)
             if not isinstance(error, Exception):
                 raise
 
     def _post(self, *_: object) -> None:
-        if self._capture.interrupted:
+        capture = self._capture()
+        if capture is None or capture.interrupted:
             return
         try:
             self._is_in_step = False
             self.tensors.see()
             self._consume()
         except BaseException as error:
-            self._capture.interrupt(error)
+            capture.interrupt(error)
             if not isinstance(error, Exception):
                 raise
 
@@ -330,6 +342,18 @@ class _Hooked:
         self._consumed = {
             fqn: (weakref.ref(grad), version_counter(local_of(grad))) for fqn, grad in grads if grad is not None
         }
+
+
+def _require_uncaptured(optimizers: Sequence[Stepped]) -> None:
+    taken = [stepped for stepped in optimizers if id(stepped.optimizer) in _CAPTURES]
+    if taken:
+        gc.collect()  # A manager that was dropped without a close may wait for the collector.
+    for stepped in taken:
+        if id(stepped.optimizer) in _CAPTURES:
+            raise InvalidError(
+                f"{stepped.path}: {stepped.kind} is recorded by another manager; expected one manager with "
+                "differential= for an optimizer. Close the other manager, or leave differential= out of one"
+            )
 
 
 def _scaling_of(stepped: Stepped) -> dict[str, Value]:
