@@ -200,3 +200,17 @@ def test_a_copy_of_a_run_says_that_it_has_no_log(run: Path, root: Path, tmp_path
     assert not (tmp_path / "copy" / "log").exists()
     assert "log" not in holdfast("ls", tmp_path / "copy").out
     assert "redo log" not in holdfast("cp", root, tmp_path / "other").out
+
+
+def test_gc_leaves_a_log_whose_base_is_not_committed_yet(run: Path) -> None:
+    """A run that has just started looks as this one does: its first base is being saved."""
+    for step in (1, 5):
+        (run / f"step-{step:012d}" / "manifest.json").unlink()
+    before = len(list(run.glob("log/*/*/*")))
+    planned = holdfast("gc", run, "--dry-run", "--json").json()["removed"]
+    assert planned["files"] <= sum(path.is_file() for path in run.glob("step-*/**/*"))
+    # The run was killed: its save goes first, and then its log.
+    holdfast("gc", run, "--grace", "0")
+    assert len(list(run.glob("log/*/*/*"))) == before
+    holdfast("gc", run, "--grace", "0")
+    assert not list(run.glob("log/*/*/*"))

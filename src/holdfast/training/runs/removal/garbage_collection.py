@@ -305,7 +305,7 @@ class CheckpointGC:
         found = Found(packs.listed, moved, chosen, under_way, superseded_packs(store), packs_known=not unread)
         begun = discarded_in(records) | self._choice.begun if self._choice.is_all else None
         bases = None if unread else [name for name, why in whys.items() if BASE in why]
-        segments = unneeded_segments(store, whole, newest, bases, needs.readers.keys(), self._pins.log)
+        segments = unneeded_segments(store, all_files, whole, newest, bases, needs.readers.keys(), self._pins.log)
         to_delete = found.unreferenced(reasons, begun).with_files(segments)
         return Inventory(
             self._run_id,

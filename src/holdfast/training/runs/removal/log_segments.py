@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import Manifest
-from holdfast.base.types.removal import StepAndDigest
+from holdfast.base.types.removal import StepAndDigest, StepFiles
 from holdfast.base.types.timeline import Timeline
 from holdfast.stored.repository.logs import BASES_KEPT, Segment, segments_of
 from holdfast.stored.repository.timelines import log_end
@@ -44,6 +44,7 @@ def kept_bases(manifests: Iterable[Manifest], newest: Timeline) -> Mapping[StepA
 
 def unneeded_segments(
     store: Store,
+    steps: Iterable[StepFiles],
     manifests: Collection[Manifest],
     newest: Timeline,
     kept: Collection[StepAndDigest] | None,
@@ -54,6 +55,8 @@ def unneeded_segments(
 
     Args:
         store: The root of the run.
+        steps: The files of each step, as listed before the segments: an attempt that no manifest names may be a save
+            under way, and then gives its id to a log that has begun.
         manifests: Every manifest that counts.
         newest: The newest timeline.
         kept: The bases that stay; None while a manifest, which may be a base, cannot be read: then no segment goes.
@@ -65,7 +68,8 @@ def unneeded_segments(
         return {}
     chain = _chain(manifests, newest)
     bases = [base for base in chain if base.log and (base.step in leased or (base.step, base.digest) in kept)]
-    needed: dict[str, _Needed] = {own_log: _Needed(-1, None)} if own_log else {}
+    begun = {attempt for files in steps for attempt in files.attempts} - {each.attempt for each in manifests}
+    needed = dict.fromkeys({own_log, *begun}, _Needed(-1, None))
     stated: dict[str, _Needed] = {}
     for base in bases:
         assert base.step is not None, "a run has steps"
