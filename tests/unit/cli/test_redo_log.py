@@ -214,3 +214,25 @@ def test_gc_leaves_a_log_whose_base_is_not_committed_yet(run: Path) -> None:
     assert len(list(run.glob("log/*/*/*"))) == before
     holdfast("gc", run, "--grace", "0")
     assert not list(run.glob("log/*/*/*"))
+
+
+def _damage(manifest: Path, *fields: str) -> None:
+    """Damage the time of a manifest, and further fields, by more than one bit."""
+    text = manifest.read_bytes()
+    for field in ("created", *fields):
+        text = text.replace(f'\n "{field}": "'.encode(), f'\n "{field}": ?'.encode())
+    manifest.write_bytes(text)
+
+
+def test_a_rebuilt_base_keeps_its_log(run: Path) -> None:
+    _damage(run / "step-000000000005" / "manifest.json")
+    _damage(run / "step-000000000001" / "manifest.json", "log")  # The first base gives a log its id.
+    shown = holdfast("repair", run)
+    assert shown.status == 0 and "rebuilt from 1 parts" in shown.out and "redo log" not in shown.out
+    assert [log["reach"] for log in holdfast("ls", run, "--json").json()["logs"]] == [9, 9]
+
+
+def test_a_rebuilt_base_whose_log_is_unknown_is_reported(run: Path) -> None:
+    _damage(run / "step-000000000005" / "manifest.json", "log")
+    assert "lost are parent, software, redo log" in holdfast("repair", run).out
+    assert [log["reach"] for log in holdfast("ls", run, "--json").json()["logs"]] == [4]

@@ -15,6 +15,7 @@ from holdfast.core.format.digest import hex_digest_of
 from holdfast.core.format.index.index import Index, IndexMerger
 from holdfast.core.format.index.index_builder import IndexBuilder
 from holdfast.core.format.index.index_file import INDEX_BYTES_MAX
+from holdfast.core.format.log import LOG_FOLDER
 from holdfast.core.format.names import (
     is_attempt_folder,
     is_coded_pack_name,
@@ -196,7 +197,10 @@ def rebuilt_manifest(
     except CheckpointError as error:
         raise Unprovable(str(error)) from error
     manifest = build_manifest(location, attempt, merged_parts, index, run_id, _line(damaged, "created") or created)
-    return replace(manifest, timeline=timeline)
+    logs = () if location.root is None else location.root.folders(LOG_FOLDER)
+    # The first base of a log gives the log its id.
+    log = next((each for each in (_line(damaged, "log") or "", attempt) if each in logs), "")
+    return replace(manifest, timeline=timeline, log=log)
 
 
 def require_known_format(damaged: bytes) -> None:

@@ -22,6 +22,7 @@ from holdfast.base.types.timeline import Timeline
 from holdfast.core.format.digest import hex_digest_of
 from holdfast.core.format.index.index import Index
 from holdfast.core.format.index.index_file import INDEX_BYTES_MAX, encode_index
+from holdfast.core.format.log import LOG_FOLDER
 from holdfast.core.format.manifest import MANIFEST_BYTES_MAX, decode_manifest, encode_manifest
 from holdfast.core.format.names import OVERVIEW_FILE, index_name, is_index_name, step_folder
 from holdfast.core.format.sealed_json import stated_digest
@@ -306,6 +307,8 @@ class Repair:
         lost = lost_fields(data)
         if timeline == LOST_TIMELINE:
             lost.append("timeline, so the step is superseded")
+        if not rebuilt.log and self._store.folders(LOG_FOLDER):
+            lost.append("redo log, if the step was a base: a load ends at the step")
         action = f"manifest.json: rebuilt from {len(rebuilt.parts)} parts; lost are {', '.join(lost)}"
         return self._put_manifest(location, overlay, rebuilt, done, action)
 
