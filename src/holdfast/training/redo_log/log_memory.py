@@ -33,7 +33,9 @@ class LogMemory:
         self._clock = clock
         self._returned: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._free: list[memoryview] = []
-        self._lent_bytes = self._largest = 0
+        self._lent_bytes = self._record_bytes = self._largest = 0
+        self.record_bytes_max = 0
+        """The budget holds two records of this size at most: a record may have the steps of a whole epoch."""
         self._waits: list[tuple[float, float]] = []
         self.waited_seconds = 0.0
         """Seconds that training has waited so far."""
@@ -44,7 +46,8 @@ class LogMemory:
         Raises:
             UnavailableError: The seals are too slow: no memory came back in time.
         """
-        self._largest = max(self._largest, count)
+        self._record_bytes += count
+        self._largest = max(self._largest, min(self._record_bytes, self.record_bytes_max))
         self._take_returned()
         if self._lent_bytes and self._lent_bytes + count > self._bytes_max:
             self._wait_for(count)
@@ -52,6 +55,12 @@ class LogMemory:
         fitting = [number for number, buffer in enumerate(self._free) if count <= len(buffer) <= 2 * count + MIB]
         buffer = self._free.pop(fitting[-1]) if fitting else allocate_aligned(max(count, 1))
         return buffer[:count]
+
+    def end_record(self) -> bool:
+        """End a record; return whether the next one may not fit unless those that wait are sealed."""
+        self._record_bytes = 0
+        self._take_returned()
+        return 2 * self._lent_bytes >= self._bytes_max
 
     def give(self, buffer: memoryview) -> None:
         """Take a buffer back."""
@@ -71,7 +80,7 @@ class LogMemory:
                 seconds = None
         except queue.Empty:
             pass
-        while sum(map(len, self._free)) + self._lent_bytes > self._bytes_max + self._largest:
+        while self._free and sum(map(len, self._free)) + self._lent_bytes > self._bytes_max + self._largest:
             self._free.pop(0)
 
     def _wait_for(self, count: int) -> None:

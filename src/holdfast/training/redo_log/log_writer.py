@@ -63,13 +63,13 @@ class LogWriter:
             self._log, self.sealed_step, self.sealed_bytes, self.sealed_records = log, None, 0, 0
         self.failure = ""
 
-    def put(self, record: QueuedRecord) -> None:
-        """Queue a record. On the training thread."""
+    def put(self, record: QueuedRecord, *, at_once: bool = False) -> None:
+        """Queue a record; seal it at once, or with `flush_every` others. On the training thread."""
         if self.failure:
             record.captured.release()
             return
         self._pending.append(record)
-        if len(self._pending) >= self._flush_every:
+        if at_once or len(self._pending) >= self._flush_every:
             self._queue.submit(self._seal)
 
     def drain(self, seconds: float | None = None) -> bool:

@@ -160,6 +160,7 @@ class RedoLog:
     def _end_record(self, step: int, began: int, state: Mapping[str, object]) -> None:
         assert self._capture is not None, "the log records"
         captured = self._capture.boundary(step, state)
+        is_short = self._memory.end_record()
         failure = self._capture.interrupted or self._writer.failure
         if captured is not None and step == began:
             if captured.record.calls or captured.record.images:
@@ -174,7 +175,7 @@ class RedoLog:
             if captured is None or failure:
                 self._interrupt(step, failure or "the steps of this record have a gap")
             return
-        self._writer.put(QueuedRecord(captured, began, self._id))
+        self._writer.put(QueuedRecord(captured, began, self._id), at_once=is_short)
         self._at = step
         if self._writer.sealed_bytes - self._base_bytes > self._interval_bytes and not self._is_full:
             self._is_full = True  # Until the next base.
@@ -257,6 +258,8 @@ class RedoLog:
             for item in pack.items:
                 regions.setdefault(item.tensor.fqn, []).append(item.region)
         self._capture.begin(step, regions, self._state)
+        self._memory.end_record()
+        self._memory.record_bytes_max = plan.bytes
         self._state = None
         self._recoverable_before, self._began = self.recoverable, step
         self._writer.begin(self._id)

@@ -403,6 +403,21 @@ def test_a_group_of_records_shares_a_segment(tmp_path: Path, expected: Mapping[i
     again.manager.close()
 
 
+def test_records_that_fill_the_memory_are_sealed_before_their_number_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.training.redo_log.log_memory._BYTES_MIN", 0)
+    training = Training(tmp_path, every=100, differential=Differential(flush_every=50))
+    for number in range(1, 9):
+        training.step(number)
+    log = training.manager._redo_log
+    assert log is not None
+    assert (log.why, log._memory.waited_seconds < 0.1) == ("", True)
+    training.settle()
+    assert training.manager.recoverable == 8
+    training.manager.close()
+
+
 def test_the_log_line_names_sizes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         training = Training(tmp_path)

@@ -36,9 +36,32 @@ def test_training_waits_for_a_seal_and_not_for_ever() -> None:
     assert time.monotonic() - began < 2
 
 
-def test_a_record_larger_than_the_budget_has_room_for_two() -> None:
+def test_two_records_have_room_however_many_optimizers_step_in_each() -> None:
     memory = LogMemory(SystemClock())
-    assert len(memory.take(80 * MIB)) == len(memory.take(80 * MIB)) == 80 * MIB
+    memory.record_bytes_max = 200 * MIB
+    for _ in range(2):
+        assert [len(memory.take(50 * MIB)) for _ in range(3)] == [50 * MIB] * 3
+        assert memory.end_record(), "the next record has no room"
+    assert memory.waited_seconds == 0
+
+
+def test_a_record_that_never_ends_has_a_limit() -> None:
+    memory = LogMemory(SystemClock())
+    memory.record_bytes_max = 40 * MIB
+    for _ in range(4):
+        memory.take(20 * MIB)
+    with pytest.raises(UnavailableError, match="83886080 bytes of records that are not sealed"):
+        memory.take(20 * MIB)
+
+
+def test_memory_is_short_at_half_of_the_budget() -> None:
+    memory = LogMemory(SystemClock())
+    memory.take(31 * MIB)
+    assert not memory.end_record()
+    last = memory.take(1 * MIB)
+    assert memory.end_record()
+    memory.give(last)
+    assert not memory.end_record()
 
 
 def test_nothing_is_asked_of_memory_without_gradients() -> None:
