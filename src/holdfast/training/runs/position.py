@@ -81,6 +81,11 @@ class _LoadedStep:
     leaves_records: bool = False
     """Whether the log reaches further than that step."""
 
+    @property
+    def at(self) -> int:
+        """The step of the state: the loaded one, or the last redone one."""
+        return self.step if self.redone is None else self.redone
+
 
 class RunPosition:
     """The position of this process in a run, on one rank."""
@@ -203,8 +208,7 @@ class RunPosition:
         assert self._origin is not None, "a step was loaded"
         number, new_id = self._new_number_and_id(stored)
         origin = self._origin
-        step = origin.step if origin.redone is None else origin.redone
-        timeline = stored.fork(origin.timeline, number, new_id, step, origin.digest)
+        timeline = stored.fork(origin.timeline, number, new_id, origin.at, origin.digest)
         if stored.recorded:
             # Before the timeline counts: once training has left it again, its steps are superseded, not discarded.
             held = (
@@ -248,10 +252,10 @@ class RunPosition:
             return stored.newest
         timeline = self.fork(stored)
         logger.warning(
-            "%s: step %d was loaded and newer steps exist; this save begins timeline %d. The newer steps stay stored "
-            "as superseded",
+            "%s: step %d was loaded and newer %s exist; this save begins timeline %d. They stay stored as superseded",
             self._store.url,
-            origin.step,
+            origin.at,
+            "steps or records" if origin.leaves_records else "steps",
             timeline.number,
         )
         move_damaged(self._store, origin.step, stored, epoch)
