@@ -170,7 +170,10 @@ class Discarding:
             )
         ]
         digest = loaded.manifest.digest
-        if not newer and any((step, digest) == (manifest.step, manifest.digest) for manifest in stored.chain):
+        # A log may reach further than the step: the record of a timeline ends the log.
+        if not (newer or loaded.manifest.log) and any(
+            (step, digest) == (manifest.step, manifest.digest) for manifest in stored.chain
+        ):
             return _Discarded(is_newest=True)
         left = self._why_left(newer)
         discarded = [manifest for manifest in newer if manifest not in left]
