@@ -429,6 +429,8 @@ class CheckpointManager:
 
     def _load_with_log(self, request: LoadRequest, find: StepQuery | None, step: int | None) -> int | None:
         """Load the newest valid step or a given one, follow the redo log, and continue training from there."""
+        if self._redo_log is not None:
+            self._redo_log.seal(-1, self._job.stall_seconds)  # The steps of this process count as those of a dead one.
         note = partial(self._note_loaded, request)
         redone = load_with_log(self._job, self._position, request, self._dispatcher, note, find, step)
         if redone is None:
