@@ -180,6 +180,9 @@ def _verbs(run: Path, tmp_path: Path) -> dict[str, Ended]:
         "cp": holdfast("cp", run, tmp_path / "copy", "--step", "8"),
         "export": holdfast("export", run, tmp_path / "model", "--to", "torch", "--step", "8"),
         "rm": holdfast("rm", run, "8"),
+        "repair": holdfast("repair", run, "--step", "8"),
+        "trace": holdfast("trace", run, "--step", "8", "-o", tmp_path / "trace.json"),
+        "verify": holdfast("verify", run, "--step", "8"),
     }
 
 

@@ -16,9 +16,9 @@ from holdfast.core.format.step_name import StepName, step_name
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError, first_three
 from holdfast.policies import BestN, best_first
 from holdfast.stored.checkpoint.location import CheckpointLocation, require_no_checkpoint
-from holdfast.stored.repository.catalog import manifest_digest, require_run
+from holdfast.stored.repository.catalog import manifest_digest, require_run, step_folders
 from holdfast.stored.repository.epochs import current_fence, fenced_error, is_valid
-from holdfast.stored.repository.logs import base_reaching
+from holdfast.stored.repository.logs import base_reaching, newest_logs
 from holdfast.stored.repository.quarantine import identity_at, quarantined
 from holdfast.stored.repository.tags import Tag, tag_named
 from holdfast.stored.repository.timelines import RunTimelines, StoredManifest, run_timelines, timelines_from
@@ -98,7 +98,7 @@ def number_of(store: Store, named: StepName) -> int:
         raise InvalidError(f"step={named.step}@{named.digest}: expected the step by its number, tag or as 'latest'")
     if named.tag is not None:
         return tag_named(store, named.tag).step
-    return find_named(store, named)[1].step if named.step is None else named.step
+    return find_named(store, named)[1].step if named.step not in step_folders(store) else named.step
 
 
 def location_of(home: CheckpointLocation, manifest: StoredManifest) -> CheckpointLocation:
@@ -164,6 +164,9 @@ def _manifest_of(store: Store, stored: RunTimelines, step: int, digest: str) -> 
     base: int | None = None
     with suppress(CheckpointError):
         base = base_reaching(store, stored, step)
+        for log in newest_logs(store, stored):
+            if log.steps and base is None:
+                newest += f"; in the redo log after step {log.base}: {log.steps[0]} to {log.reach}"
     if base is not None and not digest:
         raise MissingError(
             f"{store.url}: step {step} is in the redo log after step {base}, and is no checkpoint; committed, newest "
