@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from holdfast import Differential
+from holdfast.backends.torch.redo.step_redo import TorchStepRedo
+from holdfast.base.types.redo import Record
 from tests.unit.training.redo_log.test_lives import Training, loaded
 
 
@@ -51,3 +54,33 @@ def test_a_load_in_the_same_process_goes_to_its_last_step(tmp_path: Path) -> Non
     assert training.manager.load(training.state) == 7
     assert training.digest() == expected
     training.manager.close()
+
+
+def _raise(_: Sequence[str]) -> Sequence[str]:
+    raise MemoryError("no room for a step")
+
+
+def _depart(_: Sequence[str]) -> Sequence[str]:
+    return ["model.0.weight"]
+
+
+@pytest.mark.parametrize("end", [_raise, _depart])
+def test_a_base_alone_after_failed_redos_trains_on_as_the_dead_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[Sequence[str]], Sequence[str]]
+) -> None:
+    first = Training(tmp_path)
+    first.run(1, 13)
+    expected = first.digest()
+    first.die()
+    apply = TorchStepRedo.apply
+
+    def failing(redo: TorchStepRedo, record: Record) -> Sequence[str]:
+        found = apply(redo, record)
+        return end(found) if record.step == 12 else found
+
+    monkeypatch.setattr(TorchStepRedo, "apply", failing)
+    again, found = loaded(tmp_path)
+    assert found == 10
+    again.run(11, 13)
+    assert again.digest() == expected
+    again.manager.close()

@@ -124,6 +124,9 @@ class TorchStepRedo:
         finally:
             for name in call.scaling:
                 delattr(optimizer, name)
+            # Also after a step that fails: the base may be taken alone, and its first backward adds to what is here.
+            for parameter in stepped.parameters.values():
+                parameter.grad = None
 
     def _shards(self, names: Iterable[str]) -> dict[str, LocalShard]:
         """Return the shards of all tensors that no step changes, and of others by their names: to make all takes long.
