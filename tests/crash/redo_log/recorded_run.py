@@ -72,7 +72,10 @@ def train(
     state = {"model": model, "optimizer": optimizer, "schedule": schedule, "rng": holdfast.RngState()}
     torch.manual_seed(100 + world.rank)
     random.seed(100 + world.rank)
-    with holdfast.CheckpointManager(root, every=every, keep_last=2, differential=differential) as manager:
+    settings = holdfast.Settings(collect_grace_seconds=0)  # The end of a run waits for the grace.
+    with holdfast.CheckpointManager(
+        root, every=every, keep_last=2, differential=differential, settings=settings
+    ) as manager:
         start = manager.load(state) or 0
         report = manager.load_report
         for step in range(start + 1, steps + 1):
