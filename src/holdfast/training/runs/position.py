@@ -252,7 +252,7 @@ class RunPosition:
             return stored.newest
         timeline = self.fork(stored)
         logger.warning(
-            "%s: step %d was loaded and newer %s exist; this save begins timeline %d. They stay stored as superseded",
+            "%s: step %d was loaded and newer %s exist; this save begins timeline %d. The newer ones stay, superseded",
             self._store.url,
             origin.at,
             "steps or records" if origin.leaves_records else "steps",

@@ -236,7 +236,7 @@ class _Hooked:
     """One optimizer with its hooks."""
 
     def __init__(self, stepped: Stepped, capture: TorchGradientCapture) -> None:
-        # Weak: hooks on an optimizer must not keep the records of a manager that nobody holds any more.
+        # Weak: hooks on an optimizer must not keep the records of a manager that was dropped.
         self.stepped, self._capture = stepped, weakref.ref(capture)
         _CAPTURES[id(stepped.optimizer)] = capture
         self.tensors = SteppedTensors(stepped)
