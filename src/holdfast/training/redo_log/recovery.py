@@ -45,7 +45,7 @@ class Redone:
     """The last step to which the log of every rank reaches."""
 
     why: str = ""
-    """Why the redo ended before the reach, or why there is no log to follow; empty if the redo went to the reach."""
+    """Why the redo or the reach ended before a recorded step, or why there is no log to follow; empty if neither did."""
 
     departed: tuple[str, ...] = ()
     """Tensors whose sums differ from those recorded: the state is not that of training, and must be loaded again."""
@@ -108,7 +108,7 @@ class LogRedo:
             if last.not_resumable:
                 raise CorruptError(f"{why}; training cannot go on at step {at}: {last.not_resumable}")
             self._finish(last)
-        return Redone(at, applied, reach, why if at < reach or not applied else "")
+        return Redone(at, applied, reach, why if at != up_to else "")
 
     @property
     def _own(self) -> Mapping[int, SealedRecord]:
@@ -166,7 +166,8 @@ class LogRedo:
                 at = step
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
             return _Answer(at, text_of(error))
-        return _Answer(at)
+        later = [step for step in records if step > at and (below is None or step < below)]
+        return _Answer(at, f"step {min(later)} is recorded, and no record leads there from step {at}" if later else "")
 
     def _resumable(self, goal: int) -> _Answer:
         """Return the last step up to a goal at which training can go on."""
