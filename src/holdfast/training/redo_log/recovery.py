@@ -45,7 +45,7 @@ class Redone:
     """The last step to which the log of every rank reaches."""
 
     why: str = ""
-    """Why the redo or the reach ended before a recorded step, or why there is no log to follow; empty if neither did."""
+    """Why the redo ended before a recorded step, or why there is no log to follow; empty at the last recorded step."""
 
     departed: tuple[str, ...] = ()
     """Tensors whose sums differ from those recorded: the state is not that of training, and must be loaded again."""
