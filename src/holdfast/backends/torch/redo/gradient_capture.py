@@ -66,6 +66,7 @@ class TorchGradientCapture:
         self._sharded = [
             node for node in self._state.modules if any(isinstance(each, DTensor) for each in node.tensors.values())
         ]
+        self._software = self._state.software()
         self._others = OtherTensors({})
         self._turn = 0
         self._bytes = RecordedBytes(memory)
@@ -81,6 +82,7 @@ class TorchGradientCapture:
         self.interrupted, self._regions, self._turn = "", regions, step
         self._calls, self._images = [], []
         try:
+            self._software = self._state.software()
             self._others = OtherTensors(self._other_shards(self._values.collected(state).shards))
             for hooked in self._hooked:
                 hooked.begin()
@@ -195,6 +197,8 @@ class TorchGradientCapture:
         for hooked in self._hooked:
             hooked.require_in_place()
             self.add_images(hooked.tensors.changed())
+        if self._state.software() != self._software:
+            raise GapError("the flags of an optimizer changed: no process redoes steps by both kernels")
         collected = self._values.collected(state)
         self._copy_images(self._others.changed(self._other_shards(collected.shards)))
         self._turn += 1
@@ -205,7 +209,7 @@ class TorchGradientCapture:
             collected.tree,
             collected.per_rank,
             {fqn: total for hooked in self._hooked for fqn, total in self._sums(hooked.tensors)},
-            self._state.software(),
+            self._software,
             self._not_resumable(),
         )
         captured = Captured(record, self._bytes.tensors, self._bytes.release)
