@@ -153,7 +153,7 @@ def _in_step(departure: Departure, change: Callable[[dict[str, Any]], int | None
     def at(number: int, bound: dict[str, Any]) -> int:
         nonlocal is_done
         is_done = is_done and number != 2  # The redo begins a second time.
-        if number != departure.at and not (lasting and number > departure.at) or is_done:
+        if (number != departure.at and not (lasting and number > departure.at)) or is_done:
             return 1
         is_done = not lasting
         times = change(bound)
