@@ -11,7 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 import holdfast
+from holdfast.backends.stores.local import LocalStore
+from holdfast.errors import CheckpointError
 from tests.crash.redo_log.recorded_run import digest_of, network, wait_for_seal
+from tests.crash.redo_log.test_store_faults import Fault
 from tests.support.gloo_worlds import World
 
 STEPS = 7
@@ -56,6 +59,42 @@ def load_damaged(world: World, root: str, layout: str, cuts: int) -> list[dict[s
             )
         dist.barrier()
         assert manager.load(state) == STEPS
+    return found
+
+
+def load_with_faults(world: World, root: str, layout: str, stride: int) -> list[dict[str, object]]:
+    """Train a few steps, then load with a fault at calls of rank 1 so far from each other; return what the loads found.
+
+    Args:
+        world: The ranks.
+        root: The root of the run.
+        layout: `ddp` or `fsdp`.
+        stride: Calls from one fault to the next.
+    """
+    digests = _trained(root, layout, world)
+    model, _ = network(layout, world.size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = {"model": model, "optimizer": optimizer, "rng": holdfast.RngState()}
+    found: list[dict[str, object]] = []
+    at, is_met = 1, True
+    while is_met:
+        fault = Fault("once", at)
+        store = fault.store(LocalStore(root, settings=holdfast.Settings()))
+        store.url = f"faulty://{root}"
+        step, error = None, ""
+        with holdfast.CheckpointManager(store, every=1000) as manager:
+            fault.is_armed = world.rank == 1
+            try:
+                step = manager.load(state)
+            except CheckpointError as failure:
+                error = type(failure).__name__
+            fault.is_armed = False
+        met = [bool(fault.met)]
+        dist.broadcast_object_list(met, src=1)
+        is_met = met[0]
+        is_right = step is None or _digest(model, optimizer) == digests[step]
+        found.append({"at": at, "step": step, "error": error, "is_right": is_right})
+        at += stride
     return found
 
 
