@@ -48,7 +48,7 @@ def queued(step: int, previous: int, values: np.ndarray, rows: Sequence[tuple[in
         RecordedTensor(spec, Box((start, 0), (stop, values.shape[1])), _Bytes(values[start:stop].tobytes()))
         for start, stop in rows
     ]
-    return QueuedRecord(Captured(record_of(step), lambda: tensors, lambda: None), previous, LOG)
+    return QueuedRecord(Captured(record_of(step), lambda: tensors, 24, lambda: None), previous, LOG)
 
 
 def write(store: Store, rank: int, records: Sequence[QueuedRecord], log: str = LOG) -> None:

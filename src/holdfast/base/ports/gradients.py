@@ -40,6 +40,9 @@ class Captured:
     tensors: Callable[[], Sequence[RecordedTensor]]
     """Returns its tensors, without those of which this rank records no element. On any thread, before `release`."""
 
+    bytes: int
+    """Bytes of its tensors."""
+
     release: Callable[[], None]
     """Gives the memory of the tensors back; called once, on any thread."""
 

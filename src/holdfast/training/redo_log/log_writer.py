@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from holdfast.base.ports.store import Store
 from holdfast.core.engine.background import BackgroundQueue, WriteProgress
 from holdfast.core.engine.writing.write import PackWriter
+from holdfast.errors import UnavailableError, shown_bytes
 from holdfast.settings import Differential
 from holdfast.training.coordination.job import Job
 from holdfast.training.redo_log.segments import QueuedRecord, write_segment
@@ -49,6 +50,9 @@ class LogWriter:
         self._queue = BackgroundQueue("holdfast-log", WriteProgress(job.clock))
         self._pending: deque[QueuedRecord] = deque()
         self._log = ""
+        self.base_space = 0
+        """Free bytes that a seal leaves: for a base that the log requests, and for the next base of the policy, which
+        may come within the grace of a collection."""
         self.failure = ""
         """Why records are dropped; empty if they are sealed. Set by the thread, read and reset by the training thread.
         """
@@ -57,11 +61,16 @@ class LogWriter:
         self.sealed_bytes = self.sealed_records = 0
         """Bytes and records of all segments of this log."""
 
-    def begin(self, log: str) -> None:
-        """Begin a log, or go on with the same one after a failure."""
+    def begin(self, log: str, base_bytes: int) -> None:
+        """Begin a log, or go on with the same one after a failure.
+
+        Args:
+            log: Id of the log.
+            base_bytes: Bytes of the tensors of a base, of all ranks.
+        """
         if log != self._log:
             self._log, self.sealed_step, self.sealed_bytes, self.sealed_records = log, None, 0, 0
-        self.failure = ""
+        self.failure, self.base_space = "", base_bytes * 9 // 4
 
     def put(self, record: QueuedRecord, *, at_once: bool = False) -> None:
         """Queue a record; seal it at once, or with `flush_every` others. On the training thread."""
@@ -118,6 +127,7 @@ class LogWriter:
     def _write(self, records: Sequence[QueuedRecord]) -> int:
         job, progress = self._job, self._queue.progress
         with progress.writing("segment of the redo log", job.stall_seconds):
+            self._require_space(records)
             return write_segment(
                 self._store,
                 self._writer,
@@ -125,4 +135,14 @@ class LogWriter:
                 records,
                 lambda _: progress.note_written(),
                 self._coded_bytes_min,
+            )
+
+    def _require_space(self, records: Sequence[QueuedRecord]) -> None:
+        """Raise if the next bases would not fit beside these records of all ranks: the log must cost no base."""
+        own_bytes = sum([queued.captured.bytes for queued in records])
+        needed, free = own_bytes * self._job.comm.world_size + self.base_space, self._store.free_bytes()
+        if free is not None and free < needed:
+            raise UnavailableError(
+                f"{self._store.url} has {shown_bytes(free)} free; expected {shown_bytes(needed)}, so that the next "
+                "checkpoints fit. Free space, or keep fewer checkpoints"
             )

@@ -262,7 +262,7 @@ class RedoLog:
         self._memory.record_bytes_max = plan.bytes
         self._state = None
         self._recoverable_before, self._began = self.recoverable, step
-        self._writer.begin(self._id)
+        self._writer.begin(self._id, plan.bytes * self._job.comm.world_size)
         self._base_bytes = self._writer.sealed_bytes
         self._at, self.why = step, ""
 
@@ -297,11 +297,14 @@ class RedoLog:
         self._dispatcher.dispatch(LogSealed(step, self._store.url, rank, records, count, waited, self.recoverable))
 
     def _interrupt(self, step: int, why: str) -> None:
+        free = self._store.free_bytes()
+        has_space = free is None or free >= self._writer.base_space
         logger.warning(
             "step %d: the redo log is interrupted: %s. Training goes on; a failure now costs the steps since the last "
-            "base. A new base is requested",
+            "base. %s",
             step,
             why,
+            "A new base is requested" if has_space else "The next base of the policy ends this",
         )
         self.why, self._at = why, None
         if self._capture is not None:
@@ -310,6 +313,6 @@ class RedoLog:
             self._capture = None
         now, rank = self._job.clock.unix_seconds(), self._job.comm.rank
         self._dispatcher.dispatch(LogInterrupted(step, self._store.url, rank, why, now))
-        if self._requests < _REQUESTS_MAX:
+        if self._requests < _REQUESTS_MAX and has_space:
             self._requests += 1
             self._request_base()

@@ -51,7 +51,7 @@ def test_a_large_record_is_read_in_two_parts() -> None:
     store, many = MemoryStore(uuid.uuid4().hex), "x" * 300_000
     tensors = queued(11, 10, values_of(1), [(0, 6)]).captured.tensors
     record = record_of(11, many)
-    write(store, 0, [QueuedRecord(Captured(record, tensors, lambda: None), 10, LOG)])
+    write(store, 0, [QueuedRecord(Captured(record, tensors, 24, lambda: None), 10, LOG)])
 
     assert read_records(store, LOG, 0, 10)[11].record == record
 

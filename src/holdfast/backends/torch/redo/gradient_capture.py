@@ -212,7 +212,7 @@ class TorchGradientCapture:
             self._software,
             self._not_resumable(),
         )
-        captured = Captured(record, self._bytes.tensors, self._bytes.release)
+        captured = Captured(record, self._bytes.tensors, self._bytes.size, self._bytes.release)
         self._bytes, self._calls, self._images = RecordedBytes(self._memory), [], []
         for hooked in self._hooked:
             hooked.tensors.begin()

@@ -60,6 +60,11 @@ class RecordedBytes:
             self._copied.append((each, buffer, offset))
             offset += each.region.numel * each.tensor.itemsize
 
+    @property
+    def size(self) -> int:
+        """Bytes of all copies."""
+        return sum(map(len, self._buffers))
+
     def tensors(self) -> list[RecordedTensor]:
         """Return the copied tensors."""
         return [_recorded(*each) for each in self._copied]
