@@ -35,8 +35,7 @@ def load_damaged(world: World, root: str, layout: str, cuts: int) -> list[dict[s
     state = {"model": model, "optimizer": optimizer, "rng": holdfast.RngState()}
     found: list[dict[str, object]] = []
     with holdfast.CheckpointManager(root, every=1000) as manager:
-        for path, damaged in _damages(Path(root), cuts):
-            whole = path.read_bytes()
+        for path, whole, damaged in _damages(Path(root), cuts):
             dist.barrier()
             if world.rank == 0:
                 path.unlink()
@@ -124,14 +123,16 @@ def _digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return digest_of(parameters, optimizer, nn.Identity())
 
 
-def _damages(root: Path, cuts: int) -> Iterator[tuple[Path, bytes | None]]:
-    """Yield segments, and what is in their place, alike on every rank; None removes the segment."""
+def _damages(root: Path, cuts: int) -> Iterator[tuple[Path, bytes, bytes | None]]:
+    """Yield segments, their bytes, and what is in their place, alike on every rank; None removes the segment."""
     chance, segments = random.Random(4), sorted(root.glob("log/*/r*/*.safetensors"))
+    # Read at once: a rank that is ahead must not see the damage before.
+    whole = {path: path.read_bytes() for path in segments}
     for path in segments:
-        yield path, None
+        yield path, whole[path], None
     for path in chance.choices(segments, k=cuts):
-        yield path, path.read_bytes()[: chance.randrange(path.stat().st_size)]
+        yield path, whole[path], whole[path][: chance.randrange(len(whole[path]))]
     for path in chance.choices(segments, k=cuts):
-        data = bytearray(path.read_bytes())
+        data = bytearray(whole[path])
         data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-        yield path, bytes(data)
+        yield path, whole[path], bytes(data)
