@@ -11,11 +11,13 @@ import random
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import holdfast
 from holdfast.errors import CorruptError
 from holdfast.stored.repository.logs import Segment, records_in
 from tests.support.logged_runs import Loader, Logged, logged, memory_store
+from tests.unit.training.redo_log.test_lives import Training
 
 IS_WHOLE = os.environ.get("FLIPPED_BYTES") == "all"
 READ, LOADED, CUTS = (1 << 30, 300, 100) if IS_WHOLE else (700, 24, 12)
@@ -134,3 +136,33 @@ def test_a_load_ends_before_a_cut_segment(run: Logged, loader: Loader) -> None:
         with Replaced(run, segment, run.store.get(segment.key, 1 << 30)[:length]):
             assert loader.load()[0] == before, (segment.key, length)
     assert loader.load() == (run.last, "")
+
+
+class Accumulating(Training):
+    """A training whose optimizer steps at every third boundary: training can go on from these alone."""
+
+    def step(self, number: int) -> None:
+        self.model(torch.randn(5, 6)).square().mean().backward()
+        if number % 3 == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        if number >= 3:
+            self.manager.maybe_save(number, self.state)
+
+
+@pytest.mark.parametrize(("damaged", "expected"), [(12, 9), (6, 3)])
+def test_a_damaged_record_after_an_accumulation_ends_the_redo_before_all_of_it(damaged: int, expected: int) -> None:
+    store = memory_store()
+    training, digests = Accumulating(store, every=1000), {}
+    for step in range(1, 16):
+        training.run(step, step)
+        digests[step] = training.digest()
+    training.die()
+    run = Logged(store, digests)
+    (segment,) = (segment for segment in run.segments() if segment.first == damaged)
+    loader = Loader(run)
+    with flipped(run, segment, segment.bytes - 1, 0):
+        step, why = loader.load()
+    assert (step, f"step {damaged} cannot be redone" in why) == (expected, True)
+    assert loader.load() == (15, "")
+    loader.close()

@@ -122,6 +122,8 @@ class LogFollower:
         """
         self._job, self._store, self._request, self._step = job, store, request, step
         self._failures: list[str] = []
+        self._ended: Redone | None = None
+        """How a redo ended inside an accumulation: the next one ends before."""
 
     def follow(self, loaded: Loaded) -> Redone | None:
         """Redo the records after a base; return None if the base must be loaded again. A collective.
@@ -151,14 +153,18 @@ class LogFollower:
             rank, why = next((rank, text) for rank, text in enumerate(problems) if text)
             return replace(base, why=f"rank {rank}: {why}")
         try:
-            redone = LogRedo(self._job, self._store, manifest, redo).run(self._step)
+            up_to = self._step if self._ended is None else self._ended.step
+            redone = LogRedo(self._job, self._store, manifest, redo).run(up_to)
         except CorruptError as error:
             self._failures.append(text_of(error))
             return None
         if redone.departed:
             self._failures.append(f"step {redone.step} differs in {first_three(redone.departed)}")
             return None
-        return redone
+        if redone.is_inside:
+            self._ended = redone
+            return None
+        return redone if self._ended is None else replace(redone, why=redone.why or self._ended.why)
 
 
 def _unfit_because(request: LoadRequest) -> str:

@@ -50,6 +50,9 @@ class Redone:
     departed: tuple[str, ...] = ()
     """Tensors whose sums differ from those recorded: the state is not that of training, and must be loaded again."""
 
+    is_inside: bool = False
+    """Whether the state is inside an accumulation, and must be loaded again: training can go on at `step`."""
+
     def report(self, of_base: LoadReport, seconds: float) -> LoadReport:
         """Return the report of the load, given the seconds that redoing took."""
         seconds = seconds if self.records else 0.0
@@ -103,11 +106,11 @@ class LogRedo:
             at, applied = step, applied + 1
             if departed:
                 return Redone(at, applied, reach, f"step {step} departs", departed)
+        resumable, _ = self._resumable_by_all(at, "")
+        if resumable < at:
+            return Redone(resumable, applied, reach, why, is_inside=True)
         if applied:
-            last = self._own[at].record
-            if last.not_resumable:
-                raise CorruptError(f"{why}; training cannot go on at step {at}: {last.not_resumable}")
-            self._finish(last)
+            self._finish(self._own[at].record)
         return Redone(at, applied, reach, why if at != up_to else "")
 
     @property
@@ -133,14 +136,20 @@ class LogRedo:
             return self._base_step, self._base_step, why
         own = self._reach(None if end.step < 0 else end.step)
         reach, why = self._lowest(own)
-        goal = reach if up_to is None else min(reach, up_to)
+        goal, why = self._resumable_by_all(reach if up_to is None else min(reach, up_to), why)
+        return reach, goal, why
+
+    def _resumable_by_all(self, goal: int, why: str) -> tuple[int, str]:
+        """Return the last step up to a goal at which every rank can go on, and why that is not the goal; a collective.
+
+        A boundary inside an accumulation is no point to go on from, on whichever rank.
+        """
         while goal > self._base_step:
-            # A boundary inside an accumulation is no point to go on from, on whichever rank.
             lower, lower_why = self._lowest(self._resumable(goal))
             if lower == goal:
                 break
             goal, why = lower, lower_why or why
-        return reach, goal, why
+        return goal, why
 
     def _end_of_log(self, up_to: int | None) -> _Answer:
         """Return the step below which the log counts, or why no record does. On rank 0."""
