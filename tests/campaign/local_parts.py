@@ -57,6 +57,16 @@ PARTS = {
         ("tests/crash/damage/test_compressed_flips.py", "tests/distributed/matrix/test_matrix.py"), 7200
     ),
     "io_errors": Part(("tests/crash/faults/test_io_errors.py",)),
+    "differential": Part(
+        (
+            "tests/crash/redo_log/test_flips.py",
+            "tests/crash/redo_log/test_damaged_ranks.py",
+            "tests/crash/redo_log/test_store_faults.py",
+            "tests/crash/redo_log/test_departures.py",
+        ),
+        1200,
+        {"DEPARTURES": "520"},
+    ),
     "failed_saves": Part(("tests/distributed/failures/test_failed_saves.py",)),
 }
 """By name, in the order of a whole campaign."""
