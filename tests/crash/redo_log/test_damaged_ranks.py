@@ -11,8 +11,8 @@ from tests.support.gloo_worlds import Case, run_world
 
 pytestmark = pytest.mark.long
 
-CUTS = 100 if os.environ.get("FLIPPED_BYTES") == "all" else 4
-STRIDE = int(os.environ.get("SWEEP_STRIDE", "4"))
+CUTS = 100 if os.environ.get("FLIPPED_BYTES") == "all" else 2
+STRIDE = int(os.environ.get("SWEEP_STRIDE", "8"))
 LAYOUTS = ("ddp", "fsdp")
 
 

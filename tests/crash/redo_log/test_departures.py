@@ -12,7 +12,7 @@ from holdfast.base.types.redo import Record
 from tests.crash.redo_log.departures import KINDS, Bits, Departure, Run, bits_of, departure_of
 from tests.support.logged_runs import memory_store
 
-DEPARTURES = int(os.environ.get("DEPARTURES", "34"))
+DEPARTURES = int(os.environ.get("DEPARTURES", "30"))
 """Seeds; `make campaign` takes more."""
 
 SEEDS = [

@@ -20,7 +20,7 @@ from tests.support.logged_runs import Loader, Logged, logged, memory_store
 from tests.unit.training.redo_log.test_lives import Training
 
 IS_WHOLE = os.environ.get("FLIPPED_BYTES") == "all"
-READ, LOADED, CUTS = (1 << 30, 300, 100) if IS_WHOLE else (700, 24, 12)
+READ, LOADED, CUTS = (1 << 30, 300, 100) if IS_WHOLE else (250, 16, 12)
 """Bytes of header and records that a read meets; bytes of each kind, and cuts, that a load meets."""
 
 
