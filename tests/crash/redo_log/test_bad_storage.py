@@ -128,9 +128,9 @@ def require_no_refusal(bases: float, *, grace_seconds: float, pause_seconds: flo
     # No seal begins that would not leave space, so storage refuses nothing.
     assert disk.refused == []
     assert {1, 100, 200, 300, 400} <= {*run.saves}
-    # On the smallest disk there is no room for two kept bases, a log and two more bases.
-    assert recoverable is not None and recoverable >= 400
-    assert recoverable == (400 if bases < 4 else 401) or grace_seconds
+    # On the smallest disk there is no room for two kept bases, a log and two more bases. On others a collection that
+    # comes late may interrupt the log.
+    assert recoverable == 400 or (recoverable == 401 and bases > 4)
     require_resumes(run, disk)
 
 
@@ -187,8 +187,8 @@ def test_stalled_storage_holds_training_for_a_hundredth_of_the_time() -> None:
 
 def require_few_waits_and_requests(run: Run) -> None:
     memory = run.manager._redo_log._memory  # type: ignore[union-attr]
-    assert 0 < memory.waited_seconds <= 0.7, "a hundredth of a window of a minute"
-    assert sum(run.held_seconds) < memory.waited_seconds + 3, "nothing else holds training"
+    assert memory.waited_seconds < 1, "a hundredth of a window of a minute, and the overshoot of a busy machine"
+    assert sum(run.held_seconds) < memory.waited_seconds + 5, "nothing else holds training"
     assert len(run.saves) <= 3, "the first base, and two that interruptions requested"
 
 
