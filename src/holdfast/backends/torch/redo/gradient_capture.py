@@ -246,7 +246,8 @@ class _Hooked:
         self.tensors = SteppedTensors(stepped)
         self._consumed: dict[str, tuple[weakref.ref[torch.Tensor], int]] = {}
         """Gradients as the last step left them, with their version counters."""
-        self._is_in_step = False
+        self._depth = 0
+        """Steps under way: torch calls the hooks of a step again where a class calls the step of its base class."""
         # torch.compile must trace only the hook that asks whether it does.
         disable: Any = torch.compiler.disable
         self._refuse_compiled, self._record = disable(self._compiled), disable(self._pre)
@@ -258,7 +259,7 @@ class _Hooked:
         # Last before a step: other hooks may change gradients. First after it: other hooks may change weights.
         put_hook(self._before, last=True)
         put_hook(self._after, last=False)
-        self._is_in_step = False
+        self._depth = 0
         self._require_members()
         self.tensors.see()
         self.tensors.begin()
@@ -281,7 +282,7 @@ class _Hooked:
                 f"{self.stepped.path}: a step hook was registered after those of the log, and may change gradients or "
                 "parameters unseen. Register it before the first save"
             )
-        if self._is_in_step:
+        if self._depth:
             raise GapError(f"{self.stepped.path}: a step did not end")
         self._require_members()
 
@@ -319,10 +320,12 @@ class _Hooked:
                 raise GapError(
                     f"{self.stepped.path}: its step got arguments, such as a closure, which a redo cannot give"
                 )
-            self.require_in_place()
-            capture.add_images(self.tensors.changed())
-            capture.add_call(self.stepped)
-            self._is_in_step = True
+            if self._depth == 0:
+                self.require_in_place()
+                capture.add_images(self.tensors.changed())
+                capture.add_call(self.stepped)
+            # After a step that raised, all later ones seem to be inside of it: the boundary finds that.
+            self._depth += 1
         except BaseException as error:
             capture.interrupt(error)
             if not isinstance(error, Exception):
@@ -333,9 +336,10 @@ class _Hooked:
         if capture is None or capture.interrupted:
             return
         try:
-            self._is_in_step = False
-            self.tensors.see()
-            self._consume()
+            self._depth -= 1
+            if self._depth == 0:
+                self.tensors.see()
+                self._consume()
         except BaseException as error:
             capture.interrupt(error)
             if not isinstance(error, Exception):
