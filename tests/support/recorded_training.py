@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,12 +43,12 @@ class HeapMemory:
 
 
 class Model(nn.Module):
-    """A batch norm, dropout, and a branch that has no gradient at some steps."""
+    """A norm, dropout, and a branch that has no gradient at some steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
         self.first = nn.Linear(12, 16)
-        self.norm = nn.BatchNorm1d(16)
+        self.norm = norm(16)
         self.drop = nn.Dropout(0.2)
         self.branch = nn.Linear(16, 16)
         self.last = nn.Linear(16, 3)
@@ -61,20 +62,38 @@ class Model(nn.Module):
 class Training:
     """A training with accumulation, clipping, two groups, a schedule, an average and a scaler that skips."""
 
-    def __init__(self, make: Make, *, matrices: bool = False) -> None:
-        torch.manual_seed(7)
-        self.model = Model()
+    norm: Callable[[int], nn.Module] = nn.BatchNorm1d
+
+    def __init__(self, make: Make, *, matrices: bool = False, rank: int = 0, seed: int = 7) -> None:
+        torch.manual_seed(seed)
+        self.rank = rank
+        self.model = Model(self.norm)
+        for parameter in self.model.parameters():
+            parameter.requires_grad_(not matrices or parameter.dim() == 2)
+        self.average = copy.deepcopy(self.model)
+        self.trained = self.laid_out()
         decayed = [self.model.first.weight, self.model.branch.weight, self.model.last.weight]
         rest = [] if matrices else [each for each in self.model.parameters() if all(each is not one for one in decayed)]
         groups: list[dict[str, Any]] = [{"params": decayed[:2], "weight_decay": 0.1}, {"params": [*rest, decayed[2]]}]
         self.optimizer = make(groups)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1 / (1 + 0.2 * step))
-        self.average = copy.deepcopy(self.model)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
         self.seen = torch.zeros((), dtype=torch.int64)
         self.losses = [torch.zeros(2), torch.zeros(())]
         self.step = 0
         self.values: dict[str, Any] = {"step": 0, "order": [3, 1]}
+
+    def laid_out(self) -> nn.Module:
+        """Lay model and average out over the ranks; return the module whose forward trains the model."""
+        return self.model
+
+    def accumulating(self, is_last: bool) -> AbstractContextManager[object]:
+        """Return the context of one batch of a step."""
+        return nullcontext()
+
+    def of_all_ranks(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the losses of all ranks."""
+        return loss
 
     def state(self) -> dict[str, Any]:
         names = ("model", "optimizer", "scheduler", "average", "scaler", "seen", "losses", "values")
@@ -83,14 +102,14 @@ class Training:
     def train(self) -> None:
         """Take one step; gradients go before the next step or at once, and are set to None or to zero."""
         self.step += 1
-        data = torch.Generator().manual_seed(self.step)
+        data = torch.Generator().manual_seed(100 * self.rank + self.step)
         self.optimizer.zero_grad(set_to_none=self.step % 3 != 0)
-        for _ in range(2):
-            batch = torch.randn(8, 12, generator=data)
-            loss = self.model(batch, branch=self.step % 4 != 1).square().mean()
-            if self.step == 6:
-                loss = loss * float("inf")
-            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        for number in range(2):
+            with self.accumulating(is_last=number == 1):
+                loss = self.trained(torch.randn(8, 12, generator=data), branch=self.step % 4 != 1).square().mean()
+                if self.step == 6:
+                    loss = loss * float("inf")
+                self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
         if not any(group.get("fused") for group in self.optimizer.param_groups):
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
@@ -103,7 +122,7 @@ class Training:
             for mean, weight in zip(self.average.parameters(), self.model.parameters(), strict=True):
                 mean.data.lerp_(weight, 0.1)
             self.seen += 8
-            self.losses[0] += loss.detach().nan_to_num(posinf=1)
+            self.losses[0] += self.of_all_ranks(loss.detach().nan_to_num(posinf=1))
         self.values = self.values | {"step": self.step}
 
     def bits(self) -> Any:
