@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,7 @@ pytestmark = [
 ]
 
 STEPS = range(11, 15)
-CUTS = 12
+CUTS = int(os.environ.get("REDO_CUTS", "12"))
 
 
 @pytest.fixture

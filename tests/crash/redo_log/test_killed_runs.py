@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from collections.abc import Sequence
@@ -14,6 +15,13 @@ from tests.support.gloo_worlds import Case, Launch, Results
 pytestmark = pytest.mark.long
 
 TRAIN = "tests.crash.redo_log.recorded_run:train"
+
+LAYOUTS = [("ddp", 1), ("ddp", 2), ("fsdp", 2)]
+if os.environ.get("REDO_LAYOUTS") == "all":
+    LAYOUTS += [("hsdp", 4), ("fsdp-tp", 4), ("tp", 2), ("pp", 2), ("8bit", 1)]
+
+KILLS = int(os.environ.get("REDO_KILLS", "3"))
+"""Kills at random."""
 
 
 def _world(size: int, scratch: Path, **arguments: object) -> Results:
@@ -30,8 +38,10 @@ def _digests(values: Sequence[dict[str, object]]) -> list[object]:
     return [value["digest"] for value in values]
 
 
-@pytest.mark.parametrize(("layout", "size"), [("ddp", 1), ("ddp", 2), ("fsdp", 2)])
+@pytest.mark.parametrize(("layout", "size"), LAYOUTS)
 def test_a_killed_run_goes_on_at_the_very_step(tmp_path: Path, layout: str, size: int) -> None:
+    if layout == "8bit":
+        pytest.importorskip("torchao", reason="torchao is not installed: pip install holdfast[interop]")
     whole = _ended(size, tmp_path / "whole", root=str(tmp_path / "a"), layout=layout)
     root = str(tmp_path / "b")
     _world(size, tmp_path / "killed", root=root, layout=layout, kill_at=27)
@@ -98,12 +108,23 @@ def test_a_run_without_the_log_goes_on_from_it(tmp_path: Path) -> None:
     shutil.rmtree(root)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_kills_at_random_lose_two_steps_at_most(tmp_path: Path, seed: int) -> None:
+LIVES_STEPS = 120
+"""More steps than two lives can take: a rank that trains no step after a load has rank 0's statistics."""
+
+
+@pytest.fixture(scope="module")
+def whole_lives(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
+    """Return how the run ends that is never killed at random."""
+    folder = tmp_path_factory.mktemp("whole")
+    return _ended(2, folder / "whole", root=str(folder / "a"), every=7, steps=LIVES_STEPS)
+
+
+@pytest.mark.parametrize("seed", range(KILLS))
+def test_kills_at_random_lose_two_steps_at_most(
+    tmp_path: Path, seed: int, whole_lives: list[dict[str, object]]
+) -> None:
     """Both ranks are killed at any moment: of training, a seal, a base or a collection."""
-    chance, root, scratch = random.Random(seed), str(tmp_path / "b"), tmp_path
-    # More steps than two lives can take: a rank that trains no step after a load has rank 0's statistics.
-    steps = 120
+    chance, root, scratch, steps = random.Random(seed), str(tmp_path / "b"), tmp_path, LIVES_STEPS
     for life in range(2):
         after = chance.uniform(0.05, 1.5)
         _world(2, scratch / f"life-{life}", root=root, pause=0.03, every=7, steps=steps, kill_after=after)
@@ -116,8 +137,8 @@ def test_kills_at_random_lose_two_steps_at_most(tmp_path: Path, seed: int) -> No
     assert isinstance(start, int)
     assert max(last) - 3 <= start <= max(last), (start, last)
     assert max(last) < steps, "the last life ended by itself"
-    whole = _ended(2, scratch / "whole", root=str(tmp_path / "a"), every=7, steps=steps)
-    assert _digests(again) == _digests(whole)
+    assert _digests(again) == _digests(whole_lives)
+    shutil.rmtree(root)
 
 
 def _last_step(path: Path) -> int:
