@@ -27,7 +27,7 @@
 #                   where xfsprogs is installed);
 #                   a training told to end ROUNDS times; lives of runs drawn at random; FAULTS=1000 faults drawn
 #                   for saves of trainings, FAULTS_SEED=n for the same ones again; trainings with the redo log on all
-#                   layouts, killed at random a hundred times (about three hours).
+#                   layouts, killed at random a hundred times (about 140 minutes).
 #                   ONLY=collecting,races for some parts; an unknown part is refused with the list of parts
 #   make campaign-stores   installs Ceph, Azurite and others, and runs races, faults, kills and properties against them:
 #                   ROUNDS=1000 races, FAULTS=500, KILLS=100 of each server, EXAMPLES=1000; QUICK=1 for a short one;
