@@ -75,6 +75,10 @@ class Record:
     not_resumable: str = ""
     """Why a load must not end at this boundary; empty if a load may."""
 
+    held: tuple[str, ...] = ()
+    """FQNs of the parameters that have a gradient at the boundary, consumed or zero. A step with a gradient of zeros
+    decays weights and moments; a step without a gradient leaves both."""
+
 
 def call_tensor(call: int, fqn: str) -> str:
     """Return the name of a gradient in a record: the number of its call, and its parameter.

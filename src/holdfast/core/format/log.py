@@ -71,6 +71,7 @@ class _LogRecordDocument(msgspec.Struct, array_like=True):
     versions: dict[str, str]
     optimizers: dict[str, str]
     not_resumable: str
+    held: tuple[str, ...]
 
 
 _DECODER = msgspec.msgpack.Decoder(_LogRecordDocument)
@@ -106,6 +107,7 @@ def encode_record(record: Record, previous: int) -> bytes:
         dict(record.software.versions),
         dict(record.software.optimizers),
         record.not_resumable,
+        record.held,
     )
     return msgspec.msgpack.encode(document)
 
@@ -128,8 +130,8 @@ def decode_record(data: bytes, where: str) -> tuple[Record, int]:
         raise CorruptError(f"{where}: the record has no values; expected a record of the redo log")
     images = tuple(AfterImage(fqn, after) for fqn, after in found.images)
     software = Software(found.versions, found.optimizers)
-    record = Record(found.step, tuple(calls), images, tree, per_rank, found.sums, software, found.not_resumable)
-    return record, found.previous
+    end = found.sums, software, found.not_resumable, found.held
+    return Record(found.step, tuple(calls), images, tree, per_rank, *end), found.previous
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,6 +211,7 @@ class TorchGradientCapture:
             {fqn: total for hooked in self._hooked for fqn, total in self._sums(hooked.tensors)},
             self._software,
             self._not_resumable(),
+            tuple([fqn for hooked in self._hooked for fqn in hooked.held()]),
         )
         captured = Captured(record, self._bytes.tensors, self._bytes.size, self._bytes.release)
         self._bytes, self._calls, self._images = RecordedBytes(self._memory), [], []
@@ -285,6 +286,10 @@ class _Hooked:
         if self._depth:
             raise GapError(f"{self.stepped.path}: a step did not end")
         self._require_members()
+
+    def held(self) -> list[str]:
+        """Return the names of the parameters that have a gradient."""
+        return [fqn for fqn, parameter in self.stepped.parameters.items() if parameter.grad is not None]
 
     def pending(self) -> list[tuple[str, torch.Tensor]]:
         """Return name and gradient of each parameter whose gradient changed after the last step."""

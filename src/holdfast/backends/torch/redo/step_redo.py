@@ -103,10 +103,13 @@ class TorchStepRedo:
         groups = self._values.groups(record.tree) if self._selection.hyperparameters else self._own_groups
         for stepped, values in groups:
             _give(stepped, values)
-        for stepped in self._stepped.optimizers:
-            for parameter in stepped.parameters.values():
-                parameter.grad = None
         self._gradients.clear()
+        held = {*record.held}
+        for stepped in self._stepped.optimizers:
+            for fqn, parameter in stepped.parameters.items():
+                parameter.grad = _room_for(parameter) if fqn in held else None
+                if parameter.grad is not None:
+                    local_of(parameter.grad).zero_()
 
     def _step(self, number: int, call: OptimizerCall) -> None:
         stepped = self._by_path[call.path]
