@@ -22,7 +22,7 @@ from holdfast.backends.torch.redo.stepped import SteppedState
 from holdfast.base.ports.framework import Selection
 from holdfast.base.ports.store import Store
 from holdfast.observers import Event, LogInterrupted
-from tests.support.recorded_training import RANKS
+from tests.support.redo_log.recorded_training import RANKS
 
 Bits = Mapping[str, bytes]
 Make = Callable[[Any], torch.optim.Optimizer]

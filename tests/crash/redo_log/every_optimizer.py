@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import holdfast
 from tests.crash.redo_log.recorded_run import kill, wait_for_seal
 from tests.support.gloo_worlds import World
-from tests.support.optimizer_variants import maker_of
-from tests.support.recorded_training import Training
+from tests.support.redo_log.optimizer_variants import maker_of
+from tests.support.redo_log.recorded_training import Training
 
 STEPS = 12
 

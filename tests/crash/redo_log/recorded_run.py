@@ -120,9 +120,7 @@ def train(
     random.seed(100 + world.rank)
     settings = holdfast.Settings(collect_grace_seconds=0)  # The end of a run waits for the grace.
     options = holdfast.Differential(optimizers=(kind,)) if layout == "8bit" else differential
-    with holdfast.CheckpointManager(
-        root, every=every, keep_last=2, differential=options, settings=settings
-    ) as manager:
+    with holdfast.CheckpointManager(root, every=every, keep_last=2, differential=options, settings=settings) as manager:
         start = manager.load(state) or 0
         report = manager.load_report
         for step in range(start + 1, steps + 1):

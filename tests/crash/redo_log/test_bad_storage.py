@@ -16,7 +16,7 @@ from holdfast.base.ports.store import Store, Upload
 from holdfast.errors import UnavailableError
 from holdfast.observers import Event, LogInterrupted
 from holdfast.training.redo_log import log_memory
-from tests.support.logged_runs import memory_store
+from tests.support.redo_log.logged_runs import memory_store
 
 WIDTH = 128
 BASE_BYTES = (WIDTH * WIDTH + WIDTH * 9 + 8) * 12 + 40_000

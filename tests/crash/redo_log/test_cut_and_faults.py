@@ -26,7 +26,7 @@ from tests.support.mounted_file_systems import (
     new_image,
     workplace,
 )
-from tests.support.segments import LOG, queued
+from tests.support.redo_log.segments import LOG, queued
 
 pytestmark = [
     pytest.mark.long,

@@ -10,7 +10,7 @@ import pytest
 from holdfast.backends.torch.redo.step_redo import TorchStepRedo
 from holdfast.base.types.redo import Record
 from tests.crash.redo_log.departures import KINDS, Bits, Departure, Run, bits_of, departure_of
-from tests.support.logged_runs import memory_store
+from tests.support.redo_log.logged_runs import memory_store
 
 DEPARTURES = int(os.environ.get("DEPARTURES", "30"))
 """Seeds; `make campaign` takes more."""

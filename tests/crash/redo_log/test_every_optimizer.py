@@ -9,7 +9,7 @@ import torch
 
 from tests.crash.redo_log.every_optimizer import LAYOUTS
 from tests.support.gloo_worlds import Case, Results, run_world
-from tests.support.optimizer_variants import VARIANTS
+from tests.support.redo_log.optimizer_variants import VARIANTS
 
 pytestmark = pytest.mark.long
 

@@ -16,7 +16,7 @@ import torch
 import holdfast
 from holdfast.errors import CorruptError
 from holdfast.stored.repository.logs import Segment, records_in
-from tests.support.logged_runs import Loader, Logged, logged, memory_store
+from tests.support.redo_log.logged_runs import Loader, Logged, logged, memory_store
 from tests.unit.training.redo_log.test_lives import Training
 
 IS_WHOLE = os.environ.get("FLIPPED_BYTES") == "all"

@@ -18,7 +18,7 @@ from holdfast.base.ports.store import Store
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.settings import Settings
 from holdfast.testing.faults import FaultPoint, Faults, FaultyStore, raise_error
-from tests.support.logged_runs import Loader, Logged, logged, memory_store
+from tests.support.redo_log.logged_runs import Loader, Logged, logged, memory_store
 from tests.unit.training.redo_log.test_lives import Training
 
 LAST, EVERY = 6, 3

@@ -21,7 +21,7 @@ from holdfast.stored.repository.logs import RunLog, base_reaching, log_after, ne
 from holdfast.stored.repository.timelines import run_timelines
 from holdfast.training.loading.named_step import find_named
 from holdfast.training.runs.listing import run_record
-from tests.support.segments import LOG, queued, values_of, write
+from tests.support.redo_log.segments import LOG, queued, values_of, write
 from tests.unit.stored.repository.test_timelines import begin
 
 OTHER = "f" * 16

@@ -18,7 +18,7 @@ from holdfast.core.format.log import segment_key
 from holdfast.core.plan.reads import load_plan
 from holdfast.stored.repository.logs import read_records, steps_reached
 from holdfast.training.redo_log.segments import QueuedRecord
-from tests.support.segments import LOG, SETTINGS, queued, record_of, values_of, write
+from tests.support.redo_log.segments import LOG, SETTINGS, queued, record_of, values_of, write
 
 
 def test_records_come_back() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support.optimizer_variants import VARIANTS, maker_of
-from tests.support.recorded_training import Training, log_of, redo
+from tests.support.redo_log.optimizer_variants import VARIANTS, maker_of
+from tests.support.redo_log.recorded_training import Training, log_of, redo
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from holdfast.backends.torch.framework import TorchFramework
 from holdfast.backends.torch.local_shards import Ranks
 from holdfast.base.ports.framework import Selection
 from holdfast.errors import InvalidError, UnavailableError
-from tests.support.recorded_training import FRAMEWORK, HeapMemory, Log, log_of, redo, whole_regions
+from tests.support.redo_log.recorded_training import FRAMEWORK, HeapMemory, Log, log_of, redo, whole_regions
 
 
 class Plain:

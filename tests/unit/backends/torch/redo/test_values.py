@@ -12,7 +12,7 @@ from torch import nn
 from holdfast import PerRank
 from holdfast.base.ports.framework import Selection
 from holdfast.base.types.values import Group, Value
-from tests.support.recorded_training import FRAMEWORK, log_of, redo
+from tests.support.redo_log.recorded_training import FRAMEWORK, log_of, redo
 
 
 class Extra(nn.Linear):

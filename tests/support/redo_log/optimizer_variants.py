@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.support.recorded_training import Make
+from tests.support.redo_log.recorded_training import Make
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "sgd": ("SGD", {"lr": 0.05}),
