@@ -1,0 +1,115 @@
+"""Measured values of a model's units, and the ways to treat a unit.
+
+A unit is a module whose calls are managed together, for example a transformer block. Units with equal traces form one
+class. Every number of bytes is device memory, every number of seconds is time on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """One way to pack the output of one op."""
+
+    action: str
+    """Name of the packing: "bits", "narrow", "planes", "sparse", "q8" or "q4"."""
+    device_bytes: int
+    """Bytes on the device that hold the packed tensor."""
+    seconds: float
+    """Time to pack and to unpack."""
+    is_lossy: bool = False
+    """Whether the unpacked tensor may differ from the packed one."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitOp:
+    """One op of a unit's trace. Op 0 is the unit's input."""
+
+    number: int
+    """Position in the trace."""
+    overload: str
+    """The op's full name; "input" for op 0."""
+    bytes: int
+    """Bytes of new storage. A view or an in-place op has none."""
+    seconds: float
+    """Time to run the op once."""
+    reads: tuple[int, ...]
+    """Ops (bases) that made the storages that this op reads."""
+    base: int | None
+    """For a view or an in-place op: the op that made the storage."""
+    is_needed: bool
+    """Whether autograd saves the output or a view of the output."""
+    is_storable: bool
+    """Whether the output can be stored in forward and given back in backward."""
+    is_random: bool
+    """Whether the op draws from a generator."""
+    has_effect: bool
+    """Whether the op writes to memory that the unit did not make."""
+    packings: tuple[Packing, ...] = ()
+    """Ways to store the output other than keeping the tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitProfile:
+    """One class of units with equal traces."""
+
+    fingerprint: str
+    """Digest of the trace."""
+    units: tuple[str, ...]
+    """FQNs of the units, in forward order."""
+    ops: tuple[UnitOp, ...]
+    """The trace; the index of an op is the op's number."""
+    forward_seconds: float
+    """Time of one forward of a unit."""
+    backward_seconds: float
+    """Time of one backward of a unit."""
+    output_bytes: int
+    """Bytes of the unit's output."""
+    recompute_workspace_bytes: int
+    """Peak bytes of a backward that recomputes the whole unit, above what is stored."""
+    is_replayable: bool = True
+    """Whether ops of the unit may run again in backward."""
+    why_not: str = ""
+    """Why ops may not run again; empty if they may."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitColumn:
+    """One way to treat a unit. A unit replays if `run` or `draw` is not empty."""
+
+    store: tuple[tuple[int, str], ...]
+    """Stored ops, each with "keep" or the action of a packing."""
+    run: tuple[int, ...]
+    """Ops that the replay runs."""
+    draw: tuple[int, ...]
+    """Random ops that the replay runs only to advance the generator."""
+    device_bytes: int
+    """Stored bytes between forward and backward."""
+    seconds: float
+    """Time that the column adds to a step."""
+    forward_workspace_bytes: int
+    """Temporary bytes of the forward."""
+    backward_workspace_bytes: int
+    """Temporary bytes of the backward."""
+    is_lossy: bool
+    """Whether a stored tensor may differ from the original."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelProfile:
+    """A measured model: the units in forward order, and the memory that no unit manages."""
+
+    classes: tuple[UnitProfile, ...]
+    """Classes of units."""
+    order: tuple[tuple[str, int], ...]
+    """FQN of each unit and the index of the unit's class, in forward order."""
+    gradient_bytes: tuple[int, ...]
+    """For each unit: bytes of gradients that exist at the unit's backward."""
+    outside_bytes: int
+    """Bytes that live outside units during the step."""
+    keep_all_peak_bytes: int
+    """Peak of a step that keeps everything."""
+    step_seconds: float
+    """Time of a step that keeps everything."""
