@@ -1,0 +1,35 @@
+"""A plan: the measured model, the columns of its classes, and the column of each unit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.activations.profile.unit_profile import ModelProfile, UnitColumn
+
+
+@dataclass(frozen=True, slots=True)
+class SolvedPlan:
+    """A column for each unit, and all that a solution for another budget needs."""
+
+    profile: ModelProfile
+    """The measured model."""
+    columns: tuple[tuple[UnitColumn, ...], ...]
+    """Columns of each class."""
+    choice: tuple[int, ...]
+    """For each unit in forward order: the index of a column of the unit's class."""
+    budget_bytes: int
+    """Most bytes that a step may take above what the job holds before the step."""
+    reserve: float
+    """Share of the budget that the solver leaves free."""
+    error_bound: float
+    """Largest error of a stored element, relative to the rms of its tensor; 0 for exact gradients."""
+    predicted_peak_bytes: int
+    """Peak of a step, from the profile."""
+    predicted_slowdown: float
+    """Time of a step divided by the time of a step that keeps everything."""
+    gap: float
+    """Proven distance from the least time, relative; infinite if the solver found no plan in its time."""
+
+    def column_of(self, unit: int) -> UnitColumn:
+        """Return the column that was chosen for a unit, by its position in forward order."""
+        return self.columns[self.profile.order[unit][1]][self.choice[unit]]

@@ -1,0 +1,134 @@
+"""Chooses a column for each unit of the model: least time, within the memory that each moment of a step has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.activations.profile.unit_profile import ModelProfile, UnitColumn
+from holdfast.activations.solve.mixed_program import MixedProgram
+from holdfast.activations.solve.timeline import StepPeak, may_overflow, overflow_bytes, step_peak
+
+GAP = 1e-3
+"""Relative gap at which the solver stops."""
+
+SECONDS_MAX = 30.0
+"""Time limit of the solver."""
+
+_TIE = 1e-6
+"""Cost of an index relative to the slowest column: of two equal columns the first one is chosen."""
+
+_TOLERANCE = 4e-6
+"""Share of the memory that covers the solver's tolerance of 10⁻⁶ a row: three rows can add up."""
+
+
+def choose(
+    profile: ModelProfile, columns: Sequence[Sequence[UnitColumn]], memory_bytes: int
+) -> tuple[tuple[int, ...] | None, float]:
+    """Return the column of each unit, and the proven relative gap; None if no choice fits.
+
+    Args:
+        profile: The measured model.
+        columns: Columns of each class.
+        memory_bytes: Most bytes at any moment of a step.
+    """
+    free = memory_bytes - profile.outside_bytes
+    if free <= 0:
+        return None, 0.0
+    program = _ModelProgram.of(profile, columns, scale=free)
+    values, gap = program.solved()
+    if values is not None:
+        return program.choice(values), gap
+    least = _least_stored(profile, columns)
+    if gap == inf and step_peak(profile, chosen_columns(profile, columns, least)).bytes <= memory_bytes:
+        return least, inf
+    return None, gap
+
+
+def least_peak(profile: ModelProfile, columns: Sequence[Sequence[UnitColumn]]) -> StepPeak:
+    """Return the peak of the choice that needs the least memory."""
+    scale = max(profile.keep_all_peak_bytes, 1)
+    program = _ModelProgram.of(profile, columns, scale=scale, is_peak_variable=True)
+    values, _ = program.solved()
+    choice = _least_stored(profile, columns) if values is None else program.choice(values)
+    return step_peak(profile, chosen_columns(profile, columns, choice))
+
+
+def chosen_columns(
+    profile: ModelProfile, columns: Sequence[Sequence[UnitColumn]], choice: Sequence[int]
+) -> tuple[UnitColumn, ...]:
+    """Return the column of each unit in forward order."""
+    return tuple(columns[kind][index] for (_, kind), index in zip(profile.order, choice, strict=True))
+
+
+def _least_stored(profile: ModelProfile, columns: Sequence[Sequence[UnitColumn]]) -> tuple[int, ...]:
+    smallest = [min(range(len(each)), key=lambda index: each[index].device_bytes) for each in columns]
+    return tuple(smallest[kind] for _, kind in profile.order)
+
+
+@dataclass(slots=True)
+class _ModelProgram:
+    """The MILP of the model. Bytes are in units of `scale`."""
+
+    program: MixedProgram
+    choices: list[range]
+    """Variables of each unit's columns."""
+
+    @classmethod
+    def of(
+        cls,
+        profile: ModelProfile,
+        columns: Sequence[Sequence[UnitColumn]],
+        *,
+        scale: int,
+        is_peak_variable: bool = False,
+    ) -> _ModelProgram:
+        """Return the program. The stored bytes after each unit are variables: rows over all earlier units are dense.
+
+        Args:
+            profile: The measured model.
+            columns: Columns of each class.
+            scale: Bytes that every moment may take outside `outside_bytes`, if the peak is no variable.
+            is_peak_variable: Minimise the peak instead of the time.
+        """
+        program, choices = MixedProgram(), []
+        peak = [(program.variable(1.0, inf, is_whole=False), -1.0)] if is_peak_variable else []
+        room = 0.0 if is_peak_variable else 1.0 - _TOLERANCE
+        slowest = max((column.seconds for each in columns for column in each), default=0.0) or 1.0
+        before: list[tuple[int, float]] = []
+        for unit, (_, kind) in enumerate(profile.order):
+            options, gradients = columns[kind], profile.gradient_bytes[unit] / scale
+            costs = [0.0 if is_peak_variable else each.seconds / slowest + _TIE * at for at, each in enumerate(options)]
+            first = len(program.costs)
+            choices.append(range(first, first + len(options)))
+            for cost in costs:
+                program.variable(cost)
+            after = [(program.variable(upper=inf, is_whole=False), 1.0)]
+            program.row([(variable, 1.0) for variable in choices[-1]], least=1, most=1)
+            stored = [(first + at, -each.device_bytes / scale) for at, each in enumerate(options)]
+            minus = [(variable, -sign) for variable, sign in before]
+            program.row([*after, *minus, *stored], least=0, most=0)
+            forward = [(first + at, each.forward_workspace_bytes / scale) for at, each in enumerate(options)]
+            program.row([*before, *forward, *peak], most=room)
+            backward = [(first + at, each.backward_workspace_bytes / scale) for at, each in enumerate(options)]
+            program.row([*after, *backward, *peak], most=room - gradients)
+            overflow = overflow_bytes(profile.classes[kind]) / scale
+            packs = [(first + at, overflow) for at, each in enumerate(options) if may_overflow(each)]
+            if packs:
+                # The gradients count only where a pack was chosen: without one the row must not bind.
+                packs = [(variable, size + gradients) for variable, size in packs]
+                program.row([*before, *packs, *peak], most=room)
+            before = after
+        return cls(program, choices)
+
+    def solved(self) -> tuple[NDArray[np.float64] | None, float]:
+        """Return the values of all variables and the gap, as `MixedProgram.minimum` does."""
+        return self.program.minimum(gap=GAP, seconds=SECONDS_MAX)
+
+    def choice(self, values: NDArray[np.float64]) -> tuple[int, ...]:
+        """Return the index of each unit's column."""
+        return tuple(int(np.argmax(values[each.start : each.stop])) for each in self.choices)

@@ -1,0 +1,85 @@
+"""Memory over time: the forward of one unit, and the step of a model whose columns are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from holdfast.activations.profile.unit_profile import ModelProfile, UnitColumn, UnitProfile
+from holdfast.activations.solve.storages import TracedStorage
+
+
+def forward_workspace(unit: UnitProfile, storages: Iterable[TracedStorage], stored_bytes: Mapping[int, int]) -> int:
+    """Return the peak of a unit's forward: the unit's input, outputs until their last reader, and stored bytes.
+
+    The caller of the unit holds the input until the forward ends.
+
+    Args:
+        unit: The class of units.
+        storages: Storages of the unit, in the order of the trace.
+        stored_bytes: By base: bytes that stay; the bytes of the storage itself if the storage is kept.
+    """
+    storages = list(storages)
+    last_reader: dict[int, int] = {}
+    for each in storages:
+        for read in (*each.reads, each.base):
+            last_reader[read] = max(last_reader.get(read, 0), each.members[-1])
+    read = {base for each in storages for base in each.reads}
+    change = [0] * (len(unit.ops) + 1)
+    for each in storages:
+        kept = stored_bytes.get(each.base, 0)
+        is_by_reference = kept == each.bytes
+        # A packed tensor exists twice until the last reader has run. An output that no op reads leaves the unit.
+        change[each.base] += each.bytes if is_by_reference else each.bytes + kept
+        if each.base in read and each.base != 0 and not is_by_reference:
+            change[last_reader[each.base] + 1] -= each.bytes
+    peak = live = 0
+    for bytes_more in change[:-1]:
+        live += bytes_more
+        peak = max(peak, live)
+    return peak
+
+
+@dataclass(frozen=True, slots=True)
+class StepPeak:
+    """The moment of a step with the most memory."""
+
+    bytes: int
+    """Device memory at the moment."""
+    unit: int
+    """Position of the unit that runs, in forward order."""
+    phase: str
+    """ "forward", "backward" or "overflow"."""
+
+
+def step_peak(profile: ModelProfile, chosen: Sequence[UnitColumn]) -> StepPeak:
+    """Return the peak of a step, simulated unit by unit. The first unit wins a tie.
+
+    Args:
+        profile: The measured model.
+        chosen: The column of each unit, in forward order.
+    """
+    moments = []
+    stored = profile.outside_bytes
+    for unit, column in enumerate(chosen):
+        moments.append(StepPeak(stored + column.forward_workspace_bytes, unit, "forward"))
+        stored += column.device_bytes
+    for unit in reversed(range(len(chosen))):
+        column = chosen[unit]
+        held = stored + profile.gradient_bytes[unit]
+        moments.append(StepPeak(held + column.backward_workspace_bytes, unit, "backward"))
+        stored -= column.device_bytes
+        if may_overflow(column):
+            more = overflow_bytes(profile.classes[profile.order[unit][1]])
+            moments.append(StepPeak(stored + profile.gradient_bytes[unit] + more, unit, "overflow"))
+    return max(moments, key=lambda each: each.bytes)
+
+
+def may_overflow(column: UnitColumn) -> bool:
+    """Return whether a tensor may not fit the pack that the column plans for the tensor."""
+    return any(action != "keep" for _, action in column.store)
+
+
+def overflow_bytes(unit: UnitProfile) -> int:
+    """Return the bytes of a unit's backward if no tensor fits its pack: the input, and a whole recomputation."""
+    return unit.ops[0].bytes + unit.recompute_workspace_bytes
