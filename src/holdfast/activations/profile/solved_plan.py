@@ -28,7 +28,7 @@ class SolvedPlan:
     predicted_slowdown: float
     """Time of a step divided by the time of a step that keeps everything."""
     gap: float
-    """Proven distance from the least time, relative; infinite if the solver found no plan in its time."""
+    """Proven distance from the least time, relative; 1 if the solver found no plan in its time."""
 
     def column_of(self, unit: int) -> UnitColumn:
         """Return the column that was chosen for a unit, by its position in forward order."""

@@ -235,17 +235,21 @@ class _UnitProgram:
         """Add the rows of packs below an op with an effect: an overflow needs a way back to kept tensors."""
         if not self.unit.is_replayable:
             return
-        reruns: dict[int, int] = {}
-        for base, storage in self.storages.items():
-            barred = [read for read in storage.reads if self.storages[read].is_kept or read in reruns]
-            if not storage.is_kept and not barred:
-                continue
-            reruns[base] = self.program.variable(upper=0.0 if storage.is_kept else 1.0, is_whole=False)
-            for read in barred:
+        below = {base for base, storage in self.storages.items() if storage.is_kept}
+        while more := {base for base, each in self.storages.items() if not below.isdisjoint(each.reads)} - below:
+            below |= more
+        # 1 where the storage can be made again after all packs have overflowed.
+        reruns = {
+            base: self.program.variable(upper=0.0 if self.storages[base].is_kept else 1.0, is_whole=False)
+            for base in sorted(below)
+        }
+        for base, rerun in reruns.items():
+            storage = self.storages[base]
+            for read in below.intersection(storage.reads):
                 kept = [(self.stored[read, "keep"], 1.0)] if (read, "keep") in self.stored else []
-                self.program.row([*kept, (reruns[read], 1), (reruns[base], -1)], least=0)
+                self.program.row([*kept, (reruns[read], 1), (rerun, -1)], least=0)
             for packing in storage.packings:
-                self.program.row([(reruns[base], 1), (self.stored[base, packing.action], -1)], least=0)
+                self.program.row([(rerun, 1), (self.stored[base, packing.action], -1)], least=0)
 
     def _stored(self, base: int) -> list[tuple[int, float]]:
         return [(variable, 1.0) for (stored, _), variable in self.stored.items() if stored == base]

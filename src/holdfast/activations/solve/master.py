@@ -19,7 +19,7 @@ GAP = 1e-3
 SECONDS_MAX = 30.0
 """Time limit of the solver."""
 
-_TIE = 1e-6
+_TIE = 1e-7
 """Cost of an index relative to the slowest column: of two equal columns the first one is chosen."""
 
 _TOLERANCE = 4e-6
@@ -45,7 +45,7 @@ def choose(
         return program.choice(values), gap
     least = _least_stored(profile, columns)
     if gap == inf and step_peak(profile, chosen_columns(profile, columns, least)).bytes <= memory_bytes:
-        return least, inf
+        return least, 1.0
     return None, gap
 
 

@@ -86,5 +86,5 @@ def _too_small(
     fixed = f"; {name} is never recomputed: {why_not}" if why_not else ""
     return InvalidError(
         f"budget is {budget_bytes:,} bytes ({shown_bytes(budget_bytes)}); expected at least {least:,} bytes "
-        f"({shown_bytes(least)}): the {peak.phase} of {name} needs them{fixed}. Pass a larger budget, or smaller batches"
+        f"({shown_bytes(least)}): the {peak.phase} of {name} needs them{fixed}. Pass a larger budget or smaller batches"
     )

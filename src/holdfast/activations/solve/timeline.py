@@ -24,14 +24,14 @@ def forward_workspace(unit: UnitProfile, storages: Iterable[TracedStorage], stor
     for each in storages:
         for read in (*each.reads, each.base):
             last_reader[read] = max(last_reader.get(read, 0), each.members[-1])
-    read = {base for each in storages for base in each.reads}
+    read_bases = {base for each in storages for base in each.reads}
     change = [0] * (len(unit.ops) + 1)
     for each in storages:
         kept = stored_bytes.get(each.base, 0)
         is_by_reference = kept == each.bytes
         # A packed tensor exists twice until the last reader has run. An output that no op reads leaves the unit.
         change[each.base] += each.bytes if is_by_reference else each.bytes + kept
-        if each.base in read and each.base != 0 and not is_by_reference:
+        if each.base in read_bases and each.base != 0 and not is_by_reference:
             change[last_reader[each.base] + 1] -= each.bytes
     peak = live = 0
     for bytes_more in change[:-1]:

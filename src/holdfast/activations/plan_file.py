@@ -1,0 +1,196 @@
+"""Plan files: a plan as JSON, with a version and a digest. Neither torch nor scipy is needed to read one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from math import inf
+from pathlib import Path
+
+import msgspec
+
+from holdfast.activations.profile.solved_plan import SolvedPlan
+from holdfast.activations.profile.unit_profile import ModelProfile, UnitColumn, UnitProfile
+from holdfast.base.clock import SystemClock
+from holdfast.base.types.inspected import inspected
+from holdfast.errors import CorruptError, InvalidError, MissingError, UnavailableError
+
+KIND = "activation plan"
+VERSION = 1
+
+FILE_BYTES_MAX = 256 << 20
+"""Largest plan file that is read. The plan of 256 units of 100 ops in 10 classes has about 1 MB."""
+
+_BYTES_MAX = 1 << 60
+"""Limit of each number of bytes in a plan: sums of such numbers stay exact."""
+
+
+class PlanEnvelope(msgspec.Struct):
+    """The fields of a plan file."""
+
+    holdfast: str
+    """Kind of the file."""
+    version: int
+    """Version of the plan's fields."""
+    digest: str
+    """SHA-256 of the text of `plan`."""
+    plan: msgspec.Raw
+    """The plan, as text."""
+
+
+def plan_digest(plan: SolvedPlan) -> str:
+    """Return the digest of a plan, equal for equal plans."""
+    return hashlib.sha256(msgspec.json.encode(plan)).hexdigest()
+
+
+def write_plan(plan: SolvedPlan, path: str | os.PathLike[str]) -> None:
+    """Write a plan file. A reader finds the old file, or the whole new one.
+
+    Raises:
+        UnavailableError: The file cannot be written.
+    """
+    text = msgspec.json.encode(plan)
+    digest = hashlib.sha256(text).hexdigest()
+    data = msgspec.json.encode(PlanEnvelope(holdfast=KIND, version=VERSION, digest=digest, plan=msgspec.Raw(text)))
+    final = Path(path)
+    hidden = final.with_name(f".{final.name}.{SystemClock().random_bytes(4).hex()}")
+    try:
+        try:
+            with hidden.open("xb") as file:
+                file.write(data + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(hidden, final)
+        finally:
+            hidden.unlink(missing_ok=True)
+    except OSError as error:
+        raise UnavailableError(f"{final}: the plan cannot be written: {error}") from error
+
+
+def read_plan(path: str | os.PathLike[str]) -> SolvedPlan:
+    """Return the plan in a file.
+
+    Raises:
+        MissingError: The file does not exist.
+        InvalidError: The file is no plan file, or a newer version of Holdfast wrote the file.
+        CorruptError: The file is truncated or changed, or its values contradict each other.
+        UnavailableError: The file cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            data = file.read(FILE_BYTES_MAX + 1)
+    except FileNotFoundError as error:
+        raise MissingError(f"{path}: no such plan file") from error
+    except OSError as error:
+        raise UnavailableError(f"{path}: the plan cannot be read: {error}") from error
+    if len(data) > FILE_BYTES_MAX:
+        raise InvalidError(f"{path}: larger than {FILE_BYTES_MAX:,} bytes; expected a plan file")
+    return decode_plan(data, str(path))
+
+
+def decode_plan(data: bytes, where: str) -> SolvedPlan:
+    """Return the plan in the content of a file.
+
+    Args:
+        data: The content.
+        where: The file, for messages.
+    Raises:
+        InvalidError: The content is no plan, or a newer version of Holdfast wrote the plan.
+        CorruptError: The content is truncated or changed, or its values contradict each other.
+    """
+    try:
+        envelope = msgspec.json.decode(data, type=inspected(PlanEnvelope, msgspec.json.Decoder))
+    except msgspec.ValidationError as error:
+        raise InvalidError(f"{where}: not a plan file: {error}. Pass a file that plan.save() wrote") from error
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise CorruptError(f"{where}: damaged or not a plan file: {error}. Use another copy, or fit again") from error
+    if envelope.holdfast != KIND:
+        raise InvalidError(f"{where}: kind is {envelope.holdfast[:40]!r}; expected {KIND!r}")
+    if envelope.version != VERSION:
+        remedy = "upgrade Holdfast, or fit again" if envelope.version > VERSION else "fit again"
+        raise InvalidError(f"{where}: version is {envelope.version}; expected {VERSION}; {remedy}")
+    text = bytes(envelope.plan)
+    if (actual := hashlib.sha256(text).hexdigest()) != envelope.digest:
+        raise CorruptError(f"{where}: the plan hashes to {actual}, not to its digest. Use another copy, or fit again")
+    try:
+        plan = msgspec.json.decode(text, type=inspected(SolvedPlan, msgspec.json.Decoder))
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise CorruptError(f"{where}: {error}. Use another copy, or fit again") from error
+    for problem in _contradictions(plan):
+        raise CorruptError(f"{where}: {problem}. Use another copy, or fit again")
+    return plan
+
+
+def _contradictions(plan: SolvedPlan) -> Iterator[str]:
+    """Yield where values of a plan are out of range or contradict each other. Later checks rely on earlier ones."""
+    profile, units = plan.profile, len(plan.profile.order)
+    if not units or not len(profile.gradient_bytes) == len(plan.choice) == units:
+        yield f"{units} units, {len(profile.gradient_bytes)} gradients, {len(plan.choice)} choices; expected one each"
+    if len(plan.columns) != len(profile.classes):
+        yield f"{len(profile.classes)} classes have {len(plan.columns)} lists of columns"
+    for unit, ((name, kind), index) in enumerate(zip(profile.order, plan.choice, strict=True)):
+        if not 0 <= kind < len(profile.classes):
+            yield f"unit {unit}: class is {kind}; expected 0 to {len(profile.classes) - 1}"
+        if not 0 <= index < len(plan.columns[kind]):
+            yield f"unit {unit}: column is {index}; expected 0 to {len(plan.columns[kind]) - 1}"
+        if name not in profile.classes[kind].units:
+            yield f"unit {unit}: {name[:80]!r} is not in its class"
+    for kind, (each, columns) in enumerate(zip(profile.classes, plan.columns, strict=True)):
+        yield from (f"class {kind}: {problem}" for problem in _op_problems(each))
+        for index, column in enumerate(columns):
+            yield from (f"class {kind}, column {index}: {problem}" for problem in _column_problems(each, column))
+    yield from _number_problems(plan, profile)
+
+
+def _op_problems(unit: UnitProfile) -> Iterator[str]:
+    if not unit.ops or unit.ops[0].overload != "input":
+        yield "the trace does not begin with the input"
+    for number, op in enumerate(unit.ops):
+        if op.number != number:
+            yield f"op {number} has number {op.number}"
+        if op.base is not None and not (0 <= op.base < number and unit.ops[op.base].base is None):
+            yield f"op {number}: base is {op.base}; expected an earlier op with storage"
+        if not all(0 <= read < number and unit.ops[read].base is None for read in op.reads):
+            yield f"op {number} reads {op.reads[:3]}; expected earlier ops with storage"
+        sizes = (op.bytes, *(packing.device_bytes for packing in op.packings))
+        seconds = (op.seconds, *(packing.seconds for packing in op.packings))
+        if not (_are_sizes(*sizes) and _are_times(*seconds)):
+            yield f"op {number}: bytes or seconds are out of range"
+
+
+def _column_problems(unit: UnitProfile, column: UnitColumn) -> Iterator[str]:
+    if not all(0 <= number < len(unit.ops) for number in (*dict(column.store), *column.run, *column.draw)):
+        yield f"names an op outside 0 to {len(unit.ops) - 1}"
+    for number, action in column.store:
+        if action not in ("keep", *(packing.action for packing in unit.ops[number].packings)):
+            yield f"op {number} has no packing {action[:40]!r}"
+    if len(dict(column.store)) != len(column.store):
+        yield "stores an op twice"
+    if not unit.is_replayable and (column.run or column.draw):
+        yield "runs ops of a unit that is never recomputed"
+    sizes = (column.device_bytes, column.forward_workspace_bytes, column.backward_workspace_bytes)
+    if not (_are_sizes(*sizes) and _are_times(column.seconds)):
+        yield "bytes or seconds are out of range"
+
+
+def _number_problems(plan: SolvedPlan, profile: ModelProfile) -> Iterator[str]:
+    sizes = [*profile.gradient_bytes, profile.outside_bytes, profile.keep_all_peak_bytes]
+    for unit in profile.classes:
+        sizes += [unit.output_bytes, unit.recompute_workspace_bytes]
+        if not _are_times(unit.forward_seconds, unit.backward_seconds):
+            yield "the seconds of a class are out of range"
+    if not _are_sizes(*sizes, plan.budget_bytes, plan.predicted_peak_bytes):
+        yield "a number of bytes is out of range"
+    if not (_are_times(plan.predicted_slowdown, plan.gap) and 0 < profile.step_seconds < inf):
+        yield "the step's seconds, the slowdown or the gap are out of range"
+    if not (0 <= plan.reserve < 1 and 0 <= plan.error_bound <= 1):
+        yield f"reserve is {plan.reserve}, error bound is {plan.error_bound}; expected 0 to 1"
+
+
+def _are_sizes(*numbers: int) -> bool:
+    return all(0 <= number < _BYTES_MAX for number in numbers)
+
+
+def _are_times(*numbers: float) -> bool:
+    return all(0 <= number < inf for number in numbers)

@@ -1,0 +1,194 @@
+"""The choice for a model: the fastest within the budget, and right about the peak."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import pairwise, product
+
+import pytest
+
+from holdfast.activations.profile.unit_profile import ModelProfile, Packing, UnitColumn
+from holdfast.activations.solve.columns import columns_of
+from holdfast.activations.solve.explain import explained
+from holdfast.activations.solve.master import GAP, chosen_columns, least_peak
+from holdfast.activations.solve.solve import RESERVE, all_columns, solve, solve_again
+from holdfast.activations.solve.storages import storages_of
+from holdfast.activations.solve.timeline import forward_workspace, may_overflow, step_peak
+from holdfast.errors import InvalidError
+from tests.unit.activations.solve.traces import MIB, column, drawn_unit, model, op, unit
+
+Columns = tuple[tuple[UnitColumn, ...], ...]
+
+
+def drawn_model(rng: random.Random, units: int, columns_count: int) -> tuple[ModelProfile, Columns]:
+    """Return a model of two classes whose columns trade time for memory; some of them pack."""
+    columns = tuple(
+        tuple(
+            column(
+                size := rng.randint(1, 40),
+                rng.randint(0, 60) / 1e3 / (1 + size),
+                store=((1, "bits"),) if rng.random() < 0.3 else (),
+                forward_workspace_bytes=(size + rng.randint(0, 10)) * MIB,
+                backward_workspace_bytes=rng.randint(0, 30) * MIB,
+            )
+            for _ in range(columns_count)
+        )
+        for _ in range(2)
+    )
+    kinds = [
+        unit([op(0), op(1, [0], is_needed=True)], recompute_workspace_bytes=rng.randint(1, 50) * MIB) for _ in range(2)
+    ]
+    gradients = tuple(rng.randint(0, 9) * MIB for _ in range(units))
+    return model(*kinds, units=units, gradient_bytes=gradients), columns
+
+
+def peak_by_hand(profile: ModelProfile, chosen: tuple[UnitColumn, ...]) -> int:
+    """Return the peak of a step from the rows of the design, each from sums of its own."""
+    peaks = []
+    for at, each in enumerate(chosen):
+        before = profile.outside_bytes + sum(other.device_bytes for other in chosen[:at])
+        kind = profile.classes[profile.order[at][1]]
+        peaks.append(before + each.forward_workspace_bytes)
+        peaks.append(before + each.device_bytes + profile.gradient_bytes[at] + each.backward_workspace_bytes)
+        if any(action != "keep" for _, action in each.store):
+            overflow = kind.ops[0].bytes + kind.recompute_workspace_bytes
+            peaks.append(before + profile.gradient_bytes[at] + overflow)
+    return max(peaks)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_choice_is_the_fastest_that_fits(seed: int) -> None:
+    rng = random.Random(seed)
+    profile, columns = drawn_model(rng, 4, 5)
+    options = []
+    for choice in product(range(5), repeat=4):
+        chosen = chosen_columns(profile, columns, choice)
+        options.append((peak_by_hand(profile, chosen), sum(each.seconds for each in chosen)))
+        assert step_peak(profile, chosen).bytes == options[-1][0]
+    least = min(peak for peak, _ in options)
+    assert least_peak(profile, columns).bytes <= least * (1 + GAP)
+    for share in (1.01, 1.2, 1.5, 2.0):
+        budget = int(least * share) + 1
+        plan = solve(profile, columns, budget, reserve=0.0)
+        assert plan.predicted_peak_bytes <= budget
+        fastest = min(seconds for peak, seconds in options if peak <= budget * (1 - 1e-5))
+        assert (plan.predicted_slowdown - 1) * profile.step_seconds <= fastest * (1 + 2 * GAP) + 1e-6
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_more_budget_never_slows_training(seed: int) -> None:
+    profile, columns = drawn_model(random.Random(seed), 12, 8)
+    least = least_peak(profile, columns).bytes
+    slowdowns = [solve(profile, columns, int(least * (1.02 + step / 8))).predicted_slowdown for step in range(16)]
+    for tight, loose in pairwise(slowdowns):
+        assert loose - 1 <= (tight - 1) * (1 + 2 * GAP) + 1e-6
+
+
+def test_the_whole_model_from_traces_fits_every_budget_above_the_floor() -> None:
+    rng = random.Random(5)
+    profile = model(drawn_unit(rng, 12), drawn_unit(rng, 9), units=7)
+    columns = all_columns(profile, 0.0)
+    least = least_peak(profile, columns).bytes
+    everything = step_peak(profile, chosen_columns(profile, columns, (0,) * 7)).bytes
+    for step in range(9):
+        budget = int((least + (everything - least) * step / 8) * 1.01)
+        plan = solve(profile, columns, budget)
+        chosen = chosen_columns(profile, columns, plan.choice)
+        assert plan.predicted_peak_bytes == peak_by_hand(profile, chosen) <= budget * (1 - RESERVE)
+        assert plan.column_of(3) == chosen[3]
+    assert plan.choice == (0,) * 7, "a budget above the peak of keeping everything changes nothing"
+    assert plan.predicted_slowdown == 1.0
+
+
+def test_a_budget_below_the_floor_names_the_floor_and_the_unit() -> None:
+    profile, columns = drawn_model(random.Random(1), 5, 6)
+    with pytest.raises(InvalidError, match=r"the (forward|backward|overflow) of layers\.\d needs them") as caught:
+        solve(profile, columns, MIB)
+    floor = int(str(caught.value).split("at least ")[1].split(" bytes")[0].replace(",", ""))
+    assert solve(profile, columns, floor).predicted_peak_bytes <= floor
+    with pytest.raises(InvalidError, match="expected at least"):
+        solve(profile, columns, int(floor * (1 - 2 * GAP)))
+
+
+def test_the_floor_says_why_a_unit_is_never_recomputed() -> None:
+    fixed = unit([op(0), op(1, [0], is_needed=True)], is_replayable=False, why_not="argument cache may change")
+    profile = model(fixed)
+    with pytest.raises(InvalidError, match="never recomputed: argument cache may change"):
+        solve(profile, all_columns(profile, 0.0), 1000)
+
+
+def test_equal_columns_are_chosen_by_index_and_equal_inputs_give_equal_plans() -> None:
+    kind = unit([op(0), op(1, [0], is_needed=True)])
+    profile = model(kind, units=6)
+    columns = ((column(9, 0.0), column(4, 0.01), column(4, 0.01), column(1, 0.5)),)
+    tight = step_peak(profile, chosen_columns(profile, columns, (1,) * 6)).bytes
+    plan = solve(profile, columns, tight + MIB, reserve=0.0)
+    assert 2 not in plan.choice
+    assert plan == solve(profile, columns, tight + MIB, reserve=0.0)
+
+
+def test_a_pack_is_refused_where_its_overflow_would_not_fit() -> None:
+    kind = unit([op(0), op(1, [0], is_needed=True)], recompute_workspace_bytes=50 * MIB)
+    profile = model(kind, units=2)
+    packs = column(1, 0.01, store=((1, "bits"),))
+    columns = ((column(20, 0.0), packs, column(2, 0.02)),)
+    assert may_overflow(packs)
+    plan = solve(profile, columns, 30 * MIB)
+    assert 1 not in plan.choice
+    assert solve(profile, columns, 30 * MIB + 40 * MIB).choice != plan.choice
+
+
+def test_measured_seconds_change_the_choice() -> None:
+    kind = unit([op(0), op(1, [0], is_needed=True)])
+    profile = model(kind, units=4)
+    columns = ((column(20, 0.0), column(5, 0.01), column(4, 0.02)),)
+    assert set(solve(profile, columns, 40 * MIB).choice) <= {0, 1}
+    slower = ((columns[0][0], replace(columns[0][1], seconds=0.5), columns[0][2]),)
+    assert 1 not in solve(profile, slower, 40 * MIB).choice
+
+
+def test_another_budget_is_solved_from_the_plan() -> None:
+    profile, columns = drawn_model(random.Random(2), 8, 8)
+    least = least_peak(profile, columns).bytes
+    plan = solve(profile, columns, int(least * 3), error_bound=0.02, reserve=0.01)
+    again = solve_again(plan, int(least * 1.2))
+    assert again == solve(profile, columns, int(least * 1.2), error_bound=0.02, reserve=0.01)
+    assert (again.error_bound, again.reserve, again.budget_bytes) == (0.02, 0.01, int(least * 1.2))
+
+
+def test_the_forward_holds_the_input_live_outputs_and_stored_bytes() -> None:
+    """By hand: op 2 reads 1, op 3 reads 2; nothing is stored, then op 1 is packed, then op 2 is kept."""
+    profile = unit([op(0), op(1, [0], bytes=4 * MIB), op(2, [1], bytes=3 * MIB), op(3, [2], bytes=MIB)])
+    storages = storages_of(profile, allow_lossy=False)
+    assert forward_workspace(profile, storages.values(), {}) == (1 + 4 + 3) * MIB
+    assert forward_workspace(profile, storages.values(), {1: MIB}) == (1 + 5 + 3) * MIB
+    assert forward_workspace(profile, storages.values(), {1: 4 * MIB, 2: 3 * MIB}) == (1 + 4 + 3 + 1) * MIB
+
+
+def test_a_large_model_is_solved() -> None:
+    """256 units of 32 columns; the least peak too. It takes about a second of processor time."""
+    rng = random.Random(0)
+    kinds = [unit([op(0, bytes=4 * MIB), op(1, [0], is_needed=True)]) for _ in range(4)]
+    profile = model(*kinds, units=256, gradient_bytes=tuple((256 - at) * MIB // 10 for at in range(256)))
+    columns = tuple(
+        tuple(column(72 - 2.2 * at * rng.uniform(0.97, 1.03), (at / 31) ** 1.5 * 37e-3) for at in range(32))
+        for _ in kinds
+    )
+    budget = 256 * 72 * MIB // 3
+    plan = solve(profile, columns, budget)
+    assert plan.predicted_peak_bytes <= budget
+    assert plan.gap <= GAP
+    assert least_peak(profile, columns).bytes < budget
+
+
+def test_a_plan_explains_itself() -> None:
+    packing = Packing("bits", MIB // 32, 1e-6)
+    ops = [op(0, is_needed=True), op(1, [0], is_needed=True, packings=(packing,)), op(2, [1], is_needed=True)]
+    profile = model(unit(ops), units=3)
+    columns = (columns_of(profile.classes[0], 0.0),)
+    text = explained(solve(profile, columns, 9 * MIB))
+    assert "budget 9.0 MiB: predicted peak" in text
+    assert "3 units (layers.0, layers.1, layers.2):" in text
+    assert "the peak is in the" in text
+    assert "stores" in text
