@@ -19,7 +19,7 @@ from holdfast.errors import CorruptError, InvalidError, MissingError, Unavailabl
 KIND = "activation plan"
 VERSION = 1
 
-FILE_BYTES_MAX = 256 << 20
+FILE_BYTES_MAX = 64 << 20
 """Largest plan file that is read. The plan of 256 units of 100 ops in 10 classes has about 1 MB."""
 
 _BYTES_MAX = 1 << 60

@@ -1,4 +1,5 @@
-"""Frozen values that describe a measured model: ops, columns, costs. Nothing here imports torch.
+"""Frozen values that describe a measured model and its plan: ops, columns, costs.
 
-Read `unit_profile.py` first. The measuring itself lives in `runtime/`.
+`runtime/` measures the values, `solve/` chooses by the values, plan files store them. Nothing here imports torch, reads
+a file or decides. Read `unit_profile.py` first.
 """

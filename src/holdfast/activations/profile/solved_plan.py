@@ -18,7 +18,7 @@ class SolvedPlan:
     choice: tuple[int, ...]
     """For each unit in forward order: the index of a column of the unit's class."""
     budget_bytes: int
-    """Most bytes that a step may take above what the job holds before the step."""
+    """Most bytes that a step may take above the memory that the job holds before the step."""
     reserve: float
     """Share of the budget that the solver leaves free."""
     error_bound: float
@@ -28,7 +28,7 @@ class SolvedPlan:
     predicted_slowdown: float
     """Time of a step divided by the time of a step that keeps everything."""
     gap: float
-    """Proven distance from the least time, relative; 1 if the solver found no plan in its time."""
+    """Proven distance from the least time, relative to a step that keeps everything; 1 if the solver proved nothing."""
 
     def column_of(self, unit: int) -> UnitColumn:
         """Return the column that was chosen for a unit, by its position in forward order."""

@@ -25,7 +25,11 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class UnitOp:
-    """One op of a unit's trace. Op 0 is the unit's input."""
+    """One op of a unit's trace. Op 0 is the unit's input.
+
+    A base's `is_needed`, `is_storable` and `packings` stand for the whole storage, as the last in-place op leaves it.
+    `seconds`, `reads`, `is_random` and `has_effect` of a view or an in-place op are those of the op alone.
+    """
 
     number: int
     """Position in the trace."""
@@ -48,7 +52,7 @@ class UnitOp:
     has_effect: bool
     """Whether the op writes to memory that the unit did not make."""
     packings: tuple[Packing, ...] = ()
-    """Ways to store the output other than keeping the tensor."""
+    """Ways to store the output other than keeping the tensor; where no replay is allowed, only ways that always fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ class UnitProfile:
     output_bytes: int
     """Bytes of the unit's output."""
     recompute_workspace_bytes: int
-    """Peak bytes of a backward that recomputes the whole unit, above what is stored."""
+    """Peak bytes of a backward that recomputes the whole unit, above the stored bytes."""
     is_replayable: bool = True
     """Whether ops of the unit may run again in backward."""
     why_not: str = ""
@@ -80,9 +84,9 @@ class UnitColumn:
     """One way to treat a unit. A unit replays if `run` or `draw` is not empty."""
 
     store: tuple[tuple[int, str], ...]
-    """Stored ops, each with "keep" or the action of a packing."""
+    """Stored ops (bases), each with "keep" or the action of a packing. A replay holds op 0 in any case."""
     run: tuple[int, ...]
-    """Ops that the replay runs."""
+    """Ops that the replay runs: bases, each with all views and in-place ops."""
     draw: tuple[int, ...]
     """Random ops that the replay runs only to advance the generator."""
     device_bytes: int

@@ -204,7 +204,7 @@ class _UnitProgram:
                 self.run[base] = self.program.variable(self._scaled(storage.seconds + _RUN_SECONDS))
 
     def _add_rows(self, replays: int) -> None:
-        """Add the rows of storing and running: what is needed exists, and what runs finds what it reads."""
+        """Add the rows of storing and running: needed storages exist, and replayed ops find their inputs."""
         for base, storage in self.storages.items():
             stored = self._stored(base)
             self.program.row(stored, most=1)

@@ -1,4 +1,4 @@
-"""A plan as text: what each group of units stores, runs again and skips, and what binds."""
+"""A plan as text: the tensors that each group of units stores, packs and makes again, and the peak."""
 
 from __future__ import annotations
 
@@ -42,8 +42,13 @@ def _line(unit: UnitProfile, column: UnitColumn) -> str:
     draws = f", {len(column.draw)} only for the draw" if column.draw else ""
     parts = [f"stores {shown_bytes(column.device_bytes)} ({shown_bytes(kept)} kept)"]
     parts += [f"packs {first_three(packed)}"] if packed else []
-    parts += [f"runs again {first_three(again)}{draws}"] if again else []
+    parts += [f"runs again {first_three(again)}{draws}; skips {_skipped(unit, column)} ops"] if again else []
     return f"{'; '.join(parts)}; {1e3 * column.seconds:.2f} ms"
+
+
+def _skipped(unit: UnitProfile, column: UnitColumn) -> int:
+    handled = {*dict(column.store), *column.run, *column.draw}
+    return sum(op.base is None and op.number not in handled for op in unit.ops[1:])
 
 
 def _name(unit: UnitProfile, number: int) -> str:

@@ -14,7 +14,11 @@ from holdfast.activations.solve.mixed_program import MixedProgram
 from holdfast.activations.solve.timeline import StepPeak, may_overflow, overflow_bytes, step_peak
 
 GAP = 1e-3
-"""Relative gap at which the solver stops."""
+"""Gap at which the solver stops, relative to the added time and `STEP_SHARE` of a step."""
+
+STEP_SHARE = 0.1
+"""Share of a step that the gap counts too. A budget near the peak of keeping everything adds almost no time: a
+thousandth of that time takes the solver 20 seconds and changes no step by a millionth."""
 
 SECONDS_MAX = 30.0
 """Time limit of the solver."""
@@ -29,7 +33,9 @@ _TOLERANCE = 4e-6
 def choose(
     profile: ModelProfile, columns: Sequence[Sequence[UnitColumn]], memory_bytes: int
 ) -> tuple[tuple[int, ...] | None, float]:
-    """Return the column of each unit, and the proven relative gap; None if no choice fits.
+    """Return the column of each unit, and the proven gap relative to a step's time; None if no choice fits.
+
+    If the solver finds nothing in its time, the choice of the least memory is taken, with a gap of 1.
 
     Args:
         profile: The measured model.
@@ -42,20 +48,19 @@ def choose(
     program = _ModelProgram.of(profile, columns, scale=free)
     values, gap = program.solved()
     if values is not None:
-        return program.choice(values), gap
-    least = _least_stored(profile, columns)
-    if gap == inf and step_peak(profile, chosen_columns(profile, columns, least)).bytes <= memory_bytes:
-        return least, 1.0
-    return None, gap
+        choice = program.choice(values)
+        added = sum(column.seconds for column in chosen_columns(profile, columns, choice))
+        return choice, gap * (STEP_SHARE + added / profile.step_seconds)
+    if gap == 0:
+        return None, gap
+    least = _least_choice(profile, columns)
+    fits = step_peak(profile, chosen_columns(profile, columns, least)).bytes <= memory_bytes
+    return (least if fits else None), 1.0
 
 
 def least_peak(profile: ModelProfile, columns: Sequence[Sequence[UnitColumn]]) -> StepPeak:
-    """Return the peak of the choice that needs the least memory."""
-    scale = max(profile.keep_all_peak_bytes, 1)
-    program = _ModelProgram.of(profile, columns, scale=scale, is_peak_variable=True)
-    values, _ = program.solved()
-    choice = _least_stored(profile, columns) if values is None else program.choice(values)
-    return step_peak(profile, chosen_columns(profile, columns, choice))
+    """Return the peak of the choice that needs the least memory, to a thousandth."""
+    return step_peak(profile, chosen_columns(profile, columns, _least_choice(profile, columns)))
 
 
 def chosen_columns(
@@ -65,7 +70,12 @@ def chosen_columns(
     return tuple(columns[kind][index] for (_, kind), index in zip(profile.order, choice, strict=True))
 
 
-def _least_stored(profile: ModelProfile, columns: Sequence[Sequence[UnitColumn]]) -> tuple[int, ...]:
+def _least_choice(profile: ModelProfile, columns: Sequence[Sequence[UnitColumn]]) -> tuple[int, ...]:
+    scale = max(profile.keep_all_peak_bytes, 1)
+    program = _ModelProgram.of(profile, columns, scale=scale, is_peak_variable=True)
+    values, _ = program.solved()
+    if values is not None:
+        return program.choice(values)
     smallest = [min(range(len(each)), key=lambda index: each[index].device_bytes) for each in columns]
     return tuple(smallest[kind] for _, kind in profile.order)
 
@@ -99,6 +109,8 @@ class _ModelProgram:
         peak = [(program.variable(1.0, inf, is_whole=False), -1.0)] if is_peak_variable else []
         room = 0.0 if is_peak_variable else 1.0 - _TOLERANCE
         slowest = max((column.seconds for each in columns for column in each), default=0.0) or 1.0
+        if not is_peak_variable:
+            program.row([(program.variable(STEP_SHARE * profile.step_seconds / slowest), 1)], least=1)
         before: list[tuple[int, float]] = []
         for unit, (_, kind) in enumerate(profile.order):
             options, gradients = columns[kind], profile.gradient_bytes[unit] / scale

@@ -161,6 +161,6 @@ def model(*classes: UnitProfile, units: int = 4, **changed: object) -> ModelProf
         gradient_bytes=tuple(MIB * (units - 1 - index) for index in range(units)),
         outside_bytes=2 * MIB,
         keep_all_peak_bytes=100 * MIB,
-        step_seconds=1.0,
+        step_seconds=0.05,
     )
     return replace(plain, **changed)  # type: ignore[arg-type]
