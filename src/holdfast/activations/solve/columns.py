@@ -126,7 +126,8 @@ def _backward_workspace(
     needed = {base: storage.bytes for base, storage in storages.items() if storage.is_needed and base != 0}
     temporary = max(unit.recompute_workspace_bytes - sum(needed.values()), 0)
     if is_replayed:
-        return temporary + sum(size for base, size in needed.items() if store.get(base) != "keep")
+        unpacked = {**needed, 0: storages[0].bytes if store.get(0, "keep") != "keep" else 0}
+        return temporary + sum(size for base, size in unpacked.items() if store.get(base) != "keep")
     return temporary + max((storages[base].bytes for base, action in store.items() if action != "keep"), default=0)
 
 

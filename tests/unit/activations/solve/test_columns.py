@@ -177,6 +177,16 @@ def test_a_random_op_with_an_effect_forbids_later_draws() -> None:
     assert all(not each.run for each in columns_of(profile, 0.0))
 
 
+def test_a_replay_unpacks_a_packed_input() -> None:
+    packing = Packing("narrow", MIB // 2, 1e-6)
+    ops = [op(0, packings=(packing,)), op(1, [0], is_needed=True, bytes=3 * MIB)]
+    profile = unit(ops, recompute_workspace_bytes=5 * MIB)
+    workspaces = {
+        each.device_bytes: each.backward_workspace_bytes for each in columns_of(profile, 0.0) if each.run == (1,)
+    }
+    assert workspaces == {MIB: 5 * MIB, MIB // 2: 6 * MIB}
+
+
 def test_views_stand_for_their_base() -> None:
     """Dropout on a CPU: an empty tensor, filled in place, divided in place; a view of the result is saved."""
     ops = [
