@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 if TYPE_CHECKING:
     # `torch.distributed` has these three, but its annotations do not export them.
@@ -119,6 +120,14 @@ version_counter_of_trained: Callable[[torch.Tensor], int] = attrgetter("_version
 """Returns `version_counter` of a tensor that is no inference tensor, in a third of the time. `Tensor._version`."""
 
 
+def set_version_counter(tensor: torch.Tensor, version: int) -> None:
+    """Set the count of `version_counter`, after an op in place that changed nothing.
+
+    `torch._C._autograd._unsafe_set_version_counter`, of tuples since 2.10.
+    """
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))  # type: ignore[attr-defined]
+
+
 def storage_identity(tensor: torch.Tensor) -> int:
     """Return a number that two tensors share exactly if they share a storage, even an empty one.
 
@@ -139,6 +148,38 @@ def has_backward_hooks(parameter: torch.Tensor) -> bool:
 def is_flat_parameter(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is the flat parameter of an FSDP1 wrapper. `FlatParameter._is_flat_param`, since 2.6."""
     return bool(getattr(tensor, "_is_flat_param", False))
+
+
+# ------------------------------------------------------------------------------------------- ops, saved tensors
+
+
+def top_saved_tensors_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
+    """Return pack and unpack of the innermost `saved_tensors_hooks` that are active; None without any.
+
+    `torch._C._autograd._top_saved_tensors_default_hooks`, since 2.6. Its argument asks to leave hooks of a compiler out.
+    """
+    hooks: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    return hooks
+
+
+def arguments_of(op: Any) -> list[tuple[str, bool]]:
+    """Return of each argument of an op its name, and whether the op writes to the argument.
+
+    `OpOverload._schema`, since 2.6; `arguments` of a schema, each with `alias_info`.
+    """
+    return [
+        (argument.name, argument.alias_info is not None and argument.alias_info.is_write)
+        for argument in op._schema.arguments
+    ]
+
+
+def registered(module: nn.Module) -> list[dict[str, torch.Tensor | None]]:
+    """Return the dicts in which a module holds its own parameters and buffers.
+
+    `Module._parameters` and `Module._buffers`, since 2.6. FSDP2 exchanges the parameters in them.
+    """
+    return [cast("dict[str, torch.Tensor | None]", module._parameters), module._buffers]
 
 
 # -------------------------------------------------------------------------------------------------- modules

@@ -1,0 +1,160 @@
+"""A column for a trace, as the runtime follows it: what a call does with each saved tensor, and a replay with each op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from holdfast.activations.profile.unit_profile import UnitColumn
+from holdfast.activations.runtime.traced import UnitTrace
+from holdfast.errors import InvalidError
+
+
+class Unpackable(Protocol):
+    """The packed content of a tensor."""
+
+    def unpack(self) -> torch.Tensor:
+        """Return a new tensor of the size, strides, dtype and device that the packed one had."""
+        ...
+
+
+Pack = Callable[[torch.Tensor, str], Unpackable | None]
+"""Packs a tensor by an action. None: the content does not fit the pack (overflow)."""
+
+
+class Treatment(Enum):
+    """What a call does with a saved tensor."""
+
+    KEEP = "kept by reference"
+    PASS = "given to torch's checkpoint, which asks for a replay"
+    PACK = "packed by an action"
+
+
+class Act(Enum):
+    """What a replay does with an op."""
+
+    RUN = "runs"
+    VIEW = "runs, for it reads no content"
+    GIVE = "returns what is stored, or unwritten tensors"
+    DRAW = "runs for its draw, and returns as GIVE does"
+
+
+@dataclass(slots=True)
+class ColumnProgram:
+    """A column that was checked against a trace.
+
+    Raises:
+        InvalidError: The column would leave a needed tensor out, or run an op without what the op reads.
+    """
+
+    trace: UnitTrace
+    """The trace."""
+    column: UnitColumn
+    """The column."""
+    pack: Pack | None = None
+    """Packs tensors for actions other than "keep"."""
+    actions: dict[int, str] = field(init=False)
+    """Action of each stored group."""
+    run: frozenset[int] = field(init=False)
+    """Groups that a replay runs where nothing overflows."""
+    treatments: tuple[Treatment, ...] = field(init=False)
+    """Treatment of each saved tensor."""
+    packed: frozenset[int] = field(init=False)
+    """Groups that are packed."""
+    is_replayed: bool = field(init=False)
+    """Whether a call may need a replay."""
+    _acts: dict[frozenset[int], tuple[Act, ...]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ops = self.trace.ops
+        numbers = [number for number, _ in self.column.store] + list(self.column.run)
+        if self.trace.refused or any(not 0 <= number < len(ops) for number in numbers):
+            raise InvalidError(f"the column is not of this unit: {self.trace.refused or 'an op is not in the trace'}")
+        self.actions = {ops[number].group: action for number, action in self.column.store}
+        self.run = frozenset(ops[number].group for number in self.column.run) - {0}
+        self.packed = packed = frozenset(group for group, action in self.actions.items() if action != "keep")
+        self.is_replayed = bool(self.run or {group for group in packed if not self._always_fits(group)})
+        if 0 in packed or (packed and self.pack is None):
+            raise InvalidError(f"the column packs ops {sorted(packed)[:3]}; expected packs, and a kept input")
+        missing = {op.group for op in ops[1:] if op.is_needed and not op.has_value} - self.run - self.actions.keys()
+        if missing:
+            raise InvalidError(f"the column neither stores nor runs {self._names(missing)}, which backward needs")
+        if self.is_replayed:
+            if self.run != self.closure(self.run) or self.trace.why_not:
+                short = self.closure(self.run) - self.run
+                why = self.trace.why_not or f"its ops read {self._names(short)}, which it neither stores nor runs"
+                raise InvalidError(f"a replay of the column cannot run: {why}")
+            self.closure(self.run | packed, missing=packed)
+        self.treatments = tuple(map(self._treatment, range(len(self.trace.saved))))
+
+    def closure(self, wanted: Iterable[int], missing: frozenset[int] = frozenset()) -> frozenset[int]:
+        """Return the groups that a replay runs so that the wanted ones, and all values that Python reads, are right.
+
+        Args:
+            wanted: Groups to run.
+            missing: Stored groups that cannot be given back.
+        Raises:
+            InvalidError: One of them may not run again.
+        """
+        reads: dict[int, set[int]] = {}
+        for op in self.trace.ops:
+            reads.setdefault(op.group, set()).update(op.reads)
+        barred = {op.group for op in self.trace.ops if op.has_effect}
+        run: set[int] = set()
+        ahead = [*wanted, *(op.group for op in self.trace.ops if op.has_value)]
+        while ahead:
+            group = ahead.pop()
+            if group and group not in run:
+                run.add(group)
+                ahead += [each for each in reads[group] if not self._is_given(each) or each in missing]
+        if run & barred:
+            raise InvalidError(f"a replay would run {self._names(run & barred)} again, which has an effect")
+        return frozenset(run)
+
+    def acts(self, missing: frozenset[int]) -> tuple[Act, ...]:
+        """Return what a replay does with each op.
+
+        Args:
+            missing: Stored groups that cannot be given back: overflowed, or released.
+        """
+        found = self._acts.get(missing)
+        if found is None:
+            run = self.closure(self.run | missing, missing)
+            ops = self.trace.ops
+            # The generator stands where it stood at the start: whatever drew before the last draw draws again.
+            last = max((op.number for op in ops if op.is_random and op.group in run), default=0)
+            found = self._acts[missing] = tuple(
+                Act.VIEW
+                if op.is_view
+                else Act.RUN
+                if op.group in run
+                else Act.DRAW
+                if op.is_random and op.number < last
+                else Act.GIVE
+                for op in ops
+            )
+        return found
+
+    def _always_fits(self, group: int) -> bool:
+        """Return whether no content overflows the group's pack: masks as bits."""
+        geometries = [each.geometry for each in self.trace.ops[group].returns if each.geometry]
+        return self.actions[group] == "bits" and all(each.dtype is torch.bool for each in geometries)
+
+    def _is_given(self, group: int) -> bool:
+        return group == 0 or (group in self.actions and self.trace.ops[group].is_storable)
+
+    def _treatment(self, index: int) -> Treatment:
+        source = self.trace.saved[index]
+        if source.group is None:
+            # Where a replay runs, it casts a weight anew; kept casts would stay until backward.
+            return Treatment.PASS if source.is_cast and self.run else Treatment.KEEP
+        if source.group == 0 or self.actions.get(source.group) == "keep":
+            return Treatment.KEEP
+        return Treatment.PACK if source.group in self.actions else Treatment.PASS
+
+    def _names(self, groups: Iterable[int]) -> str:
+        return ", ".join(f"op {group} ({self.trace.ops[group].overload})" for group in sorted(groups)[:3])

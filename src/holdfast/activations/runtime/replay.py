@@ -1,0 +1,220 @@
+"""A call under torch's checkpoint, and the replay: what is stored is given back, what nobody reads is skipped.
+
+torch's checkpoint brings the state of generators, autocast, early stop and nesting. Its forward context is a filter: hooks
+inside torch's own that store what the column stores and hand the rest to torch. Its context of recomputation is the same
+filter, with a dispatch mode that follows the trace op by op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from holdfast.activations.runtime.arguments import put_together, tensors_of
+from holdfast.activations.runtime.column_program import Act
+from holdfast.activations.runtime.frame import CallFrame, Hooks, SavedToken
+from holdfast.activations.runtime.trace import CAST, SHAPE_READS, UNNUMBERED, written_by
+from holdfast.activations.runtime.traced import TensorGeometry, TracedOp
+from holdfast.backends.torch.private_layout import (
+    TorchDispatchMode,
+    set_version_counter,
+    storage_identity,
+    top_saved_tensors_hooks,
+    version_counter,
+)
+
+
+def call_with_replay(frame: CallFrame, forward: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
+    """Return the output of a call whose backward may replay it.
+
+    Args:
+        frame: Holds what the call stores.
+        forward: Takes the tensors of the arguments.
+        tensors: The tensors of the arguments. torch keeps them, and checks their versions.
+    """
+    return checkpoint(
+        forward,
+        *tensors,
+        use_reentrant=False,
+        preserve_rng_state=frame.program.trace.is_random,
+        context_fn=lambda: (_filtered(frame), _ReplayContext(frame)),
+        # Geometries are compared with the trace, in forward and in the replay.
+        determinism_check="none",
+    )
+
+
+@contextmanager
+def _filtered(frame: CallFrame) -> Iterator[None]:
+    """Store saved tensors in a frame, inside the hooks of torch's checkpoint."""
+    outer = top_saved_tensors_hooks()
+    assert outer is not None, "torch's checkpoint has pushed its hooks"
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: frame.pack(tensor, outer), _unpack):
+        yield
+    frame.end_forward()
+
+
+def _unpack(token: SavedToken) -> torch.Tensor:
+    return token.unpack()
+
+
+class _ReplayContext(AbstractContextManager[None]):
+    """The context of each replay of a frame."""
+
+    def __init__(self, frame: CallFrame) -> None:
+        self._frame = frame
+        self._stack = ExitStack()
+
+    def __enter__(self) -> None:
+        """Begin a replay."""
+        outer = top_saved_tensors_hooks()
+        assert outer is not None, "torch's checkpoint has pushed its hooks"
+        with ExitStack() as stack:
+            stack.callback(self._frame.end_replay)
+            mode = _ReplayMode(self._frame)
+            stack.callback(mode.restore_versions)
+            hooks = _ReplayHooks(self._frame, mode, outer)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack))
+            stack.enter_context(mode)
+            self._stack = stack.pop_all()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End a replay: at its end, by torch's early stop or by an error."""
+        self._stack.__exit__(kind, error, trace)
+
+
+class _ReplayHooks:
+    """Hands to torch exactly the saved tensors that the forward handed to torch."""
+
+    def __init__(self, frame: CallFrame, mode: _ReplayMode, outer: Hooks) -> None:
+        self._frame, self._mode, self._outer = frame, mode, outer
+        self._index = 0
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Take a tensor that autograd saves in the replay's own graph."""
+        index, self._index = self._index, self._index + 1
+        self._frame.source(index, tensor)
+        if not self._frame.passed[index]:
+            return tensor
+        if self._mode.is_unwritten(tensor):
+            raise self._frame.difference(f"saved tensor {index} was not run", "a tensor that the replay runs")
+        return self._outer[0](tensor)
+
+    def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor, should the unit's own code run a backward of the replay's graph."""
+        return tensor
+
+
+class _ReplayMode(TorchDispatchMode):
+    """Follows the trace: gives stored tensors, skips what nobody reads, runs the rest."""
+
+    def __init__(self, frame: CallFrame) -> None:
+        super().__init__()
+        self._frame, self._trace = frame, frame.program.trace
+        missing, self._changed = frame.begin_replay()
+        self._acts = frame.program.acts(missing)
+        self._missing = missing
+        self._number = 0
+        self._scratch: dict[torch.device, torch.UntypedStorage] = {}
+        self._unwritten: set[int] = set()
+        self._versions: list[tuple[torch.Tensor, int]] = []
+        self._registered = frame.registered_storages()
+
+    def is_unwritten(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor shows memory that no op has written."""
+        return storage_identity(tensor) in self._unwritten
+
+    def restore_versions(self) -> None:
+        """Give tensors that skipped ops would have changed the versions of before: autograd has counted the ops."""
+        for tensor, version in reversed(self._versions):
+            set_version_counter(tensor, version)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do with an op what the program says."""
+        kwargs = kwargs or {}
+        if func in UNNUMBERED:
+            return func(*args, **kwargs)
+        if func is CAST and storage_identity(args[0]) in self._registered:
+            self._check_reads((args[0],), func)
+            return func(*args, **kwargs)
+        self._number += 1
+        if self._number >= len(self._trace.ops) or self._trace.ops[self._number].op is not func:
+            expected = self._trace.ops[self._number].overload if self._number < len(self._trace.ops) else "no op"
+            raise self._frame.difference(f"op {self._number} is {func}", expected)
+        act = self._acts[self._number]
+        if act is Act.VIEW:
+            return func(*args, **kwargs)
+        tensors = tensors_of((args, kwargs))
+        if act is Act.RUN:
+            self._check_reads(tensors[int(func.overloadpacket.__name__ in SHAPE_READS) :], func)
+            return func(*args, **kwargs)
+        if act is Act.DRAW:
+            self._draw(func, args, kwargs)
+        return self._given(self._trace.ops[self._number], tensors)
+
+    def _check_reads(self, tensors: Sequence[torch.Tensor], func: Any) -> None:
+        """Raise if an op would read unwritten memory, or a parameter or buffer that has changed since forward."""
+        for tensor in tensors:
+            storage = storage_identity(tensor)
+            if storage in self._unwritten:
+                raise self._frame.difference(f"op {self._number} ({func}) reads an op that was skipped", "other reads")
+            if storage in self._changed:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                    f"a parameter or buffer {list(tensor.shape)} of unit {self._frame.name}, which {func} reads again"
+                )
+
+    def _draw(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Run a random op for its draw alone. What the op would change, and what was skipped, is replaced by zeros."""
+        written = {id(each) for each in written_by(func, args, kwargs)}
+
+        def replaced(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or (id(value) not in written and not self.is_unwritten(value)):
+                return value
+            # Of the same strides, which decide how some kernels draw. A probability of 0 passes their checks.
+            spare = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            return spare.zero_()
+
+        func(*map(replaced, args), **{key: replaced(value) for key, value in kwargs.items()})
+
+    def _given(self, op: TracedOp, tensors: Sequence[torch.Tensor]) -> Any:
+        leaves: list[Any] = []
+        is_stored = self._is_stored(op)
+        for each in op.returns:
+            if each.kind == "argument":
+                self._versions.append((tensors[each.slot], version_counter(tensors[each.slot])))
+                leaves.append(tensors[each.slot])
+            elif each.geometry is None:
+                leaves.append(each.value)
+            else:
+                storage = self._frame.stored(op.group, each.slot) if is_stored else None
+                leaves.append(self._unwritten_tensor(each.geometry) if storage is None else each.geometry.view_of(storage))
+        return put_together(op.form, leaves)
+
+    def _is_stored(self, op: TracedOp) -> bool:
+        return op.group in self._frame.program.actions and op.group not in self._missing and op.is_storable
+
+    def _unwritten_tensor(self, geometry: TensorGeometry) -> torch.Tensor:
+        """Return a tensor for a result that nobody reads. All show one memory, which no op writes."""
+        scratch = self._scratch.get(geometry.device)
+        if scratch is None:
+            size = max(
+                (
+                    each.geometry.reach_bytes
+                    for op, act in zip(self._trace.ops, self._acts, strict=True)
+                    if act in (Act.GIVE, Act.DRAW) and not self._is_stored(op)
+                    for each in op.returns
+                    if each.geometry is not None and each.geometry.device == geometry.device
+                ),
+                default=0,
+            )
+            scratch = torch.empty(size, dtype=torch.uint8, device=geometry.device).untyped_storage()
+            self._scratch[geometry.device] = scratch
+            self._unwritten.add(storage_identity(torch.empty(0, dtype=torch.uint8, device=geometry.device).set_(scratch)))
+        return geometry.view_of(scratch)

@@ -1,0 +1,102 @@
+"""The storages that the ops of one call touch.
+
+A storage is recognised by a weak reference. An address is no identity: memory that is released comes back under the same
+address within one forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from holdfast.backends.torch.private_layout import registered, storage_identity
+
+
+@dataclass(slots=True, eq=False)
+class SeenStorage:
+    """One storage."""
+
+    weak: StorageWeakRef
+    """Holds the storage's identity, not its memory."""
+    bytes: int
+    """Bytes of the storage."""
+    group: int | None = None
+    """The op that made it; 0 for the unit's input, None for what the unit did not make."""
+    slot: int = 0
+    """Number of the storage among those of its group."""
+    is_watched: bool = False
+    """Not made by the unit: whether a replay notices a change. True for parameters, buffers and constants of the code."""
+    is_registered: bool = False
+    """Whether a parameter or buffer of the unit shows it."""
+    cast_of: SeenStorage | None = None
+    """The parameter or buffer that it is a cast of."""
+    cast_writes: int = 0
+    """The writes of the parameter or buffer before the cast."""
+    writes: int = 0
+    """How many ops have changed it so far."""
+    reads: list[tuple[int, int]] = field(default_factory=list)
+    """Ops that read it, each with the number of writes before. Ops of its own group are left out."""
+    saves: list[int] = field(default_factory=list)
+    """The number of writes before each time that autograd saved it."""
+
+    @property
+    def final_reads(self) -> bool:
+        """Return whether all that read or save the storage see its last content."""
+        return all(writes == self.writes for _, writes in self.reads) and all(each == self.writes for each in self.saves)
+
+
+class SeenStorages:
+    """Storages by identity."""
+
+    def __init__(self, unit: nn.Module, inputs: Iterable[torch.Tensor]) -> None:
+        self._seen: dict[int, SeenStorage] = {}
+        for module in unit.modules():
+            for held in registered(module):
+                for tensor in held.values():
+                    if tensor is not None and tensor.layout is torch.strided:
+                        seen = self.of(tensor)
+                        seen.is_watched = seen.is_registered = True
+        self._parameters = set(unit.parameters())
+        slots = 0
+        for tensor in inputs:
+            seen = self.of(tensor)
+            if seen.group is None and not seen.is_registered:
+                seen.group, seen.slot, slots = 0, slots, slots + 1
+
+    def of(self, tensor: torch.Tensor) -> SeenStorage:
+        """Return the storage of a tensor. One that was never seen is not of the unit."""
+        found = self.known(tensor)
+        if found is None:
+            storage = tensor.untyped_storage()
+            found = SeenStorage(StorageWeakRef(storage), storage.nbytes())
+            self._seen[found.weak.cdata] = found
+            found.is_watched = self._is_cast(tensor)
+        return found
+
+    def known(self, tensor: torch.Tensor) -> SeenStorage | None:
+        """Return the storage of a tensor; None if it was never seen."""
+        return self._seen.get(storage_identity(tensor))
+
+    def made(self) -> list[SeenStorage]:
+        """Return the storages that ops of the unit made, in order."""
+        return [seen for seen in self._seen.values() if seen.group]
+
+    def outside(self) -> list[SeenStorage]:
+        """Return the storages that the unit did not make."""
+        return [seen for seen in self._seen.values() if seen.group is None]
+
+    def live_bytes(self) -> int:
+        """Return the bytes of the storages that the unit made and that still exist."""
+        return sum(seen.bytes for seen in self._seen.values() if seen.group and not seen.weak.expired())
+
+    def _is_cast(self, tensor: torch.Tensor) -> bool:
+        """Return whether a tensor is a cast of an own parameter that autocast made before and kept."""
+        node = tensor.grad_fn
+        if node is None or node.name() != "ToCopyBackward0":
+            return False
+        source = node.next_functions[0][0]
+        return getattr(source, "variable", None) in self._parameters

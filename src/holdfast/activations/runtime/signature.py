@@ -1,0 +1,56 @@
+"""The signature of a call: two calls of equal signature run the same ops on tensors of the same geometry."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import nn
+
+from holdfast.activations.runtime.arguments import Form
+
+Signature = tuple[Hashable, ...]
+
+
+def signature_of(unit: nn.Module, form: Form, tensors: Sequence[torch.Tensor]) -> Signature:
+    """Return the signature of a call of a unit.
+
+    Args:
+        unit: The module that is called.
+        form: The arguments without their tensors.
+        tensors: The tensors of the arguments.
+    """
+    return (
+        _key_of(form),
+        tuple(
+            (type(each), each.shape, _strides_of(each), each.dtype, each.device, each.requires_grad) for each in tensors
+        ),
+        tuple(module.training for module in unit.modules()),
+        tuple(parameter.requires_grad for parameter in unit.parameters()),
+        tuple(_autocast_of(device) for device in sorted({"cpu", *(each.device.type for each in tensors)})),
+    )
+
+
+def _strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    return tensor.stride() if tensor.layout is torch.strided else None
+
+
+def _autocast_of(device: str) -> tuple[object, ...]:
+    if device not in ("cpu", "cuda"):
+        return (device,)
+    return device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+def _key_of(form: Form) -> Hashable:
+    """Return a form as a key of a dict. An object counts by its type alone: a plan never runs its unit again."""
+    if form[0] == "plain":
+        value = form[1]
+        # A slice has no hash before Python 3.12; True equals 1, and NaN equals nothing.
+        return type(value), repr(value)
+    if form[0] == "object":
+        return "object", type(form[1])
+    if form[0] == "dict":
+        return "dict", tuple((key, _key_of(each)) for key, each in form[1])
+    if form[0] == "sequence":
+        return "sequence", form[1], tuple(_key_of(each) for each in form[2])
+    return form

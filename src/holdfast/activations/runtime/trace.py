@@ -1,0 +1,413 @@
+"""Trace one real call of a unit: the ops, the storages they read and make, and what autograd saves.
+
+The call is a plain one: outputs and gradients are those of the unit. Only ops below autograd and autocast are seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from holdfast.activations.runtime.arguments import objects_of, take_apart, tensors_of
+from holdfast.activations.runtime.frame import KeptTensor
+from holdfast.activations.runtime.measure import least_seconds, timed
+from holdfast.activations.runtime.seen_storages import SeenStorage, SeenStorages
+from holdfast.activations.runtime.signature import signature_of
+from holdfast.activations.runtime.traced import OpReturn, SavedSource, TensorGeometry, TracedOp, UnitTrace
+from holdfast.backends.torch.private_layout import (
+    TorchDispatchMode,
+    arguments_of,
+    registered,
+    top_saved_tensors_hooks,
+)
+
+UNNUMBERED = frozenset({torch.ops.aten.detach.default, torch.ops.prim.device.default})
+"""Ops without a number: hooks and checkpoints call them in numbers of their own."""
+
+CAST = torch.ops.aten._to_copy.default
+"""A cast. One of a parameter or buffer has no number: autocast keeps casts, so that their number differs by call."""
+
+_FROM_PYTHON = torch.ops.aten.lift_fresh.default
+"""Brings a constant of the code into torch."""
+
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
+"""Namespaces of collectives."""
+
+_DRAWS = frozenset(
+    "bernoulli bernoulli_ native_dropout rand rand_like randn randn_like randint randint_like random random_ uniform "
+    "uniform_ normal normal_ exponential exponential_ geometric_ cauchy_ log_normal_ randperm".split()
+)
+"""Random ops whose number of draws depends on the geometry alone; attention with dropout likewise."""
+
+SHAPE_READS = frozenset(
+    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full "
+    "new_empty_strided zero_ bernoulli_ uniform_ normal_ random_ exponential_ geometric_ cauchy_ log_normal_".split()
+)
+"""Ops that read the geometry of their first argument, not its content."""
+
+_UNSEEN_READS = frozenset({"tolist", "numpy", "__array__", "data_ptr", "__dlpack__"})
+"""Functions by which code reads the content of a tensor without an op."""
+
+_RESHAPED = frozenset({"resize_", "resize_as_", "set_"})
+"""Ops that give a tensor another geometry."""
+
+_ROUNDS = 3
+"""Measurements of an op that may run again, of which the shortest counts."""
+
+
+def trace_call(
+    unit: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Any, UnitTrace]:
+    """Return the output of a call of a unit, and the trace of the call.
+
+    Args:
+        unit: The module that is called.
+        forward: The module's own forward.
+        args, kwargs: Arguments of the call.
+    """
+    tensors: list[torch.Tensor] = []
+    form = take_apart((tuple(args), dict(kwargs)), tensors)
+    signature = signature_of(unit, form, tensors)
+    recorder = _Recorder(unit, list(filter(is_plain, tensors)))
+    if not all(map(is_plain, tensors)):
+        recorder.refused = "an argument is no plain tensor"
+    if objects := objects_of(form):
+        recorder.why_not = f"the unit's code may change {objects[0]} without an op; pass data alone (use_cache=False)"
+    before = _attributes(unit)
+    hooks = torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack)
+    with hooks, _ReadWatch(recorder), recorder:
+        output = forward(*args, **kwargs)
+    if changed := _changed(before, _attributes(unit)):
+        recorder.why_not = recorder.why_not or f"the unit keeps state in its attribute {changed}"
+    return output, recorder.finish(signature, output)
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs ops and writes down what they do."""
+
+    def __init__(self, unit: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.why_not, self.refused = "", ""
+        self.is_own_code, self._is_done = False, False
+        self._seen = SeenStorages(unit, inputs)
+        # Masks and positions belong to the model, which gives the same ones to every unit.
+        counted = [tensor for tensor in inputs if tensor.requires_grad] or inputs
+        own = {seen.weak.cdata: seen.bytes for seen in map(self._seen.of, counted) if seen.group == 0}
+        self._input_bytes = sum(own.values())
+        self._ops: list[dict[str, Any]] = []
+        self._saved: list[tuple[SeenStorage, TensorGeometry]] = []
+        self._peak_bytes = 0
+
+    def pack(self, tensor: torch.Tensor) -> KeptTensor:
+        """Write down the source of a tensor that autograd saves."""
+        with self._own_code():
+            if self._plain([tensor]):
+                seen = self._seen.of(tensor)
+                seen.saves.append(seen.writes)
+                self._saved.append((seen, TensorGeometry.of(tensor)))
+        return KeptTensor(tensor)
+
+    def unpack(self, kept: KeptTensor) -> torch.Tensor:
+        """Return a saved tensor."""
+        if not self._is_done:
+            self._refuse("the unit runs a backward of its own in forward")
+        return kept.unpack()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an op and write down what the op did."""
+        kwargs = kwargs or {}
+        if func in UNNUMBERED:
+            return func(*args, **kwargs)
+        with self._own_code():
+            tensors = self._plain(tensors_of((args, kwargs)))
+            seen = [self._seen.of(tensor) for tensor in tensors]
+            if func is CAST and seen and seen[0].is_registered:
+                output = func(*args, **kwargs)
+                cast = self._seen.of(output)
+                cast.is_watched, cast.cast_of, cast.cast_writes = True, seen[0], seen[0].writes
+                return output
+            if func is _FROM_PYTHON and seen and seen[0].group is None:
+                seen[0].is_watched = True
+            self._check_op(func, args, tensors)
+            return self._record(func, args, kwargs, tensors, seen)
+
+    def finish(self, signature: Any, output: Any) -> UnitTrace:
+        """Return the trace."""
+        self._is_done = True
+        for seen in self._seen.outside():
+            # A parameter or buffer that changes within the unit has another content when the op runs again.
+            for number in (number for number, writes in seen.reads if writes != seen.writes):
+                self._ops[number - 1]["has_effect"] = True
+        needed = {seen.group for seen, _ in self._saved}
+        members: dict[int, list[SeenStorage]] = {}
+        for seen in self._seen.made():
+            members.setdefault(seen.group or 0, []).append(seen)
+        storable = {
+            group
+            for group, storages in members.items()
+            if all(seen.final_reads and (seen.saves or not seen.reads) for seen in storages)
+        }
+        ops = [_input_op(self._input_bytes, is_needed=0 in needed)]
+        for number, record in enumerate(self._ops, start=1):
+            is_base = record["group"] == number
+            is_needed = is_base and (number in needed or record["has_value"])
+            ops.append(
+                TracedOp(number=number, is_needed=is_needed, is_storable=is_base and number in storable, **record)
+            )
+        returned = {seen.weak.cdata: seen.bytes for seen in map(self._seen.of, self._plain(tensors_of(output)))}
+        return UnitTrace(
+            signature=signature,
+            ops=tuple(ops),
+            saved=tuple(_source(seen, geometry) for seen, geometry in self._saved),
+            output_bytes=sum(returned.values()),
+            peak_bytes=self._peak_bytes,
+            why_not=self.refused or self.why_not,
+            refused=self.refused,
+        )
+
+    def _record(
+        self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], seen: list[SeenStorage]
+    ) -> Any:
+        number = len(self._ops) + 1
+        written = written_by(func, args, kwargs)
+        buffers = [(tensor, tensor.clone()) for tensor, each in zip(tensors, seen, strict=True) if _may_change(tensor, each)]
+        is_random = is_random_op(func, args, kwargs)
+        device = next((tensor.device for tensor in tensors), None)
+        output, seconds = timed(partial(func, *args, **kwargs), device)
+        changed = {id(self._seen.of(tensor)) for tensor in written}
+        changed |= {id(self._seen.of(tensor)) for tensor, before in buffers if not _same_bits(tensor, before)}
+        if not changed and not is_random and seconds:
+            seconds = min(seconds, least_seconds(partial(func, *args, **kwargs), device, _ROUNDS - 1))
+        form, returns, is_view, fresh = self._returns(func, output, tensors, written, number)
+        group = self._group_of(func, number, seen, changed, is_view=is_view, is_fresh=bool(fresh))
+        read = [] if is_view else seen[int(func.overloadpacket.__name__ in SHAPE_READS) :]
+        has_effect = (
+            kwargs.get("generator") is not None
+            or any(each.group is None and id(each) in changed for each in seen)
+            or any(each.group is None and not each.is_watched for each in read)
+        )
+        reads = {each.group for each in read if each.group is not None and each.group != group}
+        for each in {id(each): each for each in read if each.group != group}.values():
+            each.reads.append((number, each.writes))
+            if each.cast_of is not None:
+                each.cast_of.reads.append((number, each.cast_writes))
+        for each in {id(each): each for each in seen if id(each) in changed}.values():
+            each.writes += 1
+        self._ops.append(
+            {
+                "op": func,
+                "group": group,
+                "form": form,
+                "returns": returns,
+                "reads": tuple(sorted(reads)),
+                "bytes": sum(each.bytes for each in fresh),
+                "seconds": seconds,
+                "is_view": is_view,
+                "is_random": is_random,
+                "has_effect": has_effect,
+                "has_value": not tensors_of(output) and any(each.value is not None for each in returns),
+            }
+        )
+        self._peak_bytes = max(self._peak_bytes, self._seen.live_bytes())
+        return output
+
+    def _returns(
+        self, func: Any, output: Any, tensors: list[torch.Tensor], written: list[torch.Tensor], number: int
+    ) -> tuple[Any, tuple[OpReturn, ...], bool, list[SeenStorage]]:
+        """Return form and leaves of a result, whether all tensors show storages of before, and the new storages."""
+        leaves: list[OpReturn] = []
+        fresh: dict[int, SeenStorage] = {}
+        shown = 0
+        form = _numbered_form(output, leaf_values := [])
+        changed = {id(self._seen.of(tensor)): position for position, tensor in enumerate(tensors) if _is_in(tensor, written)}
+        for value in leaf_values:
+            if not isinstance(value, torch.Tensor):
+                leaves.append(OpReturn("value", value=value))
+                continue
+            if not self._plain([value]):
+                continue
+            known = self._seen.known(value)
+            if known is not None and id(known) in changed:
+                leaves.append(OpReturn("argument", slot=changed[id(known)]))
+                continue
+            if known is not None and id(known) not in fresh:
+                leaves.append(OpReturn("view"))
+                shown += 1
+                continue
+            made = self._seen.of(value)
+            if id(made) not in fresh:
+                made.group, made.slot, fresh[id(made)] = number, len(fresh), made
+            leaves.append(OpReturn("fresh", slot=made.slot, geometry=TensorGeometry.of(value)))
+        if shown and (fresh or written):
+            self._bar(f"{func} returns new tensors and views")
+        return form, tuple(leaves), bool(shown), list(fresh.values())
+
+    def _group_of(
+        self, func: Any, number: int, seen: list[SeenStorage], changed: set[int], *, is_view: bool, is_fresh: bool
+    ) -> int:
+        owners = {each.group for each in seen if id(each) in changed}
+        if 0 in owners:
+            self._bar(f"{func} changes an argument of the unit in place")
+        if owners - {None} and (len(owners) > 1 or is_fresh):
+            self._bar(f"{func} changes tensors of several ops")
+        if is_view:
+            owners = {each.group for each in seen}
+        return next((owner for owner in owners if owner is not None), number) if not is_fresh else number
+
+    def _check_op(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
+        hooks = top_saved_tensors_hooks()
+        if hooks is None or getattr(hooks[0], "__self__", None) is not self:
+            self._refuse("the unit installs hooks for saved tensors itself (disable its activation checkpointing)")
+        if func.namespace in _COLLECTIVES:
+            self._refuse(f"the unit runs a collective ({func})")
+        name = func.overloadpacket.__name__
+        if torch.Tag.dynamic_output_shape in func.tags:
+            is_index = func is torch.ops.aten.index.Tensor
+            if not is_index or any(each.dtype in (torch.bool, torch.uint8) for each in tensors[1:]):
+                self._bar(f"the shape of {func} depends on data")
+        if name in _RESHAPED:
+            self._bar(f"{func} gives a tensor another geometry")
+        if torch.Tag.nondeterministic_seeded in func.tags and name not in _DRAWS and "attention" not in name:
+            self._bar(f"the number of draws of {func} may depend on data")
+
+    def _plain(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors that have a storage of their own kind; another one refuses the unit."""
+        for tensor in tensors:
+            if not is_plain(tensor):
+                self._refuse(f"the unit uses a tensor of type {type(tensor).__name__}, {tensor.layout}")
+        return list(filter(is_plain, tensors))
+
+    def note_read(self, function: str) -> None:
+        """Write down that the unit's code reads a tensor without an op."""
+        self._bar(f"the unit's code reads a tensor by {function}()")
+
+    def _bar(self, why: str) -> None:
+        self.why_not = self.why_not or why
+
+    def _refuse(self, why: str) -> None:
+        self.refused = self.refused or why
+
+    @contextmanager
+    def _own_code(self) -> Iterator[None]:
+        before, self.is_own_code = self.is_own_code, True
+        try:
+            yield
+        finally:
+            self.is_own_code = before
+
+
+class _ReadWatch(TorchFunctionMode):
+    """Notices functions that read the content of a tensor without an op."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch."""
+        if not self._recorder.is_own_code and getattr(func, "__name__", "") in _UNSEEN_READS:
+            self._recorder.note_read(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@lru_cache(maxsize=4096)
+def _arguments_of(func: Any) -> tuple[tuple[str, bool], ...]:
+    return tuple(arguments_of(func))
+
+
+def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors among the arguments of an op that the op's schema says it changes."""
+    found = []
+    for position, (name, is_written) in enumerate(_arguments_of(func)):
+        if is_written:
+            found += tensors_of(args[position] if position < len(args) else kwargs.get(name))
+    return found
+
+
+def is_random_op(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call of an op draws. Attention draws with dropout alone."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for position, (name, _) in enumerate(_arguments_of(func)):
+        if name == "dropout_p":
+            return bool(args[position] if position < len(args) else kwargs.get(name, 0.0))
+    return True
+
+
+def _may_change(tensor: torch.Tensor, seen: SeenStorage) -> bool:
+    """Return whether an op may change a tensor unsaid: a buffer. `native_batch_norm` does."""
+    return seen.group is None and not tensor.requires_grad and seen.cast_of is None
+
+
+def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors have the same bits; NaN equals itself."""
+    return torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (first, second)))
+
+
+def _is_in(tensor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
+    return any(tensor is each for each in tensors)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is strided memory, no subclass with ops of its own."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+def _source(seen: SeenStorage, geometry: TensorGeometry) -> SavedSource:
+    origin = seen.cast_of
+    # A cast of what changes later in the unit cannot be made again.
+    return SavedSource(seen.group, seen.slot, geometry, origin is not None and origin.writes == seen.cast_writes)
+
+
+def _numbered_form(output: Any, values: list[Any]) -> Any:
+    """Return the form of an op's result, in which every leaf has a number."""
+    if isinstance(output, (tuple, list)):
+        return ("sequence", type(output), tuple(_numbered_form(each, values) for each in output))
+    values.append(output)
+    return ("tensor", len(values) - 1)
+
+
+def _input_op(size: int, *, is_needed: bool) -> TracedOp:
+    return TracedOp(
+        number=0,
+        op=None,
+        group=0,
+        form=(),
+        returns=(),
+        reads=(),
+        bytes=size,
+        seconds=0.0,
+        is_view=False,
+        is_random=False,
+        has_effect=False,
+        is_needed=is_needed,
+        is_storable=True,
+        has_value=False,
+    )
+
+
+def _attributes(unit: nn.Module) -> dict[str, object]:
+    """Return the objects that the modules of a unit hold, and the lengths of containers."""
+    held: dict[str, object] = {}
+    for name, module in unit.named_modules():
+        for tensors in registered(module):
+            held.update({f"{name}.{key}": each for key, each in tensors.items()})
+        for key, value in vars(module).items():
+            held[f"{name}.{key}"] = value
+            held[f"{name}.{key} (length)"] = len(value) if isinstance(value, (list, dict, set)) else None
+    return held
+
+
+def _changed(before: dict[str, object], after: dict[str, object]) -> str:
+    """Return the name of an attribute that holds another object than before; empty if none does."""
+    for name in {**before, **after}:
+        old, new = before.get(name), after.get(name)
+        if old is not new and not (type(old) is type(new) is int and old == new):
+            return name.removeprefix(".")
+    return ""
