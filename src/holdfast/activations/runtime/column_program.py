@@ -67,7 +67,9 @@ class ColumnProgram:
     """Groups that are packed."""
     is_replayed: bool = field(init=False)
     """Whether a call may need a replay."""
-    _acts: dict[frozenset[int], tuple[Act, ...]] = field(init=False, default_factory=dict)
+    irreplaceable: frozenset[int] = field(init=False, default=frozenset())
+    """Stored groups that no replay can run again, for they follow an op with an effect."""
+    _acts: dict[tuple[frozenset[int], frozenset[int]], tuple[Act, ...]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         ops = self.trace.ops
@@ -89,6 +91,7 @@ class ColumnProgram:
                 why = self.trace.why_not or f"its ops read {self._names(short)}, which it neither stores nor runs"
                 raise InvalidError(f"a replay of the column cannot run: {why}")
             self.closure(self.run | packed, missing=packed)
+            self.irreplaceable = self._irreplaceable()
         self.treatments = tuple(map(self._treatment, range(len(self.trace.saved))))
 
     def closure(self, wanted: Iterable[int], missing: frozenset[int] = frozenset()) -> frozenset[int]:
@@ -100,34 +103,25 @@ class ColumnProgram:
         Raises:
             InvalidError: One of them may not run again.
         """
-        reads: dict[int, set[int]] = {}
-        for op in self.trace.ops:
-            reads.setdefault(op.group, set()).update(op.reads)
-        barred = {op.group for op in self.trace.ops if op.has_effect}
-        run: set[int] = set()
-        ahead = [*wanted, *(op.group for op in self.trace.ops if op.has_value)]
-        while ahead:
-            group = ahead.pop()
-            if group and group not in run:
-                run.add(group)
-                ahead += [each for each in reads[group] if not self._is_given(each) or each in missing]
-        if run & barred:
-            raise InvalidError(f"a replay would run {self._names(run & barred)} again, which has an effect")
-        return frozenset(run)
+        run = self._ancestors(wanted, missing)
+        if barred := run & self._barred():
+            raise InvalidError(f"a replay would run {self._names(barred)} again, which has an effect")
+        return run
 
-    def acts(self, missing: frozenset[int]) -> tuple[Act, ...]:
+    def acts(self, wanted: frozenset[int], missing: frozenset[int]) -> tuple[Act, ...]:
         """Return what a replay does with each op.
 
         Args:
+            wanted: Groups whose tensors the replay makes.
             missing: Stored groups that cannot be given back: overflowed, or released.
         """
-        found = self._acts.get(missing)
+        found = self._acts.get((wanted, missing))
         if found is None:
-            run = self.closure(self.run | missing, missing)
+            run = self.closure(wanted, missing)
             ops = self.trace.ops
             # The generator stands where it stood at the start: whatever drew before the last draw draws again.
             last = max((op.number for op in ops if op.is_random and op.group in run), default=0)
-            found = self._acts[missing] = tuple(
+            found = self._acts[wanted, missing] = tuple(
                 Act.VIEW
                 if op.is_view
                 else Act.RUN
@@ -138,6 +132,28 @@ class ColumnProgram:
                 for op in ops
             )
         return found
+
+    def _ancestors(self, wanted: Iterable[int], missing: frozenset[int]) -> frozenset[int]:
+        reads: dict[int, set[int]] = {}
+        for op in self.trace.ops:
+            reads.setdefault(op.group, set()).update(op.reads)
+        run: set[int] = set()
+        ahead = [*wanted, *(op.group for op in self.trace.ops if op.has_value)]
+        while ahead:
+            group = ahead.pop()
+            if group and group not in run:
+                run.add(group)
+                ahead += [each for each in reads[group] if not self._is_given(each) or each in missing]
+        return frozenset(run)
+
+    def _barred(self) -> frozenset[int]:
+        return frozenset(op.group for op in self.trace.ops if op.has_effect)
+
+    def _irreplaceable(self) -> frozenset[int]:
+        barred, released = self._barred(), frozenset(self.actions) - {0}
+        while lost := {each for each in released if self._ancestors([each], released) & barred}:
+            released -= lost
+        return frozenset(self.actions) - {0} - released
 
     def _always_fits(self, group: int) -> bool:
         """Return whether no content overflows the group's pack: masks as bits."""

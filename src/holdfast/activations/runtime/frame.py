@@ -2,7 +2,8 @@
 
 States of a frame: *forward* (packs and counts saved tensors), *waiting* (holds what is stored strongly), *replayed*
 (holds it weakly, so that memory goes as the graph goes). The call ends the first state, the first replay the second.
-Later replays, of a retained graph, find what the graph still holds, and run the rest again.
+Later replays, of a retained graph, find what the graph still holds, and run the rest again. What may not run again is
+held strongly for the life of the graph.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from holdfast.activations.runtime.column_program import ColumnProgram, Treatment, Unpackable
+from holdfast.activations.runtime.column_program import Act, ColumnProgram, Treatment, Unpackable
 from holdfast.activations.runtime.traced import SavedSource, TensorGeometry
 from holdfast.backends.torch.private_layout import registered, storage_identity, version_counter
 from holdfast.errors import InvalidError
@@ -107,7 +108,7 @@ class PackedView:
 class PassedTensor:
     """A saved tensor that torch's checkpoint manages."""
 
-    __slots__ = ("_holder", "_unpack")
+    __slots__ = ("__weakref__", "_holder", "_unpack")
 
     def __init__(self, hooks: Hooks, tensor: torch.Tensor) -> None:
         self._unpack = hooks[1]
@@ -126,8 +127,8 @@ class CallFrame:
 
     def __init__(self, program: ColumnProgram, name: str, unit: nn.Module) -> None:
         self.program, self.name = program, name
-        self.passed: list[bool] = []
-        """Of each saved tensor: whether torch's checkpoint manages it."""
+        self.passed: list[weakref.ref[PassedTensor] | None] = []
+        """Each saved tensor that torch's checkpoint manages; None for the others."""
         self._missing: set[int] = set()
         self._strong: dict[tuple[int, int], KeptTensor | PackedStorage] = {}
         self._weak: dict[tuple[int, int], weakref.ref[KeptTensor | PackedStorage]] | None = None
@@ -146,20 +147,9 @@ class CallFrame:
             tensor: The tensor.
             hooks: Those of torch's checkpoint; None outside one.
         """
-        index = len(self.passed)
-        source = self.source(index, tensor)
-        treatment = self.program.treatments[index]
-        if treatment is Treatment.KEEP:
-            self.passed.append(False)
-            return self._keep(tensor, source)
-        if treatment is Treatment.PACK and source.group not in self._missing:
-            packed = self._pack(tensor, source)
-            if packed is not None:
-                self.passed.append(False)
-                return PackedView(packed, source.geometry)
-        self.passed.append(hooks is not None)
-        # Without torch's checkpoint no replay can run: a pack that does not fit is kept.
-        return KeptTensor(tensor) if hooks is None else PassedTensor(hooks, tensor)
+        token = self._token(tensor, self.source(len(self.passed), tensor), hooks)
+        self.passed.append(weakref.ref(token) if isinstance(token, PassedTensor) else None)
+        return token
 
     def end_forward(self) -> None:
         """Check the number of saved tensors, and note the versions of parameters and buffers."""
@@ -172,14 +162,22 @@ class CallFrame:
         """Return the identities of the storages of the unit's parameters and buffers."""
         return set(self._present_storages())
 
-    def begin_replay(self) -> tuple[frozenset[int], set[int]]:
-        """Return the groups that a replay cannot be given, and the storages of parameters that have changed since."""
+    def begin_replay(self) -> tuple[tuple[Act, ...], frozenset[int], set[int]]:
+        """Return what a replay does with each op.
+
+        Returns:
+            The acts, the stored groups that cannot be given, and the storages of parameters that have changed since.
+        """
         missing = set(self._missing)
         for (group, _), weak in (self._weak or {}).items():
             if weak() is None:
                 missing.add(group)
+        # Later replays of one graph run only for tensors that the graph still holds.
+        saved = self.program.trace.saved
+        alive = (source.group for source, token in zip(saved, self.passed, strict=True) if token and token())
+        acts = self.program.acts(frozenset(filter(None, alive)), frozenset(missing))
         now = zip(self._present_storages(), self._versions, self._present_versions(), strict=True)
-        return frozenset(missing), {storage for storage, before, after in now if before != after}
+        return acts, frozenset(missing), {storage for storage, before, after in now if before != after}
 
     def stored(self, group: int, slot: int) -> torch.UntypedStorage | None:
         """Return a stored storage for a replay; None if it is not stored."""
@@ -191,8 +189,9 @@ class CallFrame:
     def end_replay(self) -> None:
         """Hold what is stored weakly from now on."""
         if self._weak is None:
-            self._weak = {key: weakref.ref(each) for key, each in self._strong.items()}
-            self._strong = {}
+            held = self.program.irreplaceable
+            self._weak = {key: weakref.ref(each) for key, each in self._strong.items() if key[0] not in held}
+            self._strong = {key: each for key, each in self._strong.items() if key[0] in held}
 
     def source(self, index: int, tensor: torch.Tensor) -> SavedSource:
         """Return the source of the saved tensor of a number.
@@ -217,6 +216,17 @@ class CallFrame:
             f"unit {self.name}: {found}; expected {expected}, as in its trace. A call of the same signature ran other "
             "ops: leave the unit out of units=, or make the flag that its code reads an argument"
         )
+
+    def _token(self, tensor: torch.Tensor, source: SavedSource, hooks: Hooks | None) -> SavedToken:
+        treatment = self.program.treatments[len(self.passed)]
+        if treatment is Treatment.KEEP:
+            return self._keep(tensor, source)
+        if treatment is Treatment.PACK and source.group not in self._missing:
+            packed = self._pack(tensor, source)
+            if packed is not None:
+                return PackedView(packed, source.geometry)
+        # Without torch's checkpoint no replay can run: a pack that does not fit is kept.
+        return KeptTensor(tensor) if hooks is None else PassedTensor(hooks, tensor)
 
     def _keep(self, tensor: torch.Tensor, source: SavedSource) -> KeptTensor:
         if not source.group:

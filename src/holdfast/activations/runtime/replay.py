@@ -100,9 +100,10 @@ class _ReplayHooks:
         """Take a tensor that autograd saves in the replay's own graph."""
         index, self._index = self._index, self._index + 1
         self._frame.source(index, tensor)
-        if not self._frame.passed[index]:
+        token = self._frame.passed[index]
+        if token is None:
             return tensor
-        if self._mode.is_unwritten(tensor):
+        if self._mode.is_unwritten(tensor) and token() is not None:
             raise self._frame.difference(f"saved tensor {index} was not run", "a tensor that the replay runs")
         return self._outer[0](tensor)
 
@@ -117,9 +118,7 @@ class _ReplayMode(TorchDispatchMode):
     def __init__(self, frame: CallFrame) -> None:
         super().__init__()
         self._frame, self._trace = frame, frame.program.trace
-        missing, self._changed = frame.begin_replay()
-        self._acts = frame.program.acts(missing)
-        self._missing = missing
+        self._acts, self._missing, self._changed = frame.begin_replay()
         self._number = 0
         self._scratch: dict[torch.device, torch.UntypedStorage] = {}
         self._unwritten: set[int] = set()
