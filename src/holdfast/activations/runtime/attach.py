@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from holdfast.activations.runtime.arguments import Form, put_together, take_apart
+from holdfast.activations.runtime.arguments import Form, objects_of, put_together, take_apart
 from holdfast.activations.runtime.column_program import ColumnProgram
 from holdfast.activations.runtime.frame import CallFrame
 from holdfast.activations.runtime.replay import call_with_replay
@@ -164,7 +164,7 @@ class _ManagedUnit:
         trace = self._program.trace
         if signature_of(self._unit, form, tensors) != trace.signature:
             self._counts.other += 1
-            if trace.why_not or trace.has_effect:
+            if trace.why_not or trace.has_effect or objects_of(form):
                 return plain(*args, **kwargs)
             return checkpoint(partial(_call_apart, plain, form), *tensors, use_reentrant=False)
         self._counts.planned += 1

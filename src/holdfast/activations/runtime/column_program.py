@@ -1,4 +1,4 @@
-"""A column for a trace, as the runtime follows it: what a call does with each saved tensor, and a replay with each op."""
+"""A column for a trace, as the runtime follows it: the treatment of each saved tensor, and the act for each op."""
 
 from __future__ import annotations
 

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from holdfast.activations.runtime.column_program import Act, ColumnProgram, Treatment, Unpackable
 from holdfast.activations.runtime.traced import SavedSource, TensorGeometry
-from holdfast.backends.torch.private_layout import registered, storage_identity, version_counter
+from holdfast.backends.torch.private_layout import WeakStorage, registered, storage_identity, version_counter
 from holdfast.errors import InvalidError
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -66,7 +65,7 @@ class PackedStorage:
 
     def __init__(self, packed: Unpackable, tensor: torch.Tensor) -> None:
         self._packed, self._version = packed, version_counter(tensor)
-        self._weak = StorageWeakRef(tensor.untyped_storage())
+        self._weak = WeakStorage(tensor)
         self._unpacked: torch.Tensor | None = None
         self.views, self._unused = 0, 0
 
@@ -87,7 +86,7 @@ class PackedStorage:
 
     def shows(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor has the storage that was packed, with the same content."""
-        is_same = not self._weak.expired() and storage_identity(tensor) == self._weak.cdata
+        is_same = not self._weak.is_expired() and storage_identity(tensor) == self._weak.identity
         return is_same and version_counter(tensor) == self._version
 
 
@@ -205,9 +204,7 @@ class CallFrame:
         if not saved[index].fits(tensor):
             found = f"saved tensor {index} is {tensor.dtype} {list(tensor.shape)}, strides {list(tensor.stride())}"
             geometry = saved[index].geometry
-            raise self.difference(
-                found, f"{geometry.dtype} {list(geometry.size)}, strides {list(geometry.stride)}"
-            )
+            raise self.difference(found, f"{geometry.dtype} {list(geometry.size)}, strides {list(geometry.stride)}")
         return saved[index]
 
     def difference(self, found: str, expected: str) -> InvalidError:
@@ -244,9 +241,8 @@ class CallFrame:
         self._check_same(found, tensor, source)
         if isinstance(found, PackedStorage):
             return found
-        base = next(
-            each.geometry for each in self.program.trace.ops[group].returns if each.slot == source.slot and each.geometry
-        )
+        returns = self.program.trace.ops[group].returns
+        base = next(each.geometry for each in returns if each.slot == source.slot and each.geometry)
         packed = None
         if base.offset == 0 and base.reach_bytes == tensor.untyped_storage().nbytes():
             assert self.program.pack is not None, "a program with packed groups has packs"

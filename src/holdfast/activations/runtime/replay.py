@@ -1,8 +1,8 @@
 """A call under torch's checkpoint, and the replay: what is stored is given back, what nobody reads is skipped.
 
-torch's checkpoint brings the state of generators, autocast, early stop and nesting. Its forward context is a filter: hooks
-inside torch's own that store what the column stores and hand the rest to torch. Its context of recomputation is the same
-filter, with a dispatch mode that follows the trace op by op.
+torch's checkpoint brings the state of generators, autocast, early stop and nesting. Its forward context is a filter:
+hooks inside torch's own that store what the column stores and hand the rest to torch. Its context of recomputation is
+the same filter, with a dispatch mode that follows the trace op by op.
 """
 
 from __future__ import annotations
@@ -112,11 +112,11 @@ class _ReplayHooks:
         return tensor
 
 
-class _ReplayMode(TorchDispatchMode):
+class _ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Follows the trace: gives stored tensors, skips what nobody reads, runs the rest."""
 
     def __init__(self, frame: CallFrame) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._frame, self._trace = frame, frame.program.trace
         self._acts, self._missing, self._changed = frame.begin_replay()
         self._number = 0
@@ -193,7 +193,8 @@ class _ReplayMode(TorchDispatchMode):
                 leaves.append(each.value)
             else:
                 storage = self._frame.stored(op.group, each.slot) if is_stored else None
-                leaves.append(self._unwritten_tensor(each.geometry) if storage is None else each.geometry.view_of(storage))
+                geometry = each.geometry
+                leaves.append(self._unwritten_tensor(geometry) if storage is None else geometry.view_of(storage))
         return put_together(op.form, leaves)
 
     def _is_stored(self, op: TracedOp) -> bool:
@@ -213,7 +214,7 @@ class _ReplayMode(TorchDispatchMode):
                 ),
                 default=0,
             )
-            scratch = torch.empty(size, dtype=torch.uint8, device=geometry.device).untyped_storage()
-            self._scratch[geometry.device] = scratch
-            self._unwritten.add(storage_identity(torch.empty(0, dtype=torch.uint8, device=geometry.device).set_(scratch)))
+            memory = torch.empty(size, dtype=torch.uint8, device=geometry.device)
+            scratch = self._scratch[geometry.device] = memory.untyped_storage()
+            self._unwritten.add(storage_identity(memory))
         return geometry.view_of(scratch)

@@ -1,7 +1,7 @@
 """The storages that the ops of one call touch.
 
-A storage is recognised by a weak reference. An address is no identity: memory that is released comes back under the same
-address within one forward.
+A storage is recognised by a weak reference. An address is no identity: memory that is released comes back under the
+same address within one forward.
 """
 
 from __future__ import annotations
@@ -11,31 +11,26 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from holdfast.backends.torch.private_layout import registered, storage_identity
+from holdfast.backends.torch.private_layout import WeakStorage, registered, storage_identity
 
 
 @dataclass(slots=True, eq=False)
 class SeenStorage:
     """One storage."""
 
-    weak: StorageWeakRef
+    weak: WeakStorage
     """Holds the storage's identity, not its memory."""
-    bytes: int
-    """Bytes of the storage."""
     group: int | None = None
     """The op that made it; 0 for the unit's input, None for what the unit did not make."""
     slot: int = 0
     """Number of the storage among those of its group."""
     is_watched: bool = False
-    """Not made by the unit: whether a replay notices a change. True for parameters, buffers and constants of the code."""
+    """Not made by the unit: whether a replay notices a change. So for parameters, buffers and constants of the code."""
     is_registered: bool = False
     """Whether a parameter or buffer of the unit shows it."""
     cast_of: SeenStorage | None = None
     """The parameter or buffer that it is a cast of."""
-    cast_writes: int = 0
-    """The writes of the parameter or buffer before the cast."""
     writes: int = 0
     """How many ops have changed it so far."""
     reads: list[tuple[int, int]] = field(default_factory=list)
@@ -44,9 +39,14 @@ class SeenStorage:
     """The number of writes before each time that autograd saved it."""
 
     @property
-    def final_reads(self) -> bool:
+    def bytes(self) -> int:
+        """Return the bytes of the storage."""
+        return self.weak.bytes
+
+    @property
+    def is_read_last(self) -> bool:
         """Return whether all that read or save the storage see its last content."""
-        return all(writes == self.writes for _, writes in self.reads) and all(each == self.writes for each in self.saves)
+        return {self.writes}.issuperset((*(writes for _, writes in self.reads), *self.saves))
 
 
 class SeenStorages:
@@ -71,9 +71,8 @@ class SeenStorages:
         """Return the storage of a tensor. One that was never seen is not of the unit."""
         found = self.known(tensor)
         if found is None:
-            storage = tensor.untyped_storage()
-            found = SeenStorage(StorageWeakRef(storage), storage.nbytes())
-            self._seen[found.weak.cdata] = found
+            found = SeenStorage(WeakStorage(tensor))
+            self._seen[found.weak.identity] = found
             found.is_watched = self._is_cast(tensor)
         return found
 
@@ -91,7 +90,7 @@ class SeenStorages:
 
     def live_bytes(self) -> int:
         """Return the bytes of the storages that the unit made and that still exist."""
-        return sum(seen.bytes for seen in self._seen.values() if seen.group and not seen.weak.expired())
+        return sum(seen.bytes for seen in self.made() if not seen.weak.is_expired())
 
     def _is_cast(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is a cast of an own parameter that autocast made before and kept."""

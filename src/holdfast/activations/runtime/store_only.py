@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ def call_storing(frame: CallFrame, forward: Callable[..., Any], tensors: Sequenc
         forward: Takes the tensors of the arguments.
         tensors: The tensors of the arguments.
     """
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: frame.pack(tensor, None), lambda token: token.unpack()):
+    pack = partial(frame.pack, hooks=None)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda token: token.unpack()):
         output = forward(*tensors)
     frame.end_forward()
     return output

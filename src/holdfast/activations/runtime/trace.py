@@ -5,6 +5,7 @@ The call is a plain one: outputs and gradients are those of the unit. Only ops b
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -23,6 +24,7 @@ from holdfast.activations.runtime.traced import OpReturn, SavedSource, TensorGeo
 from holdfast.backends.torch.private_layout import (
     TorchDispatchMode,
     arguments_of,
+    has_forward_hooks,
     registered,
     top_saved_tensors_hooks,
 )
@@ -39,16 +41,18 @@ _FROM_PYTHON = torch.ops.aten.lift_fresh.default
 _COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
 """Namespaces of collectives."""
 
-_DRAWS = frozenset(
+_DRAW_NAMES = (
     "bernoulli bernoulli_ native_dropout rand rand_like randn randn_like randint randint_like random random_ uniform "
-    "uniform_ normal normal_ exponential exponential_ geometric_ cauchy_ log_normal_ randperm".split()
+    "uniform_ normal normal_ exponential exponential_ geometric_ cauchy_ log_normal_ randperm"
 )
+_DRAWS = frozenset(_DRAW_NAMES.split())
 """Random ops whose number of draws depends on the geometry alone; attention with dropout likewise."""
 
-SHAPE_READS = frozenset(
+_SHAPE_READ_NAMES = (
     "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full "
-    "new_empty_strided zero_ bernoulli_ uniform_ normal_ random_ exponential_ geometric_ cauchy_ log_normal_".split()
+    "new_empty_strided zero_ bernoulli_ uniform_ normal_ random_ exponential_ geometric_ cauchy_ log_normal_"
 )
+SHAPE_READS = frozenset(_SHAPE_READ_NAMES.split())
 """Ops that read the geometry of their first argument, not its content."""
 
 _UNSEEN_READS = frozenset({"tolist", "numpy", "__array__", "data_ptr", "__dlpack__"})
@@ -79,26 +83,30 @@ def trace_call(
         recorder.refused = "an argument is no plain tensor"
     if objects := objects_of(form):
         recorder.why_not = f"the unit's code may change {objects[0]} without an op; pass data alone (use_cache=False)"
-    before = _attributes(unit)
+    if hooked := [name for name, module in unit.named_modules() if name and has_forward_hooks(module)]:
+        recorder.why_not = recorder.why_not or f"hooks of its module {hooked[0]} would see what a replay skips"
+    before, drawn = _attributes(unit), random.getstate()
     hooks = torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack)
     with hooks, _ReadWatch(recorder), recorder:
         output = forward(*args, **kwargs)
     if changed := _changed(before, _attributes(unit)):
         recorder.why_not = recorder.why_not or f"the unit keeps state in its attribute {changed}"
+    if random.getstate() != drawn:
+        recorder.why_not = recorder.why_not or "the unit draws from Python's random, which no replay restores"
     return output, recorder.finish(signature, output)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs ops and writes down what they do."""
 
     def __init__(self, unit: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.why_not, self.refused = "", ""
         self.is_own_code, self._is_done = False, False
         self._seen = SeenStorages(unit, inputs)
         # Masks and positions belong to the model, which gives the same ones to every unit.
         counted = [tensor for tensor in inputs if tensor.requires_grad] or inputs
-        own = {seen.weak.cdata: seen.bytes for seen in map(self._seen.of, counted) if seen.group == 0}
+        own = {seen.weak.identity: seen.bytes for seen in map(self._seen.of, counted) if seen.group == 0}
         self._input_bytes = sum(own.values())
         self._ops: list[dict[str, Any]] = []
         self._saved: list[tuple[SeenStorage, TensorGeometry]] = []
@@ -130,7 +138,7 @@ class _Recorder(TorchDispatchMode):
             if func is CAST and seen and seen[0].is_registered:
                 output = func(*args, **kwargs)
                 cast = self._seen.of(output)
-                cast.is_watched, cast.cast_of, cast.cast_writes = True, seen[0], seen[0].writes
+                cast.is_watched, cast.cast_of = True, seen[0]
                 return output
             if func is _FROM_PYTHON and seen and seen[0].group is None:
                 seen[0].is_watched = True
@@ -141,8 +149,8 @@ class _Recorder(TorchDispatchMode):
         """Return the trace."""
         self._is_done = True
         for seen in self._seen.outside():
-            # A parameter or buffer that changes within the unit has another content when the op runs again.
-            for number in (number for number, writes in seen.reads if writes != seen.writes):
+            # A parameter or buffer that the unit changes has another content when an op runs again.
+            for number, _ in seen.reads if seen.writes else ():
                 self._ops[number - 1]["has_effect"] = True
         needed = {seen.group for seen, _ in self._saved}
         members: dict[int, list[SeenStorage]] = {}
@@ -151,7 +159,7 @@ class _Recorder(TorchDispatchMode):
         storable = {
             group
             for group, storages in members.items()
-            if all(seen.final_reads and (seen.saves or not seen.reads) for seen in storages)
+            if all(seen.is_read_last and (seen.saves or not seen.reads) for seen in storages)
         }
         ops = [_input_op(self._input_bytes, is_needed=0 in needed)]
         for number, record in enumerate(self._ops, start=1):
@@ -160,7 +168,7 @@ class _Recorder(TorchDispatchMode):
             ops.append(
                 TracedOp(number=number, is_needed=is_needed, is_storable=is_base and number in storable, **record)
             )
-        returned = {seen.weak.cdata: seen.bytes for seen in map(self._seen.of, self._plain(tensors_of(output)))}
+        returned = {seen.weak.identity: seen.bytes for seen in map(self._seen.of, self._plain(tensors_of(output)))}
         return UnitTrace(
             signature=signature,
             ops=tuple(ops),
@@ -171,12 +179,10 @@ class _Recorder(TorchDispatchMode):
             refused=self.refused,
         )
 
-    def _record(
-        self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], seen: list[SeenStorage]
-    ) -> Any:
+    def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], seen: list[SeenStorage]) -> Any:
         number = len(self._ops) + 1
         written = written_by(func, args, kwargs)
-        buffers = [(tensor, tensor.clone()) for tensor, each in zip(tensors, seen, strict=True) if _may_change(tensor, each)]
+        buffers = [(each, each.clone()) for each, kind in zip(tensors, seen, strict=True) if _may_change(each, kind)]
         is_random = is_random_op(func, args, kwargs)
         device = next((tensor.device for tensor in tensors), None)
         output, seconds = timed(partial(func, *args, **kwargs), device)
@@ -196,7 +202,7 @@ class _Recorder(TorchDispatchMode):
         for each in {id(each): each for each in read if each.group != group}.values():
             each.reads.append((number, each.writes))
             if each.cast_of is not None:
-                each.cast_of.reads.append((number, each.cast_writes))
+                each.cast_of.reads.append((number, each.cast_of.writes))
         for each in {id(each): each for each in seen if id(each) in changed}.values():
             each.writes += 1
         self._ops.append(
@@ -224,8 +230,9 @@ class _Recorder(TorchDispatchMode):
         leaves: list[OpReturn] = []
         fresh: dict[int, SeenStorage] = {}
         shown = 0
-        form = _numbered_form(output, leaf_values := [])
-        changed = {id(self._seen.of(tensor)): position for position, tensor in enumerate(tensors) if _is_in(tensor, written)}
+        leaf_values: list[Any] = []
+        form = _numbered_form(output, leaf_values)
+        changed = {id(self._seen.of(each)): place for place, each in enumerate(tensors) if _is_in(each, written)}
         for value in leaf_values:
             if not isinstance(value, torch.Tensor):
                 leaves.append(OpReturn("value", value=value))
@@ -361,8 +368,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def _source(seen: SeenStorage, geometry: TensorGeometry) -> SavedSource:
     origin = seen.cast_of
-    # A cast of what changes later in the unit cannot be made again.
-    return SavedSource(seen.group, seen.slot, geometry, origin is not None and origin.writes == seen.cast_writes)
+    # A cast of what the unit changes cannot be made again.
+    return SavedSource(seen.group, seen.slot, geometry, origin is not None and not origin.writes)
 
 
 def _numbered_form(output: Any, values: list[Any]) -> Any:

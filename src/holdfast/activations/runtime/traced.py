@@ -31,7 +31,7 @@ class TensorGeometry:
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorGeometry:
         """Return the geometry of a strided tensor."""
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
+        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.device)
 
     @property
     def reach_bytes(self) -> int:

@@ -125,7 +125,7 @@ def set_version_counter(tensor: torch.Tensor, version: int) -> None:
 
     `torch._C._autograd._unsafe_set_version_counter`, of tuples since 2.10.
     """
-    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))  # type: ignore[attr-defined]
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def storage_identity(tensor: torch.Tensor) -> int:
@@ -135,6 +135,30 @@ def storage_identity(tensor: torch.Tensor) -> int:
     """
     identity: int = tensor.untyped_storage()._cdata
     return identity
+
+
+class WeakStorage:
+    """A weak reference to a storage: as long as it exists, no other storage has the same identity.
+
+    `UntypedStorage._weak_ref`, `_expired` and `_free_weak_ref`, since 2.6; `StorageWeakRef` of torch has no types.
+    """
+
+    __slots__ = ("_release", "bytes", "identity")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self.bytes = storage.nbytes()
+        self.identity = cast("int", storage._weak_ref())
+        # The module may be gone at the end of the interpreter.
+        self._release = torch.UntypedStorage._free_weak_ref
+
+    def is_expired(self) -> bool:
+        """Return whether the storage's memory was released."""
+        return bool(torch.UntypedStorage._expired(self.identity))
+
+    def __del__(self) -> None:
+        """Give the identity back."""
+        self._release(self.identity)  # type: ignore[no-untyped-call]
 
 
 def has_backward_hooks(parameter: torch.Tensor) -> bool:
@@ -156,10 +180,10 @@ def is_flat_parameter(tensor: torch.Tensor) -> bool:
 def top_saved_tensors_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None:
     """Return pack and unpack of the innermost `saved_tensors_hooks` that are active; None without any.
 
-    `torch._C._autograd._top_saved_tensors_default_hooks`, since 2.6. Its argument asks to leave hooks of a compiler out.
+    `torch._C._autograd._top_saved_tensors_default_hooks`, since 2.6. The argument leaves hooks of a compiler out.
     """
     hooks: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks
 
 
@@ -172,6 +196,14 @@ def arguments_of(op: Any) -> list[tuple[str, bool]]:
         (argument.name, argument.alias_info is not None and argument.alias_info.is_write)
         for argument in op._schema.arguments
     ]
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Return whether hooks run before or after a module's forward.
+
+    `Module._forward_hooks` and `Module._forward_pre_hooks`, since 2.6.
+    """
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def registered(module: nn.Module) -> list[dict[str, torch.Tensor | None]]:

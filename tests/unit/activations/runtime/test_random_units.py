@@ -72,7 +72,9 @@ def check(seed: int, way: str) -> str:
     model = deepcopy(plain)
     traces = trace_units(deepcopy(plain), ["units.0", "units.1"], lambda: None)
     traced = deepcopy(plain)
-    traces = trace_units(traced, ["units.0", "units.1"], lambda: step(traced, x, "autocast" if way == "autocast" else ""))
+    traces = trace_units(
+        traced, ["units.0", "units.1"], lambda: step(traced, x, "autocast" if way == "autocast" else "")
+    )
     if any(trace.refused for trace in traces.values()):
         return "refused"
     columns = {name: random_column(trace, rng) for name, trace in traces.items()}
