@@ -57,11 +57,13 @@ def put_together(form: Form, tensors: Sequence[Any]) -> Any:
 def objects_of(form: Form, place: str = "") -> list[str]:
     """Return the places of values that are neither data nor containers of data, for example a key-value cache."""
     if form[0] == "object":
-        return [f"{place or 'argument'} ({type(form[1]).__name__})"]
+        return [f"{place} ({type(form[1]).__name__})"]
     if form[0] == "dict":
         return [found for key, each in form[1] for found in objects_of(each, str(key))]
     if form[0] == "sequence":
-        return [found for number, each in enumerate(form[2]) for found in objects_of(each, f"{place}[{number}]")]
+        return [
+            found for number, each in enumerate(form[2]) for found in objects_of(each, place or f"argument {number}")
+        ]
     return []
 
 

@@ -30,7 +30,9 @@ class KeptTensor:
     __slots__ = ("__weakref__", "_first", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor, first: KeptTensor | None = None) -> None:
-        self._tensor, self._version = tensor, version_counter(tensor)
+        # The tensor itself would hold its history, which holds the frame: a cycle that Python cannot see.
+        self._tensor = tensor.detach() if tensor.requires_grad else tensor
+        self._version = version_counter(tensor)
         # The frame refers weakly to the first tensor of a storage: the others keep it alive.
         self._first = first
 

@@ -81,7 +81,7 @@ def trace_call(
     recorder = _Recorder(unit, list(filter(is_plain, tensors)))
     if not all(map(is_plain, tensors)):
         recorder.refused = "an argument is no plain tensor"
-    if objects := objects_of(form):
+    if objects := [*objects_of(form[2][0]), *objects_of(form[2][1])]:
         recorder.why_not = f"the unit's code may change {objects[0]} without an op; pass data alone (use_cache=False)"
     if hooked := [name for name, module in unit.named_modules() if name and has_forward_hooks(module)]:
         recorder.why_not = recorder.why_not or f"hooks of its module {hooked[0]} would see what a replay skips"

@@ -99,7 +99,7 @@ def product(unit, x, other, number, chance):
 
 @kind
 def normed(unit, x, other, number, chance):
-    return unit.norm(x) if number else functional.rms_norm(x, (WIDTH,), unit.scale)
+    return unit.norm(x) if number else functional.rms_norm(x, (WIDTH,), unit.scale.to(x.dtype))
 
 
 @kind
@@ -219,7 +219,7 @@ def branch(unit, x, other, number, chance):
 
 @kind
 def value(unit, x, other, number, chance):
-    return x * float(other.mean().tanh()) + torch.tensor([0.5] * WIDTH)
+    return x * float(other.detach().mean().tanh()) + torch.tensor([0.5] * WIDTH)
 
 
 @kind

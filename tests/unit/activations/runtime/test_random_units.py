@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 
@@ -34,10 +34,11 @@ class Model(nn.Module):
         self.before = nn.Linear(WIDTH, WIDTH)
         self.units = nn.ModuleList([RandomUnit(seed), RandomUnit(seed + 1)])
         self.takes_two = seed % 3 == 0
+        self.calls_again = seed % 5 == 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.before(x)
-        for unit in self.units:
+        for unit in [*self.units, *self.units[: self.calls_again]]:
             out = unit(x, y=x.tanh()) if self.takes_two else unit(x)
             x = out[0] + out[1] if isinstance(out, tuple) else out
         return x
@@ -65,7 +66,12 @@ def step(model: nn.Module, x: torch.Tensor, way: str) -> list[torch.Tensor]:
 
 
 def check(seed: int, way: str) -> str:
-    """Compare one model; returns which of "equal", "plain" (columns keep all) or "refused" it was."""
+    """Compare one model.
+
+    Returns:
+        "equal"; "plain" where all columns keep all; "refused" where plain training has an error or a unit is refused;
+        "error" where a replay ended in an error that has a type for it.
+    """
     rng = random.Random(seed)
     plain = Model(seed)
     x = torch.randn(ROWS, LENGTH, WIDTH)
@@ -94,7 +100,7 @@ def check(seed: int, way: str) -> str:
     if isinstance(expected, str) or isinstance(found, str):
         kinds = [each if isinstance(each, str) else "ran" for each in (expected, found)]
         assert kinds[0] == kinds[1] or kinds[1].startswith("InvalidError"), kinds
-        return "refused"
+        return "refused" if isinstance(expected, str) else "error"
     for number, (one, other) in enumerate(zip(expected, found, strict=True)):
         same = one.shape == other.shape and torch.equal(one.nan_to_num(nan=7.0), other.nan_to_num(nan=7.0))
         assert same, f"tensor {number} differs: seed {seed}, {way}"
@@ -113,22 +119,14 @@ def expected_of(call: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor] | 
         raise
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Threads would wait for each other: the tensors are small."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def run(seeds: range) -> None:
     outcomes = [check(seed, WAYS[seed % len(WAYS)]) for seed in seeds]
-    assert outcomes.count("equal") > 0.5 * len(outcomes), outcomes
+    assert outcomes.count("equal") > 0.8 * len(outcomes), outcomes
+    assert outcomes.count("error") <= 0.02 * len(outcomes), outcomes
 
 
 def test_random_modules() -> None:
-    run(range(60))
+    run(range(100))
 
 
 @pytest.mark.long
