@@ -18,9 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from holdfast.activations.runtime.arguments import put_together, tensors_of
 from holdfast.activations.runtime.column_program import Act
 from holdfast.activations.runtime.frame import CallFrame, Hooks, SavedToken
-from holdfast.activations.runtime.trace import CAST, SHAPE_READS, UNNUMBERED, written_by
+from holdfast.activations.runtime.op_rules import UNNUMBERED, first_read, written_by
 from holdfast.activations.runtime.traced import TensorGeometry, TracedOp
 from holdfast.backends.torch.private_layout import (
+    CAST,
     TorchDispatchMode,
     set_version_counter,
     storage_identity,
@@ -151,7 +152,7 @@ class _ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         tensors = tensors_of((args, kwargs))
         if act is Act.RUN:
-            self._check_reads(tensors[int(func.overloadpacket.__name__ in SHAPE_READS) :], func)
+            self._check_reads(tensors[first_read(func) :], func)
             return func(*args, **kwargs)
         if act is Act.DRAW:
             self._draw(func, args, kwargs)

@@ -8,7 +8,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,48 +19,29 @@ from torch.overrides import TorchFunctionMode
 from holdfast.activations.runtime.arguments import objects_of, take_apart, tensors_of
 from holdfast.activations.runtime.frame import KeptTensor
 from holdfast.activations.runtime.measure import least_seconds, timed
+from holdfast.activations.runtime.op_rules import (
+    FROM_PYTHON,
+    UNNUMBERED,
+    first_read,
+    is_collective,
+    is_plain,
+    is_random_op,
+    why_not_again,
+    written_by,
+)
 from holdfast.activations.runtime.seen_storages import SeenStorage, SeenStorages
 from holdfast.activations.runtime.signature import signature_of
 from holdfast.activations.runtime.traced import OpReturn, SavedSource, TensorGeometry, TracedOp, UnitTrace
 from holdfast.backends.torch.private_layout import (
+    CAST,
     TorchDispatchMode,
-    arguments_of,
     has_forward_hooks,
     registered,
     top_saved_tensors_hooks,
 )
 
-UNNUMBERED = frozenset({torch.ops.aten.detach.default, torch.ops.prim.device.default})
-"""Ops without a number: hooks and checkpoints call them in numbers of their own."""
-
-CAST = torch.ops.aten._to_copy.default
-"""A cast. One of a parameter or buffer has no number: autocast keeps casts, so that their number differs by call."""
-
-_FROM_PYTHON = torch.ops.aten.lift_fresh.default
-"""Brings a constant of the code into torch."""
-
-_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd"})
-"""Namespaces of collectives."""
-
-_DRAW_NAMES = (
-    "bernoulli bernoulli_ native_dropout rand rand_like randn randn_like randint randint_like random random_ uniform "
-    "uniform_ normal normal_ exponential exponential_ geometric_ cauchy_ log_normal_ randperm"
-)
-_DRAWS = frozenset(_DRAW_NAMES.split())
-"""Random ops whose number of draws depends on the geometry alone; attention with dropout likewise."""
-
-_SHAPE_READ_NAMES = (
-    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full "
-    "new_empty_strided zero_ bernoulli_ uniform_ normal_ random_ exponential_ geometric_ cauchy_ log_normal_"
-)
-SHAPE_READS = frozenset(_SHAPE_READ_NAMES.split())
-"""Ops that read the geometry of their first argument, not its content."""
-
 _UNSEEN_READS = frozenset({"tolist", "numpy", "__array__", "data_ptr", "__dlpack__"})
 """Functions by which code reads the content of a tensor without an op."""
-
-_RESHAPED = frozenset({"resize_", "resize_as_", "set_"})
-"""Ops that give a tensor another geometry."""
 
 _ROUNDS = 3
 """Measurements of an op that may run again, of which the shortest counts."""
@@ -108,7 +90,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         counted = [tensor for tensor in inputs if tensor.requires_grad] or inputs
         own = {seen.weak.identity: seen.bytes for seen in map(self._seen.of, counted) if seen.group == 0}
         self._input_bytes = sum(own.values())
-        self._ops: list[dict[str, Any]] = []
+        self._ops: list[TracedOp] = []
         self._saved: list[tuple[SeenStorage, TensorGeometry]] = []
         self._peak_bytes = 0
 
@@ -140,33 +122,29 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 cast = self._seen.of(output)
                 cast.is_watched, cast.cast_of = True, seen[0]
                 return output
-            if func is _FROM_PYTHON and seen and seen[0].group is None:
+            if func is FROM_PYTHON and seen and seen[0].group is None:
                 seen[0].is_watched = True
-            self._check_op(func, args, tensors)
+            self._check_op(func, tensors)
             return self._record(func, args, kwargs, tensors, seen)
 
     def finish(self, signature: Any, output: Any) -> UnitTrace:
         """Return the trace."""
         self._is_done = True
-        for seen in self._seen.outside():
-            # A parameter or buffer that the unit changes has another content when an op runs again.
-            for number, _ in seen.reads if seen.writes else ():
-                self._ops[number - 1]["has_effect"] = True
+        # A parameter or buffer that the unit changes has another content when an op runs again.
+        changed = {number for seen in self._seen.outside() if seen.writes for number, _ in seen.reads}
         needed = {seen.group for seen, _ in self._saved}
-        members: dict[int, list[SeenStorage]] = {}
-        for seen in self._seen.made():
-            members.setdefault(seen.group or 0, []).append(seen)
-        storable = {
-            group
-            for group, storages in members.items()
-            if all(seen.is_read_last and (seen.saves or not seen.reads) for seen in storages)
-        }
-        ops = [_input_op(self._input_bytes, is_needed=0 in needed)]
-        for number, record in enumerate(self._ops, start=1):
-            is_base = record["group"] == number
-            is_needed = is_base and (number in needed or record["has_value"])
+        made = self._seen.made()
+        unstorable = {seen.group for seen in made if not seen.is_read_last or (seen.reads and not seen.saves)}
+        ops = [TracedOp(0, bytes=self._input_bytes, is_needed=0 in needed, is_storable=True)]
+        for op in self._ops:
+            is_base = op.group == op.number
             ops.append(
-                TracedOp(number=number, is_needed=is_needed, is_storable=is_base and number in storable, **record)
+                replace(
+                    op,
+                    has_effect=op.has_effect or op.number in changed,
+                    is_needed=is_base and (op.number in needed or op.has_value),
+                    is_storable=is_base and op.bytes > 0 and op.number not in unstorable,
+                )
             )
         returned = {seen.weak.identity: seen.bytes for seen in map(self._seen.of, self._plain(tensors_of(output)))}
         return UnitTrace(
@@ -192,7 +170,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             seconds = min(seconds, least_seconds(partial(func, *args, **kwargs), device, _ROUNDS - 1))
         form, returns, is_view, fresh = self._returns(func, output, tensors, written, number)
         group = self._group_of(func, number, seen, changed, is_view=is_view, is_fresh=bool(fresh))
-        read = [] if is_view else seen[int(func.overloadpacket.__name__ in SHAPE_READS) :]
+        read = [] if is_view else seen[first_read(func) :]
         has_effect = (
             kwargs.get("generator") is not None
             or any(each.group is None and id(each) in changed for each in seen)
@@ -206,19 +184,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for each in {id(each): each for each in seen if id(each) in changed}.values():
             each.writes += 1
         self._ops.append(
-            {
-                "op": func,
-                "group": group,
-                "form": form,
-                "returns": returns,
-                "reads": tuple(sorted(reads)),
-                "bytes": sum(each.bytes for each in fresh),
-                "seconds": seconds,
-                "is_view": is_view,
-                "is_random": is_random,
-                "has_effect": has_effect,
-                "has_value": not tensors_of(output) and any(each.value is not None for each in returns),
-            }
+            TracedOp(
+                number,
+                func,
+                group,
+                form,
+                returns,
+                tuple(sorted(reads)),
+                sum(each.bytes for each in fresh),
+                seconds,
+                is_view=is_view,
+                is_random=is_random,
+                has_effect=has_effect,
+                has_value=not tensors_of(output) and any(each.value is not None for each in returns),
+            )
         )
         self._peak_bytes = max(self._peak_bytes, self._seen.live_bytes())
         return output
@@ -267,21 +246,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             owners = {each.group for each in seen}
         return next((owner for owner in owners if owner is not None), number) if not is_fresh else number
 
-    def _check_op(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> None:
+    def _check_op(self, func: Any, tensors: list[torch.Tensor]) -> None:
         hooks = top_saved_tensors_hooks()
         if hooks is None or getattr(hooks[0], "__self__", None) is not self:
             self._refuse("the unit installs hooks for saved tensors itself (disable its activation checkpointing)")
-        if func.namespace in _COLLECTIVES:
+        if is_collective(func):
             self._refuse(f"the unit runs a collective ({func})")
-        name = func.overloadpacket.__name__
-        if torch.Tag.dynamic_output_shape in func.tags:
-            is_index = func is torch.ops.aten.index.Tensor
-            if not is_index or any(each.dtype in (torch.bool, torch.uint8) for each in tensors[1:]):
-                self._bar(f"the shape of {func} depends on data")
-        if name in _RESHAPED:
-            self._bar(f"{func} gives a tensor another geometry")
-        if torch.Tag.nondeterministic_seeded in func.tags and name not in _DRAWS and "attention" not in name:
-            self._bar(f"the number of draws of {func} may depend on data")
+        if barred := why_not_again(func, tensors):
+            self._bar(barred)
 
     def _plain(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors that have a storage of their own kind; another one refuses the unit."""
@@ -323,30 +295,6 @@ class _ReadWatch(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@lru_cache(maxsize=4096)
-def _arguments_of(func: Any) -> tuple[tuple[str, bool], ...]:
-    return tuple(arguments_of(func))
-
-
-def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors among the arguments of an op that the op's schema says it changes."""
-    found = []
-    for position, (name, is_written) in enumerate(_arguments_of(func)):
-        if is_written:
-            found += tensors_of(args[position] if position < len(args) else kwargs.get(name))
-    return found
-
-
-def is_random_op(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call of an op draws. Attention draws with dropout alone."""
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    for position, (name, _) in enumerate(_arguments_of(func)):
-        if name == "dropout_p":
-            return bool(args[position] if position < len(args) else kwargs.get(name, 0.0))
-    return True
-
-
 def _may_change(tensor: torch.Tensor, seen: SeenStorage) -> bool:
     """Return whether an op may change a tensor unsaid: a buffer. `native_batch_norm` does."""
     return seen.group is None and not tensor.requires_grad and seen.cast_of is None
@@ -361,11 +309,6 @@ def _is_in(tensor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
     return any(tensor is each for each in tensors)
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is strided memory, no subclass with ops of its own."""
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-
-
 def _source(seen: SeenStorage, geometry: TensorGeometry) -> SavedSource:
     origin = seen.cast_of
     # A cast of what the unit changes cannot be made again.
@@ -378,25 +321,6 @@ def _numbered_form(output: Any, values: list[Any]) -> Any:
         return ("sequence", type(output), tuple(_numbered_form(each, values) for each in output))
     values.append(output)
     return ("tensor", len(values) - 1)
-
-
-def _input_op(size: int, *, is_needed: bool) -> TracedOp:
-    return TracedOp(
-        number=0,
-        op=None,
-        group=0,
-        form=(),
-        returns=(),
-        reads=(),
-        bytes=size,
-        seconds=0.0,
-        is_view=False,
-        is_random=False,
-        has_effect=False,
-        is_needed=is_needed,
-        is_storable=True,
-        has_value=False,
-    )
 
 
 def _attributes(unit: nn.Module) -> dict[str, object]:

@@ -66,32 +66,32 @@ class TracedOp:
 
     number: int
     """Position in the trace; 0 is the unit's input."""
-    op: Any
+    op: Any = None
     """The op overload; None for the input."""
-    group: int
+    group: int = 0
     """The op that made the storage which this op shows or changes; its own number if it makes storages."""
-    form: Form
+    form: Form = ()
     """Form of the result; its leaves are `returns`."""
-    returns: tuple[OpReturn, ...]
+    returns: tuple[OpReturn, ...] = ()
     """Leaves of the result."""
-    reads: tuple[int, ...]
+    reads: tuple[int, ...] = ()
     """Groups whose contents the op reads, without its own."""
-    bytes: int
+    bytes: int = 0
     """Bytes of new storage."""
-    seconds: float
+    seconds: float = 0.0
     """Time to run the op."""
-    is_view: bool
+    is_view: bool = False
     """Whether the op only makes other tensors of a storage."""
-    is_random: bool
+    is_random: bool = False
     """Whether the op draws from the default generator."""
-    has_effect: bool
+    has_effect: bool = False
     """Whether the op must not run again: it changes, or reads, what may differ in backward."""
-    is_needed: bool
-    """Whether autograd saves what the op makes, or Python reads its value."""
-    is_storable: bool
-    """Whether a replay may give the stored group to all that read the group."""
-    has_value: bool
+    has_value: bool = False
     """Whether the unit's code receives a value that depends on the content of tensors."""
+    is_needed: bool = False
+    """Whether autograd saves what the op makes, or Python reads its value."""
+    is_storable: bool = False
+    """Whether a replay may give the stored group to all that read the group."""
 
     @property
     def overload(self) -> str:
