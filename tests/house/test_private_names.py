@@ -25,6 +25,7 @@ OF_OTHERS = {
     "_load_model_state_pre_hook": "of Accelerate's Accelerator",
     "_models": "of Accelerate's Accelerator: what was prepared",
     "_optimizers": "of Accelerate's Accelerator",
+    "_fields": "documented of named tuples",
     "_get_output_dir": "of Trainer, which integrations/transformers extends",
     "_push_from_checkpoint": "of Trainer, likewise",
     "_register_atexit": "of threading; read in one file",

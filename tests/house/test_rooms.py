@@ -32,6 +32,7 @@ LONG_FILES = {
     "_face/wiring.py",
     "backends/torch/local_shards.py",
     "backends/torch/optimizers/restore.py",
+    "backends/torch/private_layout.py",
     "backends/torch/state/collect.py",
     "backends/torch/state/restore.py",
     "backends/torch/tensors.py",

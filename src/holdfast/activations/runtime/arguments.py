@@ -1,4 +1,4 @@
-"""Arguments and results of calls, taken apart into tensors and a form that puts them together again."""
+"""Arguments and results of calls, taken apart into tensors and a form that joins the tensors again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 Form = tuple[Any, ...]
-"""A nested value without its tensors: a kind, and the kind's parts."""
+"""A nested value without tensors: a kind, and the kind's parts."""
 
 _PLAIN = (
     type(None),

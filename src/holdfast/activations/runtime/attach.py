@@ -1,4 +1,4 @@
-"""Put columns to work on a model: replace the forward of units, and give it back.
+"""Put columns to work on a model: replace the forward of units, and restore the plain one.
 
 Only `forward` of the instance is replaced. Hooks, FQNs, keys of state dicts and classes stay.
 """
@@ -33,11 +33,11 @@ class CallCounts:
     """Calls of managed units."""
 
     planned: int = 0
-    """Calls with a plan for their signature."""
+    """Calls of the signature that a plan was traced with."""
     other: int = 0
     """Calls with another signature: recomputed as a whole, or plain where a replay is refused."""
     overflows: int = 0
-    """Stored tensors that did not fit their packs."""
+    """Stored tensors that did not fit a pack."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class AttachedUnits:
     """Calls so far."""
 
     def detach(self) -> None:
-        """Restore the forward of every unit. A backward of an earlier call still finds what the call stored."""
+        """Restore the forward of every unit. A backward of an earlier call still finds the call's stored tensors."""
         for unit in self.units:
             replaced = vars(unit).pop(_FORWARD, None)
             if isinstance(replaced, ReplacedForward) and replaced.was_own:
@@ -113,14 +113,14 @@ def trace_units(model: nn.Module, names: Iterable[str], step: Callable[[], Any])
 
 
 class ReplacedForward:
-    """The forward of a unit, replaced. It copies and pickles as the forward that it replaces."""
+    """The replaced forward of a unit; a copy or a pickle holds the plain forward."""
 
     def __init__(self, unit: nn.Module, call: Callable[..., Any]) -> None:
         self._unit, self._call = unit, call
         self.was_own = _FORWARD in vars(unit)
         """Whether the instance had a forward of its own."""
         self.plain = unit.forward
-        """The forward that it replaces."""
+        """The plain forward."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the unit."""
@@ -138,7 +138,7 @@ class ReplacedForward:
         """Return how to unpickle the plain forward."""
         if self.was_own:
             return _same, (self.plain,)
-        # The unit is unpickled first; it has its class's forward alone by then.
+        # The unit is unpickled first, with the forward of the class alone.
         return getattr, (self._unit, _FORWARD)
 
 
@@ -147,14 +147,14 @@ def _same(value: Any) -> Any:
 
 
 class _ManagedUnit:
-    """One unit with its program."""
+    """One unit with a program."""
 
     def __init__(self, name: str, unit: nn.Module, program: ColumnProgram, counts: CallCounts) -> None:
         self._name, self._unit, self._program, self._counts = name, unit, program, counts
         self.replaced: ReplacedForward | None = None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the unit as its program says."""
+        """Call the unit as the program says."""
         assert self.replaced is not None, "a call comes from the replaced forward"
         plain = self.replaced.plain
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():

@@ -1,4 +1,4 @@
-"""A column for a trace, as the runtime follows it: the treatment of each saved tensor, and the act for each op."""
+"""A column for a trace, as the runtime follows one: the treatment of each saved tensor, and the act for each op."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Pack = Callable[[torch.Tensor, str], Unpackable | None]
 
 
 class Treatment(Enum):
-    """What a call does with a saved tensor."""
+    """The treatment of a saved tensor in forward."""
 
     KEEP = "kept by reference"
     PASS = "given to torch's checkpoint, which asks for a replay"
@@ -35,11 +35,11 @@ class Treatment(Enum):
 
 
 class Act(Enum):
-    """What a replay does with an op."""
+    """The treatment of an op in a replay."""
 
     RUN = "runs"
-    VIEW = "runs, for it reads no content"
-    GIVE = "returns what is stored, or unwritten tensors"
+    VIEW = "runs: views read no content"
+    GIVE = "returns stored or unwritten tensors"
     DRAW = "runs for its draw, and returns as GIVE does"
 
 
@@ -48,7 +48,7 @@ class ColumnProgram:
     """A column that was checked against a trace.
 
     Raises:
-        InvalidError: The column would leave a needed tensor out, or run an op without what the op reads.
+        InvalidError: The column would leave a needed tensor out, or run an op whose inputs are missing.
     """
 
     trace: UnitTrace
@@ -68,7 +68,7 @@ class ColumnProgram:
     is_replayed: bool = field(init=False)
     """Whether a call may need a replay."""
     irreplaceable: frozenset[int] = field(init=False, default=frozenset())
-    """Stored groups that no replay can run again, for they follow an op with an effect."""
+    """Stored groups that no replay can run again, because they follow an op with an effect."""
     _acts: dict[tuple[frozenset[int], frozenset[int]], tuple[Act, ...]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class ColumnProgram:
         if self.is_replayed:
             if self.run != self.closure(self.run) or self.trace.why_not:
                 short = self.closure(self.run) - self.run
-                why = self.trace.why_not or f"its ops read {self._names(short)}, which it neither stores nor runs"
+                why = self.trace.why_not or f"its ops read {self._names(short)}, neither stored nor run"
                 raise InvalidError(f"a replay of the column cannot run: {why}")
             self.closure(self.run | packed, missing=packed)
             self.irreplaceable = self._irreplaceable()
@@ -109,7 +109,7 @@ class ColumnProgram:
         return run
 
     def acts(self, wanted: frozenset[int], missing: frozenset[int]) -> tuple[Act, ...]:
-        """Return what a replay does with each op.
+        """Return the act of a replay for each op.
 
         Args:
             wanted: Groups whose tensors the replay makes.
@@ -119,7 +119,7 @@ class ColumnProgram:
         if found is None:
             run = self.closure(wanted, missing)
             ops = self.trace.ops
-            # The generator stands where it stood at the start: whatever drew before the last draw draws again.
+            # The generator stands where it stood at the start: each op that drew before the last draw draws again.
             last = max((op.number for op in ops if op.is_random and op.group in run), default=0)
             found = self._acts[wanted, missing] = tuple(
                 Act.VIEW
@@ -166,7 +166,7 @@ class ColumnProgram:
     def _treatment(self, index: int) -> Treatment:
         source = self.trace.saved[index]
         if source.group is None:
-            # Where a replay runs, it casts a weight anew; kept casts would stay until backward.
+            # A replay casts weights itself; kept casts would stay until backward.
             return Treatment.PASS if source.is_cast and self.run else Treatment.KEEP
         if source.group == 0 or self.actions.get(source.group) == "keep":
             return Treatment.KEEP

@@ -1,9 +1,9 @@
-"""What one call of a unit stores.
+"""The frame: the stored tensors of one call of a unit.
 
-States of a frame: *forward* (packs and counts saved tensors), *waiting* (holds what is stored strongly), *replayed*
-(holds it weakly, so that memory goes as the graph goes). The call ends the first state, the first replay the second.
-Later replays, of a retained graph, find what the graph still holds, and run the rest again. What may not run again is
-held strongly for the life of the graph.
+States of a frame: *forward* (packs and counts saved tensors), *waiting* (holds stored tensors strongly), *replayed*
+(holds stored tensors weakly: memory goes as the graph goes). The call ends the first state, the first replay the
+second. Later replays, of a retained graph, find the tensors that the graph still holds, and run the rest again.
+Tensors that cannot be run again are held strongly for the life of the graph.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class KeptTensor:
     __slots__ = ("__weakref__", "_first", "_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor, first: KeptTensor | None = None) -> None:
-        # The tensor itself would hold its history, which holds the frame: a cycle that Python cannot see.
+        # The tensor itself would hold a history that holds the frame: a cycle that Python cannot see.
         self._tensor = tensor.detach() if tensor.requires_grad else tensor
         self._version = version_counter(tensor)
-        # The frame refers weakly to the first tensor of a storage: the others keep it alive.
+        # The frame refers weakly to the first tensor of a storage: the others keep that one alive.
         self._first = first
 
     def unpack(self) -> torch.Tensor:
@@ -61,7 +61,7 @@ class KeptTensor:
 
 
 class PackedStorage:
-    """A storage that was packed. Its memory was released."""
+    """A packed storage. The original memory was released."""
 
     __slots__ = ("__weakref__", "_packed", "_unpacked", "_unused", "_version", "_weak", "views")
 
@@ -79,7 +79,7 @@ class PackedStorage:
         return self._unpacked.untyped_storage()
 
     def use(self) -> torch.UntypedStorage:
-        """Return the unpacked storage for one of its views. The last view drops it here."""
+        """Return the unpacked storage for one of the views. The last view drops the unpacked storage here."""
         storage = self.storage()
         self._unused -= 1
         if self._unused <= 0:
@@ -138,7 +138,7 @@ class CallFrame:
 
     @property
     def overflows(self) -> int:
-        """Return how many groups did not fit their packs."""
+        """Return how many groups did not fit a pack."""
         return len(self._missing)
 
     def pack(self, tensor: torch.Tensor, hooks: Hooks | None) -> SavedToken:
@@ -164,7 +164,7 @@ class CallFrame:
         return set(self._present_storages())
 
     def begin_replay(self) -> tuple[tuple[Act, ...], frozenset[int], set[int]]:
-        """Return what a replay does with each op.
+        """Return the acts of a replay.
 
         Returns:
             The acts, the stored groups that cannot be given, and the storages of parameters that have changed since.
@@ -181,14 +181,14 @@ class CallFrame:
         return acts, frozenset(missing), {storage for storage, before, after in now if before != after}
 
     def stored(self, group: int, slot: int) -> torch.UntypedStorage | None:
-        """Return a stored storage for a replay; None if it is not stored."""
+        """Return a stored storage for a replay; None without one."""
         found = self._strong.get((group, slot))
         if self._weak is not None and (weak := self._weak.get((group, slot))) is not None:
             found = weak()
         return None if found is None else found.storage()
 
     def end_replay(self) -> None:
-        """Hold what is stored weakly from now on."""
+        """Hold stored tensors weakly from now on."""
         if self._weak is None:
             held = self.program.irreplaceable
             self._weak = {key: weakref.ref(each) for key, each in self._strong.items() if key[0] not in held}
@@ -210,10 +210,10 @@ class CallFrame:
         return saved[index]
 
     def difference(self, found: str, expected: str) -> InvalidError:
-        """Return the error of a call that differs from its trace."""
+        """Return the error of a call that differs from the trace."""
         return InvalidError(
-            f"unit {self.name}: {found}; expected {expected}, as in its trace. A call of the same signature ran other "
-            "ops: leave the unit out of units=, or make the flag that its code reads an argument"
+            f"unit {self.name}: {found}; expected {expected}, as in the trace. A call of the same signature ran other "
+            "ops: leave the unit out of units=, or make the flag that the code reads an argument"
         )
 
     def _token(self, tensor: torch.Tensor, source: SavedSource, hooks: Hooks | None) -> SavedToken:

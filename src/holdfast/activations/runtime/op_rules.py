@@ -1,4 +1,4 @@
-"""Facts about ops that their schemas do not say, or that several schemas say in different ways."""
+"""Facts about ops that schemas leave out, or that several schemas say in different ways."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def why_not_again(func: Any, tensors: Sequence[torch.Tensor]) -> str:
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors among the arguments of an op that the op's schema says it changes."""
+    """Return the tensors among the arguments of an op that the op changes by its schema."""
     found = []
     for position, (name, is_written) in enumerate(_arguments_of(func)):
         if is_written:

@@ -1,7 +1,7 @@
-"""A call under torch's checkpoint, and the replay: what is stored is given back, what nobody reads is skipped.
+"""A call under torch's checkpoint, and the replay: stored tensors are given back, ops without readers are skipped.
 
-torch's checkpoint brings the state of generators, autocast, early stop and nesting. Its forward context is a filter:
-hooks inside torch's own that store what the column stores and hand the rest to torch. Its context of recomputation is
+torch's checkpoint brings the state of generators, autocast, early stop and nesting. The forward context is a filter:
+hooks inside torch's own that store what the column stores and hand the rest to torch. The recomputation's context is
 the same filter, with a dispatch mode that follows the trace op by op.
 """
 
@@ -31,12 +31,12 @@ from holdfast.backends.torch.private_layout import (
 
 
 def call_with_replay(frame: CallFrame, forward: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the output of a call whose backward may replay it.
+    """Return the output of a call whose backward may need a replay.
 
     Args:
-        frame: Holds what the call stores.
+        frame: Holds the call's stored tensors.
         forward: Takes the tensors of the arguments.
-        tensors: The tensors of the arguments. torch keeps them, and checks their versions.
+        tensors: The tensors of the arguments. torch keeps these tensors and checks the versions.
     """
     return checkpoint(
         forward,
@@ -86,7 +86,7 @@ class _ReplayContext(AbstractContextManager[None]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End a replay: at its end, by torch's early stop or by an error."""
+        """End a replay: after the last op, by torch's early stop or by an error."""
         self._stack.__exit__(kind, error, trace)
 
 
@@ -114,7 +114,7 @@ class _ReplayHooks:
 
 
 class _ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the trace: gives stored tensors, skips what nobody reads, runs the rest."""
+    """Follows the trace: gives stored tensors, skips ops without readers, runs the rest."""
 
     def __init__(self, frame: CallFrame) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -136,7 +136,7 @@ class _ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             set_version_counter(tensor, version)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do with an op what the program says."""
+        """Treat an op as the program says."""
         kwargs = kwargs or {}
         if func in UNNUMBERED:
             return func(*args, **kwargs)
@@ -171,13 +171,13 @@ class _ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 )
 
     def _draw(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Run a random op for its draw alone. What the op would change, and what was skipped, is replaced by zeros."""
+        """Run a random op for its draw alone. Zeros replace tensors that the op would change and skipped ones."""
         written = {id(each) for each in written_by(func, args, kwargs)}
 
         def replaced(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or (id(value) not in written and not self.is_unwritten(value)):
                 return value
-            # Of the same strides, which decide how some kernels draw. A probability of 0 passes their checks.
+            # Of the same strides, which decide how some kernels draw. A probability of 0 passes all checks.
             spare = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
             return spare.zero_()
 
@@ -202,7 +202,7 @@ class _ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return op.group in self._frame.program.actions and op.group not in self._missing and op.is_storable
 
     def _unwritten_tensor(self, geometry: TensorGeometry) -> torch.Tensor:
-        """Return a tensor for a result that nobody reads. All show one memory, which no op writes."""
+        """Return a tensor for a result without readers. All show one memory, which no op writes."""
         scratch = self._scratch.get(geometry.device)
         if scratch is None:
             size = max(

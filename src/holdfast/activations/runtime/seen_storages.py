@@ -22,21 +22,21 @@ class SeenStorage:
     weak: WeakStorage
     """Holds the storage's identity, not its memory."""
     group: int | None = None
-    """The op that made it; 0 for the unit's input, None for what the unit did not make."""
+    """The op that made the storage; 0 for the unit's input, None for storages from outside."""
     slot: int = 0
-    """Number of the storage among those of its group."""
+    """Number of the storage within the group."""
     is_watched: bool = False
-    """Not made by the unit: whether a replay notices a change. So for parameters, buffers and constants of the code."""
+    """For a storage from outside: whether a replay notices changes (parameters, buffers), or none occur (constants)."""
     is_registered: bool = False
-    """Whether a parameter or buffer of the unit shows it."""
+    """Whether a parameter or buffer of the unit shows the storage."""
     cast_of: SeenStorage | None = None
-    """The parameter or buffer that it is a cast of."""
+    """The parameter or buffer of which this is a cast."""
     writes: int = 0
-    """How many ops have changed it so far."""
+    """How many ops have changed the storage so far."""
     reads: list[tuple[int, int]] = field(default_factory=list)
-    """Ops that read it, each with the number of writes before. Ops of its own group are left out."""
+    """Ops of other groups that read the storage, each with the number of writes before."""
     saves: list[int] = field(default_factory=list)
-    """The number of writes before each time that autograd saved it."""
+    """The number of writes before each time that autograd saved the storage."""
 
     @property
     def bytes(self) -> int:
@@ -45,7 +45,7 @@ class SeenStorage:
 
     @property
     def is_read_last(self) -> bool:
-        """Return whether all that read or save the storage see its last content."""
+        """Return whether all that read or save the storage see the last content."""
         return {self.writes}.issuperset((*(writes for _, writes in self.reads), *self.saves))
 
 
@@ -77,7 +77,7 @@ class SeenStorages:
         return found
 
     def known(self, tensor: torch.Tensor) -> SeenStorage | None:
-        """Return the storage of a tensor; None if it was never seen."""
+        """Return the storage of a tensor; None before the first sight."""
         return self._seen.get(storage_identity(tensor))
 
     def made(self) -> list[SeenStorage]:

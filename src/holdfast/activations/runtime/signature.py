@@ -17,7 +17,7 @@ def signature_of(unit: nn.Module, form: Form, tensors: Sequence[torch.Tensor]) -
 
     Args:
         unit: The module that is called.
-        form: The arguments without their tensors.
+        form: The arguments without tensors.
         tensors: The tensors of the arguments.
     """
     return (
@@ -42,7 +42,7 @@ def _autocast_of(device: str) -> tuple[object, ...]:
 
 
 def _key_of(form: Form) -> Hashable:
-    """Return a form as a key of a dict. An object counts by its type alone: a plan never runs its unit again."""
+    """Return a form as a key of a dict. An object counts by its type alone: a plan never runs such a unit again."""
     if form[0] == "plain":
         value = form[1]
         # A slice has no hash before Python 3.12; True equals 1, and NaN equals nothing.

@@ -15,7 +15,7 @@ def call_storing(frame: CallFrame, forward: Callable[..., Any], tensors: Sequenc
     """Return the output of a call, whose saved tensors a frame stores.
 
     Args:
-        frame: Holds what the call stores.
+        frame: Holds the call's stored tensors.
         forward: Takes the tensors of the arguments.
         tensors: The tensors of the arguments.
     """

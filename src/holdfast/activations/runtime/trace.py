@@ -1,4 +1,4 @@
-"""Trace one real call of a unit: the ops, the storages they read and make, and what autograd saves.
+"""Trace one real call of a unit: the ops, the storages that ops read and make, and the tensors that autograd saves.
 
 The call is a plain one: outputs and gradients are those of the unit. Only ops below autograd and autocast are seen.
 """
@@ -66,20 +66,20 @@ def trace_call(
     if objects := [*objects_of(form[2][0]), *objects_of(form[2][1])]:
         recorder.why_not = f"the unit's code may change {objects[0]} without an op; pass data alone (use_cache=False)"
     if hooked := [name for name, module in unit.named_modules() if name and has_forward_hooks(module)]:
-        recorder.why_not = recorder.why_not or f"hooks of its module {hooked[0]} would see what a replay skips"
+        recorder.why_not = recorder.why_not or f"hooks of the module {hooked[0]} would see skipped tensors"
     before, drawn = _attributes(unit), random.getstate()
     hooks = torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack)
     with hooks, _ReadWatch(recorder), recorder:
         output = forward(*args, **kwargs)
     if changed := _changed(before, _attributes(unit)):
-        recorder.why_not = recorder.why_not or f"the unit keeps state in its attribute {changed}"
+        recorder.why_not = recorder.why_not or f"the unit keeps state in the attribute {changed}"
     if random.getstate() != drawn:
         recorder.why_not = recorder.why_not or "the unit draws from Python's random, which no replay restores"
     return output, recorder.finish(signature, output)
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs ops and writes down what they do."""
+    """Runs ops and records reads, writes and new storages."""
 
     def __init__(self, unit: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -106,11 +106,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def unpack(self, kept: KeptTensor) -> torch.Tensor:
         """Return a saved tensor."""
         if not self._is_done:
-            self._refuse("the unit runs a backward of its own in forward")
+            self._refuse("the unit runs a backward inside the forward")
         return kept.unpack()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an op and write down what the op did."""
+        """Run an op and record its reads, writes and storages."""
         kwargs = kwargs or {}
         if func in UNNUMBERED:
             return func(*args, **kwargs)
@@ -249,14 +249,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _check_op(self, func: Any, tensors: list[torch.Tensor]) -> None:
         hooks = top_saved_tensors_hooks()
         if hooks is None or getattr(hooks[0], "__self__", None) is not self:
-            self._refuse("the unit installs hooks for saved tensors itself (disable its activation checkpointing)")
+            self._refuse("the unit installs hooks for saved tensors itself (disable activation checkpointing there)")
         if is_collective(func):
             self._refuse(f"the unit runs a collective ({func})")
         if barred := why_not_again(func, tensors):
             self._bar(barred)
 
     def _plain(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors that have a storage of their own kind; another one refuses the unit."""
+        """Return the plain tensors; another kind refuses the unit."""
         for tensor in tensors:
             if not is_plain(tensor):
                 self._refuse(f"the unit uses a tensor of type {type(tensor).__name__}, {tensor.layout}")
@@ -311,7 +311,7 @@ def _is_in(tensor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
 
 def _source(seen: SeenStorage, geometry: TensorGeometry) -> SavedSource:
     origin = seen.cast_of
-    # A cast of what the unit changes cannot be made again.
+    # A cast of a buffer that the unit changes cannot be made again.
     return SavedSource(seen.group, seen.slot, geometry, origin is not None and not origin.writes)
 
 

@@ -15,18 +15,18 @@ from holdfast.activations.runtime.signature import Signature
 
 @dataclass(frozen=True, slots=True)
 class TensorGeometry:
-    """How a tensor lies in its storage."""
+    """The place of a tensor in a storage."""
 
     size: tuple[int, ...]
-    """Its size."""
+    """Size."""
     stride: tuple[int, ...]
-    """Its strides, in elements."""
+    """Strides, in elements."""
     offset: int
-    """Its first element in the storage."""
+    """First element in the storage."""
     dtype: torch.dtype
-    """Its element type."""
+    """Element type."""
     device: torch.device
-    """Its device."""
+    """Device."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorGeometry:
@@ -69,13 +69,13 @@ class TracedOp:
     op: Any = None
     """The op overload; None for the input."""
     group: int = 0
-    """The op that made the storage which this op shows or changes; its own number if it makes storages."""
+    """The op that made the storage which this op shows or changes; the own number for an op that makes storages."""
     form: Form = ()
-    """Form of the result; its leaves are `returns`."""
+    """Form of the result, with `returns` as leaves."""
     returns: tuple[OpReturn, ...] = ()
     """Leaves of the result."""
     reads: tuple[int, ...] = ()
-    """Groups whose contents the op reads, without its own."""
+    """Other groups whose contents the op reads."""
     bytes: int = 0
     """Bytes of new storage."""
     seconds: float = 0.0
@@ -85,11 +85,11 @@ class TracedOp:
     is_random: bool = False
     """Whether the op draws from the default generator."""
     has_effect: bool = False
-    """Whether the op must not run again: it changes, or reads, what may differ in backward."""
+    """Whether the op must not run again: the op changes, or reads, memory that may differ in backward."""
     has_value: bool = False
     """Whether the unit's code receives a value that depends on the content of tensors."""
     is_needed: bool = False
-    """Whether autograd saves what the op makes, or Python reads its value."""
+    """Whether autograd saves a result of the op, or Python reads its value."""
     is_storable: bool = False
     """Whether a replay may give the stored group to all that read the group."""
 
@@ -104,13 +104,13 @@ class SavedSource:
     """Where a tensor that autograd saves comes from."""
 
     group: int | None
-    """The group of its storage; 0 for the unit's input, None for what the unit did not make."""
+    """The group of the storage; 0 for the unit's input, None for storages from outside."""
     slot: int
     """Number of the storage in the group."""
     geometry: TensorGeometry
-    """Its geometry."""
+    """Geometry of the saved tensor."""
     is_cast: bool
-    """Whether it is a cast of a parameter or buffer: every replay makes the cast again."""
+    """Whether the tensor is a cast of a parameter or buffer: every replay makes the cast again."""
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor has this geometry; offsets differ in parameters and views of arguments."""
@@ -138,9 +138,9 @@ class UnitTrace:
     peak_bytes: int
     """Most bytes that the ops' storages took at a time."""
     why_not: str
-    """Why ops may not run again; empty if they may."""
+    """Why ops may not run again; empty for a unit that replays."""
     refused: str
-    """Why a plan cannot manage the unit at all; empty if it can."""
+    """Why a plan cannot manage the unit at all; empty for a unit that a plan can manage."""
 
     @property
     def is_random(self) -> bool:

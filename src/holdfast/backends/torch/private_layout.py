@@ -143,14 +143,14 @@ class WeakStorage:
     `UntypedStorage._weak_ref`, `_expired` and `_free_weak_ref`, since 2.6; `StorageWeakRef` of torch has no types.
     """
 
-    __slots__ = ("_free", "bytes", "identity")
+    __slots__ = ("bytes", "free", "identity")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         self.bytes = storage.nbytes()
         self.identity = cast("int", storage._weak_ref())
         # The module may be gone at the end of the interpreter.
-        self._free = torch.UntypedStorage._free_weak_ref
+        self.free = torch.UntypedStorage._free_weak_ref
 
     def is_expired(self) -> bool:
         """Return whether the storage's memory was released."""
@@ -158,7 +158,7 @@ class WeakStorage:
 
     def __del__(self) -> None:
         """Give the identity back."""
-        self._free(self.identity)  # type: ignore[no-untyped-call]
+        self.free(self.identity)  # type: ignore[no-untyped-call]
 
 
 def has_backward_hooks(parameter: torch.Tensor) -> bool:

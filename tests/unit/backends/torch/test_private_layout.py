@@ -185,6 +185,15 @@ PROBES: dict[str, Probe] = {
     "ShardMetadata.shard_offsets": Probe(lambda: local_shard().metadata, list),
     "Tensor._version": Probe(plain, int),
     "UntypedStorage._cdata": Probe(lambda: plain().untyped_storage(), int),
+    "UntypedStorage._weak_ref": Probe(lambda: plain().untyped_storage(), Callable),
+    "UntypedStorage._expired": Probe(lambda: torch.UntypedStorage, Callable),
+    "UntypedStorage._free_weak_ref": Probe(lambda: torch.UntypedStorage, Callable),
+    "torch._C": Probe(lambda: torch),
+    "torch._C._autograd": Probe(lambda: torch._C),
+    "torch._C._autograd._top_saved_tensors_default_hooks": Probe(lambda: torch._C._autograd, Callable),
+    "torch._C._autograd._unsafe_set_version_counter": Probe(lambda: torch._C._autograd, Callable),
+    "torch.ops.aten._to_copy": Probe(lambda: torch.ops.aten, Callable),
+    "OpOverload._schema": Probe(lambda: private_layout.CAST, torch._C.FunctionSchema),
     "Tensor._post_accumulate_grad_hooks": Probe(lambda: nn.Parameter(plain()), None | HOOKS),
     "FlatParameter._is_flat_param": Probe(flat, bool),
     "OptimizedModule._orig_mod": Probe(lambda: torch.compile(net()), nn.Module),
@@ -195,6 +204,8 @@ PROBES: dict[str, Probe] = {
     "Module._parameters": Probe(net, dict),
     "Module._buffers": Probe(net, dict),
     "Module._modules": Probe(net, dict),
+    "Module._forward_hooks": Probe(net, HOOKS),
+    "Module._forward_pre_hooks": Probe(net, HOOKS),
     "Module._save_to_state_dict": Probe(net, Callable),
     "Module._load_from_state_dict": Probe(net, Callable),
     "Module._state_dict_pre_hooks": Probe(net, HOOKS),
@@ -283,6 +294,36 @@ def test_a_field_that_moved_is_named() -> None:
     assert moved("DTensor._local_tensor", Probe(Emptied)) == f"torch {torch.__version__}: DTensor._local_tensor is gone"
     assert "Tensor._version is str; expected <class 'int'>" in str(moved("Tensor._version", Probe(Emptied, int)))
     assert "to look for Tensor.x: TypeError" in str(moved("Tensor.x", Probe(lambda: Emptied(1))))  # type: ignore[call-arg]
+
+
+def test_hooks_for_saved_tensors_are_seen() -> None:
+    assert private_layout.top_saved_tensors_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(print, repr):
+        assert private_layout.top_saved_tensors_hooks() == (print, repr)
+
+
+def test_the_arguments_that_an_op_changes_are_seen() -> None:
+    written = [name for name, is_written in private_layout.arguments_of(torch.ops.aten.add_.Tensor) if is_written]
+    assert written == ["self"]
+    assert not any(is_written for _, is_written in private_layout.arguments_of(torch.ops.aten.view.default))
+
+
+def test_a_version_is_set_for_all_views() -> None:
+    tensor = plain()
+    tensor.add_(1)
+    private_layout.set_version_counter(tensor[0], 5)
+    assert private_layout.version_counter(tensor) == 5
+
+
+def test_a_weak_storage_keeps_its_identity_and_not_the_memory() -> None:
+    tensor = plain()
+    weak = private_layout.WeakStorage(tensor)
+    assert weak.identity == private_layout.storage_identity(tensor.view(-1))
+    assert weak.bytes == 24
+    assert not weak.is_expired()
+    del tensor
+    assert weak.is_expired()
+    assert weak.identity not in {private_layout.storage_identity(each) for each in [plain() for _ in range(8)]}
 
 
 def test_a_hook_before_loading_is_the_function_that_was_registered() -> None:
