@@ -5,7 +5,7 @@ Only `forward` of the instance is replaced. Hooks, FQNs, keys of state dicts and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -83,13 +83,16 @@ def refuse_managed(units: Mapping[str, nn.Module]) -> None:
             raise InvalidError(f"unit {name} is managed already; expected a plain unit. Call detach() first")
 
 
-def trace_units(model: nn.Module, names: Iterable[str], step: Callable[[], Any]) -> dict[str, UnitTrace]:
+def trace_units(
+    model: nn.Module, names: Iterable[str], step: Callable[[], Any], *, measured: Collection[str] = ()
+) -> dict[str, UnitTrace]:
     """Return the trace of the first call with gradients of each unit in a step; units that are not called are left out.
 
     Args:
         model: Contains the units.
         names: FQNs of the units.
         step: Runs forward and backward.
+        measured: FQNs of the units whose costs are measured too, one after the other: one of each class is enough.
     """
     traces: dict[str, UnitTrace] = {}
     units = {name: model.get_submodule(name) for name in names}
@@ -100,7 +103,7 @@ def trace_units(model: nn.Module, names: Iterable[str], step: Callable[[], Any])
         plain = vars(units[name])[_FORWARD].plain
         if name in traces or not torch.is_grad_enabled():
             return plain(*args, **kwargs)
-        output, traces[name] = trace_call(units[name], plain, args, kwargs)
+        output, traces[name] = trace_call(units[name], plain, args, kwargs, is_measured=name in measured)
         return output
 
     try:

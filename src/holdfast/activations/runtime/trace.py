@@ -6,6 +6,7 @@ The call is a plain one: outputs and gradients are those of the unit. Only ops b
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +33,7 @@ from holdfast.activations.runtime.op_rules import (
 from holdfast.activations.runtime.seen_storages import SeenStorage, SeenStorages
 from holdfast.activations.runtime.signature import signature_of
 from holdfast.activations.runtime.traced import OpReturn, SavedSource, TensorGeometry, TracedOp, UnitTrace
+from holdfast.activations.runtime.unit_costs import UnitCosts, costs_of
 from holdfast.backends.torch.private_layout import (
     CAST,
     TorchDispatchMode,
@@ -48,7 +50,7 @@ _ROUNDS = 3
 
 
 def trace_call(
-    unit: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    unit: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, is_measured: bool
 ) -> tuple[Any, UnitTrace]:
     """Return the output of a call of a unit, and the trace of the call.
 
@@ -56,11 +58,12 @@ def trace_call(
         unit: The module that is called.
         forward: The module's own forward.
         args, kwargs: Arguments of the call.
+        is_measured: Whether ops are timed several times, and the unit's costs are measured by further calls.
     """
     tensors: list[torch.Tensor] = []
     form = take_apart((tuple(args), dict(kwargs)), tensors)
     signature = signature_of(unit, form, tensors)
-    recorder = _Recorder(unit, list(filter(is_plain, tensors)))
+    recorder = _Recorder(unit, list(filter(is_plain, tensors)), rounds=_ROUNDS if is_measured else 1)
     if not all(map(is_plain, tensors)):
         recorder.refused = "an argument is no plain tensor"
     if objects := [*objects_of(form[2][0]), *objects_of(form[2][1])]:
@@ -75,15 +78,20 @@ def trace_call(
         recorder.why_not = recorder.why_not or f"the unit keeps state in the attribute {changed}"
     if random.getstate() != drawn:
         recorder.why_not = recorder.why_not or "the unit draws from Python's random, which no replay restores"
-    return output, recorder.finish(signature, output)
+    trace = recorder.finish(signature, output)
+    # Code that a replay cannot repeat cannot be repeated here either.
+    if is_measured and not trace.why_not:
+        trace = replace(trace, costs=costs_of(unit, forward, form, tensors))
+    return output, trace
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs ops and records reads, writes and new storages."""
 
-    def __init__(self, unit: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, unit: nn.Module, inputs: Sequence[torch.Tensor], *, rounds: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.why_not, self.refused = "", ""
+        self._rounds = rounds
         self.is_own_code, self._is_done = False, False
         self._seen = SeenStorages(unit, inputs)
         # Masks and positions belong to the model, which gives the same ones to every unit.
@@ -134,6 +142,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         changed = {number for seen in self._seen.outside() if seen.writes for number, _ in seen.reads}
         needed = {seen.group for seen, _ in self._saved}
         made = self._seen.made()
+        # Of an op with several results only the saved ones stay.
+        saved_bytes: Counter[int | None] = Counter()
+        for seen in made:
+            saved_bytes[seen.group] += seen.bytes if seen.saves else 0
         unstorable = {seen.group for seen in made if not seen.is_read_last or (seen.reads and not seen.saves)}
         ops = [TracedOp(0, bytes=self._input_bytes, is_needed=0 in needed, is_storable=True)]
         for op in self._ops:
@@ -141,18 +153,20 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ops.append(
                 replace(
                     op,
+                    bytes=saved_bytes[op.number] or op.bytes,
                     has_effect=op.has_effect or op.number in changed,
                     is_needed=is_base and (op.number in needed or op.has_value),
                     is_storable=is_base and op.bytes > 0 and op.number not in unstorable,
                 )
             )
         returned = {seen.weak.identity: seen.bytes for seen in map(self._seen.of, self._plain(tensors_of(output)))}
+        seconds = sum(op.seconds for op in ops)
         return UnitTrace(
             signature=signature,
             ops=tuple(ops),
             saved=tuple(_source(seen, geometry) for seen, geometry in self._saved),
             output_bytes=sum(returned.values()),
-            peak_bytes=self._peak_bytes,
+            costs=UnitCosts(seconds, 2 * seconds, self._peak_bytes),
             why_not=self.refused or self.why_not,
             refused=self.refused,
         )
@@ -166,8 +180,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output, seconds = timed(partial(func, *args, **kwargs), device)
         changed = {id(self._seen.of(tensor)) for tensor in written}
         changed |= {id(self._seen.of(tensor)) for tensor, before in buffers if not _same_bits(tensor, before)}
-        if not changed and not is_random and seconds:
-            seconds = min(seconds, least_seconds(partial(func, *args, **kwargs), device, _ROUNDS - 1))
+        if not changed and not is_random and self._rounds > 1:
+            seconds = min(seconds, least_seconds(partial(func, *args, **kwargs), device, self._rounds - 1))
         form, returns, is_view, fresh = self._returns(func, output, tensors, written, number)
         group = self._group_of(func, number, seen, changed, is_view=is_view, is_fresh=bool(fresh))
         read = [] if is_view else seen[first_read(func) :]

@@ -11,6 +11,7 @@ import torch
 from holdfast.activations.profile.unit_profile import UnitOp, UnitProfile
 from holdfast.activations.runtime.arguments import Form
 from holdfast.activations.runtime.signature import Signature
+from holdfast.activations.runtime.unit_costs import UnitCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class TracedOp:
     reads: tuple[int, ...] = ()
     """Other groups whose contents the op reads."""
     bytes: int = 0
-    """Bytes of new storage."""
+    """Bytes of new storage; of storage that autograd saves, where autograd saves any."""
     seconds: float = 0.0
     """Time to run the op."""
     is_view: bool = False
@@ -135,8 +136,8 @@ class UnitTrace:
     """Each tensor that autograd saved, in order."""
     output_bytes: int
     """Bytes of the tensors that the unit returns."""
-    peak_bytes: int
-    """Most bytes that the ops' storages took at a time."""
+    costs: UnitCosts
+    """Measured costs, or an estimate from the ops' costs."""
     why_not: str
     """Why ops may not run again; empty for a unit that replays."""
     refused: str
@@ -161,21 +162,20 @@ class UnitTrace:
         ]
         return hashlib.sha256(repr((ops, self.saved, self.why_not, self.refused)).encode()).hexdigest()
 
-    def profile(self, units: tuple[str, ...], *, forward_seconds: float, backward_seconds: float) -> UnitProfile:
+    def profile(self, units: tuple[str, ...]) -> UnitProfile:
         """Return the measured values for the solver.
 
         Args:
             units: FQNs of the units of this trace, in forward order.
-            forward_seconds, backward_seconds: Measured times of a plain unit.
         """
         return UnitProfile(
             fingerprint=self.fingerprint,
             units=units,
             ops=tuple(_profiled(op) for op in self.ops),
-            forward_seconds=forward_seconds,
-            backward_seconds=backward_seconds,
+            forward_seconds=self.costs.forward_seconds,
+            backward_seconds=self.costs.backward_seconds,
             output_bytes=self.output_bytes,
-            recompute_workspace_bytes=self.peak_bytes,
+            recompute_workspace_bytes=self.costs.peak_bytes,
             is_replayable=not self.why_not,
             why_not=self.why_not,
         )
