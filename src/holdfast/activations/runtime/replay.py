@@ -103,7 +103,8 @@ class _ReplayHooks:
         self._frame.source(index, tensor)
         token = self._frame.passed[index]
         if token is None:
-            return tensor
+            # A result that its own op saves would hold itself through its history.
+            return tensor.detach() if tensor.requires_grad else tensor
         if self._mode.is_unwritten(tensor) and token() is not None:
             raise self._frame.difference(f"saved tensor {index} was not run", "a tensor that the replay runs")
         return self._outer[0](tensor)
