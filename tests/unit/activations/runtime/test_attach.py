@@ -156,6 +156,18 @@ def test_detach_restores_the_modules() -> None:
     output.sum().backward()
 
 
+def test_a_step_that_fails_leaves_no_trace() -> None:
+    model = Gpt()
+
+    def fails() -> None:
+        step(model)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        trace_units(model, NAMES, fails)
+    assert "forward" not in vars(model.blocks[0])
+
+
 def test_detach_restores_a_forward_of_the_instance() -> None:
     model = Gpt()
     own = model.blocks[0].forward = model.blocks[0].forward
