@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from holdfast.activations.runtime.arguments import Form, objects_of, put_together, take_apart
+from holdfast.activations.profile.solved_plan import SolvedPlan
+from holdfast.activations.profile.unit_profile import UnitColumn, UnitProfile
+from holdfast.activations.runtime.arguments import Form, objects_of, put_together, take_apart, tensors_of
 from holdfast.activations.runtime.column_program import ColumnProgram
 from holdfast.activations.runtime.frame import CallFrame
 from holdfast.activations.runtime.replay import call_with_replay
@@ -22,7 +25,8 @@ from holdfast.activations.runtime.signature import signature_of
 from holdfast.activations.runtime.store_only import call_storing
 from holdfast.activations.runtime.trace import trace_call
 from holdfast.activations.runtime.traced import UnitTrace
-from holdfast.errors import InvalidError
+from holdfast.activations.runtime.unit_costs import copied
+from holdfast.errors import InvalidError, first_three
 
 _FORWARD = "forward"
 """The attribute that is replaced."""
@@ -38,6 +42,8 @@ class CallCounts:
     """Calls with another signature: recomputed as a whole, or plain where a replay is refused."""
     overflows: int = 0
     """Stored tensors that did not fit a pack."""
+    plain: dict[str, str] = field(default_factory=dict)
+    """Units that no plan manages, and why."""
 
 
 @dataclass(slots=True)
@@ -58,22 +64,66 @@ class AttachedUnits:
         self.units = []
 
 
-def attach(model: nn.Module, programs: Mapping[str, ColumnProgram]) -> AttachedUnits:
+def attach(model: nn.Module, programs: Mapping[str, ColumnProgram | _Planned]) -> AttachedUnits:
     """Replace the forward of units.
 
     Args:
         model: Contains the units.
-        programs: A program for each unit, by FQN.
+        programs: A program for each unit, by FQN, or a column whose program is made at the first call.
     Raises:
-        InvalidError: A unit is managed already.
+        InvalidError: The model lacks a unit, or a unit is managed already.
     """
-    units = {name: model.get_submodule(name) for name in programs}
+    modules = dict(model.named_modules())
+    absent = [name for name in programs if name not in modules]
+    if absent:
+        raise InvalidError(f"the model has no module {first_three(absent)}; expected the model that was fitted")
+    units = {name: modules[name] for name in programs}
     refuse_managed(units)
     attached = AttachedUnits(list(units.values()))
     for name, unit in units.items():
         managed = _ManagedUnit(name, unit, programs[name], attached.counts)
         vars(unit)[_FORWARD] = managed.replaced = ReplacedForward(unit, managed.call)
     return attached
+
+
+def attach_columns(model: nn.Module, chosen: Mapping[str, tuple[UnitTrace, UnitColumn]]) -> AttachedUnits:
+    """Replace the forward of units by columns for their traces. Arguments and errors as for `attach`."""
+    return attach(model, {name: ColumnProgram(trace, column) for name, (trace, column) in chosen.items()})
+
+
+def attach_plan(model: nn.Module, plan: SolvedPlan) -> AttachedUnits:
+    """Replace the forward of the units of a plan. Each unit is traced at its first call. Errors as for `attach`."""
+    units = enumerate(plan.profile.order)
+    return attach(
+        model, {name: _Planned(plan.profile.classes[kind], plan.column_of(number)) for number, (name, kind) in units}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A column for a unit that is not traced yet."""
+
+    profile: UnitProfile
+    column: UnitColumn
+
+    def program(self, name: str, trace: UnitTrace) -> ColumnProgram:
+        """Return the program for a trace.
+
+        Raises:
+            InvalidError: The trace is another one than that of the plan; the message names the first op that differs.
+        """
+        if trace.fingerprint != self.profile.fingerprint:
+            found, expected = [op.overload for op in trace.ops], [op.overload for op in self.profile.ops]
+            pairs = enumerate(zip_longest(found, expected, fillvalue="no op"))
+            number, pair = next(
+                ((number, pair) for number, pair in pairs if pair[0] != pair[1]),
+                (0, ("other shapes", "those of the fit")),
+            )
+            raise InvalidError(
+                f"unit {name}: op {number} is {pair[0]}; expected {pair[1]}. Call the model as in the fit first, or fit "
+                "this model again"
+            )
+        return ColumnProgram(trace, self.column)
 
 
 def refuse_managed(units: Mapping[str, nn.Module]) -> None:
@@ -152,7 +202,7 @@ def _same(value: Any) -> Any:
 class _ManagedUnit:
     """One unit with a program."""
 
-    def __init__(self, name: str, unit: nn.Module, program: ColumnProgram, counts: CallCounts) -> None:
+    def __init__(self, name: str, unit: nn.Module, program: ColumnProgram | _Planned, counts: CallCounts) -> None:
         self._name, self._unit, self._program, self._counts = name, unit, program, counts
         self.replaced: ReplacedForward | None = None
 
@@ -162,22 +212,32 @@ class _ManagedUnit:
         plain = self.replaced.plain
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return plain(*args, **kwargs)
+        program = self._program
+        if isinstance(program, _Planned):
+            program = self._program = program.program(self._name, _traced_apart(self._unit, plain, args, kwargs))
         tensors: list[torch.Tensor] = []
         form = take_apart((args, kwargs), tensors)
-        trace = self._program.trace
+        trace = program.trace
         if signature_of(self._unit, form, tensors) != trace.signature:
             self._counts.other += 1
             if trace.why_not or trace.has_effect or objects_of(form):
                 return plain(*args, **kwargs)
             return checkpoint(partial(_call_apart, plain, form), *tensors, use_reentrant=False)
         self._counts.planned += 1
-        if not self._program.is_replayed and not self._program.packed:
+        if not program.is_replayed and not program.packed:
             return plain(*args, **kwargs)
-        frame = CallFrame(self._program, self._name, self._unit)
-        call = call_with_replay if self._program.is_replayed else call_storing
+        frame = CallFrame(program, self._name, self._unit)
+        call = call_with_replay if program.is_replayed else call_storing
         output = call(frame, partial(_call_apart, plain, form), tensors)
         self._counts.overflows += frame.overflows
         return output
+
+
+def _traced_apart(unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> UnitTrace:
+    """Return the trace of a call whose result is dropped: memory for one unit. Buffers and generators stay."""
+    devices = {tensor.device for tensor in tensors_of((args, kwargs)) if tensor.device.type == "cuda"}
+    with copied(unit), torch.random.fork_rng(list(devices)):
+        return trace_call(unit, forward, args, kwargs, is_measured=False)[1]
 
 
 def _call_apart(forward: Callable[..., Any], form: Form, *tensors: torch.Tensor) -> Any:

@@ -58,7 +58,7 @@ def costs_of(unit: nn.Module, forward: Callable[..., Any], form: Form, tensors: 
 
     torch.set_autocast_cache_enabled(False)
     try:
-        with _copied(unit), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with copied(unit), torch.random.fork_rng([device] if device.type == "cuda" else []):
             seconds = [run() for _ in range(_ROUNDS)]
             _, peak = peak_bytes(run, device)
     finally:
@@ -67,7 +67,7 @@ def costs_of(unit: nn.Module, forward: Callable[..., Any], form: Form, tensors: 
 
 
 @contextmanager
-def _copied(unit: nn.Module) -> Iterator[None]:
+def copied(unit: nn.Module) -> Iterator[None]:
     """Put copies in the place of parameters and buffers. A gradient of a parameter is dropped as soon as it is made."""
     places = [
         (held, name, each) for module in unit.modules() for held in registered(module) for name, each in held.items()

@@ -1,0 +1,72 @@
+"""The order of a fit: measure the plain step, trace its units, solve, and check the planned step.
+
+One linear function. A fit leaves gradients, buffers, generators and forwards as they were, also on an error or Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from holdfast.activations.plan import ActivationPlan, bytes_of
+from holdfast.activations.solve.solve import RESERVE, all_columns, solve
+from holdfast.errors import InvalidError, shown_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+_TRIES = 4
+"""Solutions whose peak is measured, before a budget counts as too small."""
+
+
+def fit(
+    model: torch.nn.Module,
+    step: Callable[[], torch.Tensor],
+    *,
+    budget: int | str,
+    error_bound: float = 0.0,
+    units: Sequence[str] | None = None,
+) -> ActivationPlan:
+    """Measure a model, and return the plan of least time whose step stays within a budget.
+
+    Gradients under the plan equal those of the plain model to the bit: the fit compares them.
+
+    Example:
+        def step():
+            loss = model(batch).square().mean()
+            loss.backward()
+            return loss
+
+        plan = holdfast.activations.fit(model, step, budget="50%")
+    Args:
+        model: The model, without gradients.
+        step: Runs forward and backward once, on the same batch each time, and returns the loss. It steps no optimizer.
+        budget: The peak of a step above the memory that stands before it: bytes, "12GiB", or a share such as "40%" of
+            the peak of keeping everything.
+        error_bound: 0: only exact packs.
+        units: Globs of module names that are managed together, such as ["model.layers.*"]; None: the repeated blocks.
+    Raises:
+        InvalidError: A bad argument, a step that does not repeat, or a budget that no plan fits.
+    """
+    from holdfast.activations.runtime.measured_step import MeasuredModel
+
+    if error_bound != 0 or not math.isfinite(error_bound):
+        raise InvalidError(f"error_bound={error_bound!r}: expected 0. Packs with a bound are not built yet")
+    bytes_of(budget, 1 << 40)
+    with MeasuredModel(model, step, units) as measured:
+        profile = measured.profile()
+        columns = all_columns(profile, error_bound)
+        limit = bytes_of(budget, profile.keep_all_peak_bytes)
+        reserve, found = RESERVE, 0
+        for _ in range(_TRIES):
+            solved = solve(profile, columns, limit, error_bound=error_bound, reserve=reserve)
+            found, seconds = measured.planned(solved)
+            if found <= limit:
+                return ActivationPlan(solved, found, seconds / profile.step_seconds)
+            # The excess is taken off the memory that the solver may use.
+            reserve += max(found / limit - 1, RESERVE)
+    raise InvalidError(
+        f"budget is {shown_bytes(limit)}: the last plan took {shown_bytes(found)}, measured; expected a plan within "
+        "the budget. Pass a larger budget or smaller batches"
+    )

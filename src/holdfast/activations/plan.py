@@ -1,0 +1,160 @@
+"""A plan for the activations of a model: explained, stored, solved for other budgets, and put to work."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from holdfast.activations.plan_file import read_plan, write_plan
+from holdfast.activations.profile.solved_plan import SolvedPlan
+from holdfast.errors import InvalidError, printable, shown_bytes
+
+if TYPE_CHECKING:
+    from holdfast.activations.runtime.attach import AttachedUnits
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|[KMGT]iB|%)", re.ASCII)
+_POWERS = {unit: 1024**power for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))}
+
+
+def bytes_of(budget: object, keep_all_bytes: int) -> int:
+    """Return a budget in bytes.
+
+    Args:
+        budget: A whole number of bytes, a text such as "12GiB", or a share such as "40%".
+        keep_all_bytes: The peak of a step that keeps everything: 100 %.
+    Raises:
+        InvalidError: The budget is no such value, or 0.
+    """
+    expected = 'expected bytes as a whole number, "12GiB" or "40%"'
+    if isinstance(budget, bool) or not isinstance(budget, int | str):
+        raise InvalidError(f"budget={budget!r}: {expected}. A float could be bytes or a share: pass a text")
+    if isinstance(budget, int):
+        found: float = budget
+    else:
+        match = _SIZE.fullmatch(budget.strip())
+        if match is None:
+            raise InvalidError(f"budget={printable(budget)[:80]!r}: {expected}")
+        found = float(match[1]) * (keep_all_bytes / 100 if match[2] == "%" else _POWERS[match[2]])
+    if int(found) < 1:
+        raise InvalidError(f"budget={budget!r}: {expected}, above 0")
+    return int(found)
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationPlan:
+    """The treatment of every tensor that autograd needs, for one model within one budget."""
+
+    solved: SolvedPlan
+    """The measured model, its columns, and the column of each unit."""
+
+    measured_peak_bytes: int = 0
+    """Peak of a step that the fit measured under the plan; 0 for a plan that was solved without the model."""
+
+    measured_slowdown: float = 0.0
+    """Time of that step divided by the time of a step that keeps everything; 0 if not measured."""
+
+    def explain(self) -> str:
+        """Return the plan as text for people: the prediction, and the treatment of each class of units.
+
+        Example:
+            print(plan.explain())
+        """
+        from holdfast.activations.solve.explain import explained
+
+        measured = ""
+        if self.measured_peak_bytes:
+            measured = f"\nmeasured: {shown_bytes(self.measured_peak_bytes)}, step time × {self.measured_slowdown:.3f}"
+        return explained(self.solved) + measured
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file.
+
+        Example:
+            plan.save("plan.json")
+        Raises:
+            UnavailableError: The file cannot be written.
+        """
+        write_plan(self.solved, path)
+
+    def resolve(self, *, budget: int | str) -> ActivationPlan:
+        """Return a plan for another budget, from the measurements of this plan. Needs scipy, and no model.
+
+        Example:
+            smaller = plan.resolve(budget="30%")
+        Raises:
+            InvalidError: The budget is unreadable or too small, or scipy is missing.
+        """
+        from holdfast.activations.solve.solve import solve_again
+
+        return ActivationPlan(solve_again(self.solved, bytes_of(budget, self.solved.profile.keep_all_peak_bytes)))
+
+    def apply(self, model: Any) -> ManagedActivations:
+        """Put the plan to work on a model like the one that was fitted.
+
+        The first call of each unit is traced, and compared with the plan. Between a forward and its backward a plan must
+        neither be applied nor detached.
+
+        Example:
+            with plan.apply(model):
+                train(model)
+        Raises:
+            InvalidError: The model lacks a unit of the plan, or a unit is managed already.
+        """
+        from holdfast.activations.runtime.attach import attach_plan
+
+        return ManagedActivations(self, attach_plan(model, self.solved))
+
+
+class ManagedActivations:
+    """A model whose units follow a plan. A context manager, which detaches at its end."""
+
+    def __init__(self, plan: ActivationPlan, attached: AttachedUnits) -> None:
+        self._plan, self._attached = plan, attached
+
+    def report(self) -> str:
+        """Return the counts of calls so far, and the predictions, as text for people.
+
+        Example:
+            print(managed.report())
+        """
+        counts, solved = self._attached.counts, self._plan.solved
+        lines = [
+            f"predicted peak {shown_bytes(solved.predicted_peak_bytes)}, step time × {solved.predicted_slowdown:.3f}",
+            f"{counts.planned} calls as planned, {counts.other} of other signatures, {counts.overflows} overflows",
+        ]
+        lines += [f"{name}: plain, since {why}" for name, why in sorted(counts.plain.items())]
+        return "\n".join(lines)
+
+    def detach(self) -> None:
+        """Restore the plain forward of every unit.
+
+        Example:
+            managed.detach()
+        """
+        self._attached.detach()
+
+    def __enter__(self) -> ManagedActivations:
+        """Return this object."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Detach."""
+        self.detach()
+
+
+def load_plan(path: str | os.PathLike[str]) -> ActivationPlan:
+    """Return the plan of a file. Needs neither torch nor scipy.
+
+    Example:
+        plan = holdfast.activations.load_plan("plan.json")
+    Raises:
+        MissingError: There is no file.
+        CorruptError: The file is damaged, or is no plan.
+        InvalidError: The plan is of a newer version.
+    """
+    return ActivationPlan(read_plan(path))

@@ -1,0 +1,233 @@
+"""Measures the steps of a model: plain, traced, and under a plan. Leaves the model as it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import median
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from holdfast.activations.profile.solved_plan import SolvedPlan
+from holdfast.activations.profile.unit_profile import ModelProfile, UnitColumn
+from holdfast.activations.runtime.attach import attach_columns, attach_plan, trace_units
+from holdfast.activations.runtime.measure import timed
+from holdfast.activations.runtime.peak import peak_bytes
+from holdfast.activations.runtime.traced import UnitTrace
+from holdfast.activations.runtime.unit_names import units_of
+from holdfast.activations.solve.columns import keep_all, whole_recompute
+from holdfast.activations.solve.timeline import step_peak
+from holdfast.backends.torch.local_shards import local_of
+from holdfast.backends.torch.private_layout import version_counter
+from holdfast.errors import InvalidError, first_three
+
+_ROUNDS = 3
+"""Timed steps, of which the median counts."""
+
+
+class MeasuredModel:
+    """A model and its step, between two calls of the loop."""
+
+    def __init__(self, model: nn.Module, step: Callable[[], torch.Tensor], units: Sequence[str] | None) -> None:
+        """Check the model; run nothing yet.
+
+        Args:
+            model: The model.
+            step: Runs forward and backward, and returns the loss.
+            units: Globs of the units; None: the repeated blocks.
+        Raises:
+            InvalidError: The model cannot be managed.
+        """
+        compiled = [type(each).__qualname__ for each in model.modules() if hasattr(each, "_orig_mod")]
+        if compiled or isinstance(model, nn.DataParallel):
+            kind = (compiled or ["DataParallel"])[0]
+            raise InvalidError(f"model: is a {kind}; expected a plain module. Fit the module inside, uncompiled")
+        self._model, self._step = model, step
+        self._parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        held = next((name for name, each in self._parameters.items() if each.grad is not None), None)
+        if held is not None:
+            raise InvalidError(f"{held}: has a gradient; expected none before a fit. Call model.zero_grad()")
+        if not self._parameters:
+            raise InvalidError("model: has no parameter that requires a gradient; expected one that trains")
+        self._names = units_of(model, units)
+        self._device = next(iter(self._parameters.values())).device
+        self._loss = 0.0
+        self._gradients: dict[str, torch.Tensor] = {}
+
+    def __enter__(self) -> MeasuredModel:
+        """Note buffers and generators."""
+        self._buffers = [(each, each.detach().clone()) for each in self._model.buffers()]
+        self._drawn = random.getstate(), torch.get_rng_state()
+        self._drawn_on_gpu = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Restore buffers, generators and gradients."""
+        self._reset()
+
+    def profile(self) -> ModelProfile:
+        """Return the measurements of the plain step.
+
+        Raises:
+            InvalidError: The step does not repeat, or a unit cannot be managed.
+        """
+        self._loss = self._run()
+        self._gradients = self._taken()
+        if self._run() != self._loss:
+            raise InvalidError(
+                "step: gave another loss the second time; expected the same batch each time. Take the batch outside"
+            )
+        self._require_equal("in a second plain step; expected kernels that repeat. Try use_deterministic_algorithms")
+        traces = trace_units(self._model, self._names, self._run)
+        order = [name for name in traces if not traces[name].refused]
+        if not order:
+            why = next((f"{name}: {each.refused}" for name, each in traces.items()), "no unit was called")
+            raise InvalidError(f"units: no plan can manage one; expected plain modules. {why}")
+        classes: dict[str, list[str]] = {}
+        for name in order:
+            classes.setdefault(traces[name].fingerprint, []).append(name)
+        firsts = [names[0] for names in classes.values()]
+        measured = trace_units(self._model, firsts, self._run, measured=firsts)
+        seconds = self._seconds()
+        self._reset()
+        _, peak = peak_bytes(self._run, self._device)
+        index = {fingerprint: number for number, fingerprint in enumerate(classes)}
+        profile = ModelProfile(
+            classes=tuple(measured[names[0]].profile(tuple(names)) for names in classes.values()),
+            order=tuple((name, index[traces[name].fingerprint]) for name in order),
+            gradient_bytes=self._gradient_bytes(order),
+            outside_bytes=0,
+            keep_all_peak_bytes=peak,
+            step_seconds=seconds,
+        )
+        return self._with_outside(profile, traces)
+
+    def planned(self, plan: SolvedPlan) -> tuple[int, float]:
+        """Return the peak of a step under a plan, and the seconds of a step.
+
+        Raises:
+            InvalidError: A gradient or the loss differs from the plain step.
+        """
+        attached = attach_plan(self._model, plan)
+        try:
+            if self._run() != self._loss:
+                raise InvalidError("the planned step gave another loss than the plain one; exclude units with units=")
+            self._require_equal("under the plan; expected the plain gradient. Exclude the unit with units=")
+            self._reset()
+            _, peak = peak_bytes(self._run, self._device)
+            return peak, self._seconds()
+        finally:
+            attached.detach()
+            self._reset()
+
+    def _run(self) -> float:
+        """Run a step from the same generators and buffers; leave the gradients."""
+        self._reset()
+        before = {name: version_counter(local_of(each)) for name, each in self._parameters.items()}
+        loss = self._step()
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not bool(torch.isfinite(loss.detach()).all()):
+            raise InvalidError(f"step: returned {str(loss)[:80]}; expected a finite loss, a tensor of one element")
+        changed = [name for name, each in self._parameters.items() if before[name] != version_counter(local_of(each))]
+        if changed:
+            raise InvalidError(
+                f"step: changed {first_three(changed)}; expected forward and backward alone. Step no optimizer in it"
+            )
+        if all(each.grad is None for each in self._parameters.values()):
+            raise InvalidError("step: left no gradient; expected loss.backward() in it")
+        return float(loss.detach())
+
+    def _seconds(self) -> float:
+        found = []
+        for _ in range(_ROUNDS):
+            self._reset()
+            found.append(timed(self._run, self._device)[1])
+        return median(found)
+
+    def _reset(self) -> None:
+        for each in self._parameters.values():
+            each.grad = None
+        with torch.no_grad():
+            for buffer, content in self._buffers:
+                buffer.copy_(content)
+        random.setstate(self._drawn[0])
+        torch.set_rng_state(self._drawn[1])
+        if self._drawn_on_gpu is not None:
+            torch.cuda.set_rng_state(self._drawn_on_gpu, self._device)
+
+    def _taken(self) -> dict[str, torch.Tensor]:
+        """Return copies of all gradients in host memory, as bytes, and those of buffers."""
+        tensors = {name: each.grad for name, each in self._parameters.items() if each.grad is not None}
+        tensors |= {f"buffer {name}": each for name, each in self._model.named_buffers()}
+        return {name: _bytes_of(local_of(each)) for name, each in tensors.items()}
+
+    def _require_equal(self, where: str) -> None:
+        found = self._taken()
+        different = [
+            name
+            for name in self._gradients.keys() | found.keys()
+            if name not in found or name not in self._gradients or not torch.equal(found[name], self._gradients[name])
+        ]
+        if different:
+            raise InvalidError(f"{first_three(sorted(different))}: got another gradient {where}")
+
+    def _gradient_bytes(self, order: Sequence[str]) -> tuple[int, ...]:
+        """Return the bytes of the gradients that are made by the end of the backward of each unit."""
+        made: list[nn.Parameter] = []
+        with self._noted(made):
+            self._run()
+        owners = {
+            id(parameter): number
+            for number, name in enumerate(order)
+            for parameter in self._model.get_submodule(name).parameters()
+        }
+        total, by_unit = 0, [0] * len(order)
+        for parameter in made:
+            total += local_of(parameter).nbytes
+            number = owners.get(id(parameter))
+            if number is not None:
+                by_unit[number] = total
+        for number in reversed(range(len(order) - 1)):
+            by_unit[number] = max(by_unit[number], by_unit[number + 1])
+        return tuple(by_unit)
+
+    @contextmanager
+    def _noted(self, made: list[nn.Parameter]) -> Iterator[None]:
+        handles = [
+            each.register_post_accumulate_grad_hook(made.append)  # type: ignore[arg-type, no-untyped-call]
+            for each in self._parameters.values()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _with_outside(self, profile: ModelProfile, traces: dict[str, UnitTrace]) -> ModelProfile:
+        """Return a profile with the bytes outside units: the measured peaks of two plans less the simulated ones."""
+        units = [profile.classes[kind] for _, kind in profile.order]
+        kept = [keep_all(unit) for unit in units]
+        again = [whole_recompute(unit) or keep_all(unit) for unit in units]
+        outside = profile.keep_all_peak_bytes - step_peak(profile, kept).bytes
+        outside = max(outside, self._peak_under(profile, traces, again) - step_peak(profile, again).bytes, 0)
+        return replace(profile, outside_bytes=outside)
+
+    def _peak_under(self, profile: ModelProfile, traces: dict[str, UnitTrace], columns: Sequence[UnitColumn]) -> int:
+        chosen = {name: (traces[name], column) for (name, _), column in zip(profile.order, columns, strict=True)}
+        attached = attach_columns(self._model, chosen)
+        try:
+            self._run()
+            self._reset()
+            return peak_bytes(self._run, self._device)[1]
+        finally:
+            attached.detach()
+            self._reset()
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous().clone().reshape(-1).view(torch.uint8)
