@@ -35,6 +35,10 @@ _SHAPE_READ_NAMES = (
 _SHAPE_READS = frozenset(_SHAPE_READ_NAMES.split())
 """Ops that read the geometry of their first argument, not its content."""
 
+_BLANK_NAMES = "empty empty_like empty_strided empty_permuted new_empty new_empty_strided"
+BLANKS = frozenset(_BLANK_NAMES.split())
+"""Ops that make memory without content."""
+
 _RESHAPED = frozenset({"resize_", "resize_as_", "set_"})
 """Ops that give a tensor another geometry."""
 

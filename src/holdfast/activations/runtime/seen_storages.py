@@ -31,6 +31,8 @@ class SeenStorage:
     """Whether a parameter or buffer of the unit shows the storage."""
     cast_of: SeenStorage | None = None
     """The parameter or buffer of which this is a cast."""
+    is_blank: bool = False
+    """Whether an op made the storage and none has written to it."""
     writes: int = 0
     """How many ops have changed the storage so far."""
     reads: list[tuple[int, int]] = field(default_factory=list)

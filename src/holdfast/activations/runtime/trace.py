@@ -21,6 +21,7 @@ from holdfast.activations.runtime.arguments import objects_of, take_apart, tenso
 from holdfast.activations.runtime.frame import KeptTensor
 from holdfast.activations.runtime.measure import least_seconds, timed
 from holdfast.activations.runtime.op_rules import (
+    BLANKS,
     FROM_PYTHON,
     UNNUMBERED,
     first_read,
@@ -107,6 +108,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self._own_code():
             if self._plain([tensor]):
                 seen = self._seen.of(tensor)
+                self._note_content(seen)
                 seen.saves.append(seen.writes)
                 self._saved.append((seen, TensorGeometry.of(tensor)))
         return KeptTensor(tensor)
@@ -192,11 +194,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         reads = {each.group for each in read if each.group is not None and each.group != group}
         for each in {id(each): each for each in read if each.group != group}.values():
+            self._note_content(each)
             each.reads.append((number, each.writes))
             if each.cast_of is not None:
                 each.cast_of.reads.append((number, each.cast_of.writes))
         for each in {id(each): each for each in seen if id(each) in changed}.values():
-            each.writes += 1
+            each.writes, each.is_blank = each.writes + 1, False
         self._ops.append(
             TracedOp(
                 number,
@@ -243,6 +246,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             made = self._seen.of(value)
             if id(made) not in fresh:
                 made.group, made.slot, fresh[id(made)] = number, len(fresh), made
+                made.is_blank = func.overloadpacket.__name__ in BLANKS and made.bytes > 0
             leaves.append(OpReturn("fresh", slot=made.slot, geometry=TensorGeometry.of(value)))
         if shown and (fresh or written):
             self._bar(f"{func} returns new tensors and views")
@@ -275,6 +279,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not is_plain(tensor):
                 self._refuse(f"the unit uses a tensor of type {type(tensor).__name__}, {tensor.layout}")
         return list(filter(is_plain, tensors))
+
+    def _note_content(self, seen: SeenStorage) -> None:
+        """Notice a kernel that is no op: the memory is read, and no op has written to it."""
+        if seen.is_blank:
+            self._bar(f"the unit's code writes to the memory of op {seen.group} without an op")
 
     def note_read(self, function: str) -> None:
         """Write down that the unit's code reads a tensor without an op."""

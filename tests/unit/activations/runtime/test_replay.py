@@ -314,6 +314,11 @@ def test_what_no_replay_can_repeat_is_said() -> None:
     def in_place(self: Unit, y: torch.Tensor) -> torch.Tensor:
         return y.exp().mul(2), y.detach().add_(1)
 
+    def unseen_kernel(self: Unit, y: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_like(y)
+        # A kernel that is called without torch would write here.
+        return y.exp() * made
+
     reasons = {
         "argument 1": trace_of(Unit(lambda self, y, cache: y.exp()), x, Cache()),
         "attribute": trace_of(Unit(keeps), x),
@@ -322,6 +327,7 @@ def test_what_no_replay_can_repeat_is_said() -> None:
         "shape of": trace_of(Unit(lambda self, y: y[y > 0].exp()), x),
         "Python's random": trace_of(Unit(lambda self, y: y.exp() * random.random()), x),
         "in place": trace_of(Unit(in_place), x),
+        "memory of op": trace_of(Unit(unseen_kernel), x),
         "draws of": trace_of(Unit(lambda self, y: y.exp() * torch.poisson(y.detach().abs())), x),
     }
     for words, trace in reasons.items():
