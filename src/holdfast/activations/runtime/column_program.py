@@ -26,6 +26,10 @@ Pack = Callable[[torch.Tensor, str], Unpackable | None]
 """Packs a tensor by an action. None: the content does not fit the pack (overflow)."""
 
 
+_ACTS_MAX = 256
+"""Most remembered patterns of overflows and released tensors."""
+
+
 class Treatment(Enum):
     """The treatment of a saved tensor in forward."""
 
@@ -117,6 +121,8 @@ class ColumnProgram:
         """
         found = self._acts.get((wanted, missing))
         if found is None:
+            if len(self._acts) >= _ACTS_MAX:
+                self._acts.clear()
             run = self.closure(wanted, missing)
             ops = self.trace.ops
             # The generator stands where it stood at the start: each op that drew before the last draw draws again.
