@@ -1,0 +1,248 @@
+"""Bounded packs: no element is off by more than a share of its tensor's rms.
+
+A tensor is cut into groups of 256 consecutive elements in memory order. Each group has a step; a code is the number of
+steps, in 8 or 4 bits. An element whose code would miss the limit is an outlier, stored exactly with its index.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.activations.runtime.dense import DenseLayout, block_elements, elements_of
+
+GROUP = 256
+"""Elements of a group."""
+
+_LARGEST_CODE = {8: 127, 4: 7}
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_STEP_PART = 0.999
+"""Part of the limit that a step uses. The rest covers the rounding of float32 arithmetic, 5 · 10⁻⁵ at most."""
+
+_CHECKED_PART = 0.9999
+"""Part of the limit by which a decoded element may be off. The rest covers the rounding of rms and of differences."""
+
+_SMALL, _LARGE = 1e-15, 1e18
+"""Between these the sum of 256 squares neither vanishes nor overflows in float32."""
+
+_TINY_LIMIT = 1e-33
+"""Below this limit steps may be no normal numbers, so every element is checked."""
+
+_NEAR_OVERFLOW = 3e38
+"""Above this a decoded element may become infinite."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCodes:
+    """Codes, steps and outliers."""
+
+    layout: DenseLayout
+    """Layout of the tensor."""
+
+    bits: int
+    """Bits of a code."""
+
+    codes: torch.Tensor
+    """A row for each group: a code in each byte, or code i plus 16 times code i + 128."""
+
+    steps: torch.Tensor
+    """The step of each group, float32."""
+
+    places: torch.Tensor
+    """Indices of the outliers in memory order, int32."""
+
+    outliers: torch.Tensor
+    """The outliers."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Return the bytes of codes, steps and outliers."""
+        return self.codes.nbytes + self.steps.nbytes + self.places.nbytes + self.outliers.nbytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Return the bytes with half as many outliers more, and 64."""
+        more = len(self.places) // 2 + 64
+        return self.device_bytes + more * _outlier_bytes(self.outliers)
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor. Each element is within the limit; outliers have their bits."""
+        tensor, elements = self.layout.empty()
+        for block, codes, steps in _split(elements, self.codes, self.steps):
+            is_target = block.dtype is torch.float32 and len(block) % GROUP == 0
+            rows = block.view(len(codes), GROUP) if is_target else steps.new_empty(len(codes), GROUP)
+            if self.bits == 8:
+                rows.copy_(codes)
+            else:
+                both = codes.float()
+                upper = torch.mul(both, 1 / 16, out=rows[:, GROUP // 2 :]).round_()
+                torch.sub(both, upper, alpha=16, out=rows[:, : GROUP // 2])
+            rows.mul_(steps.unsqueeze(1))
+            if not is_target:
+                block.copy_(rows.view(-1)[: len(block)])
+        if len(self.places):
+            elements[self.places.long()] = self.outliers
+        return tensor
+
+
+def pack_codes(
+    tensor: torch.Tensor, bits: int, *, error_bound: float, device_bytes_max: int | None = None
+) -> PackedCodes | None:
+    """Return a tensor as codes: |x̂ − x| ≤ `error_bound` · rms(x) for every element, rms over the finite elements.
+
+    NaN and infinities keep their bits. None: more outliers than fit, or a tensor that cannot be coded.
+
+    Args:
+        tensor: Any tensor.
+        bits: 8 or 4.
+        error_bound: Above 0 and at most 1.
+        device_bytes_max: More bytes than this overflow.
+    """
+    elements = elements_of(tensor)
+    if elements is None or elements.dtype not in _DTYPES or len(elements) >= 1 << 31:
+        return None
+    largest = _LARGEST_CODE[bits]
+    absmax, rms, is_finite = _group_sizes(elements)
+    limit = error_bound * rms
+    steps, is_checked = _steps(absmax, rms, limit, largest=largest, dtype=elements.dtype)
+    is_checked |= ~is_finite
+    codes = torch.empty(len(steps), GROUP * bits // 8, dtype=torch.int8, device=elements.device)
+    room = math.inf
+    if device_bytes_max is not None:
+        room = (device_bytes_max - codes.nbytes - steps.nbytes) // _outlier_bytes(elements)
+    places, outliers = [], []
+    # A limit that is no normal number would be rounded, so no error is allowed there.
+    error_max = _CHECKED_PART * limit if limit > 1e-37 else 0.0
+    start = 0
+    for block, coded, step, is_wide in _split(elements, codes, steps.unsqueeze(1), is_checked):
+        rows = _rows(block)
+        scaled = (rows * step.reciprocal()).round_()
+        if len(found := is_wide.nonzero().squeeze(1)):
+            scaled.nan_to_num_(0.0, largest, -largest).clamp_(-largest, largest)
+            misses = _misses(found, rows, scaled, step, error_max=error_max, dtype=elements.dtype)
+            room -= len(misses)
+            if room < 0:
+                return None
+            places.append((start + misses).int())
+            outliers.append(block[misses])
+        coded.copy_(scaled if bits == 8 else torch.add(scaled[:, : GROUP // 2], scaled[:, GROUP // 2 :], alpha=16))
+        start += len(block)
+    none = elements.new_empty(0)
+    return PackedCodes(
+        DenseLayout.of(tensor),
+        bits,
+        codes,
+        steps,
+        torch.cat([none.int(), *places]),
+        torch.cat([none, *outliers]),
+    )
+
+
+def _split(elements: torch.Tensor, *of_groups: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Return blocks of elements, each with the part of its groups of other tensors. All are views."""
+    size = block_elements(elements.device)
+    return zip(torch.split(elements, size), *(torch.split(each, size // GROUP) for each in of_groups), strict=True)
+
+
+def _rows(block: torch.Tensor) -> torch.Tensor:
+    """Return elements as float32, a row for each group. Zeros fill the last row of the tensor."""
+    rows = block.float()
+    if missing := -len(rows) % GROUP:
+        rows = torch.nn.functional.pad(rows, (0, missing))
+    return rows.view(len(rows) // GROUP, GROUP)
+
+
+def _misses(
+    found: torch.Tensor,
+    rows: torch.Tensor,
+    scaled: torch.Tensor,
+    step: torch.Tensor,
+    *,
+    error_max: float,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the indices of elements in a block that are decoded with too large an error, or to NaN.
+
+    Args:
+        found: The rows to check.
+        rows: The elements.
+        scaled: The codes.
+        step: The step of each row, in a column.
+        error_max: The largest error.
+        dtype: Element type, to which decoding rounds.
+    """
+    is_part = 2 * len(found) < len(rows)
+    if is_part:
+        rows, scaled, step = (each.index_select(0, found) for each in (rows, scaled, step))
+    decoded = scaled * step
+    if dtype is not torch.float32:
+        decoded = decoded.to(dtype).float()
+    # Not a comparison, which takes longer than all this. NaN is a miss, too.
+    is_miss = decoded.sub_(rows).abs_().sub_(error_max).clamp_(min=0).bool()
+    # Few are: eight are looked at together.
+    words = is_miss.view(-1).view(torch.int64).nonzero().squeeze(1)
+    word, byte = is_miss.view(-1, 8).index_select(0, words).nonzero(as_tuple=True)
+    misses = words.index_select(0, word).mul_(8).add_(byte)
+    return (found[misses // GROUP] * GROUP).add_(misses % GROUP) if is_part else misses
+
+
+def _outlier_bytes(elements: torch.Tensor) -> int:
+    """Return the bytes of one outlier: index and element."""
+    return 4 + elements.element_size()
+
+
+def _group_sizes(elements: torch.Tensor) -> tuple[torch.Tensor, float, torch.Tensor]:
+    """Return the largest absolute finite element of each group, rms of the finite elements, which groups are finite."""
+    absmax = torch.empty(-(-len(elements) // GROUP), device=elements.device)
+    norms = torch.empty_like(absmax)
+    for block, largest, norm in _split(elements, absmax, norms):
+        rows = _rows(block)
+        torch.linalg.vector_norm(rows, dim=1, out=norm)
+        torch.amax(rows.abs(), 1, out=largest)
+    squares = norms.double().square_()
+    is_finite, finite = torch.ones_like(absmax, dtype=torch.bool), len(elements)
+    # False for NaN, too.
+    is_exact = ((absmax > _SMALL) & (absmax < _LARGE)).logical_or_(absmax == 0)
+    if not is_exact.all():
+        for block, *parts, is_known in _split(elements, absmax, squares, is_finite, is_exact):
+            found = is_known.logical_not().nonzero().squeeze(1)
+            exact = _rows(block).index_select(0, found).double()
+            is_number = exact.isfinite()
+            exact.masked_fill_(is_number.logical_not(), 0)
+            values = exact.abs().amax(1).float(), exact.square().sum(1), is_number.all(1)
+            for part, value in zip(parts, values, strict=True):
+                part[found] = value
+            finite -= is_number.numel() - int(is_number.sum())
+    return absmax, math.sqrt(float(squares.sum()) / max(1, finite)), is_finite
+
+
+def _steps(
+    absmax: torch.Tensor, rms: float, limit: float, *, largest: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the step of each group, and which groups may have outliers.
+
+    A step is as small as the largest element allows, and no larger than the limit allows.
+
+    Args:
+        absmax: Largest absolute element of each group.
+        rms, limit: Of the tensor.
+        largest: The largest code.
+        dtype: Element type. Decoding rounds to it, which a step of the limit alone does not allow for.
+    """
+    epsilon = 0.0 if dtype is torch.float32 else torch.finfo(dtype).eps
+    # Rounding of an element of the size of rms. At most half the limit: a decoded element is rounded to an element
+    # that is no farther away than the packed one.
+    rounding = min(epsilon / 2 * rms, limit / 2)
+    widest = 2 * _STEP_PART * (limit - rounding)
+    steps = (absmax / largest).clamp_(torch.finfo(torch.float32).tiny, max(widest, torch.finfo(torch.float32).tiny))
+    error = steps / 2
+    if epsilon:
+        spacing = torch.ldexp(torch.full_like(absmax, epsilon / 2), absmax.frexp().exponent)
+        error += torch.minimum(spacing / 2, error).clamp_(min=torch.finfo(dtype).smallest_normal * epsilon / 2)
+    is_sure = (absmax <= widest * largest) & (absmax < _NEAR_OVERFLOW) & (error <= (_STEP_PART + 2e-4) * limit)
+    return steps, is_sure.logical_not_() if limit > _TINY_LIMIT else torch.ones_like(is_sure)

@@ -1,0 +1,218 @@
+"""Exact packs: every bit of a tensor comes back. A function returns None for content that does not fit its pack."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from holdfast.activations.runtime.dense import DenseLayout, block_elements, elements_of
+from holdfast.backends.codecs.planes import PlanesCodec
+from holdfast.backends.codecs.sparse import SparseCodec
+from holdfast.base.ports.codec import GAIN_PARTS, Coder
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by bytes of an element. They compare bits: NaN equals itself, and 0 differs from −0."""
+
+_GATHER = 0x0102040810204080
+"""Eight bytes of 0 or 1 times this number: the highest byte has the eight bits, the first byte in the lowest bit."""
+
+_PIECE_BYTES = 1 << 20
+"""Raw bytes that a checkpoint codec codes at a time, as in a checkpoint."""
+
+_CODECS = {codec.name: codec for codec in (PlanesCodec(), SparseCodec())}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBits:
+    """A tensor of at most two values."""
+
+    layout: DenseLayout
+    """Layout of the tensor."""
+
+    bits: torch.Tensor
+    """One bit an element, in bytes; the first element in the lowest bit."""
+
+    values: torch.Tensor
+    """The values of a clear and of a set bit, as integers."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Return the bytes of bits and values."""
+        return self.bits.nbytes + self.values.nbytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Return the same bytes: the size does not depend on the content."""
+        return self.device_bytes
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor."""
+        tensor, elements = self.layout.empty()
+        integers = elements.view(self.values.dtype)
+        byte, bit = torch.arange(256, device=elements.device), torch.arange(8, device=elements.device)
+        elements_of_byte = self.values[byte[:, None] >> bit & 1]
+        size = block_elements(elements.device)
+        for start in range(0, len(integers), size):
+            block = integers[start : start + size]
+            index = self.bits[start // 8 : (start + size) // 8].int()
+            if len(block) == 8 * len(index):
+                torch.index_select(elements_of_byte, 0, index, out=block.view(-1, 8))
+            else:
+                block.copy_(elements_of_byte.index_select(0, index).view(-1)[: len(block)])
+        return tensor
+
+
+def pack_bits(tensor: torch.Tensor) -> PackedBits | None:
+    """Return a tensor of at most two values, of any type with elements of up to 8 bytes."""
+    elements = elements_of(tensor)
+    if elements is None or elements.element_size() not in _INTEGERS:
+        return None
+    integers = elements.view(_INTEGERS[elements.element_size()])
+    bits = torch.empty(-(-len(integers) // 8), dtype=torch.uint8, device=integers.device)
+    first = integers[0] if len(integers) else integers.new_zeros(())
+    other = None
+    size = block_elements(integers.device)
+    for start in range(0, len(integers), size):
+        block = integers[start : start + size]
+        if len(block) % 8:
+            block = torch.cat([block, first.expand(-len(block) % 8)])
+        is_set = _words_differing(block, first)
+        if other is None and is_set.amax():
+            other = block[is_set.view(torch.uint8).argmax()]
+        if other is not None and (is_set & _words_differing(block, other)).amax():
+            return None
+        bits[start // 8 : (start + size) // 8].copy_(is_set * _GATHER >> 56)
+    other = first if other is None else other
+    return PackedBits(DenseLayout.of(tensor), bits, torch.stack([first, other]))
+
+
+def _words_differing(block: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Return a byte for each element, 1 if the element differs from a value; eight bytes to an int64.
+
+    A comparison takes four times as long: torch has no vector instructions for integers there.
+    """
+    return (block ^ value).bool().view(torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedNarrow:
+    """A float32 tensor whose elements are bfloat16 numbers."""
+
+    layout: DenseLayout
+    """Layout of the tensor."""
+
+    halves: torch.Tensor
+    """The elements as bfloat16."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Return the bytes of the elements."""
+        return self.halves.nbytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Return the same bytes: the size does not depend on the content."""
+        return self.halves.nbytes
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor."""
+        tensor, elements = self.layout.empty()
+        elements.copy_(self.halves)
+        return tensor
+
+
+def pack_narrow(tensor: torch.Tensor) -> PackedNarrow | None:
+    """Return a float32 tensor of which each element has 16 low bits of zero."""
+    elements = elements_of(tensor)
+    if elements is None or elements.dtype is not torch.float32:
+        return None
+    integers = elements.view(torch.int32)
+    halves = torch.empty(len(integers), dtype=torch.int16, device=integers.device)
+    size = block_elements(integers.device)
+    for start in range(0, len(integers), size):
+        block = integers[start : start + size]
+        if (block & 0xFFFF).amax():
+            return None
+        # A cast to bfloat16 would change the bits of NaN.
+        halves[start : start + size].copy_(block.view(torch.int16)[1::2])
+    return PackedNarrow(DenseLayout.of(tensor), halves.view(torch.bfloat16))
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPieces:
+    """A tensor in host memory, coded by a codec of the checkpoints."""
+
+    layout: DenseLayout
+    """Layout of the tensor."""
+
+    coder: Coder
+    """Decodes the pieces."""
+
+    pieces: tuple[torch.Tensor, ...]
+    """Stored forms of 1 MiB each; a piece that did not shrink is raw, and has its raw length."""
+
+    @property
+    def device_bytes(self) -> int:
+        """Return the bytes of the stored forms."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Return the bytes of the stored forms and 1/32 of the raw bytes, the least gain for which a codec codes."""
+        _, elements = self.layout.empty()
+        return self.device_bytes + elements.nbytes // GAIN_PARTS
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor."""
+        tensor, elements = self.layout.empty()
+        raw = elements.view(torch.uint8)
+        for number, stored in enumerate(self.pieces):
+            piece = raw[number * _PIECE_BYTES : (number + 1) * _PIECE_BYTES]
+            if len(stored) == len(piece):
+                piece.copy_(stored)
+            else:
+                self.coder.decode(_bytes_of(stored), None, _bytes_of(piece))
+        return tensor
+
+
+def pack_pieces(tensor: torch.Tensor, codec: str, *, device_bytes_max: int | None = None) -> PackedPieces | None:
+    """Return a tensor in host memory, coded by a codec of the checkpoints.
+
+    Args:
+        tensor: Any tensor.
+        codec: `planes` or `sparse`.
+        device_bytes_max: More bytes than this overflow.
+    """
+    elements = elements_of(tensor)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if elements is None or elements.device.type != "cpu" or not _CODECS[codec].takes(dtype):
+        return None
+    coder = _CODECS[codec].coder(dtype)
+    pieces = []
+    for piece in torch.split(elements.view(torch.uint8), _PIECE_BYTES):
+        parts = coder.encode(_bytes_of(piece)) if len(piece) else None
+        if parts is None:
+            pieces.append(piece.clone())
+        else:
+            pieces.append(torch.empty(sum(map(len, parts)), dtype=torch.uint8))
+            start, into = 0, _bytes_of(pieces[-1])
+            for part in parts:
+                target = into[start : start + len(part)]
+                if isinstance(part, memoryview):
+                    target[:] = part
+                else:
+                    part.write(0, target)
+                start += len(part)
+        if device_bytes_max is not None and sum(map(len, pieces)) > device_bytes_max:
+            return None
+    return PackedPieces(DenseLayout.of(tensor), coder, tuple(pieces))
+
+
+def _bytes_of(memory: torch.Tensor) -> memoryview:
+    """Return host memory as bytes, while the caller keeps the tensor.
+
+    `numpy()` would keep the tensor, but then its storage could no longer be resized, as FSDP2 does.
+    """
+    return memoryview((ctypes.c_char * len(memory)).from_address(memory.data_ptr())).cast("B")
