@@ -33,6 +33,9 @@ _SMALL, _LARGE = 1e-15, 1e18
 _TINY_LIMIT = 1e-33
 """Below this limit steps may be no normal numbers, so every element is checked."""
 
+_LIMIT_MAX = 1e38
+"""The limit is lessened to this: twice the limit must be a float32 number."""
+
 _NEAR_OVERFLOW = 3e38
 """Above this a decoded element may become infinite."""
 
@@ -108,7 +111,7 @@ def pack_codes(
         return None
     largest = _LARGEST_CODE[bits]
     absmax, rms, is_finite = _group_sizes(elements)
-    limit = error_bound * rms
+    limit = min(error_bound * rms, _LIMIT_MAX)
     steps, is_checked = _steps(absmax, rms, limit, largest=largest, dtype=elements.dtype)
     is_checked |= ~is_finite
     codes = torch.empty(len(steps), GROUP * bits // 8, dtype=torch.int8, device=elements.device)
@@ -239,10 +242,11 @@ def _steps(
     # that is no farther away than the packed one.
     rounding = min(epsilon / 2 * rms, limit / 2)
     widest = 2 * _STEP_PART * (limit - rounding)
-    steps = (absmax / largest).clamp_(torch.finfo(torch.float32).tiny, max(widest, torch.finfo(torch.float32).tiny))
+    smallest = torch.finfo(torch.float32).tiny
+    steps = (absmax / largest).clamp_(smallest, max(widest, smallest))
     error = steps / 2
     if epsilon:
         spacing = torch.ldexp(torch.full_like(absmax, epsilon / 2), absmax.frexp().exponent)
         error += torch.minimum(spacing / 2, error).clamp_(min=torch.finfo(dtype).smallest_normal * epsilon / 2)
-    is_sure = (absmax <= widest * largest) & (absmax < _NEAR_OVERFLOW) & (error <= (_STEP_PART + 2e-4) * limit)
+    is_sure = (absmax <= min(widest * largest, _NEAR_OVERFLOW)) & (error <= (_STEP_PART + 2e-4) * limit)
     return steps, is_sure.logical_not_() if limit > _TINY_LIMIT else torch.ones_like(is_sure)
