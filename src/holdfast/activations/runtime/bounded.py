@@ -69,7 +69,7 @@ class PackedCodes:
 
     @property
     def reserved_bytes(self) -> int:
-        """Return the bytes with half as many outliers more, and 64."""
+        """Return the bytes with 1.5 times as many outliers, and 64 more."""
         more = len(self.places) // 2 + 64
         return self.device_bytes + more * _outlier_bytes(self.outliers)
 
@@ -118,14 +118,16 @@ def pack_codes(
     room = math.inf
     if device_bytes_max is not None:
         room = (device_bytes_max - codes.nbytes - steps.nbytes) // _outlier_bytes(elements)
+        if room < 0:
+            return None
     places, outliers = [], []
     # A limit that is no normal number would be rounded, so no error is allowed there.
     error_max = _CHECKED_PART * limit if limit > 1e-37 else 0.0
     start = 0
-    for block, coded, step, is_wide in _split(elements, codes, steps.unsqueeze(1), is_checked):
+    for block, coded, step, is_loose in _split(elements, codes, steps.unsqueeze(1), is_checked):
         rows = _rows(block)
         scaled = (rows * step.reciprocal()).round_()
-        if len(found := is_wide.nonzero().squeeze(1)):
+        if len(found := is_loose.nonzero().squeeze(1)):
             scaled.nan_to_num_(0.0, largest, -largest).clamp_(-largest, largest)
             misses = _misses(found, rows, scaled, step, error_max=error_max, dtype=elements.dtype)
             room -= len(misses)
@@ -187,7 +189,7 @@ def _misses(
         decoded = decoded.to(dtype).float()
     # Not a comparison, which takes longer than all this. NaN is a miss, too.
     is_miss = decoded.sub_(rows).abs_().sub_(error_max).clamp_(min=0).bool()
-    # Few are: eight are looked at together.
+    # Most are not, so eight are looked at together.
     words = is_miss.view(-1).view(torch.int64).nonzero().squeeze(1)
     word, byte = is_miss.view(-1, 8).index_select(0, words).nonzero(as_tuple=True)
     misses = words.index_select(0, word).mul_(8).add_(byte)
@@ -201,7 +203,7 @@ def _outlier_bytes(elements: torch.Tensor) -> int:
 
 def _group_sizes(elements: torch.Tensor) -> tuple[torch.Tensor, float, torch.Tensor]:
     """Return the largest absolute finite element of each group, rms of the finite elements, which groups are finite."""
-    absmax = torch.empty(-(-len(elements) // GROUP), device=elements.device)
+    absmax = torch.empty(-(-len(elements) // GROUP), dtype=torch.float32, device=elements.device)
     norms = torch.empty_like(absmax)
     for block, largest, norm in _split(elements, absmax, norms):
         rows = _rows(block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 
 import torch
@@ -124,7 +125,7 @@ class PackedNarrow:
 
 
 def pack_narrow(tensor: torch.Tensor) -> PackedNarrow | None:
-    """Return a float32 tensor of which each element has 16 low bits of zero."""
+    """Return a float32 tensor whose elements all have 16 low bits of zero."""
     elements = elements_of(tensor)
     if elements is None or elements.dtype is not torch.float32:
         return None
@@ -160,9 +161,9 @@ class PackedPieces:
 
     @property
     def reserved_bytes(self) -> int:
-        """Return the bytes of the stored forms and 1/32 of the raw bytes, the least gain for which a codec codes."""
-        _, elements = self.layout.empty()
-        return self.device_bytes + elements.nbytes // GAIN_PARTS
+        """Return the bytes of the stored forms and 1/32 of the raw bytes, the least gain that a codec keeps."""
+        raw_bytes = math.prod(self.layout.size) * self.layout.dtype.itemsize
+        return self.device_bytes + raw_bytes // GAIN_PARTS
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor."""
@@ -196,7 +197,7 @@ def pack_pieces(tensor: torch.Tensor, codec: str, *, device_bytes_max: int | Non
         if parts is None:
             pieces.append(piece.clone())
         else:
-            pieces.append(torch.empty(sum(map(len, parts)), dtype=torch.uint8))
+            pieces.append(piece.new_empty(sum(map(len, parts))))
             start, into = 0, _bytes_of(pieces[-1])
             for part in parts:
                 target = into[start : start + len(part)]

@@ -41,7 +41,9 @@ def pack(
         packed = pack_narrow(tensor)
     else:
         packed = pack_pieces(tensor, action, device_bytes_max=device_bytes_max)
-    return packed
+    if packed is None or device_bytes_max is None or packed.device_bytes <= device_bytes_max:
+        return packed
+    return None
 
 
 def packings_of(tensor: torch.Tensor, *, error_bound: float = 0.0, clock: Clock | None = None) -> tuple[Packing, ...]:

@@ -42,14 +42,15 @@ def check_bounded(seeds: range) -> None:
             share = worst_of(tensor, packed, bound)
             assert share < 1, f"{name}, q{bits}, bound {bound}"
             worst, packs = max(worst, share), packs + 1
-            # Whatever has too many outliers for its plan overflows.
-            capacity = packed.device_bytes - (4 + tensor.element_size()) * (len(packed.places) > 0)
-            is_full = pack_codes(tensor, bits, error_bound=bound, device_bytes_max=capacity) is None
-            assert is_full == (len(packed.places) > 0), name
-            overflows += is_full
-    print(f"worst error ÷ bound {worst:.5f} of {packs} packs; {overflows} had outliers")
+            if seed % 4 == 0:
+                # Room for one outlier less.
+                room = packed.device_bytes - (4 + tensor.element_size()) * (len(packed.places) > 0)
+                is_full = pack_codes(tensor, bits, error_bound=bound, device_bytes_max=room) is None
+                assert is_full == (len(packed.places) > 0), name
+                overflows += is_full
+    print(f"worst error ÷ bound {worst:.5f} of {packs} packs; {overflows} overflows")
     assert 0.99 < worst < 1
-    assert overflows > packs / 10
+    assert overflows > packs / 40
 
 
 def test_no_element_of_a_hostile_tensor_misses_the_bound() -> None:
@@ -75,7 +76,8 @@ def test_outlier_channels_cost_little(bits: int, bound: float, ratio: float) -> 
     assert packed is not None
     share = worst_of(tensor, packed, bound)
     found = tensor.nbytes / packed.device_bytes
-    print(f"q{bits}: {found:.2f} times smaller, {len(packed.places) / tensor.numel():.3%} outliers, {share:.5f} of bound")
+    outliers = len(packed.places) / tensor.numel()
+    print(f"q{bits}: {found:.2f} times smaller, {outliers:.3%} outliers, worst error ÷ bound {share:.5f}")
     assert found >= ratio
     assert len(packed.places) > 0
 
@@ -123,6 +125,18 @@ def test_a_tensor_with_more_outliers_than_the_plan_saw_overflows() -> None:
     assert pack_codes(tensor, 8, error_bound=0.02, device_bytes_max=reserved) is not None
     tensor.view(-1)[: len(packed.places) + 65] = torch.nan
     assert pack_codes(tensor, 8, error_bound=0.02, device_bytes_max=reserved) is None
+    assert pack_codes(torch.zeros(1_000), 8, error_bound=0.02, device_bytes_max=1_000) is None
+
+
+def test_the_default_type_changes_no_pack() -> None:
+    tensor = with_outlier_channels(16)
+    torch.set_default_dtype(torch.float64)
+    try:
+        packed = pack_codes(tensor, 8, error_bound=0.02)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert packed is not None
+    assert worst_of(tensor, packed, 0.02) < 1
 
 
 def test_a_pack_is_a_pure_function_and_does_not_draw() -> None:

@@ -111,6 +111,7 @@ def test_more_bytes_than_reserved_overflow(codec: str) -> None:
 
 
 def test_tensors_that_are_not_dense_are_not_packed() -> None:
+    """They are kept, or recomputed where a plan expected a pack."""
     base = torch.zeros(64, 64)
     views = {
         "gaps": base[:, ::2],
@@ -136,6 +137,16 @@ def test_a_pack_is_made_of_any_slice_and_leaves_the_graph_alone() -> None:
     assert not restored.requires_grad
     assert not restored._is_view()
     assert same(restored, row.detach())
+
+
+def test_a_pack_takes_no_more_than_its_plan_reserved() -> None:
+    tensor = torch.zeros(4_096)
+    for action in (*EXACT_ACTIONS, "q8", "q4"):
+        packed = pack(tensor, action, error_bound=0.1)
+        assert packed is not None
+        for bytes_max, fits in ((packed.device_bytes, True), (packed.device_bytes - 1, False)):
+            again = pack(tensor, action, error_bound=0.1, device_bytes_max=bytes_max)
+            assert (again is not None) == fits, action
 
 
 class _Ticks:
