@@ -74,7 +74,7 @@ def block_elements(device: torch.device) -> int:
     """Return how many elements a pack works on at a time, a multiple of 256.
 
     On a CPU a block and its temporaries stay in cache: codes of a whole large tensor take 1.4 to 5 times as long. The
-    workspace of a pack has at most 8 such blocks of float32, whatever the size of the tensor. A GPU gets fewer and
-    larger blocks, since each operation is a launch.
+    workspace of a pack is at most 8 such blocks of float32 and the bytes of its outliers. A GPU gets fewer and larger
+    blocks, since each operation is a launch.
     """
     return (1 << 18) * torch.get_num_threads() if device.type == "cpu" else 1 << 24
