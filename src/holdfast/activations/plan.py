@@ -94,8 +94,8 @@ class ActivationPlan:
     def apply(self, model: Any) -> ManagedActivations:
         """Put the plan to work on a model like the one that was fitted.
 
-        The first call of each unit is traced, and compared with the plan. Between a forward and its backward a plan must
-        neither be applied nor detached.
+        The first call of each unit is traced, and compared with the plan. Apply and detach a plan between steps, never
+        between a forward and its backward.
 
         Example:
             with plan.apply(model):

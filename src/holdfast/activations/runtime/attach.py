@@ -120,8 +120,8 @@ class _Planned:
                 (0, ("other shapes", "those of the fit")),
             )
             raise InvalidError(
-                f"unit {name}: op {number} is {pair[0]}; expected {pair[1]}. Call the model as in the fit first, or fit "
-                "this model again"
+                f"unit {name}: op {number} is {pair[0]}; expected {pair[1]}. Call the model as in the fit "
+                "first, or fit this model again"
             )
         return ColumnProgram(trace, self.column)
 

@@ -130,7 +130,7 @@ class MeasuredModel:
         """Run a step from the same generators and buffers; leave the gradients."""
         self._reset()
         before = {name: version_counter(local_of(each)) for name, each in self._parameters.items()}
-        loss = self._step()
+        loss: object = self._step()
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not bool(torch.isfinite(loss.detach()).all()):
             raise InvalidError(f"step: returned {str(loss)[:80]}; expected a finite loss, a tensor of one element")
         changed = [name for name, each in self._parameters.items() if before[name] != version_counter(local_of(each))]
@@ -199,7 +199,7 @@ class MeasuredModel:
     @contextmanager
     def _noted(self, made: list[nn.Parameter]) -> Iterator[None]:
         handles = [
-            each.register_post_accumulate_grad_hook(made.append)  # type: ignore[arg-type, no-untyped-call]
+            each.register_post_accumulate_grad_hook(made.append)  # type: ignore[no-untyped-call]
             for each in self._parameters.values()
         ]
         try:
