@@ -2,11 +2,6 @@
 
 `profile/` holds the measured values of a model, `solve/` chooses a treatment for every unit, and `runtime/` runs the
 choice. Saves and loads of checkpoints know nothing of this room. Read `fit.py` first.
-
-Example:
-    plan = holdfast.activations.fit(model, step, budget="60%")   # step() runs forward and backward, returns the loss
-    with plan.apply(model):
-        train(model)
 """
 
 from __future__ import annotations

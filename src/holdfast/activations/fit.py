@@ -7,22 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from holdfast.activations.plan import ActivationPlan, bytes_of
 from holdfast.activations.solve.solve import RESERVE, all_columns, solve
 from holdfast.errors import InvalidError, shown_bytes
-
-if TYPE_CHECKING:
-    import torch
 
 _TRIES = 4
 """Solutions whose peak is measured, before a budget counts as too small."""
 
 
 def fit(
-    model: torch.nn.Module,
-    step: Callable[[], torch.Tensor],
+    model: Any,
+    step: Callable[[], Any],
     *,
     budget: int | str,
     error_bound: float = 0.0,
@@ -40,8 +37,9 @@ def fit(
 
         plan = holdfast.activations.fit(model, step, budget="50%")
     Args:
-        model: The model, without gradients.
-        step: Runs forward and backward once, on the same batch each time, and returns the loss. It steps no optimizer.
+        model: The model, a `torch.nn.Module` without gradients.
+        step: Runs forward and backward once, on the same batch each time, and returns the loss, a tensor
+            of one element. The step contains no optimizer.
         budget: The peak of a step above the memory that stands before it: bytes, "12GiB", or a share such as "40%" of
             the peak of keeping everything.
         error_bound: 0: only exact packs.

@@ -22,7 +22,7 @@ from holdfast.activations.runtime.unit_names import units_of
 from holdfast.activations.solve.columns import keep_all, whole_recompute
 from holdfast.activations.solve.timeline import step_peak
 from holdfast.backends.torch.local_shards import local_of
-from holdfast.backends.torch.private_layout import version_counter
+from holdfast.backends.torch.private_layout import original_of, version_counter
 from holdfast.errors import InvalidError, first_three
 
 _ROUNDS = 3
@@ -42,7 +42,7 @@ class MeasuredModel:
         Raises:
             InvalidError: The model cannot be managed.
         """
-        compiled = [type(each).__qualname__ for each in model.modules() if hasattr(each, "_orig_mod")]
+        compiled = [type(each).__qualname__ for each in model.modules() if original_of(each) is not None]
         if compiled or isinstance(model, nn.DataParallel):
             kind = (compiled or ["DataParallel"])[0]
             raise InvalidError(f"model: is a {kind}; expected a plain module. Fit the module inside, uncompiled")
