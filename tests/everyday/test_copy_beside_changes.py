@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -13,11 +15,13 @@ from holdfast.backends.stores.local import LocalStore
 from holdfast.base.clock import SystemClock
 from holdfast.base.ports.forwarding import ForwardingStore
 from holdfast.base.ports.readable import StoreEntry
-from holdfast.core.format.names import RUN_FILE, step_of_folder
+from holdfast.core.format.names import RUN_FILE, step_folder, step_of_folder
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.offline.copying.copy_run import RunCopy
 from holdfast.settings import Settings
 from tests.everyday.frozen_run import require_step, step_path
+
+Result = TypeVar("Result")
 
 
 class Ending(ForwardingStore):
@@ -34,20 +38,25 @@ class Ending(ForwardingStore):
 
 
 class Changing(ForwardingStore):
-    """A source that lists the newest step first, and in which the step of the first link vanishes before it is read."""
+    """A source that lists the newest step first, and in which this step vanishes before any of its packs is read."""
 
-    removed: int | None = None
+    def __init__(self, inner: LocalStore) -> None:
+        super().__init__(inner)
+        self.removed: int | None = None
+        self._lock = threading.Lock()
 
     def list(self, prefix: str = "", *, after: str = "", up_to: str | None = None) -> Iterator[StoreEntry]:
         """Yield every object under a prefix."""
         yield from sorted(super().list(prefix, after=after, up_to=up_to), key=lambda entry: entry.key, reverse=True)
 
-    def size(self, key: str) -> int:
-        """Return the bytes of an object."""
-        if self.removed is None and key.endswith(".link"):
-            self.removed = step_of_folder(key.partition("/")[0])
-            shutil.rmtree(Path(self.url) / key.partition("/")[0])
-        return super().size(key)
+    def _around(self, name: str, subject: str, call: Callable[[], Result]) -> Result:
+        folder = subject.partition("/")[0]
+        if name in ("size", "read_into", "get_cached") and folder == step_folder(3).rstrip("/"):
+            with self._lock:  # Files are copied side by side: none may be read before all are gone.
+                if self.removed is None:
+                    self.removed = step_of_folder(folder)
+                    shutil.rmtree(Path(self.url) / folder)
+        return call()
 
 
 def store_at(path: Path) -> LocalStore:
