@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from holdfast.activations.runtime.attach import AttachedUnits
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|[KMGT]iB|%)", re.ASCII)
+_BYTES_MAX = 1 << 60
 _POWERS = {unit: 1024**power for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))}
 
 
@@ -32,12 +33,13 @@ def bytes_of(budget: object, keep_all_bytes: int) -> int:
     if isinstance(budget, bool) or not isinstance(budget, int | str):
         raise InvalidError(f"budget={budget!r}: {expected}. A float could be bytes or a share: pass a text")
     if isinstance(budget, int):
-        found: float = budget
+        found: float = min(budget, _BYTES_MAX)
     else:
         match = _SIZE.fullmatch(budget.strip())
         if match is None:
             raise InvalidError(f"budget={printable(budget)[:80]!r}: {expected}")
         found = float(match[1]) * (keep_all_bytes / 100 if match[2] == "%" else _POWERS[match[2]])
+    found = min(found, _BYTES_MAX)
     if int(found) < 1:
         raise InvalidError(f"budget={budget!r}: {expected}, above 0")
     return int(found)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import holdfast.activations as activations
+from holdfast.activations.plan import bytes_of
 from holdfast.activations.runtime.peak import peak_bytes
 from holdfast.errors import InvalidError
 
@@ -217,3 +218,135 @@ def test_gradients_before_a_fit_are_refused() -> None:
         activations.fit(nn.DataParallel(Network()), step_of(model), budget="50%")
     with pytest.raises(InvalidError, match=r"error_bound=0\.1"):
         activations.fit(Network(), step_of(model), budget="50%", error_bound=0.1)
+
+
+def test_a_norm_that_is_unfrozen_later_counts_each_step_once(
+    fitted: tuple[Network, activations.ActivationPlan],
+) -> None:
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.norm, self.down = nn.Linear(8, 64), nn.BatchNorm1d(64), nn.Linear(64, 8)
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            return rows + self.down(nn.functional.gelu(self.norm(self.up(rows))))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Normed() for _ in range(3)]).eval()
+    plan = activations.fit(model, step_of(model), budget="70%")
+    model.zero_grad()
+    with plan.apply(model) as managed:
+        step_of(model)()
+        model.train()
+        step_of(model)()
+        assert "3 calls as planned, 3 of other signatures" in managed.report()
+    assert [each.norm.num_batches_tracked.item() for each in model] == [1, 1, 1]  # type: ignore[union-attr, operator]
+
+
+def test_a_call_with_gradients_in_eval_mode_does_not_keep_the_plan_from_training(
+    fitted: tuple[Network, activations.ActivationPlan],
+) -> None:
+    _, plan = fitted
+    model = Network()
+    with plan.apply(model) as managed:
+        model.eval()
+        model(ROWS[:7])
+        model.train()
+        step_of(model)()
+        assert f"{BLOCKS} calls as planned, {BLOCKS} of other signatures" in managed.report()
+
+
+class Noting(Block):
+    """A block that leaves a value in an attribute, in a meter or in an argument."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.place, self.notes, self.temperature = place, {"aux": torch.zeros(())}, 1.0
+
+    def forward(self, rows: torch.Tensor, notes: dict[str, torch.Tensor]) -> torch.Tensor:
+        out = super().forward(rows * self.temperature)
+        if self.place != "nowhere":
+            (notes if self.place == "argument" else self.notes)["aux"] = out.detach().abs().mean()
+        return out
+
+
+@pytest.mark.parametrize("place", ["attribute", "argument"])
+def test_values_that_a_unit_leaves_are_those_of_the_plain_unit(place: str) -> None:
+    found = []
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(Noting(place) for _ in range(2))
+        first, notes = nn.Linear(8, WIDTH), {"aux": torch.zeros(())}
+
+        def step(first: nn.Module = first, blocks: nn.ModuleList = blocks, notes: Any = notes) -> torch.Tensor:
+            rows = first(ROWS)
+            for block in blocks:
+                rows = block(rows, notes)
+            loss: torch.Tensor = rows.square().mean()
+            loss.backward()
+            return loss
+
+        model = nn.ModuleDict({"first": first, "blocks": blocks})
+        torch.manual_seed(3)
+        if is_planned:
+            try:
+                plan = activations.fit(model, step, budget="95%")
+            except InvalidError as error:
+                assert "argument" in str(error) or "expected at least" in str(error)
+                return
+            plan.apply(model)
+        torch.manual_seed(3)
+        step()
+        found.append([notes["aux"], *(each.notes["aux"] for each in blocks)])  # type: ignore[union-attr, index]
+    assert found[0] == found[1]
+
+
+def test_an_attribute_that_changes_before_backward_is_an_error() -> None:
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Noting("nowhere") for _ in range(3))
+    first = nn.Linear(8, WIDTH)
+    model = nn.ModuleDict({"first": first, "blocks": blocks})
+
+    def loss_of() -> torch.Tensor:
+        rows = first(ROWS)
+        for block in blocks:
+            rows = block(rows, {})
+        loss: torch.Tensor = rows.square().mean()
+        return loss
+
+    def step() -> torch.Tensor:
+        loss = loss_of()
+        loss.backward()
+        return loss
+
+    plan = activations.fit(model, step, budget="60%")
+    with plan.apply(model):
+        loss = loss_of()
+        for block in blocks:
+            block.temperature = 0.5  # type: ignore[assignment]
+        with pytest.raises(InvalidError, match="changed since forward"):
+            loss.backward()
+
+
+def test_a_fit_restores_a_buffer_that_a_step_replaces() -> None:
+    class Counting(Network):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, rows: torch.Tensor) -> torch.Tensor:
+            self.count = self.count + 1
+            return super().forward(rows)
+
+    model = Counting()
+    activations.fit(model, step_of(model), budget="80%")
+    assert model.count.item() == 0
+
+
+def test_arguments_of_other_types_are_refused() -> None:
+    model = Network()
+    bad: list[tuple[Any, ...]] = [(3, step_of(model), None), (model, None, None), (model, step_of(model), 5)]
+    for other, step, units in bad:
+        with pytest.raises(InvalidError, match="expected a"):
+            activations.fit(other, step, budget="50%", units=units)
+    assert bytes_of(10**400, 1) == bytes_of("9" * 400 + "B", 1) == 1 << 60

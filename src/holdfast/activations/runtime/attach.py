@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from holdfast.activations.profile.solved_plan import SolvedPlan
 from holdfast.activations.profile.unit_profile import UnitColumn, UnitProfile
-from holdfast.activations.runtime.arguments import Form, objects_of, put_together, take_apart, tensors_of
+from holdfast.activations.runtime.arguments import Form, put_together, take_apart, tensors_of
 from holdfast.activations.runtime.column_program import ColumnProgram
 from holdfast.activations.runtime.frame import CallFrame
 from holdfast.activations.runtime.replay import call_with_replay
-from holdfast.activations.runtime.signature import signature_of
+from holdfast.activations.runtime.signature import Signature, signature_of
 from holdfast.activations.runtime.store_only import call_storing
 from holdfast.activations.runtime.trace import trace_call
 from holdfast.activations.runtime.traced import UnitTrace
@@ -31,6 +30,9 @@ from holdfast.errors import InvalidError, first_three
 _FORWARD = "forward"
 """The attribute that is replaced."""
 
+_SIGNATURES_MAX = 16
+"""Signatures of a unit that are traced. Calls of further ones run plain."""
+
 
 @dataclass(slots=True)
 class CallCounts:
@@ -39,7 +41,7 @@ class CallCounts:
     planned: int = 0
     """Calls of the signature that a plan was traced with."""
     other: int = 0
-    """Calls with another signature: recomputed as a whole, or plain where a replay is refused."""
+    """Calls with another signature, which run plain: another trace may have effects that a replay would repeat."""
     overflows: int = 0
     """Stored tensors that did not fit a pack."""
     plain: dict[str, str] = field(default_factory=dict)
@@ -106,24 +108,16 @@ class _Planned:
     profile: UnitProfile
     column: UnitColumn
 
-    def program(self, name: str, trace: UnitTrace) -> ColumnProgram:
-        """Return the program for a trace.
-
-        Raises:
-            InvalidError: The trace is another one than that of the plan; the message names the first op that differs.
-        """
-        if trace.fingerprint != self.profile.fingerprint:
-            found, expected = [op.overload for op in trace.ops], [op.overload for op in self.profile.ops]
-            pairs = enumerate(zip_longest(found, expected, fillvalue="no op"))
-            number, pair = next(
-                ((number, pair) for number, pair in pairs if pair[0] != pair[1]),
-                (0, ("other shapes", "those of the fit")),
-            )
+    def require_same_ops(self, name: str, trace: UnitTrace) -> None:
+        """Raise if a trace has other ops than the plan: an InvalidError that names the first one."""
+        found, expected = [op.overload for op in trace.ops], [op.overload for op in self.profile.ops]
+        pairs = enumerate(zip_longest(found, expected, fillvalue="no op"))
+        number, pair = next(((number, pair) for number, pair in pairs if pair[0] != pair[1]), (0, None))
+        if pair is not None:
             raise InvalidError(
                 f"unit {name}: op {number} is {pair[0]}; expected {pair[1]}. Call the model as in the fit "
                 "first, or fit this model again"
             )
-        return ColumnProgram(trace, self.column)
 
 
 def refuse_managed(units: Mapping[str, nn.Module]) -> None:
@@ -203,7 +197,12 @@ class _ManagedUnit:
     """One unit with a program."""
 
     def __init__(self, name: str, unit: nn.Module, program: ColumnProgram | _Planned, counts: CallCounts) -> None:
-        self._name, self._unit, self._program, self._counts = name, unit, program, counts
+        self._name, self._unit, self._counts = name, unit, counts
+        self._planned = program if isinstance(program, _Planned) else None
+        self._programs: dict[Signature, ColumnProgram | None] = {}
+        """The program of each signature so far; None for calls that run plain."""
+        if isinstance(program, ColumnProgram):
+            self._programs[program.trace.signature] = program
         self.replaced: ReplacedForward | None = None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -212,17 +211,15 @@ class _ManagedUnit:
         plain = self.replaced.plain
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return plain(*args, **kwargs)
-        program = self._program
-        if isinstance(program, _Planned):
-            program = self._program = program.program(self._name, _traced_apart(self._unit, plain, args, kwargs))
         tensors: list[torch.Tensor] = []
         form = take_apart((args, kwargs), tensors)
-        trace = program.trace
-        if signature_of(self._unit, form, tensors) != trace.signature:
+        signature = signature_of(self._unit, form, tensors)
+        if signature not in self._programs and len(self._programs) < _SIGNATURES_MAX:
+            self._programs[signature] = self._program_for(plain, args, kwargs)
+        program = self._programs.get(signature)
+        if program is None:
             self._counts.other += 1
-            if trace.why_not or trace.has_effect or objects_of(form):
-                return plain(*args, **kwargs)
-            return checkpoint(partial(_call_apart, plain, form), *tensors, use_reentrant=False)
+            return plain(*args, **kwargs)
         self._counts.planned += 1
         if not program.is_replayed and not program.packed:
             return plain(*args, **kwargs)
@@ -232,11 +229,26 @@ class _ManagedUnit:
         self._counts.overflows += frame.overflows
         return output
 
+    def _program_for(self, plain: Callable[..., Any], args: Any, kwargs: Any) -> ColumnProgram | None:
+        """Return the program of a new signature; None if its trace is not that of the plan.
+
+        Raises:
+            InvalidError: The first training call ran other ops than in the fit.
+        """
+        if self._planned is None:
+            return None
+        trace = _traced_apart(self._unit, plain, args, kwargs)
+        if trace.fingerprint == self._planned.profile.fingerprint:
+            return ColumnProgram(trace, self._planned.column)
+        if self._unit.training and not any(self._programs.values()):
+            self._planned.require_same_ops(self._name, trace)
+        return None
+
 
 def _traced_apart(unit: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> UnitTrace:
     """Return the trace of a call whose result is dropped: memory for one unit. Buffers and generators stay."""
     devices = {tensor.device for tensor in tensors_of((args, kwargs)) if tensor.device.type == "cuda"}
-    with copied(unit), torch.random.fork_rng(list(devices)):
+    with copied(unit, parameters=False), torch.random.fork_rng(list(devices)):
         return trace_call(unit, forward, args, kwargs, is_measured=False)[1]
 
 

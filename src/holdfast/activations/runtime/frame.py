@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from holdfast.activations.runtime.column_program import Act, ColumnProgram, Treatment, Unpackable
+from holdfast.activations.runtime.signature import scalars_of
 from holdfast.activations.runtime.traced import SavedSource, TensorGeometry
 from holdfast.backends.torch.private_layout import WeakStorage, registered, storage_identity, version_counter
 from holdfast.errors import InvalidError
@@ -135,6 +136,7 @@ class CallFrame:
         self._weak: dict[tuple[int, int], weakref.ref[KeptTensor | PackedStorage]] | None = None
         self._registered = [held for module in unit.modules() for held in registered(module) if held]
         self._versions: list[int] = []
+        self._unit, self._scalars = unit, scalars_of(unit)
 
     @property
     def overflows(self) -> int:
@@ -169,6 +171,10 @@ class CallFrame:
         Returns:
             The acts, the stored groups that cannot be given, and the storages of parameters that have changed since.
         """
+        scalars = zip(self._scalars, scalars_of(self._unit), strict=False)
+        changed = [after for before, after in scalars if before != after]
+        if changed:
+            raise self.difference(f"an attribute has changed since forward to {changed[0]}", "equal attributes")
         missing = set(self._missing)
         for (group, _), weak in (self._weak or {}).items():
             if weak() is None:

@@ -11,6 +11,8 @@ from types import TracebackType
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.activations.profile.solved_plan import SolvedPlan
 from holdfast.activations.profile.unit_profile import ModelProfile, UnitColumn
@@ -32,7 +34,7 @@ _ROUNDS = 3
 class MeasuredModel:
     """A model and its step, between two calls of the loop."""
 
-    def __init__(self, model: nn.Module, step: Callable[[], torch.Tensor], units: Sequence[str] | None) -> None:
+    def __init__(self, model: object, step: Callable[[], torch.Tensor], units: Sequence[str] | None) -> None:
         """Check the model; run nothing yet.
 
         Args:
@@ -42,6 +44,10 @@ class MeasuredModel:
         Raises:
             InvalidError: The model cannot be managed.
         """
+        if not isinstance(model, nn.Module) or not callable(step):
+            raise InvalidError(
+                f"model, step: got {type(model).__name__} and {type(step).__name__}; expected a module and a function"
+            )
         compiled = [type(each).__qualname__ for each in model.modules() if original_of(each) is not None]
         if compiled or isinstance(model, nn.DataParallel):
             kind = (compiled or ["DataParallel"])[0]
@@ -53,6 +59,12 @@ class MeasuredModel:
             raise InvalidError(f"{held}: has a gradient; expected none before a fit. Call model.zero_grad()")
         if not self._parameters:
             raise InvalidError("model: has no parameter that requires a gradient; expected one that trains")
+        wrapped = [type(each).__qualname__ for each in model.modules() if isinstance(each, DistributedDataParallel)]
+        if wrapped or any(isinstance(each, DTensor) for each in model.parameters()):
+            raise InvalidError(
+                f"model: is of {(wrapped or ['DTensors'])[0]}; expected a model of one process. Fits of several ranks "
+                "are not built yet"
+            )
         self._names = units_of(model, units)
         self._device = next(iter(self._parameters.values())).device
         self._loss = 0.0
@@ -60,7 +72,11 @@ class MeasuredModel:
 
     def __enter__(self) -> MeasuredModel:
         """Note buffers and generators."""
-        self._buffers = [(each, each.detach().clone()) for each in self._model.buffers()]
+        self._buffers = [
+            (module, name, each, each.detach().clone())
+            for module in self._model.modules()
+            for name, each in module.named_buffers(recurse=False)
+        ]
         self._drawn = random.getstate(), torch.get_rng_state()
         self._drawn_on_gpu = torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None
         return self
@@ -153,7 +169,9 @@ class MeasuredModel:
         for each in self._parameters.values():
             each.grad = None
         with torch.no_grad():
-            for buffer, content in self._buffers:
+            for module, name, buffer, content in self._buffers:
+                if getattr(module, name) is not buffer:
+                    setattr(module, name, buffer)
                 buffer.copy_(content)
         random.setstate(self._drawn[0])
         torch.set_rng_state(self._drawn[1])
@@ -163,6 +181,9 @@ class MeasuredModel:
     def _taken(self) -> dict[str, torch.Tensor]:
         """Return copies of all gradients in host memory, as bytes, and those of buffers."""
         tensors = {name: each.grad for name, each in self._parameters.items() if each.grad is not None}
+        sparse = [name for name, each in tensors.items() if local_of(each).layout is not torch.strided]
+        if sparse:
+            raise InvalidError(f"{first_three(sparse)}: has a sparse gradient; expected dense ones. Use sparse=False")
         tensors |= {f"buffer {name}": each for name, each in self._model.named_buffers()}
         return {name: _bytes_of(local_of(each)) for name, each in tensors.items()}
 

@@ -25,9 +25,19 @@ def signature_of(unit: nn.Module, form: Form, tensors: Sequence[torch.Tensor]) -
         tuple(
             (type(each), each.shape, _strides_of(each), each.dtype, each.device, each.requires_grad) for each in tensors
         ),
-        tuple(module.training for module in unit.modules()),
+        scalars_of(unit),
         tuple(parameter.requires_grad for parameter in unit.parameters()),
         tuple(_autocast_of(device) for device in sorted({"cpu", *(each.device.type for each in tensors)})),
+    )
+
+
+def scalars_of(unit: nn.Module) -> tuple[Hashable, ...]:
+    """Return the numbers, flags and texts that the modules of a unit hold, such as `training`: code may read them."""
+    return tuple(
+        (key, type(value), repr(value))
+        for module in unit.modules()
+        for key, value in vars(module).items()
+        if isinstance(value, bool | int | float | str) and not key.startswith("_")
     )
 
 

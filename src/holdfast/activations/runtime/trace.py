@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -65,8 +65,8 @@ def trace_call(
     form = take_apart((tuple(args), dict(kwargs)), tensors)
     signature = signature_of(unit, form, tensors)
     recorder = _Recorder(unit, list(filter(is_plain, tensors)), rounds=_ROUNDS if is_measured else 1)
-    if not all(map(is_plain, tensors)):
-        recorder.refused = "an argument is no plain tensor"
+    if not tensors or not all(map(is_plain, tensors)):
+        recorder.refused = "an argument is no plain tensor" if tensors else "the unit is called without a tensor"
     if objects := [*objects_of(form[2][0]), *objects_of(form[2][1])]:
         recorder.why_not = f"the unit's code may change {objects[0]} without an op; pass data alone (use_cache=False)"
     if hooked := [name for name, module in unit.named_modules() if name and has_forward_hooks(module)]:
@@ -79,6 +79,11 @@ def trace_call(
         recorder.why_not = recorder.why_not or f"the unit keeps state in the attribute {changed}"
     if random.getstate() != drawn:
         recorder.why_not = recorder.why_not or "the unit draws from Python's random, which no replay restores"
+    after: list[torch.Tensor] = []
+    if not objects and (
+        take_apart((tuple(args), dict(kwargs)), after) != form or [*map(id, after)] != [*map(id, tensors)]
+    ):
+        recorder.refused = recorder.refused or "the unit's code changes a list or dict that is an argument"
     trace = recorder.finish(signature, output)
     # Code that a replay cannot repeat cannot be repeated here either.
     if is_measured and not trace.why_not:
@@ -347,7 +352,7 @@ def _numbered_form(output: Any, values: list[Any]) -> Any:
 
 
 def _attributes(unit: nn.Module) -> dict[str, object]:
-    """Return the objects that the modules of a unit hold, and the lengths of containers."""
+    """Return the objects that the modules of a unit hold, those inside of these, and the lengths of containers."""
     held: dict[str, object] = {}
     for name, module in unit.named_modules():
         for tensors in registered(module):
@@ -355,7 +360,19 @@ def _attributes(unit: nn.Module) -> dict[str, object]:
         for key, value in vars(module).items():
             held[f"{name}.{key}"] = value
             held[f"{name}.{key} (length)"] = len(value) if isinstance(value, (list, dict, set)) else None
+            held.update({f"{name}.{key}[{inner}]": each for inner, each in _inside(value)})
     return held
+
+
+def _inside(value: object) -> Iterable[tuple[object, object]]:
+    """Return the items of a container, or the attributes of an object such as a meter, with their keys."""
+    if isinstance(value, dict):
+        return value.items()
+    if isinstance(value, list | tuple):
+        return enumerate(value)
+    if isinstance(value, nn.Module | torch.Tensor | type) or callable(value):
+        return ()
+    return getattr(value, "__dict__", {}).items()
 
 
 def _changed(before: dict[str, object], after: dict[str, object]) -> str:

@@ -67,15 +67,20 @@ def costs_of(unit: nn.Module, forward: Callable[..., Any], form: Form, tensors: 
 
 
 @contextmanager
-def copied(unit: nn.Module) -> Iterator[None]:
-    """Put copies in the place of parameters and buffers. A gradient of a parameter is dropped as soon as it is made."""
+def copied(unit: nn.Module, *, parameters: bool = True) -> Iterator[None]:
+    """Put copies in the place of buffers and parameters. A gradient of a parameter is dropped as soon as it is made.
+
+    Args:
+        unit: The unit.
+        parameters: Whether parameters are copied too: only a backward changes parameters.
+    """
     places = [
         (held, name, each) for module in unit.modules() for held in registered(module) for name, each in held.items()
     ]
     copies: dict[int, torch.Tensor] = {}
     try:
         for held, name, each in places:
-            if each is not None:
+            if each is not None and (parameters or not isinstance(each, nn.Parameter)):
                 held[name] = copies.setdefault(id(each), _copy_of(each))
         yield
     finally:

@@ -27,8 +27,8 @@ def units_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:
                 'globs of module names, such as units=["encoder.*"]'
             )
         return found
-    if isinstance(patterns, str):
-        raise InvalidError(f"units={patterns!r}: expected a list of globs. Pass [{patterns!r}]")
+    if isinstance(patterns, str) or not isinstance(patterns, Sequence):
+        raise InvalidError(f"units={patterns!r}: expected a list of globs. Pass [{str(patterns)!r}]")
     names = [name for name, _ in model.named_modules() if name]
     found = []
     for pattern in patterns:

@@ -53,6 +53,8 @@ class LogWriter:
         self.base_space = 0
         """Free bytes that a seal leaves: for a base that the log requests, and for the next base of the policy, which
         may come within the grace of a collection."""
+        self.has_space = True
+        """Whether the last seal found that space. Read on the training thread, which must not ask storage."""
         self.failure = ""
         """Why records are dropped; empty if they are sealed. Set by the thread, read and reset by the training thread.
         """
@@ -70,7 +72,7 @@ class LogWriter:
         """
         if log != self._log:
             self._log, self.sealed_step, self.sealed_bytes, self.sealed_records = log, None, 0, 0
-        self.failure, self.base_space = "", base_bytes * 9 // 4
+        self.failure, self.has_space, self.base_space = "", True, base_bytes * 9 // 4
 
     def put(self, record: QueuedRecord, *, at_once: bool = False) -> None:
         """Queue a record; seal it at once, or with `flush_every` others. On the training thread."""
@@ -141,6 +143,7 @@ class LogWriter:
         """Raise if the next bases would not fit beside these records of all ranks: the log must cost no base."""
         own_bytes = sum([queued.captured.bytes for queued in records])
         needed, free = own_bytes * self._job.comm.world_size + self.base_space, self._store.free_bytes()
+        self.has_space = free is None or free >= self.base_space
         if free is not None and free < needed:
             raise UnavailableError(
                 f"{self._store.url} has {shown_bytes(free)} free; expected {shown_bytes(needed)}, so that the next "

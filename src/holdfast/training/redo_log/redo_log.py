@@ -297,8 +297,7 @@ class RedoLog:
         self._dispatcher.dispatch(LogSealed(step, self._store.url, rank, records, count, waited, self.recoverable))
 
     def _interrupt(self, step: int, why: str) -> None:
-        free = self._store.free_bytes()
-        has_space = free is None or free >= self._writer.base_space
+        has_space = self._writer.has_space
         logger.warning(
             "step %d: the redo log is interrupted: %s. Training goes on; a failure now costs the steps since the last "
             "base. %s",
