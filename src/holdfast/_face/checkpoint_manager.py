@@ -459,7 +459,7 @@ class CheckpointManager:
         ended = partial(note_failed, parts.run_facts, parts.pins, parts.collecting, request.pin, handle)
         handle.committed.add_done_callback(ended)
         if self._redo_log is not None:
-            handle.committed.add_done_callback(partial(self._redo_log.bases.note, step))
+            self._redo_log.note_begun(step, handle.committed)
         self._position.lineage = request.lineage
         self._saves.add(handle)
         if self._preemption is not None:

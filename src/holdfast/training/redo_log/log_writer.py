@@ -17,6 +17,9 @@ from holdfast.training.redo_log.segments import QueuedRecord, write_segment
 _SEGMENT_RECORDS_MAX = 64
 """Most records of a segment: a seal that never ends would seal nothing."""
 
+_HELD_SECONDS_MAX = 1.0
+"""Longest wait of a seal for the call of a base: the copies of the base block training, and need the processors."""
+
 
 class LogWriter:
     """Seals the records of one rank, for the life of a manager.
@@ -49,6 +52,8 @@ class LogWriter:
         self._note_sealed = note_sealed
         self._queue = BackgroundQueue("holdfast-log", WriteProgress(job.clock))
         self._pending: deque[QueuedRecord] = deque()
+        self._held_until = -math.inf
+        """Monotonic time at which a seal begins although the call of a base goes on."""
         self._log = ""
         self.base_space = 0
         """Free bytes that a seal leaves: for a base that the log requests, and for the next base of the policy, which
@@ -83,6 +88,14 @@ class LogWriter:
         if at_once or len(self._pending) >= self._flush_every:
             self._queue.submit(self._seal)
 
+    def hold(self) -> None:
+        """Begin no seal for a moment: a base is copied."""
+        self._held_until = self._job.clock.monotonic_seconds() + _HELD_SECONDS_MAX
+
+    def let_go(self) -> None:
+        """Begin seals again."""
+        self._held_until = -math.inf
+
     def drain(self, seconds: float | None = None) -> bool:
         """Seal all queued records; return whether everything is sealed.
 
@@ -104,6 +117,9 @@ class LogWriter:
 
     def _seal(self) -> None:
         """Write one segment of the records that wait. On the thread of the queue."""
+        clock = self._job.clock
+        while clock.monotonic_seconds() < self._held_until:
+            clock.sleep(0.001)
         records: list[QueuedRecord] = []
         while self._pending and len(records) < _SEGMENT_RECORDS_MAX:
             if records and self._pending[0].log != records[0].log:

@@ -199,6 +199,7 @@ class RedoLog:
             collect: Takes the state apart.
         """
         self._has_tried = True
+        self._writer.hold()
         if self._selection not in (None, selection):
             if self._at is not None:
                 self._interrupt(step, "another only=, skip= or grads= was given; the step is no base of the log")
@@ -220,6 +221,12 @@ class RedoLog:
             return collect()
 
         return replace(target, log=self._id, planned=partial(self._planned, step)), prepared
+
+    def note_begun(self, step: int, committed: Future[SaveReport]) -> None:
+        """Take note of a save whose call ends now."""
+        self._writer.let_go()
+        # No bound method of this object: the handle of a save may be kept for long.
+        committed.add_done_callback(partial(self.bases.note, step))
 
     def seal(self, step: int, seconds: float) -> bool:
         """Seal all records in time; return whether a restart would go on at this step, as far as this rank knows."""
