@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from holdfast.activations.plan_file import read_plan, write_plan
+from holdfast.activations.plan_file import BYTES_MAX, read_plan, write_plan
 from holdfast.activations.profile.solved_plan import SolvedPlan
 from holdfast.errors import InvalidError, printable, shown_bytes
 
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from holdfast.activations.runtime.attach import AttachedUnits
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|[KMGT]iB|%)", re.ASCII)
-_BYTES_MAX = 1 << 60
 _POWERS = {unit: 1024**power for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))}
 
 
@@ -33,13 +32,13 @@ def bytes_of(budget: object, keep_all_bytes: int) -> int:
     if isinstance(budget, bool) or not isinstance(budget, int | str):
         raise InvalidError(f"budget={budget!r}: {expected}. A float could be bytes or a share: pass a text")
     if isinstance(budget, int):
-        found: float = min(budget, _BYTES_MAX)
+        found: float = budget
     else:
         match = _SIZE.fullmatch(budget.strip())
         if match is None:
             raise InvalidError(f"budget={printable(budget)[:80]!r}: {expected}")
         found = float(match[1]) * (keep_all_bytes / 100 if match[2] == "%" else _POWERS[match[2]])
-    found = min(found, _BYTES_MAX)
+    found = min(found, BYTES_MAX)
     if int(found) < 1:
         raise InvalidError(f"budget={budget!r}: {expected}, above 0")
     return int(found)
@@ -123,12 +122,10 @@ class ManagedActivations:
             print(managed.report())
         """
         counts, solved = self._attached.counts, self._plan.solved
-        lines = [
-            f"predicted peak {shown_bytes(solved.predicted_peak_bytes)}, step time × {solved.predicted_slowdown:.3f}",
-            f"{counts.planned} calls as planned, {counts.other} of other signatures, {counts.overflows} overflows",
-        ]
-        lines += [f"{name}: plain, since {why}" for name, why in sorted(counts.plain.items())]
-        return "\n".join(lines)
+        return (
+            f"predicted peak {shown_bytes(solved.predicted_peak_bytes)}, step time × {solved.predicted_slowdown:.3f}\n"
+            f"{counts.planned} calls as planned, {counts.other} of other signatures, {counts.overflows} overflows"
+        )
 
     def detach(self) -> None:
         """Restore the plain forward of every unit.

@@ -22,7 +22,7 @@ VERSION = 1
 FILE_BYTES_MAX = 64 << 20
 """Largest plan file that is read. The plan of 256 units of 100 ops in 10 classes has about 1 MB."""
 
-_BYTES_MAX = 1 << 60
+BYTES_MAX = 1 << 60
 """Limit of each number of bytes in a plan: sums of such numbers stay exact."""
 
 
@@ -189,7 +189,7 @@ def _number_problems(plan: SolvedPlan, profile: ModelProfile) -> Iterator[str]:
 
 
 def _are_sizes(*numbers: int) -> bool:
-    return all(0 <= number < _BYTES_MAX for number in numbers)
+    return all(0 <= number < BYTES_MAX for number in numbers)
 
 
 def _are_times(*numbers: float) -> bool:

@@ -44,8 +44,6 @@ class CallCounts:
     """Calls with another signature, which run plain: another trace may have effects that a replay would repeat."""
     overflows: int = 0
     """Stored tensors that did not fit a pack."""
-    plain: dict[str, str] = field(default_factory=dict)
-    """Units that no plan manages, and why."""
 
 
 @dataclass(slots=True)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from holdfast.activations.profile.unit_profile import Packing
 from holdfast.activations.runtime.bounded import pack_codes
 from holdfast.activations.runtime.dense import PackedTensor
 from holdfast.activations.runtime.exact import pack_bits, pack_narrow, pack_pieces
-from holdfast.base.clock import Clock, SystemClock
+from holdfast.activations.runtime.measure import timed
+from holdfast.base.clock import Clock
 
 EXACT_ACTIONS = ("bits", "narrow", "sparse", "planes")
 
@@ -54,27 +57,25 @@ def packings_of(tensor: torch.Tensor, *, error_bound: float = 0.0, clock: Clock 
         error_bound: Bounded packings are offered above 0 alone.
         clock: Measures the seconds.
     """
-    clock = clock or SystemClock()
     bytes_max = int(_RESERVED_PART_MAX * tensor.nbytes)
     offered = []
     for action in EXACT_ACTIONS + (BOUNDED_ACTIONS if error_bound else ()):
         seconds: list[float] = []
         reserved_bytes = 0
         while len(seconds) < _ROUNDS and reserved_bytes <= bytes_max:
-            started = _now(tensor, clock)
-            packed = pack(tensor, action, error_bound=error_bound, device_bytes_max=bytes_max)
+            there_and_back = partial(_packed_and_unpacked, tensor, action, error_bound, bytes_max)
+            packed, taken = timed(there_and_back, tensor.device, clock)
             if packed is None:
                 break
-            packed.unpack()
-            seconds.append(_now(tensor, clock) - started)
+            seconds.append(taken)
             reserved_bytes = packed.reserved_bytes
         if len(seconds) == _ROUNDS:
             offered.append(Packing(action, reserved_bytes, min(seconds), action in BOUNDED_ACTIONS))
     return tuple(offered)
 
 
-def _now(tensor: torch.Tensor, clock: Clock) -> float:
-    """Return the seconds of a clock once the device has done its work."""
-    if tensor.is_cuda:
-        torch.cuda.synchronize(tensor.device)
-    return clock.monotonic_seconds()
+def _packed_and_unpacked(tensor: torch.Tensor, action: str, error_bound: float, bytes_max: int) -> PackedTensor | None:
+    packed = pack(tensor, action, error_bound=error_bound, device_bytes_max=bytes_max)
+    if packed is not None:
+        packed.unpack()
+    return packed
