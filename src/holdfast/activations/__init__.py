@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from holdfast.activations.fit import fit
     from holdfast.activations.plan import ActivationPlan, ManagedActivations, load_plan
+    from holdfast.activations.solve.explain import PlanSummary
 
-__all__ = ["ActivationPlan", "ManagedActivations", "fit", "load_plan"]
+__all__ = ["ActivationPlan", "ManagedActivations", "PlanSummary", "fit", "load_plan"]
 
-_HOMES = {"fit": "holdfast.activations.fit"}
+_HOMES = {"PlanSummary": "holdfast.activations.solve.explain", "fit": "holdfast.activations.fit"}
 
 if not TYPE_CHECKING:  # A type checker that saw this function would accept any name.
 

@@ -6,6 +6,8 @@ One linear function. A fit leaves gradients, buffers, generators and forwards as
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 from holdfast.activations.plan import ActivationPlan, bytes_of
@@ -44,8 +46,9 @@ def fit(
         error_bound: 0: only exact packs.
         units: Globs of module names that are managed together, such as ["model.layers.*"]; None: the repeated blocks.
     Raises:
-        InvalidError: A bad argument, a step that does not repeat, or a budget that no plan fits.
+        InvalidError: A bad argument, a missing package, a step that does not repeat, or a budget that no plan fits.
     """
+    _require_packages()
     from holdfast.activations.runtime.measured_step import MeasuredModel
 
     if error_bound != 0:
@@ -60,10 +63,19 @@ def fit(
             solved = solve(profile, columns, limit, error_bound=error_bound, reserve=reserve)
             found, seconds = measured.planned(solved)
             if found <= limit:
-                return ActivationPlan(solved, found, seconds / profile.step_seconds)
+                slowdown = seconds / profile.step_seconds
+                return ActivationPlan(replace(solved, measured_peak_bytes=found, measured_slowdown=slowdown))
             # The excess is taken off the memory that the solver may use.
             reserve += max(found / limit - 1, RESERVE)
     raise InvalidError(
         f"budget is {shown_bytes(limit)}: the last plan took {shown_bytes(found)}, measured; expected a plan within "
         "the budget. Pass a larger budget or smaller batches"
     )
+
+
+def _require_packages() -> None:
+    for name, extra in (("torch", "torch"), ("scipy", "activations")):
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise InvalidError(f"activations.fit needs {name}; run: pip install 'holdfast[{extra}]'") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from holdfast.errors import InvalidError, printable, shown_bytes
 
 if TYPE_CHECKING:
     from holdfast.activations.runtime.attach import AttachedUnits
+    from holdfast.activations.solve.explain import PlanSummary
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(B|[KMGT]iB|%)", re.ASCII)
 _POWERS = {unit: 1024**power for power, unit in enumerate(("B", "KiB", "MiB", "GiB", "TiB"))}
@@ -51,34 +52,49 @@ class ActivationPlan:
     solved: SolvedPlan
     """The measured model, its columns, and the column of each unit."""
 
-    measured_peak_bytes: int = 0
-    """Peak of a step that the fit measured under the plan; 0 for a plan that was solved without the model."""
+    @property
+    def measured_peak_bytes(self) -> int:
+        """Peak of a step that the fit measured under the plan; 0 for a plan that was solved without the model."""
+        return self.solved.measured_peak_bytes
 
-    measured_slowdown: float = 0.0
-    """Time of that step divided by the time of a step that keeps everything; 0 if not measured."""
+    @property
+    def measured_slowdown(self) -> float:
+        """Time of that step divided by the time of a step that keeps everything; 0 if not measured."""
+        return self.solved.measured_slowdown
 
     def explain(self) -> str:
-        """Return the plan as text for people: the prediction, and the treatment of each class of units.
+        """Return the plan as text for people: peaks, times, and the treatment and price of each group of units.
 
         Example:
             print(plan.explain())
         """
         from holdfast.activations.solve.explain import explained
 
-        measured = ""
-        if self.measured_peak_bytes:
-            measured = f"\nmeasured: {shown_bytes(self.measured_peak_bytes)}, step time × {self.measured_slowdown:.3f}"
-        return explained(self.solved) + measured
+        return explained(self.summary())
+
+    def summary(self) -> PlanSummary:
+        """Return the content of `explain` as values: bytes, seconds, names of ops, and the curve of a plan from a file.
+
+        Example:
+            for use in plan.summary().uses:
+                print(len(use.units), use.run_again.bytes)
+        """
+        from holdfast.activations.solve.explain import summary_of
+
+        return summary_of(self.solved)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a file.
+        """Write the plan to a file, with the curve of twelve budgets, each of which is solved now.
 
         Example:
             plan.save("plan.json")
         Raises:
             UnavailableError: The file cannot be written.
+            InvalidError: scipy is missing, and the plan has no curve yet.
         """
-        write_plan(self.solved, path)
+        from holdfast.activations.solve.curve import curve_of
+
+        write_plan(replace(self.solved, curve=self.solved.curve or curve_of(self.solved)), path)
 
     def resolve(self, *, budget: int | str) -> ActivationPlan:
         """Return a plan for another budget, from the measurements of this plan. Needs scipy, and no model.
@@ -90,7 +106,8 @@ class ActivationPlan:
         """
         from holdfast.activations.solve.solve import solve_again
 
-        return ActivationPlan(solve_again(self.solved, bytes_of(budget, self.solved.profile.keep_all_peak_bytes)))
+        solved = solve_again(self.solved, bytes_of(budget, self.solved.profile.keep_all_peak_bytes))
+        return ActivationPlan(replace(solved, curve=self.solved.curve))
 
     def apply(self, model: Any) -> ManagedActivations:
         """Put the plan to work on a model like the one that was fitted.
@@ -116,16 +133,23 @@ class ManagedActivations:
         self._plan, self._attached = plan, attached
 
     def report(self) -> str:
-        """Return the counts of calls so far, and the predictions, as text for people.
+        """Return peaks, slowdowns, bytes by action and the counts of calls so far, as text for people.
 
         Example:
             print(managed.report())
         """
-        counts, solved = self._attached.counts, self._plan.solved
-        return (
-            f"predicted peak {shown_bytes(solved.predicted_peak_bytes)}, step time × {solved.predicted_slowdown:.3f}\n"
-            f"{counts.planned} calls as planned, {counts.other} of other signatures, {counts.overflows} overflows"
-        )
+        from holdfast.activations.solve.explain import bytes_by_action, predictions
+
+        counts, summary = self._attached.counts, self._plan.summary()
+        lines = [
+            predictions(summary),
+            bytes_by_action(summary),
+            f"{counts.planned} calls as planned, {counts.other} of other signatures, {counts.overflows} overflows",
+            "optimizer state that the first optimizer step makes is not in the budget",
+        ]
+        if (device := self._attached.device_peak()) is not None:
+            lines.insert(1, f"most memory of the device so far: {shown_bytes(device)}, all tensors of the process")
+        return "\n".join(lines)
 
     def detach(self) -> None:
         """Restore the plain forward of every unit.

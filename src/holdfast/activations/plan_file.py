@@ -180,10 +180,12 @@ def _number_problems(plan: SolvedPlan, profile: ModelProfile) -> Iterator[str]:
         sizes += [unit.output_bytes, unit.recompute_workspace_bytes]
         if not _are_times(unit.forward_seconds, unit.backward_seconds):
             yield "the seconds of a class are out of range"
-    if not _are_sizes(*sizes, plan.budget_bytes, plan.predicted_peak_bytes):
+    sizes += [plan.budget_bytes, plan.predicted_peak_bytes, plan.measured_peak_bytes]
+    slowdowns = [plan.predicted_slowdown, plan.measured_slowdown, *(point.slowdown for point in plan.curve)]
+    if not _are_sizes(*sizes, *(point.peak_bytes for point in plan.curve)):
         yield "a number of bytes is out of range"
-    if not (_are_times(plan.predicted_slowdown, plan.gap) and 0 < profile.step_seconds < inf):
-        yield "the step's seconds, the slowdown or the gap are out of range"
+    if not (_are_times(*slowdowns, plan.gap) and 0 < profile.step_seconds < inf):
+        yield "the step's seconds, a slowdown or the gap are out of range"
     if not (0 <= plan.reserve < 1 and 0 <= plan.error_bound <= 1):
         yield f"reserve is {plan.reserve}, error bound is {plan.error_bound}; expected 0 to 1"
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import holdfast
+from holdfast.cli.commands.activations import activations
 from holdfast.cli.commands.cp import cp
 from holdfast.cli.commands.diff import diff
 from holdfast.cli.commands.export import export
@@ -32,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, inspect, verify, export, diff, import_, tag, gc, rm, trace, repair, cp):
+for command in (ls, inspect, verify, export, diff, import_, tag, gc, rm, trace, repair, cp, activations):
     app.command(name=command.__name__.rstrip("_"))(command)
 # With the options of earlier versions, too.
 app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(relink)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -80,7 +82,7 @@ def test_a_fit_stays_within_the_budget_and_changes_nothing(
     assert all("forward" not in vars(each) for each in model.modules())
     assert 0 < plan.measured_peak_bytes <= 0.6 * plan.solved.profile.keep_all_peak_bytes
     assert abs(plan.solved.predicted_peak_bytes / plan.measured_peak_bytes - 1) < 0.05
-    assert "blocks.0" in plan.explain() and "measured: " in plan.explain()
+    assert "blocks.0" in plan.explain() and "measured by the fit: peak " in plan.explain()
 
 
 def test_training_under_a_plan_equals_plain_training_to_the_bit(
@@ -88,11 +90,13 @@ def test_training_under_a_plan_equals_plain_training_to_the_bit(
 ) -> None:
     _, plan = fitted
     plan.save(tmp_path / "plan.json")
+    loaded = activations.load_plan(tmp_path / "plan.json")
+    assert loaded.measured_peak_bytes == plan.measured_peak_bytes and loaded.summary().curve
     found = []
     for is_planned in (False, True):
         model = Network()
         optimizer = torch.optim.AdamW(model.parameters())
-        managed = activations.load_plan(tmp_path / "plan.json").apply(model) if is_planned else None
+        managed = loaded.apply(model) if is_planned else None
         torch.manual_seed(5)
         for _ in range(3):
             optimizer.zero_grad()
@@ -100,7 +104,16 @@ def test_training_under_a_plan_equals_plain_training_to_the_bit(
             optimizer.step()
         found.append([*bits(model), *(each.clone() for each in model.parameters())])
         if managed is not None:
-            assert f"{3 * BLOCKS} calls as planned, 0 of other signatures" in managed.report()
+            report = managed.report()
+            assert f"{3 * BLOCKS} calls as planned, 0 of other signatures, 0 overflows" in report
+            for fact in (
+                "predicted peak ",
+                "measured by the fit: peak ",
+                " run again, ",
+                "outside units: ",
+                "optimizer",
+            ):
+                assert fact in report
             model.zero_grad()
             _, peak = peak_bytes(step_of(model), CPU)
             assert peak <= plan.solved.budget_bytes
@@ -189,6 +202,16 @@ def test_a_step_that_cannot_be_measured_is_refused(step: Callable[[Network], Any
 def test_batches_drawn_from_restored_generators_are_the_same_batch() -> None:
     model = Network()
     assert activations.fit(model, lambda: _other_batch(model), budget="90%").measured_peak_bytes
+
+
+@pytest.mark.parametrize(("package", "extra"), [("torch", "torch"), ("scipy", "activations")])
+def test_a_missing_package_is_named_before_anything_is_measured(package: str, extra: str) -> None:
+    code = (
+        f"import sys; sys.modules[{package!r}] = None; from holdfast import InvalidError, activations\n"
+        "try: activations.fit(None, None, budget='50%')\nexcept InvalidError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == f"activations.fit needs {package}; run: pip install 'holdfast[{extra}]'\n", done.stderr
 
 
 def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

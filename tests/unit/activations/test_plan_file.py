@@ -176,6 +176,10 @@ def first_column(plan: dict[str, Any]) -> dict[str, Any]:
         (lambda plan: first_column(plan).update(device_bytes=-1), "out of range"),
         (lambda plan: plan.update(reserve=1.0), "reserve is 1.0"),
         (lambda plan: plan.update(error_bound=-0.5), "error bound is -0.5"),
+        (lambda plan: plan.update(measured_peak_bytes=-1), "number of bytes"),
+        (lambda plan: plan.update(measured_slowdown=-1.0), "a slowdown"),
+        (lambda plan: plan.update(curve=[{"peak_bytes": -1, "slowdown": 1.0}]), "number of bytes"),
+        (lambda plan: plan.update(curve=[{"peak_bytes": 1, "slowdown": -1.0}]), "a slowdown"),
     ],
 )
 def test_a_crafted_plan_is_refused(path: Path, change: Callable[[dict[str, Any]], object], message: str) -> None:

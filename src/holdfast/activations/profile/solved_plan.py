@@ -8,6 +8,16 @@ from holdfast.activations.profile.unit_profile import ModelProfile, UnitColumn
 
 
 @dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """What a budget gives."""
+
+    peak_bytes: int
+    """Predicted peak of a step."""
+    slowdown: float
+    """Predicted time of a step divided by the time of a step that keeps everything."""
+
+
+@dataclass(frozen=True, slots=True)
 class SolvedPlan:
     """A column for each unit, and all that a solution for another budget needs."""
 
@@ -29,6 +39,12 @@ class SolvedPlan:
     """Time of a step divided by the time of a step that keeps everything."""
     gap: float
     """Proven distance from the least time, relative to a step that keeps everything; 1 if the solver proved nothing."""
+    measured_peak_bytes: int = 0
+    """Peak of a step that the fit measured under the plan; 0 for a plan that was solved without the model."""
+    measured_slowdown: float = 0.0
+    """Time of that step divided by the time of a step that keeps everything; 0 if not measured."""
+    curve: tuple[CurvePoint, ...] = ()
+    """The plans of other budgets, smallest peak first. A plan in a file has the curve."""
 
     def column_of(self, unit: int) -> UnitColumn:
         """Return the column that was chosen for a unit, by its position in forward order."""

@@ -63,6 +63,11 @@ class AttachedUnits:
                 vars(unit)[_FORWARD] = replaced.plain
         self.units = []
 
+    def device_peak(self) -> int | None:
+        """Return the most bytes that torch has counted on the units' CUDA device so far; None on a CPU."""
+        device = next((each.device for unit in self.units for each in unit.parameters()), torch.device("cpu"))
+        return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
 
 def attach(model: nn.Module, programs: Mapping[str, ColumnProgram | _Planned]) -> AttachedUnits:
     """Replace the forward of units.

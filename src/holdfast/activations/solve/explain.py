@@ -1,55 +1,239 @@
-"""A plan as text: the tensors that each group of units stores, packs and makes again, and the peak."""
+"""A plan for people: what each group of units keeps, packs, runs again and skips, at which price, and the peak."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
-from holdfast.activations.profile.solved_plan import SolvedPlan
+from holdfast.activations.profile.solved_plan import CurvePoint, SolvedPlan
 from holdfast.activations.profile.unit_profile import UnitColumn, UnitProfile
 from holdfast.activations.solve.master import chosen_columns
-from holdfast.activations.solve.timeline import step_peak
+from holdfast.activations.solve.timeline import StepMoment, step_moments
 from holdfast.errors import first_three, printable, shown_bytes
 
+_GIB_MS = 1e3 * 2**30
+"""Seconds for a byte times this number are milliseconds for a GiB."""
 
-def explained(plan: SolvedPlan) -> str:
-    """Return a plan for people: the prediction, then each class with the columns that its units use."""
+
+@dataclass(frozen=True, slots=True)
+class OpGroup:
+    """The ops of a unit that a column treats alike."""
+
+    ops: tuple[str, ...]
+    """Names, such as "aten.gelu.default#4"; the name of a packed op follows the packing."""
+    bytes: int
+    """Bytes of the outputs."""
+    stored_bytes: int
+    """Bytes that stay between forward and backward."""
+    seconds: float
+    """Time for each unit and step: to pack and unpack, or to run again."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnUse:
+    """One column, and the units that use the column. Every number is of one unit."""
+
+    units: tuple[str, ...]
+    """FQNs, in forward order."""
+    kept: OpGroup
+    """Outputs that are stored as they are."""
+    packed: OpGroup
+    """Outputs that are stored packed."""
+    run_again: OpGroup
+    """Ops that backward runs again, also those that run only to advance a generator."""
+    skipped: OpGroup
+    """Ops that backward neither runs again nor needs."""
+    stored_bytes: int
+    """Bytes that stay between forward and backward."""
+    added_seconds: float
+    """Time that the column adds to a step."""
+    ms_per_gib_more: float | None
+    """Milliseconds a step that one GiB more would save, as a rate; None if no column is faster."""
+    ms_per_gib_less: float | None
+    """Milliseconds a step that one GiB less would cost, as a rate; None if no column stores less."""
+    why_not: str
+    """Why the unit is never run again; empty if the unit may be."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSummary:
+    """A plan without the profile and the columns that no unit uses."""
+
+    budget_bytes: int
+    """Most bytes that a step may take above the memory that the job holds before the step."""
+    error_bound: float
+    """Largest error of a stored element, relative to the rms of its tensor; 0 for exact gradients."""
+    keep_all_peak_bytes: int
+    """Peak of a step that keeps everything."""
+    predicted_peak_bytes: int
+    """Peak of a step, from the profile."""
+    measured_peak_bytes: int
+    """Peak that the fit measured; 0 if not measured."""
+    predicted_slowdown: float
+    """Time of a step divided by the time of a step that keeps everything."""
+    measured_slowdown: float
+    """The same, as the fit measured the time; 0 if not measured."""
+    outside_bytes: int
+    """Bytes that live outside units during the step; no plan manages these bytes."""
+    peak_unit: str
+    """FQN of the unit that runs at the peak."""
+    peak_phase: str
+    """ "forward", "backward", or "overflow" if the room for tensors that do not fit their packs decides."""
+    uses: tuple[ColumnUse, ...]
+    """Columns in use, class by class."""
+    moments: tuple[StepMoment, ...]
+    """The memory of a step over time."""
+    curve: tuple[CurvePoint, ...]
+    """Peak and slowdown of other budgets, smallest peak first; empty if the plan was never in a file."""
+
+
+def summary_of(plan: SolvedPlan) -> PlanSummary:
+    """Return the summary of a plan."""
     profile = plan.profile
-    peak = step_peak(profile, chosen_columns(profile, plan.columns, plan.choice))
-    share = 100 * plan.predicted_peak_bytes / max(profile.keep_all_peak_bytes, 1)
+    moments = step_moments(profile, chosen_columns(profile, plan.columns, plan.choice))
+    peak = max(moments, key=lambda each: each.bytes)
+    return PlanSummary(
+        budget_bytes=plan.budget_bytes,
+        error_bound=plan.error_bound,
+        keep_all_peak_bytes=profile.keep_all_peak_bytes,
+        predicted_peak_bytes=plan.predicted_peak_bytes,
+        measured_peak_bytes=plan.measured_peak_bytes,
+        predicted_slowdown=plan.predicted_slowdown,
+        measured_slowdown=plan.measured_slowdown,
+        outside_bytes=profile.outside_bytes,
+        peak_unit=profile.order[peak.unit][0],
+        peak_phase=peak.phase,
+        uses=tuple(_uses(plan)),
+        moments=tuple(moments),
+        curve=plan.curve,
+    )
+
+
+def predictions(summary: PlanSummary) -> str:
+    """Return predicted and measured peak and slowdown as text for people."""
+    share = 100 * summary.predicted_peak_bytes / max(summary.keep_all_peak_bytes, 1)
+    text = (
+        f"budget {shown_bytes(summary.budget_bytes)}: predicted peak {shown_bytes(summary.predicted_peak_bytes)} "
+        f"({share:.0f} % of keeping everything), step time × {summary.predicted_slowdown:.3f}"
+    )
+    if summary.measured_peak_bytes:
+        measured = shown_bytes(summary.measured_peak_bytes)
+        text += f"\nmeasured by the fit: peak {measured}, step time × {summary.measured_slowdown:.3f}"
+    return text
+
+
+def bytes_by_action(summary: PlanSummary) -> str:
+    """Return the bytes of all units by action as text for people, and the bytes that no plan manages."""
+
+    def total(groups: Iterable[tuple[int, OpGroup]]) -> tuple[str, str]:
+        found = [(units * group.bytes, units * group.stored_bytes) for units, group in groups]
+        return shown_bytes(sum(size for size, _ in found)), shown_bytes(sum(stored for _, stored in found))
+
+    kept, _ = total((len(each.units), each.kept) for each in summary.uses)
+    packed, packs = total((len(each.units), each.packed) for each in summary.uses)
+    again, _ = total((len(each.units), each.run_again) for each in summary.uses)
+    skipped, _ = total((len(each.units), each.skipped) for each in summary.uses)
+    return (
+        f"in units: {kept} kept, {packed} packed into {packs}, {again} run again, {skipped} skipped; outside units: "
+        f"{shown_bytes(summary.outside_bytes)}, not managed"
+    )
+
+
+def explained(summary: PlanSummary) -> str:
+    """Return a plan for people: the prediction, then each group of units with its column and the price of memory."""
     lines = [
-        f"budget {shown_bytes(plan.budget_bytes)}: predicted peak {shown_bytes(plan.predicted_peak_bytes)} "
-        f"({share:.0f} % of keeping everything), step time × {plan.predicted_slowdown:.3f}",
-        f"the peak is in the {peak.phase} of {printable(profile.order[peak.unit][0])}",
+        predictions(summary),
+        f"the peak is in the {summary.peak_phase} of {printable(summary.peak_unit)}",
+        bytes_by_action(summary),
     ]
-    uses = Counter(zip((kind for _, kind in profile.order), plan.choice, strict=True))
-    for kind, unit in enumerate(profile.classes):
-        names = [printable(name) for name, each in profile.order if each == kind]
-        lines.append(f"{len(names)} units ({first_three(names)}):")
-        lines += [
-            f"  {uses[kind, index]} × {_line(unit, plan.columns[kind][index])}"
-            for index in range(len(plan.columns[kind]))
-            if uses[kind, index]
-        ]
-        if not unit.is_replayable:
-            lines.append(f"  never recomputed: {printable(unit.why_not)}")
+    for use in summary.uses:
+        names = first_three(map(printable, use.units))
+        count = f"{len(use.units)} unit{'s' * (len(use.units) != 1)}"
+        lines.append(
+            f"{count} ({names}): {shown_bytes(use.stored_bytes)} stored, {1e3 * use.added_seconds:.2f} ms added, each"
+        )
+        lines += _group_lines(use)
+        lines.append(f"  price: {_price(use)}")
+        if use.why_not:
+            lines.append(f"  never run again: {printable(use.why_not)}")
     return "\n".join(lines)
 
 
-def _line(unit: UnitProfile, column: UnitColumn) -> str:
-    kept = sum(unit.ops[number].bytes for number, action in column.store if action == "keep")
-    packed = [f"{printable(action)} {_name(unit, number)}" for number, action in column.store if action != "keep"]
-    again = [_name(unit, number) for number in column.run if unit.ops[number].base is None]
-    draws = f", {len(column.draw)} only for the draw" if column.draw else ""
-    parts = [f"stores {shown_bytes(column.device_bytes)} ({shown_bytes(kept)} kept)"]
-    parts += [f"packs {first_three(packed)}"] if packed else []
-    parts += [f"runs again {first_three(again)}{draws}; skips {_skipped(unit, column)} ops"] if again else []
-    return f"{'; '.join(parts)}; {1e3 * column.seconds:.2f} ms"
+def _group_lines(use: ColumnUse) -> Iterator[str]:
+    groups = {"kept": use.kept, "packed": use.packed, "run again": use.run_again, "skipped": use.skipped}
+    for action, group in groups.items():
+        if not group.ops:
+            continue
+        into = f" into {shown_bytes(group.stored_bytes)}" if action == "packed" else ""
+        freed = group.bytes - group.stored_bytes
+        price = f", {group.seconds / freed * _GIB_MS:.0f} ms for a GiB" if group.seconds and freed > 0 else ""
+        ops = first_three(map(printable, group.ops))
+        yield f"  {action + ':':<10} {shown_bytes(group.bytes)}{into}{price}: {ops}"
 
 
-def _skipped(unit: UnitProfile, column: UnitColumn) -> int:
-    handled = {*dict(column.store), *column.run, *column.draw}
-    return sum(op.base is None and op.number not in handled for op in unit.ops[1:])
+def _price(use: ColumnUse) -> str:
+    more, less = use.ms_per_gib_more, use.ms_per_gib_less
+    saves = "nothing is faster" if more is None else f"one GiB more would save {more:.0f} ms a step"
+    costs = "nothing stores less" if less is None else f"one GiB less would cost {less:.0f} ms"
+    return f"{saves}, {costs}"
+
+
+def _uses(plan: SolvedPlan) -> Iterator[ColumnUse]:
+    units: dict[tuple[int, int], list[str]] = {}
+    for (name, kind), index in zip(plan.profile.order, plan.choice, strict=True):
+        units.setdefault((kind, index), []).append(name)
+    for (kind, index), names in sorted(units.items()):
+        unit, columns = plan.profile.classes[kind], plan.columns[kind]
+        yield _use(unit, columns, columns[index], tuple(names))
+
+
+def _use(unit: UnitProfile, columns: Sequence[UnitColumn], column: UnitColumn, names: tuple[str, ...]) -> ColumnUse:
+    store = dict(column.store)
+    if column.run or column.draw:
+        store.setdefault(0, "keep")
+    packings = {number: each for number in store for each in unit.ops[number].packings if each.action == store[number]}
+    kept = [number for number in store if number not in packings]
+    run = {*column.run, *column.draw}
+    bases = [number for number in sorted(run) if unit.ops[number].base is None]
+    skipped = [op.number for op in unit.ops if op.base is None and op.number not in {*store, *run}]
+    kept_bytes = sum(unit.ops[number].bytes for number in kept)
+    packed = OpGroup(
+        tuple(f"{each.action} {_name(unit, number)}" for number, each in sorted(packings.items())),
+        sum(unit.ops[number].bytes for number in packings),
+        sum(each.device_bytes for each in packings.values()),
+        sum(each.seconds for each in packings.values()),
+    )
+    return ColumnUse(
+        units=names,
+        kept=OpGroup(tuple(_name(unit, number) for number in sorted(kept)), kept_bytes, kept_bytes, 0.0),
+        packed=packed,
+        run_again=_dropped(unit, bases, seconds=sum(unit.ops[number].seconds for number in run)),
+        # Without a replay an op that backward does not need is one of plain training.
+        skipped=_dropped(unit, skipped if run else []),
+        stored_bytes=column.device_bytes,
+        added_seconds=column.seconds,
+        ms_per_gib_more=_rate(column, columns, is_more=True),
+        ms_per_gib_less=_rate(column, columns, is_more=False),
+        why_not=unit.why_not,
+    )
+
+
+def _dropped(unit: UnitProfile, numbers: Sequence[int], seconds: float = 0.0) -> OpGroup:
+    names = tuple(_name(unit, number) for number in numbers)
+    return OpGroup(names, sum(unit.ops[number].bytes for number in numbers), 0, seconds)
+
+
+def _rate(column: UnitColumn, columns: Sequence[UnitColumn], *, is_more: bool) -> float | None:
+    """Return the best exchange of time for memory with another column of more, or of less, stored bytes."""
+    rates = [
+        (column.seconds - each.seconds) / (each.device_bytes - column.device_bytes) * _GIB_MS
+        for each in columns
+        if each.device_bytes != column.device_bytes and (each.device_bytes > column.device_bytes) == is_more
+    ]
+    if is_more:
+        return max((rate for rate in rates if rate > 0), default=None)
+    return max(min(rates), 0.0) if rates else None
 
 
 def _name(unit: UnitProfile, number: int) -> str:
-    return printable(f"{unit.ops[number].overload}#{number}")
+    return f"{unit.ops[number].overload}#{number}"

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from holdfast.activations.profile.unit_profile import ModelProfile, UnitColumn
 from holdfast.activations.solve.mixed_program import MixedProgram
-from holdfast.activations.solve.timeline import StepPeak, may_overflow, overflow_bytes, step_peak
+from holdfast.activations.solve.timeline import StepMoment, may_overflow, overflow_bytes, step_peak
 
 GAP = 1e-3
 """Gap at which the solver stops, relative to the added time and `STEP_SHARE` of a step."""
@@ -58,7 +58,7 @@ def choose(
     return (least if fits else None), 1.0
 
 
-def least_peak(profile: ModelProfile, columns: Sequence[Sequence[UnitColumn]]) -> StepPeak:
+def least_peak(profile: ModelProfile, columns: Sequence[Sequence[UnitColumn]]) -> StepMoment:
     """Return the peak of the choice that needs the least memory, to a thousandth."""
     return step_peak(profile, chosen_columns(profile, columns, _least_choice(profile, columns)))
 

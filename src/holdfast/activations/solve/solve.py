@@ -71,7 +71,7 @@ def solve_again(plan: SolvedPlan, budget_bytes: int) -> SolvedPlan:
     return solve(plan.profile, plan.columns, budget_bytes, error_bound=plan.error_bound, reserve=plan.reserve)
 
 
-def _least_budget(peak_bytes: int, reserve: float) -> int:
+def least_budget(peak_bytes: int, reserve: float) -> int:
     """Return the least budget whose memory without the reserve holds a peak."""
     budget = int(peak_bytes / (1 - reserve) * (1 + 5e-6))
     return budget + 2
@@ -82,7 +82,7 @@ def _too_small(
 ) -> InvalidError:
     peak = least_peak(profile, columns)
     name, kind = profile.order[peak.unit]
-    least = _least_budget(peak.bytes, reserve)
+    least = least_budget(peak.bytes, reserve)
     why_not = profile.classes[kind].why_not
     fixed = f"; {name} is never recomputed: {why_not}" if why_not else ""
     return InvalidError(

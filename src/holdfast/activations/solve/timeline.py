@@ -41,8 +41,8 @@ def forward_workspace(unit: UnitProfile, storages: Iterable[TracedStorage], stor
 
 
 @dataclass(frozen=True, slots=True)
-class StepPeak:
-    """The moment of a step with the most memory."""
+class StepMoment:
+    """A moment of a step at which memory may be highest."""
 
     bytes: int
     """Device memory at the moment."""
@@ -52,8 +52,13 @@ class StepPeak:
     """ "forward", "backward" or "overflow"."""
 
 
-def step_peak(profile: ModelProfile, chosen: Sequence[UnitColumn]) -> StepPeak:
-    """Return the peak of a step, simulated unit by unit. The first unit wins a tie.
+def step_peak(profile: ModelProfile, chosen: Sequence[UnitColumn]) -> StepMoment:
+    """Return the moment of a step with the most memory. The first unit wins a tie. Arguments as for `step_moments`."""
+    return max(step_moments(profile, chosen), key=lambda each: each.bytes)
+
+
+def step_moments(profile: ModelProfile, chosen: Sequence[UnitColumn]) -> list[StepMoment]:
+    """Return the moments of a step in their order, simulated unit by unit.
 
     Args:
         profile: The measured model.
@@ -62,17 +67,17 @@ def step_peak(profile: ModelProfile, chosen: Sequence[UnitColumn]) -> StepPeak:
     moments = []
     stored = profile.outside_bytes
     for unit, column in enumerate(chosen):
-        moments.append(StepPeak(stored + column.forward_workspace_bytes, unit, "forward"))
+        moments.append(StepMoment(stored + column.forward_workspace_bytes, unit, "forward"))
         stored += column.device_bytes
     for unit in reversed(range(len(chosen))):
         column = chosen[unit]
         held = stored + profile.gradient_bytes[unit]
-        moments.append(StepPeak(held + column.backward_workspace_bytes, unit, "backward"))
+        moments.append(StepMoment(held + column.backward_workspace_bytes, unit, "backward"))
         stored -= column.device_bytes
         if may_overflow(column):
             more = overflow_bytes(profile.classes[profile.order[unit][1]])
-            moments.append(StepPeak(stored + profile.gradient_bytes[unit] + more, unit, "overflow"))
-    return max(moments, key=lambda each: each.bytes)
+            moments.append(StepMoment(stored + profile.gradient_bytes[unit] + more, unit, "overflow"))
+    return moments
 
 
 def may_overflow(column: UnitColumn) -> bool:

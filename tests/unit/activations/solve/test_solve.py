@@ -11,7 +11,8 @@ import pytest
 
 from holdfast.activations.profile.unit_profile import ModelProfile, Packing, UnitColumn
 from holdfast.activations.solve.columns import columns_of
-from holdfast.activations.solve.explain import explained
+from holdfast.activations.solve.curve import CURVE_BUDGETS, curve_of
+from holdfast.activations.solve.explain import explained, summary_of
 from holdfast.activations.solve.master import GAP, STEP_SHARE, chosen_columns, least_peak
 from holdfast.activations.solve.mixed_program import MixedProgram
 from holdfast.activations.solve.solve import RESERVE, all_columns, solve, solve_again
@@ -202,7 +203,8 @@ def test_without_time_the_choice_of_least_memory_is_taken(monkeypatch: pytest.Mo
         solve(profile, columns, profile.outside_bytes + 1)
 
 
-def test_a_plan_explains_itself() -> None:
+def three_units() -> tuple[ModelProfile, Columns]:
+    """Return three units of a packed, a skipped and a needed op, with the columns of the class."""
     packing = Packing("bits", MIB // 32, 1e-6)
     ops = [
         op(0, is_needed=True),
@@ -211,11 +213,56 @@ def test_a_plan_explains_itself() -> None:
         op(3, [2], is_needed=True),
     ]
     profile = model(unit(ops, recompute_workspace_bytes=4 * MIB), units=3)
-    columns = (columns_of(profile.classes[0], 0.0),)
-    roomy, tight = (explained(solve(profile, columns, budget * MIB)) for budget in (30, 11))
-    assert "budget 30.0 MiB: predicted peak" in roomy
-    assert "3 units (layers.0, layers.1, layers.2):" in roomy
-    assert "3 × stores 3.0 MiB (3.0 MiB kept); 0.00 ms" in roomy
+    return profile, (columns_of(profile.classes[0], 0.0),)
+
+
+def test_a_plan_explains_itself() -> None:
+    profile, columns = three_units()
+    plans = [solve(profile, columns, budget * MIB) for budget in (30, 11)]
+    roomy, tight = (explained(summary_of(plan)) for plan in plans)
+    assert "budget 30.0 MiB: predicted peak" in roomy and "measured" not in roomy
+    assert "3 units (layers.0, layers.1, layers.2): 3.0 MiB stored, 0.00 ms added, each" in roomy
+    assert "in units: 9.0 MiB kept, 0 B packed into 0 B, 0 B run again, 0 B skipped; outside units: " in roomy
+    assert "price: nothing is faster, one GiB less would cost " in roomy
     assert "the peak is in the backward of layers.2" in tight
-    assert "runs again" in tight
-    assert "skips" in tight
+    assert "run again: " in tight and "ms for a GiB: op" in tight
+    measured = explained(summary_of(replace(plans[0], measured_peak_bytes=3 * MIB, measured_slowdown=1.25)))
+    assert "measured by the fit: peak 3.0 MiB, step time × 1.250" in measured
+
+
+def test_a_summary_accounts_for_each_op_of_each_column() -> None:
+    profile, columns = three_units()
+    for index, each in enumerate(columns[0]):
+        plan = replace(solve(profile, columns, 30 * MIB), choice=(index,) * 3)
+        (use,) = summary_of(plan).uses
+        assert use.stored_bytes == each.device_bytes == use.kept.stored_bytes + use.packed.stored_bytes
+        assert use.run_again.bytes == MIB * len(use.run_again.ops) and use.skipped.bytes == MIB * len(use.skipped.ops)
+        handled = [*use.kept.ops, *use.packed.ops, *use.run_again.ops, *use.skipped.ops]
+        assert sorted(name.rpartition(" ")[2] for name in handled) == ["input#0", "op1#1", "op2#2", "op3#3"] or (
+            not each.run and "op2#2" not in handled
+        )
+        fastest, smallest = index == 0, each.device_bytes == min(other.device_bytes for other in columns[0])
+        assert (use.ms_per_gib_more is None) == fastest
+        assert (use.ms_per_gib_less is None) == smallest
+
+
+def test_prices_are_the_best_exchange_with_another_column() -> None:
+    profile, _ = three_units()
+    columns = ((column(8, 0.0), column(4, 0.002), column(2, 0.003), column(1, 0.009)),)
+    plan = replace(solve(profile, columns, 100 * MIB), choice=(0, 1, 3))
+    plain, middle, least = summary_of(plan).uses
+    assert (plain.ms_per_gib_more, plain.ms_per_gib_less) == (None, pytest.approx(1024 * 3 / 6))
+    assert middle.ms_per_gib_more == pytest.approx(1024 * 2 / 4) and middle.ms_per_gib_less == pytest.approx(1024 / 2)
+    assert (least.ms_per_gib_more, least.ms_per_gib_less) == (pytest.approx(1024 * 6), None)
+
+
+def test_the_curve_goes_from_the_least_peak_to_plain_training() -> None:
+    profile, columns = three_units()
+    plan = solve(profile, columns, 30 * MIB)
+    curve = curve_of(plan)
+    assert 3 <= len(curve) <= CURVE_BUDGETS
+    assert curve[0].peak_bytes <= least_peak(profile, columns).bytes * (1 + GAP)
+    assert curve[-1].slowdown == 1.0
+    for one, other in pairwise(curve):
+        assert one.peak_bytes < other.peak_bytes and one.slowdown > other.slowdown
+        assert solve(profile, columns, other.peak_bytes + 100, reserve=0.0).predicted_slowdown <= other.slowdown
