@@ -243,6 +243,20 @@ def test_gradients_before_a_fit_are_refused() -> None:
         activations.fit(Network(), step_of(model), budget="50%", error_bound=0.1)
 
 
+def test_gradients_that_a_step_brings_are_no_new_memory() -> None:
+    model = Network()
+    gradients = {name: torch.zeros_like(each) for name, each in model.named_parameters()}
+
+    def step() -> torch.Tensor:
+        for name, each in model.named_parameters():
+            each.grad = gradients[name].zero_()
+        return step_of(model)()
+
+    plan = activations.fit(model, step, budget="60%")
+    assert plan.measured_peak_bytes <= 0.6 * plan.solved.profile.keep_all_peak_bytes
+    assert plan.solved.profile.gradient_bytes == (0,) * BLOCKS
+
+
 def test_a_norm_that_is_unfrozen_later_counts_each_step_once(
     fitted: tuple[Network, activations.ActivationPlan],
 ) -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from types import TracebackType
 
@@ -219,8 +220,20 @@ class MeasuredModel:
 
     @contextmanager
     def _noted(self, made: list[nn.Parameter]) -> Iterator[None]:
-        handles = [
-            each.register_post_accumulate_grad_hook(made.append)  # type: ignore[no-untyped-call]
+        """Note parameters whose gradient is new. A step may add to gradients whose memory stands already."""
+        standing: set[int] = set()
+
+        def arrived(parameter: nn.Parameter, _: torch.Tensor) -> None:
+            if parameter.grad is not None:
+                standing.add(id(parameter))
+
+        def added(parameter: nn.Parameter) -> None:
+            if id(parameter) not in standing:
+                made.append(parameter)
+
+        handles = [each.register_hook(partial(arrived, each)) for each in self._parameters.values()]  # type: ignore[no-untyped-call]
+        handles += [
+            each.register_post_accumulate_grad_hook(added)  # type: ignore[no-untyped-call]
             for each in self._parameters.values()
         ]
         try:
