@@ -16,10 +16,12 @@ import msgspec
 import numpy as np
 import torch
 
-from fuzz import codec
+from fuzz import codec, plans
 from fuzz.coded import header_seed, index_seed
 from fuzz.dcp import DATA, checkpoint
 from fuzz.deepspeed import pickle_of
+from holdfast.activations.profile.solved_plan import SolvedPlan
+from holdfast.activations.profile.unit_profile import ModelProfile, UnitColumn, UnitOp
 from holdfast.backends.foreign.dcp.reader import METADATA
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.tensor import TensorSpec
@@ -118,6 +120,8 @@ def seeds_of(target: str) -> list[bytes]:
         return [pickle_of(target.removeprefix("deepspeed-"))]
     if target in ("coded-index", "coded-header"):
         return [index_seed() if target == "coded-index" else header_seed()]
+    if target in ("plan", "plan-file"):
+        return plans.seeds() if target == "plan" else plans.file_seeds()
     if target in ("dcp-metadata", "dcp-items"):
         return [checkpoint()[METADATA if target == "dcp-metadata" else DATA]]
     return [bytes(range(number, 200, number + 1)) for number in range(1, 9)]
@@ -143,6 +147,15 @@ def words_of(target: str) -> list[str]:
             "torch.size",
             "torch.device",
             "dtype",
+        ]
+    if target.startswith("plan"):
+        return [
+            *SolvedPlan.__slots__,
+            *ModelProfile.__slots__,
+            *UnitOp.__slots__,
+            *UnitColumn.__slots__,
+            "keep",
+            "bits",
         ]
     if target.startswith("coded"):
         return [*CODEC_BASES, "codecs", "chunks", "lengths", "pair", "box", "flat", "chunk_codecs", "chunk_lengths"]

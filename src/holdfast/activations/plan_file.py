@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
-from math import inf
 from pathlib import Path
 
 import msgspec
@@ -24,6 +23,9 @@ FILE_BYTES_MAX = 64 << 20
 
 BYTES_MAX = 1 << 60
 """Limit of each number of bytes in a plan: sums of such numbers stay exact."""
+
+TIME_MAX = 1e12
+"""Limit of seconds and slowdowns in a plan: sums and prices stay finite."""
 
 
 class PlanEnvelope(msgspec.Struct):
@@ -184,7 +186,7 @@ def _number_problems(plan: SolvedPlan, profile: ModelProfile) -> Iterator[str]:
     slowdowns = [plan.predicted_slowdown, plan.measured_slowdown, *(point.slowdown for point in plan.curve)]
     if not _are_sizes(*sizes, *(point.peak_bytes for point in plan.curve)):
         yield "a number of bytes is out of range"
-    if not (_are_times(*slowdowns, plan.gap) and 0 < profile.step_seconds < inf):
+    if not (_are_times(*slowdowns, plan.gap) and 1 / TIME_MAX < profile.step_seconds < TIME_MAX):
         yield "the step's seconds, a slowdown or the gap are out of range"
     if not (0 <= plan.reserve < 1 and 0 <= plan.error_bound <= 1):
         yield f"reserve is {plan.reserve}, error bound is {plan.error_bound}; expected 0 to 1"
@@ -195,4 +197,4 @@ def _are_sizes(*numbers: int) -> bool:
 
 
 def _are_times(*numbers: float) -> bool:
-    return all(0 <= number < inf for number in numbers)
+    return all(0 <= number < TIME_MAX for number in numbers)
