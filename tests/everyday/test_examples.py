@@ -93,6 +93,23 @@ def killed(name: str, folder: Path, *options: str) -> dict[int, str]:
 
 
 @pytest.mark.long
+def test_the_demo_trains_in_half_the_memory_with_equal_losses(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.json"
+    command = [sys.executable, "-m", "examples.activations", "--steps", "2", "--samples", "8", "--plan", str(plan)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, check=False, cwd=EXAMPLES.parent, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    losses = re.findall(r"^step \d+ loss (\S+) plain, (\S+) planned$", done.stdout, re.MULTILINE)
+    assert len(losses) == 2 and all(plain == planned for plain, planned in losses)
+    ((plain, planned),) = re.findall(r"^peak (\S+) MiB plain, (\S+) planned$", done.stdout, re.MULTILINE)
+    assert 0 < float(planned) <= float(plain) / 2
+    assert "16 calls as planned, 0 of other signatures" in done.stdout
+    assert plan.is_file()
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", list(SCRIPTS))
 def test_killed_example_resumes_to_the_same_losses(name: str, tmp_path: Path) -> None:
     whole = undisturbed(name, tmp_path / "whole")

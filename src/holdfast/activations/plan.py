@@ -77,7 +77,7 @@ class ActivationPlan:
 
         Example:
             for use in plan.summary().uses:
-                print(len(use.units), use.run_again.bytes)
+                print(len(use.units), use.actions["kept"].bytes)
         """
         from holdfast.activations.solve.explain import summary_of
 

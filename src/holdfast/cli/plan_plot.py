@@ -39,7 +39,7 @@ def draw_plan(summary: PlanSummary, path: str) -> None:
     step.set(xlabel="units: forward, then backward", ylabel="MiB", title="Memory of a step", ylim=(0, None))
     step.legend()
     try:
-        figure.savefig(path, dpi=150)
+        figure.savefig(path, dpi=100)
     except ValueError as error:
         raise InvalidError(
             f"--plot {path[:200]!r}: {error}; expected a name that ends in .png, .svg or .pdf"

@@ -110,7 +110,7 @@ def test_training_under_a_plan_equals_plain_training_to_the_bit(
                 "predicted peak ",
                 "measured by the fit: peak ",
                 " run again, ",
-                "outside units: ",
+                "outside: ",
                 "optimizer",
             ):
                 assert fact in report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -35,14 +36,8 @@ class ColumnUse:
 
     units: tuple[str, ...]
     """FQNs, in forward order."""
-    kept: OpGroup
-    """Outputs that are stored as they are."""
-    packed: OpGroup
-    """Outputs that are stored packed."""
-    run_again: OpGroup
-    """Ops that backward runs again, also those that run only to advance a generator."""
-    skipped: OpGroup
-    """Ops that backward neither runs again nor needs."""
+    actions: dict[str, OpGroup]
+    """By "kept", "packed", "run again" (also ops that run only to advance a generator) and "skipped"."""
     stored_bytes: int
     """Bytes that stay between forward and backward."""
     added_seconds: float
@@ -124,18 +119,15 @@ def predictions(summary: PlanSummary) -> str:
 
 def bytes_by_action(summary: PlanSummary) -> str:
     """Return the bytes of all units by action as text for people, and the bytes that no plan manages."""
-
-    def total(groups: Iterable[tuple[int, OpGroup]]) -> tuple[str, str]:
-        found = [(units * group.bytes, units * group.stored_bytes) for units, group in groups]
-        return shown_bytes(sum(size for size, _ in found)), shown_bytes(sum(stored for _, stored in found))
-
-    kept, _ = total((len(each.units), each.kept) for each in summary.uses)
-    packed, packs = total((len(each.units), each.packed) for each in summary.uses)
-    again, _ = total((len(each.units), each.run_again) for each in summary.uses)
-    skipped, _ = total((len(each.units), each.skipped) for each in summary.uses)
+    totals: Counter[str] = Counter()
+    for use in summary.uses:
+        for action, group in use.actions.items():
+            totals[action] += len(use.units) * group.bytes
+        totals["packed as"] += len(use.units) * use.actions["packed"].stored_bytes
+    kept, packs, again = (shown_bytes(totals[action]) for action in ("kept", "packed as", "run again"))
+    packed = f"{shown_bytes(totals['packed'])} packed as {packs}, " if totals["packed"] else ""
     return (
-        f"in units: {kept} kept, {packed} packed into {packs}, {again} run again, {skipped} skipped; outside units: "
-        f"{shown_bytes(summary.outside_bytes)}, not managed"
+        f"in units: {kept} kept, {packed}{again} run again; outside: {shown_bytes(summary.outside_bytes)}, not managed"
     )
 
 
@@ -152,23 +144,21 @@ def explained(summary: PlanSummary) -> str:
         lines.append(
             f"{count} ({names}): {shown_bytes(use.stored_bytes)} stored, {1e3 * use.added_seconds:.2f} ms added, each"
         )
-        lines += _group_lines(use)
+        lines += _action_lines(use)
         lines.append(f"  price: {_price(use)}")
         if use.why_not:
             lines.append(f"  never run again: {printable(use.why_not)}")
     return "\n".join(lines)
 
 
-def _group_lines(use: ColumnUse) -> Iterator[str]:
-    groups = {"kept": use.kept, "packed": use.packed, "run again": use.run_again, "skipped": use.skipped}
-    for action, group in groups.items():
-        if not group.ops:
-            continue
-        into = f" into {shown_bytes(group.stored_bytes)}" if action == "packed" else ""
-        freed = group.bytes - group.stored_bytes
-        price = f", {group.seconds / freed * _GIB_MS:.0f} ms for a GiB" if group.seconds and freed > 0 else ""
-        ops = first_three(map(printable, group.ops))
-        yield f"  {action + ':':<10} {shown_bytes(group.bytes)}{into}{price}: {ops}"
+def _action_lines(use: ColumnUse) -> Iterator[str]:
+    for action, group in use.actions.items():
+        if group.ops:
+            packs = f" as {shown_bytes(group.stored_bytes)}" if action == "packed" else ""
+            freed = max(group.bytes - group.stored_bytes, 1)
+            price = f", {group.seconds / freed * _GIB_MS:.0f} ms for a GiB" if group.seconds else ""
+            ops = first_three(map(printable, group.ops))
+            yield f"  {action + ':':<10} {shown_bytes(group.bytes)}{packs}{price}: {ops}"
 
 
 def _price(use: ColumnUse) -> str:
@@ -188,39 +178,34 @@ def _uses(plan: SolvedPlan) -> Iterator[ColumnUse]:
 
 
 def _use(unit: UnitProfile, columns: Sequence[UnitColumn], column: UnitColumn, names: tuple[str, ...]) -> ColumnUse:
-    store = dict(column.store)
-    if column.run or column.draw:
+    store, run = dict(column.store), {*column.run, *column.draw}
+    if run:
         store.setdefault(0, "keep")
-    packings = {number: each for number in store for each in unit.ops[number].packings if each.action == store[number]}
-    kept = [number for number in store if number not in packings]
-    run = {*column.run, *column.draw}
-    bases = [number for number in sorted(run) if unit.ops[number].base is None]
-    skipped = [op.number for op in unit.ops if op.base is None and op.number not in {*store, *run}]
-    kept_bytes = sum(unit.ops[number].bytes for number in kept)
-    packed = OpGroup(
-        tuple(f"{each.action} {_name(unit, number)}" for number, each in sorted(packings.items())),
-        sum(unit.ops[number].bytes for number in packings),
-        sum(each.device_bytes for each in packings.values()),
-        sum(each.seconds for each in packings.values()),
-    )
+    packs = {number: each for number in store for each in unit.ops[number].packings if each.action == store[number]}
+
+    def group(numbers: Iterable[int], stored_bytes: int = 0, seconds: float = 0.0) -> OpGroup:
+        ops = [unit.ops[number] for number in sorted(numbers) if unit.ops[number].base is None]
+        packings = [f"{packs[op.number].action} " if op.number in packs else "" for op in ops]
+        shown = tuple(f"{packing}{op.overload}#{op.number}" for packing, op in zip(packings, ops, strict=True))
+        return OpGroup(shown, sum(op.bytes for op in ops), stored_bytes, seconds)
+
+    packed_bytes = sum(each.device_bytes for each in packs.values())
+    # Without a replay an op that backward does not need is one of plain training.
+    skipped = [op.number for op in unit.ops if run and op.bytes and op.number not in store and op.number not in run]
     return ColumnUse(
         units=names,
-        kept=OpGroup(tuple(_name(unit, number) for number in sorted(kept)), kept_bytes, kept_bytes, 0.0),
-        packed=packed,
-        run_again=_dropped(unit, bases, seconds=sum(unit.ops[number].seconds for number in run)),
-        # Without a replay an op that backward does not need is one of plain training.
-        skipped=_dropped(unit, skipped if run else []),
+        actions={
+            "kept": group(store.keys() - packs.keys(), column.device_bytes - packed_bytes),
+            "packed": group(packs, packed_bytes, sum(each.seconds for each in packs.values())),
+            "run again": group(run, seconds=sum(unit.ops[number].seconds for number in run)),
+            "skipped": group(skipped),
+        },
         stored_bytes=column.device_bytes,
         added_seconds=column.seconds,
         ms_per_gib_more=_rate(column, columns, is_more=True),
         ms_per_gib_less=_rate(column, columns, is_more=False),
         why_not=unit.why_not,
     )
-
-
-def _dropped(unit: UnitProfile, numbers: Sequence[int], seconds: float = 0.0) -> OpGroup:
-    names = tuple(_name(unit, number) for number in numbers)
-    return OpGroup(names, sum(unit.ops[number].bytes for number in numbers), 0, seconds)
 
 
 def _rate(column: UnitColumn, columns: Sequence[UnitColumn], *, is_more: bool) -> float | None:
@@ -233,7 +218,3 @@ def _rate(column: UnitColumn, columns: Sequence[UnitColumn], *, is_more: bool) -
     if is_more:
         return max((rate for rate in rates if rate > 0), default=None)
     return max(min(rates), 0.0) if rates else None
-
-
-def _name(unit: UnitProfile, number: int) -> str:
-    return f"{unit.ops[number].overload}#{number}"
