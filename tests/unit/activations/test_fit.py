@@ -109,7 +109,7 @@ def test_training_under_a_plan_equals_plain_training_to_the_bit(
             for fact in (
                 "predicted peak ",
                 "measured by the fit: peak ",
-                " run again, ",
+                " run again; ",
                 "outside: ",
                 "optimizer",
             ):
