@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast.activations.plan import ActivationPlan, bytes_of
 from holdfast.activations.solve.solve import RESERVE, all_columns, solve
-from holdfast.errors import InvalidError, shown_bytes
+from holdfast.errors import InvalidError, printable, shown_bytes
 
 _TRIES = 4
 """Solutions whose peak is measured, before a budget counts as too small."""
@@ -28,7 +28,8 @@ def fit(
 ) -> ActivationPlan:
     """Measure a model, and return the plan of least time whose step stays within a budget.
 
-    Gradients under the plan equal those of the plain model to the bit: the fit compares them.
+    Loss and outputs under the plan equal those of the plain model to the bit. Gradients do where `error_bound` is 0,
+    and the fit compares them. Above 0 the fit measures their errors.
 
     Example:
         def step():
@@ -43,7 +44,8 @@ def fit(
             of one element. The step contains no optimizer.
         budget: The peak of a step above the memory that stands before it: bytes, "12GiB", or a share such as "40%" of
             the peak of keeping everything.
-        error_bound: 0: only exact packs.
+        error_bound: Largest error of an element that a pack may bring into backward, as a share of its tensor's rms:
+            0.02 for codes of 8 bits, 0.25 for codes of 4. 0: gradients are exact.
         units: Globs of module names that are managed together, such as ["model.layers.*"]; None: the repeated blocks.
     Raises:
         InvalidError: A bad argument, a missing package, a step that does not repeat, or a budget that no plan fits.
@@ -51,20 +53,29 @@ def fit(
     _require_packages()
     from holdfast.activations.runtime.measured_step import MeasuredModel
 
-    if error_bound != 0:
-        raise InvalidError(f"error_bound={error_bound!r}: expected 0. Packs with a bound are not built yet")
+    if type(error_bound) not in (int, float) or not 0 <= error_bound <= 1:
+        raise InvalidError(
+            f"error_bound={printable(repr(error_bound))[:80]}: expected a number from 0 (exact gradients) to 1. Pass a "
+            "bound such as 0.02"
+        )
     bytes_of(budget, 1 << 40)
-    with MeasuredModel(model, step, units) as measured:
+    with MeasuredModel(model, step, units, error_bound) as measured:
         profile = measured.profile()
         columns = all_columns(profile, error_bound)
         limit = bytes_of(budget, profile.keep_all_peak_bytes)
         reserve, found = RESERVE, 0
         for _ in range(_TRIES):
             solved = solve(profile, columns, limit, error_bound=error_bound, reserve=reserve)
-            found, seconds = measured.planned(solved)
+            found, seconds, errors = measured.planned(solved)
             if found <= limit:
-                slowdown = seconds / profile.step_seconds
-                return ActivationPlan(replace(solved, measured_peak_bytes=found, measured_slowdown=slowdown))
+                return ActivationPlan(
+                    replace(
+                        solved,
+                        measured_peak_bytes=found,
+                        measured_slowdown=seconds / profile.step_seconds,
+                        gradient_errors=errors,
+                    )
+                )
             # The excess is taken off the memory that the solver may use.
             reserve += max(found / limit - 1, RESERVE)
     raise InvalidError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -61,6 +62,14 @@ class ActivationPlan:
     def measured_slowdown(self) -> float:
         """Time of that step divided by the time of a step that keeps everything; 0 if not measured."""
         return self.solved.measured_slowdown
+
+    @property
+    def gradient_errors(self) -> Mapping[str, float]:
+        """Errors of the gradients of that step, relative to the plain gradient of the same parameter.
+
+        The name "" stands for all gradients as one. Empty for exact gradients, or if not measured.
+        """
+        return dict(self.solved.gradient_errors)
 
     def explain(self) -> str:
         """Return the plan as text for people: peaks, times, and the treatment and price of each group of units.

@@ -155,7 +155,9 @@ def _op_problems(unit: UnitProfile) -> Iterator[str]:
             yield f"op {number}: base is {op.base}; expected an earlier op with storage"
         if not all(0 <= read < number and unit.ops[read].base is None for read in op.reads):
             yield f"op {number} reads {op.reads[:3]}; expected earlier ops with storage"
-        sizes = (op.bytes, *(packing.device_bytes for packing in op.packings))
+        sizes = [op.bytes]
+        for packing in op.packings:
+            sizes += [packing.device_bytes, packing.spare_bytes, packing.workspace_bytes]
         seconds = (op.seconds, *(packing.seconds for packing in op.packings))
         if not (_are_sizes(*sizes) and _are_times(*seconds)):
             yield f"op {number}: bytes or seconds are out of range"
@@ -171,7 +173,10 @@ def _column_problems(unit: UnitProfile, column: UnitColumn) -> Iterator[str]:
         yield "stores an op twice"
     if not unit.is_replayable and (column.run or column.draw):
         yield "runs ops of a unit that is never recomputed"
-    sizes = (column.device_bytes, column.forward_workspace_bytes, column.backward_workspace_bytes)
+    sizes = (
+        *(column.device_bytes, column.forward_workspace_bytes, column.backward_workspace_bytes),
+        *(column.spare_bytes, column.device_bytes - column.spare_bytes),
+    )
     if not (_are_sizes(*sizes) and _are_times(column.seconds)):
         yield "bytes or seconds are out of range"
 
@@ -183,7 +188,12 @@ def _number_problems(plan: SolvedPlan, profile: ModelProfile) -> Iterator[str]:
         if not _are_times(unit.forward_seconds, unit.backward_seconds):
             yield "the seconds of a class are out of range"
     sizes += [plan.budget_bytes, plan.predicted_peak_bytes, plan.measured_peak_bytes]
-    slowdowns = [plan.predicted_slowdown, plan.measured_slowdown, *(point.slowdown for point in plan.curve)]
+    slowdowns = [
+        plan.predicted_slowdown,
+        plan.measured_slowdown,
+        *dict(plan.gradient_errors).values(),
+        *(point.slowdown for point in plan.curve),
+    ]
     if not _are_sizes(*sizes, *(point.peak_bytes for point in plan.curve)):
         yield "a number of bytes is out of range"
     if not (_are_times(*slowdowns, plan.gap) and 1 / TIME_MAX < profile.step_seconds < TIME_MAX):

@@ -239,8 +239,6 @@ def test_gradients_before_a_fit_are_refused() -> None:
         activations.fit(model, step_of(model), budget="50%")
     with pytest.raises(InvalidError, match="is a DataParallel"):
         activations.fit(nn.DataParallel(Network()), step_of(model), budget="50%")
-    with pytest.raises(InvalidError, match=r"error_bound=0\.1"):
-        activations.fit(Network(), step_of(model), budget="50%", error_bound=0.1)
 
 
 def test_gradients_that_a_step_brings_are_no_new_memory() -> None:

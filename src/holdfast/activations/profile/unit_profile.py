@@ -16,11 +16,15 @@ class Packing:
     action: str
     """Name of the packing: "bits", "narrow", "planes", "sparse", "q8" or "q4"."""
     device_bytes: int
-    """Bytes on the device that hold the packed tensor."""
+    """Most bytes on the device that the packed output takes: content that needs more overflows."""
     seconds: float
     """Time to pack and to unpack."""
     is_lossy: bool = False
     """Whether the unpacked tensor may differ from the packed one."""
+    spare_bytes: int = 0
+    """Bytes among `device_bytes` that the content of the fit did not take."""
+    workspace_bytes: int = 0
+    """Temporary bytes of packing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +103,8 @@ class UnitColumn:
     """Temporary bytes of the backward."""
     is_lossy: bool
     """Whether a stored tensor may differ from the original."""
+    spare_bytes: int = 0
+    """Bytes among `device_bytes` that packs may take, and did not take in the fit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,9 @@ from holdfast.activations.profile.solved_plan import SolvedPlan
 from holdfast.activations.profile.unit_profile import UnitColumn, UnitProfile
 from holdfast.activations.runtime.arguments import Form, put_together, take_apart, tensors_of
 from holdfast.activations.runtime.column_program import ColumnProgram
+from holdfast.activations.runtime.dense import PackedTensor
 from holdfast.activations.runtime.frame import CallFrame
+from holdfast.activations.runtime.packings import pack
 from holdfast.activations.runtime.replay import call_with_replay
 from holdfast.activations.runtime.signature import Signature, signature_of
 from holdfast.activations.runtime.store_only import call_storing
@@ -69,7 +71,7 @@ class AttachedUnits:
         return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def attach(model: nn.Module, programs: Mapping[str, ColumnProgram | _Planned]) -> AttachedUnits:
+def attach(model: nn.Module, programs: Mapping[str, ColumnProgram | PlannedUnit]) -> AttachedUnits:
     """Replace the forward of units.
 
     Args:
@@ -91,25 +93,35 @@ def attach(model: nn.Module, programs: Mapping[str, ColumnProgram | _Planned]) -
     return attached
 
 
-def attach_columns(model: nn.Module, chosen: Mapping[str, tuple[UnitTrace, UnitColumn]]) -> AttachedUnits:
-    """Replace the forward of units by columns for their traces. Arguments and errors as for `attach`."""
-    return attach(model, {name: ColumnProgram(trace, column) for name, (trace, column) in chosen.items()})
-
-
 def attach_plan(model: nn.Module, plan: SolvedPlan) -> AttachedUnits:
     """Replace the forward of the units of a plan. Each unit is traced at its first call. Errors as for `attach`."""
     units = enumerate(plan.profile.order)
-    return attach(
-        model, {name: _Planned(plan.profile.classes[kind], plan.column_of(number)) for number, (name, kind) in units}
-    )
+    chosen = {name: (plan.profile.classes[kind], plan.column_of(number)) for number, (name, kind) in units}
+    return attach(model, {name: PlannedUnit(*each, plan.error_bound) for name, each in chosen.items()})
 
 
 @dataclass(frozen=True, slots=True)
-class _Planned:
+class PlannedUnit:
     """A column for a unit that is not traced yet."""
 
     profile: UnitProfile
+    """The class of the unit."""
     column: UnitColumn
+    """One of the columns of the class."""
+    error_bound: float
+    """Largest relative error of a stored element."""
+
+    def program(self, trace: UnitTrace) -> ColumnProgram:
+        """Return the program of the column for a trace of the class."""
+        actions = dict(self.column.store)
+
+        def packed(tensor: torch.Tensor, group: int) -> PackedTensor | None:
+            op = self.profile.ops[group]
+            most = next(each.device_bytes for each in op.packings if each.action == actions[group])
+            room = most - (op.bytes - tensor.nbytes)
+            return pack(tensor, actions[group], error_bound=self.error_bound, device_bytes_max=room)
+
+        return ColumnProgram(trace, self.column, packed)
 
     def require_same_ops(self, name: str, trace: UnitTrace) -> None:
         """Raise if a trace has other ops than the plan: an InvalidError that names the first one."""
@@ -131,7 +143,12 @@ def refuse_managed(units: Mapping[str, nn.Module]) -> None:
 
 
 def trace_units(
-    model: nn.Module, names: Iterable[str], step: Callable[[], Any], *, measured: Collection[str] = ()
+    model: nn.Module,
+    names: Iterable[str],
+    step: Callable[[], Any],
+    *,
+    measured: Collection[str] = (),
+    error_bound: float = 0.0,
 ) -> dict[str, UnitTrace]:
     """Return the trace of the first call with gradients of each unit in a step; units that are not called are left out.
 
@@ -140,6 +157,7 @@ def trace_units(
         names: FQNs of the units.
         step: Runs forward and backward.
         measured: FQNs of the units whose costs are measured too, one after the other: one of each class is enough.
+        error_bound: Of measured units: bounded packs are tried above 0 alone.
     """
     traces: dict[str, UnitTrace] = {}
     units = {name: model.get_submodule(name) for name in names}
@@ -150,7 +168,10 @@ def trace_units(
         plain = vars(units[name])[_FORWARD].plain
         if name in traces or not torch.is_grad_enabled():
             return plain(*args, **kwargs)
-        output, traces[name] = trace_call(units[name], plain, args, kwargs, is_measured=name in measured)
+        is_measured = name in measured
+        output, traces[name] = trace_call(
+            units[name], plain, args, kwargs, is_measured=is_measured, error_bound=error_bound
+        )
         return output
 
     try:
@@ -199,9 +220,9 @@ def _same(value: Any) -> Any:
 class _ManagedUnit:
     """One unit with a program."""
 
-    def __init__(self, name: str, unit: nn.Module, program: ColumnProgram | _Planned, counts: CallCounts) -> None:
+    def __init__(self, name: str, unit: nn.Module, program: ColumnProgram | PlannedUnit, counts: CallCounts) -> None:
         self._name, self._unit, self._counts = name, unit, counts
-        self._planned = program if isinstance(program, _Planned) else None
+        self._planned = program if isinstance(program, PlannedUnit) else None
         self._programs: dict[Signature, ColumnProgram | None] = {}
         """The program of each signature so far; None for calls that run plain."""
         if isinstance(program, ColumnProgram):
@@ -242,7 +263,7 @@ class _ManagedUnit:
             return None
         trace = _traced_apart(self._unit, plain, args, kwargs)
         if trace.fingerprint == self._planned.profile.fingerprint:
-            return ColumnProgram(trace, self._planned.column)
+            return self._planned.program(trace)
         if self._unit.training and not any(self._programs.values()):
             self._planned.require_same_ops(self._name, trace)
         return None

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from holdfast.activations.runtime.dense import DenseLayout, block_elements, elements_of
+from holdfast.activations.runtime.dense import TensorGeometry, block_elements, elements_of
 
 GROUP = 256
 """Elements of a group."""
@@ -44,8 +44,8 @@ _NEAR_OVERFLOW = 3e38
 class PackedCodes:
     """Codes, steps and outliers."""
 
-    layout: DenseLayout
-    """Layout of the tensor."""
+    layout: TensorGeometry
+    """Geometry of the tensor."""
 
     bits: int
     """Bits of a code."""
@@ -110,7 +110,7 @@ def pack_codes(
     if elements is None or elements.dtype not in _DTYPES or len(elements) >= 1 << 31:
         return None
     largest = _LARGEST_CODE[bits]
-    absmax, rms, is_finite = _group_sizes(elements)
+    absmax, rms, is_finite, finite = _group_sizes(elements)
     limit = min(error_bound * rms, _LIMIT_MAX)
     steps, is_checked = _steps(absmax, rms, limit, largest=largest, dtype=elements.dtype)
     is_checked |= ~is_finite
@@ -118,7 +118,7 @@ def pack_codes(
     room = math.inf
     if device_bytes_max is not None:
         room = (device_bytes_max - codes.nbytes - steps.nbytes) // _outlier_bytes(elements)
-        if room < 0:
+        if room < len(elements) - finite:
             return None
     places, outliers = [], []
     # A limit that is no normal number would be rounded, so no error is allowed there.
@@ -129,17 +129,17 @@ def pack_codes(
         scaled = (rows * step.reciprocal()).round_()
         if len(found := is_loose.nonzero().squeeze(1)):
             scaled.nan_to_num_(0.0, largest, -largest).clamp_(-largest, largest)
-            misses = _misses(found, rows, scaled, step, error_max=error_max, dtype=elements.dtype)
-            room -= len(misses)
-            if room < 0:
+            misses = _misses(found, rows, scaled, step, error_max=error_max, dtype=elements.dtype, most=room)
+            if misses is None:
                 return None
+            room -= len(misses)
             places.append((start + misses).int())
             outliers.append(block[misses])
         coded.copy_(scaled if bits == 8 else torch.add(scaled[:, : GROUP // 2], scaled[:, GROUP // 2 :], alpha=16))
         start += len(block)
     none = elements.new_empty(0)
     return PackedCodes(
-        DenseLayout.of(tensor),
+        TensorGeometry.of(tensor),
         bits,
         codes,
         steps,
@@ -170,7 +170,8 @@ def _misses(
     *,
     error_max: float,
     dtype: torch.dtype,
-) -> torch.Tensor:
+    most: float,
+) -> torch.Tensor | None:
     """Return the indices of elements in a block that are decoded with too large an error, or to NaN.
 
     Args:
@@ -180,6 +181,7 @@ def _misses(
         step: The step of each row, in a column.
         error_max: The largest error.
         dtype: Element type, to which decoding rounds.
+        most: None is returned for more indices.
     """
     is_part = 2 * len(found) < len(rows)
     if is_part:
@@ -191,7 +193,11 @@ def _misses(
     is_miss = decoded.sub_(rows).abs_().sub_(error_max).clamp_(min=0).bool()
     # Most are not, so eight are looked at together.
     words = is_miss.view(-1).view(torch.int64).nonzero().squeeze(1)
+    if len(words) > most:
+        return None
     word, byte = is_miss.view(-1, 8).index_select(0, words).nonzero(as_tuple=True)
+    if len(word) > most:
+        return None
     misses = words.index_select(0, word).mul_(8).add_(byte)
     return (found[misses // GROUP] * GROUP).add_(misses % GROUP) if is_part else misses
 
@@ -201,8 +207,8 @@ def _outlier_bytes(elements: torch.Tensor) -> int:
     return 4 + elements.element_size()
 
 
-def _group_sizes(elements: torch.Tensor) -> tuple[torch.Tensor, float, torch.Tensor]:
-    """Return the largest absolute finite element of each group, rms of the finite elements, which groups are finite."""
+def _group_sizes(elements: torch.Tensor) -> tuple[torch.Tensor, float, torch.Tensor, int]:
+    """Return the largest absolute finite element of each group, rms, which groups are finite, and how many elements."""
     absmax = torch.empty(-(-len(elements) // GROUP), dtype=torch.float32, device=elements.device)
     norms = torch.empty_like(absmax)
     for block, largest, norm in _split(elements, absmax, norms):
@@ -216,14 +222,16 @@ def _group_sizes(elements: torch.Tensor) -> tuple[torch.Tensor, float, torch.Ten
     if not is_exact.all():
         for block, *parts, is_known in _split(elements, absmax, squares, is_finite, is_exact):
             found = is_known.logical_not().nonzero().squeeze(1)
-            exact = _rows(block).index_select(0, found).double()
-            is_number = exact.isfinite()
-            exact.masked_fill_(is_number.logical_not(), 0)
-            values = exact.abs().amax(1).float(), exact.square().sum(1), is_number.all(1)
-            for part, value in zip(parts, values, strict=True):
-                part[found] = value
-            finite -= is_number.numel() - int(is_number.sum())
-    return absmax, math.sqrt(float(squares.sum()) / max(1, finite)), is_finite
+            # A part at a time, since float64 takes twice the memory.
+            for some in torch.split(found, len(is_known) // 8 + 1):
+                exact = _rows(block).index_select(0, some).double()
+                is_number = exact.isfinite()
+                exact.masked_fill_(is_number.logical_not(), 0)
+                values = exact.abs().amax(1).float(), exact.square().sum(1), is_number.all(1)
+                for part, value in zip(parts, values, strict=True):
+                    part[some] = value
+                finite -= is_number.numel() - int(is_number.sum())
+    return absmax, math.sqrt(float(squares.sum()) / max(1, finite)), is_finite, finite
 
 
 def _steps(

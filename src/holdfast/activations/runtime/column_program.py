@@ -5,26 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
 
 import torch
 
 from holdfast.activations.profile.unit_profile import UnitColumn
+from holdfast.activations.runtime.dense import PackedTensor, TensorGeometry
 from holdfast.activations.runtime.traced import UnitTrace
 from holdfast.errors import InvalidError
 
-
-class Unpackable(Protocol):
-    """The packed content of a tensor."""
-
-    def unpack(self) -> torch.Tensor:
-        """Return a new tensor of the size, strides, dtype and device that the packed one had."""
-        ...
-
-
-Pack = Callable[[torch.Tensor, str], Unpackable | None]
-"""Packs a tensor by an action. None: the content does not fit the pack (overflow)."""
-
+Pack = Callable[[torch.Tensor, int], PackedTensor | None]
+"""Packs the tensor of a group, by the group's number. None: the content does not fit the pack (overflow)."""
 
 _ACTS_MAX = 256
 """Most remembered patterns of overflows and released tensors."""
@@ -60,15 +50,15 @@ class ColumnProgram:
     column: UnitColumn
     """The column."""
     pack: Pack | None = None
-    """Packs tensors for actions other than "keep"."""
+    """Packs the tensors of groups whose action is not "keep"."""
     actions: dict[int, str] = field(init=False)
     """Action of each stored group."""
     run: frozenset[int] = field(init=False)
     """Groups that a replay runs where nothing overflows."""
     treatments: tuple[Treatment, ...] = field(init=False)
     """Treatment of each saved tensor."""
-    packed: frozenset[int] = field(init=False)
-    """Groups that are packed."""
+    packed: dict[int, tuple[int, TensorGeometry]] = field(init=False)
+    """Slot and geometry of the packed tensor of each packed group. The group's other results are kept."""
     is_replayed: bool = field(init=False)
     """Whether a call may need a replay."""
     irreplaceable: frozenset[int] = field(init=False, default=frozenset())
@@ -82,10 +72,11 @@ class ColumnProgram:
             raise InvalidError(f"the column is not of this unit: {self.trace.refused or 'an op is not in the trace'}")
         self.actions = {ops[number].group: action for number, action in self.column.store}
         self.run = frozenset(ops[number].group for number in self.column.run) - {0}
-        self.packed = packed = frozenset(group for group, action in self.actions.items() if action != "keep")
-        self.is_replayed = bool(self.run or {group for group in packed if not self._always_fits(group)})
+        packed = frozenset(group for group, action in self.actions.items() if action != "keep")
         if 0 in packed or (packed and self.pack is None):
             raise InvalidError(f"the column packs ops {sorted(packed)[:3]}; expected packs, and a kept input")
+        self.packed = {group: self.trace.packed_geometry(group) for group in packed}
+        self.is_replayed = bool(self.run or {group for group in packed if not self._always_fits(group)})
         missing = {op.group for op in ops[1:] if op.is_needed and not op.has_value} - self.run - self.actions.keys()
         if missing:
             raise InvalidError(f"the column neither stores nor runs {self._names(missing)}, which backward needs")
@@ -163,8 +154,7 @@ class ColumnProgram:
 
     def _always_fits(self, group: int) -> bool:
         """Return whether no content overflows the group's pack: masks as bits."""
-        geometries = [each.geometry for each in self.trace.ops[group].returns if each.geometry]
-        return self.actions[group] == "bits" and all(each.dtype is torch.bool for each in geometries)
+        return self.actions[group] == "bits" and self.packed[group][1].dtype is torch.bool
 
     def _is_given(self, group: int) -> bool:
         return group == 0 or (group in self.actions and self.trace.ops[group].is_storable)
@@ -176,7 +166,10 @@ class ColumnProgram:
             return Treatment.PASS if source.is_cast and self.run else Treatment.KEEP
         if source.group == 0 or self.actions.get(source.group) == "keep":
             return Treatment.KEEP
-        return Treatment.PACK if source.group in self.actions else Treatment.PASS
+        if source.group not in self.actions:
+            return Treatment.PASS
+        # Small results beside the packed one, such as the statistics of a norm, are kept.
+        return Treatment.PACK if source.slot == self.packed[source.group][0] else Treatment.KEEP
 
     def _names(self, groups: Iterable[int]) -> str:
         return ", ".join(f"op {group} ({self.trace.ops[group].overload})" for group in sorted(groups)[:3])

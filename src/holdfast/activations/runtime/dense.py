@@ -1,4 +1,4 @@
-"""Dense tensors: memory without gaps, in any order of the dimensions, as packs read and write it."""
+"""The geometry of tensors, and dense ones: memory without gaps, in any order of the dimensions, as packs read it."""
 
 from __future__ import annotations
 
@@ -27,28 +27,43 @@ class PackedTensor(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class DenseLayout:
-    """How a dense tensor lies in memory."""
+class TensorGeometry:
+    """The place of a tensor in a storage."""
 
     size: tuple[int, ...]
-    """Its size."""
-
+    """Size."""
     stride: tuple[int, ...]
-    """Its strides, in elements; those of dimensions of length 1 may be any."""
-
+    """Strides, in elements."""
+    offset: int
+    """First element in the storage."""
     dtype: torch.dtype
-    """Its element type."""
-
+    """Element type."""
     device: torch.device
-    """Its device."""
+    """Device."""
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> DenseLayout:
-        """Return the layout of a tensor."""
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+    def of(cls, tensor: torch.Tensor) -> TensorGeometry:
+        """Return the geometry of a strided tensor."""
+        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.device)
+
+    @property
+    def reach_bytes(self) -> int:
+        """Return the bytes from the start of the storage to the end of the last element."""
+        if 0 in self.size:
+            return 0
+        steps = ((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+        return (self.offset + sum(steps) + 1) * self.dtype.itemsize
+
+    def view_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """Return a tensor of this geometry that shows a storage."""
+        return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, self.offset, self.size, self.stride)
+
+    def whole(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
+        """Return the tensor that shows a storage; None if the tensor leaves a part of the storage out."""
+        return self.view_of(storage) if self.offset == 0 and self.reach_bytes == storage.nbytes() else None
 
     def empty(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return a new tensor of this layout, and its elements in memory order."""
+        """Return a new dense tensor of this geometry in a storage of its own, and its elements in memory order."""
         tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
         return tensor, tensor.as_strided((tensor.numel(),), (1,))
 

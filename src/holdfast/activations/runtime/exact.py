@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 from dataclasses import dataclass
 
 import torch
 
-from holdfast.activations.runtime.dense import DenseLayout, block_elements, elements_of
+from holdfast.activations.runtime.dense import TensorGeometry, block_elements, elements_of
 from holdfast.backends.codecs.planes import PlanesCodec
 from holdfast.backends.codecs.sparse import SparseCodec
+from holdfast.backends.torch.local_shards import bytes_of
 from holdfast.base.ports.codec import GAIN_PARTS, Coder
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,8 +29,8 @@ _CODECS = {codec.name: codec for codec in (PlanesCodec(), SparseCodec())}
 class PackedBits:
     """A tensor of at most two values."""
 
-    layout: DenseLayout
-    """Layout of the tensor."""
+    layout: TensorGeometry
+    """Geometry of the tensor."""
 
     bits: torch.Tensor
     """One bit an element, in bytes; the first element in the lowest bit."""
@@ -86,7 +86,7 @@ def pack_bits(tensor: torch.Tensor) -> PackedBits | None:
             return None
         bits[start // 8 : (start + size) // 8].copy_(is_set * _GATHER >> 56)
     other = first if other is None else other
-    return PackedBits(DenseLayout.of(tensor), bits, torch.stack([first, other]))
+    return PackedBits(TensorGeometry.of(tensor), bits, torch.stack([first, other]))
 
 
 def _words_differing(block: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -101,8 +101,8 @@ def _words_differing(block: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 class PackedNarrow:
     """A float32 tensor whose elements are bfloat16 numbers."""
 
-    layout: DenseLayout
-    """Layout of the tensor."""
+    layout: TensorGeometry
+    """Geometry of the tensor."""
 
     halves: torch.Tensor
     """The elements as bfloat16."""
@@ -138,15 +138,15 @@ def pack_narrow(tensor: torch.Tensor) -> PackedNarrow | None:
             return None
         # A cast to bfloat16 would change the bits of NaN.
         halves[start : start + size].copy_(block.view(torch.int16)[1::2])
-    return PackedNarrow(DenseLayout.of(tensor), halves.view(torch.bfloat16))
+    return PackedNarrow(TensorGeometry.of(tensor), halves.view(torch.bfloat16))
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPieces:
     """A tensor in host memory, coded by a codec of the checkpoints."""
 
-    layout: DenseLayout
-    """Layout of the tensor."""
+    layout: TensorGeometry
+    """Geometry of the tensor."""
 
     coder: Coder
     """Decodes the pieces."""
@@ -174,7 +174,7 @@ class PackedPieces:
             if len(stored) == len(piece):
                 piece.copy_(stored)
             else:
-                self.coder.decode(_bytes_of(stored), None, _bytes_of(piece))
+                self.coder.decode(bytes_of(stored), None, bytes_of(piece))
         return tensor
 
 
@@ -193,12 +193,12 @@ def pack_pieces(tensor: torch.Tensor, codec: str, *, device_bytes_max: int | Non
     coder = _CODECS[codec].coder(dtype)
     pieces = []
     for piece in torch.split(elements.view(torch.uint8), _PIECE_BYTES):
-        parts = coder.encode(_bytes_of(piece)) if len(piece) else None
+        parts = coder.encode(bytes_of(piece)) if len(piece) else None
         if parts is None:
             pieces.append(piece.clone())
         else:
             pieces.append(piece.new_empty(sum(map(len, parts))))
-            start, into = 0, _bytes_of(pieces[-1])
+            start, into = 0, bytes_of(pieces[-1])
             for part in parts:
                 target = into[start : start + len(part)]
                 if isinstance(part, memoryview):
@@ -208,12 +208,4 @@ def pack_pieces(tensor: torch.Tensor, codec: str, *, device_bytes_max: int | Non
                 start += len(part)
         if device_bytes_max is not None and sum(map(len, pieces)) > device_bytes_max:
             return None
-    return PackedPieces(DenseLayout.of(tensor), coder, tuple(pieces))
-
-
-def _bytes_of(memory: torch.Tensor) -> memoryview:
-    """Return host memory as bytes, while the caller keeps the tensor.
-
-    `numpy()` would keep the tensor, but then its storage could no longer be resized, as FSDP2 does.
-    """
-    return memoryview((ctypes.c_char * len(memory)).from_address(memory.data_ptr())).cast("B")
+    return PackedPieces(TensorGeometry.of(tensor), coder, tuple(pieces))

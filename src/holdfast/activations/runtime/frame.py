@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.activations.runtime.column_program import Act, ColumnProgram, Treatment, Unpackable
+from holdfast.activations.runtime.column_program import Act, ColumnProgram, Treatment
+from holdfast.activations.runtime.dense import PackedTensor, TensorGeometry
 from holdfast.activations.runtime.signature import scalars_of
-from holdfast.activations.runtime.traced import SavedSource, TensorGeometry
+from holdfast.activations.runtime.traced import SavedSource
 from holdfast.backends.torch.private_layout import WeakStorage, registered, storage_identity, version_counter
 from holdfast.errors import InvalidError
 
@@ -66,7 +67,7 @@ class PackedStorage:
 
     __slots__ = ("__weakref__", "_packed", "_unpacked", "_unused", "_version", "_weak", "views")
 
-    def __init__(self, packed: Unpackable, tensor: torch.Tensor) -> None:
+    def __init__(self, packed: PackedTensor, tensor: torch.Tensor) -> None:
         self._packed, self._version = packed, version_counter(tensor)
         self._weak = WeakStorage(tensor)
         self._unpacked: torch.Tensor | None = None
@@ -249,13 +250,12 @@ class CallFrame:
         self._check_same(found, tensor, source)
         if isinstance(found, PackedStorage):
             return found
-        returns = self.program.trace.ops[group].returns
-        base = next(each.geometry for each in returns if each.slot == source.slot and each.geometry)
         packed = None
-        if base.offset == 0 and base.reach_bytes == tensor.untyped_storage().nbytes():
+        whole = self.program.packed[group][1].whole(tensor.untyped_storage())
+        if whole is not None:
             assert self.program.pack is not None, "a program with packed groups has packs"
             with torch.no_grad():
-                packed = self.program.pack(base.view_of(tensor.untyped_storage()), self.program.actions[group])
+                packed = self.program.pack(whole, group)
         if packed is None:
             self._missing.add(group)
             return None

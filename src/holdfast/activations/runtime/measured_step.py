@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from math import sqrt
 from statistics import median
 from types import TracebackType
 
@@ -17,9 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.activations.profile.solved_plan import SolvedPlan
 from holdfast.activations.profile.unit_profile import ModelProfile, UnitColumn
-from holdfast.activations.runtime.attach import attach_columns, attach_plan, trace_units
+from holdfast.activations.runtime.attach import attach, attach_plan, trace_units
+from holdfast.activations.runtime.column_program import ColumnProgram
 from holdfast.activations.runtime.measure import timed
 from holdfast.activations.runtime.peak import peak_bytes
+from holdfast.activations.runtime.trace import same_bits
 from holdfast.activations.runtime.traced import UnitTrace
 from holdfast.activations.runtime.unit_names import units_of
 from holdfast.activations.solve.columns import keep_all, whole_recompute
@@ -31,17 +34,23 @@ from holdfast.errors import InvalidError, first_three
 _ROUNDS = 3
 """Timed steps, of which the median counts."""
 
+_BUFFER = "buffer "
+"""Start of the names of buffers among gradients."""
+
 
 class MeasuredModel:
     """A model and its step, between two calls of the loop."""
 
-    def __init__(self, model: object, step: Callable[[], torch.Tensor], units: Sequence[str] | None) -> None:
+    def __init__(
+        self, model: object, step: Callable[[], torch.Tensor], units: Sequence[str] | None, error_bound: float
+    ) -> None:
         """Check the model; run nothing yet.
 
         Args:
             model: The model.
             step: Runs forward and backward, and returns the loss.
             units: Globs of the units; None: the repeated blocks.
+            error_bound: Largest relative error of a stored element.
         Raises:
             InvalidError: The model cannot be managed.
         """
@@ -68,6 +77,7 @@ class MeasuredModel:
             )
         self._names = units_of(model, units)
         self._device = next(iter(self._parameters.values())).device
+        self._error_bound = error_bound
         self._loss = 0.0
         self._gradients: dict[str, torch.Tensor] = {}
 
@@ -109,14 +119,19 @@ class MeasuredModel:
         classes: dict[str, list[str]] = {}
         for name in order:
             classes.setdefault(traces[name].fingerprint, []).append(name)
-        firsts = [names[0] for names in classes.values()]
-        measured = trace_units(self._model, firsts, self._run, measured=firsts)
+        # Contents differ from unit to unit: a pack must fit in the first, the middle and the last one.
+        samples = {names[0]: {names[0], names[len(names) // 2], names[-1]} for names in classes.values()}
+        every = {name for names in samples.values() for name in names}
+        measured = trace_units(self._model, every, self._run, measured=every, error_bound=self._error_bound)
         seconds = self._seconds()
         self._reset()
         _, peak = peak_bytes(self._run, self._device)
         index = {fingerprint: number for number, fingerprint in enumerate(classes)}
         profile = ModelProfile(
-            classes=tuple(measured[names[0]].profile(tuple(names)) for names in classes.values()),
+            classes=tuple(
+                measured[names[0]].profile(tuple(names), [measured[each] for each in samples[names[0]]])
+                for names in classes.values()
+            ),
             order=tuple((name, index[traces[name].fingerprint]) for name in order),
             gradient_bytes=self._gradient_bytes(order),
             outside_bytes=0,
@@ -125,20 +140,26 @@ class MeasuredModel:
         )
         return self._with_outside(profile, traces)
 
-    def planned(self, plan: SolvedPlan) -> tuple[int, float]:
-        """Return the peak of a step under a plan, and the seconds of a step.
+    def planned(self, plan: SolvedPlan) -> tuple[int, float, tuple[tuple[str, float], ...]]:
+        """Return the peak of a step under a plan, the seconds of a step, and the errors of its gradients.
 
+        Returns:
+            The errors are relative to the norm of the plain gradient, by the name of the parameter; "" stands for all
+            gradients as one. There are none for a plan without lossy packs: gradients are equal.
         Raises:
-            InvalidError: A gradient or the loss differs from the plain step.
+            InvalidError: The loss, a buffer, or without lossy packs a gradient differs from the plain step.
         """
         attached = attach_plan(self._model, plan)
         try:
             if self._run() != self._loss:
                 raise InvalidError("the planned step gave another loss than the plain one; exclude units with units=")
-            self._require_equal("under the plan; expected the plain gradient. Exclude the unit with units=")
+            is_lossy = any(plan.column_of(unit).is_lossy for unit in range(len(plan.choice)))
+            where = "under the plan; expected the plain gradient. Exclude the unit with units="
+            self._require_equal(where, among=_BUFFER if is_lossy else "")
+            errors = self._gradient_errors() if is_lossy else ()
             self._reset()
             _, peak = peak_bytes(self._run, self._device)
-            return peak, self._seconds()
+            return peak, self._seconds(), errors
         finally:
             attached.detach()
             self._reset()
@@ -180,23 +201,38 @@ class MeasuredModel:
             torch.cuda.set_rng_state(self._drawn_on_gpu, self._device)
 
     def _taken(self) -> dict[str, torch.Tensor]:
-        """Return copies of all gradients in host memory, as bytes, and those of buffers."""
+        """Return copies of all gradients in host memory, and those of buffers."""
         tensors = {name: each.grad for name, each in self._parameters.items() if each.grad is not None}
         sparse = [name for name, each in tensors.items() if local_of(each).layout is not torch.strided]
         if sparse:
             raise InvalidError(f"{first_three(sparse)}: has a sparse gradient; expected dense ones. Use sparse=False")
-        tensors |= {f"buffer {name}": each for name, each in self._model.named_buffers()}
-        return {name: _bytes_of(local_of(each)) for name, each in tensors.items()}
+        tensors |= {f"{_BUFFER}{name}": each for name, each in self._model.named_buffers()}
+        return {name: local_of(each).detach().cpu().clone() for name, each in tensors.items()}
 
-    def _require_equal(self, where: str) -> None:
-        found = self._taken()
+    def _require_equal(self, where: str, *, among: str = "") -> None:
+        """Raise if a gradient or a buffer differs from the plain step.
+
+        Args:
+            where: For the message.
+            among: Start of the names that count: `_BUFFER` for buffers alone.
+        """
+        found, plain = self._taken(), self._gradients
+        names = sorted(name for name in found.keys() | plain.keys() if name.startswith(among))
         different = [
-            name
-            for name in self._gradients.keys() | found.keys()
-            if name not in found or name not in self._gradients or not torch.equal(found[name], self._gradients[name])
+            name for name in names if name not in found or name not in plain or not same_bits(found[name], plain[name])
         ]
         if different:
-            raise InvalidError(f"{first_three(sorted(different))}: got another gradient {where}")
+            raise InvalidError(f"{first_three(different)}: got another gradient {where}")
+
+    def _gradient_errors(self) -> tuple[tuple[str, float], ...]:
+        """Return the relative errors of all gradients, as `planned` does."""
+        found, plain, squares = self._taken(), self._gradients, {"": (0.0, 0.0)}
+        for name in self._parameters.keys() & plain.keys():
+            mine, theirs = found[name].double(), plain[name].double()
+            error, size = (float(each.square().sum()) for each in (mine - theirs, theirs))
+            squares[name] = error, size
+            squares[""] = squares[""][0] + error, squares[""][1] + size
+        return tuple((name, sqrt(error / (size or 1.0))) for name, (error, size) in sorted(squares.items()))
 
     def _gradient_bytes(self, order: Sequence[str]) -> tuple[int, ...]:
         """Return the bytes of the gradients that are made by the end of the backward of each unit."""
@@ -252,8 +288,8 @@ class MeasuredModel:
         return replace(profile, outside_bytes=outside)
 
     def _peak_under(self, profile: ModelProfile, traces: dict[str, UnitTrace], columns: Sequence[UnitColumn]) -> int:
-        chosen = {name: (traces[name], column) for (name, _), column in zip(profile.order, columns, strict=True)}
-        attached = attach_columns(self._model, chosen)
+        chosen = zip(profile.order, columns, strict=True)
+        attached = attach(self._model, {name: ColumnProgram(traces[name], column) for (name, _), column in chosen})
         try:
             self._run()
             self._reset()
@@ -261,7 +297,3 @@ class MeasuredModel:
         finally:
             attached.detach()
             self._reset()
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().clone().reshape(-1).view(torch.uint8)

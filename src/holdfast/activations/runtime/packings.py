@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from holdfast.activations.profile.unit_profile import Packing
-from holdfast.activations.runtime.bounded import pack_codes
-from holdfast.activations.runtime.dense import PackedTensor
+from holdfast.activations.runtime.bounded import GROUP, pack_codes
+from holdfast.activations.runtime.dense import PackedTensor, elements_of
 from holdfast.activations.runtime.exact import pack_bits, pack_narrow, pack_pieces
-from holdfast.activations.runtime.measure import timed
+from holdfast.activations.runtime.measure import least_seconds
+from holdfast.activations.runtime.peak import peak_bytes
 from holdfast.base.clock import Clock
 
 EXACT_ACTIONS = ("bits", "narrow", "sparse", "planes")
@@ -60,22 +62,29 @@ def packings_of(tensor: torch.Tensor, *, error_bound: float = 0.0, clock: Clock 
     bytes_max = int(_RESERVED_PART_MAX * tensor.nbytes)
     offered = []
     for action in EXACT_ACTIONS + (BOUNDED_ACTIONS if error_bound else ()):
-        seconds: list[float] = []
-        reserved_bytes = 0
-        while len(seconds) < _ROUNDS and reserved_bytes <= bytes_max:
-            there_and_back = partial(_packed_and_unpacked, tensor, action, error_bound, bytes_max)
-            packed, taken = timed(there_and_back, tensor.device, clock)
-            if packed is None:
-                break
-            seconds.append(taken)
-            reserved_bytes = packed.reserved_bytes
-        if len(seconds) == _ROUNDS:
-            offered.append(Packing(action, reserved_bytes, min(seconds), action in BOUNDED_ACTIONS))
+        once = partial(pack, tensor, action, error_bound=error_bound, device_bytes_max=bytes_max)
+        packed = once()
+        if packed is None or packed.reserved_bytes > bytes_max:
+            continue
+        seconds = least_seconds(partial(_there_and_back, once), tensor.device, _ROUNDS, clock)
+        spare_bytes = packed.reserved_bytes - packed.device_bytes
+        is_lossy = action in BOUNDED_ACTIONS
+        content = _worst_like(tensor) if is_lossy else tensor
+        made, peak = peak_bytes(partial(pack, content, action, error_bound=error_bound), tensor.device)
+        workspace_bytes = max(peak - made.device_bytes, 0) if made is not None else peak
+        offered.append(Packing(action, packed.reserved_bytes, seconds, is_lossy, spare_bytes, workspace_bytes))
     return tuple(offered)
 
 
-def _packed_and_unpacked(tensor: torch.Tensor, action: str, error_bound: float, bytes_max: int) -> PackedTensor | None:
-    packed = pack(tensor, action, error_bound=error_bound, device_bytes_max=bytes_max)
+def _worst_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose bounded packs take the most workspace: an outlier and a NaN in each group."""
+    worst = torch.zeros_like(tensor)
+    if (elements := elements_of(worst)) is not None:
+        elements[::GROUP], elements[GROUP // 2 :: GROUP] = 1, torch.nan
+    return worst
+
+
+def _there_and_back(once: Callable[[], PackedTensor | None]) -> None:
+    packed = once()
     if packed is not None:
         packed.unpack()
-    return packed

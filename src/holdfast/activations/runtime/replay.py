@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from holdfast.activations.runtime.arguments import put_together, tensors_of
 from holdfast.activations.runtime.column_program import Act
+from holdfast.activations.runtime.dense import TensorGeometry
 from holdfast.activations.runtime.frame import CallFrame, Hooks, SavedToken
 from holdfast.activations.runtime.op_rules import UNNUMBERED, first_read, written_by
-from holdfast.activations.runtime.traced import TensorGeometry, TracedOp
+from holdfast.activations.runtime.traced import TracedOp
 from holdfast.backends.torch.private_layout import (
     CAST,
     TorchDispatchMode,

@@ -6,6 +6,7 @@ The call is a plain one: outputs and gradients are those of the unit. Only ops b
 from __future__ import annotations
 
 import random
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from holdfast.activations.runtime.arguments import objects_of, take_apart, tensors_of
+from holdfast.activations.runtime.dense import TensorGeometry
 from holdfast.activations.runtime.frame import KeptTensor
 from holdfast.activations.runtime.measure import least_seconds, timed
 from holdfast.activations.runtime.op_rules import (
@@ -31,9 +33,10 @@ from holdfast.activations.runtime.op_rules import (
     why_not_again,
     written_by,
 )
+from holdfast.activations.runtime.packings import packings_of
 from holdfast.activations.runtime.seen_storages import SeenStorage, SeenStorages
 from holdfast.activations.runtime.signature import signature_of
-from holdfast.activations.runtime.traced import OpReturn, SavedSource, TensorGeometry, TracedOp, UnitTrace
+from holdfast.activations.runtime.traced import OpReturn, SavedSource, TracedOp, UnitTrace
 from holdfast.activations.runtime.unit_costs import UnitCosts, costs_of
 from holdfast.backends.torch.private_layout import (
     CAST,
@@ -51,7 +54,13 @@ _ROUNDS = 3
 
 
 def trace_call(
-    unit: nn.Module, forward: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], *, is_measured: bool
+    unit: nn.Module,
+    forward: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    is_measured: bool,
+    error_bound: float = 0.0,
 ) -> tuple[Any, UnitTrace]:
     """Return the output of a call of a unit, and the trace of the call.
 
@@ -59,7 +68,9 @@ def trace_call(
         unit: The module that is called.
         forward: The module's own forward.
         args, kwargs: Arguments of the call.
-        is_measured: Whether ops are timed several times, and the unit's costs are measured by further calls.
+        is_measured: Whether ops are timed several times, packs are tried, and the unit's costs are measured by further
+            calls.
+        error_bound: Of a measured call: bounded packs are tried above 0 alone.
     """
     tensors: list[torch.Tensor] = []
     form = take_apart((tuple(args), dict(kwargs)), tensors)
@@ -88,6 +99,8 @@ def trace_call(
     # Code that a replay cannot repeat cannot be repeated here either.
     if is_measured and not trace.why_not:
         trace = replace(trace, costs=costs_of(unit, forward, form, tensors))
+    if is_measured:
+        trace = recorder.with_packings(trace, error_bound)
     return output, trace
 
 
@@ -105,18 +118,19 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         own = {seen.weak.identity: seen.bytes for seen in map(self._seen.of, counted) if seen.group == 0}
         self._input_bytes = sum(own.values())
         self._ops: list[TracedOp] = []
-        self._saved: list[tuple[SeenStorage, TensorGeometry]] = []
+        self._saved: list[tuple[SeenStorage, TensorGeometry, weakref.ref[KeptTensor]]] = []
         self._peak_bytes = 0
 
     def pack(self, tensor: torch.Tensor) -> KeptTensor:
         """Write down the source of a tensor that autograd saves."""
+        kept = KeptTensor(tensor)
         with self._own_code():
             if self._plain([tensor]):
                 seen = self._seen.of(tensor)
                 self._note_content(seen)
                 seen.saves.append(seen.writes)
-                self._saved.append((seen, TensorGeometry.of(tensor)))
-        return KeptTensor(tensor)
+                self._saved.append((seen, TensorGeometry.of(tensor), weakref.ref(kept)))
+        return kept
 
     def unpack(self, kept: KeptTensor) -> torch.Tensor:
         """Return a saved tensor."""
@@ -147,7 +161,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_done = True
         # A parameter or buffer that the unit changes has another content when an op runs again.
         changed = {number for seen in self._seen.outside() if seen.writes for number, _ in seen.reads}
-        needed = {seen.group for seen, _ in self._saved}
+        needed = {seen.group for seen, *_ in self._saved}
         made = self._seen.made()
         # Of an op with several results only the saved ones stay.
         saved_bytes: Counter[int | None] = Counter()
@@ -171,12 +185,38 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return UnitTrace(
             signature=signature,
             ops=tuple(ops),
-            saved=tuple(_source(seen, geometry) for seen, geometry in self._saved),
+            saved=tuple(_source(seen, geometry) for seen, geometry, _ in self._saved),
             output_bytes=sum(returned.values()),
             costs=UnitCosts(seconds, 2 * seconds, self._peak_bytes),
             why_not=self.refused or self.why_not,
             refused=self.refused,
         )
+
+    def with_packings(self, trace: UnitTrace, error_bound: float) -> UnitTrace:
+        """Return a trace with the ways to pack each storable result, tried on the tensors that the graph holds."""
+        kept = {(seen.group, seen.slot): alive for seen, _, weak in self._saved if (alive := weak()) is not None}
+        ops = list(trace.ops)
+        for op in trace.ops[1:]:
+            if not op.is_storable or not op.is_needed:
+                continue
+            slot, geometry = trace.packed_geometry(op.number)
+            held = kept.get((op.number, slot))
+            tensor = geometry.whole(held.storage()) if held is not None else None
+            if tensor is None or (trace.why_not and tensor.dtype is not torch.bool):
+                continue
+            # A group's other results are kept beside the pack.
+            beside = op.bytes - tensor.nbytes
+            found = packings_of(tensor, error_bound=error_bound)
+            ops[op.number] = replace(
+                op,
+                packings=tuple(
+                    replace(each, device_bytes=each.device_bytes + beside)
+                    for each in found
+                    # Without a replay only a pack that fits any content is right.
+                    if not trace.why_not or each.action == "bits"
+                ),
+            )
+        return replace(trace, ops=tuple(ops))
 
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], seen: list[SeenStorage]) -> Any:
         number = len(self._ops) + 1
@@ -186,7 +226,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         device = next((tensor.device for tensor in tensors), None)
         output, seconds = timed(partial(func, *args, **kwargs), device)
         changed = {id(self._seen.of(tensor)) for tensor in written}
-        changed |= {id(self._seen.of(tensor)) for tensor, before in buffers if not _same_bits(tensor, before)}
+        changed |= {id(self._seen.of(tensor)) for tensor, before in buffers if not same_bits(tensor, before)}
         if not changed and not is_random and self._rounds > 1:
             seconds = min(seconds, least_seconds(partial(func, *args, **kwargs), device, self._rounds - 1))
         form, returns, is_view, fresh = self._returns(func, output, tensors, written, number)
@@ -328,7 +368,7 @@ def _may_change(tensor: torch.Tensor, seen: SeenStorage) -> bool:
     return seen.group is None and not tensor.requires_grad and seen.cast_of is None
 
 
-def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Return whether two tensors have the same bits; NaN equals itself."""
     return torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (first, second)))
 

@@ -3,48 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from holdfast.activations.profile.unit_profile import UnitOp, UnitProfile
+from holdfast.activations.profile.unit_profile import Packing, UnitOp, UnitProfile
 from holdfast.activations.runtime.arguments import Form
+from holdfast.activations.runtime.dense import TensorGeometry
 from holdfast.activations.runtime.signature import Signature
 from holdfast.activations.runtime.unit_costs import UnitCosts
-
-
-@dataclass(frozen=True, slots=True)
-class TensorGeometry:
-    """The place of a tensor in a storage."""
-
-    size: tuple[int, ...]
-    """Size."""
-    stride: tuple[int, ...]
-    """Strides, in elements."""
-    offset: int
-    """First element in the storage."""
-    dtype: torch.dtype
-    """Element type."""
-    device: torch.device
-    """Device."""
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> TensorGeometry:
-        """Return the geometry of a strided tensor."""
-        return cls(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype, tensor.device)
-
-    @property
-    def reach_bytes(self) -> int:
-        """Return the bytes from the start of the storage to the end of the last element."""
-        if 0 in self.size:
-            return 0
-        steps = ((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
-        return (self.offset + sum(steps) + 1) * self.dtype.itemsize
-
-    def view_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return a tensor of this geometry that shows a storage."""
-        return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +62,8 @@ class TracedOp:
     """Whether autograd saves a result of the op, or Python reads its value."""
     is_storable: bool = False
     """Whether a replay may give the stored group to all that read the group."""
+    packings: tuple[Packing, ...] = ()
+    """Ways to pack the group's largest saved result."""
 
     @property
     def overload(self) -> str:
@@ -153,6 +124,12 @@ class UnitTrace:
         """Return whether any op has an effect."""
         return any(op.has_effect for op in self.ops)
 
+    def packed_geometry(self, group: int) -> tuple[int, TensorGeometry]:
+        """Return slot and geometry of the largest result of a group that autograd saves: what a packing packs."""
+        saved = {source.slot for source in self.saved if source.group == group}
+        found = [(each.slot, each.geometry) for each in self.ops[group].returns if each.geometry and each.slot in saved]
+        return max(found, key=lambda each: each[1].reach_bytes)
+
     @property
     def fingerprint(self) -> str:
         """Return a digest that units of equal traces share."""
@@ -162,16 +139,18 @@ class UnitTrace:
         ]
         return hashlib.sha256(repr((ops, self.saved, self.why_not, self.refused)).encode()).hexdigest()
 
-    def profile(self, units: tuple[str, ...]) -> UnitProfile:
+    def profile(self, units: tuple[str, ...], samples: Sequence[UnitTrace] = ()) -> UnitProfile:
         """Return the measured values for the solver.
 
         Args:
             units: FQNs of the units of this trace, in forward order.
+            samples: Measured traces of some of them, whose contents all fit the packings of the profile; () for this
+                trace alone.
         """
         return UnitProfile(
             fingerprint=self.fingerprint,
             units=units,
-            ops=tuple(_profiled(op) for op in self.ops),
+            ops=tuple(_profiled(op, [each.ops[op.number].packings for each in samples or [self]]) for op in self.ops),
             forward_seconds=self.costs.forward_seconds,
             backward_seconds=self.costs.backward_seconds,
             output_bytes=self.output_bytes,
@@ -181,7 +160,11 @@ class UnitTrace:
         )
 
 
-def _profiled(op: TracedOp) -> UnitOp:
+def _profiled(op: TracedOp, offered: Sequence[tuple[Packing, ...]]) -> UnitOp:
+    by_action: dict[str, list[Packing]] = {}
+    for packings in offered:
+        for packing in packings:
+            by_action.setdefault(packing.action, []).append(packing)
     return UnitOp(
         number=op.number,
         overload=op.overload,
@@ -193,4 +176,19 @@ def _profiled(op: TracedOp) -> UnitOp:
         is_storable=op.is_storable,
         is_random=op.is_random,
         has_effect=op.has_effect,
+        packings=tuple(_largest(found) for found in by_action.values() if len(found) == len(offered)),
+    )
+
+
+def _largest(found: Sequence[Packing]) -> Packing:
+    """Return a packing for the contents of several units: the most bytes that one may take, the mean of those taken."""
+    device_bytes = max(each.device_bytes for each in found)
+    taken_bytes = sum(each.device_bytes - each.spare_bytes for each in found) // len(found)
+    return Packing(
+        found[0].action,
+        device_bytes,
+        min(each.seconds for each in found),
+        found[0].is_lossy,
+        device_bytes - taken_bytes,
+        max(each.workspace_bytes for each in found),
     )

@@ -109,9 +109,12 @@ def column_from(
         draw=draw,
         device_bytes=sum(stored.values()),
         seconds=seconds,
-        forward_workspace_bytes=forward_workspace(unit, storages.values(), stored),
+        forward_workspace_bytes=forward_workspace(
+            unit, storages.values(), stored, {base: packing.workspace_bytes for base, packing in packed.items()}
+        ),
         backward_workspace_bytes=_backward_workspace(unit, storages, store, is_replayed=bool(run)),
         is_lossy=any(packing.is_lossy for packing in packed.values()),
+        spare_bytes=sum(packing.spare_bytes for packing in packed.values()),
     )
 
 

@@ -68,12 +68,14 @@ class PlanSummary:
     """Time of a step divided by the time of a step that keeps everything."""
     measured_slowdown: float
     """The same, as the fit measured the time; 0 if not measured."""
+    gradient_errors: tuple[tuple[str, float], ...]
+    """Parameters, each with the relative error of its gradient; "" stands for all; empty for exact gradients."""
     outside_bytes: int
     """Bytes that live outside units during the step; no plan manages these bytes."""
     peak_unit: str
     """FQN of the unit that runs at the peak."""
     peak_phase: str
-    """ "forward", "backward", or "overflow" if the room for tensors that do not fit their packs decides."""
+    """ "forward" or "backward"."""
     uses: tuple[ColumnUse, ...]
     """Columns in use, class by class."""
     moments: tuple[StepMoment, ...]
@@ -85,7 +87,7 @@ class PlanSummary:
 def summary_of(plan: SolvedPlan) -> PlanSummary:
     """Return the summary of a plan."""
     profile = plan.profile
-    moments = step_moments(profile, chosen_columns(profile, plan.columns, plan.choice))
+    moments = step_moments(profile, chosen_columns(profile, plan.columns, plan.choice), is_full=False)
     peak = max(moments, key=lambda each: each.bytes)
     return PlanSummary(
         budget_bytes=plan.budget_bytes,
@@ -95,6 +97,7 @@ def summary_of(plan: SolvedPlan) -> PlanSummary:
         measured_peak_bytes=plan.measured_peak_bytes,
         predicted_slowdown=plan.predicted_slowdown,
         measured_slowdown=plan.measured_slowdown,
+        gradient_errors=plan.gradient_errors,
         outside_bytes=profile.outside_bytes,
         peak_unit=profile.order[peak.unit][0],
         peak_phase=peak.phase,
@@ -114,6 +117,10 @@ def predictions(summary: PlanSummary) -> str:
     if summary.measured_peak_bytes:
         measured = shown_bytes(summary.measured_peak_bytes)
         text += f"\nmeasured by the fit: peak {measured}, step time × {summary.measured_slowdown:.3f}"
+    if summary.gradient_errors:
+        errors = dict(summary.gradient_errors)
+        worst = max(filter(None, errors), key=lambda name: errors[name])
+        text += f"\nrelative error of the gradient: {errors['']:.2g}; worst: {errors[worst]:.2g} ({printable(worst)})"
     return text
 
 

@@ -56,7 +56,7 @@ def solve(
         budget_bytes=budget_bytes,
         reserve=reserve,
         error_bound=error_bound,
-        predicted_peak_bytes=step_peak(profile, chosen).bytes,
+        predicted_peak_bytes=step_peak(profile, chosen, is_full=False).bytes,
         predicted_slowdown=1 + sum(column.seconds for column in chosen) / profile.step_seconds,
         gap=gap,
     )

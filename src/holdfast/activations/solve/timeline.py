@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from holdfast.activations.profile.unit_profile import ModelProfile, UnitColumn, UnitProfile
 from holdfast.activations.solve.storages import TracedStorage
 
 
-def forward_workspace(unit: UnitProfile, storages: Iterable[TracedStorage], stored_bytes: Mapping[int, int]) -> int:
+def forward_workspace(
+    unit: UnitProfile,
+    storages: Iterable[TracedStorage],
+    stored_bytes: Mapping[int, int],
+    packing_bytes: Mapping[int, int],
+) -> int:
     """Return the peak of a unit's forward: the unit's input, outputs until their last reader, and stored bytes.
 
     The caller of the unit holds the input until the forward ends.
@@ -18,6 +23,7 @@ def forward_workspace(unit: UnitProfile, storages: Iterable[TracedStorage], stor
         unit: The class of units.
         storages: Storages of the unit, in the order of the trace.
         stored_bytes: By base: bytes that stay; the bytes of the storage itself if the storage is kept.
+        packing_bytes: By base: temporary bytes of packing the storage.
     """
     storages = list(storages)
     last_reader: dict[int, int] = {}
@@ -33,10 +39,15 @@ def forward_workspace(unit: UnitProfile, storages: Iterable[TracedStorage], stor
         change[each.base] += each.bytes if is_by_reference else each.bytes + kept
         if each.base in read_bases and each.base != 0 and not is_by_reference:
             change[last_reader[each.base] + 1] -= each.bytes
+    # Autograd saves, and packs, what an op reads before the op runs.
+    packed_at: dict[int, int] = {}
+    for base, size in packing_bytes.items():
+        reader = min((op.number for op in unit.ops[base + 1 :] if base in op.reads), default=base + 1)
+        packed_at[reader - 1] = max(packed_at.get(reader - 1, 0), size)
     peak = live = 0
-    for bytes_more in change[:-1]:
+    for number, bytes_more in enumerate(change[:-1]):
         live += bytes_more
-        peak = max(peak, live)
+        peak = max(peak, live + packed_at.get(number, 0))
     return peak
 
 
@@ -52,18 +63,21 @@ class StepMoment:
     """ "forward", "backward" or "overflow"."""
 
 
-def step_peak(profile: ModelProfile, chosen: Sequence[UnitColumn]) -> StepMoment:
+def step_peak(profile: ModelProfile, chosen: Sequence[UnitColumn], *, is_full: bool = True) -> StepMoment:
     """Return the moment of a step with the most memory. The first unit wins a tie. Arguments as for `step_moments`."""
-    return max(step_moments(profile, chosen), key=lambda each: each.bytes)
+    return max(step_moments(profile, chosen, is_full=is_full), key=lambda each: each.bytes)
 
 
-def step_moments(profile: ModelProfile, chosen: Sequence[UnitColumn]) -> list[StepMoment]:
+def step_moments(profile: ModelProfile, chosen: Sequence[UnitColumn], *, is_full: bool = True) -> list[StepMoment]:
     """Return the moments of a step in their order, simulated unit by unit.
 
     Args:
         profile: The measured model.
         chosen: The column of each unit, in forward order.
+        is_full: Whether packs take the most that they may, and overflow; else packs take what they took in the fit.
     """
+    if not is_full:
+        chosen = [replace(each, device_bytes=each.device_bytes - each.spare_bytes) for each in chosen]
     moments = []
     stored = profile.outside_bytes
     for unit, column in enumerate(chosen):
@@ -74,7 +88,7 @@ def step_moments(profile: ModelProfile, chosen: Sequence[UnitColumn]) -> list[St
         held = stored + profile.gradient_bytes[unit]
         moments.append(StepMoment(held + column.backward_workspace_bytes, unit, "backward"))
         stored -= column.device_bytes
-        if may_overflow(column):
+        if is_full and may_overflow(column):
             more = overflow_bytes(profile.classes[profile.order[unit][1]])
             moments.append(StepMoment(stored + profile.gradient_bytes[unit] + more, unit, "overflow"))
     return moments

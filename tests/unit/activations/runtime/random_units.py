@@ -241,17 +241,19 @@ class Cloned:
     """An exact pack: a copy."""
 
     copied: torch.Tensor
+    device_bytes: int = 0
+    reserved_bytes: int = 0
 
     def unpack(self) -> torch.Tensor:
         made = torch.empty_strided(self.copied.shape, self.copied.stride(), dtype=self.copied.dtype)
         return made.copy_(self.copied)
 
 
-def packs(seed: int, overflow: float) -> Callable[[torch.Tensor, str], Cloned | None]:
+def packs(seed: int, overflow: float) -> Callable[[torch.Tensor, int], Cloned | None]:
     """Copies as packs; some of them overflow."""
     rng = random.Random(seed)
 
-    def pack(tensor: torch.Tensor, action: str) -> Cloned | None:
+    def pack(tensor: torch.Tensor, group: int) -> Cloned | None:
         assert not tensor.requires_grad
         if rng.random() < overflow:
             return None

@@ -169,9 +169,11 @@ def test_the_forward_holds_the_input_live_outputs_and_stored_bytes() -> None:
     """By hand: op 2 reads 1, op 3 reads 2; nothing is stored, then op 1 is packed, then op 2 is kept."""
     profile = unit([op(0), op(1, [0], bytes=4 * MIB), op(2, [1], bytes=3 * MIB), op(3, [2], bytes=MIB)])
     storages = storages_of(profile, allow_lossy=False)
-    assert forward_workspace(profile, storages.values(), {}) == (1 + 4 + 3) * MIB
-    assert forward_workspace(profile, storages.values(), {1: MIB}) == (1 + 5 + 3) * MIB
-    assert forward_workspace(profile, storages.values(), {1: 4 * MIB, 2: 3 * MIB}) == (1 + 4 + 3 + 1) * MIB
+    assert forward_workspace(profile, storages.values(), {}, {}) == (1 + 4 + 3) * MIB
+    assert forward_workspace(profile, storages.values(), {1: MIB}, {}) == (1 + 5 + 3) * MIB
+    # Packing takes memory before op 2 runs, when the pack exists.
+    assert forward_workspace(profile, storages.values(), {1: MIB}, {1: 5 * MIB}) == (1 + 4 + 1 + 5) * MIB
+    assert forward_workspace(profile, storages.values(), {1: 4 * MIB, 2: 3 * MIB}, {}) == (1 + 4 + 3 + 1) * MIB
 
 
 def test_a_large_model_is_solved() -> None:
