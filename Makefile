@@ -15,6 +15,8 @@
 #                   zipnn is compiled, so a C compiler and Python's headers are needed
 #   make bench-differential   cost of the redo log in training, and of a kill with the log (25 minutes, 12 GiB of
 #                   disk under runs/); QUICK=1, ONLY=redo_overhead,kills
+#   make bench-activations   training within a budget of memory, beside checkpointing and compiled blocks, predicted and
+#                   measured (about 40 minutes; a C++ compiler for the compiled ones); QUICK=1, ONLY=peaks,slowdown_vs_sac
 #   make bench-compare   Holdfast's own times with two checkouts in turn: BEFORE=path [AFTER=.] [ROUNDS=7]
 #                   [ONLY=large,tiny] [QUICK=1]; two to three hours for all, and the same command continues after Ctrl-C
 #   make integrations FRAMEWORK=accelerate   trains with a real framework through its integration: tests, examples, kills
@@ -43,7 +45,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The suite starts hundreds of processes: each would compile all of Holdfast anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test test-long check bench bench-interop bench-scale bench-stores bench-compression bench-differential bench-compare integrations fuzz campaign campaign-stores test-torch dist clean
+.PHONY: help demo test test-long check bench bench-interop bench-scale bench-stores bench-compression bench-differential bench-activations bench-compare integrations fuzz campaign campaign-stores test-torch dist clean
 
 PINNED_TORCH := torch==2.13.0
 TORCH ?=
@@ -143,6 +145,10 @@ bench-compression: $(READY)
 
 bench-differential: $(READY)
 	@QUICK=$(QUICK) ONLY=$(ONLY) $(PY) -m bench.differential
+
+bench-activations: $(READY)
+	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[cli,activations]'
+	@QUICK=$(QUICK) ONLY=$(ONLY) $(PY) -m bench.activations
 
 # ROUNDS has another default for `campaign`.
 bench-compare: $(READY)

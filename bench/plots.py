@@ -69,9 +69,12 @@ class Picture:
         return bool(report.rounds_of(latest, self.part))
 
 
-def draw_all(latest: Latest) -> None:
+def draw_all(latest: Latest, pictures: Sequence[Picture] | None = None) -> None:
     """Draw every picture whose part was measured.
 
+    Args:
+        latest: The results.
+        pictures: What to draw; None: the pictures of `latest.json`.
     Raises:
         SystemExit: matplotlib is missing.
     """
@@ -80,7 +83,7 @@ def draw_all(latest: Latest) -> None:
     except ImportError as error:
         raise SystemExit("bench: the plots need matplotlib: pip install -e '.[bench]'") from error
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for picture in PICTURES:
+    for picture in PICTURES if pictures is None else pictures:
         if picture.can_be_drawn(latest):
             figure = Figure(figsize=(7.5, 3.4), layout="constrained")
             axes = figure.subplots()

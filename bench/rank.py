@@ -28,10 +28,11 @@ def main() -> None:
     parts = {**PARTS, **STORE_PARTS}
     if name not in parts:
         # Imported for these parts alone: the parts use modules of the package that an older checkout lacks.
+        from bench.activations.parts import ACTIVATION_PARTS
         from bench.compression_parts import COMPRESSION_PARTS
         from bench.differential_parts import DIFFERENTIAL_PARTS
 
-        parts = {**COMPRESSION_PARTS, **DIFFERENTIAL_PARTS}
+        parts = {**ACTIVATION_PARTS, **COMPRESSION_PARTS, **DIFFERENTIAL_PARTS}
     part = parts[name]
     measured = part.measure(Path(folder) / "work", json.loads(params))
     measured.notes.extend(device.notes())

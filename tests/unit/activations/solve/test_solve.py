@@ -19,7 +19,7 @@ from holdfast.activations.solve.solve import RESERVE, all_columns, solve, solve_
 from holdfast.activations.solve.storages import storages_of
 from holdfast.activations.solve.timeline import forward_workspace, may_overflow, step_peak
 from holdfast.errors import InvalidError
-from tests.unit.activations.solve.traces import MIB, column, drawn_unit, model, op, unit
+from tests.unit.activations.solve.traces import MIB, column, drawn_unit, large_model, model, op, unit
 
 Columns = tuple[tuple[UnitColumn, ...], ...]
 
@@ -178,15 +178,7 @@ def test_the_forward_holds_the_input_live_outputs_and_stored_bytes() -> None:
 
 def test_a_large_model_is_solved() -> None:
     """256 units of 32 columns; the least peak too. It takes about a second of processor time."""
-    rng = random.Random(0)
-    kinds = [unit([op(0, bytes=4 * MIB), op(1, [0], is_needed=True)]) for _ in range(4)]
-    gradients = tuple((256 - at) * MIB // 10 for at in range(256))
-    profile = model(*kinds, units=256, gradient_bytes=gradients, step_seconds=256 * 0.15)
-    columns = tuple(
-        tuple(column(72 - 2.2 * at * rng.uniform(0.97, 1.03), (at / 31) ** 1.5 * 37e-3) for at in range(32))
-        for _ in kinds
-    )
-    budget = 256 * 72 * MIB // 3
+    profile, columns, budget = large_model()
     plan = solve(profile, columns, budget)
     assert plan.predicted_peak_bytes <= budget
     assert plan.gap <= GAP

@@ -164,3 +164,16 @@ def model(*classes: UnitProfile, units: int = 4, **changed: object) -> ModelProf
         step_seconds=0.05,
     )
     return replace(plain, **changed)  # type: ignore[arg-type]
+
+
+def large_model(units: int = 256) -> tuple[ModelProfile, tuple[tuple[UnitColumn, ...], ...], int]:
+    """Return a model of many units of four classes, 32 columns for each class, and a budget."""
+    rng = random.Random(0)
+    kinds = [unit([op(0, bytes=4 * MIB), op(1, [0], is_needed=True)]) for _ in range(4)]
+    gradients = tuple((units - at) * MIB // 10 for at in range(units))
+    profile = model(*kinds, units=units, gradient_bytes=gradients, step_seconds=units * 0.15)
+    columns = tuple(
+        tuple(column(72 - 2.2 * at * rng.uniform(0.97, 1.03), (at / 31) ** 1.5 * 37e-3) for at in range(32))
+        for _ in kinds
+    )
+    return profile, columns, units * 72 * MIB // 3

@@ -1,0 +1,1 @@
+"""Training within a budget of memory beside plain training and its rivals: `python -m bench.activations`."""
