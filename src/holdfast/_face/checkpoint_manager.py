@@ -306,7 +306,8 @@ class CheckpointManager:
         selection = selection_of(only, skip, grads, partial, hyperparameters=hyperparameters, cast=cast)
         request = LoadRequest(state, selection, strict, Renames.of(rename))
         if not discard_newer:
-            return self._load_with_log(request, find, step_name(step).step)
+            named = step_name(step)
+            return self._load_with_log(request, find, None if named.digest else named.step)
         discarding = Discarding(self._parts, find)
         choice = self._position.choice(discarding.find, discards=True)
         self._saves.await_ends()  # Saves in flight are newer steps, too.

@@ -23,6 +23,7 @@ from holdfast.core.format.log import LOG_FOLDER, RECORD_ENTRY, decode_record, lo
 from holdfast.core.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from holdfast.core.format.pack import HEADER_BYTES_MAX
 from holdfast.errors import CorruptError, MissingError
+from holdfast.stored.repository.quarantine import is_skipped, list_records
 from holdfast.stored.repository.timelines import RunTimelines, StoredManifest, timelines_from
 
 logger = logging.getLogger(__name__)
@@ -149,15 +150,16 @@ def log_after(store: Store, base: Manifest) -> RunLog | None:
 
 
 def base_reaching(store: Store, stored: RunTimelines, step: int) -> int | None:
-    """Return the base from which the log reaches a step that is no checkpoint; None if no log reaches the step.
+    """Return the base from which the log reaches a step; None if no log reaches the step.
 
     Args:
         store: The root of the run.
         stored: The manifests of the run.
         step: The step.
     """
+    records = list_records(store)
     older = (each for each in reversed(stored.chain) if each.timeline is not None and each.step < step)
-    base = next(older, None)
+    base = next((each for each in older if not is_skipped(store, each.step, each.key, records)), None)
     if base is None or not base.log or step not in _log_of(store, stored, base).steps:
         return None
     return base.step

@@ -128,6 +128,16 @@ def is_quarantined(
     return bool(identities) and identity_at(store, key or manifest_key(step)) in identities
 
 
+def is_skipped(store: Store, step: int, key: str, records: Iterable[tuple[int, str]]) -> bool:
+    """Return whether a resume skips a manifest: the manifest is under quarantine, or is gone. As `is_quarantined`."""
+    try:
+        return is_quarantined(store, step, key, records)
+    except MissingError:
+        return True
+    except CheckpointError:
+        return False
+
+
 def quarantine(store: Store, step: int, key: str, identity: str, why: str, found: str) -> None:
     """Record that a manifest of a step is damaged. The step is not touched; a second call changes nothing.
 

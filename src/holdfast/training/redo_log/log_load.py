@@ -16,6 +16,7 @@ from holdfast.base.types.events import LogRedone
 from holdfast.base.types.reports import LoadReport
 from holdfast.errors import CorruptError, MissingError, first_three, text_of
 from holdfast.stored.repository.logs import base_reaching
+from holdfast.stored.repository.quarantine import is_skipped, list_records
 from holdfast.stored.repository.timelines import run_timelines
 from holdfast.training.coordination.job import Job
 from holdfast.training.loading.load import Loaded, load, load_attempt
@@ -81,20 +82,27 @@ def load_with_log(
 
 
 def _found_or_recorded(store: Store, find: StepQuery, step: int) -> FoundStep:
-    """Return the step that a finder finds; for a step that only records hold, the base before the step. On rank 0.
+    """Return the step that a finder finds; if it is absent or under quarantine, the base before its record. On rank 0.
 
     Raises:
         MissingError: The step does not exist, and no log reaches the step.
     """
     try:
-        return find(store)
+        found = find(store)
     except MissingError:
-        stored = run_timelines(store)
-        base = base_reaching(store, stored, step)
-        manifest = None if base is None else stored.at(base)
-        if manifest is None:
+        recorded = _recorded(store, step)
+        if recorded is None:
             raise
-        return stored, manifest
+        return recorded
+    is_damaged = is_skipped(store, step, found[1].key, list_records(store))
+    return (_recorded(store, step) if is_damaged else None) or found
+
+
+def _recorded(store: Store, step: int) -> FoundStep | None:
+    stored = run_timelines(store)
+    base = base_reaching(store, stored, step)
+    manifest = None if base is None else stored.at(base)
+    return None if manifest is None else (stored, manifest)
 
 
 def _announce(job: Job, url: str, report: LoadReport, dispatcher: EventDispatcher) -> None:

@@ -16,17 +16,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import Parent
 from holdfast.base.types.timeline import FIRST_TIMELINE, Fork, Timeline
 from holdfast.core.format.names import step_folder
-from holdfast.errors import CheckpointError, InvalidError, MissingError, first_three
+from holdfast.errors import CheckpointError, InvalidError, first_three
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.repository.epochs import current_fence
-from holdfast.stored.repository.quarantine import is_quarantined, list_records, supersede
+from holdfast.stored.repository.quarantine import is_skipped, list_records, supersede
 from holdfast.stored.repository.timeline_records import take_back
 from holdfast.stored.repository.timelines import RunTimelines, StoredManifest, run_timelines, timelines_from
 from holdfast.training.coordination.job import Job
@@ -230,7 +229,7 @@ class RunPosition:
     def _newer_than(self, stored: RunTimelines, chosen: StoredManifest) -> tuple[int, ...]:
         """Return the steps that a resume would load first, and those that a save in flight may still commit."""
         records = list_records(self._store)
-        newer = {each.step for each in stored.newer_than(chosen) if not _is_skipped(self._store, each, records)}
+        newer = {each.step for each in stored.newer_than(chosen) if not is_skipped(self._store, each.step, each.key, records)}
         return tuple(sorted(newer.union(other for other in self._pins.under_way() if other > chosen.step)))
 
     def _decide(self, step: int, stored: RunTimelines, epoch: int) -> Timeline:
@@ -305,13 +304,3 @@ def move_damaged(store: Store, origin: int, stored: RunTimelines, epoch: int) ->
                 supersede(store, manifest.step, epoch, manifest.key)
             except CheckpointError as error:
                 logger.warning("step %d: its damaged manifest stays where it is: %s", manifest.step, error)
-
-
-def _is_skipped(store: Store, manifest: StoredManifest, records: Collection[tuple[int, str]]) -> bool:
-    """Return whether a resume skips a manifest: the manifest is under quarantine, or is gone by now."""
-    try:
-        return is_quarantined(store, manifest.step, manifest.key, records)
-    except MissingError:
-        return True
-    except CheckpointError:
-        return False

@@ -8,7 +8,7 @@ import logging
 import signal
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -41,13 +41,13 @@ class Training:
         self.manager = holdfast.CheckpointManager(root, every=every, process_group=False, **options)  # type: ignore[arg-type]
         torch.manual_seed(7)
 
-    def step(self, number: int) -> None:
-        """Train one step and offer it to the manager."""
+    def step(self, number: int, *closure: Callable[[], float]) -> holdfast.SaveHandle | None:
+        """Train one step and offer it to the manager; return the handle of a save."""
         self.model(torch.randn(5, 6)).square().mean().backward()
-        self.optimizer.step()
+        self.optimizer.step(*closure)
         self.schedule.step()
         self.optimizer.zero_grad()
-        self.manager.maybe_save(number, self.state)
+        return self.manager.maybe_save(number, self.state)
 
     def run(self, first: int, last: int) -> None:
         """Train steps, and wait until all are sealed and committed."""
@@ -150,6 +150,16 @@ def test_a_recorded_step_is_loaded_by_number(tmp_path: Path, expected: Mapping[i
     third.manager.close()
 
 
+def test_a_record_is_no_step_of_a_digest(tmp_path: Path) -> None:
+    first = Training(tmp_path)
+    first.run(1, 17)
+    first.die()
+    again = Training(tmp_path)
+    with pytest.raises(MissingError, match="no committed step 12@abcd"):
+        again.manager.load(again.state, "12@abcd")
+    again.manager.close()
+
+
 def test_a_base_is_taken_alone_by_number(tmp_path: Path, expected: Mapping[int, str]) -> None:
     first = Training(tmp_path)
     first.run(1, 17)
@@ -218,6 +228,27 @@ def test_a_damaged_base_is_passed_over_by_the_log(tmp_path: Path, expected: Mapp
     assert report is not None
     assert (found, report.base_step, again.digest()) == (33, 20, expected[33])
     again.manager.close()
+
+
+@pytest.mark.parametrize("step", [30, 32])
+def test_a_recorded_step_is_loaded_by_number_past_a_damaged_base(
+    tmp_path: Path, expected: Mapping[int, str], step: int
+) -> None:
+    first = Training(tmp_path)
+    first.run(1, 33)
+    first.die()
+    (pack,) = (tmp_path / f"step-{30:012d}").rglob("r00000.safetensors")
+    with pack.open("r+b") as file:
+        file.seek(-40, 2)
+        file.write(b"damage")
+    again, _ = loaded(tmp_path)  # The base is under quarantine from here on.
+    again.die()
+
+    third, found = loaded(tmp_path, step)
+    report = third.manager.load_report
+    assert report is not None
+    assert (found, report.base_step, third.digest()) == (step, 20, expected[step])
+    third.manager.close()
 
 
 def test_flipped_gradients_end_the_redo_before_them(tmp_path: Path, expected: Mapping[int, str]) -> None:
