@@ -206,8 +206,8 @@ class RedoLog:
             return target, collect
         self._state, self._selection = state, selection
         if self.bases.committed is None and self.bases.failed:
-            # Some rank may have begun the log of the failed base, and another rank not.
-            self._id = ""
+            # Some rank may have begun the log of the failed base, and another rank not. This base begins a log.
+            self._id, self._at = "", None
 
         def prepared() -> Collected:
             if self._capture is None:

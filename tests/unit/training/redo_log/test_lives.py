@@ -18,15 +18,16 @@ import holdfast
 from holdfast import Differential, Preempted
 from holdfast.backends.stores.local import LocalStore
 from holdfast.base.ports.store import Store
-from holdfast.errors import InvalidError, MissingError
+from holdfast.errors import InvalidError, MissingError, UnavailableError
 from holdfast.stored.repository import logs
 from holdfast.stored.repository.logs import SealedRecord, read_records
+from holdfast.testing.faults import Faults, FaultyStore, raise_error
 
 
 class Training:
     """A small network and its loop; two of them with equal steps are equal in every bit."""
 
-    def __init__(self, root: Path, *, every: int = 10, **options: object) -> None:
+    def __init__(self, root: Path | Store, *, every: int = 10, **options: object) -> None:
         torch.manual_seed(0)
         self.model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
@@ -340,6 +341,26 @@ def test_a_failed_seal_interrupts_and_the_next_base_goes_on(
     training.die()
     again, found = loaded(tmp_path)
     assert found == 12
+    again.manager.close()
+
+
+def test_the_base_after_a_failed_first_base_begins_the_log(
+    tmp_path: Path, expected: Mapping[int, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = Faults(raise_error(UnavailableError), names={"upload"})
+    store = LocalStore(tmp_path, settings=holdfast.Settings())
+    store.url = "kept://run"  # As a store of a user.
+    training = Training(FaultyStore(store, faults), every=100)
+    training.step(1)
+    with pytest.raises(UnavailableError):
+        training.settle()
+    training.run(2, 4)
+    assert faults.met == 1
+    assert "is interrupted" not in caplog.text
+    assert (training.manager.steps(), training.manager.recoverable) == ([2], 4)
+    training.die()
+    again, found = loaded(tmp_path)
+    assert (found, again.digest()) == (4, expected[4])
     again.manager.close()
 
 
