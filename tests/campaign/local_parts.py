@@ -66,9 +66,17 @@ PARTS = {
             "tests/crash/redo_log/test_every_optimizer.py",
             "tests/crash/redo_log/test_killed_runs.py",
             "tests/crash/redo_log/test_cut_and_faults.py",
+            "tests/property/test_life_of_a_logged_run.py",
         ),
         3600,
-        {"DEPARTURES": "520", "REDO_LAYOUTS": "all", "REDO_KILLS": "100", "REDO_CUTS": "50"},
+        {
+            "DEPARTURES": "520",
+            "REDO_LAYOUTS": "all",
+            "REDO_KILLS": "100",
+            "REDO_CUTS": "50",
+            "LOGGED_LIVES": "2000",
+            "LOGGED_STEPS": "12",
+        },
     ),
     "failed_saves": Part(("tests/distributed/failures/test_failed_saves.py",)),
 }
