@@ -224,6 +224,12 @@ GOALS = (
         32,
         128,
     ),
+    _less(
+        "redo_recover_bytes_in_per_rank_16384",
+        "bytes that come to one rank of 16,384 to redo 24 records, beside gradients",
+        4 << 20,
+        64 << 20,
+    ),
     _less("peak_error_worst", "activations: worst error of a predicted peak, relative, two models", 0.01, 0.02),
     _less("over_budget", "activations: plans whose measured peak is above the budget", 0, 0),
     _less("slowdown_error_p95", "activations: 95th percentile of predicted less measured slowdown", 0.03, 0.06),

@@ -27,6 +27,7 @@ from bench.compression_on_paper import PaperCoding
 from bench.load_on_paper import Given, bytes_into_rank
 from bench.objects_on_paper import OBJECT_BYTES_MAX, PACKS_FILE, PaperObjects, write_packs
 from bench.opening_on_paper import STEP, Opened, opened, opened_with_a_difference, packs_on, paper_context
+from bench.redo_on_paper import redo_bytes_into_rank
 from bench.silence_on_paper import calls_with_a_dead_rank
 from bench.synthetic import SyntheticJob, dense, mixture, targets
 from holdfast.backends.stores.local import LocalStore
@@ -76,6 +77,7 @@ GROWING = (
     "load_plan_seconds",
     "load_plan_fsdp_seconds",
     "load_bytes_in_per_rank",
+    "redo_recover_bytes_in_per_rank",
     "index_bytes",
 )
 
@@ -319,7 +321,7 @@ def measured(job: SyntheticJob, root: Path, *, loads: bool, cut: bool = False) -
     if not cut:  # What packs there are changes nothing of these.
         into_rank0, seconds = opened_with_a_difference(job, location_at(root), SETTINGS)
         found |= {"save_bytes_into_rank0": into_rank0, "difference_seconds": seconds}
-        found |= calls_with_a_dead_rank(job, location_at(root), SETTINGS)
+        found |= calls_with_a_dead_rank(job, location_at(root), SETTINGS) | redo_bytes_into_rank(job, SETTINGS)
     found |= {
         "packs": written.packs,
         "pieces": written.pieces,
@@ -355,13 +357,30 @@ def show(names: list[str], found: list[Numbers], growing: int) -> None:
     found = found[:growing]
     for key in GROWING:
         pairs = [(few, many) for few, many in pairwise(found) if key in few and key in many]
+        if not pairs:
+            continue
         print(f"  {key:28}" + "".join(f"{many[key] / few[key]:10.2f}" for few, many in pairs))
+
+
+def by_ranks(jobs: list[SyntheticJob], found: list[Numbers]) -> Numbers:
+    """Return the keys of jobs, each with the number of its ranks."""
+    return {
+        f"{key}_{job.world_size}": value for job, each in zip(jobs, found, strict=True) for key, value in each.items()
+    }
+
+
+def write(results: Path, keys: Numbers) -> None:
+    """Merge keys into a file of results."""
+    known = json.loads(results.read_text()) if results.exists() else {}
+    results.parent.mkdir(exist_ok=True)
+    results.write_text(json.dumps({**known, **{key: round(value, 4) for key, value in keys.items()}}, indent=1) + "\n")
 
 
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(prog="python -m bench.scale", description=__doc__)
     parser.add_argument("--ranks", type=int, help="only the dense job, at so many ranks (a multiple of 128)")
+    parser.add_argument("--redo", action="store_true", help="only what comes to a rank that redoes a log")
     parser.add_argument("--json", action="store_true", help="print the keys as JSON instead of a table")
     parser.add_argument("--root", type=Path, default=ROOT, help="where the files of the job lie meanwhile")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the file that takes the keys")
@@ -377,10 +396,13 @@ def main() -> None:
         print(json.dumps(load_planned(arguments.root, targets(arguments.ranks)[arguments.plan])))
         return
     jobs = [dense(ranks) for ranks in ((arguments.ranks,) if arguments.ranks else RANKS)]
+    if arguments.redo:
+        redone = [redo_bytes_into_rank(job, SETTINGS) for job in jobs]
+        write(arguments.results, by_ranks(jobs, redone))
+        show([job.name for job in jobs], redone, len(jobs))
+        return
     found = [measured(job, arguments.root, loads=True) for job in jobs]
-    keys = {
-        f"{key}_{job.world_size}": value for job, each in zip(jobs, found, strict=True) for key, value in each.items()
-    }
+    keys = by_ranks(jobs, found)
     keys["index_bytes_per_chunk"] = found[-1]["index_bytes_per_chunk"]
     dense_jobs, largest = len(jobs), jobs[-1]
     cut = measured(largest, arguments.root, loads=True, cut=True)
@@ -395,10 +417,7 @@ def main() -> None:
         from bench.connections import announced_step_calls, connections_per_rank
 
         keys |= connections_per_rank() | announced_step_calls()
-    results: Path = arguments.results
-    known = json.loads(results.read_text()) if results.exists() else {}
-    results.parent.mkdir(exist_ok=True)
-    results.write_text(json.dumps({**known, **{key: round(value, 4) for key, value in keys.items()}}, indent=1) + "\n")
+    write(arguments.results, keys)
     if arguments.json:
         print(json.dumps(keys, indent=1))
     else:

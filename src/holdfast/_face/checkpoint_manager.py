@@ -28,7 +28,7 @@ from holdfast.base.ports.packs import Packs
 from holdfast.base.ports.store import Store
 from holdfast.base.types.reports import LoadReport
 from holdfast.core.format.names import is_step, plain_step
-from holdfast.core.format.step_name import step_name
+from holdfast.core.format.step_name import StepName, step_name
 from holdfast.errors import InvalidError
 from holdfast.policies import KeepPolicy, Policies, SavePolicy
 from holdfast.settings import Differential, Preemption, Settings
@@ -306,8 +306,7 @@ class CheckpointManager:
         selection = selection_of(only, skip, grads, partial, hyperparameters=hyperparameters, cast=cast)
         request = LoadRequest(state, selection, strict, Renames.of(rename))
         if not discard_newer:
-            named = step_name(step)
-            return self._load_with_log(request, find, None if named.digest else named.step)
+            return self._load_with_log(request, find, step_name(step))
         discarding = Discarding(self._parts, find)
         choice = self._position.choice(discarding.find, discards=True)
         self._saves.await_ends()  # Saves in flight are newer steps, too.
@@ -428,11 +427,11 @@ class CheckpointManager:
         if self._schedule is not None and loaded.location.step is not None:
             self._schedule.note_loaded(loaded.location.step)
 
-    def _load_with_log(self, request: LoadRequest, find: StepQuery | None, step: int | None) -> int | None:
+    def _load_with_log(self, request: LoadRequest, find: StepQuery | None, named: StepName) -> int | None:
         """Load the newest valid step or a given one, follow the redo log, and continue training from there."""
         if self._redo_log is not None:
             self._redo_log.seal(-1, self._job.stall_seconds)  # The steps of this process count as those of a dead one.
-        note = partial(self._note_loaded, request)
+        note, step = partial(self._note_loaded, request), None if named.digest else named.step
         redone = load_with_log(self._job, self._position, request, self._dispatcher, note, find, step)
         if redone is None:
             return None

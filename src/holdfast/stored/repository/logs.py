@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 BASES_KEPT = 2
 """Newest bases that stay, with the log after the older one."""
 
-_FIRST_READ_BYTES = 1 << 18
-"""The first read of a segment: most often the header and the first record."""
+_FIRST_READ_BYTES = 1 << 17
+"""The first read of a segment: header and first record of about 300 tensors. Training of many ranks records fewer."""
 
 
 class TornSegment(CorruptError):

@@ -82,7 +82,7 @@ def load_with_log(
 
 
 def _found_or_recorded(store: Store, find: StepQuery, step: int) -> FoundStep:
-    """Return the step that a finder finds; if it is absent or under quarantine, the base before its record. On rank 0.
+    """Return the step that a finder finds; of a step that is absent or quarantined, the base before. On rank 0.
 
     Raises:
         MissingError: The step does not exist, and no log reaches the step.

@@ -61,7 +61,7 @@ class Redone:
         return replace(redone, seconds=in_all, why_not_further=self.why)
 
 
-class _Answer(msgspec.Struct):
+class _Answer(msgspec.Struct, array_like=True):
     """One rank's answer in a gather."""
 
     step: int
@@ -201,8 +201,14 @@ class LogRedo:
 
     def _worst(self, problem: str) -> str:
         """Return the problem of the first rank that has one, with its number; empty if no rank has one."""
+        if not self._any(bool(problem)):
+            return ""
         answers = self._gather(_Answer(0, problem))
         return next((f"rank {rank}: {each.why}" for rank, each in enumerate(answers) if each.why), "")
+
+    def _any(self, own: bool) -> bool:
+        """Return whether any rank says yes. A collective; its bytes do not grow with the ranks, as a gather's do."""
+        return self._job.comm.bitwise_or(bytes([own])) != b"\0"
 
     def _gather(self, own: _Answer) -> list[_Answer]:
         gathered = self._job.comm.all_gather(msgspec.msgpack.encode(own))
@@ -259,6 +265,8 @@ class LogRedo:
             own = "\n".join(self._redo.apply(sealed.record))
         except Exception as failure:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
             own, error = "", failure
+        if not self._any(bool(own) or error is not None):
+            return ()
         answers = self._gather(_Answer(0 if error is None else 1, own if error is None else text_of(error)))
         failed = [rank for rank, answer in enumerate(answers) if answer.step]
         if failed:

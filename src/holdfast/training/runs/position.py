@@ -229,7 +229,9 @@ class RunPosition:
     def _newer_than(self, stored: RunTimelines, chosen: StoredManifest) -> tuple[int, ...]:
         """Return the steps that a resume would load first, and those that a save in flight may still commit."""
         records = list_records(self._store)
-        newer = {each.step for each in stored.newer_than(chosen) if not is_skipped(self._store, each.step, each.key, records)}
+        newer = {
+            each.step for each in stored.newer_than(chosen) if not is_skipped(self._store, each.step, each.key, records)
+        }
         return tuple(sorted(newer.union(other for other in self._pins.under_way() if other > chosen.step)))
 
     def _decide(self, step: int, stored: RunTimelines, epoch: int) -> Timeline:
