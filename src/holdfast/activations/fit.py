@@ -6,7 +6,6 @@ One linear function. A fit leaves gradients, buffers, generators and forwards as
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -44,8 +43,8 @@ def fit(
             of one element. The step contains no optimizer.
         budget: The peak of a step above the memory that stands before it: bytes, "12GiB", or a share such as "40%" of
             the peak of keeping everything.
-        error_bound: Largest error of an element that a pack may bring into backward, as a share of its tensor's rms:
-            0.02 for codes of 8 bits, 0.25 for codes of 4. 0: gradients are exact.
+        error_bound: Largest error of an element that a pack may bring into backward, as a share of the rms of
+            the tensor: 0.02 for codes of 8 bits, 0.25 for codes of 4. 0: gradients are exact.
         units: Globs of module names that are managed together, such as ["model.layers.*"]; None: the repeated blocks.
     Raises:
         InvalidError: A bad argument, a missing package, a step that does not repeat, or a budget that no plan fits.
@@ -53,11 +52,7 @@ def fit(
     _require_packages()
     from holdfast.activations.runtime.measured_step import MeasuredModel
 
-    if type(error_bound) not in (int, float) or not 0 <= error_bound <= 1:
-        raise InvalidError(
-            f"error_bound={printable(repr(error_bound))[:80]}: expected a number from 0 (exact gradients) to 1. Pass a "
-            "bound such as 0.02"
-        )
+    _require_bound(error_bound)
     bytes_of(budget, 1 << 40)
     with MeasuredModel(model, step, units, error_bound) as measured:
         profile = measured.profile()
@@ -66,16 +61,10 @@ def fit(
         reserve, found = RESERVE, 0
         for _ in range(_TRIES):
             solved = solve(profile, columns, limit, error_bound=error_bound, reserve=reserve)
-            found, seconds, errors = measured.planned(solved)
+            solved = measured.planned(solved)
+            found = solved.measured_peak_bytes
             if found <= limit:
-                return ActivationPlan(
-                    replace(
-                        solved,
-                        measured_peak_bytes=found,
-                        measured_slowdown=seconds / profile.step_seconds,
-                        gradient_errors=errors,
-                    )
-                )
+                return ActivationPlan(solved)
             # The excess is taken off the memory that the solver may use.
             reserve += max(found / limit - 1, RESERVE)
     raise InvalidError(
@@ -90,3 +79,11 @@ def _require_packages() -> None:
             import_module(name)
         except ImportError as error:
             raise InvalidError(f"activations.fit needs {name}; run: pip install 'holdfast[{extra}]'") from error
+
+
+def _require_bound(error_bound: float) -> None:
+    if type(error_bound) not in (int, float) or not 0 <= error_bound <= 1:
+        raise InvalidError(
+            f"error_bound={printable(repr(error_bound))[:80]}: expected a number from 0 (exact gradients) to 1. Pass a "
+            "bound such as 0.02"
+        )

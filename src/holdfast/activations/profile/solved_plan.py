@@ -44,7 +44,7 @@ class SolvedPlan:
     measured_slowdown: float = 0.0
     """Time of that step divided by the time of a step that keeps everything; 0 if not measured."""
     gradient_errors: tuple[tuple[str, float], ...] = ()
-    """Parameters, each with the relative error of its gradient in that step; "" stands for all gradients as one. Empty
+    """Parameters, each with the relative error of the gradient in that step; "" stands for all gradients as one. Empty
     for exact gradients, or if not measured."""
     curve: tuple[CurvePoint, ...] = ()
     """The plans of other budgets, smallest peak first. A plan in a file has the curve."""

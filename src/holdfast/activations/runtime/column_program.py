@@ -168,7 +168,7 @@ class ColumnProgram:
             return Treatment.KEEP
         if source.group not in self.actions:
             return Treatment.PASS
-        # Small results beside the packed one, such as the statistics of a norm, are kept.
+        # Small results of the same op, such as the statistics of a norm, are kept.
         return Treatment.PACK if source.slot == self.packed[source.group][0] else Treatment.KEEP
 
     def _names(self, groups: Iterable[int]) -> str:

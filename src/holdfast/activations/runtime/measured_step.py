@@ -140,12 +140,9 @@ class MeasuredModel:
         )
         return self._with_outside(profile, traces)
 
-    def planned(self, plan: SolvedPlan) -> tuple[int, float, tuple[tuple[str, float], ...]]:
-        """Return the peak of a step under a plan, the seconds of a step, and the errors of its gradients.
+    def planned(self, plan: SolvedPlan) -> SolvedPlan:
+        """Return a plan with the measurements of a step under the plan: peak, slowdown, errors of gradients.
 
-        Returns:
-            The errors are relative to the norm of the plain gradient, by the name of the parameter; "" stands for all
-            gradients as one. There are none for a plan without lossy packs: gradients are equal.
         Raises:
             InvalidError: The loss, a buffer, or without lossy packs a gradient differs from the plain step.
         """
@@ -159,7 +156,8 @@ class MeasuredModel:
             errors = self._gradient_errors() if is_lossy else ()
             self._reset()
             _, peak = peak_bytes(self._run, self._device)
-            return peak, self._seconds(), errors
+            slowdown = self._seconds() / plan.profile.step_seconds
+            return replace(plan, measured_peak_bytes=peak, measured_slowdown=slowdown, gradient_errors=errors)
         finally:
             attached.detach()
             self._reset()
@@ -225,7 +223,7 @@ class MeasuredModel:
             raise InvalidError(f"{first_three(different)}: got another gradient {where}")
 
     def _gradient_errors(self) -> tuple[tuple[str, float], ...]:
-        """Return the relative errors of all gradients, as `planned` does."""
+        """Return the relative error of the gradient of each parameter, and of all as one under the name ""."""
         found, plain, squares = self._taken(), self._gradients, {"": (0.0, 0.0)}
         for name in self._parameters.keys() & plain.keys():
             mine, theirs = found[name].double(), plain[name].double()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -11,8 +12,10 @@ from holdfast.activations.profile.unit_profile import Packing
 from holdfast.activations.runtime.bounded import GROUP, pack_codes
 from holdfast.activations.runtime.dense import PackedTensor, elements_of
 from holdfast.activations.runtime.exact import pack_bits, pack_narrow, pack_pieces
+from holdfast.activations.runtime.frame import KeptTensor
 from holdfast.activations.runtime.measure import least_seconds
 from holdfast.activations.runtime.peak import peak_bytes
+from holdfast.activations.runtime.traced import UnitTrace
 from holdfast.base.clock import Clock
 
 EXACT_ACTIONS = ("bits", "narrow", "sparse", "planes")
@@ -74,6 +77,32 @@ def packings_of(tensor: torch.Tensor, *, error_bound: float = 0.0, clock: Clock 
         workspace_bytes = max(peak - made.device_bytes, 0) if made is not None else peak
         offered.append(Packing(action, packed.reserved_bytes, seconds, is_lossy, spare_bytes, workspace_bytes))
     return tuple(offered)
+
+
+def with_packings(trace: UnitTrace, held: Mapping[tuple[int | None, int], KeptTensor], error_bound: float) -> UnitTrace:
+    """Return a trace with the packings of each storable result, tried on the saved tensors.
+
+    Args:
+        trace: A trace.
+        held: The saved tensors by group and slot.
+        error_bound: Bounded packings are offered above 0 alone.
+    """
+    ops = list(trace.ops)
+    for op in filter(lambda op: op.number and op.is_storable and op.is_needed, trace.ops):
+        slot, geometry = trace.packed_geometry(op.number)
+        kept = held.get((op.number, slot))
+        tensor = None if kept is None else geometry.whole(kept.storage())
+        # Without a replay only a pack that fits any content is right.
+        if tensor is None or (trace.why_not and tensor.dtype is not torch.bool):
+            continue
+        found = [
+            # The op's other results are kept.
+            replace(each, device_bytes=each.device_bytes + op.bytes - tensor.nbytes)
+            for each in packings_of(tensor, error_bound=error_bound)
+            if not trace.why_not or each.action == "bits"
+        ]
+        ops[op.number] = replace(op, packings=tuple(found))
+    return replace(trace, ops=tuple(ops))
 
 
 def _worst_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ from holdfast.activations.runtime.op_rules import (
     why_not_again,
     written_by,
 )
-from holdfast.activations.runtime.packings import packings_of
+from holdfast.activations.runtime.packings import with_packings
 from holdfast.activations.runtime.seen_storages import SeenStorage, SeenStorages
 from holdfast.activations.runtime.signature import signature_of
 from holdfast.activations.runtime.traced import OpReturn, SavedSource, TracedOp, UnitTrace
@@ -68,8 +68,7 @@ def trace_call(
         unit: The module that is called.
         forward: The module's own forward.
         args, kwargs: Arguments of the call.
-        is_measured: Whether ops are timed several times, packs are tried, and the unit's costs are measured by further
-            calls.
+        is_measured: Whether packs are tried, ops are timed several times, and further calls measure the unit's costs.
         error_bound: Of a measured call: bounded packs are tried above 0 alone.
     """
     tensors: list[torch.Tensor] = []
@@ -83,8 +82,7 @@ def trace_call(
     if hooked := [name for name, module in unit.named_modules() if name and has_forward_hooks(module)]:
         recorder.why_not = recorder.why_not or f"hooks of the module {hooked[0]} would see skipped tensors"
     before, drawn = _attributes(unit), random.getstate()
-    hooks = torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack)
-    with hooks, _ReadWatch(recorder), recorder:
+    with torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack), _ReadWatch(recorder), recorder:
         output = forward(*args, **kwargs)
     if changed := _changed(before, _attributes(unit)):
         recorder.why_not = recorder.why_not or f"the unit keeps state in the attribute {changed}"
@@ -100,7 +98,7 @@ def trace_call(
     if is_measured and not trace.why_not:
         trace = replace(trace, costs=costs_of(unit, forward, form, tensors))
     if is_measured:
-        trace = recorder.with_packings(trace, error_bound)
+        trace = with_packings(trace, recorder.held(), error_bound)
     return output, trace
 
 
@@ -192,31 +190,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             refused=self.refused,
         )
 
-    def with_packings(self, trace: UnitTrace, error_bound: float) -> UnitTrace:
-        """Return a trace with the ways to pack each storable result, tried on the tensors that the graph holds."""
-        kept = {(seen.group, seen.slot): alive for seen, _, weak in self._saved if (alive := weak()) is not None}
-        ops = list(trace.ops)
-        for op in trace.ops[1:]:
-            if not op.is_storable or not op.is_needed:
-                continue
-            slot, geometry = trace.packed_geometry(op.number)
-            held = kept.get((op.number, slot))
-            tensor = geometry.whole(held.storage()) if held is not None else None
-            if tensor is None or (trace.why_not and tensor.dtype is not torch.bool):
-                continue
-            # A group's other results are kept beside the pack.
-            beside = op.bytes - tensor.nbytes
-            found = packings_of(tensor, error_bound=error_bound)
-            ops[op.number] = replace(
-                op,
-                packings=tuple(
-                    replace(each, device_bytes=each.device_bytes + beside)
-                    for each in found
-                    # Without a replay only a pack that fits any content is right.
-                    if not trace.why_not or each.action == "bits"
-                ),
-            )
-        return replace(trace, ops=tuple(ops))
+    def held(self) -> dict[tuple[int | None, int], KeptTensor]:
+        """Return the saved tensors that the graph still holds, by group and slot."""
+        return {(seen.group, seen.slot): kept for seen, _, weak in self._saved if (kept := weak()) is not None}
 
     def _record(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor], seen: list[SeenStorage]) -> Any:
         number = len(self._ops) + 1

@@ -125,7 +125,7 @@ class UnitTrace:
         return any(op.has_effect for op in self.ops)
 
     def packed_geometry(self, group: int) -> tuple[int, TensorGeometry]:
-        """Return slot and geometry of the largest result of a group that autograd saves: what a packing packs."""
+        """Return slot and geometry of the largest result of a group that autograd saves: a packing packs this one."""
         saved = {source.slot for source in self.saved if source.group == group}
         found = [(each.slot, each.geometry) for each in self.ops[group].returns if each.geometry and each.slot in saved]
         return max(found, key=lambda each: each[1].reach_bytes)

@@ -69,7 +69,7 @@ class PlanSummary:
     measured_slowdown: float
     """The same, as the fit measured the time; 0 if not measured."""
     gradient_errors: tuple[tuple[str, float], ...]
-    """Parameters, each with the relative error of its gradient; "" stands for all; empty for exact gradients."""
+    """Parameters, each with the relative error of the gradient; "" stands for all; empty for exact gradients."""
     outside_bytes: int
     """Bytes that live outside units during the step; no plan manages these bytes."""
     peak_unit: str

@@ -39,7 +39,7 @@ def forward_workspace(
         change[each.base] += each.bytes if is_by_reference else each.bytes + kept
         if each.base in read_bases and each.base != 0 and not is_by_reference:
             change[last_reader[each.base] + 1] -= each.bytes
-    # Autograd saves, and packs, what an op reads before the op runs.
+    # Autograd saves, and so packs, the tensors that an op reads before the op runs.
     packed_at: dict[int, int] = {}
     for base, size in packing_bytes.items():
         reader = min((op.number for op in unit.ops[base + 1 :] if base in op.reads), default=base + 1)
@@ -74,7 +74,7 @@ def step_moments(profile: ModelProfile, chosen: Sequence[UnitColumn], *, is_full
     Args:
         profile: The measured model.
         chosen: The column of each unit, in forward order.
-        is_full: Whether packs take the most that they may, and overflow; else packs take what they took in the fit.
+        is_full: Whether packs take the most that they may, and overflow; else packs take the bytes of the fit.
     """
     if not is_full:
         chosen = [replace(each, device_bytes=each.device_bytes - each.spare_bytes) for each in chosen]
