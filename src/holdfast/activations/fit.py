@@ -6,12 +6,20 @@ One linear function. A fit leaves gradients, buffers, generators and forwards as
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holdfast.activations.plan import ActivationPlan, bytes_of
+from holdfast.activations.profile.solved_plan import SolvedPlan
+from holdfast.activations.profile.unit_profile import ModelProfile, UnitColumn
+from holdfast.activations.profile.worst import worst_measured, worst_profile
 from holdfast.activations.solve.solve import RESERVE, all_columns, solve
 from holdfast.errors import InvalidError, printable, shown_bytes
+
+if TYPE_CHECKING:
+    from holdfast.activations.agree import FitRanks
+    from holdfast.activations.runtime.measured_step import MeasuredModel
 
 _TRIES = 4
 """Solutions whose peak is measured, before a budget counts as too small."""
@@ -24,11 +32,13 @@ def fit(
     budget: int | str,
     error_bound: float = 0.0,
     units: Sequence[str] | None = None,
+    process_group: Any = None,
 ) -> ActivationPlan:
     """Measure a model, and return the plan of least time whose step stays within a budget.
 
     Loss and outputs under the plan equal those of the plain model to the bit. Gradients do where `error_bound` is 0,
     and the fit compares them. Above 0 the fit measures their errors.
+    With several ranks a fit is collective: every rank calls `fit` for the same model, and holds the same plan.
 
     Example:
         def step():
@@ -46,39 +56,54 @@ def fit(
         error_bound: Largest error of an element that a pack may bring into backward, as a share of the rms of
             the tensor: 0.02 for codes of 8 bits, 0.25 for codes of 4. 0: gradients are exact.
         units: Globs of module names that are managed together, such as ["model.layers.*"]; None: the repeated blocks.
+        process_group: The ranks that train the model: None for the default group (or one process), a group, or False
+            for this process alone, whose step waits for no other rank. The smallest budget and bound of all count.
     Raises:
-        InvalidError: A bad argument, a missing package, a step that does not repeat, or a budget that no plan fits.
+        InvalidError: A bad argument, a missing package, a step that does not repeat, a budget that no plan fits, or
+            ranks that disagree.
+        CheckpointError: Another rank failed; the message begins with the number of the rank.
+        UnavailableError: A rank did not take part in time.
     """
-    _require_packages()
+    _require_package("torch", "torch")
+    from holdfast.activations.agree import FitRanks
     from holdfast.activations.runtime.measured_step import MeasuredModel
 
-    _require_bound(error_bound)
-    bytes_of(budget, 1 << 40)
-    with MeasuredModel(model, step, units, error_bound) as measured:
-        profile = measured.profile()
-        columns = all_columns(profile, error_bound)
-        limit = bytes_of(budget, profile.keep_all_peak_bytes)
-        reserve, found = RESERVE, 0
-        for _ in range(_TRIES):
-            solved = solve(profile, columns, limit, error_bound=error_bound, reserve=reserve)
-            solved = measured.planned(solved)
-            found = solved.measured_peak_bytes
-            if found <= limit:
-                return ActivationPlan(solved)
-            # The excess is taken off the memory that the solver may use.
-            reserve += max(found / limit - 1, RESERVE)
+    with FitRanks(process_group) as ranks:
+        _require_package("scipy", "activations")
+        _require_bound(error_bound)
+        bytes_of(budget, 1 << 40)
+        with MeasuredModel(model, step, units, error_bound, ranks.agree) as measured:
+            return _fitted(ranks, measured, budget, error_bound)
+
+
+def _fitted(ranks: FitRanks, measured: MeasuredModel, budget: int | str, error_bound: float) -> ActivationPlan:
+    own = measured.profile()
+    limits = ranks.gather((bytes_of(budget, own.keep_all_peak_bytes), float(error_bound)), tuple[int, float])
+    limit, bound = map(min, zip(*limits, strict=True))
+    gathered = ranks.gather(own, ModelProfile)
+    profile = ranks.from_first(lambda: worst_profile(gathered), ModelProfile)
+    columns = ranks.from_first(partial(all_columns, profile, bound), tuple[tuple[UnitColumn, ...], ...])
+    reserve, found = RESERVE, 0
+    for _ in range(_TRIES):
+        make = partial(solve, profile, columns, limit, error_bound=bound, reserve=reserve)
+        solved = ranks.from_first(make, SolvedPlan)
+        solved = worst_measured(tuple(ranks.gather(measured.planned(solved), SolvedPlan)))
+        found = solved.measured_peak_bytes
+        if found <= limit:
+            return ActivationPlan(solved)
+        # The excess is taken off the memory that the solver may use.
+        reserve += max(found / limit - 1, RESERVE)
     raise InvalidError(
         f"budget is {shown_bytes(limit)}: the last plan took {shown_bytes(found)}, measured; expected a plan within "
         "the budget. Pass a larger budget or smaller batches"
     )
 
 
-def _require_packages() -> None:
-    for name, extra in (("torch", "torch"), ("scipy", "activations")):
-        try:
-            import_module(name)
-        except ImportError as error:
-            raise InvalidError(f"activations.fit needs {name}; run: pip install 'holdfast[{extra}]'") from error
+def _require_package(name: str, extra: str) -> None:
+    try:
+        import_module(name)
+    except ImportError as error:
+        raise InvalidError(f"activations.fit needs {name}; run: pip install 'holdfast[{extra}]'") from error
 
 
 def _require_bound(error_bound: float) -> None:

@@ -27,6 +27,7 @@ from holdfast.activations.runtime.store_only import call_storing
 from holdfast.activations.runtime.trace import trace_call
 from holdfast.activations.runtime.traced import UnitTrace
 from holdfast.activations.runtime.unit_costs import copied
+from holdfast.activations.runtime.unit_names import inside_ddp
 from holdfast.errors import InvalidError, first_three
 
 _FORWARD = "forward"
@@ -80,7 +81,7 @@ def attach(model: nn.Module, programs: Mapping[str, ColumnProgram | PlannedUnit]
     Raises:
         InvalidError: The model lacks a unit, or a unit is managed already.
     """
-    modules = dict(model.named_modules())
+    modules = dict(inside_ddp(model).named_modules())
     absent = [name for name in programs if name not in modules]
     if absent:
         raise InvalidError(f"the model has no module {first_three(absent)}; expected the model that was fitted")

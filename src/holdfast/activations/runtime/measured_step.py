@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,8 +14,7 @@ from types import TracebackType
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import FSDPModule
 
 from holdfast.activations.profile.solved_plan import SolvedPlan
 from holdfast.activations.profile.unit_profile import ModelProfile, UnitColumn
@@ -24,11 +24,11 @@ from holdfast.activations.runtime.measure import timed
 from holdfast.activations.runtime.peak import peak_bytes
 from holdfast.activations.runtime.trace import same_bits
 from holdfast.activations.runtime.traced import UnitTrace
-from holdfast.activations.runtime.unit_names import units_of
+from holdfast.activations.runtime.unit_names import inside_ddp, units_of
 from holdfast.activations.solve.columns import keep_all, whole_recompute
 from holdfast.activations.solve.timeline import step_peak
 from holdfast.backends.torch.local_shards import local_of
-from holdfast.backends.torch.private_layout import original_of, version_counter
+from holdfast.backends.torch.private_layout import is_wrapper, original_of, version_counter
 from holdfast.errors import InvalidError, first_three
 
 _ROUNDS = 3
@@ -42,7 +42,12 @@ class MeasuredModel:
     """A model and its step, between two calls of the loop."""
 
     def __init__(
-        self, model: object, step: Callable[[], torch.Tensor], units: Sequence[str] | None, error_bound: float
+        self,
+        model: object,
+        step: Callable[[], torch.Tensor],
+        units: Sequence[str] | None,
+        error_bound: float,
+        agree: Callable[[], None],
     ) -> None:
         """Check the model; run nothing yet.
 
@@ -51,6 +56,7 @@ class MeasuredModel:
             step: Runs forward and backward, and returns the loss.
             units: Globs of the units; None: the repeated blocks.
             error_bound: Largest relative error of a stored element.
+            agree: Returns once every rank has come as far: no rank begins a step in which another one is missing.
         Raises:
             InvalidError: The model cannot be managed.
         """
@@ -58,28 +64,36 @@ class MeasuredModel:
             raise InvalidError(
                 f"model, step: got {type(model).__name__} and {type(step).__name__}; expected a module and a function"
             )
-        compiled = [type(each).__qualname__ for each in model.modules() if original_of(each) is not None]
+        model, wrapper = inside_ddp(model), model
+        compiled = [each for each in model.modules() if original_of(each) is not None or is_wrapper(each)]
         if compiled or isinstance(model, nn.DataParallel):
-            kind = (compiled or ["DataParallel"])[0]
-            raise InvalidError(f"model: is a {kind}; expected a plain module. Fit the module inside, uncompiled")
-        self._model, self._step = model, step
+            kind = type((compiled or [model])[0]).__qualname__
+            raise InvalidError(
+                f"model: is a {kind}; expected a plain module, DDP or FSDP2. Fit the module inside, uncompiled"
+            )
+        self._model, self._step, self._agree, self._is_ddp = model, step, agree, model is not wrapper
         self._parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
         held = next((name for name, each in self._parameters.items() if each.grad is not None), None)
         if held is not None:
             raise InvalidError(f"{held}: has a gradient; expected none before a fit. Call model.zero_grad()")
         if not self._parameters:
             raise InvalidError("model: has no parameter that requires a gradient; expected one that trains")
-        wrapped = [type(each).__qualname__ for each in model.modules() if isinstance(each, DistributedDataParallel)]
-        if wrapped or any(isinstance(each, DTensor) for each in model.parameters()):
-            raise InvalidError(
-                f"model: is of {(wrapped or ['DTensors'])[0]}; expected a model of one process. Fits of several ranks "
-                "are not built yet"
-            )
         self._names = units_of(model, units)
+        self._require_whole_units()
         self._device = next(iter(self._parameters.values())).device
         self._error_bound = error_bound
-        self._loss = 0.0
+        self._loss = self._step_seconds = 0.0
         self._gradients: dict[str, torch.Tensor] = {}
+
+    def _require_whole_units(self) -> None:
+        for name in self._names:
+            modules = self._model.get_submodule(name).named_modules(prefix=name)
+            inner = [key for key, each in modules if key != name and isinstance(each, FSDPModule)]
+            if inner:
+                raise InvalidError(
+                    f"unit {name}: contains {first_three(inner)}, which fully_shard gathers inside the unit; expected "
+                    "units that are gathered as a whole. Name these modules in units="
+                )
 
     def __enter__(self) -> MeasuredModel:
         """Note buffers and generators."""
@@ -104,6 +118,9 @@ class MeasuredModel:
         Raises:
             InvalidError: The step does not repeat, or a unit cannot be managed.
         """
+        # DDP orders the buckets again in the second or third step. From then on the ranks add in one order.
+        for _ in range(2 if self._is_ddp else 0):
+            self._run()
         self._loss = self._run()
         self._gradients = self._taken()
         if self._run() != self._loss:
@@ -164,9 +181,11 @@ class MeasuredModel:
 
     def _run(self) -> float:
         """Run a step from the same generators and buffers; leave the gradients."""
+        self._agree()
         self._reset()
         before = {name: version_counter(local_of(each)) for name, each in self._parameters.items()}
-        loss: object = self._step()
+        loss: object
+        loss, self._step_seconds = timed(self._step, self._device)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not bool(torch.isfinite(loss.detach()).all()):
             raise InvalidError(f"step: returned {str(loss)[:80]}; expected a finite loss, a tensor of one element")
         changed = [name for name, each in self._parameters.items() if before[name] != version_counter(local_of(each))]
@@ -181,8 +200,8 @@ class MeasuredModel:
     def _seconds(self) -> float:
         found = []
         for _ in range(_ROUNDS):
-            self._reset()
-            found.append(timed(self._run, self._device)[1])
+            self._run()
+            found.append(self._step_seconds)
         return median(found)
 
     def _reset(self) -> None:
@@ -234,7 +253,7 @@ class MeasuredModel:
 
     def _gradient_bytes(self, order: Sequence[str]) -> tuple[int, ...]:
         """Return the bytes of the gradients that are made by the end of the backward of each unit."""
-        made: list[nn.Parameter] = []
+        made: Counter[nn.Parameter] = Counter()
         with self._noted(made):
             self._run()
         owners = {
@@ -248,22 +267,25 @@ class MeasuredModel:
             number = owners.get(id(parameter))
             if number is not None:
                 by_unit[number] = total
+        if max(made.values(), default=0) > 1:
+            # Of several backwards in a step, all but the first find every gradient.
+            return (total,) * len(order)
         for number in reversed(range(len(order) - 1)):
             by_unit[number] = max(by_unit[number], by_unit[number + 1])
         return tuple(by_unit)
 
     @contextmanager
-    def _noted(self, made: list[nn.Parameter]) -> Iterator[None]:
-        """Note parameters whose gradient is new. A step may add to gradients whose memory stands already."""
+    def _noted(self, made: Counter[nn.Parameter]) -> Iterator[None]:
+        """Count the backwards of parameters whose gradient is new. A step may add to gradients that stood before."""
         standing: set[int] = set()
 
         def arrived(parameter: nn.Parameter, _: torch.Tensor) -> None:
-            if parameter.grad is not None:
+            if parameter.grad is not None and parameter not in made:
                 standing.add(id(parameter))
 
         def added(parameter: nn.Parameter) -> None:
             if id(parameter) not in standing:
-                made.append(parameter)
+                made[parameter] += 1
 
         handles = [each.register_hook(partial(arrived, each)) for each in self._parameters.values()]  # type: ignore[no-untyped-call]
         handles += [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -137,7 +138,9 @@ class UnitTrace:
             (op.overload, op.group, op.reads, op.bytes, op.is_random, op.has_effect, op.is_storable, repr(op.returns))
             for op in self.ops
         ]
-        return hashlib.sha256(repr((ops, self.saved, self.why_not, self.refused)).encode()).hexdigest()
+        # The ranks of a job use devices of other numbers.
+        text = re.sub(r", index=\d+", "", repr((ops, self.saved, self.why_not, self.refused)))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def profile(self, units: tuple[str, ...], samples: Sequence[UnitTrace] = ()) -> UnitProfile:
         """Return the measured values for the solver.

@@ -6,8 +6,14 @@ import re
 from collections.abc import Sequence
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.errors import InvalidError, first_three, printable
+
+
+def inside_ddp(model: nn.Module) -> nn.Module:
+    """Return the model that DDP wraps, so that a plan has one name for a unit with and without DDP."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def units_of(model: nn.Module, patterns: Sequence[str] | None) -> list[str]:

@@ -39,6 +39,8 @@ def comm_of(process_group: object) -> ProcessGroupComm | SoloComm:
         return SoloComm()
     if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise InvalidError(f"process_group is {type(process_group).__name__}; expected None, False or a ProcessGroup")
+    if not dist.is_initialized():
+        raise InvalidError("process_group: torch.distributed is not initialised. Call init_process_group, or pass None")
     return ProcessGroupComm(process_group)
 
 

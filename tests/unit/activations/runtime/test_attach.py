@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -136,6 +137,18 @@ def test_store_only_with_all_kept_equals_plain() -> None:
         unit.forward = call
     assert step(model) == step(plain)
     assert_equal_gradients(model, plain)
+
+
+def test_the_number_of_a_device_is_no_part_of_a_fingerprint() -> None:
+    model = Gpt()
+    trace = trace_units(model, NAMES[:1], lambda: step(model))[NAMES[0]]
+
+    def fingerprint_on(number: int) -> str:
+        device = torch.device("cuda", number)
+        saved = [replace(each, geometry=replace(each.geometry, device=device)) for each in trace.saved]
+        return replace(trace, saved=tuple(saved)).fingerprint
+
+    assert fingerprint_on(0) == fingerprint_on(1) != trace.fingerprint
 
 
 def test_detach_restores_the_modules() -> None:
