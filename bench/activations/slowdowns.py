@@ -148,7 +148,7 @@ EXACT_MODERN = replace(
     name="exact_modern",
     question="How much longer does it take with RMSNorm, SwiGLU, grouped heads and autocast?",
     full={**MODERN, "rounds": 7},
-    quick={**QUICK, "width": 128, "rounds": 3},
+    quick={**QUICK, "tokens": 64, "rounds": 3},
     measure=partial(measure, kind="modern"),
     keys=keys_of_modern,
     values=values_of_modern,
