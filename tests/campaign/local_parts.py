@@ -78,6 +78,16 @@ PARTS = {
             "LOGGED_STEPS": "12",
         },
     ),
+    "activations": Part(
+        (
+            "tests/unit/activations/runtime/test_random_units.py",
+            "tests/unit/activations/runtime/test_bounded.py",
+            "tests/unit/activations/runtime/test_parity.py",
+            "tests/distributed/jobs/test_activations.py",
+        ),
+        3600,
+        {"RANDOM_MODULES": "10000", "HOSTILE_TENSORS": "100000", "PARITY_STEPS": "600"},
+    ),
     "failed_saves": Part(("tests/distributed/failures/test_failed_saves.py",)),
 }
 """By name, in the order of a whole campaign."""

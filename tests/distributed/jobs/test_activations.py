@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 
 from tests.support.gloo_worlds import Case, Outcome, Results, run_world
+from tests.unit.activations.runtime.parity import STEPS
 
-WAYS = ("ddp", "ddp-static", "ddp-autocast", "fsdp2", "fsdp2-mixed", "fsdp2-autocast")
+WAYS = (
+    *("ddp", "ddp-static", "ddp-autocast", "ddp-accumulated"),
+    *("fsdp2", "fsdp2-mixed", "fsdp2-autocast", "fsdp2-accumulated"),
+)
 FITS = (
     "ddp-static before", "ddp-accumulated after",
     "fsdp2 before", "fsdp2-accumulated after", "fsdp2-autocast after",
@@ -20,7 +24,7 @@ FIT = "tests.distributed.jobs.fit_cases:"
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     function = "tests.distributed.jobs.activation_cases:random_columns"
     cases = [Case(function, {"way": way}, way) for way in WAYS]
-    return run_world(2, cases, tmp_path_factory.mktemp("activations"))
+    return run_world(2, cases, tmp_path_factory.mktemp("activations"), deadline_seconds=15 * STEPS)
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,6 +25,9 @@ from tests.unit.activations.runtime.random_units import (
 )
 
 WAYS = ("plain", "autocast", "retain", "double")
+
+MODULES = int(os.environ.get("RANDOM_MODULES", 300))
+"""Modules of the long test."""
 
 
 class Model(nn.Module):
@@ -131,4 +135,4 @@ def test_random_modules() -> None:
 
 @pytest.mark.long
 def test_many_random_modules() -> None:
-    run(range(1000, 1300))
+    run(range(1000, 1000 + MODULES))
