@@ -198,6 +198,8 @@ def _number_problems(plan: SolvedPlan, profile: ModelProfile) -> Iterator[str]:
         yield "a number of bytes is out of range"
     if not (_are_times(*slowdowns, plan.gap) and 1 / TIME_MAX < profile.step_seconds < TIME_MAX):
         yield "the step's seconds, a slowdown or the gap are out of range"
+    if plan.gradient_errors and (plan.gradient_errors[0][0] or len(plan.gradient_errors) < 2):
+        yield "the errors of gradients do not begin with that of all gradients as one"
     if not (0 <= plan.reserve < 1 and 0 <= plan.error_bound <= 1):
         yield f"reserve is {plan.reserve}, error bound is {plan.error_bound}; expected 0 to 1"
 

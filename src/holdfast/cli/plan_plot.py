@@ -32,9 +32,8 @@ def draw_plan(summary: PlanSummary, path: str) -> None:
     curve.axvline(summary.budget_bytes / _MIB, color="gray", linestyle="--", label="budget")
     curve.set(xlabel="peak, MiB", ylabel="step time ÷ keeping everything", title="Slowdown against peak")
     curve.legend()
-    passed = [each for each in summary.moments if each.phase != "overflow"]
-    step.plot([each.bytes / _MIB for each in passed], drawstyle="steps-mid", label="predicted memory")
-    step.axvline(len(passed) / 2 - 0.5, color="gray", linewidth=0.5)
+    step.plot([each.bytes / _MIB for each in summary.moments], drawstyle="steps-mid", label="predicted memory")
+    step.axvline(len(summary.moments) / 2 - 0.5, color="gray", linewidth=0.5)
     step.axhline(summary.budget_bytes / _MIB, color="gray", linestyle="--", label="budget")
     step.set(xlabel="units: forward, then backward", ylabel="MiB", title="Memory of a step", ylim=(0, None))
     step.legend()

@@ -177,6 +177,8 @@ def first_column(plan: dict[str, Any]) -> dict[str, Any]:
         (lambda plan: plan.update(reserve=1.0), "reserve is 1.0"),
         (lambda plan: plan.update(error_bound=-0.5), "error bound is -0.5"),
         (lambda plan: plan.update(measured_peak_bytes=-1), "number of bytes"),
+        (lambda plan: plan.update(gradient_errors=[["weight", 0.1]]), "all gradients as one"),
+        (lambda plan: plan.update(gradient_errors=[["", 0.1]]), "all gradients as one"),
         (lambda plan: plan.update(measured_slowdown=-1.0), "a slowdown"),
         (lambda plan: plan.update(predicted_slowdown=1e300), "a slowdown"),
         (lambda plan: first_column(plan).update(seconds=1e300), "out of range"),

@@ -47,7 +47,7 @@ def solve(
     """
     choice, gap = choose(profile, columns, floor(budget_bytes * (1 - reserve)))
     if choice is None:
-        raise _too_small(profile, columns, budget_bytes, reserve)
+        raise _too_small(profile, columns, budget_bytes, error_bound, reserve)
     chosen = chosen_columns(profile, columns, choice)
     return SolvedPlan(
         profile=profile,
@@ -78,14 +78,20 @@ def least_budget(peak_bytes: int, reserve: float) -> int:
 
 
 def _too_small(
-    profile: ModelProfile, columns: Sequence[Sequence[UnitColumn]], budget_bytes: int, reserve: float
+    profile: ModelProfile,
+    columns: Sequence[Sequence[UnitColumn]],
+    budget_bytes: int,
+    error_bound: float,
+    reserve: float,
 ) -> InvalidError:
     peak = least_peak(profile, columns)
     name, kind = profile.order[peak.unit]
     least = least_budget(peak.bytes, reserve)
     why_not = profile.classes[kind].why_not
     fixed = f"; {name} is never recomputed: {why_not}" if why_not else ""
+    bounded = "" if error_bound else ", or fit with error_bound=0.02, which may need less"
     return InvalidError(
         f"budget is {budget_bytes:,} bytes ({shown_bytes(budget_bytes)}); expected at least {least:,} bytes "
-        f"({shown_bytes(least)}): the {peak.phase} of {name} needs them{fixed}. Pass a larger budget or smaller batches"
+        f"({shown_bytes(least)}): the {peak.phase} of {name} needs them{fixed}. Pass a larger budget or smaller "
+        f"batches{bounded}"
     )

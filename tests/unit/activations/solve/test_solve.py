@@ -210,6 +210,22 @@ def three_units() -> tuple[ModelProfile, Columns]:
     return profile, (columns_of(profile.classes[0], 0.0),)
 
 
+def test_a_budget_below_the_floor_names_the_floor_the_unit_and_the_remedies() -> None:
+    profile, columns = three_units()
+    with pytest.raises(InvalidError, match="expected at least") as caught:
+        solve(profile, columns, 3 * MIB)
+    text = str(caught.value)
+    floor = int(text.partition("expected at least ")[2].partition(" bytes")[0].replace(",", ""))
+    assert solve(profile, columns, floor).budget_bytes == floor
+    with pytest.raises(InvalidError, match="expected at least"):
+        solve(profile, columns, floor - MIB // 64)
+    peak = least_peak(profile, columns)
+    assert f"the {peak.phase} of {profile.order[peak.unit][0]} needs them" in text
+    assert text.endswith("Pass a larger budget or smaller batches, or fit with error_bound=0.02, which may need less")
+    with pytest.raises(InvalidError, match=r"smaller batches$"):
+        solve(profile, columns, 3 * MIB, error_bound=0.02)
+
+
 def test_a_plan_explains_itself() -> None:
     profile, columns = three_units()
     plans = [solve(profile, columns, budget * MIB) for budget in (30, 11)]
