@@ -76,7 +76,7 @@ def read_plan(path: str | os.PathLike[str]) -> SolvedPlan:
     Raises:
         MissingError: The file does not exist.
         InvalidError: The file is no plan file, or a newer version of Holdfast wrote the file.
-        CorruptError: The file is truncated or changed, or its values contradict each other.
+        CorruptError: The file is truncated or changed, or values contradict each other.
         UnavailableError: The file cannot be read.
     """
     try:
@@ -99,7 +99,7 @@ def decode_plan(data: bytes, where: str) -> SolvedPlan:
         where: The file, for messages.
     Raises:
         InvalidError: The content is no plan, or a newer version of Holdfast wrote the plan.
-        CorruptError: The content is truncated or changed, or its values contradict each other.
+        CorruptError: The content is truncated or changed, or values contradict each other.
     """
     try:
         envelope = msgspec.json.decode(data, type=inspected(PlanEnvelope, msgspec.json.Decoder))

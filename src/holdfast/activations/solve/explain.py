@@ -1,4 +1,4 @@
-"""A plan for people: what each group of units keeps, packs, runs again and skips, at which price, and the peak."""
+"""A plan for people: the ops that each group of units keeps, packs, runs again and skips, their price, and the peak."""
 
 from __future__ import annotations
 
