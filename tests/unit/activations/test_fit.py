@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import holdfast.activations as activations
@@ -376,6 +377,14 @@ def test_a_fit_restores_a_buffer_that_a_step_replaces() -> None:
     model = Counting()
     activations.fit(model, step_of(model), budget="80%")
     assert model.count.item() == 0
+
+
+def test_a_process_group_needs_torch_distributed() -> None:
+    model, group = Network(), dist.ProcessGroup(dist.HashStore(), 0, 1)
+    with pytest.raises(InvalidError, match=r"torch\.distributed is not initialised"):
+        activations.fit(model, step_of(model), budget="50%", process_group=group)
+    with pytest.raises(InvalidError, match="process_group is int; expected None, False or a ProcessGroup"):
+        activations.fit(model, step_of(model), budget="50%", process_group=3)
 
 
 def test_arguments_of_other_types_are_refused() -> None:
