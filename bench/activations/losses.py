@@ -69,7 +69,7 @@ PART = Part(
     question="How far do errors within a bound change the loss?",
     ranks=1,
     full={"width": 128, "blocks": 4, "tokens": 128, "rows": 8, "steps": 600},
-    quick={"width": 128, "blocks": 4, "tokens": 64, "rows": 4, "steps": 60},
+    quick={"width": 128, "blocks": 4, "tokens": 128, "rows": 8, "steps": 60},
     measure=measure,
     keys=keys,
 )

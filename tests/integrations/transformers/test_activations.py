@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,53 +12,11 @@ import torch
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("default")
 
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
-
 import holdfast  # noqa: E402
 from holdfast import activations  # noqa: E402
 from holdfast.activations.runtime.peak import peak_bytes  # noqa: E402
-
-STEPS, ROWS, LENGTH, VOCABULARY = 20, 8, 64, 1024
-BUDGET = "45%"
-
-
-def llama(**options: Any) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attention_dropout=0.1,
-        **{"use_cache": False, **options},
-    )
-    return LlamaForCausalLM(config).train()
-
-
-def step_of(model: LlamaForCausalLM, number: int = 0) -> Callable[[], torch.Tensor]:
-    batch = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(number))
-
-    def step() -> torch.Tensor:
-        loss: torch.Tensor = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        return loss
-
-    return step
-
-
-def trained(model: LlamaForCausalLM) -> list[tuple[float, list[torch.Tensor]]]:
-    """Train, and return the loss and the gradients of each step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    torch.manual_seed(1)
-    found = []
-    for number in range(STEPS):
-        loss = float(step_of(model, number)().detach())
-        found.append((loss, [each.grad.clone() for each in model.parameters() if each.grad is not None]))
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
+from tests.integrations.transformers.llamas import BUDGET, LAYERS, STEPS, is_same, llama, step_of, trained  # noqa: E402
+from tests.support.gloo_worlds import Case, run_world  # noqa: E402
 
 
 def seconds_of(step: Callable[[], torch.Tensor]) -> float:
@@ -80,11 +37,8 @@ def plan() -> activations.ActivationPlan:
 def test_a_llama_trains_within_its_budget_to_the_bit(plan: activations.ActivationPlan) -> None:
     plain, model = llama(), llama()
     with plan.apply(model) as managed:
-        expected, found = trained(plain), trained(model)
-        for (loss, gradients), (plain_loss, plain_gradients) in zip(found, expected, strict=True):
-            assert loss == plain_loss
-            assert all(torch.equal(one, other) for one, other in zip(gradients, plain_gradients, strict=True))
-        assert f"{8 * STEPS} calls as planned, 0 of other signatures" in managed.report()
+        assert is_same(trained(model), trained(plain))
+        assert f"{LAYERS * STEPS} calls as planned, 0 of other signatures" in managed.report()
         _, peak = peak_bytes(step_of(model), torch.device("cpu"))
     _, most = peak_bytes(step_of(plain), torch.device("cpu"))
     assert peak <= plan.solved.budget_bytes <= 0.46 * most
@@ -128,3 +82,11 @@ def test_enabled_checkpointing_is_refused_with_the_remedy() -> None:
     model.gradient_checkpointing_enable()
     with pytest.raises(holdfast.InvalidError, match=r"gradient_checkpointing_disable\(\)"):
         activations.fit(model, step_of(model), budget=BUDGET)
+
+
+def test_a_sharded_llama_trains_within_its_budget_to_the_bit(tmp_path: Path) -> None:
+    case = Case("tests.integrations.transformers.llamas:sharded")
+    for found in run_world(2, [case], tmp_path, deadline_seconds=280).values(case.key()):
+        assert isinstance(found, dict) and found["same"]
+        assert found["share"] <= 1
+        assert f"{LAYERS * STEPS} calls as planned, 0 of other signatures" in found["report"]

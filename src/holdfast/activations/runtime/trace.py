@@ -288,7 +288,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _check_op(self, func: Any, tensors: list[torch.Tensor]) -> None:
         hooks = top_saved_tensors_hooks()
         if hooks is None or getattr(hooks[0], "__self__", None) is not self:
-            self._refuse("the unit installs hooks for saved tensors itself (disable activation checkpointing there)")
+            self._refuse(
+                "the unit installs hooks for saved tensors itself (disable activation checkpointing; Transformers: "
+                "gradient_checkpointing_disable())"
+            )
         if is_collective(func):
             self._refuse(f"the unit runs a collective ({func})")
         if barred := why_not_again(func, tensors):
