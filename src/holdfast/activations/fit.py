@@ -21,6 +21,12 @@ if TYPE_CHECKING:
     from holdfast.activations.agree import FitRanks
     from holdfast.activations.runtime.measured_step import MeasuredModel
 
+_Columns = tuple[tuple[UnitColumn, ...], ...]
+"""Columns of each class."""
+
+_STEPS_MAX = 36
+"""Steps after which no further column is measured. Four more check the plan."""
+
 _TRIES = 4
 """Solutions whose peak is measured, before a budget counts as too small."""
 
@@ -82,11 +88,21 @@ def _fitted(ranks: FitRanks, measured: MeasuredModel, budget: int | str, error_b
     limit, bound = map(min, zip(*limits, strict=True))
     gathered = ranks.gather(own, ModelProfile)
     profile = ranks.from_first(lambda: worst_profile(gathered), ModelProfile)
-    columns = ranks.from_first(partial(all_columns, profile, bound), tuple[tuple[UnitColumn, ...], ...])
+    columns = ranks.from_first(partial(all_columns, profile, bound), _Columns)
     reserve, found = RESERVE, 0
     for _ in range(_TRIES):
-        make = partial(solve, profile, columns, limit, error_bound=bound, reserve=reserve)
-        solved = ranks.from_first(make, SolvedPlan)
+        while True:
+            make = partial(solve, profile, columns, limit, error_bound=bound, reserve=reserve)
+            solved = ranks.from_first(make, SolvedPlan)
+            # Times of ops alone are too low: the chosen columns are measured until the choice stands.
+            if solved.is_measured or measured.steps >= _STEPS_MAX:
+                break
+            timed = ranks.gather(measured.timed_columns(solved), _Columns)
+            # Of each column the seconds of the slowest rank count.
+            columns = tuple(
+                tuple(max(same, key=lambda column: column.seconds) for same in zip(*of, strict=True))
+                for of in zip(*timed, strict=True)
+            )
         solved = worst_measured(tuple(ranks.gather(measured.planned(solved), SolvedPlan)))
         found = solved.measured_peak_bytes
         if found <= limit:

@@ -27,15 +27,29 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-class Gamma(nn.Module):
-    """An op that is slow to run again, and cheap to pack."""
+class Slow(torch.autograd.Function):
+    """A slow forward and a fast backward: to run again takes far longer than to pack, on any machine."""
 
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        made = torch.polygamma(2, rows + 9.0)
+        ctx.save_for_backward(made)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (made,) = ctx.saved_tensors
+        return gradient * made
+
+
+class Gamma(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale, self.gate = nn.Parameter(torch.rand(WIDTH) + 0.5), nn.Parameter(torch.rand(WIDTH))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows + torch.lgamma(rows * self.scale + 9.0) * self.gate
+        made: torch.Tensor = Slow.apply(rows * self.scale)  # type: ignore[no-untyped-call]
+        return rows + made * self.gate
 
 
 class Dropping(nn.Module):
@@ -63,7 +77,7 @@ def step_of(model: nn.Module, rows: torch.Tensor) -> Callable[[], torch.Tensor]:
     return step
 
 
-def rows_of(count: int = 1024) -> torch.Tensor:
+def rows_of(count: int = 128) -> torch.Tensor:
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
@@ -76,7 +90,7 @@ def gradients_of(model: nn.Module) -> list[torch.Tensor]:
     return [each.grad.clone() for each in model.parameters() if each.grad is not None]
 
 
-@pytest.mark.parametrize(("bound", "budget", "action"), [(0.02, "60%", "q8"), (0.25, "57%", "q4")])
+@pytest.mark.parametrize(("bound", "budget", "action"), [(0.02, "78%", "q8"), (0.25, "70%", "q4")])
 def test_a_bounded_pack_saves_a_recomputation(
     bound: float, budget: str, action: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,6 +101,7 @@ def test_a_bounded_pack_saves_a_recomputation(
     assert action in actions_of(plan)
     assert plan.measured_peak_bytes <= solved.budget_bytes
     assert abs(solved.predicted_peak_bytes / plan.measured_peak_bytes - 1) < 0.02
+    assert solved.is_measured and "(estimated)" not in plan.explain()
     assert 0 < plan.gradient_errors[""] < bound
     assert set(plan.gradient_errors) == {"", *(name for name, _ in model.named_parameters())}
     assert "relative error of the gradient" in plan.explain()

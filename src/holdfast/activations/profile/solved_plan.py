@@ -49,6 +49,11 @@ class SolvedPlan:
     curve: tuple[CurvePoint, ...] = ()
     """The plans of other budgets, smallest peak first. A plan in a file has the curve."""
 
+    @property
+    def is_measured(self) -> bool:
+        """Return whether the seconds of all chosen columns are measured."""
+        return all(self.column_of(unit).is_measured for unit in range(len(self.choice)))
+
     def column_of(self, unit: int) -> UnitColumn:
         """Return the column that was chosen for a unit, by its position in forward order."""
         return self.columns[self.profile.order[unit][1]][self.choice[unit]]

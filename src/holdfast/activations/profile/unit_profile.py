@@ -105,6 +105,8 @@ class UnitColumn:
     """Whether a stored tensor may differ from the original."""
     spare_bytes: int = 0
     """Bytes among `device_bytes` that packs may take, and did not take in the fit."""
+    is_measured: bool = False
+    """Whether `seconds` are those of units in a step under the column; else they are the sum of the ops alone."""
 
 
 @dataclass(frozen=True, slots=True)

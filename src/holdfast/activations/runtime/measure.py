@@ -20,14 +20,19 @@ def timed(call: Callable[[], Any], device: torch.device | None, clock: Clock | N
         device: Device of the work; None for work on the host.
         clock: Measures the seconds.
     """
-    clock = clock or SystemClock()
-    has_one_thread = torch.get_num_threads() == 1 and (device is None or device.type == "cpu")
-    seconds = clock.thread_seconds if has_one_thread else clock.monotonic_seconds
-    _wait_for(device)
-    started = seconds()
+    started = seconds_of(device, clock)
     result = call()
-    _wait_for(device)
-    return result, seconds() - started
+    return result, seconds_of(device, clock) - started
+
+
+def seconds_of(device: torch.device | None, clock: Clock | None = None) -> float:
+    """Return the seconds on a clock when the device has done all work so far. Arguments as for `timed`."""
+    clock = clock or SystemClock()
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif torch.get_num_threads() == 1:
+        return clock.thread_seconds()
+    return clock.monotonic_seconds()
 
 
 def least_seconds(
@@ -35,8 +40,3 @@ def least_seconds(
 ) -> float:
     """Return the shortest of several measurements: whatever else runs on the machine only adds time."""
     return min(timed(call, device, clock)[1] for _ in range(rounds))
-
-
-def _wait_for(device: torch.device | None) -> None:
-    if device is not None and device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from math import sqrt
-from statistics import median
+from statistics import fmean
 from types import TracebackType
 
 import torch
@@ -18,13 +18,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from holdfast.activations.profile.solved_plan import SolvedPlan
 from holdfast.activations.profile.unit_profile import ModelProfile, UnitColumn
-from holdfast.activations.runtime.attach import attach, attach_plan, trace_units
-from holdfast.activations.runtime.column_program import ColumnProgram
+from holdfast.activations.runtime.attach import PlannedUnit, attach, trace_units
 from holdfast.activations.runtime.measure import timed
 from holdfast.activations.runtime.peak import peak_bytes
 from holdfast.activations.runtime.trace import same_bits
-from holdfast.activations.runtime.traced import UnitTrace
 from holdfast.activations.runtime.unit_names import inside_ddp, units_of
+from holdfast.activations.runtime.unit_timer import timed_units
 from holdfast.activations.solve.columns import keep_all, whole_recompute
 from holdfast.activations.solve.timeline import step_peak
 from holdfast.backends.torch.local_shards import local_of
@@ -32,7 +31,7 @@ from holdfast.backends.torch.private_layout import is_wrapper, original_of, vers
 from holdfast.errors import InvalidError, first_three
 
 _ROUNDS = 3
-"""Timed steps, of which the median counts."""
+"""Timed steps, of which the shortest counts."""
 
 _BUFFER = "buffer "
 """Start of the names of buffers among gradients."""
@@ -83,6 +82,8 @@ class MeasuredModel:
         self._device = next(iter(self._parameters.values())).device
         self._error_bound = error_bound
         self._loss = self._step_seconds = 0.0
+        self.steps = 0
+        """Steps so far."""
         self._gradients: dict[str, torch.Tensor] = {}
 
     def _require_whole_units(self) -> None:
@@ -128,7 +129,7 @@ class MeasuredModel:
                 "step: gave another loss the second time; expected the same batch each time. Take the batch outside"
             )
         self._require_equal("in a second plain step; expected kernels that repeat. Try use_deterministic_algorithms")
-        traces = trace_units(self._model, self._names, self._run)
+        self._traces = traces = trace_units(self._model, self._names, self._run)
         order = [name for name in traces if not traces[name].refused]
         if not order:
             why = next((f"{name}: {each.refused}" for name, each in traces.items()), "no unit was called")
@@ -140,7 +141,7 @@ class MeasuredModel:
         samples = {names[0]: {names[0], names[len(names) // 2], names[-1]} for names in classes.values()}
         every = {name for names in samples.values() for name in names}
         measured = trace_units(self._model, every, self._run, measured=every, error_bound=self._error_bound)
-        seconds = self._seconds()
+        seconds, self._plain_seconds = self._seconds()
         self._reset()
         _, peak = peak_bytes(self._run, self._device)
         index = {fingerprint: number for number, fingerprint in enumerate(classes)}
@@ -155,7 +156,7 @@ class MeasuredModel:
             keep_all_peak_bytes=peak,
             step_seconds=seconds,
         )
-        return self._with_outside(profile, traces)
+        return self._with_outside(profile)
 
     def planned(self, plan: SolvedPlan) -> SolvedPlan:
         """Return a plan with the measurements of a step under the plan: peak, slowdown, errors of gradients.
@@ -163,8 +164,7 @@ class MeasuredModel:
         Raises:
             InvalidError: The loss, a buffer, or without lossy packs a gradient differs from the plain step.
         """
-        attached = attach_plan(self._model, plan)
-        try:
+        with self._under(plan.profile, plan.column_of, plan.error_bound):
             if self._run() != self._loss:
                 raise InvalidError("the planned step gave another loss than the plain one; exclude units with units=")
             is_lossy = any(plan.column_of(unit).is_lossy for unit in range(len(plan.choice)))
@@ -173,8 +173,38 @@ class MeasuredModel:
             errors = self._gradient_errors() if is_lossy else ()
             self._reset()
             _, peak = peak_bytes(self._run, self._device)
-            slowdown = self._seconds() / plan.profile.step_seconds
+            slowdown = self._seconds()[0] / plan.profile.step_seconds
             return replace(plan, measured_peak_bytes=peak, measured_slowdown=slowdown, gradient_errors=errors)
+
+    def timed_columns(self, plan: SolvedPlan) -> tuple[tuple[UnitColumn, ...], ...]:
+        """Return the columns of a plan; those that the plan chose have the seconds of their units in a step."""
+        with self._under(plan.profile, plan.column_of, plan.error_bound):
+            _, spent = self._seconds()
+        added: dict[tuple[int, int], list[float]] = {}
+        for (name, kind), index in zip(plan.profile.order, plan.choice, strict=True):
+            added.setdefault((kind, index), []).append(spent[name] - self._plain_seconds[name])
+        return tuple(
+            tuple(
+                replace(column, seconds=max(fmean(added[kind, index]), 0.0), is_measured=True)
+                if (kind, index) in added and not column.is_measured
+                else column
+                for index, column in enumerate(columns)
+            )
+            for kind, columns in enumerate(plan.columns)
+        )
+
+    @contextmanager
+    def _under(
+        self, profile: ModelProfile, column_of: Callable[[int], UnitColumn], error_bound: float = 0.0
+    ) -> Iterator[None]:
+        """Run steps under the column of each unit, by the position of the unit in forward order."""
+        programs = {
+            name: PlannedUnit(profile.classes[kind], column_of(unit), error_bound).program(self._traces[name])
+            for unit, (name, kind) in enumerate(profile.order)
+        }
+        attached = attach(self._model, programs)
+        try:
+            yield
         finally:
             attached.detach()
             self._reset()
@@ -186,6 +216,7 @@ class MeasuredModel:
         before = {name: version_counter(local_of(each)) for name, each in self._parameters.items()}
         loss: object
         loss, self._step_seconds = timed(self._step, self._device)
+        self.steps += 1
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not bool(torch.isfinite(loss.detach()).all()):
             raise InvalidError(f"step: returned {str(loss)[:80]}; expected a finite loss, a tensor of one element")
         changed = [name for name, each in self._parameters.items() if before[name] != version_counter(local_of(each))]
@@ -197,12 +228,14 @@ class MeasuredModel:
             raise InvalidError("step: left no gradient; expected loss.backward() in it")
         return float(loss.detach())
 
-    def _seconds(self) -> float:
+    def _seconds(self) -> tuple[float, dict[str, float]]:
+        """Return the seconds of the fastest of several steps, and those of each unit in this step."""
         found = []
         for _ in range(_ROUNDS):
-            self._run()
-            found.append(self._step_seconds)
-        return median(found)
+            with timed_units({name: self._model.get_submodule(name) for name in self._names}, self._device) as spent:
+                self._run()
+            found.append((self._step_seconds, spent))
+        return min(found, key=lambda each: each[0])
 
     def _reset(self) -> None:
         for each in self._parameters.values():
@@ -298,22 +331,15 @@ class MeasuredModel:
             for handle in handles:
                 handle.remove()
 
-    def _with_outside(self, profile: ModelProfile, traces: dict[str, UnitTrace]) -> ModelProfile:
+    def _with_outside(self, profile: ModelProfile) -> ModelProfile:
         """Return a profile with the bytes outside units: the measured peaks of two plans less the simulated ones."""
         units = [profile.classes[kind] for _, kind in profile.order]
         kept = [keep_all(unit) for unit in units]
         again = [whole_recompute(unit) or keep_all(unit) for unit in units]
         outside = profile.keep_all_peak_bytes - step_peak(profile, kept).bytes
-        outside = max(outside, self._peak_under(profile, traces, again) - step_peak(profile, again).bytes, 0)
-        return replace(profile, outside_bytes=outside)
-
-    def _peak_under(self, profile: ModelProfile, traces: dict[str, UnitTrace], columns: Sequence[UnitColumn]) -> int:
-        chosen = zip(profile.order, columns, strict=True)
-        attached = attach(self._model, {name: ColumnProgram(traces[name], column) for (name, _), column in chosen})
-        try:
+        with self._under(profile, again.__getitem__):
             self._run()
             self._reset()
-            return peak_bytes(self._run, self._device)[1]
-        finally:
-            attached.detach()
-            self._reset()
+            _, peak = peak_bytes(self._run, self._device)
+        outside = max(outside, peak - step_peak(profile, again).bytes, 0)
+        return replace(profile, outside_bytes=outside)

@@ -58,7 +58,7 @@ def keep_all(unit: UnitProfile) -> UnitColumn:
     """Return the column of plain training: every needed storage is kept, and nothing is installed."""
     storages = storages_of(unit, allow_lossy=False)
     kept = {base: "keep" for base, storage in storages.items() if storage.is_needed}
-    return replace(column_from(unit, storages, kept, run=()), seconds=0.0)
+    return replace(column_from(unit, storages, kept, run=()), seconds=0.0, is_measured=True)
 
 
 def whole_recompute(unit: UnitProfile) -> UnitColumn | None:

@@ -42,6 +42,8 @@ class ColumnUse:
     """Bytes that stay between forward and backward."""
     added_seconds: float
     """Time that the column adds to a step."""
+    is_measured: bool
+    """Whether a fit has measured this time; else the time is an estimate from the ops."""
     ms_per_gib_more: float | None
     """Milliseconds a step that one GiB more would save, as a rate; None if no column is faster."""
     ms_per_gib_less: float | None
@@ -149,7 +151,8 @@ def explained(summary: PlanSummary) -> str:
         names = first_three(map(printable, use.units))
         count = f"{len(use.units)} unit{'s' * (len(use.units) != 1)}"
         lines.append(
-            f"{count} ({names}): {shown_bytes(use.stored_bytes)} stored, {1e3 * use.added_seconds:.2f} ms added, each"
+            f"{count} ({names}): {shown_bytes(use.stored_bytes)} stored, {1e3 * use.added_seconds:.2f} ms added"
+            f"{'' if use.is_measured else ' (estimated)'}, each"
         )
         lines += _action_lines(use)
         lines.append(f"  price: {_price(use)}")
@@ -209,6 +212,7 @@ def _use(unit: UnitProfile, columns: Sequence[UnitColumn], column: UnitColumn, n
         },
         stored_bytes=column.device_bytes,
         added_seconds=column.seconds,
+        is_measured=column.is_measured,
         ms_per_gib_more=_rate(column, columns, is_more=True),
         ms_per_gib_less=_rate(column, columns, is_more=False),
         why_not=unit.why_not,
