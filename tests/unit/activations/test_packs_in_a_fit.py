@@ -52,15 +52,29 @@ class Gamma(nn.Module):
         return rows + made * self.gate
 
 
-class Dropping(nn.Module):
-    """A mask of dropout, which takes longer to draw again than to pack."""
+class SlowDropout(torch.autograd.Function):
+    """A mask that is slow to draw again."""
 
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        mask = torch.polygamma(2, torch.rand_like(rows) + 9.0) > -0.011
+        ctx.save_for_backward(mask)
+        return rows * mask
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (mask,) = ctx.saved_tensors
+        return gradient * mask
+
+
+class Dropping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.gate = nn.Parameter(torch.rand(WIDTH))
+        self.scale = nn.Parameter(torch.rand(WIDTH))
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows + nn.functional.dropout(rows.sin(), 0.3) * self.gate
+        dropped: torch.Tensor = SlowDropout.apply(rows * self.scale)  # type: ignore[no-untyped-call]
+        return rows + dropped
 
 
 def model_of(block: Callable[[], nn.Module]) -> nn.Module:
@@ -90,7 +104,7 @@ def gradients_of(model: nn.Module) -> list[torch.Tensor]:
     return [each.grad.clone() for each in model.parameters() if each.grad is not None]
 
 
-@pytest.mark.parametrize(("bound", "budget", "action"), [(0.02, "78%", "q8"), (0.25, "70%", "q4")])
+@pytest.mark.parametrize(("bound", "budget", "action"), [(0.02, "78%", "q8"), (0.25, "74%", "q4")])
 def test_a_bounded_pack_saves_a_recomputation(
     bound: float, budget: str, action: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,7 +154,7 @@ def test_a_bounded_pack_saves_a_recomputation(
 def test_without_a_bound_a_packed_mask_leaves_gradients_equal_to_the_bit() -> None:
     model, rows = model_of(Dropping), rows_of()
     step = step_of(model, rows)
-    plan = activations.fit(model, step, budget="70%")
+    plan = activations.fit(model, step, budget="94%")
     assert "bits" in actions_of(plan) and not plan.gradient_errors
     assert abs(plan.solved.predicted_peak_bytes / plan.measured_peak_bytes - 1) < 0.02
     found = []
