@@ -80,5 +80,6 @@ def sharded(world: World) -> dict[str, Any]:
     plain, planned = made(), made()
     with plan.apply(planned) as managed:
         same = is_same(trained(planned, world.rank), trained(plain, world.rank))
+        report = managed.report()
         _, peak = peak_bytes(step_of(planned, world.rank), torch.device("cpu"))
-        return {"same": same, "share": peak / plan.solved.budget_bytes, "report": managed.report()}
+        return {"same": same, "share": peak / plan.solved.budget_bytes, "report": report}
