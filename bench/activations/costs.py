@@ -15,8 +15,7 @@ from bench.activations.slowdowns import GPT, QUICK, overhead
 from bench.part import Measured, Params, Part, Round, Spread, spread_of
 from holdfast.activations.runtime.attach import trace_units
 from holdfast.activations.runtime.column_program import ColumnProgram
-from holdfast.activations.runtime.frame import CallFrame
-from holdfast.activations.runtime.store_only import call_storing
+from holdfast.activations.runtime.frame import CallFrame, call_storing
 from holdfast.activations.solve.columns import keep_all
 from holdfast.activations.solve.solve import solve
 from tests.unit.activations.solve.traces import large_model

@@ -19,11 +19,10 @@ from holdfast.activations.profile.unit_profile import UnitColumn, UnitProfile
 from holdfast.activations.runtime.arguments import Form, put_together, take_apart, tensors_of
 from holdfast.activations.runtime.column_program import ColumnProgram
 from holdfast.activations.runtime.dense import PackedTensor
-from holdfast.activations.runtime.frame import CallFrame
+from holdfast.activations.runtime.frame import CallFrame, call_storing
 from holdfast.activations.runtime.packings import pack
 from holdfast.activations.runtime.replay import call_with_replay
 from holdfast.activations.runtime.signature import Signature, signature_of
-from holdfast.activations.runtime.store_only import call_storing
 from holdfast.activations.runtime.trace import trace_call
 from holdfast.activations.runtime.traced import UnitTrace
 from holdfast.activations.runtime.unit_costs import copied

@@ -9,7 +9,8 @@ Tensors that cannot be run again are held strongly for the life of the graph.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -272,3 +273,18 @@ class CallFrame:
 
     def _present_versions(self) -> list[int]:
         return [version_counter(each) for held in self._registered for each in held.values() if each is not None]
+
+
+def call_storing(frame: CallFrame, forward: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
+    """Return the output of a call whose backward never runs an op again. A frame stores the saved tensors.
+
+    Args:
+        frame: Holds the call's stored tensors.
+        forward: Takes the tensors of the arguments.
+        tensors: The tensors of the arguments.
+    """
+    pack = partial(frame.pack, hooks=None)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda token: token.unpack()):
+        output = forward(*tensors)
+    frame.end_forward()
+    return output

@@ -12,9 +12,8 @@ from torch import nn
 
 from holdfast.activations.runtime.attach import AttachedUnits, attach, trace_units
 from holdfast.activations.runtime.column_program import ColumnProgram
-from holdfast.activations.runtime.frame import CallFrame
+from holdfast.activations.runtime.frame import CallFrame, call_storing
 from holdfast.activations.runtime.peak import peak_bytes
-from holdfast.activations.runtime.store_only import call_storing
 from holdfast.errors import InvalidError
 from tests.unit.activations.runtime.random_units import column, keep_all, run_with
 
