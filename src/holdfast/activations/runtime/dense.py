@@ -93,3 +93,8 @@ def block_elements(device: torch.device) -> int:
     blocks, since each operation is a launch.
     """
     return (1 << 18) * torch.get_num_threads() if device.type == "cpu" else 1 << 24
+
+
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors have the same bits; NaN equals itself."""
+    return torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (first, second)))

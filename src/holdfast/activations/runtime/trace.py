@@ -19,7 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from holdfast.activations.runtime.arguments import objects_of, take_apart, tensors_of
-from holdfast.activations.runtime.dense import TensorGeometry
+from holdfast.activations.runtime.dense import TensorGeometry, same_bits
 from holdfast.activations.runtime.frame import KeptTensor
 from holdfast.activations.runtime.measure import least_seconds, timed
 from holdfast.activations.runtime.op_rules import (
@@ -345,11 +345,6 @@ class _ReadWatch(TorchFunctionMode):
 def _may_change(tensor: torch.Tensor, seen: SeenStorage) -> bool:
     """Return whether an op may change a tensor unsaid: a buffer. `native_batch_norm` does."""
     return seen.group is None and not tensor.requires_grad and seen.cast_of is None
-
-
-def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Return whether two tensors have the same bits; NaN equals itself."""
-    return torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (first, second)))
 
 
 def _is_in(tensor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
