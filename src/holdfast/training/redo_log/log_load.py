@@ -94,7 +94,9 @@ def _found_or_recorded(store: Store, find: StepQuery, step: int) -> FoundStep:
         if recorded is None:
             raise
         return recorded
-    is_damaged = is_skipped(store, step, found[1].key, list_records(store))
+    stored, manifest = found
+    # A run without a log costs no request here.
+    is_damaged = any(each.log for each in stored.chain) and is_skipped(store, step, manifest.key, list_records(store))
     return (_recorded(store, step) if is_damaged else None) or found
 
 

@@ -39,6 +39,8 @@ class Steps:
         self._now += self._seconds.pop(0)
         return self._now
 
+    thread_seconds = monotonic_seconds
+
 
 def test_seconds_are_those_of_the_shortest_round() -> None:
     assert timed(lambda: 7, None, clock=Steps(1.0, 2.5)) == (7, 2.5)
