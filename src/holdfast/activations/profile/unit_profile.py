@@ -75,6 +75,8 @@ class UnitProfile:
     """Time of one backward of a unit."""
     output_bytes: int
     """Bytes of the unit's output."""
+    cast_bytes: int
+    """Bytes of parameters in another dtype, which autograd saves unless the unit replays."""
     recompute_workspace_bytes: int
     """Peak bytes of a backward that recomputes the whole unit, above the stored bytes."""
     is_replayable: bool = True

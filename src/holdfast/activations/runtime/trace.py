@@ -185,6 +185,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ops=tuple(ops),
             saved=tuple(_source(seen, geometry) for seen, geometry, _ in self._saved),
             output_bytes=sum(returned.values()),
+            cast_bytes=sum({id(seen): seen.bytes for seen, *_ in self._saved if seen.cast_of is not None}.values()),
             costs=UnitCosts(seconds, 2 * seconds, self._peak_bytes),
             why_not=self.refused or self.why_not,
             refused=self.refused,

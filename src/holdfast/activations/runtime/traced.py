@@ -108,6 +108,8 @@ class UnitTrace:
     """Each tensor that autograd saved, in order."""
     output_bytes: int
     """Bytes of the tensors that the unit returns."""
+    cast_bytes: int
+    """Bytes of parameters in another dtype that autograd saved: autocast makes them."""
     costs: UnitCosts
     """Measured costs, or an estimate from the ops' costs."""
     why_not: str
@@ -157,6 +159,7 @@ class UnitTrace:
             forward_seconds=self.costs.forward_seconds,
             backward_seconds=self.costs.backward_seconds,
             output_bytes=self.output_bytes,
+            cast_bytes=self.cast_bytes,
             recompute_workspace_bytes=self.costs.peak_bytes,
             is_replayable=not self.why_not,
             why_not=self.why_not,

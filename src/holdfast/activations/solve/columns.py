@@ -107,7 +107,7 @@ def column_from(
         store=tuple(sorted(store.items())),
         run=tuple(numbers),
         draw=draw,
-        device_bytes=sum(stored.values()),
+        device_bytes=sum(stored.values()) + (0 if run else unit.cast_bytes),
         seconds=seconds,
         forward_workspace_bytes=forward_workspace(
             unit, storages.values(), stored, {base: packing.workspace_bytes for base, packing in packed.items()}

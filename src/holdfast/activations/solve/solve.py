@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import floor
+from math import ceil, floor
 
 from holdfast.activations.profile.solved_plan import SolvedPlan
 from holdfast.activations.profile.unit_profile import ModelProfile, UnitColumn
@@ -46,6 +46,12 @@ def solve(
         InvalidError: No choice fits the budget, or scipy is missing.
     """
     choice, gap = choose(profile, columns, floor(budget_bytes * (1 - reserve)))
+    if choice is None and reserve <= RESERVE:
+        # The measured peak decides about a budget that the reserve alone exceeds, and about keeping everything.
+        reserve = 0.0
+        choice, gap = choose(profile, columns, ceil(budget_bytes * (1 + 1e-5)))
+        if choice is None and budget_bytes >= profile.keep_all_peak_bytes:
+            choice, gap = [0] * len(profile.order), 0.0
     if choice is None:
         raise _too_small(profile, columns, budget_bytes, error_bound, reserve)
     chosen = chosen_columns(profile, columns, choice)

@@ -36,6 +36,7 @@ def unit(ops: Sequence[UnitOp], *names: str, **changed: object) -> UnitProfile:
         forward_seconds=sum(each.seconds for each in ops),
         backward_seconds=2 * sum(each.seconds for each in ops),
         output_bytes=ops[-1].bytes,
+        cast_bytes=0,
         recompute_workspace_bytes=sum(each.bytes for each in ops[1:]) + MIB,
     )
     return replace(plain, **changed)  # type: ignore[arg-type]
