@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import subprocess
@@ -153,6 +154,16 @@ def test_weights_that_autocast_casts_count_where_a_unit_runs_plain() -> None:
     assert plan.measured_peak_bytes <= plan.solved.budget_bytes
     # The gradients are a fifth of this small step, and all those of a unit count at once.
     assert abs(plan.solved.predicted_peak_bytes / plan.measured_peak_bytes - 1) < 0.06
+
+
+def test_a_terminal_shows_the_progress_of_a_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pseudo-terminal gets the number of each step on one line; a file gets nothing."""
+    reader, writer = os.openpty()
+    with open(writer, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        activations.fit(model := Network(2), step_of(model), budget="90%")
+        shown = os.read(reader, 1 << 16).decode()
+    assert "\rholdfast: fit: step 1 of about 25\rholdfast: fit: step 2" in shown and shown.endswith("\r\n")
 
 
 def test_another_budget_needs_no_model(fitted: tuple[Network, activations.ActivationPlan]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from statistics import fmean
 from types import TracebackType
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -84,6 +86,8 @@ class MeasuredModel:
         self._loss = self._step_seconds = 0.0
         self.steps = 0
         """Steps so far."""
+        is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+        self._shows_progress = is_first and sys.stderr.isatty()
         self._gradients: dict[str, torch.Tensor] = {}
 
     def _require_whole_units(self) -> None:
@@ -111,6 +115,8 @@ class MeasuredModel:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Restore buffers, generators and gradients."""
+        if self._shows_progress and self.steps:
+            sys.stderr.write("\n")
         self._reset()
 
     def profile(self) -> ModelProfile:
@@ -213,6 +219,9 @@ class MeasuredModel:
         """Run a step from the same generators and buffers; leave the gradients."""
         self._agree()
         self._reset()
+        if self._shows_progress:
+            sys.stderr.write(f"\rholdfast: fit: step {self.steps + 1} of about 25")
+            sys.stderr.flush()
         before = {name: version_counter(local_of(each)) for name, each in self._parameters.items()}
         loss: object
         loss, self._step_seconds = timed(self._step, self._device)
