@@ -51,7 +51,7 @@ def solve(
         reserve = 0.0
         choice, gap = choose(profile, columns, ceil(budget_bytes * (1 + 1e-5)))
         if choice is None and budget_bytes >= profile.keep_all_peak_bytes:
-            choice, gap = [0] * len(profile.order), 0.0
+            choice, gap = (0,) * len(profile.order), 0.0
     if choice is None:
         raise _too_small(profile, columns, budget_bytes, error_bound, reserve)
     chosen = chosen_columns(profile, columns, choice)
