@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.activations.plan import ActivationPlan, bytes_of
 from holdfast.activations.profile.solved_plan import SolvedPlan
 from holdfast.activations.profile.unit_profile import ModelProfile, UnitColumn
-from holdfast.activations.profile.worst import worst_measured, worst_profile
+from holdfast.activations.profile.worst import MeasuredStep, worst_measured, worst_profile
 from holdfast.activations.solve.solve import RESERVE, all_columns, solve
 from holdfast.errors import InvalidError, printable, shown_bytes
 
@@ -103,7 +103,10 @@ def _fitted(ranks: FitRanks, measured: MeasuredModel, budget: int | str, error_b
                 tuple(max(same, key=lambda column: column.seconds) for same in zip(*of, strict=True))
                 for of in zip(*timed, strict=True)
             )
-        solved = worst_measured(tuple(ranks.gather(measured.planned(solved), SolvedPlan)))
+        solved = measured.planned(solved)
+        # The measurements alone: a job of thousands of ranks must not gather as many plans.
+        own_step = MeasuredStep(solved.measured_peak_bytes, solved.measured_slowdown, solved.gradient_errors)
+        solved = worst_measured(solved, ranks.gather(own_step, MeasuredStep))
         found = solved.measured_peak_bytes
         if found <= limit:
             return ActivationPlan(solved)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import zip_longest
+from typing import NamedTuple
 
 from holdfast.activations.profile.solved_plan import SolvedPlan
 from holdfast.activations.profile.unit_profile import ModelProfile, Packing, UnitOp, UnitProfile
 from holdfast.errors import InvalidError
+
+
+class MeasuredStep(NamedTuple):
+    """The measurements of a rank's step under a plan. The fields are those of `SolvedPlan`."""
+
+    measured_peak_bytes: int
+    measured_slowdown: float
+    gradient_errors: tuple[tuple[str, float], ...]
 
 
 def worst_profile(profiles: Iterable[ModelProfile]) -> ModelProfile:
@@ -35,14 +44,19 @@ def worst_profile(profiles: Iterable[ModelProfile]) -> ModelProfile:
     return worst
 
 
-def worst_measured(plans: Sequence[SolvedPlan]) -> SolvedPlan:
-    """Return the plan of a job with the highest measurements of any rank."""
-    errors = zip(*(plan.gradient_errors for plan in plans), strict=True)
+def worst_measured(plan: SolvedPlan, found: Iterable[MeasuredStep]) -> SolvedPlan:
+    """Return a plan with the highest measurements of any rank.
+
+    Args:
+        plan: The plan, equal on all ranks.
+        found: The measurements by rank.
+    """
+    peaks, slowdowns, errors = zip(*found, strict=True)
     return replace(
-        plans[0],
-        measured_peak_bytes=max(plan.measured_peak_bytes for plan in plans),
-        measured_slowdown=max(plan.measured_slowdown for plan in plans),
-        gradient_errors=tuple(max(of_ranks) for of_ranks in errors),
+        plan,
+        measured_peak_bytes=max(peaks),
+        measured_slowdown=max(slowdowns),
+        gradient_errors=tuple(max(of_ranks) for of_ranks in zip(*errors, strict=True)),
     )
 
 
