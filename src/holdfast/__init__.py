@@ -11,6 +11,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from holdfast import activations as activations
+    from holdfast import data as data
     from holdfast import observers as observers
     from holdfast import pieces as pieces
     from holdfast.api import (
@@ -73,7 +75,7 @@ __all__ = [
     "__version__",
 ]
 
-_MODULES = {"api", "errors", "observers", "pieces", "policies"}
+_MODULES = {"activations", "api", "data", "errors", "observers", "pieces", "policies"}
 """Public modules."""
 
 _HOMES = (

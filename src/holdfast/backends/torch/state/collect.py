@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from holdfast.backends.torch.containers import small_tensor, take_apart
+from holdfast.backends.torch.data.saved_positions import require_exact_positions
 from holdfast.backends.torch.fence import close_fence, steps_in_backward
 from holdfast.backends.torch.local_shards import DENSE, Ranks, local_of, memory_of
 from holdfast.backends.torch.optimizers.custom_state import custom_state, require_whole_state
@@ -51,6 +52,7 @@ def collect(state: Mapping[str, object], selection: Selection, ranks: Ranks) -> 
         InvalidError: The state holds something that cannot be saved; the message names its path and type.
     """
     root = walk(state, ranks.rank_of_global)
+    require_exact_positions(root, grads=selection.grads)
     collector = _Collector(selection, ranks, root)
     tree = collector.dict_group(root)
     if PIECES_RECORD in tree.items and _is_kept(tree.items[PIECES_RECORD], PIECES_RECORD, collector.shards):

@@ -10,6 +10,7 @@ from itertools import chain
 import torch
 
 from holdfast.backends.torch.containers import put_together, tensors_in
+from holdfast.backends.torch.data.saved_positions import require_named_ranks
 from holdfast.backends.torch.local_shards import DENSE, Ranks, is_meta, memory_bytes
 from holdfast.backends.torch.optimizers.custom_state import custom_state, has_own_state_dict, is_sharded, may_step
 from holdfast.backends.torch.optimizers.numbered import by_name, numbered
@@ -96,6 +97,7 @@ class TorchRestoration:
         """Tensors allocated here, by stored name."""
         self._finishes: list[Callable[[], object]] = []
         root = walk(state, ranks.rank_of_global)
+        require_named_ranks(root)
         self._dict(root, catalog.tree)
         if catalog.drops_ties:
             self._forgive_ties()
