@@ -11,7 +11,7 @@ import pytest
 from tests.house.source import ROOT
 
 BOUNDS = {
-    "save": {"functions_before_first_byte": 385, "files_before_first_byte": 87, "functions": 627, "files": 118},
+    "save": {"functions_before_first_byte": 388, "files_before_first_byte": 87, "functions": 630, "files": 118},
     "load": {"functions_before_first_byte": 368, "files_before_first_byte": 98, "functions": 455, "files": 103},
 }
 """Measured, plus 3 for the timing of threads. Goal of a save before the first byte: 280 functions in 60 files."""

@@ -64,6 +64,7 @@ PUBLIC_MODULES = (
     "holdfast",
     "holdfast.activations",
     "holdfast.cli.__main__",
+    "holdfast.data",
     "holdfast.observers",
     "holdfast.pieces",
     "holdfast.policies",

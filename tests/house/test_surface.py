@@ -29,6 +29,8 @@ PARAMETERS = {
     "_face/checkpoint_manager.py:CheckpointManager.load": 12,
     "_face/offline_api.py:export": 11,
     "api.py:load": 14,
+    "backends/torch/data/batches.py:Batches.__init__": 9,
+    "backends/torch/data/loader.py:Loader.__init__": 12,
     "cli/commands/diff.py:diff": 10,
     "cli/commands/export.py:export": 13,
     "cli/commands/gc.py:gc": 9,

@@ -113,7 +113,7 @@ def test_shares_cover_a_step_and_differ_by_one_sample(size: int, ranks: int, mic
     assert max(lengths) - min(lengths) <= 1
     for part in parts:
         assert 1 <= part.stop - part.start <= micro_batch
-        assert 0 <= part.start and part.stop <= size
+        assert part.start >= 0 and part.stop <= size
     assert any(part.is_repeat for part in parts) == has_repeats(size, ranks, micro_batch)
 
 

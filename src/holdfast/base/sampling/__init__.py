@@ -1,5 +1,5 @@
-"""The order of samples, their shares, and the place of training in them: pure arithmetic.
+"""The order of samples, their shares among ranks, and the place of training in that order: pure arithmetic.
 
-`order.py` says which sample stands at a place of an epoch, `shares.py` which places a data rank reads, `position.py`
-which places come next, and `mixture.py` which source serves a place. Data sets, ranks and loaders are not known here.
+`backends/torch/data` asks for the samples of a rank. This room never reads a data set, and knows no process group and
+no loader. Read `order.py` first.
 """

@@ -4,9 +4,10 @@ An iteration is in one of three states:
 
 - running: a `for` draws micro-batches; each step of the optimizer that stepped first moves the position by one step;
 - over: the last micro-batch of the epoch was drawn; steps still move the position;
-- ended: a load or `seek` set the position, or another `for` began. A draw or a step is an error then.
+- ended: a load or `seek` set the position, or another `for` began. A draw is an error then.
 
-A loader draws ahead of the training, so what was drawn says nothing of the position.
+Steps after the end, and steps that exceed those drawn, are an error at the next draw or save, not within the optimizer:
+it may belong to another training. A loader draws ahead of the training, so what was drawn says nothing of the position.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from typing import NoReturn
 
 import torch
 from torch.utils.data import Sampler
@@ -46,6 +48,9 @@ class Iteration:
 
     is_over: bool = False
     is_ended: bool = False
+    steps_after_end: int = 0
+    """Steps with batches that a loader had read ahead when the iteration ended."""
+
     optimizer: weakref.ref[torch.optim.Optimizer] | None = None
     """The optimizer that stepped first; others do not move the position."""
 
@@ -161,6 +166,7 @@ class Batches(Sampler[list[int]]):
         if self._is_told or not iteration.taken:
             self._move(iteration)
         self._is_told = True
+        self._require_drawn(iteration)
 
     def set_global_batch(self, global_batch: int) -> None:
         """Change the samples of a step, from the next step on; call this on all ranks.
@@ -202,7 +208,12 @@ class Batches(Sampler[list[int]]):
     # ------------------------------------------------------------------------------------------ the state
 
     def state_dict(self) -> dict[str, object]:
-        """Return the position, some hundred bytes, equal on all ranks."""
+        """Return the position, some hundred bytes, equal on all ranks.
+
+        Raises:
+            InvalidError: More steps were taken than drawn.
+        """
+        self._require_drawn(self._iteration)
         served = self._draws.order.served(self._position.epoch, self._position.samples)
         return {"version": _VERSION, **asdict(self._position), **self._identity(), "sources": served}
 
@@ -264,11 +275,7 @@ class Batches(Sampler[list[int]]):
         """
         previous = self._iteration
         if previous is not None and previous.is_over and not previous.is_ended and 2 * previous.taken <= previous.drawn:
-            raise InvalidError(
-                f"epoch {previous.begun_at.epoch}: {previous.drawn} steps were drawn, and {previous.taken} moved the "
-                f"position; expected one optimizer step for each {self._accumulation()}. {self._causes()}; if the "
-                "batches were not trained with, call seek(epoch=, samples=) first"
-            )
+            self._refuse(previous, "; if the batches were not trained with, call seek(epoch=, samples=) first")
         _warn_of_unequal_shares(self._draws)
         iteration = self._begin()
         draws = self._indices(iteration)
@@ -291,6 +298,7 @@ class Batches(Sampler[list[int]]):
         for draw in self._draws.since(iteration.begun_at):
             if iteration.is_ended:
                 raise InvalidError(ENDED)
+            self._require_drawn(iteration)
             iteration.drawn += draw.ends_step
             yield draw.samples
         iteration.is_over = True
@@ -302,22 +310,30 @@ class Batches(Sampler[list[int]]):
         iteration = self._iteration
         if iteration is None or self._is_told or not iteration.is_live:
             return
-        if iteration.is_ended:
-            raise InvalidError(ENDED)
         if iteration.optimizer is None:
             iteration.optimizer = weakref.ref(optimizer)
         if iteration.optimizer() is optimizer:
             self._move(iteration)
 
     def _move(self, iteration: Iteration) -> None:
-        if iteration.taken == iteration.drawn:
-            raise InvalidError(
-                f"{iteration.taken + 1} steps were taken in epoch {iteration.begun_at.epoch}, and the batches of "
-                f"{iteration.drawn} were drawn; expected one optimizer step for each {self._accumulation()}. "
-                f"{self._causes()}"
-            )
-        self._position = self._draws.epochs.after(self._position)
         iteration.taken += 1
+        if iteration.is_ended:
+            iteration.steps_after_end += 1
+        elif iteration.taken <= iteration.drawn:
+            self._position = self._draws.epochs.after(self._position)
+
+    def _require_drawn(self, iteration: Iteration | None) -> None:
+        if iteration is not None and iteration.steps_after_end:
+            raise InvalidError(ENDED)
+        if iteration is not None and iteration.taken > iteration.drawn and not iteration.is_ended:
+            self._refuse(iteration)
+
+    def _refuse(self, iteration: Iteration, remedy: str = "") -> NoReturn:
+        raise InvalidError(
+            f"epoch {iteration.begun_at.epoch}: {iteration.drawn} steps were drawn since the for began, and "
+            f"{iteration.taken} were taken; expected one optimizer step for each {self._accumulation()}. "
+            f"{self._causes()}{remedy}"
+        )
 
     def _accumulation(self) -> str:
         count = self._draws.micro_batch_count

@@ -13,6 +13,7 @@ A save before "done" stores the start of the step. The weights are still those o
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -43,7 +44,8 @@ class Step:
         self.samples = samples
         """Samples of the step over all data ranks."""
 
-        self._loader, self._micro_batches = loader, micro_batches
+        # No cycle: one that a garbage collection frees would wait five seconds for each worker.
+        self._loader, self._micro_batches = weakref.proxy(loader), micro_batches
         self.handed_out = 0
         """Micro-batches that the training has got."""
 
@@ -62,7 +64,8 @@ class Step:
             InvalidError: The step was iterated before, or is not the present one.
             UnavailableError: A worker died.
         """
-        return self._loader.handed_out(self)
+        handed_out: Iterator[tuple[Any, float]] = self._loader.handed_out(self)
+        return handed_out
 
     @property
     def is_taken(self) -> bool:
@@ -158,26 +161,30 @@ class Loader(Batches):
         """
         iteration: Iteration | None = None
         self._step = None
-        while True:
-            if iteration is not None:
-                self._require_current(iteration)
-                self._finish()
-            position = self._draws.epochs.settled(self._position)
-            if epochs is not None and position.epoch >= epochs:
-                return
-            if iteration is None or iteration.is_over or position.epoch != iteration.begun_at.epoch:
-                iteration = self._begin_reading()
-            size = self._draws.epochs.size(position)
-            parts = self._draws.parts(size)
-            if self._pad == "refuse" and has_repeats(size, self._draws.ranks.number, self._draws.micro_batch):
-                ranks = self._draws.ranks.number
-                raise InvalidError(
-                    f"step {position.steps + 1} has {size} samples for {ranks} data ranks × {len(parts)} "
-                    "micro-batches; pad='refuse' expected a sample for each. Pass tail='drop' or 'carry', another "
-                    "global_batch, or pad='repeat'"
-                )
-            self._step = Step(self, position, size, len(parts))
-            yield self._step
+        try:
+            while True:
+                if iteration is not None:
+                    self._require_current(iteration)
+                    self._finish()
+                position = self._draws.epochs.settled(self._position)
+                if epochs is not None and position.epoch >= epochs:
+                    return
+                if iteration is None or iteration.is_over or position.epoch != iteration.begun_at.epoch:
+                    iteration = self._begin_reading()
+                size = self._draws.epochs.size(position)
+                parts = self._draws.parts(size)
+                if self._pad == "refuse" and has_repeats(size, self._draws.ranks.number, self._draws.micro_batch):
+                    ranks = self._draws.ranks.number
+                    raise InvalidError(
+                        f"step {position.steps + 1} has {size} samples for {ranks} data ranks × {len(parts)} "
+                        "micro-batches; pad='refuse' expected a sample for each. Pass tail='drop' or 'carry', another "
+                        "global_batch, or pad='repeat'"
+                    )
+                self._step = Step(self, position, size, len(parts))
+                yield self._step
+        finally:
+            if self._iteration is iteration and (self._step is None or self._step.is_taken):
+                self._batches = iter(())  # Frees the workers of a loop that was left early.
 
     def _begin_reading(self) -> Iteration:
         length = length_of(self._dataset, "dataset")
@@ -242,7 +249,9 @@ class Loader(Batches):
         except Exception as error:
             where = f"step {step.number} of epoch {step.epoch}, micro-batch {number + 1} of {len(step)}"
             samples = self._samples_of(step, number)
-            if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+            # A pipe to the worker breaks, or torch finds the worker missing, whichever comes first.
+            is_broken = isinstance(error, EOFError | ConnectionError) and self._loader.num_workers > 0
+            if is_broken or (isinstance(error, RuntimeError) and "DataLoader worker" in str(error)):
                 raise UnavailableError(
                     f"{where}: a worker of the data loader died while samples {samples} were read or those after them; "
                     "the position has not moved. Load the newest checkpoint and go on; a worker that is killed again "
@@ -337,10 +346,11 @@ class _Keys(Sampler[Any]):
     """The batch sampler of the loader inside."""
 
     def __init__(self, loader: Loader) -> None:
-        self._loader = loader
+        self._loader = weakref.proxy(loader)
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._loader.keys()
+        keys: Iterator[Any] = self._loader.keys()
+        return keys

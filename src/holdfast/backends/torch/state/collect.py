@@ -9,7 +9,6 @@ from functools import partial
 import torch
 
 from holdfast.backends.torch.containers import small_tensor, take_apart
-from holdfast.backends.torch.data.saved_positions import require_exact_positions
 from holdfast.backends.torch.fence import close_fence, steps_in_backward
 from holdfast.backends.torch.local_shards import DENSE, Ranks, local_of, memory_of
 from holdfast.backends.torch.optimizers.custom_state import custom_state, require_whole_state
@@ -20,6 +19,7 @@ from holdfast.backends.torch.state import gradients, rng
 from holdfast.backends.torch.state.metrics import require_kept
 from holdfast.backends.torch.state.module_extra_entries import require_loadable
 from holdfast.backends.torch.state.naming import is_metric, metric_paths, require_fqn
+from holdfast.backends.torch.state.positions_of_data import require_exact_positions
 from holdfast.backends.torch.state.selection import Selector, without
 from holdfast.backends.torch.state.walk import (
     DictNode,

@@ -10,7 +10,6 @@ from itertools import chain
 import torch
 
 from holdfast.backends.torch.containers import put_together, tensors_in
-from holdfast.backends.torch.data.saved_positions import require_named_ranks
 from holdfast.backends.torch.local_shards import DENSE, Ranks, is_meta, memory_bytes
 from holdfast.backends.torch.optimizers.custom_state import custom_state, has_own_state_dict, is_sharded, may_step
 from holdfast.backends.torch.optimizers.numbered import by_name, numbered
@@ -22,6 +21,7 @@ from holdfast.backends.torch.state.metrics import require_kept
 from holdfast.backends.torch.state.module_extra_entries import load_extra_entries, own_loading
 from holdfast.backends.torch.state.naming import is_extra_state
 from holdfast.backends.torch.state.overlaps import require_equal_overlaps
+from holdfast.backends.torch.state.positions_of_data import require_named_ranks
 from holdfast.backends.torch.state.rank_values import load_into, loader_of_rank_value, require_dict
 from holdfast.backends.torch.state.resized import ResizedTensors, clipped
 from holdfast.backends.torch.state.saved_values import children_of, lost_optimizers, misfit_of_tensor, misfit_of_value
