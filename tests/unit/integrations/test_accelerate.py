@@ -10,7 +10,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -752,3 +752,30 @@ def test_a_record_that_is_none_is_refused(tmp_path: Path, record: object) -> Non
 
 def test_a_process_that_waits_for_the_others_says_so(world: Results) -> None:
     assert world.values("late") == [True, True]
+
+
+def test_a_loader_over_batches_of_holdfast_keeps_one_position(tmp_path: Path) -> None:
+    import holdfast.integrations.accelerate as integration
+
+    def prepared() -> tuple[accelerate.Accelerator, Any, holdfast.data.Batches, torch.optim.Optimizer]:
+        begin_anew()
+        accelerator = integration.Accelerator(cpu=True)
+        batches = holdfast.data.Batches(22, global_batch=4, seed=3)
+        loader = torch.utils.data.DataLoader(list(range(22)), batch_sampler=batches)  # type: ignore[arg-type]
+        model = torch.nn.Linear(1, 1)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), loader)
+        return accelerator, loader, batches, optimizer
+
+    accelerator, loader, batches, optimizer = prepared()
+    seen = []
+    for number, batch in enumerate(loader, 1):
+        seen += batch.tolist()
+        if number % 4 == 0:
+            optimizer.step()
+        if number == 8:
+            break
+    accelerator.save_state(tmp_path / "run")
+    accelerator, loader, batches, optimizer = prepared()
+    accelerator.load_state(tmp_path / "run")
+    assert batches.samples == 8
+    assert sorted(seen + [int(each) for batch in loader for each in batch]) == list(range(22))

@@ -11,6 +11,7 @@ from typing import Any
 
 import accelerate
 import torch
+from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import DistributedType
 
 import holdfast
@@ -167,6 +168,35 @@ class Accelerator(accelerate.Accelerator):
             root = folders.root_of(self)
             number = agreed(lambda: folders.next_number(root) if self.is_main_process else 0)
             self.project_configuration.iteration = max(self.save_iteration, number)
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, *arguments: Any, **keywords: Any
+    ) -> Any:
+        """Prepare a data loader as Accelerate does, but for one over `holdfast.data.Batches`.
+
+        Its batches are those of this process already, so that they are moved to the device and not split again. Its
+        position is saved and loaded with the others, on any number of processes.
+
+        Args:
+            data_loader: The data loader.
+            device_placement: As Accelerate.
+            *arguments: As Accelerate.
+            **keywords: As Accelerate.
+        """
+        is_divided = isinstance(getattr(data_loader, "batch_sampler", None), holdfast.data.Batches)
+        if not is_divided or getattr(data_loader, "_is_accelerate_prepared", False):
+            return super().prepare_data_loader(data_loader, device_placement, *arguments, **keywords)
+        prepared = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            dispatch_batches=False,
+            non_blocking=self.non_blocking,
+        )
+        self._dataloaders.append(prepared)
+        return prepared
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Have `save_state` and `load_state` keep objects with `state_dict` and `load_state_dict`.

@@ -8,18 +8,24 @@ from functools import partial
 from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler
 
 from holdfast import PerRank
+from holdfast.data import Batches
 from holdfast.errors import InvalidError
 
 EPOCH, SAMPLER, GENERATOR, POSITION = "epoch", "sampler", "generator", "position"
 
 
-def position_of(name: str, loader: object) -> PerRank:
-    """Return the position of a prepared data loader, as an entry of a state: each process has its own.
+def position_of(name: str, loader: object) -> PerRank | Batches:
+    """Return the position of a prepared data loader, as an entry of a state.
+
+    Each process has its own, but for a loader over `holdfast.data.Batches`: one position fits any number of processes.
 
     Args:
         name: Its name in the state, for messages.
         loader: The data loader.
     """
+    sampler = getattr(loader, "batch_sampler", None)
+    if isinstance(sampler, Batches):
+        return sampler
     return PerRank(LoaderPosition(loader), resize=partial(_on_other_processes, name, loader))
 
 
