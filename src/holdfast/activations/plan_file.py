@@ -175,14 +175,14 @@ def _column_problems(unit: UnitProfile, column: UnitColumn) -> Iterator[str]:
         yield "runs ops of a unit that is never recomputed"
     sizes = (
         *(column.device_bytes, column.forward_workspace_bytes, column.backward_workspace_bytes),
-        *(column.spare_bytes, column.device_bytes - column.spare_bytes),
+        *(column.spare_bytes, column.device_bytes - column.spare_bytes, column.forward_cast_bytes),
     )
     if not (_are_sizes(*sizes) and _are_times(column.seconds)):
         yield "bytes or seconds are out of range"
 
 
 def _number_problems(plan: SolvedPlan, profile: ModelProfile) -> Iterator[str]:
-    sizes = [*profile.gradient_bytes, profile.outside_bytes, profile.keep_all_peak_bytes]
+    sizes = [*profile.gradient_bytes, profile.outside_bytes, profile.keep_all_peak_bytes, profile.loss_workspace_bytes]
     for unit in profile.classes:
         sizes += [unit.output_bytes, unit.cast_bytes, unit.recompute_workspace_bytes]
         if not _are_times(unit.forward_seconds, unit.backward_seconds):

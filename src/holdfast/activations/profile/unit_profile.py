@@ -83,6 +83,8 @@ class UnitProfile:
     """Whether ops of the unit may run again in backward."""
     why_not: str = ""
     """Why ops may not run again; empty if they may."""
+    casts_stay: bool = False
+    """Whether autocast keeps the casts until the forward of the model ends, also where the unit replays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,8 @@ class UnitColumn:
     """Bytes among `device_bytes` that packs may take, and did not take in the fit."""
     is_measured: bool = False
     """Whether `seconds` are those of units in a step under the column; else they are the sum of the ops alone."""
+    forward_cast_bytes: int = 0
+    """Bytes of casts beside the stored ones, from the unit's forward until the forward of the model ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +131,5 @@ class ModelProfile:
     """Peak of a step that keeps everything."""
     step_seconds: float
     """Time of a step that keeps everything."""
+    loss_workspace_bytes: int = 0
+    """Temporary bytes between the last unit's forward and the first backward, while autocast keeps casts."""

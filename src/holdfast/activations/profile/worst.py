@@ -40,6 +40,7 @@ def worst_profile(profiles: Iterable[ModelProfile]) -> ModelProfile:
             outside_bytes=max(worst.outside_bytes, other.outside_bytes),
             keep_all_peak_bytes=max(worst.keep_all_peak_bytes, other.keep_all_peak_bytes),
             step_seconds=max(worst.step_seconds, other.step_seconds),
+            loss_workspace_bytes=max(worst.loss_workspace_bytes, other.loss_workspace_bytes),
         )
     return worst
 

@@ -346,9 +346,19 @@ class MeasuredModel:
         kept = [keep_all(unit) for unit in units]
         again = [whole_recompute(unit) or keep_all(unit) for unit in units]
         outside = profile.keep_all_peak_bytes - step_peak(profile, kept).bytes
-        with self._under(profile, again.__getitem__):
+        outside = max(outside, self._peak_under(profile, again) - step_peak(profile, again).bytes, 0)
+        profile = replace(profile, outside_bytes=outside)
+        if not any(unit.casts_stay and unit.cast_bytes for unit in units):
+            return profile
+        # Where casts stay until the forward ends, the loss may be the peak: with the last unit kept and no other.
+        last = [*again[:-1], kept[-1]]
+        held = outside + sum(each.device_bytes + each.forward_cast_bytes for each in last)
+        return replace(profile, loss_workspace_bytes=max(self._peak_under(profile, last) - held, 0))
+
+    def _peak_under(self, profile: ModelProfile, columns: Sequence[UnitColumn]) -> int:
+        """Return the measured peak of a step under columns."""
+        with self._under(profile, columns.__getitem__):
             self._run()
             self._reset()
             _, peak = peak_bytes(self._run, self._device)
-        outside = max(outside, peak - step_peak(profile, again).bytes, 0)
-        return replace(profile, outside_bytes=outside)
+        return peak

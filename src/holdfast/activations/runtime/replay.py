@@ -136,6 +136,8 @@ class _ReplayMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Give tensors that skipped ops would have changed the versions of before: autograd has counted the ops."""
         for tensor, version in reversed(self._versions):
             set_version_counter(tensor, version)
+        # Their history holds the replay's graph, whose hooks hold this mode: no garbage collection sees the circle.
+        self._versions.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Treat an op as the program says."""

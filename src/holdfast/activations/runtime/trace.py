@@ -118,6 +118,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ops: list[TracedOp] = []
         self._saved: list[tuple[SeenStorage, TensorGeometry, weakref.ref[KeptTensor]]] = []
         self._peak_bytes = 0
+        kinds = {tensor.device.type for tensor in inputs}
+        self._casts_stay = torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, kinds))
 
     def pack(self, tensor: torch.Tensor) -> KeptTensor:
         """Write down the source of a tensor that autograd saves."""
@@ -186,6 +188,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             saved=tuple(_source(seen, geometry) for seen, geometry, _ in self._saved),
             output_bytes=sum(returned.values()),
             cast_bytes=sum({id(seen): seen.bytes for seen, *_ in self._saved if seen.cast_of is not None}.values()),
+            casts_stay=self._casts_stay,
             costs=UnitCosts(seconds, 2 * seconds, self._peak_bytes),
             why_not=self.refused or self.why_not,
             refused=self.refused,

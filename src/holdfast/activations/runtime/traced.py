@@ -110,6 +110,8 @@ class UnitTrace:
     """Bytes of the tensors that the unit returns."""
     cast_bytes: int
     """Bytes of parameters in another dtype that autograd saved: autocast makes them."""
+    casts_stay: bool
+    """Whether casts stay until an autocast region around the unit ends, also those that autograd does not save."""
     costs: UnitCosts
     """Measured costs, or an estimate from the ops' costs."""
     why_not: str
@@ -163,6 +165,7 @@ class UnitTrace:
             recompute_workspace_bytes=self.costs.peak_bytes,
             is_replayable=not self.why_not,
             why_not=self.why_not,
+            casts_stay=self.casts_stay,
         )
 
 

@@ -109,12 +109,14 @@ def column_from(
         draw=draw,
         device_bytes=sum(stored.values()) + (0 if run else unit.cast_bytes),
         seconds=seconds,
-        forward_workspace_bytes=forward_workspace(
+        forward_workspace_bytes=unit.cast_bytes
+        + forward_workspace(
             unit, storages.values(), stored, {base: packing.workspace_bytes for base, packing in packed.items()}
         ),
         backward_workspace_bytes=_backward_workspace(unit, storages, store, is_replayed=bool(run)),
         is_lossy=any(packing.is_lossy for packing in packed.values()),
         spare_bytes=sum(packing.spare_bytes for packing in packed.values()),
+        forward_cast_bytes=unit.cast_bytes if run and unit.casts_stay else 0,
     )
 
 
@@ -124,13 +126,14 @@ def _backward_workspace(
     """Return the bytes that a unit's backward takes above the stored ones.
 
     A replay makes everything that backward needs, except tensors that are kept by reference. Without a replay the
-    largest unpacked tensor counts. Both need the temporaries of backward itself.
+    largest unpacked tensor counts. Both need the temporaries of backward itself; those of a replay have casts.
     """
     needed = {base: storage.bytes for base, storage in storages.items() if storage.is_needed and base != 0}
     temporary = max(unit.recompute_workspace_bytes - sum(needed.values()), 0)
     if is_replayed:
         unpacked = {**needed, 0: storages[0].bytes if store.get(0, "keep") != "keep" else 0}
         return temporary + sum(size for base, size in unpacked.items() if store.get(base) != "keep")
+    temporary = max(temporary - unit.cast_bytes, 0)
     return temporary + max((storages[base].bytes for base, action in store.items() if action != "keep"), default=0)
 
 

@@ -80,6 +80,13 @@ def _least_choice(profile: ModelProfile, columns: Sequence[Sequence[UnitColumn]]
     return tuple(smallest[kind] for _, kind in profile.order)
 
 
+def _sum(program: MixedProgram, terms: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Return a new variable that equals a sum, as the one term of later rows."""
+    variable = program.variable(upper=inf, is_whole=False)
+    program.row([(variable, 1.0), *((each, -factor) for each, factor in terms)], least=0, most=0)
+    return [(variable, 1.0)]
+
+
 @dataclass(slots=True)
 class _ModelProgram:
     """The MILP of the model. Bytes are in units of `scale`."""
@@ -112,6 +119,7 @@ class _ModelProgram:
         if not is_peak_variable:
             program.row([(program.variable(STEP_SHARE * profile.step_seconds / slowest), 1)], least=1)
         before: list[tuple[int, float]] = []
+        casts: list[tuple[int, float]] = []
         for unit, (_, kind) in enumerate(profile.order):
             options, gradients = columns[kind], profile.gradient_bytes[unit] / scale
             costs = [0.0 if is_peak_variable else each.seconds / slowest + _TIE * at for at, each in enumerate(options)]
@@ -119,13 +127,15 @@ class _ModelProgram:
             choices.append(range(first, first + len(options)))
             for cost in costs:
                 program.variable(cost)
-            after = [(program.variable(upper=inf, is_whole=False), 1.0)]
             program.row([(variable, 1.0) for variable in choices[-1]], least=1, most=1)
-            stored = [(first + at, -each.device_bytes / scale) for at, each in enumerate(options)]
-            minus = [(variable, -sign) for variable, sign in before]
-            program.row([*after, *minus, *stored], least=0, most=0)
+            after = _sum(
+                program, [*before, *((first + at, each.device_bytes / scale) for at, each in enumerate(options))]
+            )
             forward = [(first + at, each.forward_workspace_bytes / scale) for at, each in enumerate(options)]
-            program.row([*before, *forward, *peak], most=room)
+            program.row([*before, *casts, *forward, *peak], most=room)
+            if any(each.forward_cast_bytes for each in options):
+                more = [(first + at, each.forward_cast_bytes / scale) for at, each in enumerate(options)]
+                casts = _sum(program, [*casts, *more])
             backward = [(first + at, each.backward_workspace_bytes / scale) for at, each in enumerate(options)]
             program.row([*after, *backward, *peak], most=room - gradients)
             overflow = overflow_bytes(profile.classes[kind]) / scale
@@ -135,6 +145,7 @@ class _ModelProgram:
                 packs = [(variable, size + gradients) for variable, size in packs]
                 program.row([*before, *packs, *peak], most=room)
             before = after
+        program.row([*before, *casts, *peak], most=room - profile.loss_workspace_bytes / scale)
         return cls(program, choices)
 
     def solved(self) -> tuple[NDArray[np.float64] | None, float]:

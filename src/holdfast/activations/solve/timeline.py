@@ -79,10 +79,12 @@ def step_moments(profile: ModelProfile, chosen: Sequence[UnitColumn], *, is_full
     if not is_full:
         chosen = [replace(each, device_bytes=each.device_bytes - each.spare_bytes) for each in chosen]
     moments = []
-    stored = profile.outside_bytes
+    stored, casts = profile.outside_bytes, 0
     for unit, column in enumerate(chosen):
-        moments.append(StepMoment(stored + column.forward_workspace_bytes, unit, "forward"))
+        moments.append(StepMoment(stored + casts + column.forward_workspace_bytes, unit, "forward"))
         stored += column.device_bytes
+        casts += column.forward_cast_bytes
+    moments.append(StepMoment(stored + casts + profile.loss_workspace_bytes, len(chosen) - 1, "forward"))
     for unit in reversed(range(len(chosen))):
         column = chosen[unit]
         held = stored + profile.gradient_bytes[unit]
