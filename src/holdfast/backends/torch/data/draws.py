@@ -15,8 +15,8 @@ from holdfast.base.sampling.position import DataPosition, Epochs
 from holdfast.base.sampling.shares import MicroBatch, micro_batch_count, micro_batches
 from holdfast.errors import InvalidError
 
-_PLACES_AHEAD = 1024
-"""Places whose samples are looked up at once."""
+_PLACES_AHEAD_MIN, _PLACES_AHEAD_MAX = 64, 4096
+"""Places whose samples are looked up at once: few before the first batch, and twice as many each time."""
 
 _parts = lru_cache(maxsize=64)(micro_batches)
 
@@ -79,20 +79,23 @@ class Draws:
     def since(self, position: DataPosition) -> Iterator[Draw]:
         """Yield the micro-batches of this rank, from a settled position to the end of the epoch."""
         epoch, left = position.epoch, self.epochs.steps_left(position)
+        ahead_max = _PLACES_AHEAD_MIN
         while left:
             steps: list[tuple[int, Sequence[MicroBatch]]] = []
             places: list[Places] = []
             ahead = 0
-            while left and ahead < _PLACES_AHEAD:
+            while left and ahead < ahead_max:
                 parts = self.parts(self.epochs.size(position))
                 begin, end = min(part.start for part in parts), max(part.stop for part in parts)
                 places.append(np.arange(position.samples + begin, position.samples + end))
                 steps.append((ahead - begin, parts))
                 ahead, left, position = ahead + end - begin, left - 1, self.epochs.after(position)
+            ahead_max = min(2 * ahead_max, _PLACES_AHEAD_MAX)
             epochs, samples = self.order.samples(epoch, np.concatenate(places))
-            is_one = bool((epochs == epochs[0]).all())
+            # One conversion for all of them; a list is cut faster than an array.
+            numbers, of_one = samples.tolist(), int(epochs[0]) if (epochs == epochs[0]).all() else None
             for shift, parts in steps:
                 for part in parts:
                     inside = slice(part.start + shift, part.stop + shift)
-                    of_epochs = int(epochs[0]) if is_one else epochs[inside].tolist()
-                    yield Draw(part is parts[-1], of_epochs, samples[inside].tolist())
+                    of_epochs = epochs[inside].tolist() if of_one is None else of_one
+                    yield Draw(part is parts[-1], of_epochs, numbers[inside])
