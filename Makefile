@@ -17,6 +17,8 @@
 #                   disk under runs/); QUICK=1, ONLY=redo_overhead,kills
 #   make bench-activations   training within a budget of memory, beside checkpointing and compiled blocks, predicted and
 #                   measured (about 40 minutes; a C++ compiler for the compiled ones); QUICK=1, ONLY=peaks,slowdown_vs_sac
+#   make bench-data   speed of the loader, cost of the data position, and resumes on other ranks beside torchdata,
+#                   datasets, Grain and litdata (about 15 minutes); QUICK=1, ONLY=loader_1k,rivals
 #   make bench-compare   Holdfast's own times with two checkouts in turn: BEFORE=path [AFTER=.] [ROUNDS=7]
 #                   [ONLY=large,tiny] [QUICK=1]; two to three hours for all, and the same command continues after Ctrl-C
 #   make integrations FRAMEWORK=accelerate   trains with a real framework through its integration: tests, examples, kills
@@ -45,7 +47,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The suite starts hundreds of processes: each would compile all of Holdfast anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test test-long check bench bench-interop bench-scale bench-stores bench-compression bench-differential bench-activations bench-compare integrations fuzz campaign campaign-stores test-torch dist clean
+.PHONY: help demo test test-long check bench bench-interop bench-scale bench-stores bench-compression bench-differential bench-activations bench-data bench-compare integrations fuzz campaign campaign-stores test-torch dist clean
 
 PINNED_TORCH := torch==2.13.0
 TORCH ?=
@@ -54,6 +56,7 @@ VENV := .venv
 DIST_VENVS := .venv-dist
 STORES_VENV := .venv-stores
 COMPRESSION_VENV := .venv-compression
+DATA_VENV := .venv-data
 INTEGRATIONS_VENVS := .venv-integrations
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
@@ -150,6 +153,16 @@ bench-activations: $(READY)
 	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[cli,activations]'
 	@QUICK=$(QUICK) ONLY=$(ONLY) $(PY) -m bench.activations
 
+# The rivals get an environment above the other one: litdata brings a torchvision, which must fit the torch that is there.
+bench-data: $(READY)
+	@test -x $(DATA_VENV)/bin/python || $(PY) -m venv --system-site-packages $(DATA_VENV)
+	@$(PY) -c '$(PURELIB); print(f"import site; site.addsitedir({path!r})")' \
+	    > "$$($(DATA_VENV)/bin/python -c '$(PURELIB); print(path)')/below.pth"
+	@torch=$$($(PY) -c 'import importlib.metadata as m; print(m.version("torch").partition("+")[0])'); \
+	    $(DATA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "torch==$$torch" -e '.[cli,bench-data]' || \
+	    echo "holdfast: not every rival could be installed; those that are missing are not shown" >&2
+	@QUICK=$(QUICK) ONLY=$(ONLY) $(DATA_VENV)/bin/python -m bench.data
+
 # ROUNDS has another default for `campaign`.
 bench-compare: $(READY)
 	@test -n "$(BEFORE)" || { echo "holdfast: which checkout to compare with? BEFORE=path/to/checkout" >&2; exit 2; }
@@ -234,5 +247,5 @@ dist:
 	@echo "holdfast: ready for an index:" dist/*
 
 clean:
-	rm -rf $(VENV) $(DIST_VENVS) $(STORES_VENV) $(COMPRESSION_VENV) $(INTEGRATIONS_VENVS) $(TORCH_VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache runs
+	rm -rf $(VENV) $(DIST_VENVS) $(STORES_VENV) $(COMPRESSION_VENV) $(DATA_VENV) $(INTEGRATIONS_VENVS) $(TORCH_VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache runs
 	find src tests demo bench fuzz release -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true

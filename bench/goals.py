@@ -266,5 +266,17 @@ GOALS = (
     _less("overhead_e0_at_full_peak_modern", "overhead_e0_at_full_peak of the second model"),
     _less("slowdown_vs_sac_modern", "slowdown_vs_sac of the second model"),
     _less("fit_steps_modern", "fit_steps of the second model", 25, 40),
+    _more("loader_vs_plain_1k", "`data.Loader`, samples of 1 KiB: samples a second ÷ plain `DataLoader`", 1.0, 0.9),
+    _more("batches_vs_plain_1k", "`DataLoader` over `data.Batches`, samples of 1 KiB: the same ratio"),
+    _more("loader_vs_plain_100k", "`data.Loader`, samples of 100 KiB: the same ratio", 1.0, 0.95),
+    _more("batches_vs_plain_100k", "`DataLoader` over `data.Batches`, samples of 100 KiB: the same ratio"),
+    _less(
+        "first_batch_large_vs_small", "resume in the middle of 10⁹ samples: time to the first batch ÷ of 10³", 1.1, 2
+    ),
+    _less("order_peak_mib", "order of 10⁹ samples: peak memory of a resume and steps after it, MiB", 1, 16),
+    _less(
+        "state_bytes", "position in 10⁹ samples: bytes of the manifest, 64 a source of a mixture subtracted", 512, 1024
+    ),
+    _less("save_with_data_vs_without", "call of a save with a position, 3 workers at work ÷ without", 1.01, 1.05),
 )
 """In the order in which they are shown."""

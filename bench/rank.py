@@ -30,9 +30,10 @@ def main() -> None:
         # Imported for these parts alone: the parts use modules of the package that an older checkout lacks.
         from bench.activations.parts import ACTIVATION_PARTS
         from bench.compression_parts import COMPRESSION_PARTS
+        from bench.data.parts import DATA_PARTS
         from bench.differential_parts import DIFFERENTIAL_PARTS
 
-        parts = {**ACTIVATION_PARTS, **COMPRESSION_PARTS, **DIFFERENTIAL_PARTS}
+        parts = {**ACTIVATION_PARTS, **COMPRESSION_PARTS, **DATA_PARTS, **DIFFERENTIAL_PARTS}
     part = parts[name]
     measured = part.measure(Path(folder) / "work", json.loads(params))
     measured.notes.extend(device.notes())
