@@ -15,7 +15,7 @@ from torch.utils.data import get_worker_info
 from holdfast.base.sampling.order import sample_seed
 from holdfast.errors import InvalidError
 
-_sample: ContextVar[tuple[int, int, int] | None] = ContextVar("sample", default=None)
+_sample: ContextVar[list[int] | None] = ContextVar("sample", default=None)
 """Seed, epoch and number of the sample that is read now."""
 
 
@@ -73,15 +73,17 @@ class KeyedSamples:
 
     def _read(self, epochs: int | Sequence[int], samples: Sequence[int]) -> list[object]:
         found: list[object] = []
-        for number, sample in enumerate(samples):
-            key = self._seed, epochs if isinstance(epochs, int) else epochs[number], sample
-            token = _sample.set(key)
-            try:
+        # Set once for a micro-batch: a change of the variable for each sample costs as much as a small sample.
+        key = [self._seed, 0, 0]
+        token = _sample.set(key)
+        try:
+            for number, sample in enumerate(samples):
+                key[1], key[2] = epochs if isinstance(epochs, int) else epochs[number], sample
                 if self._reseed:
                     _seed_generators(sample_seed(*key))
                 found.append(self._dataset[sample])
-            finally:
-                _sample.reset(token)
+        finally:
+            _sample.reset(token)
         return found
 
 
