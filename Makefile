@@ -160,7 +160,7 @@ bench-data: $(READY)
 	    > "$$($(DATA_VENV)/bin/python -c '$(PURELIB); print(path)')/below.pth"
 	@torch=$$($(PY) -c 'import importlib.metadata as m; print(m.version("torch").partition("+")[0])'); \
 	    $(DATA_VENV)/bin/python -m pip install --quiet --disable-pip-version-check "torch==$$torch" -e '.[cli,bench-data]' || \
-	    echo "holdfast: not every rival could be installed; those that are missing are not shown" >&2
+	    echo "holdfast: the rivals could not be installed; those that are missing are not shown" >&2
 	@QUICK=$(QUICK) ONLY=$(ONLY) $(DATA_VENV)/bin/python -m bench.data
 
 # ROUNDS has another default for `campaign`.
