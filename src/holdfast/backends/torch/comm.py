@@ -115,8 +115,10 @@ class ProcessGroupComm:
         """How long a collective of the training waits."""
         members = dist.get_process_group_ranks(group)
         self._rank_of_global = {member: rank for rank, member in enumerate(members)}
-        # Names of groups are internal to torch. The count of restarts: torchrun keeps the store of the life before.
-        identity = repr((members, os.environ.get("TORCHELASTIC_RESTART_COUNT")))
+        # Names of groups are internal to torch. The count of restarts: an agent of torchrun keeps the store of the life
+        # before. Without that store each life has its own, and agents that came back count restarts from 0.
+        has_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        identity = repr((members, os.environ.get("TORCHELASTIC_RESTART_COUNT") if has_agent_store else None))
         self.group_id = hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
         """Names the group among those that use the same key-value store."""
 
