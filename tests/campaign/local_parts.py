@@ -88,6 +88,7 @@ PARTS = {
         3600,
         {"RANDOM_MODULES": "10000", "HOSTILE_TENSORS": "100000", "PARITY_STEPS": "600"},
     ),
+    "elastic": Part(("tests/crash/elastic/test_elastic.py",), 3600, {"ELASTIC_ROUNDS": "3"}),
     "failed_saves": Part(("tests/distributed/failures/test_failed_saves.py",)),
 }
 """By name, in the order of a whole campaign."""

@@ -52,7 +52,7 @@ def by_ranks(ranks: int, folder: Path, arguments: list[str]) -> list[Process]:
         Work.of_rank(
             rank,
             scratch,
-            "tests.everyday.test_elastic_example:be_example",
+            "tests.distributed.jobs.test_elastic_example:be_example",
             *arguments,
             **place,
             RANK=str(rank),
