@@ -5,7 +5,8 @@
     elastic="$elastic --rdzv-endpoint localhost:29400 --rdzv-conf last_call_timeout=5,keep_alive_interval=2"
     for rank in 1 2 3 4; do $elastic examples/elastic.py out & done
 
-Kill a rank, or its torchrun too, and start a torchrun again. A job that starts anew may take another number of ranks:
+Kill a rank, or a torchrun with its rank, but not the torchrun that began first: the others connect to it. Start a
+torchrun again. docs/elastic.md has times and limits. A job that starts anew may take another number of ranks:
 
     torchrun --nproc-per-node 2 examples/elastic.py out
 """
