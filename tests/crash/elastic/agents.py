@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,10 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
+import torch.distributed as dist
+
 from tests.support.forked_processes import REPOSITORY, environment
 
 EXAMPLE = REPOSITORY / "examples" / "elastic.py"
-CONF = "last_call_timeout=5,keep_alive_interval=2"
+CONF = "is_host=0,last_call_timeout=5,keep_alive_interval=2"
 
 
 class Agents:
@@ -30,16 +31,18 @@ class Agents:
     def __init__(self, scratch: Path, most: int, options: list[str]) -> None:
         self.scratch, self.root, self.trained = scratch, scratch / "run", scratch / "trained"
         self.trained.mkdir(parents=True)
-        self._most, self._options, self._port, self._started = most, options, _free_port(), 0
+        self._most, self._options, self._started = most, options, 0
+        # No agent hosts it, so that any of them may be lost.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.running: dict[int, subprocess.Popen[bytes]] = {}
-        """Agents by number; number 0 hosts the store of the rendezvous."""
+        """Agents by number."""
 
     def start(self) -> int:
         """Start an agent; return its number."""
         number, self._started = self._started, self._started + 1
         command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{self._most}", "--nproc-per-node=1"]
-        command += ["--max-restarts=100", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}"]
-        command += [f"--rdzv-conf=is_host={int(number == 0)},{CONF}", "--rdzv-id=elastic", "--monitor-interval=0.5"]
+        command += ["--max-restarts=100", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._store.port}"]
+        command += [f"--rdzv-conf={CONF}", "--rdzv-id=elastic", "--monitor-interval=0.5"]
         command += [str(EXAMPLE), str(self.root), "--trained", str(self.trained), *self._options]
         variables = {**environment(), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
         with self._log(number).open("wb") as log:
@@ -90,10 +93,3 @@ class Agents:
                     os.kill(int(command.parent.name), signal.SIGKILL)
         for agent in self.running.values():
             agent.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port: int = taken.getsockname()[1]
-        return port

@@ -8,6 +8,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -45,17 +46,11 @@ def test_a_job_that_loses_nodes_and_ranks_trains_every_sample_once(tmp_path: Pat
             agents.start()
         _report(agents, "started", lambda: None, RANKS)
         for number in range(ROUNDS):
-            # Agent 0 hosts the store of the rendezvous. Its rank, which is rank 0, may be lost as others.
-            node = chance.choice([each for each in agents.running if each])
-            _report(agents, f"{number + 1}/{ROUNDS}: node lost", lambda node=node: agents.lose_node(node), RANKS - 1)
-            victim = chance.choice([*agents.running]) if number else 0
-            _report(
-                agents,
-                f"{number + 1}/{ROUNDS}: rank of agent {victim} lost",
-                lambda victim=victim: agents.kill_worker(victim),
-                RANKS - 1,
-            )
-            _report(agents, f"{number + 1}/{ROUNDS}: node back", lambda: agents.start(), RANKS)
+            lost, place = chance.choice([*agents.running]), f"{number + 1}/{ROUNDS}"
+            _report(agents, f"{place}: agent {lost} and its rank lost", partial(agents.lose_node, lost), RANKS - 1)
+            victim = chance.choice([*agents.running])
+            _report(agents, f"{place}: rank of agent {victim} lost", partial(agents.kill_worker, victim), RANKS - 1)
+            _report(agents, f"{place}: an agent back", agents.start, RANKS)
         codes = [agent.wait(WAIT_SECONDS) for agent in agents.running.values()]
         assert codes == [0] * RANKS, agents.log()[-9000:]
         lines, log = lines_of(agents.trained), agents.log()
