@@ -60,3 +60,19 @@ def batch_of(text: Tensor, samples: int) -> tuple[Tensor, Tensor]:
     starts = torch.randint(len(text) - CONTEXT - 1, (samples,))
     tokens = torch.stack([text[start : start + CONTEXT + 1] for start in starts])
     return tokens[:, :-1], tokens[:, 1:]
+
+
+class Windows:
+    """Every window of a text, as a data set."""
+
+    def __init__(self, text: Tensor) -> None:
+        self.text = text
+
+    def __len__(self) -> int:
+        """Return the number of windows."""
+        return len(self.text) - CONTEXT
+
+    def __getitem__(self, start: int) -> tuple[Tensor, Tensor]:
+        """Return the tokens of a window, and the token that follows each."""
+        tokens = self.text[start : start + CONTEXT + 1]
+        return tokens[:-1], tokens[1:]

@@ -10,7 +10,7 @@ import argparse
 import logging
 
 import torch
-from gpt import GPT, batch_of, text_of
+from gpt import GPT, Windows, text_of
 from torch import distributed
 from torch.distributed.fsdp import fully_shard
 
@@ -33,23 +33,27 @@ for block in model.blocks:
     fully_shard(block)
 fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-torch.manual_seed(1000 + rank)
-text = text_of(arguments.text)
+loader = holdfast.data.Loader(Windows(text_of(arguments.text)), global_batch=16, micro_batch=8, seed=1)
 
 manager = holdfast.CheckpointManager(arguments.folder, every=arguments.every, keep_last=3)
-state = {"model": model, "optimizer": optimizer, "rng": holdfast.RngState()}
-first = (manager.load(state) or 0) + 1
+state = {"model": model, "optimizer": optimizer, "data": loader, "rng": holdfast.RngState()}
+manager.load(state)
 
-for step in range(first, arguments.steps + 1):
-    loss = model(*batch_of(text, 8))
-    loss.backward()
+for step in loader.steps():
+    if step.number > arguments.steps:
+        break
+    mean = torch.zeros(())
+    for (tokens, targets), weight in step:
+        loss = model(tokens, targets) * weight
+        loss.backward()
+        mean += loss.detach()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    distributed.all_reduce(mean := loss.detach(), distributed.ReduceOp.AVG)
+    distributed.all_reduce(mean, distributed.ReduceOp.AVG)
     if rank == 0:
-        print(f"step {step} loss {mean.item()!r}", flush=True)
-    manager.maybe_save(step, state, metrics={"loss": mean})
+        print(f"step {step.number} loss {mean.item()!r}", flush=True)
+    manager.maybe_save(step.number, state, metrics={"loss": mean})
 
 manager.close()
 distributed.destroy_process_group()

@@ -89,6 +89,11 @@ PARTS = {
         {"RANDOM_MODULES": "10000", "HOSTILE_TENSORS": "100000", "PARITY_STEPS": "600"},
     ),
     "elastic": Part(("tests/crash/elastic/test_elastic.py",), 3600, {"ELASTIC_ROUNDS": "3"}),
+    "data": Part(
+        ("tests/property/test_data_lives.py", "tests/distributed/jobs/test_data.py"),
+        3600,
+        {"DATA_LIVES": "20000", "DATA_RANK_LIVES": "20"},
+    ),
     "failed_saves": Part(("tests/distributed/failures/test_failed_saves.py",)),
 }
 """By name, in the order of a whole campaign."""

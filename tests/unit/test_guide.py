@@ -36,7 +36,10 @@ def needed(guide: Path) -> dict[str, str]:
     return dict(re.findall(r"^## (.+)\n\n<!-- needs: (\w+) -->$", guide.read_text(), re.MULTILINE))
 
 
-SECTIONS = {(guide, title): blocks for guide in GUIDES for title, blocks in sections(guide).items()}
+WITH_CODE = (*GUIDES, DOCS / "data.md")
+"""Pages whose code runs; a guide shows code in every section."""
+
+SECTIONS = {(guide, title): blocks for guide in WITH_CODE for title, blocks in sections(guide).items()}
 
 
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda guide: guide.stem)

@@ -112,7 +112,7 @@ class UnitColumn:
     is_measured: bool = False
     """Whether `seconds` are those of units in a step under the column; else they are the sum of the ops alone."""
     forward_cast_bytes: int = 0
-    """Bytes of casts beside the stored ones, from the unit's forward until the forward of the model ends."""
+    """Bytes of casts that `device_bytes` lacks, from the unit's forward until the forward of the model ends."""
 
 
 @dataclass(frozen=True, slots=True)

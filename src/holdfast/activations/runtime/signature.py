@@ -45,6 +45,11 @@ def _strides_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return tensor.stride() if tensor.layout is torch.strided else None
 
 
+def has_autocast(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether autocast is enabled for a device of the tensors."""
+    return any(torch.is_autocast_enabled(tensor.device.type) for tensor in tensors)
+
+
 def _autocast_of(device: str) -> tuple[object, ...]:
     if device not in ("cpu", "cuda"):
         return (device,)

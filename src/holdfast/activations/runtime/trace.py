@@ -35,7 +35,7 @@ from holdfast.activations.runtime.op_rules import (
 )
 from holdfast.activations.runtime.packings import with_packings
 from holdfast.activations.runtime.seen_storages import SeenStorage, SeenStorages
-from holdfast.activations.runtime.signature import signature_of
+from holdfast.activations.runtime.signature import has_autocast, signature_of
 from holdfast.activations.runtime.traced import OpReturn, SavedSource, TracedOp, UnitTrace
 from holdfast.activations.runtime.unit_costs import UnitCosts, costs_of
 from holdfast.backends.torch.private_layout import (
@@ -118,8 +118,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._ops: list[TracedOp] = []
         self._saved: list[tuple[SeenStorage, TensorGeometry, weakref.ref[KeptTensor]]] = []
         self._peak_bytes = 0
-        kinds = {tensor.device.type for tensor in inputs}
-        self._casts_stay = torch.is_autocast_cache_enabled() and any(map(torch.is_autocast_enabled, kinds))
+        self._casts_stay = torch.is_autocast_cache_enabled() and has_autocast(inputs)
 
     def pack(self, tensor: torch.Tensor) -> KeptTensor:
         """Write down the source of a tensor that autograd saves."""
@@ -161,8 +160,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._is_done = True
         # A parameter or buffer that the unit changes has another content when an op runs again.
         changed = {number for seen in self._seen.outside() if seen.writes for number, _ in seen.reads}
-        needed = {seen.group for seen, *_ in self._saved}
-        made = self._seen.made()
+        needed, made = {seen.group for seen, *_ in self._saved}, self._seen.made()
         # Of an op with several results only the saved ones stay.
         saved_bytes: Counter[int | None] = Counter()
         for seen in made:

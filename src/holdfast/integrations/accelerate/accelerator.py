@@ -11,7 +11,7 @@ from typing import Any
 
 import accelerate
 import torch
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import DataLoaderStateMixin, prepare_data_loader
 from accelerate.utils import DistributedType
 
 import holdfast
@@ -184,7 +184,7 @@ class Accelerator(accelerate.Accelerator):
             **keywords: As Accelerate.
         """
         is_divided = isinstance(getattr(data_loader, "batch_sampler", None), holdfast.data.Batches)
-        if not is_divided or getattr(data_loader, "_is_accelerate_prepared", False):
+        if not is_divided or isinstance(data_loader, DataLoaderStateMixin):  # Which Accelerate has prepared already.
             return super().prepare_data_loader(data_loader, device_placement, *arguments, **keywords)
         prepared = prepare_data_loader(
             data_loader,
