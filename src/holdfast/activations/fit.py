@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 _Columns = tuple[tuple[UnitColumn, ...], ...]
 """Columns of each class."""
 
-_STEPS_MAX = 36
-"""Steps after which no further column is measured. Four more check the plan."""
+_STEPS_MAX = 32
+"""Steps after which no further column is measured. The last measurement may take some more, and four check the plan."""
 
 _TRIES = 4
 """Solutions whose peak is measured, before a budget counts as too small."""
