@@ -95,8 +95,9 @@ def _found_or_recorded(store: Store, find: StepQuery, step: int) -> FoundStep:
             raise
         return recorded
     stored, manifest = found
-    # A run without a log costs no request here.
-    is_damaged = any(each.log for each in stored.chain) and is_skipped(store, step, manifest.key, list_records(store))
+    # A run without a log costs no request here. A manifest that cannot be read may have stated one.
+    may_have_log = any(each.log or each.timeline is None for each in stored.chain)
+    is_damaged = may_have_log and is_skipped(store, step, manifest.key, list_records(store))
     return (_recorded(store, step) if is_damaged else None) or found
 
 

@@ -231,15 +231,16 @@ def test_a_damaged_base_is_passed_over_by_the_log(tmp_path: Path, expected: Mapp
     again.manager.close()
 
 
+@pytest.mark.parametrize("damaged", ["r00000.safetensors", "manifest.json"])
 @pytest.mark.parametrize("step", [30, 32])
 def test_a_recorded_step_is_loaded_by_number_past_a_damaged_base(
-    tmp_path: Path, expected: Mapping[int, str], step: int
+    tmp_path: Path, expected: Mapping[int, str], step: int, damaged: str
 ) -> None:
     first = Training(tmp_path)
     first.run(1, 33)
     first.die()
-    (pack,) = (tmp_path / f"step-{30:012d}").rglob("r00000.safetensors")
-    with pack.open("r+b") as file:
+    (path,) = (tmp_path / f"step-{30:012d}").rglob(damaged)
+    with path.open("r+b") as file:
         file.seek(-40, 2)
         file.write(b"damage")
     again, _ = loaded(tmp_path)  # The base is under quarantine from here on.
