@@ -203,7 +203,7 @@ class LifeOfALoggedRun(RuleBasedStateMachine):
 
     @rule(choice=CHOICES, at=CHOICES, is_missing=st.booleans())
     def damage_a_segment(self, choice: int, at: int, is_missing: bool) -> None:
-        """The redo ends before the records of the segment."""
+        """The redo ends before the records of a segment that is missing, or before the one that a flipped bit is in."""
         self.end()
         newest = self.model.bases()[-1:]
         log = self.model.chain[newest[0]].log if newest else ""
@@ -212,11 +212,12 @@ class LifeOfALoggedRun(RuleBasedStateMachine):
         segments = segments_of(self.store)[log][0] if log in segments_of(self.store) else []
         if segments:
             segment = segments[choice % len(segments)]
-            steps = records_in(self.store, segment).keys()
+            steps = sorted(records_in(self.store, segment))
             if is_missing:
                 self.store.delete([segment.key])
             else:
                 self.flip(segment.key, at)
+                steps = steps[-1:]  # Each record proves its own bytes, and the bytes of the last one are at the end.
             for each in self.model.chain:
                 if each.step in steps:
                     each.is_recorded = False
