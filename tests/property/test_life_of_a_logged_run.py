@@ -75,6 +75,8 @@ class LifeOfALoggedRun(RuleBasedStateMachine):
         self.model = LoggedRunModel(self.store)
         self.life: Life | None = None
         self.lives = 0
+        self.flipped: set[str] = set()
+        """Segments with a flipped bit."""
         self.reader = Training(self.store, differential=False)
 
     def teardown(self) -> None:
@@ -216,7 +218,9 @@ class LifeOfALoggedRun(RuleBasedStateMachine):
             if is_missing:
                 self.store.delete([segment.key])
             else:
-                self.flip(segment.key, at)
+                if segment.key not in self.flipped:  # The same bit, flipped twice, is no damage.
+                    self.flip(segment.key, at)
+                    self.flipped.add(segment.key)
                 steps = steps[-1:]  # Each record proves its own bytes, and the bytes of the last one are at the end.
             for each in self.model.chain:
                 if each.step in steps:
