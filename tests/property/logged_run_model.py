@@ -31,6 +31,9 @@ class Boundary:
     log: str = ""
     """The log that the manifest states."""
 
+    has_unseen_damage: bool = False
+    """Whether the manifest is damaged, and no restart has tried it yet and put it under quarantine."""
+
 
 class LoggedRunModel:
     """The boundaries of one run that count."""
@@ -89,7 +92,14 @@ class LoggedRunModel:
         # A collection may take any other checkpoint at any time.
         bases = self.bases() if trusting else sorted({*self.kept(), *self.bases()[-1:]})
         places = {place for base in bases for place in range(base, self.reach(base, trusting=trusting) + 1)}
-        return [self.chain[place] for place in sorted(places)]
+        # The log leads past a damaged manifest to its step only once the manifest is under quarantine.
+        return [self.chain[place] for place in sorted(places) if not self.chain[place].has_unseen_damage]
+
+    def see_damage(self) -> None:
+        """Take note that a restart has tried every manifest from the newest one down to the newest base."""
+        for place in self.bases()[-1:]:
+            for boundary in self.chain[place:]:
+                boundary.has_unseen_damage = False
 
     def settle(self) -> None:
         """Take note of what collections took: no newest checkpoint, no base that stays, and no record after these."""

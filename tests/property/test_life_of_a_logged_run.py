@@ -199,7 +199,7 @@ class LifeOfALoggedRun(RuleBasedStateMachine):
         if inner:
             base = inner[at % len(inner)]
             self.flip(manifest_key(base.step), at)
-            base.digest, base.log = None, ""
+            base.digest, base.log, base.has_unseen_damage = None, "", True
             self.begin(None, NO_MISHAP, 1)
             event("damaged a manifest")
 
@@ -272,6 +272,8 @@ class LifeOfALoggedRun(RuleBasedStateMachine):
         if self.met and chosen is None:
             expected = model.reachable(trusting=True)  # A fault takes no step away, and may end a load early.
         self.begun(life, self.found(training, step, expected))
+        if chosen is None and not self.met:
+            model.see_damage()
         if mishap.kind == "crash" and self.met:
             self.end()
             self.heal(mishap)
