@@ -75,6 +75,7 @@ class MixedOrder:
         self._orders = [
             Order(samples, sample_seed(seed, -1, number), shuffle) for number, samples in enumerate(sources.values())
         ]
+        self.lengths = dict(sources)
         self._starts = np.cumsum([0, *sources.values()])
 
     def samples(self, epoch: int, places: Places) -> tuple[Places, Places]:

@@ -95,6 +95,11 @@ class Order:
             samples[inside] = self.at(int(epoch), places[inside])
         return epochs, samples
 
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Return the samples of each named source: there is one source, without a name."""
+        return {}
+
     def served(self, epoch: int, samples: int) -> dict[str, int]:
         """Return the samples served by each named source before a place: there is one source, without a name."""
         return {}
@@ -121,6 +126,8 @@ def _permuted(values: _Words, n: int, keys: _Words, tweaks: _Words | None = None
         keys: A key for each round.
         tweaks: Changes the keys, for each value.
     """
+    if n == 1:
+        return np.zeros_like(values)
     if tweaks is None:
         tweaks = np.zeros_like(values)
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))

@@ -63,8 +63,8 @@ class Epochs:
         return min(self.global_batch, self.n - position.samples) if self.tail == "short" else self.global_batch
 
     def after(self, position: DataPosition) -> DataPosition:
-        """Return the place after the step that begins at a settled position, not settled."""
-        return DataPosition(position.epoch, position.samples + self.size(position), position.steps + 1)
+        """Return the place after the step that begins at a settled position: where the next step begins."""
+        return self.settled(DataPosition(position.epoch, position.samples + self.size(position), position.steps + 1))
 
     def steps_left(self, position: DataPosition) -> int:
         """Return the steps that begin in the epoch of a position, from the position on."""

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from operator import index
 from typing import NoReturn
 
 import torch
@@ -42,6 +43,9 @@ class Iteration:
     begun_at: DataPosition
     drawn: int = 0
     """Steps whose last micro-batch was drawn."""
+
+    ahead: int = 0
+    """Steps that the loader had drawn when the optimizer stepped first."""
 
     taken: int = 0
     """Steps that moved the position."""
@@ -194,6 +198,7 @@ class Batches(Sampler[list[int]]):
         """
         if min(epoch, samples, steps or 0) < 0:
             raise InvalidError(f"seek(epoch={epoch}, samples={samples}, steps={steps}); expected no negative number")
+        epoch, samples = index(epoch), index(samples)
         later, samples = divmod(samples, self._draws.epochs.n)
         epoch += later
         if steps is None:
@@ -213,6 +218,7 @@ class Batches(Sampler[list[int]]):
         Raises:
             InvalidError: More steps were taken than drawn.
         """
+        self._draws.ranks.require_current()
         self._require_drawn(self._iteration)
         served = self._draws.order.served(self._position.epoch, self._position.samples)
         return {"version": _VERSION, **asdict(self._position), **self._identity(), "sources": served}
@@ -234,6 +240,8 @@ class Batches(Sampler[list[int]]):
             self._require_same(state, position)
         self._adopts = False
         self._end_iteration()
+        if position.samples >= self._draws.epochs.n:  # Of a longer data set, which was adopted.
+            position = DataPosition(position.epoch + 1, 0, position.steps)
         self._position = position
         logger.info(
             "data goes on in epoch %d at sample %d of %d, after step %d",
@@ -249,6 +257,7 @@ class Batches(Sampler[list[int]]):
             "shuffle": self._shuffle,
             "n": self._draws.epochs.n,
             "fingerprint": self._fingerprint,
+            "lengths": self._draws.order.lengths,
         }
 
     def _require_same(self, state: Mapping[str, object], position: DataPosition) -> None:
@@ -264,8 +273,11 @@ class Batches(Sampler[list[int]]):
     # ------------------------------------------------------------------------------------------ drawing
 
     def __len__(self) -> int:
-        """Return the micro-batches of this rank from the position to the end of the epoch."""
-        return self._draws.micro_batches_left(self._draws.epochs.settled(self._position))
+        """Return the micro-batches of this rank to the end of the epoch: from the `for` that runs, or the position."""
+        iteration = self._iteration
+        runs = iteration is not None and iteration.is_live and not iteration.is_ended
+        begin = iteration.begun_at if iteration is not None and runs else self._draws.epochs.settled(self._position)
+        return self._draws.micro_batches_left(begin)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Begin an iteration, from the position to the end of the epoch.
@@ -274,8 +286,14 @@ class Batches(Sampler[list[int]]):
             InvalidError: The iteration before took half of its steps or fewer.
         """
         previous = self._iteration
-        if previous is not None and previous.is_over and not previous.is_ended and 2 * previous.taken <= previous.drawn:
-            self._refuse(previous, "; if the batches were not trained with, call seek(epoch=, samples=) first")
+        if previous is not None and previous.steps_after_end:
+            self._iteration = None
+            raise InvalidError(ENDED)
+        # Batches that the loader had ahead may be left over where a loop ended early.
+        if previous is not None and previous.is_over and not previous.is_ended:
+            left = previous.drawn - previous.taken
+            if left > previous.ahead or left == previous.drawn > 0:
+                self._refuse(previous, "; if the loop was left early, call seek(epoch=, samples=) first")
         _warn_of_unequal_shares(self._draws)
         iteration = self._begin()
         draws = self._indices(iteration)
@@ -283,6 +301,7 @@ class Batches(Sampler[list[int]]):
         return draws
 
     def _begin(self) -> Iteration:
+        self._draws.ranks.require_current()
         self._end_iteration()
         self._position = self._draws.epochs.settled(self._position)
         self._iteration = Iteration(self._position)
@@ -317,15 +336,28 @@ class Batches(Sampler[list[int]]):
 
     def _move(self, iteration: Iteration) -> None:
         iteration.taken += 1
+        iteration.ahead = iteration.ahead or iteration.drawn
         if iteration.is_ended:
             iteration.steps_after_end += 1
         elif iteration.taken <= iteration.drawn:
             self._position = self._draws.epochs.after(self._position)
 
     def _require_drawn(self, iteration: Iteration | None) -> None:
-        if iteration is not None and iteration.steps_after_end:
+        if iteration is None:
+            return
+        if iteration.steps_after_end:
             raise InvalidError(ENDED)
-        if iteration is not None and iteration.taken > iteration.drawn and not iteration.is_ended:
+        if (
+            iteration.optimizer is not None
+            and iteration.optimizer() is None
+            and iteration.is_live
+            and not self._is_told
+        ):
+            raise InvalidError(
+                "the optimizer whose steps move the position of data is gone, and another may have stepped; expected "
+                "one optimizer in an iteration. Call step_done() after each step"
+            )
+        if iteration.taken > iteration.drawn and not iteration.is_ended:
             self._refuse(iteration)
 
     def _refuse(self, iteration: Iteration, remedy: str = "") -> NoReturn:

@@ -25,6 +25,18 @@ class DataRanks:
     groups: tuple[dist.ProcessGroup, ...] = ()
     """Groups whose sums, one after another, give the sum over all data ranks."""
 
+    def require_current(self) -> None:
+        """Refuse ranks that were counted before the process group was made.
+
+        Raises:
+            InvalidError: There are several ranks now, and each would read every sample.
+        """
+        if not self.groups and dist.is_initialized() and dist.get_world_size() > 1:
+            raise InvalidError(
+                f"holdfast.data was made before init_process_group, and {dist.get_world_size()} ranks train now; "
+                "expected the samples to be divided. Call init_process_group first"
+            )
+
     def total(self, value: float) -> float:
         """Return the sum of a value over all data ranks; collective where there are several."""
         if self.number == 1:

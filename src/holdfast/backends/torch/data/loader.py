@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -133,18 +134,23 @@ class Loader(Batches):
         )
         if pad not in ("repeat", "refuse"):
             raise InvalidError(f"pad={pad!r}; expected 'repeat' or 'refuse'")
+        if options.get("in_order") is False:
+            raise InvalidError("in_order=False: batches would come in another order than their weights; expected True")
         if own := [name for name in _OWN if name in options]:
             raise InvalidError(f"{own[0]}=: Loader draws the batches itself; expected global_batch and micro_batch")
         self._dataset, self._count, self._pad = dataset, count, pad
         # A generator of its own: a new iteration, as after a resume, draws a number from the loader's generator.
         options.setdefault("generator", torch.Generator())
-        self._loader: DataLoader[Any] = DataLoader(
-            KeyedSamples(dataset, seed, reseed=reseed),  # type: ignore[arg-type]
-            batch_sampler=_Keys(self),
-            **options,
-        )
+        self._make = partial(DataLoader, KeyedSamples(dataset, seed, reseed=reseed), **options)  # type: ignore[arg-type]
+        self._loader: DataLoader[Any] = self._make(batch_sampler=_Keys(self))
         self._batches: Iterator[Any] = iter(())
         self._step: Step | None = None
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse copies and pickles: the loader inside would follow this object."""
+        raise InvalidError(
+            "Loader: copied or pickled; expected one for each process. Make a new one, and load its state"
+        )
 
     def __iter__(self) -> NoReturn:
         """Refuse, since batches alone have no weights."""
@@ -218,10 +224,16 @@ class Loader(Batches):
             total, ahead = float(step.samples), []
         else:
             ahead = [self._next_batch(step, number) for number in range(len(step))]
-            weights = [
-                0.0 if part.is_repeat else self._counted(step, batch) for part, batch in zip(parts, ahead, strict=True)
-            ]
-            total = self._draws.ranks.total(math.fsum(weights))
+            counted = [float(self._count(batch)) for batch in ahead]
+            weights = [0.0 if part.is_repeat else count for part, count in zip(parts, counted, strict=True)]
+            # A bad number reaches the sum, so that all data ranks raise.
+            own = math.fsum(weights) if all(weight >= 0 for weight in weights) else math.nan
+            total = self._draws.ranks.total(own)
+            if not math.isfinite(total):
+                raise InvalidError(
+                    f"step {step.number} of epoch {step.epoch}: count= returned {weights} here, and a sum of {total} "
+                    "over all data ranks; expected finite numbers of terms, 0 or more"
+                )
             if not total > 0:
                 raise InvalidError(
                     f"step {step.number} of epoch {step.epoch}: count= returned 0 for every batch; expected "
@@ -233,16 +245,6 @@ class Loader(Batches):
             step.handed_out += 1
             yield batch, self._draws.ranks.number * weight / total
 
-    def _counted(self, step: Step, batch: Any) -> float:
-        assert self._count is not None
-        counted = float(self._count(batch))
-        if not (math.isfinite(counted) and counted >= 0):
-            raise InvalidError(
-                f"step {step.number} of epoch {step.epoch}: count= returned {counted}; expected a finite number of "
-                "terms, 0 or more"
-            )
-        return counted
-
     def _next_batch(self, step: Step, number: int) -> Any:
         try:
             return next(self._batches)
@@ -252,6 +254,7 @@ class Loader(Batches):
             # A pipe to the worker breaks, or torch finds the worker missing, whichever comes first.
             is_broken = isinstance(error, EOFError | ConnectionError) and self._loader.num_workers > 0
             if is_broken or (isinstance(error, RuntimeError) and "DataLoader worker" in str(error)):
+                self._loader = self._make(batch_sampler=_Keys(self))  # Persistent workers do not come back.
                 raise UnavailableError(
                     f"{where}: a worker of the data loader died while samples {samples} were read or those after them; "
                     "the position has not moved. Load the newest checkpoint and go on; a worker that is killed again "

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import Subset, get_worker_info
 
 from holdfast.base.sampling.order import sample_seed
 from holdfast.errors import InvalidError
@@ -52,6 +52,8 @@ class KeyedSamples:
 
     def __init__(self, dataset: Any, seed: int, *, reseed: bool) -> None:
         self._dataset, self._seed, self._reseed = dataset, seed, reseed
+        # A subset reads its samples one by one anyway, and each shall have its own random numbers.
+        self._reads_batches = hasattr(dataset, "__getitems__") and not isinstance(dataset, Subset)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -63,7 +65,7 @@ class KeyedSamples:
             keys: The epoch of all samples, or of each; and the samples.
         """
         epochs, samples = keys
-        if hasattr(self._dataset, "__getitems__") and not self._reseed:
+        if self._reads_batches and not self._reseed:
             found: Sequence[object] = self._dataset.__getitems__(samples)
             return found
         if not self._reseed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import re
 import subprocess
 import sys
@@ -58,6 +60,8 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: Loader(Unsized(), global_batch=1, seed=1), r"Unsized, whose length is unknown"),
     (lambda: Loader([], global_batch=1, seed=1), r"dataset has 0 samples"),
     (lambda: Loader(NUMBERS, global_batch=1, seed=1, batch_size=3), r"batch_size=: Loader draws the batches itself"),
+    (lambda: Loader(NUMBERS, global_batch=1, seed=1, in_order=False), r"in_order=False: batches would come"),
+    (lambda: copy.deepcopy(Loader(NUMBERS, global_batch=1, seed=1)), r"Loader: copied or pickled"),
     (lambda: Loader(NUMBERS, global_batch=1, seed=1, pad="drop"), r"pad='drop'; expected 'repeat' or 'refuse'"),
     (lambda: iter(Loader(NUMBERS, global_batch=1, seed=1)), r"for step in loader.steps\(\)"),
     (lambda: Loader(NUMBERS, global_batch=1, seed=1).step_done(), r"micro-batches of the step are left"),
@@ -102,7 +106,7 @@ def test_more_optimizer_steps_than_steps_drawn(optimizer: torch.optim.Optimizer)
     for _ in DataLoader(range(8), batch_sampler=batches):  # type: ignore[arg-type]
         pass
     optimizer.step()
-    assert batches.state_dict()["samples"] == 8
+    assert (batches.epoch, batches.samples) == (1, 0)
     batches.step_done()  # The call belongs to the step that the optimizer has just taken.
     with pytest.raises(holdfast.InvalidError, match=r"1 steps were drawn .*, and 2 were taken"):
         batches.step_done()
@@ -184,6 +188,15 @@ def test_another_order_than_was_saved(changed: dict[str, Any], message: str) -> 
         other.load_state_dict(Batches(9, global_batch=1, seed=1).state_dict())
 
 
+def test_sources_of_other_lengths_than_were_saved() -> None:
+    saved, other = (
+        Batches(Mixture({"a": (NUMBERS[:length], 1.0)}, epoch_samples=30), global_batch=8, seed=1)
+        for length in (20, 19)
+    )
+    with pytest.raises(holdfast.InvalidError, match=r"lengths was \{'a': 20\} when it was saved, and is \{'a': 19\}"):
+        other.load_state_dict(saved.state_dict())
+
+
 def test_other_sources_than_were_saved() -> None:
     def position(name: str, weight: float) -> Batches:
         batches = Batches(Mixture({"a": (NUMBERS, 1.0), name: (NUMBERS, weight)}), global_batch=8, seed=1)
@@ -191,9 +204,10 @@ def test_other_sources_than_were_saved() -> None:
         return batches
 
     saved = position("b", 1.0).state_dict()
-    for other in (position("c", 1.0), position("b", 3.0)):
-        with pytest.raises(holdfast.InvalidError, match=r"sources was \{'a': 8, 'b': 8\} when it was saved"):
-            other.load_state_dict(saved)
+    with pytest.raises(holdfast.InvalidError, match=r"lengths was \{'a': 20, 'b': 20\} when it was saved"):
+        position("c", 1.0).load_state_dict(saved)
+    with pytest.raises(holdfast.InvalidError, match=r"sources was \{'a': 8, 'b': 8\} when it was saved"):
+        position("b", 3.0).load_state_dict(saved)
 
 
 def test_the_batch_does_not_change_within_a_step() -> None:
@@ -297,3 +311,75 @@ def test_states_that_hold_no_exact_position(tmp_path: Path) -> None:
     with pytest.raises(holdfast.InvalidError, match=r"data: grads=True within a step"):
         holdfast.save(tmp_path / "run", state, process_group=False, grads=True)
     holdfast.save(tmp_path / "run", state, process_group=False)
+
+
+def test_ranks_that_appear_later_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With spawned processes no variable says that there will be several ranks."""
+    batches, loader = Batches(20, global_batch=2, seed=1), Loader(NUMBERS, global_batch=2, seed=1)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 4)
+    for call in (lambda: iter(batches), batches.state_dict, lambda: next(loader.steps()), loader.state_dict):
+        with pytest.raises(holdfast.InvalidError, match=r"made before init_process_group, and 4 ranks train now"):
+            call()
+
+
+def test_a_loop_that_is_left_early_may_begin_again(optimizer: torch.optim.Optimizer) -> None:
+    """Workers had drawn the whole epoch when the loop was left."""
+    batches = Batches(8, global_batch=2, micro_batch=2, seed=1, shuffle=False)
+    loader = DataLoader(list(range(8)), batch_sampler=batches, num_workers=1, prefetch_factor=8)  # type: ignore[arg-type]
+    seen = []
+    for batch in loader:
+        seen += batch.tolist()
+        optimizer.step()
+        if len(seen) == 4:
+            break
+    for batch in loader:
+        seen += batch.tolist()
+        optimizer.step()
+    assert seen == list(range(8))
+    assert (batches.epoch, batches.samples) == (1, 0)
+
+
+def test_the_length_is_that_of_the_loop(optimizer: torch.optim.Optimizer) -> None:
+    """Loops step at the last micro-batch by `number == len(loader)`."""
+    batches = Batches(20, global_batch=8, micro_batch=3, seed=1)
+    loader = DataLoader(list(range(20)), batch_sampler=batches)  # type: ignore[arg-type]
+    for epoch in range(2):
+        assert len(loader) == 8
+        for number, _ in enumerate(loader, 1):
+            assert len(loader) == 8
+            if number % 3 == 0 or number == len(loader):
+                optimizer.step()
+        assert batches.epoch == epoch + 1
+    assert batches.step == 6
+
+
+def test_the_optimizer_that_counts_is_gone() -> None:
+    batches = Batches(40, global_batch=8, seed=1)
+    drawn = iter(batches)
+    next(drawn)
+    first = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
+    first.step()
+    del first
+    gc.collect()
+    with pytest.raises(holdfast.InvalidError, match=r"optimizer whose steps move .* is gone"):
+        batches.state_dict()
+
+
+def test_a_shorter_data_set_is_adopted_at_its_next_epoch() -> None:
+    longer, shorter = (Batches(n, global_batch=8, seed=1, tail="carry") for n in (100, 10))
+    longer.seek(samples=80)
+    shorter.adopt()
+    shorter.load_state_dict(longer.state_dict())
+    assert (shorter.epoch, shorter.samples) == (1, 0)
+
+
+def test_a_position_of_another_tail_doubles_no_sample() -> None:
+    carried = Batches(10, global_batch=8, seed=1, tail="carry")
+    carried.seek(samples=8)
+    drawn = list(iter(carried))
+    assert len(drawn) == 8
+    carried.step_done()
+    short = Batches(10, global_batch=8, seed=1)
+    short.load_state_dict(carried.state_dict())
+    assert (short.epoch, short.samples) == (1, 6)
