@@ -283,7 +283,7 @@ class Batches(Sampler[list[int]]):
         """Begin an iteration, from the position to the end of the epoch.
 
         Raises:
-            InvalidError: The iteration before took half of its steps or fewer.
+            InvalidError: The iteration before took fewer steps than the loop had batches for, or steps after a load.
         """
         previous = self._iteration
         if previous is not None and previous.steps_after_end:
