@@ -62,13 +62,17 @@ class Iteration:
     """Dies with the loop that iterates."""
 
     @property
+    def is_held(self) -> bool:
+        """Return whether a loop still iterates."""
+        return self.draws is not None and self.draws() is not None
+
+    @property
     def is_live(self) -> bool:
         """Return whether training may still take a step with batches of this iteration.
 
         The last step of an epoch may come after the loop. A loop that was left early takes no further step.
         """
-        is_held = self.draws is not None and self.draws() is not None
-        return self.taken < self.drawn if self.is_over else is_held
+        return self.taken < self.drawn if self.is_over else self.is_held
 
 
 class Batches(Sampler[list[int]]):
@@ -178,11 +182,12 @@ class Batches(Sampler[list[int]]):
         Raises:
             InvalidError: A loop holds batches of the present size, or the size is outside its range.
         """
-        if self._iteration is not None and self._iteration.is_live and not self._iteration.is_ended:
+        if self._iteration is not None and self._iteration.is_held and not self._iteration.is_ended:
             raise InvalidError(
                 f"set_global_batch({global_batch}): the loader has drawn batches of {self._draws.epochs.global_batch} "
                 "ahead; expected a call outside the for loop. Leave the loop, change the size, and begin a new for"
             )
+        self._end_iteration()
         self._resize(global_batch)
 
     def _resize(self, global_batch: int) -> None:
