@@ -19,6 +19,7 @@ from torch import nn
 import holdfast.activations as activations
 from holdfast.activations.plan import bytes_of
 from holdfast.activations.runtime.peak import peak_bytes
+from holdfast.activations.solve.master import least_peak
 from holdfast.errors import InvalidError
 
 WIDTH, BLOCKS = 64, 4
@@ -168,9 +169,13 @@ def test_a_terminal_shows_the_progress_of_a_fit(monkeypatch: pytest.MonkeyPatch)
 
 def test_another_budget_needs_no_model(fitted: tuple[Network, activations.ActivationPlan]) -> None:
     _, plan = fitted
-    smaller = plan.resolve(budget=plan.measured_peak_bytes * 9 // 10)
-    assert smaller.solved.predicted_peak_bytes < plan.solved.predicted_peak_bytes
-    assert smaller.solved.predicted_slowdown >= plan.solved.predicted_slowdown
+    # On a busy machine the plan itself may be near the least budget.
+    least = least_peak(plan.solved.profile, plan.solved.columns).bytes
+    larger, smaller = (
+        plan.resolve(budget=budget) for budget in (plan.solved.profile.keep_all_peak_bytes, least * 103 // 100)
+    )
+    assert smaller.solved.predicted_peak_bytes < larger.solved.predicted_peak_bytes
+    assert smaller.solved.predicted_slowdown >= larger.solved.predicted_slowdown
     with pytest.raises(InvalidError, match="expected at least"):
         plan.resolve(budget=1000)
 

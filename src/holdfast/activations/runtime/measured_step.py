@@ -352,8 +352,11 @@ class MeasuredModel:
             return profile
         # Where casts stay until the forward ends, the loss may be the peak: with the last unit kept and no other.
         last = [*again[:-1], kept[-1]]
+        peak = self._peak_under(profile, last)
+        if peak <= step_peak(profile, last).bytes:
+            return profile  # Another moment is the peak even so.
         held = outside + sum(each.device_bytes + each.forward_cast_bytes for each in last)
-        return replace(profile, loss_workspace_bytes=max(self._peak_under(profile, last) - held, 0))
+        return replace(profile, loss_workspace_bytes=max(peak - held, 0))
 
     def _peak_under(self, profile: ModelProfile, columns: Sequence[UnitColumn]) -> int:
         """Return the measured peak of a step under columns."""
