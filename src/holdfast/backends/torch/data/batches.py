@@ -352,12 +352,8 @@ class Batches(Sampler[list[int]]):
             return
         if iteration.steps_after_end:
             raise InvalidError(ENDED)
-        if (
-            iteration.optimizer is not None
-            and iteration.optimizer() is None
-            and iteration.is_live
-            and not self._is_told
-        ):
+        is_gone = iteration.optimizer is not None and iteration.optimizer() is None
+        if is_gone and iteration.is_live and not self._is_told:
             raise InvalidError(
                 "the optimizer whose steps move the position of data is gone, and another may have stepped; expected "
                 "one optimizer in an iteration. Call step_done() after each step"
