@@ -188,8 +188,8 @@ class LifeOfALoggedRun(RuleBasedStateMachine):
                 entry.key for entry in self.store.list(step_folder(base.step)) if entry.key.endswith(".safetensors")
             )
             self.flip(packs[at % len(packs)], at)
-            # A base may begin a log of its own, as on a busy machine: then no record leads to the base.
-            base.is_recorded = base.is_recorded if base.log == before.log else False
+            # Where a base began a log of its own, the record of its step may be in the log before, or not.
+            base.is_recorded = base.is_recorded if base.log == before.log else None
             base.digest, base.log = None, ""
             self.begin(None, NO_MISHAP, 1)
             event("damaged a base")
