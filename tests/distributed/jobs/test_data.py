@@ -77,15 +77,21 @@ def lines_in(log: Path) -> list[tuple[int, int, int, list[int]]]:
 
 
 def lineage_of(log: Path) -> dict[int, list[int]]:
-    """Return the samples of each step, of the last launch that trained the step."""
+    """Return the samples of each step, of the last launch that trained the step.
+
+    Records are redone on as many ranks as wrote them: a launch on other ranks begins at the base, and a later one on as
+    many ranks again goes on from the records of before.
+    """
     lineage: dict[int, list[int]] = {}
+    recorded: dict[int, list[int]] = {}
     for _, launch in itertools.groupby(lines_in(log), key=lambda line: line[0]):
         steps: dict[int, list[int]] = {}
         begun = 0
         for line in launch:
             begun, step, samples = line[1:]
             steps.setdefault(step, []).extend(samples)
-        lineage = {step: samples for step, samples in lineage.items() if step <= begun} | steps
+        lineage = {step: lineage.get(step, recorded.get(step, [])) for step in range(1, begun + 1)} | steps
+        recorded |= {step: each for step, each in steps.items() if len(each) >= len(recorded.get(step, []))}
     return lineage
 
 
