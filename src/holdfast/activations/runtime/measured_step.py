@@ -341,7 +341,7 @@ class MeasuredModel:
                 handle.remove()
 
     def _with_outside(self, profile: ModelProfile) -> ModelProfile:
-        """Return a profile with the bytes outside units: the measured peaks of two plans less the simulated ones."""
+        """Return a profile with the bytes outside units and of the loss: measured peaks less the simulated ones."""
         units = [profile.classes[kind] for _, kind in profile.order]
         kept = [keep_all(unit) for unit in units]
         again = [whole_recompute(unit) or keep_all(unit) for unit in units]

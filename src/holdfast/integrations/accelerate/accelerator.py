@@ -174,8 +174,8 @@ class Accelerator(accelerate.Accelerator):
     ) -> Any:
         """Prepare a data loader as Accelerate does, but for one over `holdfast.data.Batches`.
 
-        Its batches are those of this process already, so that they are moved to the device and not split again. Its
-        position is saved and loaded with the others, on any number of processes.
+        The batches of such a loader belong to this process already: Accelerate moves these batches to the device, and
+        does not split them again. The position is saved and loaded with the others, on any number of processes.
 
         Args:
             data_loader: The data loader.

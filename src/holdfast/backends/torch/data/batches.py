@@ -48,7 +48,7 @@ class Iteration:
     """Steps that the loader had drawn when the optimizer stepped first."""
 
     taken: int = 0
-    """Steps that moved the position."""
+    """Steps since the iteration began."""
 
     is_over: bool = False
     is_ended: bool = False
@@ -84,7 +84,7 @@ class Batches(Sampler[list[int]]):
 
     Args:
         n: Samples of the data set, or a `Mixture`.
-        global_batch: Samples of a step over all data ranks. Samples a step may change: `set_global_batch`.
+        global_batch: Samples of a step over all data ranks; `set_global_batch` changes the number.
         micro_batch: Most samples of a micro-batch.
         seed: Key of the order, equal on all ranks.
         shuffle: "full", "blocks" (4,096 neighbours stay together) or False.

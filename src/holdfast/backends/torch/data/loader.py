@@ -206,7 +206,7 @@ class Loader(Batches):
 
     def keys(self) -> Iterator[tuple[int | list[int], list[int]]]:
         """Yield epochs and samples of each micro-batch, from the position to the end of the epoch."""
-        for draw in self._draws.since(self._draws.epochs.settled(self._position)):
+        for draw in self._draws.since(self._position):
             yield draw.epochs, draw.samples
 
     # ------------------------------------------------------------------------------------------ a step

@@ -25,14 +25,7 @@ def require_exact_positions(root: DictNode, *, grads: bool) -> None:
             within a step; a `GradScaler` may skip steps that the position counts; or the state holds the loader of
             `Batches` in their place.
     """
-    objects: list[tuple[str, object]] = [
-        (node.path, node.stateful) for node in leaves(root) if isinstance(node, StatefulNode)
-    ]
-    objects += [
-        (node.path, node.value.value)
-        for node in leaves(root)
-        if isinstance(node, ValueNode) and isinstance(node.value, PerRank)
-    ]
+    objects = list(_objects(root))
     for path, value in objects:
         if isinstance(getattr(value, "batch_sampler", None), Batches):
             raise InvalidError(
@@ -59,7 +52,7 @@ def require_exact_positions(root: DictNode, *, grads: bool) -> None:
 
 
 def require_named_ranks(root: DictNode) -> None:
-    """Refuse positions that take all ranks for data ranks, beside tensors on a mesh of several dimensions.
+    """Refuse positions that take all ranks for data ranks, where a tensor is on a mesh of several dimensions.
 
     Raises:
         InvalidError: Names the tensor and the dimensions. Nothing in a mesh says which dimensions hold data.
@@ -79,6 +72,15 @@ def require_named_ranks(root: DictNode) -> None:
 
 def _takes_all(value: object) -> bool:
     return isinstance(value, Batches) and not value.has_named_ranks
+
+
+def _objects(root: DictNode) -> Iterator[tuple[str, object]]:
+    """Yield path and object of everything with a `state_dict()` of its own, also inside `PerRank`."""
+    for node in leaves(root):
+        if isinstance(node, StatefulNode):
+            yield node.path, node.stateful
+        elif isinstance(node, ValueNode) and isinstance(node.value, PerRank):
+            yield node.path, node.value.value
 
 
 def _tensors(root: DictNode) -> Iterator[tuple[str, torch.Tensor]]:
