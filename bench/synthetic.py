@@ -10,7 +10,7 @@ from typing import Literal
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.placement import coordinate_of, held_boxes_in_shard_order, replica_ranks
 from holdfast.base.geometry.region import Region
-from holdfast.base.geometry.tensor import Layout, Placement, Role, Shard, TensorSpec
+from holdfast.base.geometry.tensor import MeshLayout, Placement, Role, Shard, TensorSpec
 from holdfast.base.ports.framework import Collected, LocalShard, Ticket
 from holdfast.base.types.values import Group, PerRankRef
 
@@ -120,10 +120,10 @@ class SyntheticJob:
         return rank // self.ranks_per_stage
 
     @cached_property
-    def _tensors(self) -> list[list[tuple[TensorSpec, Layout | None]]]:
+    def _tensors(self) -> list[list[tuple[TensorSpec, MeshLayout | None]]]:
         return [list(self._tensors_on(stage)) for stage in range(self.stages)]
 
-    def _tensors_on(self, stage: int) -> Iterator[tuple[TensorSpec, Layout | None]]:
+    def _tensors_on(self, stage: int) -> Iterator[tuple[TensorSpec, MeshLayout | None]]:
         count = len(self.layers)
         for layer in self.layers[count * stage // self.stages : count * (stage + 1) // self.stages]:
             for weight in layer:
@@ -138,23 +138,23 @@ class SyntheticJob:
                 yield TensorSpec(f"optimizer.state.{weight.name}.step", "float32", ()), None
 
     @lru_cache  # noqa: B019 - a job lives as long as the bench
-    def _layout(self, stage: int, lies: Lies) -> Layout:
+    def _layout(self, stage: int, lies: Lies) -> MeshLayout:
         first = stage * self.ranks_per_stage
         ranks = tuple(range(first, first + self.ranks_per_stage))
         if lies == "expert" and self.expert > 1:
             mesh = (self.data // self.expert, self.expert)
-            return Layout(mesh, ranks, (Placement(0, self.expert), Placement(0)))
+            return MeshLayout(mesh, ranks, (Placement(0, self.expert), Placement(0)))
         if self.tensor == 1:
-            return Layout((self.data,), ranks, (Placement(0),))
+            return MeshLayout((self.data,), ranks, (Placement(0),))
         mesh = (self.data, self.tensor)
         if lies == "column":
-            return Layout(mesh, ranks, (Placement(0, self.tensor), Placement(0)))
-        return Layout(mesh, ranks, (Placement(0), Placement(1 if lies == "row" else None)))
+            return MeshLayout(mesh, ranks, (Placement(0, self.tensor), Placement(0)))
+        return MeshLayout(mesh, ranks, (Placement(0), Placement(1 if lies == "row" else None)))
 
     def shards_of(self, rank: int) -> list[Shard]:
         """Return the shards of a rank, computed as a framework's adapter does."""
         shards: list[Shard] = []
-        coordinates: dict[Layout, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        coordinates: dict[MeshLayout, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         for tensor, layout in self._tensors[self.stage_of(rank)]:
             if layout is None:
                 shards.append(Shard(tensor, None, None, Role.OPTIMIZER, (Box.whole(()),)))

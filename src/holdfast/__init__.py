@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         save,
     )
     from holdfast.base.geometry.sharded import Sharded
+    from holdfast.base.layouts.layout import Layout
     from holdfast.base.ports.readable import StoreEntry, StoreTraits
     from holdfast.base.ports.store import Store
     from holdfast.base.types.per_rank import PerRank, RngState
@@ -57,6 +58,7 @@ __all__ = [
     "SaveHandle",
     "PerRank",
     "RngState",
+    "Layout",
     "Sharded",
     "Store",
     "StoreEntry",
@@ -83,6 +85,7 @@ _HOMES = (
     "holdfast.settings",
     "holdfast.base.types.per_rank",
     "holdfast.base.geometry.sharded",
+    "holdfast.base.layouts.layout",
     "holdfast.base.ports.readable",
     "holdfast.base.ports.store",
     "holdfast.api",

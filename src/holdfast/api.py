@@ -11,6 +11,7 @@ from holdfast._face import wiring
 from holdfast._face.arguments import Globs, require_bool, require_state, selection_of
 from holdfast.base.geometry.region import FlatRange, Region
 from holdfast.base.geometry.sharded import Sharded
+from holdfast.base.layouts.layout import Layouts, layouts_of
 from holdfast.base.types.diff import Change, Diff, NameOnly, TensorDiff, TieDiff, ValueDiff, Verdict
 from holdfast.base.types.reports import LoadReport, SaveReport
 from holdfast.base.types.values import FrameworkValue, Group, PerRankRef, Skipped, TensorRef
@@ -35,12 +36,12 @@ from holdfast.training.saving.target import Collect, SaveTarget, path_save
 
 if TYPE_CHECKING:
     from holdfast._face.checkpoint_manager import CheckpointManager
+    from holdfast._face.comparison import diff
     from holdfast._face.export_wiring import EXPORT_DTYPES
     from holdfast._face.offline_api import (
         collect,
         copy_checkpoint,
         copy_run,
-        diff,
         export,
         import_checkpoint,
         is_run,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
         untag,
     )
     from holdfast._face.whole_state import read
+    from holdfast.base.layouts.layout import shipped
     from holdfast.offline.copying.copy_run import CopyReport
     from holdfast.offline.diff.values import value_document
     from holdfast.offline.export.request import ExportReport
@@ -121,6 +123,7 @@ __all__ = [
     "repair",
     "policies",
     "save",
+    "shipped",
     "tag",
     "untag",
     "trace",
@@ -134,7 +137,9 @@ _HOMES = {
     "RunLog": "holdfast.stored.repository.logs",
     "StepRecord": "holdfast.training.runs.listing",
     "StepRepair": "holdfast.offline.repair.repair",
+    "diff": "holdfast._face.comparison",
     "read": "holdfast._face.whole_state",
+    "shipped": "holdfast.base.layouts.layout",
     "value_document": "holdfast.offline.diff.values",
 }
 """Modules of names that neither this module nor `offline_api` holds."""
@@ -260,6 +265,7 @@ def load(
     only: Globs = None,
     skip: Globs = None,
     grads: bool = False,
+    layout: Layouts = None,
     rename: Mapping[str, str] | None = None,
     partial: Iterable[str] | None = None,
     hyperparameters: bool = True,
@@ -285,6 +291,9 @@ def load(
         skip: Leave FQNs that match one of these patterns as they are.
         grads: Set the saved gradients, and remove gradients of parameters that had no gradient. Otherwise, gradients in
             the checkpoint are unexpected names, since a run that resumes without gradients trains differently.
+        layout: Rules that make the tensors of the state from those of the checkpoint: a shipped name, the path of a
+            rule file, a `holdfast.Layout`, or a list of these, applied one after the other. docs/layout-language.md
+            has the language.
         rename: How names in the checkpoint become names of the state, as `{"module.": "", "backbone": "encoder"}`: the
             first segments of a name below its top-level key; of the whole name, if no name matches there. A `*` stands
             for any characters and is carried over, as in `{"*.attn.*": "*.attention.*"}`. Each rule applies to the
@@ -303,14 +312,18 @@ def load(
     require_state(state, "load(path, state)")
     job = wiring.loading_job(process_group, settings)
     selection = selection_of(only, skip, grads, partial, hyperparameters=hyperparameters, cast=cast)
-    request = LoadRequest(state, selection, strict, Renames.of(rename))
+    request = LoadRequest(state, selection, strict, Renames.of(rename), layouts_of(layout))
     if step is None and best is None:
         return load_checkpoint(job, StepChoice(wiring.location_at(path, settings), is_path=True), request)
     return load_checkpoint(job, StepChoice(wiring.home_at(path, settings), finder_of(step, best)), request)
 
 
 def open_checkpoint(
-    path: wiring.Path, *, step: int | str | None = None, settings: Settings = wiring.DEFAULT_SETTINGS
+    path: wiring.Path,
+    *,
+    step: int | str | None = None,
+    layout: Layouts = None,
+    settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> Checkpoint:
     """Open a checkpoint read-only. A checkpoint reads lazily, never communicates, and needs no torch.
 
@@ -322,10 +335,11 @@ def open_checkpoint(
     Args:
         path: The checkpoint; with `step` the root of a run.
         step: A step of the run: its number, a tag (`"best"`), `"300@1f2e"`, or `"latest"`, the newest valid one.
+        layout: Rules that make the tensors from those that are stored, as for `load`.
         settings: How to read.
     Raises:
         MissingError: There is no checkpoint, step or tag.
         InvalidError: The path is the root of a run and no step is given, or the reverse; or the format is newer.
         CorruptError: The manifest is damaged.
     """
-    return wiring.checkpoint_at(path, settings, step)
+    return wiring.checkpoint_at(path, settings, step, layout)

@@ -26,9 +26,9 @@ PARAMETERS_MAX = 8
 
 PARAMETERS = {
     "_face/checkpoint_manager.py:CheckpointManager.__init__": 11,
-    "_face/checkpoint_manager.py:CheckpointManager.load": 12,
-    "_face/offline_api.py:export": 11,
-    "api.py:load": 14,
+    "_face/checkpoint_manager.py:CheckpointManager.load": 13,
+    "_face/offline_api.py:export": 12,
+    "api.py:load": 15,
     "backends/torch/data/batches.py:Batches.__init__": 9,
     "backends/torch/data/loader.py:Loader.__init__": 12,
     "cli/commands/diff.py:diff": 10,

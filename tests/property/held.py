@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.region import FlatRange, Region
-from holdfast.base.geometry.tensor import Layout, Placement
+from holdfast.base.geometry.tensor import MeshLayout, Placement
 
 SPLIT_MAX = 4
 Declared = Mapping[int, tuple[Region, ...]]
@@ -22,9 +22,9 @@ Declared = Mapping[int, tuple[Region, ...]]
 class LocalShards:
     """How one job holds a tensor; plain if neither is given."""
 
-    layout: Layout | None = None
+    layout: MeshLayout | None = None
     declared: Declared | None = None
-    siblings: tuple[Layout, ...] = ()
+    siblings: tuple[MeshLayout, ...] = ()
 
 
 # Hypothesis looks through each new strategy before the first draw, which takes longer than the draw: equal ones are
@@ -56,10 +56,10 @@ def placements(draw: st.DrawFn, ndim: int) -> Placement:
 
 @cache
 @st.composite
-def layouts(draw: st.DrawFn, world_size: int, ndim: int) -> Layout:
+def layouts(draw: st.DrawFn, world_size: int, ndim: int) -> MeshLayout:
     """A mesh, and for each of its dimensions any placement, the same dimension of the tensor several times included."""
     shape, ranks = draw(meshes(world_size))
-    return Layout(shape, ranks, tuple(draw(placements(ndim)) for _ in shape))
+    return MeshLayout(shape, ranks, tuple(draw(placements(ndim)) for _ in shape))
 
 
 @cache
@@ -127,14 +127,15 @@ def siblings(draw: st.DrawFn, world_size: int, ndim: int) -> LocalShards:
     others = draw(permuted(world_size))
     count = draw(st.integers(1, world_size // len(ranks)))
     first, *rest = (
-        Layout(shape, tuple(others[number * len(ranks) : (number + 1) * len(ranks)]), chosen) for number in range(count)
+        MeshLayout(shape, tuple(others[number * len(ranks) : (number + 1) * len(ranks)]), chosen)
+        for number in range(count)
     )
     return LocalShards(first, siblings=tuple(rest))
 
 
 @cache
 @st.composite
-def any_held(draw: st.DrawFn, world_size: int, shape: tuple[int, ...], shared: tuple[Layout, ...]) -> LocalShards:
+def any_held(draw: st.DrawFn, world_size: int, shape: tuple[int, ...], shared: tuple[MeshLayout, ...]) -> LocalShards:
     """Any way to hold a tensor, most often on a mesh that others share, as in a real model."""
     kind = draw(st.integers(0, 7))
     if kind == 7:
@@ -147,4 +148,4 @@ def any_held(draw: st.DrawFn, world_size: int, shape: tuple[int, ...], shared: t
         return LocalShards(draw(layouts(world_size, len(shape))))
     mesh = draw(st.sampled_from(shared))
     chosen = tuple(draw(placements(len(shape))) for _ in mesh.mesh_shape)
-    return LocalShards(Layout(mesh.mesh_shape, mesh.mesh_ranks, chosen))
+    return LocalShards(MeshLayout(mesh.mesh_shape, mesh.mesh_ranks, chosen))

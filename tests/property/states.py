@@ -18,7 +18,7 @@ from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.backends.stores.memory import MemoryStore
 from holdfast.base.clock import SystemClock
 from holdfast.base.geometry.dtype import DTYPES
-from holdfast.base.geometry.tensor import Layout, Role
+from holdfast.base.geometry.tensor import MeshLayout, Role
 from holdfast.base.ports.readable import Buffers, OnBytes
 from holdfast.settings import Settings
 from holdfast.testing.comm import ThreadComm
@@ -98,7 +98,7 @@ SHAPES = st.one_of(st.lists(_LENGTHS, max_size=4).map(tuple), _LARGE_SHAPES)
 
 
 @st.composite
-def tensors(draw: st.DrawFn, number: int, save_ranks: int, load_ranks: int, meshed: tuple[Layout, ...]) -> Tensor:
+def tensors(draw: st.DrawFn, number: int, save_ranks: int, load_ranks: int, meshed: tuple[MeshLayout, ...]) -> Tensor:
     shape = draw(SHAPES)
     return Tensor(
         fqn=draw(_NAMES) + f".{number}",
@@ -120,7 +120,7 @@ def jobs(draw: st.DrawFn) -> Job2Job:
     """Several tensors, most of them on a mesh that others share, as in a real model."""
     save_ranks, load_ranks = draw(RANKS), draw(RANKS)
     meshed = tuple(
-        Layout(shape, ranks, ()) for shape, ranks in draw(st.lists(meshes(save_ranks), min_size=1, max_size=2))
+        MeshLayout(shape, ranks, ()) for shape, ranks in draw(st.lists(meshes(save_ranks), min_size=1, max_size=2))
     )
     count = draw(st.integers(1, 6))
     return Job2Job(

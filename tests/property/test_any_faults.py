@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.backends.stores.wrappers.retrying import RetryingStore
-from holdfast.base.geometry.tensor import Layout
+from holdfast.base.geometry.tensor import MeshLayout
 from holdfast.base.ports.store import Store
 from holdfast.base.types.reports import SaveReport
 from holdfast.errors import CheckpointError, CorruptError
@@ -71,7 +71,7 @@ def cases(draw: st.DrawFn) -> Case:
     is_survivable = draw(st.booleans())
     save_ranks, load_ranks = (draw(st.integers(1, 3)) if is_survivable else 1), draw(st.integers(1, 3))
     meshed = tuple(
-        Layout(shape, ranks, ()) for shape, ranks in draw(st.lists(meshes(save_ranks), min_size=1, max_size=2))
+        MeshLayout(shape, ranks, ()) for shape, ranks in draw(st.lists(meshes(save_ranks), min_size=1, max_size=2))
     )
     first = tuple(draw(tensors(number, save_ranks, load_ranks, meshed)) for number in range(draw(st.integers(1, 5))))
     # Some change as a whole, some in a byte, some not at all.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from holdfast._face import wiring
 from holdfast.backends.stores.memory import MemoryStore
-from holdfast.base.geometry.tensor import Layout, Placement, Role
+from holdfast.base.geometry.tensor import MeshLayout, Placement, Role
 from holdfast.base.types.reports import LoadReport
 from holdfast.core.format.index.index import Index
 from holdfast.core.format.names import is_coded_pack_name, step_folder
@@ -67,7 +67,7 @@ class Trained(Tensor):
 def trained_jobs(draw: st.DrawFn) -> Job2Job:
     """A few parameters with masters and moments, most of them laid out alike, beside tensors of any kind."""
     save_ranks, load_ranks = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    meshed = tuple(Layout(shape, ranks, ()) for shape, ranks in [draw(meshes(save_ranks))])
+    meshed = tuple(MeshLayout(shape, ranks, ()) for shape, ranks in [draw(meshes(save_ranks))])
     found: list[Tensor] = [
         draw(tensors(number, save_ranks, load_ranks, meshed)) for number in range(draw(st.integers(0, 1)))
     ]
@@ -157,7 +157,7 @@ def test_a_job_reads_each_stored_byte_once(load_ranks: int) -> None:
 
 
 def sharded_rows(ranks: int) -> LocalShards:
-    return LocalShards(Layout((ranks,), tuple(range(ranks)), (Placement(0),)))
+    return LocalShards(MeshLayout((ranks,), tuple(range(ranks)), (Placement(0),)))
 
 
 def require_paired(store: MemoryStore) -> Index:

@@ -13,7 +13,7 @@ from holdfast.backends.stores.memory import MemoryStore
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.dtype import DTYPES
 from holdfast.base.geometry.region import FlatRange
-from holdfast.base.geometry.tensor import Layout, Placement, Role
+from holdfast.base.geometry.tensor import MeshLayout, Placement, Role
 from holdfast.base.types.plan import OPAQUE_FOLDER
 from holdfast.core.format.names import step_folder
 from holdfast.stored.repository.catalog import read_index, read_manifest
@@ -39,19 +39,19 @@ def plain(_: int) -> LocalShards:
 
 
 def rows(ranks: int) -> LocalShards:
-    return LocalShards(Layout((ranks,), tuple(range(ranks)), (Placement(0),)))
+    return LocalShards(MeshLayout((ranks,), tuple(range(ranks)), (Placement(0),)))
 
 
 def replicated_columns(ranks: int) -> LocalShards:
-    return LocalShards(Layout((2, ranks // 2), tuple(range(ranks // 2 * 2)), (Placement(None), Placement(1))))
+    return LocalShards(MeshLayout((2, ranks // 2), tuple(range(ranks // 2 * 2)), (Placement(None), Placement(1))))
 
 
 def strided(ranks: int) -> LocalShards:
-    return LocalShards(Layout((ranks // 2, 2), tuple(range(ranks // 2 * 2)), (Placement(0, 2), Placement(0))))
+    return LocalShards(MeshLayout((ranks // 2, 2), tuple(range(ranks // 2 * 2)), (Placement(0, 2), Placement(0))))
 
 
 def strided_both_ways(ranks: int) -> LocalShards:
-    return LocalShards(Layout((ranks // 2, 2), tuple(range(ranks // 2 * 2)), (Placement(0, 4), Placement(1, 3))))
+    return LocalShards(MeshLayout((ranks // 2, 2), tuple(range(ranks // 2 * 2)), (Placement(0, 4), Placement(1, 3))))
 
 
 def flat_even(ranks: int) -> LocalShards:

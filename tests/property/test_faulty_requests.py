@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.backends.stores.wrappers.retrying import RetryingStore
-from holdfast.base.geometry.tensor import Layout, Placement
+from holdfast.base.geometry.tensor import MeshLayout, Placement
 from holdfast.base.types.reports import SaveReport
 from holdfast.errors import CheckpointError, UnavailableError
 from holdfast.settings import PAGE_BYTES, Settings
@@ -25,7 +25,7 @@ STEPS = (1, 2)
 
 def tensor(step: int, rows: int, world_size: int) -> GlobalTensor:
     array = (np.arange(rows * 3, dtype=np.float32) * step + step).reshape(rows, 3)
-    return GlobalTensor("float32", array, Layout((world_size,), tuple(range(world_size)), (Placement(0),)))
+    return GlobalTensor("float32", array, MeshLayout((world_size,), tuple(range(world_size)), (Placement(0),)))
 
 
 def state_of(step: int, rows: int, world_size: int) -> dict[str, object]:

@@ -21,7 +21,7 @@ from holdfast.base.geometry.placement import (
     held_boxes_in_shard_order,
     replica_ranks,
 )
-from holdfast.base.geometry.tensor import Layout, Placement
+from holdfast.base.geometry.tensor import MeshLayout, Placement
 from tests.property.held import layouts, meshes
 from tests.property.states import SHAPES, examples
 
@@ -29,7 +29,7 @@ _TorchPlacement = Replicate | Shard | _StridedShard
 
 
 @st.composite
-def laid_out(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...]]:
+def laid_out(draw: st.DrawFn) -> tuple[MeshLayout, tuple[int, ...]]:
     shape = draw(SHAPES)
     return draw(layouts(draw(st.integers(1, 16)), len(shape))), shape
 
@@ -50,7 +50,7 @@ def in_torch(placement: Placement) -> _TorchPlacement:
     return Shard(placement.dim) if placement.split == 1 else _StridedShard(placement.dim, split_factor=placement.split)
 
 
-def local_tensors(layout: Layout, shape: tuple[int, ...]) -> dict[tuple[int, ...], torch.Tensor]:
+def local_tensors(layout: MeshLayout, shape: tuple[int, ...]) -> dict[tuple[int, ...], torch.Tensor]:
     """Return by coordinate what torch's own placements cut out of a tensor of row-major element numbers."""
     locals_: dict[tuple[int, ...], torch.Tensor] = {(): torch.arange(math.prod(shape)).reshape(shape)}
     for ranks, each in zip(layout.mesh_shape, layout.placements, strict=True):
@@ -68,7 +68,7 @@ def local_tensors(layout: Layout, shape: tuple[int, ...]) -> dict[tuple[int, ...
 
 @settings(max_examples=examples(400), deadline=None)
 @given(laid_out())
-def test_held_boxes_are_what_torch_cuts(case: tuple[Layout, tuple[int, ...]]) -> None:
+def test_held_boxes_are_what_torch_cuts(case: tuple[MeshLayout, tuple[int, ...]]) -> None:
     layout, shape = case
     whole = np.arange(math.prod(shape)).reshape(shape)
     found = local_tensors(layout, shape)
@@ -87,7 +87,7 @@ def test_held_boxes_are_what_torch_cuts(case: tuple[Layout, tuple[int, ...]]) ->
 
 
 @st.composite
-def ordered(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...], dict[int, list[int]]]:
+def ordered(draw: st.DrawFn) -> tuple[MeshLayout, tuple[int, ...], dict[int, list[int]]]:
     """A tensor cut over mesh dimensions in any order, and the placements with which torch states the outcome."""
     shape = draw(SHAPES.filter(len))
     mesh_shape, ranks = draw(meshes(16))
@@ -101,12 +101,14 @@ def ordered(draw: st.DrawFn) -> tuple[Layout, tuple[int, ...], dict[int, list[in
         else 1
         for at, dim in enumerate(dims)
     ]
-    return Layout(mesh_shape, ranks, tuple(map(Placement, dims, split))), shape, order
+    return MeshLayout(mesh_shape, ranks, tuple(map(Placement, dims, split))), shape, order
 
 
 @settings(max_examples=examples(400), deadline=None)
 @given(ordered())
-def test_in_shard_order_every_cut_is_a_plain_one(case: tuple[Layout, tuple[int, ...], dict[int, list[int]]]) -> None:
+def test_in_shard_order_every_cut_is_a_plain_one(
+    case: tuple[MeshLayout, tuple[int, ...], dict[int, list[int]]],
+) -> None:
     layout, shape, order = case
     whole = torch.arange(math.prod(shape)).reshape(shape)
     for coordinate in product(*map(range, layout.mesh_shape)):
@@ -127,7 +129,7 @@ def test_in_shard_order_every_cut_is_a_plain_one(case: tuple[Layout, tuple[int, 
 
 @settings(max_examples=examples(120), deadline=None)
 @given(laid_out())
-def test_a_split_that_no_order_explains_is_meant_as_stated(case: tuple[Layout, tuple[int, ...]]) -> None:
+def test_a_split_that_no_order_explains_is_meant_as_stated(case: tuple[MeshLayout, tuple[int, ...]]) -> None:
     layout, shape = case
     mesh = _Mesh(layout.mesh_shape)
     stated = tuple(in_torch(each) for each in layout.placements)
@@ -142,7 +144,7 @@ def test_a_split_that_no_order_explains_is_meant_as_stated(case: tuple[Layout, t
 
 @settings(max_examples=examples(400), deadline=None)
 @given(laid_out())
-def test_first_box_and_local_shape_are_what_torch_computes(case: tuple[Layout, tuple[int, ...]]) -> None:
+def test_first_box_and_local_shape_are_what_torch_computes(case: tuple[MeshLayout, tuple[int, ...]]) -> None:
     layout, shape = case
     placements = [in_torch(each) for each in layout.placements]
     for coordinate in product(*map(range, layout.mesh_shape)):
@@ -159,7 +161,7 @@ def test_first_box_and_local_shape_are_what_torch_computes(case: tuple[Layout, t
 
 @settings(max_examples=examples(120), deadline=None)
 @given(laid_out())
-def test_every_replica_group_is_the_ranks_with_the_same_boxes(case: tuple[Layout, tuple[int, ...]]) -> None:
+def test_every_replica_group_is_the_ranks_with_the_same_boxes(case: tuple[MeshLayout, tuple[int, ...]]) -> None:
     layout, shape = case
     coordinates = {rank: coordinate_of(layout, rank) for rank in layout.mesh_ranks}
     assert sorted(coordinates.values()) == list(product(*map(range, layout.mesh_shape)))
@@ -178,13 +180,13 @@ def test_every_replica_group_is_the_ranks_with_the_same_boxes(case: tuple[Layout
 
 
 def test_an_empty_tensor_has_a_holder() -> None:
-    layout = Layout((2, 2), (0, 1, 2, 3), (Placement(0), Placement(0)))
+    layout = MeshLayout((2, 2), (0, 1, 2, 3), (Placement(0), Placement(0)))
     boxes = [boxes_at(layout, (0, 3), coordinate) for coordinate in product(range(2), range(2))]
     assert [len(each) for each in boxes] == [1, 0, 0, 0]
 
 
 def test_a_strided_split_leaves_a_rank_several_boxes_in_their_order() -> None:
-    layout = Layout((4,), (0, 1, 2, 3), (Placement(0, 2),))
+    layout = MeshLayout((4,), (0, 1, 2, 3), (Placement(0, 2),))
     # torch's own example: nine rows, cut in 5 and 4, each over four ranks.
     held = [boxes_at(layout, (9,), (at,)) for at in range(4)]
     rows = [[row for box in boxes for row in range(box.start[0], box.stop[0])] for boxes in held]

@@ -12,7 +12,7 @@ from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast._face.wiring import codecs
 from holdfast.backends.stores.memory import MemoryStore
 from holdfast.base.clock import SystemClock
-from holdfast.base.geometry.tensor import Layout, Placement, Role
+from holdfast.base.geometry.tensor import MeshLayout, Placement, Role
 from holdfast.base.ports.comm import KeyValueStore
 from holdfast.base.ports.observer import Observer
 from holdfast.base.ports.store import Store
@@ -54,7 +54,7 @@ def sharded(world_size: int, *, rows: int = 16, ranks: tuple[int, ...] | None = 
     """A tensor split by rows over a 1-D mesh."""
     mesh = tuple(range(world_size)) if ranks is None else ranks
     array = np.arange(rows * 3, dtype=np.float32).reshape(rows, 3)
-    return GlobalTensor("float32", array, Layout((len(mesh),), mesh, (Placement(0),)))
+    return GlobalTensor("float32", array, MeshLayout((len(mesh),), mesh, (Placement(0),)))
 
 
 @dataclass(frozen=True, slots=True)

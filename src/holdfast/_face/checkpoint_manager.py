@@ -23,6 +23,7 @@ from holdfast._face.arguments import (
 from holdfast._face.passed_state import passed_state
 from holdfast.backends.stores.foreign import References
 from holdfast.base.interrupts import require_uninterrupted
+from holdfast.base.layouts.layout import Layouts, layouts_of
 from holdfast.base.ports.observer import Observer
 from holdfast.base.ports.packs import Packs
 from holdfast.base.ports.store import Store
@@ -275,6 +276,7 @@ class CheckpointManager:
         only: Globs = None,
         skip: Globs = None,
         grads: bool = False,
+        layout: Layouts = None,
         rename: Mapping[str, str] | None = None,
         partial: Iterable[str] | None = None,
         hyperparameters: bool = True,
@@ -295,16 +297,14 @@ class CheckpointManager:
 
         Example:
             step = manager.load({"model": model}, best=("accuracy", "max"))
-            step = manager.load(state, step=200, discard_newer=True)
         Raises:
-            MissingError: The given step does not exist.
-            CorruptError: The given step is damaged.
+            MissingError, CorruptError: The given step does not exist, or is damaged.
         """
         require_state(state, "load(state, step)")
         self._require_not_closed()
         find = finder_of(step, best)
         selection = selection_of(only, skip, grads, partial, hyperparameters=hyperparameters, cast=cast)
-        request = LoadRequest(state, selection, strict, Renames.of(rename))
+        request = LoadRequest(state, selection, strict, Renames.of(rename), layouts_of(layout))
         if not discard_newer:
             return self._load_with_log(request, find, step_name(step))
         discarding = Discarding(self._parts, find)

@@ -12,6 +12,7 @@ from holdfast._face.wiring import checkpoint_at, for_copy_of, is_named_by_url, p
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.local_place import LocalPlace
 from holdfast.base.clock import SystemClock
+from holdfast.base.layouts.layout import Layouts
 from holdfast.base.ports.foreign import Writer
 from holdfast.base.ports.store import Store
 from holdfast.base.types.export import SHARD_BYTES, ExportFile, ExportOptions
@@ -67,7 +68,7 @@ def resources_of(
     return settings, max(min(room // _SHARDS_IN_FLIGHT, SHARD_BYTES), 1) if shard_bytes is None else shard_bytes
 
 
-def require_options(dtype: str | None, shard_bytes: int | None, **counts: object) -> None:
+def require_options(dtype: str | None, shard_bytes: int | None, layout: Layouts, **counts: object) -> None:
     """Refuse a dtype that no export casts to, and a count that is not positive; no `shard_bytes` is the default.
 
     Raises:
@@ -75,6 +76,8 @@ def require_options(dtype: str | None, shard_bytes: int | None, **counts: object
     """
     if shard_bytes is not None:
         counts = {"shard_bytes": shard_bytes, **counts}
+    if layout is not None and counts["workers"] != 1:
+        raise InvalidError(f"workers={counts['workers']!r} with a layout; expected 1: one process follows a layout")
     if dtype is not None and dtype not in EXPORT_DTYPES:
         raise InvalidError(f"dtype={dtype!r}; expected one of {', '.join(EXPORT_DTYPES)}, or None")
     for name, value in counts.items():
@@ -83,7 +86,13 @@ def require_options(dtype: str | None, shard_bytes: int | None, **counts: object
 
 
 def export_of(
-    source: object, destination: object, to: object, options: ExportOptions, settings: Settings, step: object = None
+    source: object,
+    destination: object,
+    to: object,
+    options: ExportOptions,
+    settings: Settings,
+    step: object = None,
+    layout: Layouts = None,
 ) -> Export:
     """Return a planned export of a checkpoint, or of one step of the run at `source`.
 
@@ -95,7 +104,7 @@ def export_of(
     if to not in by_name:
         raise InvalidError(f"to={to!r}; expected one of {', '.join(by_name)}, {HOLDFAST}")
     store, writer = store_at(destination, settings), by_name[to]
-    checkpoint = checkpoint_at(source, settings, step)
+    checkpoint = checkpoint_at(source, settings, step, layout)
     files = writer.files(checkpoint.content, options)
     if isinstance(store, LocalStore):
         local = LocalPlace(store.url, file_mode=for_copy_of(checkpoint.url, settings).file_mode)

@@ -7,23 +7,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from fnmatch import fnmatchcase
 
 from holdfast._face import export_wiring, wiring
-from holdfast._face.arguments import Globs, patterns_of
 from holdfast.backends.stores.foreign import References
 from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.local_place import LocalPlace
 from holdfast.base.clock import SystemClock
+from holdfast.base.layouts.layout import Layouts
 from holdfast.base.ports.observer import Observer
-from holdfast.base.types.diff import Diff
 from holdfast.base.types.export import ExportOptions
 from holdfast.core.format.names import MANIFEST_FILE, step_folder
 from holdfast.core.format.step_name import step_name
 from holdfast.errors import InvalidError
 from holdfast.offline.copying.copy_checkpoint import CheckpointCopy
 from holdfast.offline.copying.copy_run import CopyReport, RunCopy
-from holdfast.offline.diff.compare import differences
 from holdfast.offline.export.request import ExportReport, ExportRequest
 from holdfast.offline.imports.copy import exported
 from holdfast.offline.imports.import_step import ImportReport, import_step
@@ -31,7 +28,6 @@ from holdfast.offline.repair.repair import Repair, RepairReport
 from holdfast.offline.repair.single import SingleRepair
 from holdfast.policies import KeepPolicy
 from holdfast.settings import Settings
-from holdfast.stored.checkpoint.checkpoint import Checkpoint
 from holdfast.stored.checkpoint.location import require_no_checkpoint
 from holdfast.stored.checkpoint.verify_log import LogVerification
 from holdfast.stored.repository.catalog import exists
@@ -54,6 +50,7 @@ def import_checkpoint(
     step: int | None = None,
     from_step: int | str | None = None,
     copy: bool = False,
+    layout: Layouts = None,
     settings: Settings = wiring.DEFAULT_SETTINGS,
     observer: Observer | None = None,
 ) -> ImportReport:
@@ -73,6 +70,7 @@ def import_checkpoint(
         step: The new step of the run; None for the step number of the source.
         from_step: The step of `src`, if that is the root of a run: a number, a tag, or `latest`.
         copy: Whether to copy the bytes. Bytes to or from a URL are always copied: a step refers to files of disks only.
+        layout: Rules that make the tensors of the step, as for `load`. Without `copy` each must be whole in the files.
         settings: Bytes of a chunk, and reads in flight.
         observer: Receives progress.
     Raises:
@@ -86,7 +84,7 @@ def import_checkpoint(
         store = wiring.copy_store_at(root, src, settings)
         if not copy:
             wiring.require_files(wiring.store_at(src, settings), store)
-        source = wiring.checkpoint_at(src, settings, from_step)
+        source = wiring.checkpoint_at(src, settings, from_step, layout)
         return import_step(source, store, job, step, copied=copy, observer=observer)
 
 
@@ -101,6 +99,7 @@ def export(
     model_only: bool = True,
     memory_bytes: int = 1 << 30,
     workers: int = 1,
+    layout: Layouts = None,
     observer: Observer | None = None,
     settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> ExportReport:
@@ -121,7 +120,7 @@ def export(
         dtype: Dtype for the floating tensors of the model: float32, float16 or bfloat16; None for the stored dtype.
         model_only: Whether to leave out everything but the model.
         memory_bytes, workers: Memory for data in flight of all workers together, and number of parallel processes.
-        observer: Receives progress.
+        layout, observer: Rules that make the tensors of the files, as for `load`; receives progress.
         settings: How to read; with `to="holdfast"` also how to write, `compression` too.
     Raises:
         InvalidError: The call is wrong, or the format cannot hold the checkpoint.
@@ -129,7 +128,7 @@ def export(
         UnavailableError: The file system is full, or storage failed.
         CorruptError: Stored bytes differ from the saved bytes.
     """
-    export_wiring.require_options(dtype, shard_bytes, memory_bytes=memory_bytes, workers=workers)
+    export_wiring.require_options(dtype, shard_bytes, layout, memory_bytes=memory_bytes, workers=workers)
     if step is not None and workers > 1:
         src, step = wiring.step_path(wiring.step_at(src, step, settings)), None
     if to == export_wiring.HOLDFAST:
@@ -137,7 +136,7 @@ def export(
             raise InvalidError(
                 f"dtype={dtype!r}, workers={workers}; expected neither with to={to!r}: one process copies tensors as is"
             )
-        checkpoint = wiring.checkpoint_at(src, settings, step)
+        checkpoint = wiring.checkpoint_at(src, settings, step, layout)
         store = wiring.copy_store_at(dst, checkpoint.url, settings)
         if isinstance(store, LocalStore):
             LocalPlace(store.url).require_outside(checkpoint.url)
@@ -146,10 +145,9 @@ def export(
             return exported(checkpoint, store, job, observer)
     settings, shard_bytes = export_wiring.resources_of(dst, settings, memory_bytes, workers, shard_bytes)
     options = ExportOptions(shard_bytes=shard_bytes, dtype=dtype, model_only=bool(model_only))
-    request = ExportRequest(memory_bytes=memory_bytes, workers=workers)
-    planned = export_wiring.export_of(src, dst, to, options, settings, step)
+    planned = export_wiring.export_of(src, dst, to, options, settings, step, layout)
     pool = export_wiring.export_pool(src, dst, to, options, settings) if workers > 1 else None
-    return planned.run(request, pool, observer)
+    return planned.run(ExportRequest(memory_bytes=memory_bytes, workers=workers), pool, observer)
 
 
 def list_steps(root: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> RunRecord:
@@ -454,45 +452,3 @@ def _grace_of(grace_seconds: float | None, settings: Settings) -> float:
     if grace_seconds is not None and not 0 <= grace_seconds < float("inf"):
         raise InvalidError(f"grace_seconds={grace_seconds!r}; expected a finite number of seconds, 0 or more")
     return settings.collect_grace_seconds if grace_seconds is None else grace_seconds
-
-
-def diff(
-    a: wiring.Path | Checkpoint,
-    b: wiring.Path | Checkpoint,
-    *,
-    tensors: Globs = None,
-    cast: bool = False,
-    full: bool = False,
-    observer: Observer | None = None,
-    settings: Settings = wiring.DEFAULT_SETTINGS,
-) -> Diff:
-    """Return all differences between two checkpoints of any formats. Never communicates, needs no torch.
-
-    Of two checkpoints of Holdfast, bytes with equal digests are not read.
-
-    Example:
-        before, after = (holdfast.open_checkpoint("run-7", step=step) for step in (100, 300))
-        for tensor in holdfast.diff(before, after, tensors="model.*").tensors:
-            print(tensor.fqn, tensor.verdict)
-    Args:
-        a, b: Paths, or opened checkpoints.
-        tensors: Compare only tensors with a name that matches one of these patterns, and no values.
-        cast: Compare tensors of different dtypes by value, each widened exactly; otherwise only report the dtypes.
-        full: Also read bytes with equal digests, so that norms cover whole tensors.
-        observer: Receives progress.
-        settings: How to read.
-    Raises:
-        MissingError: A path holds no checkpoint.
-        InvalidError: A path is the root of a run.
-        CorruptError: A checkpoint is damaged.
-        ConflictError: A checkpoint was overwritten meanwhile.
-    """
-    opened = [side if isinstance(side, Checkpoint) else wiring.checkpoint_at(side, settings) for side in (a, b)]
-    patterns = None if tensors is None else patterns_of("tensors", tensors)
-
-    def chosen(name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in patterns or ())
-
-    names = None if patterns is None else chosen
-    with opened[0].blaming_overwrite(), opened[1].blaming_overwrite():
-        return differences(*opened, chosen=names, cast=cast, full=full, observer=observer)

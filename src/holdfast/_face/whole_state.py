@@ -14,6 +14,7 @@ from holdfast.backends.foreign.file_layout import SmallTensor, TensorLeaf
 from holdfast.backends.foreign.nested_state import State, nested_state
 from holdfast.backends.foreign.values import below
 from holdfast.base.geometry.dtype import DTYPES
+from holdfast.base.layouts.layout import Layouts
 from holdfast.base.types.export import ExportOptions
 from holdfast.base.types.values import FrameworkValue
 from holdfast.errors import ConflictError, CorruptError, InvalidError, first_three
@@ -33,6 +34,7 @@ def read(
     only: Globs = None,
     framework: str = "torch",
     mmap: bool = False,
+    layout: Layouts = None,
     settings: Settings = wiring.DEFAULT_SETTINGS,
 ) -> Mapping[str, object]:
     """Read the state of a checkpoint into new memory, without a state to fill. This process alone reads.
@@ -56,6 +58,7 @@ def read(
             chunks are coded, is read into memory.
             Writing to a tensor never changes a file. Files may be deleted or replaced meanwhile, but not cut short or
             overwritten in place.
+        layout: Rules that make the tensors from those that are stored, as for `load`; without `mmap`.
         settings: How to read.
     Returns:
         The state as nested dicts; with `mmap` as nested mappings, which raise `CorruptError` on first access to a
@@ -68,15 +71,17 @@ def read(
     """
     require_framework(framework)
     patterns = selection_of(only, None, False).only
+    if mmap and layout is not None:
+        raise InvalidError("mmap=True with a layout; expected one of them: what a layout makes is in no file")
     for _ in range(_OVERWRITES_MAX):
-        checkpoint = wiring.checkpoint_at(path, settings, step)
+        checkpoint = wiring.checkpoint_at(path, settings, step, layout)
         try:
             return _read(checkpoint, patterns, framework, mmap=mmap)
         except (ConflictError, CorruptError):
             if not checkpoint.is_overwritten:
                 raise
             # The whole state is read again, so that no two checkpoints are mixed.
-    return _read(wiring.checkpoint_at(path, settings, step), patterns, framework, mmap=mmap)
+    return _read(wiring.checkpoint_at(path, settings, step, layout), patterns, framework, mmap=mmap)
 
 
 def _read(

@@ -18,6 +18,7 @@ from holdfast.backends.stores.local import LocalStore
 from holdfast.backends.stores.memory import MemoryStore
 from holdfast.backends.stores.objects.address import SCHEMES
 from holdfast.base.clock import SystemClock
+from holdfast.base.layouts.layout import Layouts, layouts_of
 from holdfast.base.ports.codec import Codec, Codecs
 from holdfast.base.ports.comm import Comm
 from holdfast.base.ports.gradients import RecordingFramework
@@ -394,16 +395,17 @@ def shared_job(process_group: ProcessGroup, settings: Settings) -> Job:
         return job
 
 
-def checkpoint_at(path: object, settings: Settings, step: object = None) -> Checkpoint:
-    """Return the checkpoint at a path; with a step, that step of the run at the path."""
+def checkpoint_at(path: object, settings: Settings, step: object = None, layout: Layouts = None) -> Checkpoint:
+    """Return the checkpoint at a path; with a step, that step of the run at the path. Layouts make its tensors."""
+    layouts = layouts_of(layout)
     location = location_at(path, settings) if step is None else step_at(path, step, settings)
-    return Checkpoint(location, settings, _to_torch, codecs=codecs())
+    return Checkpoint(location, settings, _to_torch, codecs=codecs(), layouts=layouts)
 
 
 def _to_torch(array: object, dtype: str) -> object:
     """Return a torch tensor of a stored dtype from a numpy array of its bits."""
     try:
-        from holdfast.backends.torch.tensors import tensor_of
+        from holdfast.backends.torch.containers import tensor_of
     except ImportError as error:
         raise InvalidError(f"framework='torch' needs PyTorch, {_why_no_torch(error)}") from error
     return tensor_of(array, dtype)

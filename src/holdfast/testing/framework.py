@@ -10,10 +10,10 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.base.geometry.box import Box
+from holdfast.base.geometry.box import Box, grid_within
 from holdfast.base.geometry.placement import boxes_at, coordinate_of, replica_ranks
 from holdfast.base.geometry.region import FlatRange, Region, contains, region_boxes
-from holdfast.base.geometry.tensor import Layout, Role, Shard, TensorSpec
+from holdfast.base.geometry.tensor import MeshLayout, Role, Shard, TensorSpec
 from holdfast.base.ports.framework import (
     Catalog,
     Collected,
@@ -38,7 +38,7 @@ class GlobalTensor:
     array: NDArray[np.generic]
     """All elements, in the numpy dtype of the same bits; a load fills this rank's part."""
 
-    layout: Layout | None = None
+    layout: MeshLayout | None = None
     """Mesh and placements; None for a plain tensor, which every rank that has it holds whole."""
 
     role: Role = Role.PARAMETER
@@ -47,10 +47,10 @@ class GlobalTensor:
     declared: Mapping[int, tuple[Region, ...]] | None = None
     """Instead of a layout: the regions of each rank; ranks with equal regions are replicas."""
 
-    siblings: tuple[Layout, ...] = ()
+    siblings: tuple[MeshLayout, ...] = ()
     """Layouts on meshes beside that of `layout`, disjoint and of its shape: ranks at equal coordinates are replicas."""
 
-    def layout_on(self, rank: int) -> Layout | None:
+    def layout_on(self, rank: int) -> MeshLayout | None:
         """Return the layout on the mesh that a rank is on; `layout` if it is on none."""
         return next((each for each in self.siblings if rank in each.mesh_ranks), self.layout)
 
@@ -133,6 +133,9 @@ class _ArrayTarget(Target):
         assert any(box.contains(part) for box in self.held), f"{part} is placed; expected a part of {self.held}"
         stored = np.frombuffer(source, dtype=self.array.dtype).reshape(source_box.shape)
         self.array[part.relative_to((0,) * len(part.start))] = stored[part.relative_to(source_box.start)]
+
+    def put(self, at: Sequence[slice], elements: NDArray[np.generic]) -> None:
+        self.array[grid_within(at, Box.whole(self.array.shape))] = elements
 
     def memory(self, part: Box) -> memoryview | None:
         assert any(box.contains(part) for box in self.held), (

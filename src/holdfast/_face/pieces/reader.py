@@ -14,11 +14,11 @@ from holdfast.backends.foreign.dcp.metadata import Path
 from holdfast.backends.foreign.file_layout import SmallTensor
 from holdfast.backends.torch.dcp_pieces.planned import target_of
 from holdfast.base.geometry.tensor_piece import TensorPiece
-from holdfast.base.types.plan import WantedBoxes
 from holdfast.core.engine.read import execute
 from holdfast.errors import InvalidError, MissingError
 from holdfast.settings import Settings
-from holdfast.stored.checkpoint.checkpoint import Checkpoint, TensorInfo
+from holdfast.stored.checkpoint.checkpoint import Checkpoint
+from holdfast.stored.checkpoint.tensor_info import TensorInfo
 
 
 class BoxReader:
@@ -79,7 +79,7 @@ class BoxReader:
             InvalidError: The memory cannot take the box; no memory has changed.
             CorruptError: Stored bytes are not what was saved; some memory may be filled.
         """
-        wanted, targets = [], []
+        wanted = []
         for piece in pieces:
             info = self.tensors.get(piece.fqn)
             if info is None:
@@ -90,10 +90,9 @@ class BoxReader:
                     "one shape"
                 )
             target = target_of(piece, info.dtype)
-            targets.append(target)
-            wanted.append(WantedBoxes(self._names.tensors[piece.fqn], target.boxes))
+            wanted += [(self._names.tensors[piece.fqn], box, target) for box in target.boxes]
         with self._checkpoint.blaming_overwrite():
-            plan = self._checkpoint.reads_for(wanted, self._settings._tuning.read_window_bytes)
+            plan, targets = self._checkpoint.reads_for(wanted, self._settings._tuning.read_window_bytes)
             execute(plan, self._checkpoint.packs, targets, self._settings, self._checkpoint.codecs)
 
     def torch_bytes(self, name: str) -> bytes:

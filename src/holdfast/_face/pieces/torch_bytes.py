@@ -14,7 +14,7 @@ from holdfast.backends.foreign.torch.archive_reader import read_torch_file
 from holdfast.backends.foreign.torch.archive_writer import put_archive
 from holdfast.backends.foreign.values import to_value
 from holdfast.backends.stores.memory import MemoryStore
-from holdfast.backends.torch.tensors import tensor_of
+from holdfast.backends.torch.containers import tensor_of
 from holdfast.base.geometry.dtype import DTYPES
 from holdfast.base.geometry.tensor_piece import TensorPiece
 from holdfast.base.types.values import FrameworkValue, TensorRef, Value

@@ -13,7 +13,7 @@ import numpy as np
 from holdfast.backends.foreign.pickles.objects import GlobalName, OpaqueObject
 from holdfast.backends.foreign.pickles.tensors import StoredTensor
 from holdfast.base.types.values import FrameworkValue, Group, Skipped, TensorRef, Value
-from holdfast.errors import InvalidError
+from holdfast.errors import InvalidError, first_three
 
 OnTensor = Callable[[str, StoredTensor], Value]
 """Called with path and tensor for each tensor in a value; returns its replacement."""
@@ -28,6 +28,7 @@ _LEAVES = (
     str, int, float, bool, type(None), complex, bytes, bytearray, datetime.datetime, datetime.date, datetime.time,
     datetime.timedelta, pathlib.PurePath, np.ndarray, np.generic, FrameworkValue, Group, Skipped, TensorRef,
 )  # fmt: skip
+_ARGUMENTS = "argparse.Namespace"
 _KEYS = (str, int, float, bool, type(None))
 
 
@@ -57,6 +58,8 @@ def to_value(value: object, path: str, on_tensor: OnTensor, remarks: list[str]) 
         return _set(value, path, remarks)
     if isinstance(value, _LEAVES):
         return value
+    if isinstance(value, OpaqueObject) and value.qualname == _ARGUMENTS and isinstance(value.state, dict):
+        return _arguments(value.state, path, on_tensor, remarks)
     return _left_out(value, path, remarks)
 
 
@@ -105,6 +108,16 @@ def _dict(value: dict[Any, object], path: str, on_tensor: OnTensor, remarks: lis
             remark(remarks, f"{path}: an entry is left out: its key is a {type(key).__name__}, not text or a number")
     is_counter = isinstance(value, Counter) and all(type(count) is int for count in kept.values())
     return Counter(kept) if is_counter else kept
+
+
+def _arguments(attributes: dict[Any, object], path: str, on_tensor: OnTensor, remarks: list[str]) -> Value:
+    """Return the plain attributes of parsed arguments, in which Megatron-core keeps the sizes of a model."""
+    left_out: list[str] = []
+    kept = {name: to_value(each, below(path, name), on_tensor, left_out) for name, each in attributes.items()}
+    plain = {name: each for name, each in kept.items() if not isinstance(each, Skipped)}
+    if others := sorted(str(name) for name in kept.keys() - plain.keys()):
+        remark(remarks, f"{path}: {first_three(others)} left out; expected attributes that are plain values")
+    return plain
 
 
 def is_key(key: object) -> bool:

@@ -7,11 +7,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 
 from holdfast.backends.torch.local_shards import bytes_of
 from holdfast.backends.torch.private_layout import copy_versions
-from holdfast.backends.torch.tensors import dtype_name, require_storable
+from holdfast.backends.torch.tensors import dtype_name, require_storable, torch_dtype
 from holdfast.base.geometry.dtype import DTYPES, NEWER_TYPES
 from holdfast.base.types.values import SUBCLASS, FrameworkValue, Value
 from holdfast.errors import CorruptError, InvalidError
@@ -198,3 +199,10 @@ def _tensor(content: object) -> torch.Tensor:
 
 _DIMENSIONS_MAX = 64
 _STORABLE = {_DTYPES[name] for name in DTYPES}
+
+
+def tensor_of(array: object, dtype: str) -> torch.Tensor:
+    """Return a tensor of a stored dtype from a numpy array that holds its bits."""
+    assert isinstance(array, np.ndarray)
+    bits = np.ascontiguousarray(array).reshape(array.shape)
+    return torch.from_numpy(bits).view(torch_dtype(dtype))

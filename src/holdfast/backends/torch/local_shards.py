@@ -24,7 +24,7 @@ from holdfast.base.geometry.coordinates import COORDINATES, DECIDING, Located, w
 from holdfast.base.geometry.placement import held_boxes, held_boxes_in_shard_order, replica_ranks
 from holdfast.base.geometry.region import FlatRange, Region
 from holdfast.base.geometry.sharded import Sharded
-from holdfast.base.geometry.tensor import Layout, Placement
+from holdfast.base.geometry.tensor import MeshLayout, Placement
 from holdfast.errors import InvalidError, first_three
 
 RankOfGlobal = Callable[[int], int | None]
@@ -68,7 +68,7 @@ class LocalShards:
     global_shape: tuple[int, ...]
     """Shape of the whole tensor."""
 
-    layout: Layout | None
+    layout: MeshLayout | None
     """Mesh and placements; None without a mesh."""
 
     holders: tuple[int, ...] | None
@@ -161,7 +161,7 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
 class OnMesh:
     """Layout on this rank of all DTensors with one mesh, placements and shape."""
 
-    layout: Layout
+    layout: MeshLayout
     """Mesh and placements."""
 
     holders: tuple[int, ...]
@@ -212,7 +212,7 @@ def on_mesh(tensor: DTensor, fqn: str, ranks: Ranks) -> OnMesh:
     return known
 
 
-def layout_of(tensor: DTensor, fqn: str, rank_of_global: RankOfGlobal) -> Layout:
+def layout_of(tensor: DTensor, fqn: str, rank_of_global: RankOfGlobal) -> MeshLayout:
     """Return mesh and placements of a DTensor in ranks of the process group.
 
     Raises:
@@ -234,7 +234,7 @@ def layout_of(tensor: DTensor, fqn: str, rank_of_global: RankOfGlobal) -> Layout
             )
     mesh = tensor.device_mesh.mesh
     ranks = ranks_in_group(mesh.flatten().tolist(), rank_of_global, f"{fqn}: its mesh")
-    return Layout(tuple(mesh.shape), ranks, tuple(placements))
+    return MeshLayout(tuple(mesh.shape), ranks, tuple(placements))
 
 
 def ranks_in_group(members: Sequence[int], rank_of_global: RankOfGlobal, what: str) -> tuple[int, ...]:
@@ -459,7 +459,7 @@ def _box(stated: object, local: torch.Tensor, shape: tuple[int, ...], fqn: str) 
 
 
 def _boxes_of(
-    local: torch.Tensor, layout: Layout, shape: tuple[int, ...], coordinate: tuple[int, ...], fqn: str
+    local: torch.Tensor, layout: MeshLayout, shape: tuple[int, ...], coordinate: tuple[int, ...], fqn: str
 ) -> tuple[tuple[Box, Box], ...]:
     """Return the boxes of a DTensor that this rank holds, each with its box in the local tensor.
 

@@ -36,7 +36,7 @@ from holdfast.backends.torch.private_layout import (
 )
 from holdfast.backends.torch.side_stream import SideStream, on_stream, side_stream
 from holdfast.backends.torch.tickets import DONE, Tickets
-from holdfast.base.geometry.box import Box, flat_range_boxes
+from holdfast.base.geometry.box import Box, flat_range_boxes, grid_within
 from holdfast.base.geometry.coordinates import Located
 from holdfast.base.geometry.dtype import DTYPES, PAIRS, dtype_named
 from holdfast.base.geometry.region import Region, contains, first_element, region_boxes
@@ -412,6 +412,17 @@ class TorchTarget(Target):
             if len(self.memories) == 1 or box.contains(part):
                 self._place(box, local, part, source, source_box)
 
+    def put(self, at: Sequence[slice], elements: NDArray[np.generic]) -> None:
+        """Copy elements of a grid; convert if the dtypes differ."""
+        around = Box(tuple([each.start for each in at]), tuple([each.stop for each in at]))
+        for box, local in self.memories:
+            if box.contains(around):
+                if (bits := self._bits(local)) is not None:
+                    bits[grid_within(at, box)] = elements.view(bits.dtype)
+                    continue
+                with torch.no_grad(), on_stream(self._stream):
+                    local[grid_within(at, box)].copy_(torch.from_numpy(elements.copy()).view(self._stored))
+
     @classmethod
     def place_together(
         cls, targets: Sequence[Self], boxes: Sequence[Box], source: memoryview, ranges: Sequence[tuple[int, int]]
@@ -486,10 +497,3 @@ def _boxes(held: LocalShards) -> list[tuple[Box, torch.Tensor]]:
             boxes.append((box, part.local[start : start + box.numel].view(box.shape)))
             start += box.numel
     return boxes
-
-
-def tensor_of(array: object, dtype: str) -> torch.Tensor:
-    """Return a tensor of a stored dtype from a numpy array that holds its bits."""
-    assert isinstance(array, np.ndarray)
-    bits = np.ascontiguousarray(array).reshape(array.shape)
-    return torch.from_numpy(bits).view(torch_dtype(dtype))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from operator import sub
+from types import EllipsisType
 
 from holdfast.errors import InvalidError
 
@@ -70,6 +71,16 @@ class Box:
         return all(a <= c for a, c in zip(self.start, other.start, strict=True)) and all(
             d <= b for b, d in zip(self.stop, other.stop, strict=True)
         )
+
+
+def grid_within(at: Sequence[slice], box: Box) -> tuple[slice | EllipsisType, ...]:
+    """Return the slices that select a grid in an array of a box; the Ellipsis keeps a 0-d part an array.
+
+    Args:
+        at: The grid along each dimension, in global coordinates.
+        box: The box of the array.
+    """
+    return (*(slice(a.start - o, a.stop - o, a.step) for a, o in zip(at, box.start, strict=True)), ...)
 
 
 def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.placement import held_boxes_in_shard_order
 from holdfast.base.geometry.region import coordinate_at, row_major
-from holdfast.base.geometry.tensor import Layout, Placement
+from holdfast.base.geometry.tensor import MeshLayout, Placement
 from holdfast.errors import InvalidError
 
 RANKS_MAX = 65_536
@@ -46,13 +46,13 @@ class DescribedMesh:
         """Count of ranks."""
         return math.prod(self.shape)
 
-    def layout_of(self, global_shape: tuple[int, ...]) -> Layout:
+    def layout_of(self, global_shape: tuple[int, ...]) -> MeshLayout:
         """Return the layout of a tensor; it is whole on a mesh dimension that splits a dimension it does not have."""
         placements = (
             Placement(None) if placement.dim is not None and placement.dim >= len(global_shape) else placement
             for placement in self.placements
         )
-        return Layout(self.shape, tuple(range(self.ranks)), tuple(placements))
+        return MeshLayout(self.shape, tuple(range(self.ranks)), tuple(placements))
 
     def boxes_on(self, rank: int, global_shape: tuple[int, ...]) -> tuple[Box, ...]:
         """Return what a rank holds of a tensor, in global coordinates."""

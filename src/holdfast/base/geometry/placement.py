@@ -7,19 +7,19 @@ from itertools import accumulate, product
 
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.region import coordinate_at, row_major
-from holdfast.base.geometry.tensor import Layout, Mesh, Placement
+from holdfast.base.geometry.tensor import Mesh, MeshLayout, Placement
 
 Run = tuple[int, int]
 """A half-open run of coordinates of one dimension."""
 
 
-def coordinate_of(layout: Layout, rank: int) -> tuple[int, ...]:
+def coordinate_of(layout: MeshLayout, rank: int) -> tuple[int, ...]:
     """Return a rank's coordinate on the mesh of `layout`; the rank must be on it."""
     return coordinate_at(layout.mesh_ranks.index(rank), layout.mesh_shape)
 
 
 def held_boxes(
-    layout: Layout, global_shape: tuple[int, ...], coordinate: tuple[int, ...]
+    layout: MeshLayout, global_shape: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> tuple[tuple[Box, Box], ...]:
     """Return the boxes that the rank at a mesh coordinate holds, each with its box in the rank's local tensor.
 
@@ -38,7 +38,7 @@ def held_boxes(
 
 
 def held_boxes_in_shard_order(
-    layout: Layout, global_shape: tuple[int, ...], coordinate: tuple[int, ...]
+    layout: MeshLayout, global_shape: tuple[int, ...], coordinate: tuple[int, ...]
 ) -> tuple[tuple[Box, Box], ...]:
     """Return what the rank holds if every `_StridedShard` was cut after the mesh dimensions that its split counts.
 
@@ -87,17 +87,17 @@ def _held(cuts: Iterable[tuple[Placement, int, int]], global_shape: tuple[int, .
     return tuple(held)
 
 
-def boxes_at(layout: Layout, global_shape: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[Box, ...]:
+def boxes_at(layout: MeshLayout, global_shape: tuple[int, ...], coordinate: tuple[int, ...]) -> tuple[Box, ...]:
     """Return the boxes that the rank at a mesh coordinate holds, in global coordinates."""
     return tuple(box for box, _ in held_boxes(layout, global_shape, coordinate))
 
 
-def replica_ranks(layout: Layout, coordinate: tuple[int, ...]) -> tuple[int, ...]:
+def replica_ranks(layout: MeshLayout, coordinate: tuple[int, ...]) -> tuple[int, ...]:
     """Return the ranks that hold the same boxes as the one at `coordinate` through Replicate, ascending."""
     return sibling_ranks(layout, coordinate, (layout.mesh,))
 
 
-def sibling_ranks(layout: Layout, coordinate: tuple[int, ...], meshes: Iterable[Mesh]) -> tuple[int, ...]:
+def sibling_ranks(layout: MeshLayout, coordinate: tuple[int, ...], meshes: Iterable[Mesh]) -> tuple[int, ...]:
     """Return the ranks of sibling meshes that hold the same boxes as the one at `coordinate`, ascending.
 
     Args:

@@ -63,7 +63,7 @@ class Mesh:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MeshLayout:
     """A mesh and the placements of a tensor on it; the same value on every rank of the mesh."""
 
     mesh_shape: tuple[int, ...]
@@ -101,7 +101,7 @@ class Shard:
     tensor: TensorSpec
     """The tensor."""
 
-    layout: Layout | None
+    layout: MeshLayout | None
     """Mesh and placements, to record them and to compare ranks; None without a mesh."""
 
     holders: tuple[int, ...] | None

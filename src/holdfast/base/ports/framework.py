@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.region import Region
 from holdfast.base.geometry.tensor import Shard, TensorSpec
@@ -109,6 +112,15 @@ class Target(Protocol):
         """
         for target, box, (start, stop) in zip(targets, boxes, ranges, strict=True):
             target.place(box, source[start:stop], box)
+
+    def put(self, at: Sequence[slice], elements: NDArray[np.generic]) -> None:
+        """Copy elements of a grid into this target.
+
+        Args:
+            at: Global coordinates of the grid along each dimension, with a step from 1 on; inside a wanted box.
+            elements: In the dtype that was saved, with any strides; the shape of the grid.
+        """
+        ...
 
     def memory(self, part: Box) -> memoryview | None:
         """Return the target's own memory for `part`, if it holds the stored bytes as one contiguous run.

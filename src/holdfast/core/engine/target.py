@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.base.geometry.box import Box
+from holdfast.base.geometry.box import Box, grid_within
 from holdfast.base.geometry.dtype import DTYPES
 from holdfast.base.ports.framework import Target
 from holdfast.errors import UnavailableError
@@ -31,6 +33,10 @@ class HostTarget(Target):
         """Copy `part` out of the row-major bytes of `source_box`."""
         stored = np.frombuffer(source, dtype=self._numpy).reshape(source_box.shape)
         self.array[part.relative_to(self._box.start)] = stored[part.relative_to(source_box.start)]
+
+    def put(self, at: Sequence[slice], elements: NDArray[np.generic]) -> None:
+        """Copy elements of a grid into the array."""
+        self.array[grid_within(at, self._box)] = elements
 
     def memory(self, part: Box) -> memoryview | None:
         """Return the bytes of `part` if they are contiguous in the array."""

@@ -13,7 +13,6 @@ from holdfast.base.types.values import per_rank_paths
 from holdfast.core.engine.casting import common_type
 from holdfast.core.engine.compare import Measure
 from holdfast.core.engine.parallel_map import ordered_parallel_map
-from holdfast.core.format.index.index import Index
 from holdfast.core.plan.compare import CompareWindow, batches, unsettled
 from holdfast.offline.diff.values import value_diffs
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
@@ -47,7 +46,7 @@ def differences(
     for name in common:
         pair_names.setdefault((names_a[name], names_b[name]), name)
     pairs = [
-        _pair(number, name, (a.index, fqn_a), (b.index, fqn_b), cast=cast, full=full)
+        _pair(number, name, (a, fqn_a), (b, fqn_b), cast=cast, full=full)
         for number, ((fqn_a, fqn_b), name) in enumerate(pair_names.items())
     ]
     read_bytes = _measure(pairs, a, b, observer)
@@ -66,14 +65,14 @@ def differences(
 
 def _stored_fqns(checkpoint: Checkpoint, chosen: Callable[[str], bool] | None) -> dict[str, str]:
     """Return the stored tensor of every name, tied names included."""
-    names = {**{fqn: fqn for fqn in checkpoint.index.tensors}, **checkpoint.aliases}
+    names = {**{fqn: fqn for fqn in checkpoint.viewed.tensors}, **checkpoint.aliases}
     return {name: fqn for name, fqn in names.items() if chosen is None or chosen(name)}
 
 
 def _names_only_in(checkpoint: Checkpoint, names: Mapping[str, str], others: Mapping[str, str]) -> Iterator[NameOnly]:
     """Yield the names of a checkpoint that the other lacks."""
     for name in sorted(names.keys() - others.keys()):
-        spec = checkpoint.index.tensors[names[name]]
+        spec = checkpoint.viewed.tensors[names[name]]
         yield NameOnly(name, spec.dtype, spec.global_shape, names[name] if names[name] != name else None)
 
 
@@ -134,19 +133,25 @@ class _Pair:
 
 
 def _pair(
-    number: int, name: str, stored_a: tuple[Index, str], stored_b: tuple[Index, str], *, cast: bool, full: bool
+    number: int,
+    name: str,
+    stored_a: tuple[Checkpoint, str],
+    stored_b: tuple[Checkpoint, str],
+    *,
+    cast: bool,
+    full: bool,
 ) -> _Pair:
     """Return a pair with the windows that must be read; its windows carry its number."""
-    (index_a, fqn_a), (index_b, fqn_b) = stored_a, stored_b
-    spec_a, spec_b = index_a.tensors[fqn_a], index_b.tensors[fqn_b]
+    (a, fqn_a), (b, fqn_b) = stored_a, stored_b
+    spec_a, spec_b = a.viewed.tensors[fqn_a], b.viewed.tensors[fqn_b]
     if spec_a.global_shape != spec_b.global_shape:
         return _Pair(name, spec_a, spec_b, Verdict.SHAPE)
     alike = spec_a.dtype == spec_b.dtype
     common = None if alike or not cast else common_type(spec_a.dtype, spec_b.dtype)
     if not alike and common is None:
         return _Pair(name, spec_a, spec_b, Verdict.DTYPE)
-    others = index_b.pieces_of(fqn_b) if alike and not full else ()
-    windows, settled_bytes = unsettled(number, index_a.pieces_of(fqn_a), others)
+    others = b.whole_pieces(fqn_b) if alike and not full else ()
+    windows, settled_bytes = unsettled(number, a.whole_pieces(fqn_a), others)
     return _Pair(name, spec_a, spec_b, None, common or "", windows, settled_bytes)
 
 

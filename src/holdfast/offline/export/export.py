@@ -13,9 +13,10 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from holdfast.base.clock import Clock
+from holdfast.base.geometry.box import Box
 from holdfast.base.ports.observer import ByteProgress, Observer
 from holdfast.base.types.export import DoneWindow, ExportFile, ExportWindow, WindowPlan
-from holdfast.base.types.plan import WantedBoxes
+from holdfast.core.engine.target import HostTarget
 from holdfast.core.format.names import is_coded_pack_name
 from holdfast.core.plan.reads import longest_read
 from holdfast.errors import ConflictError, InvalidError
@@ -32,6 +33,8 @@ MEMORY_BYTES_MIN = 64 * MIB
 
 _WINDOW_BYTES_MIN = 1 * MIB
 _READ_BYTES_MAX = 8 * MIB
+_NOTHING = Box((0,), (0,))
+
 _CAST_BYTES = 8 * MIB
 """Memory for casts, of all reads in flight together."""
 
@@ -135,9 +138,16 @@ class Export:
             longest = max(window.bytes for window in windows)
             read_bytes, read_bytes_max = self._read_bytes(share.memory_bytes)
             buffers = min(max(self._room_for_windows(share.memory_bytes) // longest, 1), WINDOWS)
-            dtypes = {fqn: spec.dtype for fqn, spec in self._checkpoint.index.tensors.items()}
             checkpoint = self._checkpoint
-            source = ExportSource(dtypes, checkpoint.packs, checkpoint.settings, checkpoint.codecs, read_bytes_max)
+            dtypes = {fqn: spec.dtype for fqn, spec in checkpoint.viewed.tensors.items()}
+            source = ExportSource(
+                dtypes,
+                checkpoint.packs,
+                checkpoint.settings,
+                checkpoint.codecs,
+                read_bytes_max,
+                checkpoint.viewed.stored,
+            )
             writer = WindowWriter(self.place, self.files, share.journal, on_window, self._clock, buffers, longest)
             writer.execute(self._window_plans(windows, read_bytes), source)
         self._checkpoint.require_unchanged()
@@ -189,8 +199,9 @@ class Export:
         for window in windows:
             plan, start, stop = self._plans[window.file], window.start, window.stop
             fills = tuple(plan.fills(start, stop))
-            wanted = [WantedBoxes(fill.tensor.fqn, (fill.box,)) for fill in fills]
-            reads = self._checkpoint.reads_for(wanted, read_bytes)
+            # The memory of a window comes later.
+            wanted = [(fill.tensor.fqn, fill.box, HostTarget(fill.tensor.dtype, _NOTHING)) for fill in fills]
+            reads, _ = self._checkpoint.reads_for(wanted, read_bytes)
             yield WindowPlan(window, tuple(plan.literals(start, stop)), fills, reads, tuple(plan.sums(start, stop)))
 
     def _write_checksums(self, done: Sequence[DoneWindow]) -> None:

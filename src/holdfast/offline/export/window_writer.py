@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.base.clock import Clock
-from holdfast.base.geometry.box import Box
+from holdfast.base.geometry.box import Box, grid_within
 from holdfast.base.geometry.dtype import DTYPES
 from holdfast.base.ports.codec import Codecs
 from holdfast.base.ports.framework import Target
@@ -65,6 +65,9 @@ class ExportSource:
 
     read_bytes_max: int
     """Memory for the longest read."""
+
+    stored: Callable[[str, Box, Target], Iterable[tuple[str, Box, Target]]]
+    """Returns the stored boxes that fill a box, each with its target, in the order of the reads."""
 
 
 class WindowWriter:
@@ -205,7 +208,9 @@ def fill(plan: WindowPlan, buffer: memoryview, source: ExportSource, reads: Read
     for at, data in plan.literals:
         memory[at : at + len(data)] = data
     targets = [_target(fill, memory, source.dtypes[fill.tensor.fqn]) for fill in plan.fills]
-    execute(plan.reads, source.packs, targets, source.settings, source.codecs, reads)
+    fills = zip(plan.fills, targets, strict=True)
+    parts = [part for fill, target in fills for _, _, part in source.stored(fill.tensor.fqn, fill.box, target)]
+    execute(plan.reads, source.packs, parts, source.settings, source.codecs, reads)
     for fill, target in zip(plan.fills, targets, strict=True):
         if target.cut is not None:
             memory[fill.at : fill.at + fill.bytes] = target.cut[fill.skipped : fill.skipped + fill.bytes]
@@ -247,7 +252,13 @@ class WindowTarget(Target):
     def place(self, part: Box, source: memoryview, source_box: Box) -> None:
         """Copy `part` out of the row-major bytes of `source_box`."""
         stored = np.frombuffer(source, DTYPES[self._stored].numpy).reshape(source_box.shape)
-        into, elements = _within(self._array, part, self._box), _within(stored, part, source_box)
+        self._fill(_within(self._array, part, self._box), _within(stored, part, source_box))
+
+    def put(self, at: Sequence[slice], elements: NDArray[np.generic]) -> None:
+        """Copy elements of a grid into the window."""
+        self._fill(self._array[grid_within(at, self._box)], elements)
+
+    def _fill(self, into: NDArray[np.generic], elements: NDArray[np.generic]) -> None:
         if self._stored == self._dtype:
             into[...] = elements
         else:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from types import EllipsisType
 from typing import TypeVar
 
 from holdfast.base.clock import SystemClock
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.mesh import described_mesh
+from holdfast.base.layouts.layout import Layout, views_of
 from holdfast.base.ports.codec import NO_CODECS, Codecs
+from holdfast.base.ports.framework import Target
 from holdfast.base.ports.observer import Observer
 from holdfast.base.ports.packs import Packs
 from holdfast.base.types.coding import KindCoding
@@ -43,38 +42,35 @@ from holdfast.stored.checkpoint.index_loading import index_for, manifest_or_list
 from holdfast.stored.checkpoint.location import CheckpointLocation, manifest_in_place_of
 from holdfast.stored.checkpoint.pack_sizes import check_pack, sizes_of
 from holdfast.stored.checkpoint.plain_values import to_plain
+from holdfast.stored.checkpoint.selectors import Selector, box_of
+from holdfast.stored.checkpoint.tensor_info import TensorInfo
 from holdfast.stored.checkpoint.tensor_reader import TensorReader
 from holdfast.stored.checkpoint.verify import Damage, Verification
 from holdfast.stored.checkpoint.verify_foreign import ListedVerification
+from holdfast.stored.checkpoint.viewed import Viewed
+from holdfast.stored.checkpoint.viewed_values import viewed_values
 from holdfast.stored.repository.catalog import read_file, read_index, read_per_rank
 from holdfast.stored.repository.logs import RunLog, log_after
 
 _Result = TypeVar("_Result")
-Selector = int | slice | EllipsisType
 ToFramework = Callable[[object, str], object]
 """Converts a numpy array to a framework's tensor of the named dtype."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """A tensor in a checkpoint."""
-
-    dtype: str
-    """Name of its dtype, e.g. `bfloat16`."""
-
-    shape: tuple[int, ...]
-    """Global shape, elements."""
-
-    bytes: int
-    """Size of the whole tensor."""
 
 
 class Checkpoint:
     """A committed checkpoint. Opening it reads the manifest. Later calls read the parts of the index that they need."""
 
     def __init__(
-        self, location: CheckpointLocation, settings: Settings, to_torch: ToFramework, *, codecs: Codecs = NO_CODECS
+        self,
+        location: CheckpointLocation,
+        settings: Settings,
+        to_torch: ToFramework,
+        *,
+        codecs: Codecs = NO_CODECS,
+        layouts: Sequence[Layout] = (),
     ) -> None:
+        self.layouts = tuple(layouts)
+        """Layouts that make its tensors; empty: they are those that are stored."""
         self.codecs = codecs
         """What decodes coded chunks."""
         self._location, self._settings, self._to_torch, self._clock = location, settings, to_torch, SystemClock()
@@ -114,8 +110,8 @@ class Checkpoint:
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Tied names: alias to stored FQN. `read` takes either."""
-        return self.manifest.aliases
+        """Tied names: alias to a name of `tensors`. `read` takes either."""
+        return self.viewed.aliases if self.layouts else self.manifest.aliases
 
     @property
     def references(self) -> tuple[str, ...]:
@@ -160,10 +156,24 @@ class Checkpoint:
         require_covered(index, self._clock, self.url)
         return index
 
+    @cached_property
+    def viewed(self) -> Viewed:
+        """What its layouts make of the stored tensors.
+
+        Raises:
+            InvalidError: A layout does not fit.
+        """
+        stored, manifest = self.index.tensors, self.manifest
+        views = views_of(self.layouts, stored, manifest.aliases, self.objects, self._location.document)
+        return Viewed.of(views, stored, manifest.aliases)
+
     @property
     def content(self) -> ExportContent:
         """Its tensors, tied names and values, and their order in the state."""
-        tensors, manifest = self.index.tensors, self.manifest
+        tensors, manifest = self.viewed.tensors, self.manifest
+        if self.layouts:
+            tree = viewed_values(manifest.tree, self.viewed.views)
+            return ExportContent(tensors, self.aliases, tree, tuple(tensors))
         order = names_of(manifest.order, tensors, chain(manifest.aliases, paths_of(manifest.tree)), self.url)
         return ExportContent(tensors, manifest.aliases, manifest.tree, order)
 
@@ -172,7 +182,7 @@ class Checkpoint:
         """Dtype, shape and bytes of every stored tensor, by FQN."""
         return {
             fqn: TensorInfo(spec.dtype, spec.global_shape, spec.global_bytes)
-            for fqn, spec in sorted(self.index.tensors.items())
+            for fqn, spec in sorted(self.viewed.tensors.items())
         }
 
     @cached_property
@@ -207,18 +217,17 @@ class Checkpoint:
 
     def _read(self, fqn: str, index: Selector | tuple[Selector, ...] | None, framework: str) -> object:
         stored = self.aliases.get(fqn, fqn)
-        tensors = self._loaded_index().tensors
+        tensors = self.viewed.tensors if self.layouts else self._loaded_index().tensors
         spec = tensors.get(stored)
         if spec is None:
             similar = [name for name in tensors if name.endswith(fqn.rpartition(".")[2])]
             hint = f"names with the same ending: {first_three(similar)}" if similar else "no name ends like it"
             raise MissingError(f"{self.url}: no tensor {fqn!r}; {hint}. See .tensors")
-        box, rest = _box_of(index, spec.global_shape, fqn)
+        box, rest = box_of(index, spec.global_shape, fqn)
         near, bytes_max = self._index_of(stored, box).pieces_near, self.settings._tuning.read_window_bytes
-        plan = load_plan([WantedBoxes(stored, (box,))], near, bytes_max)
-        self._require_stored(plan)
         target = HostTarget(spec.dtype, box)
-        execute(plan, self.packs, [target], self.settings, self.codecs)
+        plan, targets = self.reads_for([(stored, box, target)], bytes_max, near)
+        execute(plan, self.packs, targets, self.settings, self.codecs)
         # The Ellipsis keeps a 0-d result an array; numpy would return a scalar.
         array = target.array[(*rest, ...)]
         return self.as_framework(array, spec.dtype, framework)
@@ -239,13 +248,12 @@ class Checkpoint:
         return self._of_one_manifest(lambda: self._read_all(fqns, framework))
 
     def _read_all(self, fqns: Iterable[str], framework: str) -> dict[str, object]:
-        specs = {fqn: self.index.tensors[fqn] for fqn in fqns}
-        boxes = {fqn: Box.whole(spec.global_shape) for fqn, spec in specs.items()}
-        wanted = [WantedBoxes(fqn, (box,)) for fqn, box in boxes.items()]
-        plan = self.reads_for(wanted, self.settings._tuning.read_window_bytes)
-        targets = {fqn: HostTarget(spec.dtype, boxes[fqn]) for fqn, spec in specs.items()}
-        execute(plan, self.packs, list(targets.values()), self.settings, self.codecs)
-        return {fqn: self.as_framework(target.array, target.dtype, framework) for fqn, target in targets.items()}
+        specs = {fqn: self.viewed.tensors[fqn] for fqn in fqns}
+        made = {fqn: HostTarget(spec.dtype, Box.whole(spec.global_shape)) for fqn, spec in specs.items()}
+        wanted = [(fqn, Box.whole(spec.global_shape), made[fqn]) for fqn, spec in specs.items()]
+        plan, targets = self.reads_for(wanted, self.settings._tuning.read_window_bytes)
+        execute(plan, self.packs, targets, self.settings, self.codecs)
+        return {fqn: self.as_framework(target.array, target.dtype, framework) for fqn, target in made.items()}
 
     @property
     def is_overwritten(self) -> bool:
@@ -288,7 +296,7 @@ class Checkpoint:
                         "was read so far is of the old one. Open it again, and read all of it anew"
                     ) from error
                 self.manifest, self._split, self._pack_bytes = current, None, {}
-                for cached in ("index", "packs", "_pack_records"):
+                for cached in ("index", "packs", "viewed", "_pack_records"):
                     self.__dict__.pop(cached, None)
             else:
                 self._was_read = True
@@ -301,7 +309,7 @@ class Checkpoint:
     @property
     def source(self) -> TensorReader:
         """Reads windows of its tensors."""
-        return TensorReader(self.index.pieces_near, self.packs, self.settings, self.codecs)
+        return TensorReader(self.index.pieces_near, self.packs, self.settings, self.codecs, self._stored)
 
     def _loaded_index(self) -> Index | SplitIndex:
         """Return the index; of an index in several files, the overview, which lists every tensor."""
@@ -315,6 +323,8 @@ class Checkpoint:
 
     def _index_of(self, fqn: str, box: Box) -> Index:
         """Return an index that lists all pieces of a box, proven to cover it exactly once."""
+        if self.layouts:
+            return self.index
         loaded = self._loaded_index()
         if isinstance(loaded, SplitIndex) and self.manifest.overview is not None:
             self._split_read_bytes += self.manifest.overview.bytes + loaded.bytes_for([(fqn, box)])
@@ -348,13 +358,14 @@ class Checkpoint:
 
         It is the manifest digest, or for a foreign checkpoint a hash of file stamps and piece offsets.
         """
+        layouts = "".join(f" {layout}" for layout in self.layouts)
         if self._listing is None or self._location.foreign is None:
-            return self.manifest.digest
+            return self.manifest.digest + layouts
         digest = hashlib.sha256(repr([self.url, self._location.foreign.stamps(self._listing.files)]).encode())
         for fqn in sorted(self._listing.pieces):
             # Tensor by tensor: a million of them would make one text too large.
             digest.update(repr((fqn, *self._listing.pieces[fqn])).encode("utf-8", "surrogatepass"))
-        return digest.hexdigest()
+        return digest.hexdigest() + layouts
 
     def require_unchanged(self) -> None:
         """Refuse another system's files that were rewritten since this was opened. Holdfast never rewrites its files.
@@ -366,11 +377,29 @@ class Checkpoint:
         if self._listing is not None and self._location.foreign is not None:
             self._location.foreign.require_unchanged(self._listing.files)
 
-    def reads_for(self, wanted: Sequence[WantedBoxes], run_bytes_max: int) -> LoadPlan:
-        """Return the reads that fill boxes of stored tensors, after checking that their packs are long enough."""
-        plan = load_plan(wanted, self.index.pieces_near, run_bytes_max)
+    def reads_for(
+        self,
+        wanted: Sequence[tuple[str, Box, Target]],
+        run_bytes_max: int,
+        pieces_near: Callable[[str, Box], Sequence[Piece]] | None = None,
+    ) -> tuple[LoadPlan, list[Target]]:
+        """Return the reads that fill boxes of tensors, and their targets, after checking that packs are long enough.
+
+        Args:
+            wanted: Names of `viewed.tensors`, boxes, and where each goes.
+            run_bytes_max: As for `load_plan`.
+            pieces_near: Lists pieces of stored tensors; None: the index does.
+        Raises:
+            CorruptError: A pack is too short.
+        """
+        parts = [part for fqn, box, target in wanted for part in self._stored(fqn, box, target)]
+        boxes = [WantedBoxes(fqn, (box,)) for fqn, box, _ in parts]
+        plan = load_plan(boxes, pieces_near or self.index.pieces_near, run_bytes_max)
         self._require_stored(plan)
-        return plan
+        return plan, [target for _, _, target in parts]
+
+    def _stored(self, fqn: str, box: Box, target: Target) -> Iterable[tuple[str, Box, Target]]:
+        return self.viewed.stored(fqn, box, target) if self.layouts else [(fqn, box, target)]
 
     def per_rank(self, rank: int) -> Mapping[str, object]:
         """Return the per-rank values (`PerRank`, `RngState`) of one of the ranks that saved, by path.
@@ -381,8 +410,25 @@ class Checkpoint:
         return read_per_rank(self._location.store, self._location.folder, self.manifest, rank)
 
     def pieces(self, fqn: str) -> list[Piece]:
-        """Return the stored pieces of a tensor: the box and the pack of each. The pack's name includes its rank."""
-        return list(self.index.pieces_of(self.aliases.get(fqn, fqn)))
+        """Return the stored pieces of a tensor: the box and the pack of each. The pack's name includes its rank.
+
+        Under a layout, they are those of the tensors that it is made of.
+        """
+        name = self.aliases.get(fqn, fqn)
+        names = self.viewed.sources(name) if self.layouts else (name,)
+        return [piece for source in names for piece in self.index.pieces_of(source)]
+
+    def whole_pieces(self, fqn: str) -> Sequence[Piece]:
+        """Return pieces that cover a tensor: the stored ones, or one without digests for a tensor that a layout makes.
+
+        Args:
+            fqn: A name in `viewed.tensors`.
+        """
+        stored = self.viewed.renamed(fqn)
+        if stored is not None:
+            return self.index.pieces_of(stored)
+        spec = self.viewed.tensors[fqn]
+        return [Piece(spec, Box.whole(spec.global_shape), "", 0, b"", self.index.chunk_bytes)]
 
     def stored_form(self, fqn: str) -> StoredForm:
         """Return the bytes that a tensor takes in the packs, and its chunks by codec."""
@@ -446,40 +492,3 @@ def require_framework(framework: object) -> None:
     """
     if framework not in ("numpy", "torch"):
         raise InvalidError(f"framework={framework!r}; expected 'numpy' or 'torch'")
-
-
-def _box_of(
-    index: Selector | tuple[Selector, ...] | None, shape: tuple[int, ...], fqn: str
-) -> tuple[Box, tuple[Selector, ...]]:
-    """Return the smallest box that contains the indexed elements, and the selectors to apply to the box."""
-    selectors = () if index is None else index if isinstance(index, tuple) else (index,)
-    dots = [at for at, selector in enumerate(selectors) if selector is Ellipsis]
-    if len(dots) > 1:
-        raise InvalidError(f"{fqn}: an index may hold one Ellipsis, not {len(dots)}")
-    at = dots[0] if dots else len(selectors)
-    first, last = selectors[:at], selectors[at + 1 :]
-    if len(first) + len(last) > len(shape):
-        raise InvalidError(f"{fqn}: index of {len(first) + len(last)} dimensions; the tensor has {len(shape)}")
-    middle = (slice(None),) * (len(shape) - len(first) - len(last))
-    runs = [_run_of(selector, length, fqn) for length, selector in zip(shape, (*first, *middle, *last), strict=True)]
-    box = Box(tuple(start for start, _, _ in runs), tuple(stop for _, stop, _ in runs))
-    return box, tuple(rest for _, _, rest in runs)
-
-
-def _run_of(selector: object, length: int, fqn: str) -> tuple[int, int, int | slice]:
-    """Return start and stop of the run of a dimension that contains the selected elements, and the selector in it."""
-    try:
-        if isinstance(selector, slice):
-            first, last, stride = selector.indices(length)
-            if stride < 1:
-                raise InvalidError(f"{fqn}: slice step {stride}; expected a positive step")
-            return first, max(last, first), slice(None, None, stride)
-        if isinstance(selector, bool):
-            raise TypeError("a bool is a mask")
-        position = operator.index(selector)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
-        raise InvalidError(f"{fqn}: index {selector!r:.80}; expected integers and slices ({error})") from error
-    at = position + length if position < 0 else position
-    if not 0 <= at < length:
-        raise InvalidError(f"{fqn}: index {position} of a dimension of length {length}")
-    return at, at + 1, 0

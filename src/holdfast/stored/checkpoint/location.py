@@ -26,6 +26,7 @@ from holdfast.core.format.names import (
 )
 from holdfast.core.format.sealed_json import stated_digest
 from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError
+from holdfast.settings import MIB
 from holdfast.stored.checkpoint.linked_packs import LinkedPack
 from holdfast.stored.checkpoint.pack_sizes import require_sizes, short_packs
 from holdfast.stored.repository.catalog import (
@@ -39,6 +40,10 @@ from holdfast.stored.repository.epochs import current_fence, fenced_error, is_va
 from holdfast.stored.repository.publish import get_or_none
 
 logger = logging.getLogger(__name__)
+
+
+DOCUMENT_BYTES_MAX = MIB
+"""Largest file in which sizes of a layout are found."""
 
 
 def none_allowed(url: str) -> NoReturn:
@@ -124,6 +129,11 @@ class CheckpointLocation:
         if self.foreign is not None and self.foreign.name:
             return f"{self.foreign.files.url}/{self.foreign.name}"
         return f"{self.store.url}/{self.folder}".rstrip("/")
+
+    def document(self, name: str) -> bytes | None:
+        """Return a small file that lies with the checkpoint, such as `config.json`; None if there is none."""
+        files, folder = (self.store, self.folder) if self.foreign is None else (self.foreign.files, "")
+        return get_or_none(files, folder + name, DOCUMENT_BYTES_MAX)
 
     @property
     def url_digest(self) -> bytes:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from holdfast.base.geometry.box import Box
@@ -69,6 +69,7 @@ from holdfast.training.loading.run_visibility import new_run_line
 from holdfast.training.loading.same_content import fill_alone, same_content
 from holdfast.training.loading.statuses import gather_errors, gather_statuses, names_of
 from holdfast.training.loading.step_choice import StepChoice, StepDamage, StepDamaged, raise_or_fall_back
+from holdfast.training.loading.viewed_catalog import viewed_catalog
 from holdfast.training.telemetry.dispatcher import EventDispatcher
 from holdfast.training.telemetry.log_lines import loaded_line
 from holdfast.training.telemetry.operation import OperationTrace
@@ -218,13 +219,14 @@ def load(attempt: LoadAttempt) -> Loaded | None:
         ConflictError: Files of another system were replaced meanwhile; the state may hold a mix.
     """
     job, choice, trace = attempt.job, attempt.choice, attempt.trace
+    documents = [name for layout in attempt.request.layouts for name in layout.documents]
     candidates = choice.candidates(attempt.lease.announce, job.is_first_occurrence)
     while True:
         filling: Restoration | None = None
         try:
             attempt.gc_pause.begin()  # Again after a fallback: the step before may have ended it.
             with trace.phase("resolve"):
-                resolved = resolve(job, attempt.home, candidates, attempt.damage, attempt.lease)
+                resolved = resolve(job, attempt.home, candidates, attempt.damage, attempt.lease, documents)
             if resolved is None:
                 if job.comm.rank == 0:
                     logger.info("%s", new_run_line(attempt.home.store))
@@ -279,17 +281,22 @@ def _request_and_plan(attempt: LoadAttempt, resolved: Resolved) -> PlannedLoad |
     try:
         with attempt.trace.phase("plan"):
             _require_same_discarding(attempt, resolved)
-            renamed = renamed_catalog(_catalog(resolved, job), request.rename, location.url)
-            restoration = job.framework.restoration(request.state, renamed.catalog, request.selection)
+            stored, selection, viewed = _catalog(resolved, job), request.selection, None
+            if request.layouts:
+                viewed = viewed_catalog(stored, request.layouts, resolved.chosen.documents, location.url)
+                selection = replace(selection, partial=(*selection.partial, *viewed.padded))
+            renamed = renamed_catalog(stored if viewed is None else viewed.catalog, request.rename, location.url)
+            restoration = job.framework.restoration(request.state, renamed.catalog, selection)
             warn_of_misfits(job, restoration.misfits, location.url, strict=request.strict)
             wanted = renamed.as_stored(restoration.wanted) if request.rename.rules else restoration.wanted
+            wanted = wanted if viewed is None else viewed.as_stored(wanted)
             for tensor in wanted:
                 resolved.require_stored(tensor.stored_fqn)
             boxes = ((tensor.stored_fqn, box) for tensor in wanted for box in tensor.boxes)
             index = index_for(resolved.index, boxes, job.clock, location)
             unfit = unfit_names(restoration, wanted, index.tensors, strict=request.strict, cast=request.selection.cast)
             plan = planned_reads(wanted, index, job)
-            count = filled_bytes(restoration, plan)
+            count = filled_bytes(restoration, wanted, plan)
             require_begun_filled(attempt.begun, restoration, location.url, strict=request.strict)
             offer = offer_of(plan, resolved.manifest, job.settings, job.comm.world_size)
             return PlannedLoad(renamed.catalog, restoration, wanted, unfit, plan, count, offer)
@@ -391,7 +398,7 @@ def _raise_together(attempt: LoadAttempt, own: Exception | None) -> None:
 def _read_or_exchange(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLoad) -> TransferStats | Exception:
     """Fill this rank's tensors; return what moved, or the error, for `_restore` to share. From here values change."""
     trace, plan = attempt.trace, agreed.planned.plan
-    wanted = agreed.planned.restoration.wanted
+    wanted = agreed.planned.wanted
     try:
         if not is_small_transfer(plan.bytes):
             attempt.gc_pause.end()
@@ -466,7 +473,9 @@ def _finish(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLoad, stats:
     trace.end(report, resolved.chosen.reader_id, store, location.folder, job.node_reports)
     if job.comm.rank == 0:
         logger.info("%s", loaded_line(report, location.url, job.comm.world_size))
-    filled = {tensor.stored_fqn: tensor.boxes for tensor in agreed.planned.wanted} if location.root is not None else {}
+    # What a layout made is not stored: the next save has nothing to refer to.
+    is_stored = location.root is not None and not attempt.request.layouts
+    filled = {tensor.stored_fqn: tensor.boxes for tensor in agreed.planned.wanted} if is_stored else {}
     return Loaded(location, report, manifest, resolved.index, filled, resolved.chosen.newer)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from holdfast.base.layouts.layout import Layout
 from holdfast.base.ports.framework import Selection
 from holdfast.training.loading.rename_rules import Renames
 
@@ -25,11 +26,15 @@ class LoadRequest:
     rename: Renames = field(default_factory=Renames)
     """How names of the checkpoint become names of the state."""
 
+    layouts: tuple[Layout, ...] = ()
+    """Layouts that make the tensors of the state; they come before `rename`."""
+
     @property
     def call(self) -> str:
         """The arguments that must agree on all ranks, as text; empty if none is given."""
         chosen = self.selection
-        parts = [f"rename={self.rename}"] if self.rename.rules else []
+        parts = [f"layout=[{', '.join(map(str, self.layouts))}]"] if self.layouts else []
+        parts += [f"rename={self.rename}"] if self.rename.rules else []
         parts += [f"partial={list(chosen.partial)}"] if chosen.partial else []
         parts += [] if chosen.hyperparameters else ["hyperparameters=False"]
         return ", ".join(parts)

@@ -54,6 +54,9 @@ class ChosenStep:
     reader_id: str = ""
     """16 hex digits that name the reading job in its reports."""
 
+    documents: Mapping[str, bytes] = field(default_factory=dict)
+    """Files that lie with the checkpoint, in which layouts find sizes, by name."""
+
     frames: Sequence[bytes] = ()
     """The manifest, and the index or its overview, encoded."""
 

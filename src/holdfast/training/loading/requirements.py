@@ -11,6 +11,7 @@ from holdfast.base.geometry.dtype import DTYPES, PAIRS, are_floats_and_integers
 from holdfast.base.geometry.tensor import TensorSpec
 from holdfast.base.ports.framework import Catalog, Misfit, Restoration, Wanted
 from holdfast.base.types.plan import LoadPlan
+from holdfast.core.engine.view_target import ViewTarget
 from holdfast.errors import NAMES_SHOWN, InvalidError, first_three
 from holdfast.training.coordination.job import Job
 from holdfast.training.loading.messages import Unfit, UnfitKind
@@ -39,7 +40,9 @@ def unfit_names(
         cast: Whether another dtype is converted; never floats to integers or back, since one side is quantised.
     """
     found = [Unfit("shape", misfit.text, misfit.fqn) for misfit in restoration.misfits if misfit.is_shape]
-    for tensor in [each for each in wanted if tensors[each.stored_fqn].dtype != each.dtype]:
+    unlike = [each for each in wanted if tensors[each.stored_fqn].dtype != each.dtype]
+    # Several stored tensors may make one of the state.
+    for tensor in {each.fqn: each for each in unlike}.values():
         saved = tensors[tensor.stored_fqn]
         # One element is a count: a float in one version of an optimizer, an integer in another.
         mixes_numbers = PAIRS in (saved.dtype, tensor.dtype) or (
@@ -109,7 +112,7 @@ def require_begun_filled(
         )
 
 
-def filled_bytes(restoration: Restoration, plan: LoadPlan) -> int:
+def filled_bytes(restoration: Restoration, wanted: Sequence[Wanted], plan: LoadPlan) -> int:
     """Return the bytes of this rank's memory that a plan fills: all that the state holds and the checkpoint has.
 
     The held bytes are measured on memory and the filled bytes on the plan, so a mistake in either shows.
@@ -117,14 +120,23 @@ def filled_bytes(restoration: Restoration, plan: LoadPlan) -> int:
     Raises:
         InvalidError: They differ.
     """
-    itemsizes = [DTYPES[wanted.dtype].itemsize for wanted in restoration.wanted]
+    itemsizes = [DTYPES[each.dtype].itemsize for each in wanted]
+    # Of a layout with strides, a box has elements that are not taken.
+    counts = {n: each.target.count for n, each in enumerate(wanted) if isinstance(each.target, ViewTarget)}
     chunks = chain.from_iterable([read.chunks for run in plan.runs for read in (run, *run.bases)])
-    filled = sum([part.box.numel * itemsizes[part.wanted_number] for chunk in chunks for part in chunk.parts])
+    filled = sum(
+        [
+            (counts[part.wanted_number](part.box) if part.wanted_number in counts else part.box.numel)
+            * itemsizes[part.wanted_number]
+            for chunk in chunks
+            for part in chunk.parts
+        ]
+    )
     partly = {tensor.fqn for tensor in restoration.partly}
     held = sum(restoration.held.values())
     held -= sum(restoration.held.get(fqn, 0) for fqn in {*restoration.missing, *partly})
-    for wanted, itemsize in zip(restoration.wanted, itemsizes, strict=True) if partly else ():
-        held += sum(box.numel for box in wanted.boxes) * itemsize if wanted.fqn in partly else 0
+    for one in restoration.wanted if partly else ():
+        held += sum(box.numel for box in one.boxes) * DTYPES[one.dtype].itemsize if one.fqn in partly else 0
     if held != filled:
         raise InvalidError(
             f"the state holds {held} bytes of tensors that the checkpoint has, and the plan fills {filled}; expected "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -58,7 +58,12 @@ _SoundStep = tuple[ChosenStep, Manifest, Index | SplitIndex, Callable[[], None]]
 
 
 def resolve(
-    job: Job, home: CheckpointLocation, candidates: Candidates, damage: StepDamage | None, lease: ReaderLease
+    job: Job,
+    home: CheckpointLocation,
+    candidates: Candidates,
+    damage: StepDamage | None,
+    lease: ReaderLease,
+    documents: Sequence[str] = (),
 ) -> Resolved | None:
     """Return what the job loads, None if there is nothing; a collective.
 
@@ -71,6 +76,7 @@ def resolve(
         candidates: The checkpoints that rank 0 may choose.
         damage: What the ranks found in the checkpoint that was resolved before.
         lease: On rank 0, protects the step from deletion.
+        documents: Names of files that lie with the checkpoint and are wanted too.
     Raises:
         CheckpointError: Rank 0 cannot choose or read a checkpoint; on every rank.
         UnavailableError: Rank 0 finds no run, and another rank does; on every rank.
@@ -86,6 +92,7 @@ def resolve(
                 # The same for the same reader: a job that evaluates every checkpoint replaces its own reports there.
                 reader = platform.node().encode(), str(job.comm.world_size).encode()
                 chosen = replace(sound[0], reader_id=short_digest_of(*reader).hex())
+                chosen = replace(chosen, documents=_found(documents, home, chosen))
         except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
             own = error
             stands = damage is not None and error is damage.error
@@ -109,6 +116,12 @@ def resolve(
         manifest, index = resolved_frames(chosen.frames, location)
     require_stored = stored_by(index, chosen.short_packs)
     return Resolved(location, manifest, index, require_stored, replace(chosen, frames=()), require_unchanged)
+
+
+def _found(names: Sequence[str], home: CheckpointLocation, chosen: ChosenStep) -> dict[str, bytes]:
+    """Return the files of these names that lie with a checkpoint."""
+    place = replace(home, folder=chosen.folder or "", step=chosen.step)
+    return {name: data for name in names if (data := place.document(name)) is not None}
 
 
 def _stays() -> None:

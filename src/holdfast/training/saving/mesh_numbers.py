@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from holdfast.base.geometry.mesh_packing import packed
 from holdfast.base.geometry.placement import coordinate_of, sibling_ranks
-from holdfast.base.geometry.tensor import Layout, Mesh, Role, Shard
+from holdfast.base.geometry.tensor import Mesh, MeshLayout, Role, Shard
 from holdfast.core.format.digest import short_digest_of
 from holdfast.core.plan.siblings import TensorOnMesh
 from holdfast.training.coordination.agreement.records import StatedMesh
@@ -15,7 +15,7 @@ from holdfast.training.coordination.agreement.records import StatedMesh
 
 @dataclass(frozen=True, slots=True)
 class _NumberedLayout:
-    layout: Layout
+    layout: MeshLayout
     """A reference, so that no other layout gets the same `id`."""
 
     slot: int | None
@@ -42,11 +42,11 @@ class MeshNumbers:
             for mesh in self._slots
         )
 
-    def text_of(self, layout: Layout | None) -> str:
+    def text_of(self, layout: MeshLayout | None) -> str:
         """Return a text that is equal on ranks with equal placements in one slot."""
         return "" if layout is None else self._find(layout).text
 
-    def slot_of(self, layout: Layout | None) -> int | None:
+    def slot_of(self, layout: MeshLayout | None) -> int | None:
         """Return the number of a layout's mesh; None without a mesh, and for a rank outside the mesh."""
         return None if layout is None else self._find(layout).slot
 
@@ -74,7 +74,7 @@ class MeshNumbers:
             self._holders[key] = sibling_ranks(layout, coordinate_of(layout, self.rank), meshes)
         return self._holders[key]
 
-    def _find(self, layout: Layout) -> _NumberedLayout:
+    def _find(self, layout: MeshLayout) -> _NumberedLayout:
         known = self._known.get(id(layout))
         if known is None:
             mesh = layout.mesh

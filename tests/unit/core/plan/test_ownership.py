@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.placement import boxes_at, coordinate_of, replica_ranks
 from holdfast.base.geometry.region import FlatRange, Region, contains
-from holdfast.base.geometry.tensor import Layout, Placement, Role, Shard, TensorSpec
+from holdfast.base.geometry.tensor import MeshLayout, Placement, Role, Shard, TensorSpec
 from holdfast.core.plan.ownership import Owned, owned_by
 
 SPLIT = 4096
 R, S0, S1 = Placement(None), Placement(0), Placement(1)
 
 
-def shard(fqn: str, shape: tuple[int, ...], layout: Layout | None, rank: int, role: Role = Role.PARAMETER) -> Shard:
+def shard(fqn: str, shape: tuple[int, ...], layout: MeshLayout | None, rank: int, role: Role = Role.PARAMETER) -> Shard:
     if layout is None:
         return Shard(TensorSpec(fqn, "float32", shape), None, None, role, (Box.whole(shape),))
     coordinate = coordinate_of(layout, rank)
@@ -59,21 +59,21 @@ def bytes_of(owned: Sequence[tuple[str, Region]]) -> int:
 
 
 def test_replicas_share_out_a_large_tensor_by_rows() -> None:
-    layout = Layout((4,), (0, 1, 2, 3), (R,))
+    layout = MeshLayout((4,), (0, 1, 2, 3), (R,))
     found = owned_everywhere({rank: [shard("w", (4000, 3), layout, rank)] for rank in range(4)})
     require_once(found, {"w": (4000, 3)})
     assert found == {rank: [("w", Box((1000 * rank, 0), (1000 * rank + 1000, 3)))] for rank in range(4)}
 
 
 def test_a_leading_dimension_of_one_is_not_what_is_cut() -> None:
-    layout = Layout((2,), (0, 1), (R,))
+    layout = MeshLayout((2,), (0, 1), (R,))
     found = owned_everywhere({rank: [shard("w", (1, 1, 4000), layout, rank)] for rank in range(2)})
     assert found[0] == [("w", Box((0, 0, 0), (1, 1, 2000)))]
     assert found[1] == [("w", Box((0, 0, 2000), (1, 1, 4000)))]
 
 
 def test_small_tensors_go_whole_and_are_spread() -> None:
-    layout = Layout((4,), (0, 1, 2, 3), (R,))
+    layout = MeshLayout((4,), (0, 1, 2, 3), (R,))
     names = {f"bias{n:02d}": (50,) for n in range(40)}
     found = owned_everywhere({rank: [shard(fqn, (50,), layout, rank) for fqn in names] for rank in range(4)})
     require_once(found, names)
@@ -81,7 +81,7 @@ def test_small_tensors_go_whole_and_are_spread() -> None:
 
 
 def test_more_members_than_rows() -> None:
-    layout = Layout((8,), tuple(range(8)), (R,))
+    layout = MeshLayout((8,), tuple(range(8)), (R,))
     found = owned_everywhere({rank: [shard("w", (3, 5000), layout, rank)] for rank in range(8)})
     require_once(found, {"w": (3, 5000)})
     assert max(bytes_of(owned) for owned in found.values()) == 20000
@@ -89,21 +89,21 @@ def test_more_members_than_rows() -> None:
 
 @pytest.mark.parametrize("shape", ((0,), (0, 7), (), (1,)))
 def test_what_cannot_be_cut_has_one_writer(shape: tuple[int, ...]) -> None:
-    layout = Layout((3,), (2, 0, 1), (R,))
+    layout = MeshLayout((3,), (2, 0, 1), (R,))
     found = owned_everywhere({rank: [shard("w", shape, layout, rank)] for rank in range(3)})
     assert sum(len(owned) for owned in found.values()) == 1
     require_once(found, {"w": shape})
 
 
 def test_each_group_of_a_hybrid_mesh_shares_its_own_part() -> None:
-    layout = Layout((2, 2), (0, 1, 2, 3), (R, S0))
+    layout = MeshLayout((2, 2), (0, 1, 2, 3), (R, S0))
     found = owned_everywhere({rank: [shard("w", (8000, 2), layout, rank)] for rank in range(4)})
     require_once(found, {"w": (8000, 2)})
     assert {bytes_of(owned) for owned in found.values()} == {16000}
 
 
 def test_a_split_that_leaves_a_rank_nothing() -> None:
-    layout = Layout((4,), (0, 1, 2, 3), (S0,))
+    layout = MeshLayout((4,), (0, 1, 2, 3), (S0,))
     found = owned_everywhere({rank: [shard("w", (2, 3), layout, rank)] for rank in range(4)})
     require_once(found, {"w": (2, 3)})
     assert [len(found[rank]) for rank in range(4)] == [1, 1, 0, 0]
@@ -125,8 +125,8 @@ def test_buffers_come_from_the_lowest_holder() -> None:
 
 def test_what_other_ranks_hold_elsewhere_changes_nothing() -> None:
     """Ownership looks at tensors of the identical replica group only, so overlapping meshes cannot disagree."""
-    both = Layout((2,), (0, 1), (R,))
-    other = Layout((2,), (1, 2), (R,))
+    both = MeshLayout((2,), (0, 1), (R,))
+    other = MeshLayout((2,), (1, 2), (R,))
     held = {
         0: [shard("w", (4000,), both, 0)],
         1: [shard("v", (3000,), other, 1), shard("w", (4000,), both, 1)],
@@ -139,7 +139,7 @@ def test_what_other_ranks_hold_elsewhere_changes_nothing() -> None:
 
 
 def test_the_order_in_which_a_rank_lists_its_shards_changes_nothing() -> None:
-    layout = Layout((3,), (0, 1, 2), (R,))
+    layout = MeshLayout((3,), (0, 1, 2), (R,))
     shards = {rank: [shard(f"t{n}", (n * 500 + 1, 2), layout, rank) for n in range(6)] for rank in range(3)}
     shards[1].reverse()
     require_once(owned_everywhere(shards), {f"t{n}": (n * 500 + 1, 2) for n in range(6)})
@@ -147,7 +147,7 @@ def test_the_order_in_which_a_rank_lists_its_shards_changes_nothing() -> None:
 
 def test_a_shard_of_several_pieces() -> None:
     """What a strided split leaves: both boxes are shared out among the replicas."""
-    layout = Layout((2,), (0, 1), (R,))
+    layout = MeshLayout((2,), (0, 1), (R,))
     boxes = (Box((0, 0), (2000, 2)), Box((4000, 0), (6000, 2)))
     spec = TensorSpec("w", "float32", (6000, 2))
     held = {rank: [Shard(spec, layout, (0, 1), Role.PARAMETER, boxes)] for rank in range(2)}
@@ -201,7 +201,7 @@ def test_the_order_in_which_a_replica_lists_its_ranges_changes_nothing(
     st.lists(st.tuples(st.integers(0, 40), st.integers(1, 300)), min_size=1, max_size=12),
 )
 def test_one_group_is_balanced_but_for_the_unit_that_cannot_be_cut(members: int, shapes: list[tuple[int, int]]) -> None:
-    layout = Layout((members,), tuple(range(members)), (R,))
+    layout = MeshLayout((members,), tuple(range(members)), (R,))
     named = {f"t{number}": shape for number, shape in enumerate(shapes)}
     held = {rank: [shard(fqn, shape, layout, rank) for fqn, shape in named.items()] for rank in range(members)}
     found = owned_everywhere(held)
@@ -217,13 +217,13 @@ def test_one_group_is_balanced_but_for_the_unit_that_cannot_be_cut(members: int,
 
 
 def test_owned_lists_shards_in_their_order() -> None:
-    layout = Layout((1,), (0,), (S1,))
+    layout = MeshLayout((1,), (0,), (S1,))
     shards = [shard("b", (2, 2), layout, 0), shard("a", (2, 2), None, 0), shard("c", (2, 2), layout, 0)]
     owned = owned_by(0, shards, {"a": (0,)}, SPLIT)
     assert owned == [Owned(number, Box((0, 0), (2, 2))) for number in range(3)]
 
 
-def mixed(fqn: str, shape: tuple[int, ...], layout: Layout | None, rank: int, master_role: Role) -> list[Shard]:
+def mixed(fqn: str, shape: tuple[int, ...], layout: MeshLayout | None, rank: int, master_role: Role) -> list[Shard]:
     """A 16-bit weight with its master and two moments."""
     parts = [("model", "", "bfloat16", Role.PARAMETER), ("master", "", "float32", master_role)]
     parts += [("opt", f".{key}", "float32", Role.OPTIMIZER) for key in ("exp_avg", "exp_avg_sq")]
@@ -266,7 +266,7 @@ def test_a_weight_and_its_master_have_one_owner_and_the_same_rows(
     mesh = None
     if placements is not None:
         mesh_shape = (2, ranks // 2) if ranks > 3 else (1, ranks)
-        mesh = Layout(mesh_shape, tuple(range(ranks)), placements)
+        mesh = MeshLayout(mesh_shape, tuple(range(ranks)), placements)
     held = {
         rank: [each for n, shape in enumerate(shapes) for each in mixed(f"t{n}", shape, mesh, rank, role)]
         for rank in range(ranks)

@@ -15,7 +15,7 @@ from holdfast.backends.alone import AloneComm
 from holdfast.backends.stores.foreign import References
 from holdfast.backends.stores.memory import MemoryStore
 from holdfast.base.clock import SystemClock
-from holdfast.base.geometry.tensor import Layout, Placement
+from holdfast.base.geometry.tensor import MeshLayout, Placement
 from holdfast.errors import InvalidError
 from holdfast.offline.imports.import_step import import_step
 from holdfast.settings import Settings
@@ -50,7 +50,7 @@ def store(source: Path) -> MemoryStore:
 
 def played(store: MemoryStore, settings: Settings, roots: dict[int, list[str]]) -> list[object]:
     """Return for each rank what it read and got from others, or what it raised."""
-    split = Layout((RANKS,), tuple(range(RANKS)), (Placement(0),))
+    split = MeshLayout((RANKS,), tuple(range(RANKS)), (Placement(0),))
 
     def work(comm: ThreadComm) -> object:
         state = {

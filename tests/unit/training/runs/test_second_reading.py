@@ -14,7 +14,7 @@ import torch
 import holdfast
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.backends.stores.memory import MemoryStore
-from holdfast.base.geometry.tensor import Layout, Placement
+from holdfast.base.geometry.tensor import MeshLayout, Placement
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.testing.framework import GlobalTensor
 from holdfast.training.saving.handle import SaveHandle
@@ -24,7 +24,7 @@ from tests.unit.ranks import HASTY, World, fresh_store, saved
 
 def copied() -> GlobalTensor:
     """A tensor that placements state to be whole on both ranks."""
-    return GlobalTensor("float32", np.ones((4, 3), np.float32), Layout((2,), (0, 1), (Placement(None),)))
+    return GlobalTensor("float32", np.ones((4, 3), np.float32), MeshLayout((2,), (0, 1), (Placement(None),)))
 
 
 def alone(path: Path, state: dict[str, object]) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.backends.stores.memory import MemoryStore
-from holdfast.base.geometry.tensor import Layout, Placement, Role
+from holdfast.base.geometry.tensor import MeshLayout, Placement, Role
 from holdfast.base.types.reports import SaveReport
 from holdfast.core.format.names import step_folder
 from holdfast.errors import InvalidError
@@ -25,12 +25,12 @@ ON = tuned(replace(PATIENT, compression="on"), coded_bytes_min=MIN_BYTES)
 R, S = Placement(None), Placement(0)
 LAYOUTS = {
     "data parallel": (2, None),
-    "hybrid": (4, Layout((2, 2), (0, 1, 2, 3), (R, S))),
-    "sharded": (2, Layout((2,), (0, 1), (S,))),
+    "hybrid": (4, MeshLayout((2, 2), (0, 1, 2, 3), (R, S))),
+    "sharded": (2, MeshLayout((2,), (0, 1), (S,))),
 }
 
 
-def mixed_state(layout: Layout | None, seed: int = 0) -> dict[str, GlobalTensor]:
+def mixed_state(layout: MeshLayout | None, seed: int = 0) -> dict[str, GlobalTensor]:
     chance = np.random.default_rng(seed)
     state = {}
     for number in range(4):
@@ -52,7 +52,7 @@ def expected(state: Mapping[str, GlobalTensor]) -> dict[str, bytes]:
     return {fqn: tensor.array.tobytes() for fqn, tensor in state.items()}
 
 
-def play(world: World, layout: Layout | None) -> list[object]:
+def play(world: World, layout: MeshLayout | None) -> list[object]:
     def part(rank: int, run: CheckpointManager) -> object:
         return saved(run, 1, mixed_state(layout))
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from holdfast._face import export_wiring, wiring
-from holdfast._face.offline_api import diff, export, repair
+from holdfast._face.comparison import diff
+from holdfast._face.offline_api import export, repair
 from holdfast.backends.stores.local import LocalStore
 from holdfast.base.clock import SystemClock
 from holdfast.errors import ConflictError, CorruptError, UnavailableError

@@ -11,7 +11,7 @@ import pytest
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.region import FlatRange
-from holdfast.base.geometry.tensor import Layout, Placement, Role
+from holdfast.base.geometry.tensor import MeshLayout, Placement, Role
 from holdfast.base.types.reports import SaveReport
 from holdfast.core.plan.plan_cache import PlanCache, save_plan
 from holdfast.testing.framework import GlobalTensor
@@ -93,8 +93,8 @@ CHANGES: dict[str, tuple[object, object]] = {
     ),
     "another role": ({"a": plain(1.0)}, {"a": plain(1.0, role=Role.BUFFER)}),
     "another placement": (
-        {"w": GlobalTensor("float32", np.ones((6, 6), np.float32), Layout((RANKS,), (0, 1, 2), (Placement(0),)))},
-        {"w": GlobalTensor("float32", np.ones((6, 6), np.float32), Layout((RANKS,), (0, 1, 2), (Placement(1),)))},
+        {"w": GlobalTensor("float32", np.ones((6, 6), np.float32), MeshLayout((RANKS,), (0, 1, 2), (Placement(0),)))},
+        {"w": GlobalTensor("float32", np.ones((6, 6), np.float32), MeshLayout((RANKS,), (0, 1, 2), (Placement(1),)))},
     ),
     "other ranks on the mesh": ({"w": sharded(RANKS, ranks=(0, 1, 2))}, {"w": sharded(RANKS, ranks=(2, 1, 0))}),
     "other rows by hand": (

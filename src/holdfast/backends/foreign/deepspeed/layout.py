@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from holdfast.backends.foreign.layouts import affine
-from holdfast.backends.foreign.layouts.patterns import Patterns, exact_name
-from holdfast.backends.foreign.layouts.pieces import Slice
 from holdfast.backends.foreign.messages import CONVERT, shown
 from holdfast.backends.foreign.pickles.objects import OpaqueObject
+from holdfast.backends.foreign.slices import affine
+from holdfast.backends.foreign.slices.patterns import Patterns, exact_name
+from holdfast.backends.foreign.slices.pieces import Slice
 from holdfast.backends.foreign.typed_values import COUNT_MAX
 from holdfast.base.geometry.box import Box
 from holdfast.errors import InvalidError, first_three

@@ -10,10 +10,10 @@ from holdfast.backends.foreign.deepspeed.layout import InexactError, Layouts, Te
 from holdfast.backends.foreign.deepspeed.ranks import Models
 from holdfast.backends.foreign.deepspeed.saved import ModelState
 from holdfast.backends.foreign.deepspeed.tensors import HeldTensor, Tensors
-from holdfast.backends.foreign.layouts.flat_partition import Shapes, parts_of_one
-from holdfast.backends.foreign.layouts.pieces import ElementRun
 from holdfast.backends.foreign.messages import CONVERT
 from holdfast.backends.foreign.pickles.tensors import StoredTensor
+from holdfast.backends.foreign.slices.flat_partition import Shapes, parts_of_one
+from holdfast.backends.foreign.slices.pieces import ElementRun
 from holdfast.errors import CorruptError, InvalidError, MissingError, first_three
 
 

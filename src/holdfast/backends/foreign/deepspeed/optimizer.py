@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from holdfast.backends.foreign.deepspeed.module import Parameters
 from holdfast.backends.foreign.deepspeed.saved import FlatShare, ZeroState
 from holdfast.backends.foreign.deepspeed.tensors import HeldTensor
-from holdfast.backends.foreign.layouts.flat_partition import (
+from holdfast.backends.foreign.pickles.tensors import StoredTensor
+from holdfast.backends.foreign.slices.flat_partition import (
     FlatPart,
     numel_of,
     parts_of_each_cut,
     parts_of_even_cut,
     share_of,
 )
-from holdfast.backends.foreign.layouts.pieces import ElementRun
-from holdfast.backends.foreign.pickles.tensors import StoredTensor
+from holdfast.backends.foreign.slices.pieces import ElementRun
 from holdfast.base.types.values import Value
 from holdfast.errors import CorruptError, first_three
 

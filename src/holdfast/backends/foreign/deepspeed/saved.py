@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from holdfast.backends.foreign.layouts.flat_partition import Shapes
 from holdfast.backends.foreign.messages import shown
 from holdfast.backends.foreign.pickles.objects import OpaqueObject
 from holdfast.backends.foreign.pickles.tensors import StoredTensor
+from holdfast.backends.foreign.slices.flat_partition import Shapes
 from holdfast.backends.foreign.torch.archive_reader import read_torch_file
 from holdfast.backends.foreign.typed_values import COUNT_MAX, Count, Shape, typed
 from holdfast.base.ports.readable import Readable

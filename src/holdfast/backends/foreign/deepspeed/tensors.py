@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from holdfast.backends.foreign.deepspeed.layout import TensorParallelLayout, replicated_layout
-from holdfast.backends.foreign.layouts.pieces import ElementRun, Slice, pieces_of, runs_of
 from holdfast.backends.foreign.messages import CONVERT
 from holdfast.backends.foreign.pickles.tensors import StoredTensor
+from holdfast.backends.foreign.slices.pieces import ElementRun, Slice, pieces_of, runs_of
 from holdfast.backends.foreign.values import remark
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.dtype import DTYPES

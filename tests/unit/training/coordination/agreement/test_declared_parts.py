@@ -10,7 +10,7 @@ import pytest
 from holdfast._face.checkpoint_manager import CheckpointManager
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.region import FlatRange, Region
-from holdfast.base.geometry.tensor import Layout, Placement
+from holdfast.base.geometry.tensor import MeshLayout, Placement
 from holdfast.base.types.reports import SaveReport
 from holdfast.errors import InvalidError
 from holdfast.testing.framework import GlobalTensor
@@ -90,7 +90,7 @@ def test_a_name_of_two_shapes_is_refused() -> None:
 
 @pytest.mark.parametrize("other", ["plain", "on a mesh"])
 def test_parts_beside_a_whole_tensor_of_the_name_are_refused(other: str) -> None:
-    mesh = Layout((2,), (2, 3), (Placement(0),))
+    mesh = MeshLayout((2,), (2, 3), (Placement(0),))
     whole = plain(1.0) if other == "plain" else GlobalTensor("float32", np.zeros((8, 4), np.float32), mesh)
     parts = declared({0: [rows(0, 4)], 1: [rows(4, 8)]})
     for text in refusals(World(WORLD), [{"w": parts if rank < 2 else whole} for rank in range(WORLD)]):

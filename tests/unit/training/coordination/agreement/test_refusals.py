@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from holdfast._face.checkpoint_manager import CheckpointManager
-from holdfast.base.geometry.tensor import Layout, Placement
+from holdfast.base.geometry.tensor import MeshLayout, Placement
 from holdfast.errors import InvalidError, UnavailableError
 from holdfast.testing.framework import GlobalTensor
 from holdfast.training.coordination.agreement.decision import Decision
@@ -197,7 +197,7 @@ def test_a_rank_that_fails_where_rank_0_asks_it_refuses_at_once_and_all_raise(
     world = World(2, settings=replace(PATIENT, commit_timeout_seconds=600.0))
 
     def part(rank: int, run: CheckpointManager) -> object:
-        on_sibling = GlobalTensor("float32", np.ones(4, dtype=np.float32), Layout((1,), (rank,), (Placement(0),)))
+        on_sibling = GlobalTensor("float32", np.ones(4, dtype=np.float32), MeshLayout((1,), (rank,), (Placement(0),)))
         differing = {"n": rank} if asked != "sibling_samples" else {}
         return kept(run, 1, {"w": on_sibling, **differing})
 

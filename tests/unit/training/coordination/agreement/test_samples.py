@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from holdfast._face.checkpoint_manager import CheckpointManager
-from holdfast.base.geometry.tensor import Layout, Placement, Role
+from holdfast.base.geometry.tensor import MeshLayout, Placement, Role
 from holdfast.base.types.reports import SaveReport
 from holdfast.errors import InvalidError
 from holdfast.testing.framework import GlobalTensor
@@ -22,11 +22,11 @@ SAVES = 35
 
 LAYOUTS = {
     "plain": (None, None),
-    "siblings": tuple(Layout((1,), (rank,), (Placement(0),)) for rank in (0, 1)),
+    "siblings": tuple(MeshLayout((1,), (rank,), (Placement(0),)) for rank in (0, 1)),
 }
 
 
-def one_off(rank: int, at: int, layout: Layout | None = None, *, count: int = COUNT) -> GlobalTensor:
+def one_off(rank: int, at: int, layout: MeshLayout | None = None, *, count: int = COUNT) -> GlobalTensor:
     """A tensor of which rank 1 has another value in one element."""
     array = np.zeros(count, dtype=np.float32)
     array[at] += rank

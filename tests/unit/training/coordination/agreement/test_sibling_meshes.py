@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from holdfast._face.checkpoint_manager import CheckpointManager
-from holdfast.base.geometry.tensor import Layout, Placement, Role
+from holdfast.base.geometry.tensor import MeshLayout, Placement, Role
 from holdfast.base.types.health import Health
 from holdfast.base.types.reports import SaveReport
 from holdfast.core.format.names import rank_of_pack
@@ -24,19 +24,19 @@ State = dict[str, object]
 
 
 def tensor(
-    layout: Layout | None, *, value: float = 0.0, shape: tuple[int, ...] = (64, 64), dtype: str = "float32"
+    layout: MeshLayout | None, *, value: float = 0.0, shape: tuple[int, ...] = (64, 64), dtype: str = "float32"
 ) -> GlobalTensor:
     array = (np.arange(np.prod(shape)) + value).astype(dtype).reshape(shape)
     return GlobalTensor(dtype, array, layout)
 
 
-def state_tensor(layout: Layout) -> GlobalTensor:
+def state_tensor(layout: MeshLayout) -> GlobalTensor:
     return replace(tensor(layout), role=Role.OPTIMIZER)
 
 
-def on(shape: tuple[int, ...], placements: Sequence[Placement], *meshes: tuple[int, ...]) -> Mapping[int, Layout]:
+def on(shape: tuple[int, ...], placements: Sequence[Placement], *meshes: tuple[int, ...]) -> Mapping[int, MeshLayout]:
     """The layout of each rank, on the one of the meshes that it is on."""
-    return {rank: Layout(shape, mesh, tuple(placements)) for mesh in meshes for rank in mesh}
+    return {rank: MeshLayout(shape, mesh, tuple(placements)) for mesh in meshes for rank in mesh}
 
 
 def written(world: World, step: int, fqn: str) -> dict[int, int]:
@@ -86,7 +86,7 @@ def test_siblings_store_every_byte_once_and_share_the_writing(name: str) -> None
     assert len(found) == world.world_size
 
     def part(rank: int, run: CheckpointManager) -> object:
-        target = tensor(Layout((world.world_size,), tuple(range(world.world_size)), (S0,)), value=9.0)
+        target = tensor(MeshLayout((world.world_size,), tuple(range(world.world_size)), (S0,)), value=9.0)
         run.load({"w": target}, 1)
         (box,) = target.regions_on(rank)
         return np.array_equal(target.array[box.relative_to((0, 0))], tensor(None).array[box.relative_to((0, 0))])
@@ -96,7 +96,7 @@ def test_siblings_store_every_byte_once_and_share_the_writing(name: str) -> None
 
 def test_siblings_beside_one_mesh_of_all_ranks_and_plain_tensors() -> None:
     """A model under tensor parallelism, of which a norm is on mesh["dp"] only."""
-    whole, norm = Layout((2, 2), (0, 1, 2, 3), (S0, S1)), on((2,), [S0], (0, 2), (1, 3))
+    whole, norm = MeshLayout((2, 2), (0, 1, 2, 3), (S0, S1)), on((2,), [S0], (0, 2), (1, 3))
     world = World(4)
     states = [
         {"up": tensor(whole), "norm": tensor(norm[rank], value=3.0), "step": plain(1.0, role=Role.OPTIMIZER)}
@@ -123,7 +123,7 @@ def test_the_siblings_of_a_name_may_be_in_classes_of_their_own() -> None:
     world = World(4)
     states = [
         {
-            name: tensor(Layout((2,), stage[rank], (S0,)), value=float(len(name)))
+            name: tensor(MeshLayout((2,), stage[rank], (S0,)), value=float(len(name)))
             for name in ("embed", *(f"layers.{stage[rank][0]}.{n}" for n in range(rank // 2 + 2)))
         }
         for rank in range(4)
@@ -209,7 +209,7 @@ def test_siblings_are_saved_from_one_mesh_if_plain_replicas_drift() -> None:
 
 def test_replicas_on_one_mesh_are_trusted_as_before() -> None:
     """Their placements say that they are equal; `compare_replicas` hashes them whole."""
-    layout = Layout((2,), (0, 1), (R,))
+    layout = MeshLayout((2,), (0, 1), (R,))
     require_saved(save_everywhere(World(2), [{"w": tensor(layout, value=float(rank))} for rank in range(2)]))
 
 
@@ -236,43 +236,43 @@ def test_stages_that_reuse_a_name_are_refused_once_training_has_made_them_differ
 
 UNRELATED: dict[str, tuple[list[GlobalTensor | None], tuple[str, ...]]] = {
     "meshes that overlap": (
-        [tensor(Layout((2,), mesh, (S0,))) for mesh in ((0, 1), (0, 1), (1, 2))],
+        [tensor(MeshLayout((2,), mesh, (S0,))) for mesh in ((0, 1), (0, 1), (1, 2))],
         ("ranks [2] hold it on a mesh that begins with rank 1; rank 1 holds it on mesh [2] of ranks [0, 1]", "overlap"),
     ),
     "orders of one mesh": (
-        [tensor(Layout((2,), mesh, (S0,))) for mesh in ((0, 1), (1, 0))],
+        [tensor(MeshLayout((2,), mesh, (S0,))) for mesh in ((0, 1), (1, 0))],
         ("ranks [0] hold it on mesh [2] of ranks [0, 1]; rank 1 holds it on mesh [2] of ranks [1, 0]", "overlap"),
     ),
     "meshes of different sizes": (
-        [tensor(Layout((len(mesh),), mesh, (S0,))) for mesh in ((0, 1), (0, 1), (2,))],
+        [tensor(MeshLayout((len(mesh),), mesh, (S0,))) for mesh in ((0, 1), (0, 1), (2,))],
         ("mesh [2] of ranks [0, 1] and mesh [1] of ranks [2] have different sizes",),
     ),
     "meshes of different shapes": (
-        [tensor(Layout(shape, mesh, (S0, R))) for shape, mesh in [((2, 1), (0, 1))] * 2 + [((1, 2), (2, 3))] * 2],
+        [tensor(MeshLayout(shape, mesh, (S0, R))) for shape, mesh in [((2, 1), (0, 1))] * 2 + [((1, 2), (2, 3))] * 2],
         ("mesh [2, 1] of ranks [0, 1] and mesh [1, 2] of ranks [2, 3] have different sizes",),
     ),
     "another shape": (
-        [tensor(Layout((1,), (rank,), (S0,)), shape=(4 + rank, 2)) for rank in range(2)],
+        [tensor(MeshLayout((1,), (rank,), (S0,)), shape=(4 + rank, 2)) for rank in range(2)],
         ("float32 [4, 2] [Shard(0)] on ranks [0] ≠ float32 [5, 2] [Shard(0)] on ranks [1]",),
     ),
     "another dtype": (
-        [tensor(Layout((1,), (rank,), (S0,)), dtype=("float32", "float64")[rank]) for rank in range(2)],
+        [tensor(MeshLayout((1,), (rank,), (S0,)), dtype=("float32", "float64")[rank]) for rank in range(2)],
         ("float32 [64, 64] [Shard(0)] on ranks [0] ≠ float64",),
     ),
     "another placement": (
-        [tensor(Layout((1,), (rank,), ((S0, S1)[rank],))) for rank in range(2)],
+        [tensor(MeshLayout((1,), (rank,), ((S0, S1)[rank],))) for rank in range(2)],
         ("[Shard(0)] on ranks [0] ≠ float32 [64, 64] [Shard(1)] on ranks [1]",),
     ),
     "plain here and sharded there": (
-        [tensor(None if rank else Layout((1,), (0,), (S0,))) for rank in range(2)],
+        [tensor(None if rank else MeshLayout((1,), (0,), (S0,))) for rank in range(2)],
         ("w (a plain tensor on ranks [1], a DTensor on ranks [0])",),
     ),
     "a rank of the mesh without it": (
-        [tensor(Layout((3,), (0, 1, 2), (S0,))) if rank != 1 else None for rank in range(3)],
+        [tensor(MeshLayout((3,), (0, 1, 2), (S0,))) if rank != 1 else None for rank in range(3)],
         ("ranks [0, 2] hold it on mesh [3] of ranks [0, 1, 2]; ranks [1] do not hold it",),
     ),
     "the first rank of the mesh without it": (
-        [tensor(Layout((2,), (0, 1), (S0,))) if rank else None for rank in range(2)],
+        [tensor(MeshLayout((2,), (0, 1), (S0,))) if rank else None for rank in range(2)],
         ("ranks [1] hold it on a mesh that begins with rank 0; ranks [0] do not hold it",),
     ),
 }
@@ -312,7 +312,7 @@ def test_state_of_a_parameter_that_some_ranks_have_not_stepped_says_so(
 
 def test_a_conflict_of_meshes_is_named_before_what_follows_from_it() -> None:
     # A module that one rank of the mesh lacks: so does its optimizer.
-    layout = Layout((2,), (0, 1), (S0,))
+    layout = MeshLayout((2,), (0, 1), (S0,))
     states: list[State] = [{"v": plain(1.0)} for _ in range(2)]
     states[0] |= {"w": tensor(layout), "opt.state.w.m": state_tensor(layout)}
     require_refused(World(2), states, "w (ranks [0] hold it", "name of its own", "mesh['dp']")

@@ -16,9 +16,9 @@ from typing import Annotated
 
 import msgspec
 
-from holdfast.backends.foreign.layouts.pieces import Slice
 from holdfast.backends.foreign.messages import CONVERT, shown
 from holdfast.backends.foreign.pickles.tensors import row_major_strides
+from holdfast.backends.foreign.slices.pieces import Slice
 from holdfast.backends.foreign.typed_values import Count, Shape
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.region import coordinate_at

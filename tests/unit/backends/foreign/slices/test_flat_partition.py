@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.backends.foreign.layouts.flat_partition import numel_of, parts_of_each_cut, parts_of_even_cut, share_of
+from holdfast.backends.foreign.slices.flat_partition import numel_of, parts_of_each_cut, parts_of_even_cut, share_of
 
 _shapes = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=5).map(
     lambda shapes: {f"p{number}": shape for number, shape in enumerate(shapes)}

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.backends.foreign.layouts import patterns
-from holdfast.backends.foreign.layouts.patterns import Patterns, exact_name
+from holdfast.backends.foreign.slices import patterns
+from holdfast.backends.foreign.slices.patterns import Patterns, exact_name
 from holdfast.errors import InvalidError
 
 _ATOMS = ["a", "b", ".", r"\.", r"\d", r"\w", r"\S", "[ab]", "[^a]", "[a-c1-3]", "[]x]", "[a-]", r"[\d_]", "(?:ab)"]

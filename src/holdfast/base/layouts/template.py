@@ -1,0 +1,117 @@
+"""Templates of names: `decoder.layers.{layer:int}.{kind:weight|bias}`. A template reads and writes names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from holdfast.errors import InvalidError
+
+Fields = Mapping[str, int | str]
+"""Values of the fields of a name."""
+
+_FIELD = re.compile(r"\{([^{}]*)\}")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PLAIN, _ANY, _NUMBER = "[^.]+?", ".+?", r"0|[1-9][0-9]{0,17}"
+_FIELDS_MAX = 16
+_CHARACTERS_MAX = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """A name with fields. A template matches whole names, in time linear in the length of the name."""
+
+    text: str
+    """The template as written."""
+
+    literals: tuple[str, ...]
+    """Text before, between and after the fields."""
+
+    fields: tuple[str, ...]
+    """Names of the fields, in order."""
+
+    widths: Mapping[str, int]
+    """Least digits of each field that is a number."""
+
+    choices: Mapping[str, tuple[str, ...]]
+    """The values of each field that lists values."""
+
+    kinds: Mapping[str, str]
+    """Kind of each field, as written."""
+
+    pattern: re.Pattern[str] = field(repr=False)
+    """Matches a name."""
+
+    def read(self, name: str) -> dict[str, int | str] | None:
+        """Return the values of the fields; None if the name does not match."""
+        match = self.pattern.fullmatch(name)
+        if match is None:
+            return None
+        found: dict[str, int | str] = dict(zip(self.fields, match.groups(), strict=True))
+        for number in self.widths:
+            found[number] = int(found[number])
+        return found
+
+    def write(self, values: Fields) -> str:
+        """Return the name with these values of the fields."""
+        parts = [self.literals[0]]
+        for name, literal in zip(self.fields, self.literals[1:], strict=True):
+            width = self.widths.get(name)
+            parts += [str(values[name]) if width is None else f"{values[name]:0{width}}", literal]
+        return "".join(parts)
+
+
+def template_of(text: str, where: str, other: Template | None = None, *, parameter: bool = False) -> Template:
+    """Return a template.
+
+    A field takes the shortest text before the literal text that follows. So a match never goes back, and takes time
+    linear in the name.
+
+    Args:
+        text: The template. `{x}`: characters but a dot; `{x:int}`: a number; `{x:03}`: a number of at least 3 digits;
+            `{x:a|b}`: one of these; `{x:*}`: anything, once.
+        where: Layout and rule, for messages.
+        other: The template on the other side: a field without a kind has that of the field there.
+        parameter: Whether `{}` stands for the name of a parameter.
+    Raises:
+        InvalidError: The text is no template.
+    """
+    place = f"{where}: template {text!r:.120}"
+    if len(text) > _CHARACTERS_MAX:
+        raise InvalidError(f"{place}: {len(text)} characters; expected at most {_CHARACTERS_MAX}")
+    split = _FIELD.split(text)
+    literals, written = split[::2], split[1::2]
+    if any(brace in literal for literal in literals for brace in "{}"):
+        raise InvalidError(f"{place}: a brace without its partner; expected fields as {{layer:int}}")
+    if len(written) > _FIELDS_MAX or any(not literal for literal in literals[1:-1]):
+        raise InvalidError(f"{place}: expected at most {_FIELDS_MAX} fields, with text between them")
+    fields, widths, choices, pattern = [], {}, {}, re.escape(literals[0])
+    kinds: dict[str, str] = {}
+    for number, one in enumerate(written):
+        name, colon, kind = one.partition(":")
+        if parameter and not one:
+            name, kind = "", "*"
+        elif not _NAME.fullmatch(name) or (colon and not kind):
+            raise InvalidError(f"{place}: field {{{one}}}; expected {{x}}, {{x:int}}, {{x:03}}, {{x:a|b}} or {{x:*}}")
+        if not colon and other is not None:
+            kind = other.kinds.get(name, kind)
+        kinds[name] = kind
+        if name in fields:
+            raise InvalidError(f"{place}: field {name} comes twice; expected each field once")
+        fields.append(name)
+        if kind == "int" or re.fullmatch("0[1-9]", kind):
+            widths[name] = 1 if kind == "int" else int(kind)
+            inner = _NUMBER if kind == "int" else f"[0-9]{{{widths[name]},18}}"
+        elif "|" in kind:
+            choices[name] = tuple(kind.split("|"))
+            inner = "|".join(map(re.escape, sorted(choices[name], key=len, reverse=True)))
+        elif kind in ("", "*"):
+            inner = _ANY if kind else _PLAIN
+        else:
+            raise InvalidError(f"{place}: {kind!r} of field {name}; expected int, 03, a|b or *")
+        end = re.escape(literals[number + 1]) + (r"\Z" if number + 1 == len(written) else "")
+        pattern += f"(?>({inner}){end})"
+    if [*kinds.values()].count("*") > 1:
+        raise InvalidError(f"{place}: more than one field takes anything; expected at most one")
+    return Template(text, tuple(literals), tuple(fields), widths, choices, kinds, re.compile(pattern, re.DOTALL))

@@ -1,0 +1,318 @@
+"""Makes the view of a layout: every stored tensor finds its rule, and the rule's targets get names and terms."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from holdfast.base.geometry.tensor import TensorSpec
+from holdfast.base.layouts.lower import Lowered, Shape, numel
+from holdfast.base.layouts.rule_file import LayoutRule, RuleFile
+from holdfast.base.layouts.sizes import LayoutSizes
+from holdfast.base.layouts.template import Template
+from holdfast.base.types.view import View, ViewedTensor
+from holdfast.errors import InvalidError, first_three
+
+_Slot = tuple[int, tuple[int, ...]]
+"""Part, and numbers of the fields that only this side has."""
+
+_Fields = tuple[tuple[str, int | str], ...]
+
+
+_Key = tuple[int, _Fields, str, _Fields]
+"""Line of `follow` and its fields; rule, and the fields that both sides of it have."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """Stored tensors that one rule takes together, because the rest of the names agrees."""
+
+    rule: LayoutRule
+    line: int
+    """Number of the line of `follow`."""
+    followed: dict[str, int | str]
+    """Fields of that line."""
+    shared: dict[str, int | str]
+    """Fields that both sides of the rule have."""
+    names: dict[_Slot, str] = field(default_factory=dict)
+    """Stored names."""
+
+
+class Viewing:
+    """Makes the view of one layout over the tensors of one checkpoint."""
+
+    def __init__(self, file: RuleFile, sizes: LayoutSizes, *, turned: bool) -> None:
+        """Prepare the rules of a layout.
+
+        Args:
+            file: The layout.
+            sizes: The sizes.
+            turned: Whether the rules are read from right to left.
+        """
+        self._file, self._sizes, self._turned = file, sizes, turned
+        self._where = f"layout {file.name}{', turned around' if turned else ''}"
+        self._reads: list[tuple[LayoutRule, int, Template]] = []
+        for rule in file.rules:
+            if not turned:
+                self._reads.append((rule, 0, rule.source))
+            elif rule.skip or None in rule.targets:
+                if not rule.skip:
+                    raise InvalidError(
+                        f"{rule.where}: skips a part, so it has no way back. Write a layout for the other direction"
+                    )
+            else:
+                self._reads += [(rule, part, made.to) for part, made in enumerate(rule.targets) if made is not None]
+        self._lowered: dict[object, Lowered] = {}
+
+    def view(self, tensors: Mapping[str, TensorSpec], aliases: Mapping[str, str]) -> View:
+        """Return the view.
+
+        Args:
+            tensors: The stored tensors.
+            aliases: Tied names, to stored ones.
+        Raises:
+            InvalidError: A rule, a size or a name does not fit; the message has the numbers and the next act.
+        """
+        groups, skipped = self._grouped(tensors)
+        viewed: dict[str, ViewedTensor] = {}
+        made_by: dict[str, tuple[str, ...]] = {}
+        equal: list[tuple[str, str]] = []
+        parameters: dict[str, tuple[str, ...]] = {}
+        lowered: dict[object, tuple[Lowered | None, _Group]] = {}
+        parameter_line = len(self._file.follow) - 1
+        for key, group in sorted(groups.items(), key=lambda item: -item[0][0]):
+            of_parameter = lowered.get((parameter_line, *key[2:]))
+            specs = [tensors[name] for name in group.names.values()]
+            if (
+                of_parameter is not None
+                and group.line != parameter_line
+                and self._counts(specs, of_parameter[1], tensors)
+            ):
+                made = self._made(group, of_parameter[0], specs[0], is_count=True)
+                equal += [(specs[0].fqn, other.fqn) for other in specs[1:]]
+            else:
+                one = self._lower(group, specs)
+                lowered[key[0], *key[2:]] = one, group
+                made = self._made(group, one, specs[0])
+            for tensor in made:
+                if (other := viewed.setdefault(tensor.spec.fqn, tensor)) is not tensor:
+                    raise InvalidError(
+                        f"{self._where}: rules {other.rule} and {tensor.rule} both make {tensor.spec.fqn}, of "
+                        f"{other.sources[0]} and {tensor.sources[0]}; expected one source for a name. Correct them"
+                    )
+            for name in group.names.values():
+                made_by[name] = tuple(tensor.spec.fqn for tensor in made)
+                if group.line == parameter_line:
+                    parameters[self._parameter(name, turned=self._turned)] = tuple(
+                        self._parameter(tensor.spec.fqn, turned=not self._turned) for tensor in made
+                    )
+        tied = self._tied(viewed, aliases, made_by)
+        keys = self._file.follow[-1].keys
+        return View(
+            tensors=viewed,
+            aliases=tied,
+            made=made_by,
+            parameters=parameters,
+            skipped=skipped,
+            keys=keys[::-1] if self._turned else keys,
+            equal=equal,
+            sizes=self._sizes.found,
+        )
+
+    def _parameter(self, name: str, *, turned: bool) -> str:
+        """Return the name of a parameter in the tables of an optimizer."""
+        read = self._file.follow[-1].read(name, turned=turned)
+        return name if read is None else read[0]
+
+    # Which rule takes a tensor.
+
+    def _grouped(self, tensors: Mapping[str, TensorSpec]) -> tuple[dict[_Key, _Group], dict[str, str]]:
+        groups: dict[_Key, _Group] = {}
+        skipped: dict[str, str] = {}
+        unmatched: list[str] = []
+        used: set[str] = set()
+        for name in tensors:
+            found = self._find(name)
+            if found is None:
+                unmatched.append(name)
+                continue
+            line, followed, (rule, part, template, fields) = found
+            used.add(rule.where)
+            if rule.skip:
+                skipped[name] = rule.skip
+                continue
+            own = rule.spread if self._turned else rule.gathered
+            numbers = tuple([_number(template, each, fields[each]) for each in own])
+            shared = {each: value for each, value in fields.items() if each not in own}
+            key = (line, tuple(followed.items()), rule.where, tuple(sorted(shared.items())))
+            group = groups.get(key)
+            if group is None:
+                group = groups[key] = _Group(rule, line, followed, shared)
+            group.names[part, numbers] = name
+        if unmatched:
+            raise InvalidError(
+                f"{self._where}: no rule takes {first_three(unmatched)}; expected a rule for each tensor. Add one, "
+                "or one with skip"
+            )
+        for rule in self._file.rules:
+            if rule.where not in used and not rule.optional and not (self._turned and rule.skip):
+                read = (
+                    rule.source.text
+                    if not self._turned
+                    else first_three([each.to.text for each in rule.targets if each])
+                )
+                raise InvalidError(
+                    f"{rule.where}: takes no tensor: the checkpoint has no name as {read}. Correct the rule, or say "
+                    "optional = true"
+                )
+        return groups, skipped
+
+    def _find(
+        self, name: str
+    ) -> tuple[int, dict[str, int | str], tuple[LayoutRule, int, Template, dict[str, int | str]]] | None:
+        for number, line in enumerate(self._file.follow):
+            followed = line.read(name, turned=self._turned)
+            if followed is None:
+                continue
+            for rule, part, template in self._reads:
+                fields = template.read(followed[0])
+                if fields is not None:
+                    return number, followed[1], (rule, part, template, fields)
+            return None
+        return None
+
+    # The targets of a group.
+
+    def _counts(self, specs: Sequence[TensorSpec], parameter: _Group, tensors: Mapping[str, TensorSpec]) -> bool:
+        """Return whether tensors are counts of steps: one element each, of parameters that have more."""
+        shape = tensors[next(iter(parameter.names.values()))].global_shape
+        return numel(shape) != 1 and all(numel(spec.global_shape) == 1 for spec in specs)
+
+    def _lower(self, group: _Group, specs: Sequence[TensorSpec]) -> Lowered | None:
+        rule = group.rule
+        if rule.only_renames:
+            return None
+        self._require_alike(group, specs)
+        counts = self._numbers_of(group)
+        shapes: list[Shape] = []
+        names: list[str] = []
+        for part in range(len(rule.targets)) if self._turned else (0,):
+            name = next((name for (at, _), name in group.names.items() if at == part), None)
+            if name is None:
+                made = rule.targets[part]
+                assert made is not None
+                raise InvalidError(
+                    f"{rule.where}: the checkpoint has {specs[0].fqn}, and no tensor as {made.to.text} with it; "
+                    "expected all parts"
+                )
+            names.append(name)
+            shapes.append(next(spec.global_shape for spec in specs if spec.fqn == name))
+        key = (rule.where, tuple(shapes), counts)
+        lowered = self._lowered.get(key)
+        if lowered is None:
+            lowered = Lowered(rule, self._sizes)
+            if self._turned:
+                lowered.backward(shapes, counts, names)
+            else:
+                lowered.forward(shapes[0], counts, names[0])
+            self._lowered[key] = lowered
+        return lowered
+
+    def _require_alike(self, group: _Group, specs: Sequence[TensorSpec]) -> None:
+        by_part: dict[int, TensorSpec] = {}
+        for (part, _), spec in zip(group.names, specs, strict=True):
+            first = by_part.setdefault(part, spec)
+            if first.global_shape != spec.global_shape or specs[0].dtype != spec.dtype:
+                raise InvalidError(
+                    f"{group.rule.where}: {first.fqn} is {first.dtype} {list(first.global_shape)}, {spec.fqn} is "
+                    f"{spec.dtype} {list(spec.global_shape)}; expected one shape and dtype, to put them together"
+                )
+
+    def _numbers_of(self, group: _Group) -> tuple[int, ...]:
+        """Return the values of each field that only the side that is read has: 0 … n − 1, once each."""
+        rule, fields = group.rule, group.rule.spread if self._turned else group.rule.gathered
+        counts = tuple(1 + max(numbers[at] for _, numbers in group.names) for at in range(len(fields)))
+        for part in {part for part, _ in group.names}:
+            for numbers in itertools.product(*map(range, counts)):
+                if (part, numbers) not in group.names:
+                    lacks = ", ".join(f"{name} {number}" for name, number in zip(fields, numbers, strict=True))
+                    raise InvalidError(
+                        f"{rule.where}: no tensor with {lacks} for {next(iter(group.names.values()))}; expected each "
+                        f"from 0 to {', '.join(str(count - 1) for count in counts)}, once"
+                    )
+        return counts
+
+    def _made(
+        self, group: _Group, lowered: Lowered | None, spec: TensorSpec, *, is_count: bool = False
+    ) -> list[ViewedTensor]:
+        """Return the targets of a group; a count of steps goes to every target of the parameter."""
+        rule, names = group.rule, self._names(group, lowered)
+        if lowered is None or is_count:
+            return [
+                ViewedTensor(TensorSpec(name, spec.dtype, spec.global_shape), (spec.fqn,), None, rule.name)
+                for name, _ in names
+            ]
+        slots = lowered.targets if self._turned else [(0, values) for values in lowered.sources]
+        sources = tuple(group.names[slot] for slot in slots)
+        terms_of = lowered.terms_of_source if self._turned else lowered.terms_of_target
+        open_dim = rule.pad[0] if self._turned and rule.pad is not None else None
+        return [
+            ViewedTensor(TensorSpec(name, spec.dtype, shape), sources, partial(terms_of, slot), rule.name, open_dim)
+            for slot, (name, shape) in enumerate(names)
+        ]
+
+    def _names(self, group: _Group, lowered: Lowered | None) -> list[tuple[str, Shape]]:
+        """Return name and shape of each target, in the order of the slots."""
+        rule, shared = group.rule, group.shared
+        line = self._file.follow[group.line]
+        if self._turned:
+            values = [((), ())] if lowered is None else [(each, lowered.source_shape) for each in lowered.sources]
+            named = [
+                (rule.source.write(shared | _named(rule.source, rule.gathered, each)), shape) for each, shape in values
+            ]
+        else:
+            named = []
+            for part, each in [(0, ())] if lowered is None else lowered.targets:
+                made = rule.targets[part]
+                assert made is not None, "a part that is skipped is no target"
+                shape = () if lowered is None else lowered.target_shapes[part]
+                named.append((made.to.write(shared | _named(made.to, rule.spread, each)), shape))
+        return [(line.write(name, group.followed, turned=self._turned), shape) for name, shape in named]
+
+    def _tied(
+        self, viewed: Mapping[str, ViewedTensor], aliases: Mapping[str, str], made_by: Mapping[str, tuple[str, ...]]
+    ) -> dict[str, str]:
+        """Return the tied names of the view: those of the checkpoint, and those of the layout that no rule makes."""
+        tied: dict[str, str] = {}
+        for alias, stored in aliases.items():
+            made, found = made_by.get(stored, ()), self._find(alias)
+            if len(made) != 1 or found is None:
+                continue
+            line, followed, (rule, _, _, fields) = found
+            own = rule.spread if self._turned else rule.gathered
+            if rule.skip or own or len(rule.targets) != 1:
+                continue
+            (name, _), *_ = self._names(_Group(rule, line, followed, fields), None)
+            if name not in viewed:
+                tied[name] = made[0]
+        of_parameters = self._file.follow[-1]
+        for pair in () if self._turned else self._file.ties.items():
+            alias, name = (of_parameters.write(each, {}, turned=False) for each in pair)
+            if name in viewed and alias not in viewed:
+                tied[alias] = name
+        return tied
+
+
+def _number(template: Template, name: str, value: int | str) -> int:
+    """Return the number of a value of a field."""
+    return value if isinstance(value, int) else template.choices[name].index(value)
+
+
+def _named(template: Template, names: Sequence[str], numbers: Sequence[int]) -> dict[str, int | str]:
+    """Return the values of fields by number."""
+    return {
+        name: template.choices[name][number] if name in template.choices else number
+        for name, number in zip(names, numbers, strict=True)
+    }
