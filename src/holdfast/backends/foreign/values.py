@@ -59,7 +59,8 @@ def to_value(value: object, path: str, on_tensor: OnTensor, remarks: list[str]) 
     if isinstance(value, _LEAVES):
         return value
     if isinstance(value, OpaqueObject) and value.qualname == _ARGUMENTS and isinstance(value.state, dict):
-        return _arguments(value.state, path, on_tensor, remarks)
+        # Inside an optimizer a dict would take the place of the object that the program knows.
+        return _left_out(value, path, remarks) if "." in path else _arguments(value.state, path, on_tensor, remarks)
     return _left_out(value, path, remarks)
 
 

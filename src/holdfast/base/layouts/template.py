@@ -20,7 +20,7 @@ _CHARACTERS_MAX = 1024
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A name with fields. A template matches whole names, in time linear in the length of the name."""
+    """A name with fields. A template matches whole names."""
 
     text: str
     """The template as written."""
@@ -65,8 +65,8 @@ class Template:
 def template_of(text: str, where: str, other: Template | None = None, *, parameter: bool = False) -> Template:
     """Return a template.
 
-    A field takes the shortest text before the literal text that follows. So a match never goes back, and takes time
-    linear in the name.
+    A field takes the shortest text before the literal text that follows, and a match goes back to no such field. So the
+    time is linear in the name, or quadratic with a field that takes anything.
 
     Args:
         text: The template. `{x}`: characters but a dot; `{x:int}`: a number; `{x:03}`: a number of at least 3 digits;
@@ -111,7 +111,8 @@ def template_of(text: str, where: str, other: Template | None = None, *, paramet
         else:
             raise InvalidError(f"{place}: {kind!r} of field {name}; expected int, 03, a|b or *")
         end = re.escape(literals[number + 1]) + (r"\Z" if number + 1 == len(written) else "")
-        pattern += f"(?>({inner}){end})"
+        # The field that takes anything may go on; there is one, so a match takes at most quadratic time.
+        pattern += f"({inner}){end}" if kind == "*" else f"(?>({inner}){end})"
     if [*kinds.values()].count("*") > 1:
         raise InvalidError(f"{place}: more than one field takes anything; expected at most one")
     return Template(text, tuple(literals), tuple(fields), widths, choices, kinds, re.compile(pattern, re.DOTALL))

@@ -20,7 +20,8 @@ class HostTarget(Target):
         self.dtype = dtype
         """Element type by name."""
         self._numpy = np.dtype(DTYPES[dtype].numpy)
-        self._box = box
+        self.box = box
+        """The box, in global coordinates."""
         try:
             self.array: NDArray[np.generic] = np.empty(box.shape, dtype=self._numpy)
             """The placed elements; shape `box.shape`; unsigned integers if numpy lacks the dtype."""
@@ -32,13 +33,13 @@ class HostTarget(Target):
     def place(self, part: Box, source: memoryview, source_box: Box) -> None:
         """Copy `part` out of the row-major bytes of `source_box`."""
         stored = np.frombuffer(source, dtype=self._numpy).reshape(source_box.shape)
-        self.array[part.relative_to(self._box.start)] = stored[part.relative_to(source_box.start)]
+        self.array[part.relative_to(self.box.start)] = stored[part.relative_to(source_box.start)]
 
     def put(self, at: Sequence[slice], elements: NDArray[np.generic]) -> None:
         """Copy elements of a grid into the array."""
-        self.array[grid_within(at, self._box)] = elements
+        self.array[grid_within(at, self.box)] = elements
 
     def memory(self, part: Box) -> memoryview | None:
         """Return the bytes of `part` if they are contiguous in the array."""
-        run = self.array[part.relative_to(self._box.start)]
+        run = self.array[part.relative_to(self.box.start)]
         return run.view(np.uint8).data.cast("B") if run.flags.c_contiguous and run.ndim else None

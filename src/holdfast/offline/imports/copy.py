@@ -22,6 +22,7 @@ from holdfast.errors import InvalidError, first_three
 from holdfast.offline.export.request import ExportReport
 from holdfast.offline.imports.checksums import require_checksums
 from holdfast.offline.imports.stored_source import PieceReader, StoredSource
+from holdfast.offline.imports.viewed_source import ViewedSource
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
 from holdfast.stored.checkpoint.location import CheckpointLocation, require_no_checkpoint
 from holdfast.stored.checkpoint.pack_sizes import require_sizes
@@ -98,23 +99,28 @@ class CopyHooks:
                 "as many ranks and save it there"
             )
         require_sizes(manifest.packs, source.packs, manifest.step)
-        tensors = source.index.tensors.values()
+        tensors, content = source.viewed.tensors.values(), source.content
         pack_bytes = {pack.name: pack.bytes for pack in manifest.packs}
         total_bytes = sum(spec.global_bytes for spec in tensors)
         reader = PieceReader(source.packs, pack_bytes, total_bytes, source.codecs, self._observer)
         shards = []
         for spec in tensors:
-            regions = _regions(spec, [piece for piece in source.index.pieces_of(spec.fqn) if piece.bytes])
+            stored = source.viewed.renamed(spec.fqn)
+            if stored is None:
+                whole = Shard(spec, None, (0,), Role.PARAMETER, (Box.whole(spec.global_shape),))
+                shards.append(LocalShard(whole, ViewedSource(source, spec)))
+                continue
+            regions = _regions(spec, [piece for piece in source.index.pieces_of(stored) if piece.bytes])
             shard = Shard(spec, None, (0,), Role.PARAMETER, tuple(regions))
             shards.append(LocalShard(shard, StoredSource(reader, regions)))
         return Collected(
             shards=shards,
-            tree=manifest.tree,
-            aliases=manifest.aliases,
+            tree=content.tree,
+            aliases=content.aliases,
             skipped=[],
             per_rank=source.per_rank(0) if per_rank else {},
             optimizers=manifest.optimizers,
-            order=source.content.order,
+            order=content.order,
         )
 
     def claim(self, is_held: bool) -> SaveContext:
@@ -127,7 +133,7 @@ class CopyHooks:
         return replace(
             context,
             origin=self._source.origin,
-            masters=manifest.masters,
+            masters={} if self._source.layouts else manifest.masters,
             metrics=manifest.metrics,
             # The source's findings: a copy knows neither the roles of tensors nor an earlier checkpoint.
             health=manifest.health,

@@ -15,6 +15,7 @@ from holdfast.core.format.values import values
 from holdfast.errors import CheckpointError, InvalidError, UnavailableError
 from holdfast.offline.imports.checksums import require_checksums
 from holdfast.offline.imports.hash_chunks import digested
+from holdfast.offline.imports.viewed_source import viewed_index
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
 from holdfast.stored.checkpoint.location import CheckpointLocation, require_no_checkpoint
 from holdfast.stored.leases.writer import WriterLease
@@ -64,7 +65,8 @@ def referenced(
     name = f"import of step {location.step}"
     _require_plain_paths(source)
     require_checksums(source)
-    index = digested(source.index, source.packs, job.settings, observer)
+    index = source.index if not source.layouts else viewed_index(source)
+    index = digested(index, source.packs, job.settings, observer)
     files = _file_records(source, index)
     # With an overview, tensors may not have more bytes than the files. Tied tensors share bytes, so they may.
     is_tied = source.manifest.tensor_bytes > sum(file.bytes for file in files)
@@ -119,8 +121,20 @@ def _manifest(
     index_records: tuple[tuple[FileRecord, ...], FileRecord | None],
 ) -> Manifest:
     indexes, overview = index_records
+    content, manifest = source.content, source.manifest
+    if source.layouts:
+        specs = content.tensors.values()
+        manifest = replace(
+            manifest,
+            tensors=len(specs),
+            tensor_bytes=sum(spec.global_bytes for spec in specs),
+            aliases=dict(content.aliases),
+            tree=content.tree,
+            masters={},
+            order=b"",
+        )
     return replace(
-        source.manifest,
+        manifest,
         run_id=context.run_id,
         step=location.step,
         attempt=attempt,

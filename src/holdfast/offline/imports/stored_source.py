@@ -126,14 +126,14 @@ class PieceReader:
                 )
 
 
-class _Read:
+class Read:
     """A copy that was complete at once."""
 
     def wait(self) -> None:
         """Return."""
 
 
-_READ = _Read()
+READ = Read()
 
 
 class StoredSource:
@@ -153,7 +153,7 @@ class StoredSource:
             region: (pieces, [0, *accumulate(piece.bytes for piece in pieces)]) for region, pieces in regions.items()
         }
 
-    def copy_into(self, piece: Region, start: int, stop: int, buffer: memoryview) -> _Read:
+    def copy_into(self, piece: Region, start: int, stop: int, buffer: memoryview) -> Read:
         """Copy a run of a region's bytes to the front of `buffer`."""
         is_part = piece not in self._regions
         region = next(region for region in self._regions if contains(region, piece)) if is_part else piece
@@ -169,17 +169,17 @@ class StoredSource:
             room = buffer[at - start : end - start]
             self._reader.read(pieces[number], at - firsts[number], room, by_chunk=is_part)
             at = end
-        return _READ
+        return READ
 
     @classmethod
-    def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], buffer: memoryview) -> _Read:
+    def copy_together(cls, sources: Sequence[Self], pieces: Sequence[Region], buffer: memoryview) -> Read:
         """Copy several regions, each whole, one after the other."""
         at = 0
         for source, piece in zip(sources, pieces, strict=True):
             total = piece.numel * source._itemsize
             source.copy_into(piece, 0, total, buffer[at : at + total])
             at += total
-        return _READ
+        return READ
 
     def sample(self, blocks: int, block_bytes: int, *, whole_bytes: int, shift: float) -> bytes:
         """Never called: one process copies, and there are no replicas to compare."""
