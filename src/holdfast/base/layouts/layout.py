@@ -99,7 +99,11 @@ def layouts_of(given: object) -> tuple[Layout, ...]:
 
 
 def shipped() -> dict[str, str]:
-    """Return the texts of the shipped layouts by name."""
+    """Return the texts of the shipped layouts by name.
+
+    Example:
+        print(holdfast.api.shipped()["megatron-hf-llama"])
+    """
     folder = resources.files("holdfast.base.layouts") / "shipped"
     files = sorted((file for file in folder.iterdir() if file.name.endswith(_ENDING)), key=lambda file: file.name)
     return {file.name.removesuffix(_ENDING): file.read_text("utf-8") for file in files}

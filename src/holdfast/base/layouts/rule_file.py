@@ -229,6 +229,8 @@ def _place(written: SizePlace | str, where: str) -> SizePlace | Expression:
         written.key
     ):
         raise InvalidError(f"{where}: {written}; expected one of value, json with key, shape with dim, given")
+    if "/" in written.json or written.json in (".", ".."):
+        raise InvalidError(f"{where}: json = {written.json!r}; expected the name of a file that lies with a checkpoint")
     return written
 
 

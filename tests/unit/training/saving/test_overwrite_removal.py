@@ -184,8 +184,8 @@ def test_what_reads_for_long_says_that_it_was_overwritten(
     save(tmp_path / "other", 1)
     opened = wiring.checkpoint_at
 
-    def overwritten(path: object, settings: Settings, step: int | str | None = None) -> Checkpoint:
-        checkpoint = opened(path, settings, step)
+    def overwritten(path: object, settings: Settings, step: int | None = None, layout: None = None) -> Checkpoint:
+        checkpoint = opened(path, settings, step, layout)
         if path == best:
             assert checkpoint.index
             save(best, 2)
