@@ -246,3 +246,25 @@ def test_the_sizes_come_from_a_file_beside_the_checkpoint_or_from_the_caller(tmp
     ):
         other = holdfast.Layout("megatron-hf-llama", sizes={"heads": 8}).reversed()
         _ = holdfast.open_checkpoint(FIXTURES / "dense_tp2_pp2" / "hf", layout=other).tensors
+
+
+def test_large_transpositions_and_permutations(tmp_path: Path) -> None:
+    saved = {"a": torch.rand(601, 1100), "b": torch.randint(0, 255, (20, 30, 1030), dtype=torch.uint8)}
+    holdfast.save(tmp_path / "ck", saved, settings=holdfast.Settings(chunk_bytes=1 << 16))
+    rules = """
+layout = 1
+[[rule]]
+from = "a"
+transpose = true
+to = "a"
+[[rule]]
+from = "b"
+permute = [2, 0, 1]
+to = "b"
+"""
+    state = {"a": torch.zeros(1100, 601), "b": torch.zeros(1030, 20, 30, dtype=torch.uint8)}
+    holdfast.load(tmp_path / "ck", state, layout=rules)
+    assert torch.equal(state["a"], saved["a"].T)
+    assert torch.equal(state["b"], saved["b"].permute(2, 0, 1))
+    part: Any = holdfast.open_checkpoint(tmp_path / "ck", layout=rules).read("a", (slice(7, 900), slice(3, 590)))
+    assert np.array_equal(part, saved["a"].T[7:900, 3:590].numpy())

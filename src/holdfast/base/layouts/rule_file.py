@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 
 import msgspec
 
@@ -42,7 +43,7 @@ class RuleTarget:
     """RuleTarget dimension d is source dimension `permute[d]`; empty for a transposition."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayoutRule:
     """One rule."""
 
@@ -82,17 +83,17 @@ class LayoutRule:
     optional: bool
     """Whether the rule may take nothing."""
 
-    @property
+    @cached_property
     def gathered(self) -> tuple[str, ...]:
         """Fields of the source that the targets lack: tensors that differ in these alone are put together."""
         return (*((self.join[1],) if self.join else ()), *(field for _, field in self.stack))
 
-    @property
+    @cached_property
     def spread(self) -> tuple[str, ...]:
         """Fields of the targets that the source lacks: the source is taken apart."""
         return tuple(field for _, field, _ in self.unstack)
 
-    @property
+    @cached_property
     def only_renames(self) -> bool:
         """Whether the rule changes names alone."""
         (target, *others) = self.targets or (None,)

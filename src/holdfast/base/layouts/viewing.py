@@ -38,6 +38,8 @@ class _Group:
     """Fields that both sides of the rule have."""
     names: dict[_Slot, str] = field(default_factory=dict)
     """Stored names."""
+    parameters: list[str] = field(default_factory=list)
+    """The names that follow from `follow`."""
 
 
 class Viewing:
@@ -96,18 +98,16 @@ class Viewing:
                 one = self._lower(group, specs)
                 lowered[key[0], *key[2:]] = one, group
                 made = self._made(group, one, specs[0])
-            for tensor in made:
+            for _, tensor in made:
                 if (other := viewed.setdefault(tensor.spec.fqn, tensor)) is not tensor:
                     raise InvalidError(
                         f"{self._where}: rules {other.rule} and {tensor.rule} both make {tensor.spec.fqn}, of "
                         f"{other.sources[0]} and {tensor.sources[0]}; expected one source for a name. Correct them"
                     )
-            for name in group.names.values():
-                made_by[name] = tuple(tensor.spec.fqn for tensor in made)
-                if group.line == parameter_line:
-                    parameters[self._parameter(name, turned=self._turned)] = tuple(
-                        self._parameter(tensor.spec.fqn, turned=not self._turned) for tensor in made
-                    )
+            names = tuple([tensor.spec.fqn for _, tensor in made])
+            made_by |= dict.fromkeys(group.names.values(), names)
+            if group.line == parameter_line:
+                parameters |= dict.fromkeys(group.parameters, tuple([parameter for parameter, _ in made]))
         tied = self._tied(viewed, aliases, made_by)
         keys = self._file.follow[-1].keys
         return View(
@@ -121,11 +121,6 @@ class Viewing:
             sizes=self._sizes.found,
         )
 
-    def _parameter(self, name: str, *, turned: bool) -> str:
-        """Return the name of a parameter in the tables of an optimizer."""
-        read = self._file.follow[-1].read(name, turned=turned)
-        return name if read is None else read[0]
-
     # Which rule takes a tensor.
 
     def _grouped(self, tensors: Mapping[str, TensorSpec]) -> tuple[dict[_Key, _Group], dict[str, str]]:
@@ -138,19 +133,20 @@ class Viewing:
             if found is None:
                 unmatched.append(name)
                 continue
-            line, followed, (rule, part, template, fields) = found
+            line, parameter, followed, (rule, part, template, fields) = found
             used.add(rule.where)
             if rule.skip:
                 skipped[name] = rule.skip
                 continue
             own = rule.spread if self._turned else rule.gathered
             numbers = tuple([_number(template, each, fields[each]) for each in own])
-            shared = {each: value for each, value in fields.items() if each not in own}
+            shared = {each: value for each, value in fields.items() if each not in own} if own else fields
             key = (line, tuple(followed.items()), rule.where, tuple(sorted(shared.items())))
             group = groups.get(key)
             if group is None:
                 group = groups[key] = _Group(rule, line, followed, shared)
             group.names[part, numbers] = name
+            group.parameters.append(parameter)
         if unmatched:
             raise InvalidError(
                 f"{self._where}: no rule takes {first_three(unmatched)}; expected a rule for each tensor. Add one, "
@@ -171,7 +167,7 @@ class Viewing:
 
     def _find(
         self, name: str
-    ) -> tuple[int, dict[str, int | str], tuple[LayoutRule, int, Template, dict[str, int | str]]] | None:
+    ) -> tuple[int, str, dict[str, int | str], tuple[LayoutRule, int, Template, dict[str, int | str]]] | None:
         for number, line in enumerate(self._file.follow):
             followed = line.read(name, turned=self._turned)
             if followed is None:
@@ -179,7 +175,7 @@ class Viewing:
             for rule, part, template in self._reads:
                 fields = template.read(followed[0])
                 if fields is not None:
-                    return number, followed[1], (rule, part, template, fields)
+                    return number, *followed, (rule, part, template, fields)
             return None
         return None
 
@@ -246,25 +242,32 @@ class Viewing:
 
     def _made(
         self, group: _Group, lowered: Lowered | None, spec: TensorSpec, *, is_count: bool = False
-    ) -> list[ViewedTensor]:
-        """Return the targets of a group; a count of steps goes to every target of the parameter."""
+    ) -> list[tuple[str, ViewedTensor]]:
+        """Return the targets of a group, each with the parameter; a count of steps goes to every target of the
+        parameter.
+        """
         rule, names = group.rule, self._names(group, lowered)
         if lowered is None or is_count:
             return [
-                ViewedTensor(TensorSpec(name, spec.dtype, spec.global_shape), (spec.fqn,), None, rule.name)
-                for name, _ in names
+                (each, ViewedTensor(TensorSpec(name, spec.dtype, spec.global_shape), (spec.fqn,), None, rule.name))
+                for each, name, _ in names
             ]
         slots = lowered.targets if self._turned else [(0, values) for values in lowered.sources]
         sources = tuple(group.names[slot] for slot in slots)
         terms_of = lowered.terms_of_source if self._turned else lowered.terms_of_target
         open_dim = rule.pad[0] if self._turned and rule.pad is not None else None
         return [
-            ViewedTensor(TensorSpec(name, spec.dtype, shape), sources, partial(terms_of, slot), rule.name, open_dim)
-            for slot, (name, shape) in enumerate(names)
+            (
+                each,
+                ViewedTensor(
+                    TensorSpec(name, spec.dtype, shape), sources, partial(terms_of, slot), rule.name, open_dim
+                ),
+            )
+            for slot, (each, name, shape) in enumerate(names)
         ]
 
-    def _names(self, group: _Group, lowered: Lowered | None) -> list[tuple[str, Shape]]:
-        """Return name and shape of each target, in the order of the slots."""
+    def _names(self, group: _Group, lowered: Lowered | None) -> list[tuple[str, str, Shape]]:
+        """Return parameter, name and shape of each target, in the order of the slots."""
         rule, shared = group.rule, group.shared
         line = self._file.follow[group.line]
         if self._turned:
@@ -279,7 +282,7 @@ class Viewing:
                 assert made is not None, "a part that is skipped is no target"
                 shape = () if lowered is None else lowered.target_shapes[part]
                 named.append((made.to.write(shared | _named(made.to, rule.spread, each)), shape))
-        return [(line.write(name, group.followed, turned=self._turned), shape) for name, shape in named]
+        return [(name, line.write(name, group.followed, turned=self._turned), shape) for name, shape in named]
 
     def _tied(
         self, viewed: Mapping[str, ViewedTensor], aliases: Mapping[str, str], made_by: Mapping[str, tuple[str, ...]]
@@ -290,11 +293,11 @@ class Viewing:
             made, found = made_by.get(stored, ()), self._find(alias)
             if len(made) != 1 or found is None:
                 continue
-            line, followed, (rule, _, _, fields) = found
+            line, _, followed, (rule, _, _, fields) = found
             own = rule.spread if self._turned else rule.gathered
             if rule.skip or own or len(rule.targets) != 1:
                 continue
-            (name, _), *_ = self._names(_Group(rule, line, followed, fields), None)
+            (_, name, _), *_ = self._names(_Group(rule, line, followed, fields), None)
             if name not in viewed:
                 tied[name] = made[0]
         of_parameters = self._file.follow[-1]

@@ -13,6 +13,11 @@ from holdfast.base.geometry.dtype import DTYPES
 from holdfast.base.ports.framework import Target
 from holdfast.base.types.view import Along, Alongs
 
+_BLOCK = 512
+"""Elements of a row that are turned at once: a transposed copy without blocks took 2.5 times as long."""
+
+_APART = 16
+
 
 class ViewTarget(Target):
     """The elements that one term gives to a target."""
@@ -32,6 +37,10 @@ class ViewTarget(Target):
         # The order in which the dimensions of a source come in the target.
         kept = [along for along in self._sources if along.target_dim is not None]
         self._order = [kept.index(along) for along in self._targets if along.source_dim is not None]
+        last = len(kept) - 1
+        is_turned = last > 0 and self._order[-1] != last
+        self._turned_dim = self._targets.index(kept[last]) if is_turned else None
+        """The target's dimension of the source's last one, if another dimension is the last of the target."""
         steps = all(along.source_step == along.target_step == 1 for along in alongs)
         self._only_shifts = steps and self._order == sorted(self._order)
 
@@ -73,11 +82,26 @@ class ViewTarget(Target):
             at = along.source_start + first * along.source_step - start
             stop = at + (last - first - 1) * along.source_step + 1
             chosen.append(at if along.target_dim is None else slice(at, stop, along.source_step))
-        elements = stored[(*chosen, ...)].transpose(self._order)
+        taken, places = stored[(*chosen, ...)], self._places(cuts)
+        if self._turned_dim is None or taken.size < _BLOCK:
+            self._put_at(places, taken)
+            return
+        dim, place = self._turned_dim, places[self._turned_dim]
+        for first in range(0, taken.shape[-1], _BLOCK):
+            block = taken[..., first : first + _BLOCK]
+            # Rows of an odd length keep the elements of a column in different lines of the processor's cache.
+            room = np.empty((*block.shape[:-1], _BLOCK + _APART), block.dtype)[..., : block.shape[-1]]
+            room[...] = block
+            start = place.start + first * place.step
+            part = slice(start, start + (block.shape[-1] - 1) * place.step + 1, place.step)
+            self._put_at([*places[:dim], part, *places[dim + 1 :]], room)
+
+    def _put_at(self, places: Sequence[slice], taken: NDArray[np.generic]) -> None:
+        elements = taken.transpose(self._order)
         for dim, along in enumerate(self._targets):
             if along.source_dim is None:
                 elements = np.expand_dims(elements, dim)
-        self._target.put(self._places(cuts), elements)
+        self._target.put(places, elements)
 
     def _places(self, cuts: Sequence[tuple[int, int]]) -> list[slice]:
         """Return the grid of the target where the elements with these numbers go."""
