@@ -40,11 +40,19 @@ class Template:
     kinds: Mapping[str, str]
     """Kind of each field, as written."""
 
+    is_free: bool
+    """Whether the template has one field, which takes anything."""
+
     pattern: re.Pattern[str] = field(repr=False)
     """Matches a name."""
 
     def read(self, name: str) -> dict[str, int | str] | None:
         """Return the values of the fields; None if the name does not match."""
+        if self.is_free:  # Most templates of names alone: a pattern takes twice as long.
+            first, last = self.literals
+            stop = len(name) - len(last)
+            is_long = stop > len(first) and name.startswith(first) and name.endswith(last)
+            return {self.fields[0]: name[len(first) : stop]} if is_long else None
         match = self.pattern.fullmatch(name)
         if match is None:
             return None
@@ -55,6 +63,8 @@ class Template:
 
     def write(self, values: Fields) -> str:
         """Return the name with these values of the fields."""
+        if self.is_free:
+            return f"{self.literals[0]}{values[self.fields[0]]}{self.literals[1]}"
         parts = [self.literals[0]]
         for name, literal in zip(self.fields, self.literals[1:], strict=True):
             width = self.widths.get(name)
@@ -86,33 +96,45 @@ def template_of(text: str, where: str, other: Template | None = None, *, paramet
         raise InvalidError(f"{place}: a brace without its partner; expected fields as {{layer:int}}")
     if len(written) > _FIELDS_MAX or any(not literal for literal in literals[1:-1]):
         raise InvalidError(f"{place}: expected at most {_FIELDS_MAX} fields, with text between them")
-    fields, widths, choices, pattern = [], {}, {}, re.escape(literals[0])
     kinds: dict[str, str] = {}
+    pattern = re.escape(literals[0])
     for number, one in enumerate(written):
         name, colon, kind = one.partition(":")
         if parameter and not one:
             name, kind = "", "*"
         elif not _NAME.fullmatch(name) or (colon and not kind):
             raise InvalidError(f"{place}: field {{{one}}}; expected {{x}}, {{x:int}}, {{x:03}}, {{x:a|b}} or {{x:*}}")
-        if not colon and other is not None:
-            kind = other.kinds.get(name, kind)
-        kinds[name] = kind
-        if name in fields:
+        if name in kinds:
             raise InvalidError(f"{place}: field {name} comes twice; expected each field once")
-        fields.append(name)
-        if kind == "int" or re.fullmatch("0[1-9]", kind):
-            widths[name] = 1 if kind == "int" else int(kind)
-            inner = _NUMBER if kind == "int" else f"[0-9]{{{widths[name]},18}}"
-        elif "|" in kind:
-            choices[name] = tuple(kind.split("|"))
-            inner = "|".join(map(re.escape, sorted(choices[name], key=len, reverse=True)))
-        elif kind in ("", "*"):
-            inner = _ANY if kind else _PLAIN
-        else:
+        kinds[name] = other.kinds.get(name, kind) if other is not None and not colon else kind
+        inner = _inner(kinds[name])
+        if inner is None:
             raise InvalidError(f"{place}: {kind!r} of field {name}; expected int, 03, a|b or *")
         end = re.escape(literals[number + 1]) + (r"\Z" if number + 1 == len(written) else "")
         # The field that takes anything may go on; there is one, so a match takes at most quadratic time.
-        pattern += f"({inner}){end}" if kind == "*" else f"(?>({inner}){end})"
+        pattern += f"({inner}){end}" if kinds[name] == "*" else f"(?>({inner}){end})"
     if [*kinds.values()].count("*") > 1:
         raise InvalidError(f"{place}: more than one field takes anything; expected at most one")
-    return Template(text, tuple(literals), tuple(fields), widths, choices, kinds, re.compile(pattern, re.DOTALL))
+    return Template(
+        text=text,
+        literals=tuple(literals),
+        fields=tuple(kinds),
+        widths={name: 1 if kind == "int" else int(kind) for name, kind in kinds.items() if _is_number(kind)},
+        choices={name: tuple(kind.split("|")) for name, kind in kinds.items() if "|" in kind},
+        kinds=kinds,
+        is_free=[*kinds.values()] == ["*"],
+        pattern=re.compile(pattern, re.DOTALL),
+    )
+
+
+def _is_number(kind: str) -> bool:
+    return kind == "int" or re.fullmatch("0[1-9]", kind) is not None
+
+
+def _inner(kind: str) -> str | None:
+    """Return the pattern of a kind of field; None if there is no such kind."""
+    if "|" in kind:
+        return "|".join(map(re.escape, sorted(kind.split("|"), key=len, reverse=True)))
+    if _is_number(kind):
+        return _NUMBER if kind == "int" else f"[0-9]{{{int(kind)},18}}"
+    return {"": _PLAIN, "*": _ANY}.get(kind)

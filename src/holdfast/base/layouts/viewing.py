@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -11,7 +11,7 @@ from holdfast.base.geometry.tensor import TensorSpec
 from holdfast.base.layouts.lower import Lowered, Shape, numel
 from holdfast.base.layouts.rule_file import LayoutRule, RuleFile
 from holdfast.base.layouts.sizes import LayoutSizes
-from holdfast.base.layouts.template import Template
+from holdfast.base.layouts.template import Fields, Template
 from holdfast.base.types.view import View, ViewedTensor
 from holdfast.errors import InvalidError, first_three
 
@@ -77,12 +77,12 @@ class Viewing:
         Raises:
             InvalidError: A rule, a size or a name does not fit; the message has the numbers and the next act.
         """
-        groups, skipped = self._grouped(tensors)
-        viewed: dict[str, ViewedTensor] = {}
-        made_by: dict[str, tuple[str, ...]] = {}
+        self._viewed: dict[str, ViewedTensor] = {}
+        self._made_by: dict[str, tuple[str, ...]] = {}
+        self._parameters: dict[str, tuple[str, ...]] = {}
         equal: list[tuple[str, str]] = []
-        parameters: dict[str, tuple[str, ...]] = {}
-        lowered: dict[object, tuple[Lowered | None, _Group]] = {}
+        groups, skipped = self._grouped(tensors)
+        lowered: dict[object, tuple[Lowered, _Group]] = {}
         parameter_line = len(self._file.follow) - 1
         for key, group in sorted(groups.items(), key=lambda item: -item[0][0]):
             of_parameter = lowered.get((parameter_line, *key[2:]))
@@ -92,34 +92,31 @@ class Viewing:
                 and group.line != parameter_line
                 and self._counts(specs, of_parameter[1], tensors)
             ):
-                made = self._made(group, of_parameter[0], specs[0], is_count=True)
+                self._make(group, of_parameter[0], specs[0], is_count=True)
                 equal += [(specs[0].fqn, other.fqn) for other in specs[1:]]
             else:
                 one = self._lower(group, specs)
                 lowered[key[0], *key[2:]] = one, group
-                made = self._made(group, one, specs[0])
-            for _, tensor in made:
-                if (other := viewed.setdefault(tensor.spec.fqn, tensor)) is not tensor:
-                    raise InvalidError(
-                        f"{self._where}: rules {other.rule} and {tensor.rule} both make {tensor.spec.fqn}, of "
-                        f"{other.sources[0]} and {tensor.sources[0]}; expected one source for a name. Correct them"
-                    )
-            names = tuple([tensor.spec.fqn for _, tensor in made])
-            made_by |= dict.fromkeys(group.names.values(), names)
-            if group.line == parameter_line:
-                parameters |= dict.fromkeys(group.parameters, tuple([parameter for parameter, _ in made]))
-        tied = self._tied(viewed, aliases, made_by)
+                self._make(group, one, specs[0])
+        tied = self._tied(aliases)
         keys = self._file.follow[-1].keys
         return View(
-            tensors=viewed,
+            tensors=self._viewed,
             aliases=tied,
-            made=made_by,
-            parameters=parameters,
+            made=self._made_by,
+            parameters=self._parameters,
             skipped=skipped,
             keys=keys[::-1] if self._turned else keys,
             equal=equal,
             sizes=self._sizes.found,
         )
+
+    def _add(self, tensor: ViewedTensor) -> None:
+        if (other := self._viewed.setdefault(tensor.spec.fqn, tensor)) is not tensor:
+            raise InvalidError(
+                f"{self._where}: rules {other.rule} and {tensor.rule} both make {tensor.spec.fqn}, of "
+                f"{other.sources[0]} and {tensor.sources[0]}; expected one source for a name. Correct them"
+            )
 
     # Which rule takes a tensor.
 
@@ -137,6 +134,9 @@ class Viewing:
             used.add(rule.where)
             if rule.skip:
                 skipped[name] = rule.skip
+                continue
+            if rule.only_renames:
+                self._rename(tensors[name], rule, fields, line, parameter, followed)
                 continue
             own = rule.spread if self._turned else rule.gathered
             numbers = tuple([_number(template, each, fields[each]) for each in own])
@@ -186,10 +186,32 @@ class Viewing:
         shape = tensors[next(iter(parameter.names.values()))].global_shape
         return numel(shape) != 1 and all(numel(spec.global_shape) == 1 for spec in specs)
 
-    def _lower(self, group: _Group, specs: Sequence[TensorSpec]) -> Lowered | None:
+    def _rename(
+        self,
+        spec: TensorSpec,
+        rule: LayoutRule,
+        fields: dict[str, int | str],
+        line: int,
+        parameter: str,
+        followed: dict[str, int | str],
+    ) -> None:
+        """Give a tensor another name."""
+        made = self._renamed(rule, fields)
+        name = self._file.follow[line].write(made, followed, turned=self._turned)
+        self._add(ViewedTensor(TensorSpec(name, spec.dtype, spec.global_shape), (spec.fqn,), None, rule.name))
+        self._made_by[spec.fqn] = (name,)
+        if line == len(self._file.follow) - 1:
+            self._parameters[parameter] = (made,)
+
+    def _renamed(self, rule: LayoutRule, fields: Fields) -> str:
+        if self._turned:
+            return rule.source.write(fields)
+        (target,) = rule.targets
+        assert target is not None, "a rule of names alone skips nothing"
+        return target.to.write(fields)
+
+    def _lower(self, group: _Group, specs: Sequence[TensorSpec]) -> Lowered:
         rule = group.rule
-        if rule.only_renames:
-            return None
         self._require_alike(group, specs)
         counts = self._numbers_of(group)
         shapes: list[Shape] = []
@@ -240,70 +262,57 @@ class Viewing:
                     )
         return counts
 
-    def _made(
-        self, group: _Group, lowered: Lowered | None, spec: TensorSpec, *, is_count: bool = False
-    ) -> list[tuple[str, ViewedTensor]]:
-        """Return the targets of a group, each with the parameter; a count of steps goes to every target of the
-        parameter.
-        """
-        rule, names = group.rule, self._names(group, lowered)
-        if lowered is None or is_count:
-            return [
-                (each, ViewedTensor(TensorSpec(name, spec.dtype, spec.global_shape), (spec.fqn,), None, rule.name))
-                for each, name, _ in names
-            ]
+    def _make(self, group: _Group, lowered: Lowered, spec: TensorSpec, *, is_count: bool = False) -> None:
+        """Make the targets of a group; a count of steps goes to every target of the parameter."""
+        rule, line = group.rule, self._file.follow[group.line]
         slots = lowered.targets if self._turned else [(0, values) for values in lowered.sources]
-        sources = tuple(group.names[slot] for slot in slots)
         terms_of = lowered.terms_of_source if self._turned else lowered.terms_of_target
         open_dim = rule.pad[0] if self._turned and rule.pad is not None else None
-        return [
-            (
-                each,
-                ViewedTensor(
-                    TensorSpec(name, spec.dtype, shape), sources, partial(terms_of, slot), rule.name, open_dim
-                ),
-            )
-            for slot, (each, name, shape) in enumerate(names)
-        ]
+        sources = () if is_count else tuple([group.names[each] for each in slots])
+        parameters, names = [], []
+        for slot, (parameter, shape) in enumerate(self._targets(group, lowered)):
+            name = line.write(parameter, group.followed, turned=self._turned)
+            parameters.append(parameter)
+            names.append(name)
+            if is_count:
+                copied = TensorSpec(name, spec.dtype, spec.global_shape)
+                self._add(ViewedTensor(copied, (spec.fqn,), None, rule.name))
+            else:
+                made = TensorSpec(name, spec.dtype, shape)
+                self._add(ViewedTensor(made, sources, partial(terms_of, slot), rule.name, open_dim))
+        self._made_by |= dict.fromkeys(group.names.values(), tuple(names))
+        if group.line == len(self._file.follow) - 1:
+            self._parameters |= dict.fromkeys(group.parameters, tuple(parameters))
 
-    def _names(self, group: _Group, lowered: Lowered | None) -> list[tuple[str, str, Shape]]:
-        """Return parameter, name and shape of each target, in the order of the slots."""
+    def _targets(self, group: _Group, lowered: Lowered) -> Iterator[tuple[str, Shape]]:
+        """Yield name and shape of each target, as of a parameter, in the order of the slots."""
         rule, shared = group.rule, group.shared
-        line = self._file.follow[group.line]
         if self._turned:
-            values = [((), ())] if lowered is None else [(each, lowered.source_shape) for each in lowered.sources]
-            named = [
-                (rule.source.write(shared | _named(rule.source, rule.gathered, each)), shape) for each, shape in values
-            ]
-        else:
-            named = []
-            for part, each in [(0, ())] if lowered is None else lowered.targets:
-                made = rule.targets[part]
-                assert made is not None, "a part that is skipped is no target"
-                shape = () if lowered is None else lowered.target_shapes[part]
-                named.append((made.to.write(shared | _named(made.to, rule.spread, each)), shape))
-        return [(name, line.write(name, group.followed, turned=self._turned), shape) for name, shape in named]
+            for values in lowered.sources:
+                yield rule.source.write(shared | _named(rule.source, rule.gathered, values)), lowered.source_shape
+            return
+        for part, values in lowered.targets:
+            made = rule.targets[part]
+            assert made is not None, "a part that is skipped is no target"
+            yield made.to.write(shared | _named(made.to, rule.spread, values)), lowered.target_shapes[part]
 
-    def _tied(
-        self, viewed: Mapping[str, ViewedTensor], aliases: Mapping[str, str], made_by: Mapping[str, tuple[str, ...]]
-    ) -> dict[str, str]:
+    def _tied(self, aliases: Mapping[str, str]) -> dict[str, str]:
         """Return the tied names of the view: those of the checkpoint, and those of the layout that no rule makes."""
         tied: dict[str, str] = {}
         for alias, stored in aliases.items():
-            made, found = made_by.get(stored, ()), self._find(alias)
+            made, found = self._made_by.get(stored, ()), self._find(alias)
             if len(made) != 1 or found is None:
                 continue
             line, _, followed, (rule, _, _, fields) = found
-            own = rule.spread if self._turned else rule.gathered
-            if rule.skip or own or len(rule.targets) != 1:
+            if rule.skip or rule.spread or rule.gathered or len(rule.targets) != 1:
                 continue
-            (_, name, _), *_ = self._names(_Group(rule, line, followed, fields), None)
-            if name not in viewed:
+            name = self._file.follow[line].write(self._renamed(rule, fields), followed, turned=self._turned)
+            if name not in self._viewed:
                 tied[name] = made[0]
         of_parameters = self._file.follow[-1]
         for pair in () if self._turned else self._file.ties.items():
             alias, name = (of_parameters.write(each, {}, turned=False) for each in pair)
-            if name in viewed and alias not in viewed:
+            if name in self._viewed and alias not in self._viewed:
                 tied[alias] = name
         return tied
 

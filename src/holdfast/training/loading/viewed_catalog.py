@@ -35,9 +35,9 @@ class ViewedCatalog:
 def _as_stored(viewed: Viewed, wanted: Iterable[Wanted]) -> list[Wanted]:
     found: list[Wanted] = []
     for each in wanted:
-        sources = viewed.renamed(each.stored_fqn)
-        if sources is not None:
-            found.append(replace(each, stored_fqn=sources))
+        source = viewed.renamed(each.stored_fqn)
+        if source is not None:  # Not `replace`, which takes four times as long: there may be 100,000.
+            found.append(Wanted(source, each.boxes, each.dtype, each.global_shape, each.target, each.fqn))
             continue
         for box in each.boxes:
             parts = viewed.stored(each.stored_fqn, box, each.target)
@@ -69,8 +69,9 @@ def viewed_catalog(
         return alike and all(catalog.same_content(one, other) for one, other in pairs)
 
     def require_stored(fqn: str) -> None:
-        for source in viewed.sources(fqn):
-            catalog.require_stored(source)
+        source = viewed.renamed(fqn)
+        for each in (source,) if source is not None else viewed.sources(fqn):
+            catalog.require_stored(each)
 
     changed = replace(
         catalog,
@@ -82,7 +83,8 @@ def viewed_catalog(
         fill=lambda wanted: catalog.fill(_as_stored(viewed, wanted)),
         require_stored=require_stored,
     )
-    padded = tuple(name for name in viewed.tensors if viewed.is_padded(name))
+    is_open = any(layout.turned and rule.pad is not None for layout in layouts for rule in layout.file.rules)
+    padded = tuple(name for name in viewed.tensors if is_open and viewed.is_padded(name))
     return ViewedCatalog(changed, viewed, padded)
 
 
