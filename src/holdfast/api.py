@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         untag,
     )
     from holdfast._face.whole_state import read
+    from holdfast.base.layouts.explain import explain
     from holdfast.base.layouts.layout import shipped
     from holdfast.offline.copying.copy_run import CopyReport
     from holdfast.offline.diff.values import value_document
@@ -111,6 +112,7 @@ __all__ = [
     "copy_run",
     "remove_steps",
     "end_idle_threads",
+    "explain",
     "export",
     "diff",
     "import_checkpoint",
@@ -138,6 +140,7 @@ _HOMES = {
     "StepRecord": "holdfast.training.runs.listing",
     "StepRepair": "holdfast.offline.repair.repair",
     "diff": "holdfast._face.comparison",
+    "explain": "holdfast.base.layouts.explain",
     "read": "holdfast._face.whole_state",
     "shipped": "holdfast.base.layouts.layout",
     "value_document": "holdfast.offline.diff.values",

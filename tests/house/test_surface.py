@@ -31,10 +31,10 @@ PARAMETERS = {
     "api.py:load": 15,
     "backends/torch/data/batches.py:Batches.__init__": 9,
     "backends/torch/data/loader.py:Loader.__init__": 12,
-    "cli/commands/diff.py:diff": 10,
-    "cli/commands/export.py:export": 13,
+    "cli/commands/diff.py:diff": 11,
+    "cli/commands/export.py:export": 14,
     "cli/commands/gc.py:gc": 9,
-    "cli/commands/importing.py:import_": 9,
+    "cli/commands/importing.py:import_": 10,
     "integrations/dcp/verbs.py:async_save": 9,
 }
 """Public functions with more than `PARAMETERS_MAX` parameters, each with its number. A command has its options."""

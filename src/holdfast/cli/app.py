@@ -14,6 +14,7 @@ from holdfast.cli.commands.export import export
 from holdfast.cli.commands.gc import gc
 from holdfast.cli.commands.importing import import_
 from holdfast.cli.commands.inspect import inspect
+from holdfast.cli.commands.layouts import layouts
 from holdfast.cli.commands.ls import ls
 from holdfast.cli.commands.relink import relink
 from holdfast.cli.commands.repair import repair
@@ -33,7 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, inspect, verify, export, diff, import_, tag, gc, rm, trace, repair, cp, activations):
+for command in (ls, inspect, verify, export, diff, import_, layouts, tag, gc, rm, trace, repair, cp, activations):
     app.command(name=command.__name__.rstrip("_"))(command)
 # With the options of earlier versions, too.
 app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(relink)

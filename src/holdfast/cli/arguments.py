@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from holdfast import api
+from holdfast.cli.layout_options import Layouts
 from holdfast.cli.screen import stderr
 from holdfast.errors import CheckpointError, InvalidError, printable
 from holdfast.settings import ObjectSettings, Settings
@@ -53,19 +54,22 @@ def say_grace(grace: float | None) -> None:
     stderr().line(f"steps are marked, and removed after {seconds:g} s", style="dim")
 
 
-def opened(path: str, allow_root: list[str] | None = None, step: str | None = None) -> api.Checkpoint:
+def opened(
+    path: str, allow_root: list[str] | None = None, step: str | None = None, layouts: Layouts = None
+) -> api.Checkpoint:
     """Return the checkpoint at a path; of the root of a run the step, and say on stderr which one it is.
 
     Args:
         path: Path or URL.
         allow_root: Folders under which the checkpoint may reference files.
         step: The step of a root, as `--step` names it; None for the newest valid one.
+        layouts: Layouts that make its tensors.
     Raises:
         CheckpointError: As `open_checkpoint`.
     """
     settings = settings_with(allow_root)
     step = step if step is not None or not api.is_run(path) else _NEWEST
-    checkpoint = api.open_checkpoint(path, step=step, settings=settings)
+    checkpoint = api.open_checkpoint(path, step=step, layout=layouts, settings=settings)
     _say(path, step, checkpoint.step)
     return checkpoint
 

@@ -13,6 +13,7 @@ import typer
 from holdfast import api
 from holdfast.cli.arguments import AllowRoot, AsJson, opened
 from holdfast.cli.exit_status import DIFFERENT, NOT_DONE, ended_well
+from holdfast.cli.layout_options import Layouts, with_layouts
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, counted, print_result
 from holdfast.cli.tree import in_line
@@ -23,6 +24,7 @@ ROWS_MAX = 50
 _COLUMNS = ("TENSOR", ">CHANGED", ">MAX ABS", ">MAX REL", ">NORM A", ">NORM B", ">NORM A-B")
 
 
+@with_layouts
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="One checkpoint of any format, or a run.")],
     b: Annotated[str, typer.Argument(metavar="B", help="The other one.")],
@@ -44,17 +46,18 @@ def diff(
     step_b: Annotated[
         str | None, typer.Option("--step-b", metavar="STEP", help="Of B, if that is a run; default: as --step.")
     ] = None,
+    layouts: Layouts = None,
     allow_root: AllowRoot = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare tensors, names and values of two checkpoints. The exit status is 0 if they are equal, else 1.
 
-    Bytes with equal digests are not read.
+    Bytes with equal digests are not read. A layout makes the tensors of A, which are then compared with those of B.
     """
     with ended_well(corrupt=NOT_DONE):
         step_b = step_b if step_b is not None or not api.is_run(b) else step
         step_a = step if api.is_run(a) or not api.is_run(b) else None
-        checkpoints = opened(a, allow_root, step_a), opened(b, allow_root, step_b)
+        checkpoints = opened(a, allow_root, step_a, layouts), opened(b, allow_root, step_b)
         with shown_progress("comparing") as bar:
             result = api.diff(*checkpoints, tensors=tensors, cast=cast, full=full, observer=bar)
         print_result(result, partial(_show, everything=everything), _document, as_json=as_json)

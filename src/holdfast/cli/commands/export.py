@@ -10,6 +10,7 @@ import typer
 from holdfast import api
 from holdfast.cli.arguments import AllowRoot, AsJson, SingleWriter, Step, chosen_step, settings_with
 from holdfast.cli.exit_status import complain, ended_well
+from holdfast.cli.layout_options import Layouts, with_layouts
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, counted, print_result
 from holdfast.errors import InvalidError, printable, shown_bytes
@@ -21,6 +22,7 @@ _UNITS = {"": 1, "B": 1} | {
 }
 
 
+@with_layouts
 def export(
     src: Annotated[
         str, typer.Argument(metavar="SRC", help="A checkpoint of any format that Holdfast reads, or a run.")
@@ -32,10 +34,7 @@ def export(
     step: Step = None,
     shard_size: Annotated[
         str | None,
-        typer.Option(
-            help="Most bytes of tensors in one file, for formats with several files. Default: 5GB; at a URL 1/8 of "
-            "--memory."
-        ),
+        typer.Option(help="Most bytes of tensors in one of several files. Default: 5GB; at a URL 1/8 of --memory."),
     ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="Cast the model's floating tensors: float32, float16 or bfloat16.")
@@ -48,6 +47,7 @@ def export(
     compression: Annotated[
         str | None, typer.Option(metavar="on|off", help="With --to holdfast: store tensors compressed. Default: off.")
     ] = None,
+    layouts: Layouts = None,
     allow_root: AllowRoot = None,
     single_writer: SingleWriter = False,
     as_json: AsJson = False,
@@ -72,6 +72,7 @@ def export(
                     model_only=not with_optimizer,
                     memory_bytes=bytes_of(memory, "--memory"),
                     workers=workers,
+                    layout=layouts,
                     observer=bar,
                     settings=settings_with(allow_root, single_writer=single_writer, compression=compression),
                 )

@@ -10,11 +10,13 @@ import typer
 from holdfast import api
 from holdfast.cli.arguments import AllowRoot, AsJson, SingleWriter, chosen_step, settings_with
 from holdfast.cli.exit_status import complain, ended_well
+from holdfast.cli.layout_options import Layouts, with_layouts
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, print_result
 from holdfast.errors import InvalidError, printable, shown_bytes
 
 
+@with_layouts
 def import_(
     src: Annotated[
         str, typer.Argument(metavar="SRC", help="A checkpoint of any format that Holdfast reads, or a run.")
@@ -37,6 +39,7 @@ def import_(
     compression: Annotated[
         str | None, typer.Option(metavar="on|off", help="With --copy: store tensors compressed, exactly. Default: off.")
     ] = None,
+    layouts: Layouts = None,
     allow_root: AllowRoot = None,
     single_writer: SingleWriter = False,
     as_json: AsJson = False,
@@ -55,7 +58,14 @@ def import_(
         try:
             with shown_progress("importing") as bar:
                 report = api.import_checkpoint(
-                    src, root, step=step, from_step=from_step, copy=copied, settings=settings, observer=bar
+                    src,
+                    root,
+                    step=step,
+                    from_step=from_step,
+                    copy=copied,
+                    layout=layouts,
+                    settings=settings,
+                    observer=bar,
                 )
         except KeyboardInterrupt:
             complain("interrupted; no step was committed. Run the same command again: it starts again")

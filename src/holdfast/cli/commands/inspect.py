@@ -13,10 +13,11 @@ from holdfast import api
 from holdfast.cli.arguments import AsJson, Step, opened
 from holdfast.cli.commands.ls import health_document, json_number, log_document, shown_metrics, shown_time
 from holdfast.cli.exit_status import ended_well
+from holdfast.cli.layout_options import Layouts, with_layouts
 from holdfast.cli.screen import Screen, attributes, counted, shown_ranks, stdout
 from holdfast.cli.stored_forms import codings_document, show_codings, shown_codecs, shown_ratio
 from holdfast.cli.tree import tree_lines
-from holdfast.errors import printable, shown_bytes
+from holdfast.errors import InvalidError, printable, shown_bytes
 
 TENSORS_MAX = 50
 RANKS_MAX = 64
@@ -30,6 +31,7 @@ _CODED_TOTAL_COLUMNS = (*_TOTAL_COLUMNS, ">STORED", ">RATIO")
 _PLAN_COLUMNS = (">RANK", ">HOLDS", ">READS", ">CHUNKS", ">RUNS")
 
 
+@with_layouts
 def inspect(
     path: Annotated[
         str, typer.Argument(metavar="PATH", help="A checkpoint (a step-* folder, or a path saved to), or a run.")
@@ -42,6 +44,10 @@ def inspect(
         str | None,
         typer.Option("--plan", metavar="MESH", help="Show how much each rank of a job, e.g. dp=2,fsdp=4, would read."),
     ] = None,
+    layouts: Layouts = None,
+    explained: Annotated[
+        bool, typer.Option("--explain", help="Show how the layouts make each tensor, from metadata alone.")
+    ] = False,
     everything: Annotated[bool, typer.Option("--all", help="Show every list in full on a terminal.")] = False,
     step: Step = None,
     as_json: AsJson = False,
@@ -51,11 +57,17 @@ def inspect(
     Long lists are cut short on a terminal, never in a pipe.
     """
     with ended_well():
-        checkpoint = opened(path, step=step)
+        if explained and not layouts:
+            raise InvalidError("--explain without --layout; expected --layout NAME|FILE")
+        if layouts and mesh is not None:
+            raise InvalidError("--plan with --layout; expected one of them: a plan is of the stored tensors")
+        checkpoint = opened(path, step=step, layouts=layouts)
         names = _chosen(checkpoint, tensors)
         screen = stdout()
         is_short = screen.interactive and not everything
-        if mesh is not None:
+        if explained:
+            _explain(checkpoint, names, VALUE_LINES_MAX if is_short else None, as_json=as_json)
+        elif mesh is not None:
             forecast = checkpoint.plan_for(mesh, names)
             if as_json:
                 screen.json(_plan_document(checkpoint, forecast))
@@ -81,6 +93,16 @@ def _chosen(checkpoint: api.Checkpoint, glob: str | None) -> list[str]:
         return list(checkpoint.tensors)
     tied = {fqn for alias, fqn in checkpoint.aliases.items() if fnmatchcase(alias, glob)}
     return [fqn for fqn in checkpoint.tensors if fqn in tied or fnmatchcase(fqn, glob)]
+
+
+def _explain(checkpoint: api.Checkpoint, names: list[str], limit: int | None, *, as_json: bool) -> None:
+    screen, names = stdout(), sorted(names, key=_natural)
+    explained = [*api.explain(checkpoint.layouts, checkpoint.viewed.views, checkpoint.index.tensors, names)]
+    if as_json:
+        screen.json({**attributes(checkpoint, "url", "step"), "layouts": [each.document for each in explained]})
+    for each in () if as_json else explained:
+        screen.first_lines([printable(line) for line in each.lines], limit, _MORE_LINES)
+        screen.line(printable(each.summary), style="dim")
 
 
 def _natural(fqn: str) -> list[tuple[int, str]]:
@@ -123,6 +145,8 @@ def _show_provenance(screen: Screen, checkpoint: api.Checkpoint) -> None:
         segments = f"{shown_bytes(log.bytes)} in {counted(len(log.segments), 'segment')}"
         screen.field("redo log", f"{log.id}: to step {log.reach}, {segments}")
     screen.field("saved by", counted(manifest.world_size, "rank"))
+    for view in checkpoint.layouts:
+        screen.field("seen by", printable(f"layout {view}"))
     for layout in _layouts(manifest.layouts):
         screen.field("layout", layout)
     if manifest.attempt:

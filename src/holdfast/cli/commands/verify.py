@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -13,6 +14,7 @@ import typer
 from holdfast import api
 from holdfast.cli.arguments import AllowRoot, AsJson, Step, damaged_step, opened
 from holdfast.cli.exit_status import DAMAGED, ended_well
+from holdfast.cli.layout_options import Layouts, with_layouts
 from holdfast.cli.progress import shown_progress
 from holdfast.cli.screen import Screen, attributes, counted, print_result
 from holdfast.errors import CorruptError, printable, shown_bytes
@@ -24,6 +26,7 @@ DAMAGES_MAX = 50
 """Damages listed one by one on a terminal."""
 
 
+@with_layouts
 def verify(
     path: Annotated[
         str, typer.Argument(metavar="PATH", help="A checkpoint (a step-* folder, or a path saved to), or a run.")
@@ -32,22 +35,28 @@ def verify(
         bool, typer.Option("--deep", help="Another system's checkpoint: compare all bytes of casts, not samples.")
     ] = False,
     step: Step = None,
+    layouts: Layouts = None,
     allow_root: AllowRoot = None,
     as_json: AsJson = False,
 ) -> None:
     """Read every byte of one checkpoint and check it. The exit status is 0 if it is intact, 1 if it is damaged.
 
     Of the root of a run without --step, the redo log after the two newest bases is checked too.
+
+    With --layout, the bytes of the stored tensors are checked all the same; a layout that does not fit is an error.
     """
     with ended_well():
         try:
-            checkpoint = opened(path, allow_root, step)
+            checkpoint = opened(path, allow_root, step, layouts)
         except CorruptError as error:
             number = damaged_step(path, step)
             has_file = number is not None or os.path.exists(os.path.join(path.removeprefix("file://"), _MANIFEST))
             damage = api.Damage(_MANIFEST if has_file else "", None, None, None, str(error))
             outcome = _Outcome([damage], step=number)
         else:
+            if layouts:
+                with suppress(CorruptError):  # The verification reports a damaged index.
+                    _ = checkpoint.viewed
             with shown_progress("verifying") as bar:
                 work = checkpoint.verification(bar, deep=deep)
                 damages, notes = list(work.damages()), [*checkpoint.remarks, *work.notes]
