@@ -248,6 +248,15 @@ def test_the_sizes_come_from_a_file_beside_the_checkpoint_or_from_the_caller(tmp
         _ = holdfast.open_checkpoint(FIXTURES / "dense_tp2_pp2" / "hf", layout=other).tensors
 
 
+def test_a_given_size_that_no_rule_uses_must_agree_too(tmp_path: Path) -> None:
+    wrong = holdfast.Layout("megatron-hf-llama", sizes={"hidden": 99})
+    with pytest.raises(InvalidError, match=r"size hidden: 99 from --size hidden, and 16 from dimension 0"):
+        _ = holdfast.open_checkpoint(megatron("dense_tp2_pp2"), layout=["megatron-dist", wrong]).tensors
+    (tmp_path / "large.toml").write_text("#" * (2 << 20))
+    with pytest.raises(InvalidError, match="expected at most 1048576"):
+        holdfast.Layout(tmp_path / "large.toml")
+
+
 def test_large_transpositions_and_permutations(tmp_path: Path) -> None:
     saved = {"a": torch.rand(601, 1100), "b": torch.randint(0, 255, (20, 30, 1030), dtype=torch.uint8)}
     holdfast.save(tmp_path / "ck", saved, settings=holdfast.Settings(chunk_bytes=1 << 16))

@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 
 from holdfast.base.geometry.tensor import TensorSpec
-from holdfast.base.layouts.rule_file import RuleFile, rule_file_of
+from holdfast.base.layouts.rule_file import BYTES_MAX, RuleFile, rule_file_of
 from holdfast.base.layouts.rule_text import SizePlace
 from holdfast.base.layouts.sizes import Facts, LayoutSizes
 from holdfast.base.layouts.viewing import Viewing
@@ -141,6 +141,8 @@ def views_of(
         shapes = {name: spec.global_shape for name, spec in tensors.items()}
         sizes = LayoutSizes(layout.file, layout.sizes, Facts(values, shapes, json_of))
         view = Viewing(layout.file, sizes, turned=layout.turned).view(tensors, aliases)
+        for name in layout.sizes:
+            sizes(name)  # One that no rule uses must agree with the checkpoint too.
         views.append(view)
         tensors, aliases = {name: each.spec for name, each in view.tensors.items()}, view.aliases
     return tuple(views)
@@ -154,7 +156,8 @@ def _read(rules: str | os.PathLike[str]) -> RuleFile:
         return rule_file_of(known[rules], rules)
     path = Path(rules)
     try:
-        text = path.read_text("utf-8")
+        with path.open("rb") as file:
+            text = file.read(BYTES_MAX + 1).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise MissingError(
             f"layout {os.fspath(rules)!r}: no shipped layout and no readable file ({error}); expected one of "

@@ -108,7 +108,7 @@ class Viewing:
             skipped=skipped,
             keys=keys[::-1] if self._turned else keys,
             equal=equal,
-            sizes=self._sizes.found,
+            sizes={name: self._sizes.found[name] for name in self._file.sizes if name in self._sizes.found},
         )
 
     def _add(self, tensor: ViewedTensor) -> None:

@@ -22,7 +22,7 @@ from holdfast.base.types.coding import KindCoding
 from holdfast.base.types.export import ExportContent
 from holdfast.base.types.manifest import FileRecord, Manifest
 from holdfast.base.types.plan import LoadPlan, Piece, WantedBoxes
-from holdfast.base.types.values import PIECES_RECORD
+from holdfast.base.types.values import PIECES_RECORD, Group
 from holdfast.core.engine.read import execute
 from holdfast.core.engine.target import HostTarget
 from holdfast.core.format.index.foreign_index import index_foreign
@@ -164,7 +164,8 @@ class Checkpoint:
             InvalidError: A layout does not fit.
         """
         stored, manifest = self.index.tensors, self.manifest
-        views = views_of(self.layouts, stored, manifest.aliases, self.objects, self._location.document)
+        values = {key: to_plain(value, key) for key, value in manifest.tree.items.items()} if self.layouts else {}
+        views = views_of(self.layouts, stored, manifest.aliases, values, self._location.document)
         return Viewed.of(views, stored, manifest.aliases)
 
     @property
@@ -172,8 +173,7 @@ class Checkpoint:
         """Its tensors, tied names and values, and their order in the state."""
         tensors, manifest = self.viewed.tensors, self.manifest
         if self.layouts:
-            tree = viewed_values(manifest.tree, self.viewed.views)
-            return ExportContent(tensors, self.aliases, tree, tuple(tensors))
+            return ExportContent(tensors, self.aliases, self._tree, tuple(tensors))
         order = names_of(manifest.order, tensors, chain(manifest.aliases, paths_of(manifest.tree)), self.url)
         return ExportContent(tensors, manifest.aliases, manifest.tree, order)
 
@@ -188,8 +188,12 @@ class Checkpoint:
     @cached_property
     def objects(self) -> dict[str, object]:
         """The values that are not tensors, nested as they were saved; hyperparameters by parameter FQN."""
-        items = self.manifest.tree.items
+        items = self._tree.items
         return {key: to_plain(value, key) for key, value in items.items() if key != PIECES_RECORD}
+
+    @property
+    def _tree(self) -> Group:
+        return viewed_values(self.manifest.tree, self.viewed.views) if self.layouts else self.manifest.tree
 
     def objects_document(self) -> object:
         """Return `objects` as a JSON document with the tags of docs/values.md."""
