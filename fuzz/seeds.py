@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import torch
 
-from fuzz import codec, plans
+from fuzz import codec, layouts, plans
 from fuzz.coded import header_seed, index_seed
 from fuzz.dcp import DATA, checkpoint
 from fuzz.deepspeed import pickle_of
@@ -94,6 +94,8 @@ def seeds_of(target: str) -> list[bytes]:
         return [path.read_bytes() for path in sorted(GOLDEN.rglob("parts/*.msgpack"))]
     if target == "codec":
         return codec.seeds()
+    if target.startswith("layout"):
+        return layouts.seeds(target)
     if target == "overview":
         return [encode_overview(split(_by_rows(), 1)[1])]
     if target in ("pack", "pack-length"):

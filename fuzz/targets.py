@@ -15,7 +15,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from fuzz import codec, coded, dcp, deepspeed, plans
+from fuzz import codec, coded, dcp, deepspeed, layouts, plans
 from holdfast.backends.foreign.huggingface.safetensors_reader import SafetensorsFormat
 from holdfast.backends.foreign.pickles.reader import unpickled
 from holdfast.backends.foreign.torch.reader import TorchSaveFormat
@@ -418,6 +418,9 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "dcp-items": dcp.items,
     "dcp-document": dcp.document,
     "codec": codec.codec,
+    "layout": layouts.file,
+    "layout-template": layouts.template,
+    "layout-expression": layouts.expression,
     "plan-file": plans.file,
     "plan": plans.plan,
 }

@@ -88,6 +88,7 @@ PARTS = {
         3600,
         {"RANDOM_MODULES": "10000", "HOSTILE_TENSORS": "100000", "PARITY_STEPS": "600"},
     ),
+    "layouts": Part(("tests/property/test_layouts.py",), 3600, {"PROPERTY_TIMES": "30"}),
     "elastic": Part(("tests/crash/elastic/test_elastic.py",), 3600, {"ELASTIC_ROUNDS": "3"}),
     "data": Part(
         ("tests/property/test_data_lives.py", "tests/distributed/jobs/test_data.py"),

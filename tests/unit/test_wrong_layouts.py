@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import holdfast
+from holdfast.base.layouts.template import template_of
 from holdfast.errors import CheckpointError, InvalidError
 from tests.unit.test_layouts import FIXTURES, megatron, truth
 
@@ -191,3 +192,10 @@ def test_hostile_texts_take_bounded_time() -> None:
         text = "".join(pieces)
         with pytest.raises(CheckpointError):
             holdfast.Layout(f'layout = 1\n[[rule]]\nfrom = "{text}"\nto = "y{text}"\nstack = {{ dim = 0, by = "q" }}\n')
+
+
+def test_a_number_with_a_width_reads_the_names_that_it_writes() -> None:
+    template = template_of("rank_{n:02}", "here")
+    found = {name: template.read(f"rank_{name}") for name in ("02", "12", "112", "002", "2")}
+    assert found == {"02": {"n": 2}, "12": {"n": 12}, "112": {"n": 112}, "002": None, "2": None}
+    assert template.write({"n": 112}) == "rank_112"

@@ -136,5 +136,5 @@ def _inner(kind: str) -> str | None:
     if "|" in kind:
         return "|".join(map(re.escape, sorted(kind.split("|"), key=len, reverse=True)))
     if _is_number(kind):
-        return _NUMBER if kind == "int" else f"[0-9]{{{int(kind)},18}}"
+        return _NUMBER if kind == "int" else f"[1-9][0-9]{{{int(kind)},17}}|[0-9]{{{int(kind)}}}"
     return {"": _PLAIN, "*": _ANY}.get(kind)
