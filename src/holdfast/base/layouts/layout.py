@@ -69,6 +69,20 @@ class Layout:
         other.file, other.sizes, other.turned = self.file, self.sizes, not self.turned
         return other
 
+    def shapes(self, stored: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the tensors that the rules make, by name; nothing is read.
+
+        Example:
+            shapes = holdfast.Layout("hf-mixtral").shapes({"model.lm_head.weight": (32000, 4096)})
+        Args:
+            stored: Shapes of stored tensors by name.
+        Raises:
+            InvalidError: A rule does not fit, or needs a size that is not given.
+        """
+        specs = {name: TensorSpec(name, "float32", tuple(shape)) for name, shape in stored.items()}
+        (view,) = views_of((self,), specs, {}, {}, lambda name: None)
+        return {name: each.spec.global_shape for name, each in view.tensors.items()}
+
     def __str__(self) -> str:
         sizes = "".join(f", {name}={number}" for name, number in sorted(self.sizes.items()))
         text = hashlib.sha256(self.file.text.encode()).hexdigest()[:8]
