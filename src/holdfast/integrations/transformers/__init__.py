@@ -4,6 +4,7 @@ Training scripts import `HoldfastMixin`. Read `mixin.py` first. It replaces the 
 load checkpoints. It never decides when to save or where the data goes on: Trainer does.
 """
 
+from holdfast.integrations.transformers.layout_rules import layout_of
 from holdfast.integrations.transformers.mixin import HoldfastMixin
 
-__all__ = ["HoldfastMixin"]
+__all__ = ["HoldfastMixin", "layout_of"]

@@ -95,7 +95,7 @@ def _model_of(model_type: str) -> _Model:
     kind = _class_of(config)
     try:
         with torch.device("meta"):
-            model = kind._from_config(config)
+            model = kind(config)
         tensors = model.state_dict()
         transforms = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
         files = core_model_loading.revert_weight_conversion(model, dict(tensors))
@@ -252,14 +252,14 @@ class _RuleWriter:
             return {}
         config = getattr(self._model.config, key or "", self._model.config)
         prefix = f"{key}." if key is not None and config is not self._model.config else ""
-        heads = self._size(
-            "heads", {"json": "config.json", "key": f"{prefix}num_attention_heads"}, {"given": f"heads of {name}"}
-        )
-        self.given[heads] = getattr(config, "num_attention_heads", 1)
-        return {"interleave": {"dim": 0, "block": f"{rows} // {heads}", "by": 2}}
+        place = {"json": "config.json", "key": f"{prefix}num_attention_heads"}
+        number = self._size("heads", place, {"given": "heads of queries"})
+        self.given[number] = getattr(config, "num_attention_heads", 1)
+        return {"interleave": {"dim": 0, "block": f"{rows} // {number}", "by": 2}}
 
     def _size(self, kind: str, *places: object) -> str:
-        name = f"{kind}_{len(self._sizes)}"
+        known = next((name for name, found in self._sizes.items() if found == [*places]), None)
+        name = known or f"{kind}_{len(self._sizes)}"
         self._sizes[name] = [*places]
         return name
 
