@@ -25,6 +25,8 @@
 #                   in the middle of saves, resumes on other ranks, times beside its own checkpointing (dcp, lightning,
 #                   torchtitan, transformers; all: 10 minutes each). QUICK=1, ONLY=kills,measure for some parts; an
 #                   environment each, as in tests/integrations/locks/, or LOCK=1 for the newest of the tested range
+#   make interop   models of Transformers, Megatron-core and nanoGPT loaded through layouts: the same tensors and logits
+#                   (4 minutes)
 #   make fuzz    coverage-guided fuzzing of every parser, FUZZ_SECONDS=600 in all
 #   make campaign   eight processes race for one root, ROUNDS=100 times; clocks set; killed and the power cut while
 #                   saving, going back, discarding, overwriting, removing, collecting, fencing and repairing (ext4; XFS
@@ -47,7 +49,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 # The suite starts hundreds of processes: each would compile all of Holdfast anew.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help demo test test-long check bench bench-interop bench-scale bench-stores bench-compression bench-differential bench-activations bench-data bench-compare integrations fuzz campaign campaign-stores test-torch dist clean
+.PHONY: help demo test test-long check bench bench-interop bench-scale bench-stores bench-compression bench-differential bench-activations bench-data bench-compare integrations interop fuzz campaign campaign-stores test-torch dist clean
 
 PINNED_TORCH := torch==2.13.0
 TORCH ?=
@@ -58,6 +60,7 @@ STORES_VENV := .venv-stores
 COMPRESSION_VENV := .venv-compression
 DATA_VENV := .venv-data
 INTEGRATIONS_VENVS := .venv-integrations
+INTEROP_VENV := .venv-interop
 PY := $(VENV)/bin/python
 READY := $(VENV)/.ready
 FUZZ_SECONDS ?= 600
@@ -191,6 +194,14 @@ integration-of-%: $(READY)
 	@$(if $(LOCK),$(INTEGRATIONS_VENVS)/$*/bin/python -m tests.integrations.lock > tests/integrations/locks/$*.txt)
 	@$(INTEGRATIONS_VENVS)/$*/bin/python -m tests.integrations $* --only '$(ONLY)' $(if $(QUICK),--quick)
 
+# The models get an environment above the other one: no other test is to meet Transformers or Megatron.
+interop: $(READY)
+	@test -x $(INTEROP_VENV)/bin/python || $(PY) -m venv --system-site-packages $(INTEROP_VENV)
+	@$(PY) -c '$(PURELIB); print(f"import site; site.addsitedir({path!r})")' \
+	    > "$$($(INTEROP_VENV)/bin/python -c '$(PURELIB); print(path)')/below.pth"
+	@$(INTEROP_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[cli,interop-models]'
+	@$(INTEROP_VENV)/bin/python -m pytest -q tests/interop/layouts
+
 # atheris is installed for this target alone: it is large, and no test needs it.
 fuzz: $(READY)
 	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[cli,fuzz]'
@@ -247,5 +258,5 @@ dist:
 	@echo "holdfast: ready for an index:" dist/*
 
 clean:
-	rm -rf $(VENV) $(DIST_VENVS) $(STORES_VENV) $(COMPRESSION_VENV) $(DATA_VENV) $(INTEGRATIONS_VENVS) $(TORCH_VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache runs
+	rm -rf $(VENV) $(DIST_VENVS) $(STORES_VENV) $(COMPRESSION_VENV) $(DATA_VENV) $(INTEGRATIONS_VENVS) $(INTEROP_VENV) $(TORCH_VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache runs
 	find src tests demo bench fuzz release -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
