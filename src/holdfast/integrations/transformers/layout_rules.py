@@ -100,7 +100,7 @@ def _model_of(model_type: str) -> _Model:
         transforms = conversion_mapping.get_model_conversion_mapping(model, add_legacy=False)
         files = core_model_loading.revert_weight_conversion(model, dict(tensors))
     except Exception as error:
-        message = " ".join(str(error).split())[:120]
+        message = " ".join(str(error).split()).partition(". ")[0][:120]
         raise _NoRule(f"the default config makes no {kind.__name__}: {type(error).__name__}: {message}") from error
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     # As `revert_weight_conversion`: the prefix is not known to be in files.
