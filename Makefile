@@ -26,7 +26,7 @@
 #                   torchtitan, transformers; all: 10 minutes each). QUICK=1, ONLY=kills,measure for some parts; an
 #                   environment each, as in tests/integrations/locks/, or LOCK=1 for the newest of the tested range
 #   make interop   models of Transformers, Megatron-core and nanoGPT loaded through layouts: the same tensors and logits
-#                   (4 minutes)
+#                   (2 minutes)
 #   make fuzz    coverage-guided fuzzing of every parser, FUZZ_SECONDS=600 in all
 #   make campaign   eight processes race for one root, ROUNDS=100 times; clocks set; killed and the power cut while
 #                   saving, going back, discarding, overwriting, removing, collecting, fencing and repairing (ext4; XFS
