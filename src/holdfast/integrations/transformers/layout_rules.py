@@ -16,6 +16,7 @@ from typing import Any
 
 import holdfast
 from holdfast.errors import InvalidError, first_three
+from holdfast.integrations.transformers.framework import HOST
 
 _NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])")
 _KEYS = "exp_avg|exp_avg_sq|step"
@@ -69,8 +70,10 @@ def layout_of(model_type: str) -> str:
     Args:
         model_type: A model type of Transformers, as `model_type` in `config.json`.
     Raises:
-        InvalidError: There is no such model type; or the mapping has an operation or a pattern that no rule says.
+        InvalidError: Transformers is not installed; there is no such model type; or the mapping has an operation or a
+            pattern that no rule says.
     """
+    HOST.require()
     try:
         model = _model_of(model_type)
         writer = _RuleWriter(model)
