@@ -248,6 +248,12 @@ def test_the_sizes_come_from_a_file_beside_the_checkpoint_or_from_the_caller(tmp
         _ = holdfast.open_checkpoint(FIXTURES / "dense_tp2_pp2" / "hf", layout=other).tensors
 
 
+def test_a_padded_tensor_that_the_state_lacks_is_no_pattern_of_the_caller() -> None:
+    state = {"decoder.final_layernorm.weight": torch.zeros(16)}
+    holdfast.load(FIXTURES / "dense_tp2_pp2" / "hf", state, layout=back("dense_tp2_pp2"))
+    assert torch.equal(state["decoder.final_layernorm.weight"], truth("dense_tp2_pp2")["model.norm.weight"])
+
+
 def test_a_given_size_that_no_rule_uses_must_agree_too(tmp_path: Path) -> None:
     wrong = holdfast.Layout("megatron-hf-llama", sizes={"hidden": 99})
     with pytest.raises(InvalidError, match=r"size hidden: 99 from --size hidden, and 16 from dimension 0"):

@@ -241,4 +241,4 @@ def test_layouts_prints_the_rules_of_one() -> None:
     assert holdfast("layouts", "megatron-dist").out == package.api.shipped()["megatron-dist"]
     assert list(holdfast("layouts", "megatron-dist", "--json").json()) == ["megatron-dist"]
     refused = holdfast("layouts", "llama")
-    assert refused.status == 2 and "expected one of megatron-dist" in refused.err
+    assert refused.status == 2 and "expected one of hf-experts" in refused.err

@@ -355,7 +355,10 @@ def _status_of(planned: PlannedLoad | Exception, request: LoadRequest) -> RankSt
         missing=named,
         unnamed=unnamed,
         unexpected=tuple(restoration.unexpected),
-        unmatched=tuple(restoration.unmatched),
+        # A layout adds tensors with padding to `partial`; the caller did not name those.
+        unmatched=tuple(
+            [u for u in restoration.unmatched if u.argument != "partial" or u.pattern in request.selection.partial]
+        ),
         unfit=planned.unfit,
         call=request.call,
         fills=restoration.fills_any or bool(restoration.misfits) or (bool(restoration.skipped) and not missing),
