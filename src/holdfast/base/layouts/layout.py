@@ -152,13 +152,13 @@ def views_of(
         return found if isinstance(found, dict) else None
 
     for layout in layouts:
-        shapes = {name: spec.global_shape for name, spec in tensors.items()}
-        sizes = LayoutSizes(layout.file, layout.sizes, Facts(values, shapes, json_of))
+        if views:
+            tensors, aliases = {name: each.spec for name, each in views[-1].tensors.items()}, views[-1].aliases
+        sizes = LayoutSizes(layout.file, layout.sizes, Facts(values, tensors, json_of))
         view = Viewing(layout.file, sizes, turned=layout.turned).view(tensors, aliases)
         for name in layout.sizes:
             sizes(name)  # One that no rule uses must agree with the checkpoint too.
         views.append(view)
-        tensors, aliases = {name: each.spec for name, each in view.tensors.items()}, view.aliases
     return tuple(views)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from holdfast.base.geometry.tensor import TensorSpec
 from holdfast.base.layouts.expression import NUMBER_MAX, Expression
 from holdfast.base.layouts.rule_file import RuleFile
 from holdfast.base.layouts.rule_text import SizePlace
@@ -20,8 +21,8 @@ class Facts:
     values: Mapping[str, object]
     """Plain values of the checkpoint, nested."""
 
-    shapes: Mapping[str, tuple[int, ...]]
-    """Shape of each tensor by name."""
+    tensors: Mapping[str, TensorSpec]
+    """The tensors by name."""
 
     json: Callable[[str], Mapping[str, object] | None]
     """Returns a JSON file that lies with the checkpoint; None if there is none."""
@@ -95,7 +96,8 @@ class LayoutSizes:
             document = self._facts.json(place.json)
             value = _entry(document, place.key) if document is not None else None
             return _ABSENT if value is None else value
-        if place.shape and (shape := self._facts.shapes.get(place.shape)) is not None:
+        if place.shape and (spec := self._facts.tensors.get(place.shape)) is not None:
+            shape = spec.global_shape
             if not 0 <= place.dim < len(shape):
                 raise InvalidError(
                     f"{where}: {place.shape} has {len(shape)} dimensions; expected dimension {place.dim}"
