@@ -5,7 +5,8 @@
 #   make test-long   kills in number, power cuts, many ranks and large amounts; together with `make test`, every test
 #   make check   ruff, mypy, import-linter
 #   make bench   the benchmark (20 to 30 minutes, 16 GiB of memory), QUICK=1 in about 5; ONLY=large,tiny for some parts
-#   make bench-interop   DeepSpeed's and DCP's checkpoints read in place and exported, beside their own tools (minutes)
+#   make bench-interop   DeepSpeed's and DCP's checkpoints read in place and exported, beside their own tools, and loads
+#                   through layouts beside plain loads (minutes); ONLY=layouts for these alone
 #   make bench-scale   planning, committing and load plans of 16,384 ranks on paper (minutes)
 #   make bench-stores   saves to an object store and loads from it, beside its bare client and DCP's ways, on Ceph, which
 #                   it installs and starts (25 minutes, 16 GiB of memory); QUICK=1, ONLY=store_speed for some parts; the
@@ -126,7 +127,8 @@ bench: $(READY)
 
 bench-interop: $(READY)
 	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[cli,bench,interop]'
-	@$(PY) -m bench.interop
+	@test "$(ONLY)" = layouts || $(PY) -m bench.interop
+	@QUICK=$(QUICK) $(PY) -m bench.layouts
 
 bench-scale: $(READY)
 	@$(PY) -m bench.scale

@@ -178,6 +178,7 @@ def keys_of(rounds: dict[str, list[Round]]) -> dict[str, Spread]:
 
 def main() -> None:
     """Measure, and put the keys into the results of the other parts."""
+    (ROOT / "runs").mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=ROOT / "runs") as folder:
         rounds = measured(Path(folder), 3 if os.environ.get("QUICK") else 7)
     keys = keys_of(rounds)
