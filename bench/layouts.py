@@ -23,7 +23,7 @@ import torch
 import holdfast
 from bench import report
 from bench.job import ROOT
-from bench.part import Round, Spread, in_turn, spread_of
+from bench.part import Round, Spread, in_turn, spread_of, times_as_fast
 from holdfast.base.geometry.tensor import TensorSpec
 from holdfast.base.layouts.layout import views_of
 
@@ -61,6 +61,8 @@ source, target, rules, budget = sys.argv[1:]
 api.export(source, target, to="safetensors", memory_bytes=int(budget) << 20, layout=Layout(rules))
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """
+
+PYTHON_WITH_TRANSFORMERS = ROOT / ".venv-interop" / "bin" / "python"
 
 State = dict[str, torch.Tensor]
 
@@ -158,6 +160,12 @@ def measured(folder: Path, rounds: int) -> dict[str, list[Round]]:
         found["export"].append({"over_budget_mib": peak_kib / 1024 - EXPORT_MIB})
         shutil.rmtree(folder / "out")
     found["lower"] = lowering(rounds)
+    if PYTHON_WITH_TRANSFORMERS.exists():
+        from bench import megatron_script
+
+        found["megatron_to_hf"] = megatron_script.measured(folder, rounds, str(PYTHON_WITH_TRANSFORMERS))
+    else:
+        print("megatron_to_hf_vs_script: not measured; `make interop` makes the environment with Transformers")
     return found
 
 
@@ -173,6 +181,8 @@ def keys_of(rounds: dict[str, list[Round]]) -> dict[str, Spread]:
     keys = {key: spread_of([each["layout"] / each["plain"] for each in rounds[part]]) for key, part in named.items()}
     keys["layout_lower_vs_json"] = spread_of([each["lowered"] / each["json"] for each in rounds["lower"]])
     keys["export_layout_peak_mib"] = spread_of([each["over_budget_mib"] for each in rounds["export"]])
+    if "megatron_to_hf" in rounds:
+        keys["megatron_to_hf_vs_script"] = times_as_fast(rounds["megatron_to_hf"], "ours", ["script"])
     return keys
 
 
