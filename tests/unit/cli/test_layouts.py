@@ -183,7 +183,7 @@ def test_explain_of_a_file_of_rules_reads_no_tensor(own: tuple[Path, list[str]])
         (["--size", "depth=3"], "--size depth: no layout has such a size; expected one of ffn, groups"),
         (["--size", "heads=3"], "3 from --size heads, and 4 from args.num_attention_heads"),
         (["--layout", "llama"], "no shipped layout and no readable file"),
-        (["--reversed"], "no rule takes"),
+        (["--reversed"], "no line of follow matches"),
     ],
 )
 def test_wrong_options_are_refused_in_one_line(verb: str, options: list[str], why: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from holdfast.errors import InvalidError
 
@@ -30,7 +30,7 @@ class Expression:
     text: str
     """The expression as written."""
 
-    _root: ast.expr
+    _root: ast.expr = field(repr=False, compare=False)
 
     def value(self, size: Callable[[str], int], where: str) -> int:
         """Return the value.

@@ -40,6 +40,8 @@ class Layout:
         """
         self.file: RuleFile = _read(rules)
         """The rules."""
+        if sizes is not None and not isinstance(sizes, Mapping):
+            raise InvalidError(f"sizes={sizes!r:.60}; expected a dict such as {{'heads': 32}}")
         self.sizes: Mapping[str, int] = dict(sizes or {})
         """Given sizes."""
         self.turned = False
@@ -172,9 +174,9 @@ def _read(rules: str | os.PathLike[str]) -> RuleFile:
     try:
         with path.open("rb") as file:
             text = file.read(BYTES_MAX + 1).decode()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise MissingError(
-            f"layout {os.fspath(rules)!r}: no shipped layout and no readable file ({error}); expected one of "
+            f"layout {os.fspath(rules)!a}: no shipped layout and no readable file ({error}); expected one of "
             f"{', '.join(known)}, or the path of a rule file. `holdfast layouts` lists the shipped ones"
         ) from error
     return rule_file_of(text, path.name.removesuffix(_ENDING))

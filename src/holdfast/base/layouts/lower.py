@@ -57,6 +57,8 @@ class Lowered:
         ]
         self._joined = None if rule.join is None or rule.join[2] is None else number(rule.join[2])
         numbers = (*self._lengths, *self._blocks, self._content, self._repeat, self._joined)
+        if self._repeat > TERMS_MAX and len(self._lengths) > 1:
+            raise InvalidError(f"{rule.where}: {self._repeat} blocks; expected at most {TERMS_MAX}")
         if any(each is not None and each < 0 for each in numbers):
             raise InvalidError(f"{rule.where}: lengths {numbers}; expected none below 0. Correct the sizes")
 
@@ -229,8 +231,10 @@ class Lowered:
             return
         dim, (block, by) = target.interleave[0], mixed
         self._require_dim(dim, sizes, name, "interleave")
-        self._divided(sizes[dim], block, name, f"interleave: blocks of {block}")
+        count = self._divided(sizes[dim], block, name, f"interleave: blocks of {block}")
         self._divided(block, by, name, f"interleave by {by}")
+        if count * by * (self._repeat if len(self._lengths) > 1 else 1) > TERMS_MAX:
+            raise InvalidError(f"{self.rule.where}: {name}: {count} blocks by {by}; expected at most {TERMS_MAX} runs")
 
     def _order(self, part: int, dims: int, name: str) -> Sequence[int]:
         target = self.rule.targets[part]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ VERSION = 1
 BYTES_MAX = 1 << 20
 """Largest rule file."""
 
+_DOTS_MAX = 64
 RULES_MAX = 4096
 """Most rules of one layout."""
 
@@ -92,6 +94,14 @@ class LayoutRule:
     def spread(self) -> tuple[str, ...]:
         """Fields of the targets that the source lacks: the source is taken apart."""
         return tuple(field for _, field, _ in self.unstack)
+
+    @cached_property
+    def steps(self) -> tuple[object, ...]:
+        """The steps, without names: tensors that two rules with equal steps take stay equal."""
+        made = tuple(
+            (target.length, target.interleave, target.permute) for target in self.targets if target is not None
+        )
+        return self.lengths, self.unstack, self.pad, self.sections, self.join, self.stack, made
 
     @cached_property
     def only_renames(self) -> bool:
@@ -170,11 +180,15 @@ def rule_file_of(text: str, name: str) -> RuleFile:
         InvalidError: Names the rule, the expected and the found.
     """
     where = f"layout {name}"
-    if len(text.encode()) > BYTES_MAX:
-        raise InvalidError(f"{where}: {len(text.encode())} bytes; expected at most {BYTES_MAX}")
+    if len(text) > BYTES_MAX:
+        raise InvalidError(f"{where}: {len(text)} characters; expected at most {BYTES_MAX}")
+    if any(word.count(".") > _DOTS_MAX for word in re.sub(r"\s*\.\s*", ".", text).split()):
+        # The memory that tomllib takes for a dotted key is quadratic.
+        raise InvalidError(f"{where}: a word of over {_DOTS_MAX} dots; expected names as of tensors. Correct the file")
     try:
+        text.encode()
         document = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidError(f"{where}: no TOML: {error}. Correct the file") from error
     version = document.get("layout")
     if version != VERSION:
@@ -188,6 +202,8 @@ def rule_file_of(text: str, name: str) -> RuleFile:
         raise InvalidError(f"{where}: {_place_of(document, str(error))}. Correct the file") from error
     if len(file.rule) > RULES_MAX:
         raise InvalidError(f"{where}: {len(file.rule)} rules; expected at most {RULES_MAX}")
+    if not file.follow:
+        raise InvalidError(f"{where}: follow has no line; expected the parameter itself as the last. Leave follow out")
     follow = tuple(_followed(line, where) for line in file.follow)
     sizes = {
         size: tuple(_place(each, f"{where}, size {size}") for each in places) for size, places in file.sizes.items()
@@ -312,12 +328,18 @@ def _require_fields(rule: LayoutRule) -> None:
     for target in rule.targets:
         if target is None:
             continue
-        wrong = {*target.to.fields} ^ (shared | {*rule.spread})
+        wrong = {*target.to.fields} ^ (shared | {*rule.spread}) | (read & {*rule.spread})
         if wrong:
             raise InvalidError(
                 f"{rule.where}: to = {target.to.text!r}: fields {', '.join(sorted(wrong))}; expected those of from, "
                 "those of unstack, and none that join or stack puts together"
             )
+        for field in shared:
+            kinds = rule.source.kinds[field], target.to.kinds[field]
+            if kinds[0] != kinds[1] and not {*kinds} <= {*rule.source.numbers, *target.to.numbers}:
+                raise InvalidError(
+                    f"{rule.where}: field {field} is {kinds[0]!r} in from and {kinds[1]!r} in to; expected one kind"
+                )
         for field in rule.spread:
             if field not in target.to.widths and field not in target.to.choices:
                 raise InvalidError(
@@ -326,6 +348,11 @@ def _require_fields(rule: LayoutRule) -> None:
 
 
 def _require_distinct(rules: tuple[LayoutRule, ...]) -> None:
+    names: set[str] = set()
+    for rule in rules:
+        if rule.where in names:
+            raise InvalidError(f"{rule.where}: comes twice; expected another name, or one rule for these tensors")
+        names.add(rule.where)
     first: dict[str, str] = {}
     for rule, text in _written(rules):
         if first.setdefault(text, rule.where) != rule.where:

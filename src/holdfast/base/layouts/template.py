@@ -46,6 +46,11 @@ class Template:
     pattern: re.Pattern[str] = field(repr=False)
     """Matches a name."""
 
+    @property
+    def numbers(self) -> set[str]:
+        """Kinds of the fields that are numbers."""
+        return {self.kinds[name] for name in self.widths}
+
     def read(self, name: str) -> dict[str, int | str] | None:
         """Return the values of the fields; None if the name does not match."""
         if self.is_free:  # Most templates of names alone: a pattern takes twice as long.

@@ -148,10 +148,7 @@ class Viewing:
             group.names[part, numbers] = name
             group.parameters.append(parameter)
         if unmatched:
-            raise InvalidError(
-                f"{self._where}: no rule takes {first_three(unmatched)}; expected a rule for each tensor. Add one, "
-                "or one with skip"
-            )
+            raise InvalidError(f"{self._where}: {self._unmatched(unmatched)}")
         for rule in self._file.rules:
             if rule.where not in used and not rule.optional and not (self._turned and rule.skip):
                 read = (
@@ -164,6 +161,22 @@ class Viewing:
                     "optional = true"
                 )
         return groups, skipped
+
+    def _unmatched(self, names: Sequence[str]) -> str:
+        """Return why no rule takes tensors, and the next act."""
+        lines = (line.read(names[0], turned=self._turned) for line in self._file.follow)
+        handed = next((each[0] for each in lines if each is not None), None)
+        if handed is None:
+            return (
+                f"no line of follow matches {first_three(names)}; expected a line for each kind of name. Add one, as "
+                '["optimizer.{}", "optimizer.{}"], and a rule, with skip if the names are not wanted; or try the '
+                "layout the other way around"
+            )
+        called = "" if handed == names[0] else f" (follow hands {handed} to the rules)"
+        return (
+            f"no rule takes {first_three(names)}{called}; expected a rule for each tensor. Add one, or one with skip; "
+            "or try the layout the other way around"
+        )
 
     def _find(
         self, name: str
@@ -184,7 +197,13 @@ class Viewing:
     def _counts(self, specs: Sequence[TensorSpec], parameter: _Group, tensors: Mapping[str, TensorSpec]) -> bool:
         """Return whether tensors are counts of steps: one element each, of parameters that have more."""
         shape = tensors[next(iter(parameter.names.values()))].global_shape
-        return numel(shape) != 1 and all(numel(spec.global_shape) == 1 for spec in specs)
+        counts = [numel(spec.global_shape) == 1 and spec.global_shape != shape for spec in specs]
+        if all(counts) and len(specs) != len(parameter.names):
+            raise InvalidError(
+                f"{parameter.rule.where}: {first_three([spec.fqn for spec in specs])}: counts of {len(specs)} of "
+                f"{len(parameter.names)} parameters that become one; expected a count for each"
+            )
+        return all(counts)
 
     def _rename(
         self,
@@ -235,8 +254,23 @@ class Viewing:
                 lowered.backward(shapes, counts, names)
             else:
                 lowered.forward(shapes[0], counts, names[0])
+            self._require_values(rule, lowered)
             self._lowered[key] = lowered
         return lowered
+
+    def _require_values(self, rule: LayoutRule, lowered: Lowered) -> None:
+        """Require as many tensors along a field as the field lists values."""
+        made = next((target.to for target in rule.targets if target is not None), rule.source)
+        fields = [(made, name, dim) for dim, name, _ in rule.unstack] + [
+            (rule.source, name, dim) for dim, name in rule.stack
+        ]
+        counts = [*lowered.spread, *lowered.gathered[len(lowered.gathered) - len(rule.stack) :]]
+        for (template, name, dim), count in zip(fields, counts, strict=True):
+            if name in template.choices and count != len(template.choices[name]):
+                raise InvalidError(
+                    f"{rule.where}: {count} tensors along dimension {dim}; expected {len(template.choices[name])}, the "
+                    f"values of {name}"
+                )
 
     def _require_alike(self, group: _Group, specs: Sequence[TensorSpec]) -> None:
         by_part: dict[int, TensorSpec] = {}
@@ -304,7 +338,8 @@ class Viewing:
             if len(made) != 1 or found is None:
                 continue
             line, _, followed, (rule, _, _, fields) = found
-            if rule.skip or rule.spread or rule.gathered or len(rule.targets) != 1:
+            kept = self._find(stored)
+            if rule.skip or rule.spread or rule.gathered or kept is None or rule.steps != kept[3][0].steps:
                 continue
             name = self._file.follow[line].write(self._renamed(rule, fields), followed, turned=self._turned)
             if name not in self._viewed:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from operator import sub
+from threading import Lock
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.base.geometry.box import Box
-from holdfast.base.geometry.region import Region, flat_run, run_boxes
+from holdfast.base.geometry.box import Box, flat_range_boxes
+from holdfast.base.geometry.region import Region, first_element, flat_run, run_boxes
 from holdfast.base.geometry.tensor import TensorSpec
 from holdfast.base.ports.framework import Target
 from holdfast.base.types.plan import Piece
@@ -19,28 +20,46 @@ from holdfast.core.format.index.index import Index
 from holdfast.core.format.index.index_builder import IndexBuilder
 from holdfast.errors import InvalidError
 from holdfast.offline.imports.stored_source import READ, Read, StoredSource
+from holdfast.settings import MIB
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
+
+_WINDOW_BYTES = 128 * MIB
 
 
 class ViewedSource(StoredSource):
-    """A tensor that a layout makes, as a `Source`. A save reads and checks each part when the part is written."""
+    """A tensor that a layout makes, as a `Source`: read and checked in large windows, from front to back.
+
+    The elements of a window lie all over the source. So a window that is half as large reads the source twice.
+    """
 
     def __init__(self, checkpoint: Checkpoint, spec: TensorSpec) -> None:
         """Read nothing yet."""
         self._checkpoint, self._spec, self._itemsize = checkpoint, spec, spec.itemsize
+        self._lock = Lock()
+        self._window: tuple[int, bytes] = 0, b""
 
     def copy_into(self, piece: Region, start: int, stop: int, buffer: memoryview) -> Read:
         """Copy a run of a region's bytes to the front of `buffer`."""
+        first = first_element(Box.whole(self._spec.global_shape), piece) * self._itemsize
+        start, stop = first + start, first + stop
+        with self._lock:  # The store may ask for several parts at once.
+            at, data = self._window
+            if not at <= start <= stop <= at + len(data):
+                at = start - start % self._itemsize
+                data = self._read(at, max(stop, min(at + _WINDOW_BYTES, self._spec.global_bytes)))
+            # The last bytes are asked for last.
+            self._window = (at, data) if stop < self._spec.global_bytes else (0, b"")
+        buffer[: stop - start] = data[start - at : stop - at]
+        return READ
+
+    def _read(self, start: int, stop: int) -> bytes:
         spec, checkpoint = self._spec, self._checkpoint
-        first, last = start // spec.itemsize, -(-stop // spec.itemsize)
-        targets = [HostTarget(spec.dtype, box) for box in run_boxes(piece, spec.global_shape, first, last)]
+        run = start // spec.itemsize, -(-stop // spec.itemsize)
+        targets = [HostTarget(spec.dtype, box) for box in flat_range_boxes(spec.global_shape, *run)]
         wanted = [(spec.fqn, target.box, target) for target in targets]
         plan, parts = checkpoint.reads_for(wanted, checkpoint.settings._tuning.read_window_bytes)
         execute(plan, checkpoint.packs, parts, checkpoint.settings, checkpoint.codecs)
-        data = b"".join(target.array.tobytes() for target in targets)
-        at = start - first * spec.itemsize
-        buffer[: stop - start] = data[at : at + stop - start]
-        return READ
+        return b"".join(target.array.tobytes() for target in targets)
 
 
 class _Found(Target):

@@ -6,7 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 from typing import TypeVar
 
@@ -42,6 +42,7 @@ from holdfast.stored.checkpoint.index_loading import index_for, manifest_or_list
 from holdfast.stored.checkpoint.location import CheckpointLocation, manifest_in_place_of
 from holdfast.stored.checkpoint.pack_sizes import check_pack, sizes_of
 from holdfast.stored.checkpoint.plain_values import to_plain
+from holdfast.stored.checkpoint.same_content import same_content
 from holdfast.stored.checkpoint.selectors import Selector, box_of
 from holdfast.stored.checkpoint.tensor_info import TensorInfo
 from holdfast.stored.checkpoint.tensor_reader import TensorReader
@@ -166,7 +167,8 @@ class Checkpoint:
         stored, manifest = self.index.tensors, self.manifest
         values = {key: to_plain(value, key) for key, value in manifest.tree.items.items()} if self.layouts else {}
         views = views_of(self.layouts, stored, manifest.aliases, values, self._location.document)
-        return Viewed.of(views, stored, manifest.aliases)
+        same = partial(same_content, self.index, self.packs, self.settings, self.codecs)
+        return Viewed.of(views, stored, manifest.aliases).with_equal_counts(same, self.url)
 
     @property
     def content(self) -> ExportContent:
@@ -362,7 +364,7 @@ class Checkpoint:
 
         It is the manifest digest, or for a foreign checkpoint a hash of file stamps and piece offsets.
         """
-        layouts = "".join(f" {layout}" for layout in self.layouts)
+        layouts = "".join(f" {each}" for each in self.layouts) + "".join(f" {view.sizes}" for view in self.viewed.views)
         if self._listing is None or self._location.foreign is None:
             return self.manifest.digest + layouts
         digest = hashlib.sha256(repr([self.url, self._location.foreign.stamps(self._listing.files)]).encode())

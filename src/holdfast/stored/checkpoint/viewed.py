@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from holdfast.base.geometry.box import Box
@@ -11,6 +11,10 @@ from holdfast.base.ports.framework import Target
 from holdfast.base.types.view import View
 from holdfast.core.engine.view_target import ViewTarget
 from holdfast.core.plan.unfold import unfold
+from holdfast.errors import InvalidError
+
+SameContent = Callable[[str, str], bool]
+"""Whether two stored tensors hold equal bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +47,41 @@ class Viewed:
         """
         yield from _stored(self.views, fqn, box, target)
 
-    def is_padded(self, fqn: str) -> bool:
-        """Return whether a state may have a tensor longer: the rest is padding."""
+    def open_dim(self, fqn: str) -> int | None:
+        """Return the dimension along which a state may have a tensor longer: the rest is padding."""
         for view in reversed(self.views):
             tensor = view.tensors[fqn]
             if tensor.terms is not None:
-                return tensor.open_dim is not None
+                return tensor.open_dim
             (fqn,) = tensor.sources
-        return False
+        return None
+
+    def is_same(self, first: str, second: str, same: SameContent) -> bool:
+        """Return whether two tensors are known to hold equal bytes: equal elements of equal stored tensors.
+
+        Args:
+            first, second: Names in `tensors`.
+            same: Decides for two stored tensors.
+        """
+        return _is_same(self.views, first, second, same)
+
+    def with_equal_counts(self, same: SameContent, where: str) -> Viewed:
+        """Return this; refuse parameters that become one and have taken unlike numbers of steps.
+
+        Args:
+            same: Decides for two stored tensors.
+            where: The checkpoint, for messages.
+        Raises:
+            InvalidError: Names both counts.
+        """
+        for number, view in enumerate(self.views):
+            for first, second in view.equal:
+                if not _is_same(self.views[:number], first, second, same):
+                    raise InvalidError(
+                        f"{where}: {first} and {second} differ; expected equal counts of steps, since the layout joins "
+                        "their parameters. Load the model alone, or write a layout that keeps them apart"
+                    )
+        return self
 
     def renamed(self, fqn: str) -> str | None:
         """Return the stored name of a tensor that has another name only; None if its elements are taken apart."""
@@ -67,6 +98,21 @@ class Viewed:
         for view in reversed(self.views):
             names = tuple(dict.fromkeys(source for name in names for source in view.tensors[name].sources))
         return names
+
+
+def _is_same(views: tuple[View, ...], first: str, second: str, same: SameContent) -> bool:
+    if not views:
+        return first == second or same(first, second)
+    *below, view = views
+    one, other = view.tensors[first], view.tensors[second]
+    if one.terms is None or other.terms is None:
+        pairs = [(one.sources[0], other.sources[0])] if one.terms is other.terms else [("", "")]
+    elif [alongs for _, alongs in one.listed_terms()] != [alongs for _, alongs in other.listed_terms()]:
+        return False
+    else:
+        numbers = zip(one.listed_terms(), other.listed_terms(), strict=True)
+        pairs = [(one.sources[a], other.sources[b]) for (a, _), (b, _) in numbers]
+    return all(pair[0] and _is_same(tuple(below), *pair, same) for pair in dict.fromkeys(pairs))
 
 
 def _stored(views: tuple[View, ...], fqn: str, box: Box, target: Target) -> Iterator[tuple[str, Box, Target]]:

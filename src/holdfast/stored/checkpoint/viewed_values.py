@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from holdfast.base.types.values import Group, Value
 from holdfast.base.types.view import View
@@ -19,11 +19,43 @@ def viewed_values(tree: Group, views: Sequence[View]) -> Group:
         items = {key: _viewed(value, key, view.parameters) for key, value in tree.items.items()}
         before, after = view.keys
         if before != after:
-            model = items.pop(before, None) if before else None
-            held = model if isinstance(model, Group) else Group("module")
-            items = {**items, **({after: held} if after else held.items)}
-        tree = Group(tree.kind, items)
+            held = _group(items.pop(before, None) if before else None)
+            there = _group(items.get(after)) if after else Group("dict", items)
+            if held is None or there is None or there.items.keys() & held.items.keys():
+                raise InvalidError(
+                    f"the layout moves the values of {before or 'the top'} to {after or 'the top'}, where other values "
+                    "have their names. Write other names in follow"
+                )
+            both = Group(held.kind, {**there.items, **held.items})
+            items = {**items, after: both} if after else both.items
+        emptied = _above(view.made) - _above(view.tensors) - _above(view.aliases)
+        tree = _without(Group(tree.kind, items), "", emptied)
     return tree
+
+
+def _group(value: Value) -> Group | None:
+    """Return a value as a group; None if the value is none."""
+    if value is None:
+        return Group("module")
+    return value if isinstance(value, Group) else Group("dict", dict(value)) if isinstance(value, dict) else None
+
+
+def _above(names: Iterable[str]) -> set[str]:
+    """Return all names above some names."""
+    return {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
+
+
+def _without(group: Group, path: str, emptied: set[str]) -> Group:
+    """Leave out dicts and modules whose tensors have all gone elsewhere."""
+    kept: dict[str, Value] = {}
+    for key, value in group.items.items():
+        inner = f"{path}.{key}" if path else key
+        if isinstance(value, Group) and value.kind in ("dict", "module"):
+            value = _without(value, inner, emptied)
+            if not value.items and inner in emptied:
+                continue
+        kept[key] = value
+    return Group(group.kind, kept)
 
 
 def _viewed(value: Value, path: str, parameters: Mapping[str, tuple[str, ...]]) -> Value:

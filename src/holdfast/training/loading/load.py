@@ -38,6 +38,7 @@ from holdfast.core.plan.unmatched_patterns import judge_unmatched
 from holdfast.errors import CheckpointError, InvalidError
 from holdfast.stored.checkpoint.index_loading import index_for
 from holdfast.stored.checkpoint.location import CheckpointLocation
+from holdfast.stored.checkpoint.same_content import same_content
 from holdfast.stored.leases.reader import ReaderLease
 from holdfast.stored.repository.catalog import read_per_rank
 from holdfast.training.coordination.absent_ranks import CallWatch
@@ -52,6 +53,7 @@ from holdfast.training.loading.exchange import (
     planned_reads,
     read_or_exchange,
 )
+from holdfast.training.loading.fill_alone import fill_alone
 from holdfast.training.loading.load_request import LoadRequest
 from holdfast.training.loading.messages import RankStatus, Unfit
 from holdfast.training.loading.renamed_catalog import renamed_catalog
@@ -66,10 +68,9 @@ from holdfast.training.loading.requirements import (
 )
 from holdfast.training.loading.resolve import Resolved, resolve
 from holdfast.training.loading.run_visibility import new_run_line
-from holdfast.training.loading.same_content import fill_alone, same_content
 from holdfast.training.loading.statuses import gather_errors, gather_statuses, names_of
 from holdfast.training.loading.step_choice import StepChoice, StepDamage, StepDamaged, raise_or_fall_back
-from holdfast.training.loading.viewed_catalog import viewed_catalog
+from holdfast.training.loading.viewed_catalog import pattern_of, require_padding, viewed_catalog
 from holdfast.training.telemetry.dispatcher import EventDispatcher
 from holdfast.training.telemetry.log_lines import loaded_line
 from holdfast.training.telemetry.operation import OperationTrace
@@ -282,11 +283,16 @@ def _request_and_plan(attempt: LoadAttempt, resolved: Resolved) -> PlannedLoad |
         with attempt.trace.phase("plan"):
             _require_same_discarding(attempt, resolved)
             stored, selection, viewed = _catalog(resolved, job), request.selection, None
+            padded: Mapping[str, int] = {}
             if request.layouts:
                 viewed = viewed_catalog(stored, request.layouts, resolved.chosen.documents, location.url)
-                selection = replace(selection, partial=(*selection.partial, *viewed.padded))
             renamed = renamed_catalog(stored if viewed is None else viewed.catalog, request.rename, location.url)
+            if viewed is not None and viewed.padded:
+                padded = viewed.named_padded(renamed.stored)
+                selection = replace(selection, partial=(*selection.partial, *map(pattern_of, padded)))
             restoration = job.framework.restoration(request.state, renamed.catalog, selection)
+            if padded:
+                require_padding(restoration.partly, padded, request.selection.partial)
             warn_of_misfits(job, restoration.misfits, location.url, strict=request.strict)
             wanted = renamed.as_stored(restoration.wanted) if request.rename.rules else restoration.wanted
             wanted = wanted if viewed is None else viewed.as_stored(wanted)

@@ -67,7 +67,7 @@ def warn_of_misfits(job: Job, misfits: Sequence[Misfit], url: str, *, strict: bo
 
 
 def require_same_call(calls: Mapping[int, str], url: str) -> None:
-    """Refuse ranks that pass different `rename`, `partial` or `hyperparameters`: they would fill different names.
+    """Refuse ranks that pass different `layout`, `rename`, `partial` or `hyperparameters`: these fill different names.
 
     Args:
         calls: These arguments, by rank.
@@ -80,8 +80,8 @@ def require_same_call(calls: Mapping[int, str], url: str) -> None:
     if other is not None:
         raise InvalidError(
             f"{url}: ranks pass different arguments: rank {first} {calls[first] or 'none'}, rank {other} "
-            f"{calls[other] or 'none'}; expected the same rename, partial and hyperparameters on every rank. Nothing "
-            "was changed"
+            f"{calls[other] or 'none'}; expected the same layout, rename, partial and hyperparameters on every rank. "
+            "Nothing was changed"
         )
 
 

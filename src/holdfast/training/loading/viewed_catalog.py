@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 from holdfast.base.layouts.layout import Layout, views_of
 from holdfast.base.ports.framework import Catalog, Wanted
+from holdfast.base.types.reports import PartlyFilled
 from holdfast.base.types.view import View
 from holdfast.errors import InvalidError
 from holdfast.stored.checkpoint.plain_values import to_plain
@@ -24,8 +27,16 @@ class ViewedCatalog:
     viewed: Viewed
     """Leads back to the stored tensors."""
 
-    padded: tuple[str, ...]
-    """Tensors that a state may have longer: the rest is padding."""
+    padded: Mapping[str, int]
+    """Tensors that a state may have longer, each with the dimension: the rest is padding."""
+
+    def named_padded(self, stored: Mapping[str, str]) -> dict[str, int]:
+        """Return `padded` under other names, given as a map from these to those of the catalog; empty for the same."""
+        return (
+            {name: self.padded[old] for name, old in stored.items() if old in self.padded}
+            if stored
+            else {**self.padded}
+        )
 
     def as_stored(self, wanted: Iterable[Wanted]) -> list[Wanted]:
         """Return wanted tensors as boxes of those that the checkpoint stores."""
@@ -60,13 +71,7 @@ def viewed_catalog(
     """
     values = {key: to_plain(value, key) for key, value in catalog.tree.items.items()}
     views = views_of(layouts, catalog.tensors, catalog.aliases, values, documents.get)
-    viewed = Viewed.of(views, catalog.tensors, catalog.aliases)
-    _require_equal_counts(catalog, views, where)
-
-    def same_content(first: str, second: str) -> bool:
-        pairs = [*zip(viewed.sources(first), viewed.sources(second), strict=False)]
-        alike = len(viewed.sources(first)) == len(viewed.sources(second))
-        return alike and all(catalog.same_content(one, other) for one, other in pairs)
+    viewed = Viewed.of(views, catalog.tensors, catalog.aliases).with_equal_counts(catalog.same_content, where)
 
     def require_stored(fqn: str) -> None:
         source = viewed.renamed(fqn)
@@ -79,27 +84,40 @@ def viewed_catalog(
         aliases=viewed.aliases,
         tree=viewed_values(catalog.tree, views),
         masters=_masters(catalog.masters, views),
-        same_content=same_content,
+        same_content=lambda first, second: viewed.is_same(first, second, catalog.same_content),
         fill=lambda wanted: catalog.fill(_as_stored(viewed, wanted)),
         require_stored=require_stored,
     )
     is_open = any(layout.turned and rule.pad is not None for layout in layouts for rule in layout.file.rules)
-    padded = tuple(name for name in viewed.tensors if is_open and viewed.is_padded(name))
+    padded = {name: dim for name in viewed.tensors if is_open and (dim := viewed.open_dim(name)) is not None}
     return ViewedCatalog(changed, viewed, padded)
 
 
-def _require_equal_counts(catalog: Catalog, views: Sequence[View], where: str) -> None:
-    below: list[View] = []
-    for view in views:
-        lower = Viewed.of(below, catalog.tensors, catalog.aliases)
-        for first, second in view.equal:
-            (one, *_), (other, *_) = lower.sources(first), lower.sources(second)
-            if not catalog.same_content(one, other):
-                raise InvalidError(
-                    f"{where}: {one} and {other} differ; expected equal counts of steps, since the layout joins their "
-                    "parameters. Load the model alone, or write a layout that keeps them apart"
-                )
-        below.append(view)
+def pattern_of(name: str) -> str:
+    """Return a pattern that matches one name."""
+    return re.sub(r"([*?[])", r"[\1]", name)
+
+
+def require_padding(partly: Sequence[PartlyFilled], padded: Mapping[str, int], partial: Sequence[str]) -> None:
+    """Refuse tensors of other shapes than padding explains.
+
+    Args:
+        partly: Tensors of another shape than saved.
+        padded: Tensors that may be longer, each with the dimension.
+        partial: Patterns of the caller, who takes any shape.
+    Raises:
+        InvalidError: Names the tensor and both shapes.
+    """
+    for tensor in partly:
+        dim = padded.get(tensor.fqn)
+        if dim is None or any(fnmatchcase(tensor.fqn, pattern) for pattern in partial):
+            continue
+        lengths = [*zip(tensor.shape, tensor.stored_shape, strict=True)]
+        if any(n < m if at == dim else n != m for at, (n, m) in enumerate(lengths)):
+            raise InvalidError(
+                f"{tensor.fqn}: {tensor.shape} here and {tensor.stored_shape} by the layout; expected the same, or "
+                f"longer along dimension {dim} alone, by padding. Nothing was changed. Are the sizes right?"
+            )
 
 
 def _masters(masters: Mapping[str, str], views: Sequence[View]) -> dict[str, str]:

@@ -185,6 +185,6 @@ def _unfit_because(request: LoadRequest) -> str:
         return "the load leaves out parts of the state"
     if not request.strict:
         return "the load is not strict: names may be missing"
-    if selection.cast or request.rename.rules:
+    if selection.cast or request.rename.rules or request.layouts:
         return "the load converts the state"
     return ""

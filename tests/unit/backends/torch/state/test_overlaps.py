@@ -19,8 +19,8 @@ from holdfast.base.ports.framework import Wanted
 from holdfast.errors import InvalidError
 from holdfast.training.coordination.job import Job
 from holdfast.training.loading import load
+from holdfast.training.loading.fill_alone import fill_alone
 from holdfast.training.loading.resolve import Resolved
-from holdfast.training.loading.same_content import fill_alone
 
 State = dict[str, object]
 

@@ -1,27 +1,17 @@
-"""Decides if two stored tensors hold equal bytes: a state may tie tensors that the checkpoint stores twice.
-
-Where they share a part of their memory, digests do not decide: the caller reads both, into memory of its own.
-"""
+"""Decides if two stored tensors hold equal bytes: a state may tie tensors that the checkpoint stores twice."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import chain
 from operator import attrgetter
 
 from holdfast.base.ports.codec import Codecs
-from holdfast.base.ports.framework import Wanted
 from holdfast.base.ports.packs import Packs
-from holdfast.core.engine.read import execute
 from holdfast.core.format.index.index import Index
 from holdfast.core.format.index.split_index import SplitIndex
 from holdfast.core.plan.compare import batches, windows_of
 from holdfast.settings import Settings
-from holdfast.stored.checkpoint.index_loading import index_for
 from holdfast.stored.checkpoint.tensor_reader import BATCH_BYTES, TensorReader
-from holdfast.training.coordination.job import Job
-from holdfast.training.loading.exchange import planned_reads
-from holdfast.training.loading.resolve import Resolved
 
 
 def same_content(
@@ -61,18 +51,3 @@ def same_content(
             if part_1.array.tobytes() != part_2.array.tobytes():
                 return False
     return True
-
-
-def fill_alone(job: Job, resolved: Resolved, wanted: Sequence[Wanted]) -> None:
-    """Read, check and place what some targets want, on this rank alone; no collective.
-
-    Raises:
-        CorruptError: A chunk differs from what was saved, or a pack is too short.
-        UnavailableError: The store failed.
-    """
-    for tensor in wanted:
-        resolved.require_stored(tensor.stored_fqn)
-    boxes = ((tensor.stored_fqn, box) for tensor in wanted for box in tensor.boxes)
-    plan = planned_reads(wanted, index_for(resolved.index, boxes, job.clock, resolved.location), job)
-    packs = resolved.location.packs_of(resolved.manifest)
-    execute(plan, packs, [tensor.target for tensor in wanted], job.settings, job.codecs)
