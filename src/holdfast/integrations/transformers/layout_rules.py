@@ -19,7 +19,6 @@ from holdfast.errors import InvalidError, first_three
 from holdfast.integrations.transformers.framework import HOST
 
 _NUMBER = re.compile(r"(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])")
-_KEYS = "exp_avg|exp_avg_sq|step"
 _HEADS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "PRETRAINING")
 """Kinds of models of a type, the first to be preferred."""
 
@@ -180,7 +179,7 @@ class _RuleWriter:
         rules.append({"name": "the rest", "from": "{rest:*}", "to": "{rest}", "optional": True})
         about = f"Files of {model_type} <-> the model in memory; compiled from Transformers {__version__}"
         lines = ["layout = 1", f"about = {_toml(about)}", "follow = ["]
-        lines += [f"  {_toml([f'optimizer.state.{{}}.{{key:{_KEYS}}}', 'optimizer.state.{}.{key}'])},"]
+        lines += [f"  {_toml(['optimizer.state.{}.{key}', 'optimizer.state.{}.{key}'])},"]
         lines += [f"  {_toml(['model.{}', 'model.{}'])},", "]"]
         lines += ["", "[sizes]"] if self._sizes else []
         lines += [f"{name} = {_toml(places)}" for name, places in self._sizes.items()]
