@@ -80,7 +80,7 @@ def require_same_call(calls: Mapping[int, str], url: str) -> None:
     if other is not None:
         raise InvalidError(
             f"{url}: ranks pass different arguments: rank {first} {calls[first] or 'none'}, rank {other} "
-            f"{calls[other] or 'none'}; expected the same layout, rename, partial and hyperparameters on every rank. "
+            f"{calls[other] or 'none'}; expected the same rename, partial, hyperparameters and layout on every rank. "
             "Nothing was changed"
         )
 
