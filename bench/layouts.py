@@ -22,6 +22,7 @@ import torch
 
 import holdfast
 from bench import report
+from bench.conditions import forget_pages
 from bench.job import ROOT
 from bench.part import Round, Spread, in_turn, spread_of, times_as_fast
 from holdfast.base.geometry.tensor import TensorSpec
@@ -75,16 +76,6 @@ def seconds(act: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def forget(path: Path) -> None:
-    """Have the page cache forget the files of a checkpoint."""
-    for file in path.rglob("*"):
-        if file.is_file():
-            fd = os.open(file, os.O_RDONLY)
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
-
-
 def loads(
     folder: Path, name: str, stored: State, made: State, rules: str, rounds: int, *, cold: bool = False
 ) -> list[Round]:
@@ -102,7 +93,7 @@ def loads(
         this: Round = {}
         for each, act in in_turn([*contenders.items()], number):
             if cold:
-                forget(path)
+                forget_pages(path)
             this[each] = seconds(act)
         if number >= 0:
             found.append(this)

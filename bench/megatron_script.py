@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from bench.layouts import forget
+from bench.conditions import forget_pages
 from bench.part import Round, in_turn
 
 LAYERS, HIDDEN, HEADS, GROUPS, HEAD, FFN, VOCAB = 12, 768, 12, 4, 64, 2048, 32000
@@ -121,7 +121,7 @@ def measured(folder: Path, rounds: int, python: str) -> list[Round]:
         this: Round = {}
         digests = set()
         for name, _ in in_turn([("ours", None), ("script", None)], number):
-            forget(source)
+            forget_pages(source)
             command = [python, "-m", "bench.megatron_script", name, source, out]
             said = json.loads(
                 subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]

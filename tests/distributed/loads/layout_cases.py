@@ -13,8 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import holdfast
 from holdfast.errors import InvalidError
 from tests.support.gloo_worlds import World
-
-LAYOUTS = {"dense_tp2_pp2": "megatron-hf-llama", "moe_ep2": "megatron-hf-mixtral"}
+from tests.unit.test_layouts import CASES
 
 
 def rows(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -29,7 +28,7 @@ def load(world: World, fixtures: str, case: str, exchange: str) -> list[int]:
     truth = load_file(folder / "hf" / "model.safetensors")
     state = rows({name: torch.zeros_like(tensor) for name, tensor in truth.items()})
     settings = holdfast.Settings(share_reads=exchange)  # type: ignore[arg-type]
-    layouts = ["megatron-dist", LAYOUTS[case]]
+    layouts = ["megatron-dist", CASES[case]]
     report = holdfast.load(folder / "torch_dist" / "iter_0000100", {"model": state}, layout=layouts, settings=settings)
     for name, expected in rows(truth).items():
         assert torch.equal(state[name].to_local(), expected.to_local()), name  # type: ignore[attr-defined]

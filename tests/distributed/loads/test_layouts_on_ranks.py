@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from tests.distributed.loads.layout_cases import LAYOUTS
 from tests.support.gloo_worlds import Case, run_world
+from tests.unit.test_layouts import CASES, FIXTURES
 
-FIXTURES = Path(__file__).resolve().parents[2] / "fixtures" / "megatron_layouts"
-CASES = "tests.distributed.loads.layout_cases"
+FUNCTIONS = "tests.distributed.loads.layout_cases"
 
 
 @pytest.mark.long
@@ -19,12 +18,12 @@ CASES = "tests.distributed.loads.layout_cases"
 def test_every_rank_gets_its_rows_bit_for_bit_and_a_byte_is_read_once(ranks: int, tmp_path: Path) -> None:
     fixtures = str(FIXTURES)
     loads = [
-        Case(f"{CASES}:load", {"fixtures": fixtures, "case": case, "exchange": exchange}, f"{case} {exchange}")
-        for case in LAYOUTS
+        Case(f"{FUNCTIONS}:load", {"fixtures": fixtures, "case": case, "exchange": exchange}, f"{case} {exchange}")
+        for case in CASES
         for exchange in ("always", "never")
     ]
-    results = run_world(ranks, [*loads, Case(f"{CASES}:differ", {"fixtures": fixtures}, "differ")], tmp_path)
-    for case in LAYOUTS:
+    results = run_world(ranks, [*loads, Case(f"{FUNCTIONS}:differ", {"fixtures": fixtures}, "differ")], tmp_path)
+    for case in CASES:
         names = (FIXTURES / case / "hf" / "model.safetensors", "numpy")
         with safe_open(*names) as file:
             wanted = sum(file.get_tensor(name).nbytes for name in file.keys())  # noqa: SIM118 - a file is no dict

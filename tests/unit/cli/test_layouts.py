@@ -11,9 +11,8 @@ from safetensors.numpy import load_file
 
 import holdfast as package
 from tests.unit.cli.running import holdfast, separately
+from tests.unit.test_layouts import CASES, FIXTURES, megatron
 
-FOLDER = Path(__file__).resolve().parents[2] / "fixtures" / "megatron_layouts"
-CASES = {"dense_tp2_pp2": "megatron-hf-llama", "moe_ep2": "megatron-hf-mixtral"}
 case = pytest.mark.parametrize("name", CASES)
 
 KEYS_OF_LAYER_1 = """\
@@ -63,10 +62,6 @@ to = "{rest}"
 """
 
 
-def stored(name: str) -> Path:
-    return FOLDER / name / "torch_dist" / "iter_0000100"
-
-
 def stack(name: str) -> list[str]:
     return ["--layout", "megatron-dist", "--layout", CASES[name]]
 
@@ -83,27 +78,27 @@ def own(tmp_path: Path) -> tuple[Path, list[str]]:
 
 @case
 def test_diff_of_megatron_through_layouts_with_the_files_of_hugging_face(name: str) -> None:
-    compared = holdfast("diff", stored(name), FOLDER / name / "hf", *stack(name), "--tensors", "model.*", "--json")
+    compared = holdfast("diff", megatron(name), FIXTURES / name / "hf", *stack(name), "--tensors", "model.*", "--json")
     document = compared.json()
     assert (compared.status, compared.err) == (0, "")
-    assert len(document["tensors"]) == len(load_file(FOLDER / name / "hf" / "model.safetensors"))
+    assert len(document["tensors"]) == len(load_file(FIXTURES / name / "hf" / "model.safetensors"))
 
 
 @case
 def test_export_and_import_through_layouts(name: str, tmp_path: Path) -> None:
-    assert holdfast("export", stored(name), tmp_path / "hf", "--to", "safetensors", *stack(name)).status == 0
-    wanted, made = (load_file(folder / "model.safetensors") for folder in (FOLDER / name / "hf", tmp_path / "hf"))
+    assert holdfast("export", megatron(name), tmp_path / "hf", "--to", "safetensors", *stack(name)).status == 0
+    wanted, made = (load_file(folder / "model.safetensors") for folder in (FIXTURES / name / "hf", tmp_path / "hf"))
     assert made.keys() == wanted.keys()
     assert all(np.array_equal(made[each], wanted[each]) for each in wanted)
-    ended = separately("import", stored(name), tmp_path / "run", "--copy", *stack(name))
+    ended = separately("import", megatron(name), tmp_path / "run", "--copy", *stack(name))
     assert (ended.status, ended.err) == (0, "")
-    assert holdfast("diff", tmp_path / "run", FOLDER / name / "hf", "--tensors", "model.*").status == 0
+    assert holdfast("diff", tmp_path / "run", FIXTURES / name / "hf", "--tensors", "model.*").status == 0
 
 
 @case
 def test_the_way_back_reverses_the_order_and_each_layout(name: str) -> None:
-    back = holdfast("inspect", FOLDER / name / "hf", *stack(name), "--reversed", "--json").json()
-    ahead = holdfast("inspect", stored(name), "--json").json()
+    back = holdfast("inspect", FIXTURES / name / "hf", *stack(name), "--reversed", "--json").json()
+    ahead = holdfast("inspect", megatron(name), "--json").json()
     shapes = {each: tensor["shape"] for each, tensor in ahead["tensors"].items() if not each.startswith("chained_")}
     padded = {"embedding.word_embeddings.weight", "output_layer.weight"}
     assert back["tensors"].keys() == shapes.keys()
@@ -112,7 +107,7 @@ def test_the_way_back_reverses_the_order_and_each_layout(name: str) -> None:
 
 
 def test_inspect_shows_the_tensors_that_layouts_make() -> None:
-    shown = holdfast("inspect", stored("dense_tp2_pp2"), *stack("dense_tp2_pp2"))
+    shown = holdfast("inspect", megatron("dense_tp2_pp2"), *stack("dense_tp2_pp2"))
     assert shown.status == 0
     assert "seen by    layout megatron-dist " in shown.out
     assert "model.model.layers.1.self_attn.k_proj.weight" in shown.out
@@ -126,13 +121,13 @@ def matches(shown: str, expected: str) -> bool:
 
 def test_explain_shows_boxes_rules_and_sizes_down_to_the_stored_tensors() -> None:
     options = (*stack("dense_tp2_pp2"), "--explain", "--tensors", "*.1.self_attn.k_proj.*")
-    shown = separately("inspect", stored("dense_tp2_pp2"), *options)
+    shown = separately("inspect", megatron("dense_tp2_pp2"), *options)
     assert (shown.status, shown.err) == (0, "")
     assert matches(shown.out, KEYS_OF_LAYER_1), shown.out
 
 
 def test_explain_counts_padding_of_weights_and_optimizer_state() -> None:
-    shown = holdfast("inspect", stored("moe_ep2"), *stack("moe_ep2"), "--explain")
+    shown = holdfast("inspect", megatron("moe_ep2"), *stack("moe_ep2"), "--explain")
     assert shown.status == 0
     # Embedding and output: the weight, the master and two moments of each have 3 rows of 16.
     assert f"padding not read: 8 tensors, {8 * 3 * 16} elements" in shown.out
@@ -140,7 +135,7 @@ def test_explain_counts_padding_of_weights_and_optimizer_state() -> None:
 
 def test_explain_as_json_has_terms_padding_and_sizes() -> None:
     options = (*stack("dense_tp2_pp2"), "--explain", "--tensors", "model.model.embed*", "--json")
-    document = holdfast("inspect", stored("dense_tp2_pp2"), *options).json()
+    document = holdfast("inspect", megatron("dense_tp2_pp2"), *options).json()
     (llama, dist) = document["layouts"]
     assert document["step"] == 100
     assert (llama["layout"], llama["reversed"], dist["layout"]) == ("megatron-hf-llama", False, "megatron-dist")
@@ -187,7 +182,7 @@ def test_explain_of_a_file_of_rules_reads_no_tensor(own: tuple[Path, list[str]])
     ],
 )
 def test_wrong_options_are_refused_in_one_line(verb: str, options: list[str], why: str) -> None:
-    refused = holdfast(verb, stored("dense_tp2_pp2"), *stack("dense_tp2_pp2"), *options)
+    refused = holdfast(verb, megatron("dense_tp2_pp2"), *stack("dense_tp2_pp2"), *options)
     assert (refused.status, refused.out) == (2, "")
     assert why in refused.err
     assert refused.err.count("\n") == 1
@@ -203,7 +198,7 @@ def test_wrong_options_are_refused_in_one_line(verb: str, options: list[str], wh
     ],
 )
 def test_options_that_need_or_exclude_a_layout(options: list[str], why: str) -> None:
-    refused = holdfast("inspect", stored("dense_tp2_pp2"), *options)
+    refused = holdfast("inspect", megatron("dense_tp2_pp2"), *options)
     assert refused.status == 2
     assert why in refused.err
 

@@ -8,7 +8,6 @@ padding, or is skipped.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -369,8 +368,3 @@ def _without(grid: _Grid, dim: int) -> _Grid:
     """Take a target dimension of one element away."""
     dropped = [replace(each, target_dim=None, target_start=0) if each.target_dim == dim else each for each in grid]
     return _moved(dropped, dim, -1)
-
-
-def numel(shape: Shape) -> int:
-    """Return the elements of a shape."""
-    return math.prod(shape)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from holdfast.base.geometry.tensor import TensorSpec
-from holdfast.base.layouts.lower import Lowered, Shape, numel
+from holdfast.base.layouts.lower import Lowered, Shape
 from holdfast.base.layouts.rule_file import LayoutRule, RuleFile
 from holdfast.base.layouts.sizes import LayoutSizes
 from holdfast.base.layouts.template import Fields, Template
@@ -197,7 +198,7 @@ class Viewing:
     def _counts(self, specs: Sequence[TensorSpec], parameter: _Group, tensors: Mapping[str, TensorSpec]) -> bool:
         """Return whether tensors are counts of steps: one element each, of parameters that have more."""
         shape = tensors[next(iter(parameter.names.values()))].global_shape
-        counts = [numel(spec.global_shape) == 1 and spec.global_shape != shape for spec in specs]
+        counts = [math.prod(spec.global_shape) == 1 and spec.global_shape != shape for spec in specs]
         if all(counts) and len(specs) != len(parameter.names):
             raise InvalidError(
                 f"{parameter.rule.where}: {first_three([spec.fqn for spec in specs])}: counts of {len(specs)} of "

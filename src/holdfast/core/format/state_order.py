@@ -89,3 +89,8 @@ def _require_whole(numbers: bytes, where: str) -> None:
         raise CorruptError(
             f"{where}: order has {len(numbers)} bytes; expected numbers of 4 bytes each. Read another copy"
         )
+
+
+def names_above(names: Iterable[str]) -> set[str]:
+    """Return all names above some names."""
+    return {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}

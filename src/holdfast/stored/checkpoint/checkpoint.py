@@ -364,7 +364,7 @@ class Checkpoint:
 
         It is the manifest digest, or for a foreign checkpoint a hash of file stamps and piece offsets.
         """
-        layouts = "".join(f" {each}" for each in self.layouts) + "".join(f" {view.sizes}" for view in self.viewed.views)
+        layouts = "".join(f" {each} {self.viewed.views[n].sizes}" for n, each in enumerate(self.layouts))
         if self._listing is None or self._location.foreign is None:
             return self.manifest.digest + layouts
         digest = hashlib.sha256(repr([self.url, self._location.foreign.stamps(self._listing.files)]).encode())

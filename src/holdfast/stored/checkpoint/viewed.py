@@ -103,26 +103,27 @@ class Viewed:
 def _is_same(views: tuple[View, ...], first: str, second: str, same: SameContent) -> bool:
     if not views:
         return first == second or same(first, second)
-    *below, view = views
+    below, view = views[:-1], views[-1]
     one, other = view.tensors[first], view.tensors[second]
-    if one.terms is None or other.terms is None:
-        pairs = [(one.sources[0], other.sources[0])] if one.terms is other.terms else [("", "")]
-    elif [alongs for _, alongs in one.listed_terms()] != [alongs for _, alongs in other.listed_terms()]:
+    if (one.terms is None) is not (other.terms is None):
         return False
-    else:
-        numbers = zip(one.listed_terms(), other.listed_terms(), strict=True)
-        pairs = [(one.sources[a], other.sources[b]) for (a, _), (b, _) in numbers]
-    return all(pair[0] and _is_same(tuple(below), *pair, same) for pair in dict.fromkeys(pairs))
+    if one.terms is None:
+        return _is_same(below, one.sources[0], other.sources[0], same)
+    of_one, of_other = one.listed_terms(), other.listed_terms()
+    if [alongs for _, alongs in of_one] != [alongs for _, alongs in of_other]:
+        return False
+    pairs = {(one.sources[a], other.sources[b]) for (a, _), (b, _) in zip(of_one, of_other, strict=True)}
+    return all(_is_same(below, *pair, same) for pair in pairs)
 
 
 def _stored(views: tuple[View, ...], fqn: str, box: Box, target: Target) -> Iterator[tuple[str, Box, Target]]:
     if not views:
         yield fqn, box, target
         return
-    *below, view = views
+    below, view = views[:-1], views[-1]
     tensor = view.tensors[fqn]
     if tensor.terms is None:
-        yield from _stored(tuple(below), tensor.sources[0], box, target)
+        yield from _stored(below, tensor.sources[0], box, target)
         return
     for source, part, alongs in unfold(tensor, box):
-        yield from _stored(tuple(below), source, part, ViewTarget(target, alongs, tensor.spec.dtype))
+        yield from _stored(below, source, part, ViewTarget(target, alongs, tensor.spec.dtype))

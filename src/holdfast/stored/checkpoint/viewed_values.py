@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from holdfast.base.types.values import Group, Value
 from holdfast.base.types.view import View
+from holdfast.core.format.state_order import names_above
 from holdfast.errors import InvalidError
 
 
@@ -28,7 +29,7 @@ def viewed_values(tree: Group, views: Sequence[View]) -> Group:
                 )
             both = Group(held.kind, {**there.items, **held.items})
             items = {**items, after: both} if after else both.items
-        emptied = _above(view.made) - _above(view.tensors) - _above(view.aliases)
+        emptied = names_above(view.made) - names_above(view.tensors) - names_above(view.aliases)
         tree = _without(Group(tree.kind, items), "", emptied)
     return tree
 
@@ -38,11 +39,6 @@ def _group(value: Value) -> Group | None:
     if value is None:
         return Group("module")
     return value if isinstance(value, Group) else Group("dict", dict(value)) if isinstance(value, dict) else None
-
-
-def _above(names: Iterable[str]) -> set[str]:
-    """Return all names above some names."""
-    return {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
 
 
 def _without(group: Group, path: str, emptied: set[str]) -> Group:

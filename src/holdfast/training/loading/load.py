@@ -19,6 +19,7 @@ the filling.
 
 from __future__ import annotations
 
+import glob
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -70,7 +71,7 @@ from holdfast.training.loading.resolve import Resolved, resolve
 from holdfast.training.loading.run_visibility import new_run_line
 from holdfast.training.loading.statuses import gather_errors, gather_statuses, names_of
 from holdfast.training.loading.step_choice import StepChoice, StepDamage, StepDamaged, raise_or_fall_back
-from holdfast.training.loading.viewed_catalog import pattern_of, require_padding, viewed_catalog
+from holdfast.training.loading.viewed_catalog import require_padding, viewed_catalog
 from holdfast.training.telemetry.dispatcher import EventDispatcher
 from holdfast.training.telemetry.log_lines import loaded_line
 from holdfast.training.telemetry.operation import OperationTrace
@@ -283,13 +284,12 @@ def _request_and_plan(attempt: LoadAttempt, resolved: Resolved) -> PlannedLoad |
         with attempt.trace.phase("plan"):
             _require_same_discarding(attempt, resolved)
             stored, selection, viewed = _catalog(resolved, job), request.selection, None
-            padded: Mapping[str, int] = {}
             if request.layouts:
                 viewed = viewed_catalog(stored, request.layouts, resolved.chosen.documents, location.url)
             renamed = renamed_catalog(stored if viewed is None else viewed.catalog, request.rename, location.url)
-            if viewed is not None and viewed.padded:
-                padded = viewed.named_padded(renamed.stored)
-                selection = replace(selection, partial=(*selection.partial, *map(pattern_of, padded)))
+            padded = viewed.named_padded(renamed.stored) if viewed is not None else {}
+            if padded:
+                selection = replace(selection, partial=(*selection.partial, *map(glob.escape, padded)))
             restoration = job.framework.restoration(request.state, renamed.catalog, selection)
             if padded:
                 require_padding(restoration.partly, padded, request.selection.partial)

@@ -10,6 +10,7 @@ from typing import TypeGuard
 from holdfast.base.geometry.tensor import TensorSpec
 from holdfast.base.ports.framework import Catalog, Wanted
 from holdfast.base.types.values import FrameworkValue, Group, Skipped, TensorRef, Value, is_subclass_record
+from holdfast.core.format.state_order import names_above
 from holdfast.errors import InvalidError
 from holdfast.training.loading.rename_rules import Renames
 
@@ -103,7 +104,7 @@ class _Names:
         _require_distinct([(name, self.of[name]) for name in named], where)
         for parameters_of_one in self._optimizers.values():
             parameters_of_one.follow(self.of)
-        had, has = _above(named), _above(self.of[name] for name in named)
+        had, has = names_above(named), names_above(self.of[name] for name in named)
         for name in self._leaves:
             if self.of[name] in has and name not in had:
                 raise InvalidError(
@@ -302,11 +303,6 @@ def _at(parent: Group, rest: str, *, makes_dicts: bool) -> tuple[Group, str]:
         branch = parent.items[first] = Group("dict")
         return _at(branch, below, makes_dicts=True)
     return parent, rest
-
-
-def _above(names: Iterable[str]) -> set[str]:
-    """Return all names above some names."""
-    return {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
 
 
 def _is_branch(value: Value) -> TypeGuard[Group]:

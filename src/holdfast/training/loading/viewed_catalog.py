@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -91,11 +90,6 @@ def viewed_catalog(
     is_open = any(layout.turned and rule.pad is not None for layout in layouts for rule in layout.file.rules)
     padded = {name: dim for name in viewed.tensors if is_open and (dim := viewed.open_dim(name)) is not None}
     return ViewedCatalog(changed, viewed, padded)
-
-
-def pattern_of(name: str) -> str:
-    """Return a pattern that matches one name."""
-    return re.sub(r"([*?[])", r"[\1]", name)
 
 
 def require_padding(partly: Sequence[PartlyFilled], padded: Mapping[str, int], partial: Sequence[str]) -> None:
