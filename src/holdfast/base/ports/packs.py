@@ -18,6 +18,9 @@ class Stored:
     key: str
     """Its key in `files`."""
 
+    others: tuple[Stored, ...] = ()
+    """Where the same pack is stored too, in the order in which they are tried."""
+
     @property
     def url(self) -> str:
         """Place of the pack, for messages."""

@@ -17,6 +17,9 @@ from holdfast.settings import MIB, PAGE_BYTES
 _WIPE_ON_FORK = 18
 """`MADV_WIPEONFORK`, which Python does not name: a forked child sees zeros instead of sharing the memory."""
 
+_POPULATE_READ = 22
+"""`MADV_POPULATE_READ`, which Python does not name: a page that cannot be read is an error of this call, no signal."""
+
 _HUGE_PAGE_BYTES = 2 * MIB
 
 QUARANTINED: list[memoryview] = []
@@ -52,6 +55,15 @@ def allocate_aligned(buffer_bytes: int) -> memoryview:
 def address_of(buffer: memoryview) -> int:
     """Return where the memory of a writable buffer of at least one byte begins."""
     return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+
+
+def is_read_in(mapped: memoryview) -> bool:
+    """Read all pages of a mapped file, and return whether that worked: touching the memory then raises no SIGBUS.
+
+    Not `mmap.madvise`, which keeps Python's lock meanwhile. Linux before 5.14 cannot, and the answer is False.
+    """
+    address, length = ctypes.c_void_p(address_of(mapped)), ctypes.c_size_t(mapped.nbytes)
+    return not ctypes.CDLL(None).madvise(address, length, _POPULATE_READ)
 
 
 def across(buffers: Sequence[memoryview]) -> memoryview | None:

@@ -15,9 +15,9 @@ If any rank reports a failure, no rank goes on to `exchange`, and the load ends 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 
 from holdfast.base.clock import Clock
 from holdfast.base.ports.codec import Codecs
@@ -37,7 +37,8 @@ from holdfast.base.types.plan import (
 from holdfast.core.engine.buffers import allocate_aligned
 from holdfast.core.engine.decoding.decode import Decoder
 from holdfast.core.engine.parallel_map import WorkerThreads
-from holdfast.core.engine.read import Placing, execute, read_through, verify_and_place_all
+from holdfast.core.engine.placing import Placing, verify_and_place_all
+from holdfast.core.engine.read import execute_placing, read_through
 from holdfast.settings import Settings
 
 _STATUS = struct.Struct("<?qdqd")
@@ -62,6 +63,9 @@ class TransferStats:
 
     exchanging_seconds: float = 0.0
     """Seconds from the start to the last round of the exchange; the rest was read alone."""
+
+    sources: Mapping[str, int] = field(default_factory=dict)
+    """`read_bytes` by URL of the root that they came from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,23 +124,26 @@ def execute_exchange(
     threads = WorkerThreads(settings._tuning.windows_in_flight, "holdfast-exchange")
     try:
         probe_rounds = exchange.probe.after_rounds if exchange.probe else 0
-        rounds = _Rounds(threads, clock, Placing(packs, targets, Decoder(codecs)), probe_rounds, moved)
+        placing = Placing(packs, targets, Decoder(codecs))
+        rounds = _Rounds(threads, clock, placing, probe_rounds, moved)
         rest = _exchange(exchange, comm, rounds)
     finally:
         threads.stop()
     if rest is None:
         return TransferStats(0, 0, whole=False)
-    runs, given_bytes, received_bytes = rest
+    runs, given, received_bytes = rest
+    given_bytes = sum(run.bytes for run in given)
     seconds = clock.monotonic_seconds() - start
     plan = LoadPlan(_joined(runs, settings._tuning.read_window_bytes))
     if moved is not None:
         moved(given_bytes + received_bytes - rounds.moved_bytes)
-    execute(plan, packs, targets, settings, codecs, moved=moved)
-    return TransferStats(given_bytes + plan.bytes, received_bytes, exchanging_seconds=seconds)
+    execute_placing(plan, placing, settings, moved=moved)
+    sources = placing.sources((*given, *plan.runs))
+    return TransferStats(given_bytes + plan.bytes, received_bytes, exchanging_seconds=seconds, sources=sources)
 
 
-def _exchange(exchange: PlannedExchange, comm: Comm, state: _Rounds) -> tuple[list[ReadRun], int, int] | None:
-    """Run the rounds; return the runs left to read, bytes read and bytes received, or None if another rank failed."""
+def _exchange(exchange: PlannedExchange, comm: Comm, state: _Rounds) -> tuple[list[ReadRun], list[ReadRun], int] | None:
+    """Run the rounds; return the runs left to read, those read and bytes received, or None if another rank failed."""
     failure: Exception | None = None
     probe = exchange.probe
     rounds: Sequence[ExchangeRound] = ()
@@ -175,9 +182,9 @@ def _exchange(exchange: PlannedExchange, comm: Comm, state: _Rounds) -> tuple[li
     # round and the next; everybody else still has to read what they would have received.
     takes = [take.run for later in rounds[number:] for take in later.takes]
     gives = [give.run for later in rounds[number + _AREAS :] for give in later.gives]
-    given_bytes = sum(give.run.bytes for early in rounds[: number + _AREAS] for give in early.gives)
+    given = [give.run for early in rounds[: number + _AREAS] for give in early.gives]
     received_bytes = sum(take.run.bytes for early in rounds[:number] for take in early.takes)
-    return [*takes, *gives, *alone.runs], given_bytes, received_bytes
+    return [*takes, *gives, *alone.runs], given, received_bytes
 
 
 class _Rounds:

@@ -11,25 +11,30 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self
 
-from holdfast.base.geometry.box import Box
-from holdfast.base.geometry.chunking import TINY_BYTES_MAX
 from holdfast.base.ports.codec import Codecs
 from holdfast.base.ports.framework import Target
 from holdfast.base.ports.packs import Packs, Stored
 from holdfast.base.ports.ranges import read_range, view_for_range
-from holdfast.base.types.plan import ChunkRead, LoadPlan, Part, ReadRun, give_slot_bytes
+from holdfast.base.types.plan import ChunkRead, LoadPlan, ReadRun, give_slot_bytes
 from holdfast.core.engine.buffers import BufferPool
-from holdfast.core.engine.decoding.decode import Decoder, stored_place
+from holdfast.core.engine.decoding.decode import Decoder
 from holdfast.core.engine.memory_limits import ranks_on_host
+from holdfast.core.engine.other_places import read_elsewhere
 from holdfast.core.engine.parallel_map import WorkerThreads
-from holdfast.core.format.digest import digest_of, new_digest
-from holdfast.errors import CorruptError, InvalidError, MissingError
+from holdfast.core.engine.placing import (
+    Placing,
+    pack_expected,
+    require_digest,
+    verify_and_place,
+    verify_and_place_all,
+)
+from holdfast.core.format.digest import new_digest
+from holdfast.errors import CorruptError, InvalidError, UnavailableError
 from holdfast.settings import MIB, Settings
 
 logger = logging.getLogger(__name__)
@@ -80,8 +85,8 @@ def execute(
     codecs: Codecs,
     pool: ReadPool | None = None,
     moved: Callable[[int], None] | None = None,
-) -> None:
-    """Read, decode, check and place everything a plan lists.
+) -> Mapping[str, int]:
+    """Read, decode, check and place everything a plan lists; return the bytes read, by URL of the root.
 
     Args:
         plan: What to read.
@@ -96,21 +101,33 @@ def execute(
             hold bytes that failed their check.
         UnavailableError: The store failed.
     """
+    placing = Placing(packs, targets, Decoder(codecs))
+    execute_placing(plan, placing, settings, pool, moved)
+    return placing.sources(plan.runs)
+
+
+def execute_placing(
+    plan: LoadPlan,
+    placing: Placing,
+    settings: Settings,
+    pool: ReadPool | None = None,
+    moved: Callable[[int], None] | None = None,
+) -> None:
+    """As `execute`, for a caller that has placed a part of the load already."""
     if not plan.runs:
         return
     if pool is None:
         count = min(settings._tuning.windows_in_flight, len(plan.runs))
         with ReadPool(count, max(map(_buffer_bytes, plan.runs))) as pool:
-            execute(plan, packs, targets, settings, codecs, pool, moved)
+            execute_placing(plan, placing, settings, pool, moved)
         return
     buffers = pool.buffers
-    placing = Placing(packs, targets, Decoder(codecs))
     # Taken on the threads of the pool alone, which no handler interrupts.
     copying = threading.Semaphore(max(len(os.sched_getaffinity(0)) // ranks_on_host(), 1))
 
     def read(run: ReadRun) -> None:
         with buffers.lent() as buffer:
-            stored = packs(run.pack)
+            stored = placing.packs(run.pack)
             if not run.bases:
                 _RunRead(run, stored, placing, settings._tuning.zero_copy_bytes_min, copying).execute(buffer)
             elif stored.files.traits.read_alignment > 1:
@@ -128,24 +145,6 @@ def _buffer_bytes(run: ReadRun) -> int:
     return sum(give_slot_bytes(part.stop - part.start) for part in (run, *run.bases))
 
 
-@dataclass(frozen=True, slots=True)
-class Placing:
-    """Where chunks come from and go to, and what decodes them."""
-
-    packs: Packs
-    """Locates packs by name."""
-
-    targets: Sequence[Target]
-    """Where to place, by wanted number."""
-
-    decoder: Decoder
-    """Decodes on any thread."""
-
-    def url_of(self, pack: str) -> str:
-        """Return the place of a pack, for messages."""
-        return self.packs(pack).url
-
-
 @dataclass(slots=True)
 class _RunRead:
     """Reads one run without bases: cached bytes straight into the targets, the rest through a buffer."""
@@ -161,12 +160,16 @@ class _RunRead:
         run = self._run
         homes = [self._home(chunk) for chunk in run.chunks]
         placed = 0
-        if any(homes):
-            # With more copies at once than cores, each evicts the others' bytes from the cache before they are hashed.
-            with self._copying, pack_expected(run, self._stored):
-                placed = self._place_cached(homes, buffer)
-        if placed < len(run.chunks):
-            self._place_rest(ReadRun.of(run.pack, run.chunks[placed:]), homes[placed:], buffer)
+        try:
+            if any(homes):
+                # With more copies at once than cores, each evicts the others' bytes from the cache before they are
+                # hashed.
+                with self._copying, pack_expected(run, self._stored):
+                    placed = self._place_cached(homes, buffer)
+            if placed < len(run.chunks):
+                self._place_rest(ReadRun.of(run.pack, run.chunks[placed:]), homes[placed:], buffer)
+        except (CorruptError, UnavailableError) as error:
+            read_elsewhere(run, self._placing, buffer, error)
 
     def _place_rest(self, rest: ReadRun, homes: Sequence[list[memoryview]], buffer: memoryview) -> None:
         """Read the rest of the run, a few chunks at a time; check and place them.
@@ -318,18 +321,6 @@ class _Hashing:
                 self._number, self._at = self._number + 1, 0
 
 
-@contextmanager
-def pack_expected(run: ReadRun, stored: Stored) -> Iterator[None]:
-    """Turn a missing pack into `CorruptError`: the manifest names it."""
-    try:
-        yield
-    except MissingError as missing:
-        fqn = run.chunks[0].piece.tensor.fqn
-        raise CorruptError(
-            f"{fqn}: {stored.url}: the pack is missing; the manifest names it. Read another copy"
-        ) from missing
-
-
 def read_through(run: ReadRun, placing: Placing, buffer: memoryview) -> list[memoryview]:
     """Read a run with its bases into a buffer; decode, check and place every chunk.
 
@@ -340,12 +331,15 @@ def read_through(run: ReadRun, placing: Placing, buffer: memoryview) -> list[mem
     Returns:
         The views of its bytes, as stored, and of those of each base.
     """
-    data = _read(run, placing, buffer)
     try:
-        verify_and_place_all(run, data, placing)
-    except CorruptError:
-        return _read_again(run, placing, buffer)
-    return data
+        data = _read(run, placing, buffer)
+        try:
+            verify_and_place_all(run, data, placing)
+        except CorruptError:
+            return _read_again(run, placing, buffer)
+        return data
+    except (CorruptError, UnavailableError) as error:
+        return read_elsewhere(run, placing, buffer, error)
 
 
 def _read(run: ReadRun, placing: Placing, buffer: memoryview) -> list[memoryview]:
@@ -381,96 +375,3 @@ def _read_again(run: ReadRun, placing: Placing, buffer: memoryview, *, in_target
         ", or tensors of the state share memory" if in_target else "",
     )
     return data
-
-
-def verify_and_place_all(run: ReadRun, data: Sequence[memoryview], placing: Placing, sender: str = "") -> None:
-    """Decode and check every chunk of a run and of its bases, and copy the wanted parts to the targets.
-
-    Args:
-        run: The run.
-        data: Its bytes as stored, and those of each of its bases.
-        placing: Where the chunks go.
-        sender: Who sent the bytes, for messages; empty: this rank has read them.
-    Raises:
-        CorruptError: A chunk differs from what was saved; earlier chunks may be placed.
-    """
-    own, targets = data[0], placing.targets
-    assert len(own) >= run.stop - run.start, "all of a run has been read"
-    where = placing.url_of(run.pack) + sender
-    coded = _CodedChunks(run, data[1:], placing, sender)
-    tiny: list[tuple[Target, Box, tuple[int, int]]] = []
-    for chunk in run.chunks:
-        start = chunk.offset - run.start
-        if chunk.piece.coding is not None:
-            coded.place(chunk, own[start : start + chunk.stored_bytes], where)
-            continue
-        stop = start + chunk.bytes
-        raw, part = own[start:stop], chunk.parts[0]
-        if chunk.bytes <= TINY_BYTES_MAX and len(chunk.parts) == 1 and _is_all(chunk, part):
-            require_digest(chunk, raw, where)
-            tiny.append((targets[part.wanted_number], part.box, (start, stop)))
-        else:
-            verify_and_place(chunk, raw, where, targets)
-    if tiny:
-        tiny_targets, boxes, ranges = zip(*tiny, strict=True)
-        tiny_targets[0].place_together(tiny_targets, boxes, own, ranges)
-
-
-class _CodedChunks:
-    """Decodes, checks and places the coded chunks of one run, in order, each base before what is coded against it."""
-
-    def __init__(self, run: ReadRun, base_data: Sequence[memoryview], placing: Placing, sender: str) -> None:
-        self._placing, self._sender = placing, sender
-        self._bases = (
-            (chunk, view[chunk.offset - base.start :][: chunk.stored_bytes])
-            for base, view in zip(run.bases, base_data, strict=True)
-            for chunk in base.chunks
-        )
-        self._base: ChunkRead | None = None
-        self._raw_base: memoryview | None = None
-
-    def place(self, chunk: ChunkRead, stored: memoryview, where: str) -> None:
-        """Decode, check and place the next chunk."""
-        placing, base = self._placing, chunk.base
-        if base is not None and base is not self._base:
-            self._base, base_stored = next(self._bases)
-            assert self._base is base, "bases come in the order in which they are needed"
-            base_where = placing.url_of(base.piece.pack) + self._sender
-            try:
-                self._raw_base = placing.decoder.raw_base(base, base_stored, base_where)
-                verify_and_place(base, self._raw_base, base_where, placing.targets)
-            except CorruptError as error:
-                raise CorruptError(
-                    f"{chunk.piece.tensor.fqn}: {where}: chunk {chunk.number} is coded against a damaged one: {error}"
-                ) from error
-        raw = placing.decoder.raw(chunk, stored, self._raw_base if base is not None else None, where)
-        verify_and_place(chunk, raw, where, placing.targets)
-
-
-def _is_all(chunk: ChunkRead, part: Part) -> bool:
-    """Return whether a part is the whole of a piece with a single chunk, decided by identity alone: it is cheap."""
-    return part.box is chunk.piece.region and part.box is part.source_box and chunk.bytes == chunk.piece.bytes
-
-
-def verify_and_place(chunk: ChunkRead, raw: memoryview, where: str, targets: Sequence[Target]) -> None:
-    """Check a chunk and copy its wanted parts to the targets."""
-    require_digest(chunk, raw, where)
-    itemsize = chunk.piece.tensor.itemsize
-    for part in chunk.parts:
-        source = raw[part.source_start : part.source_start + part.source_box.numel * itemsize]
-        targets[part.wanted_number].place(part.box, source, part.source_box)
-
-
-def require_digest(chunk: ChunkRead, raw: memoryview, where: str) -> None:
-    """Require that the raw bytes of a chunk are those that were saved.
-
-    Raises:
-        CorruptError: They are not; the message names tensor, file, stored byte range, and the chunk of a coded piece.
-    """
-    expected = chunk.expected
-    # A foreign checkpoint that is read in place has no digests.
-    if expected and (actual := digest_of(raw)) != expected:
-        raise CorruptError(
-            f"{chunk.piece.tensor.fqn}: {where}: {stored_place(chunk)} hash to {actual.hex()}; expected "
-            f"{expected.hex()}. Read another copy or another step"
-        )

@@ -20,7 +20,7 @@ from holdfast.base.geometry.dtype import DTYPES
 from holdfast.base.geometry.region import FlatRange
 from holdfast.base.types.plan import Piece
 from holdfast.core.engine.decoding.chunk_reader import chunk_of
-from holdfast.core.engine.read import require_digest
+from holdfast.core.engine.placing import require_digest
 from holdfast.errors import CorruptError, MissingError
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
 

@@ -148,8 +148,8 @@ def check_pack(stored: Stored, pack: FileRecord, step: int | None) -> None:
 def short_packs(store: Store, folder: str, manifest: Manifest, packs: Packs) -> dict[str, tuple[int, CheckpointError]]:
     """Return packs that are missing or of another size, by name: the readable bytes, and the error.
 
-    The first bytes of a truncated pack are readable. A longer pack of another step, or a referenced file of another
-    size, is a different file: none of its bytes count.
+    A pack that another place has whole is not short. The first bytes of a truncated pack are readable. A longer pack of
+    another step, or a referenced file of another size, is a different file: none of its bytes count.
     """
     names = [pack.name for pack in manifest.packs]
     sizes = _sizes_in_folders(names, packs, f"{folder}{manifest.attempt}/")
@@ -165,6 +165,8 @@ def short_packs(store: Store, folder: str, manifest: Manifest, packs: Packs) -> 
         except InvalidError as refused:
             return 0, refused
         except CorruptError as error:
+            if any(is_whole(pack, stored_bytes(place.files, place.key)) for place in stored.others):
+                return None
             size = 0 if is_file_url(pack.name) else sizes.get(pack.name) or stored_bytes(stored.files, stored.key)
             return None if is_whole(pack, size) else (0 if size > pack.bytes else size, error)
         return None

@@ -137,8 +137,8 @@ def read_or_exchange(
     """
     settings = job.settings
     if exchange is None:
-        execute(plan, packs, targets, settings, job.codecs, moved=on_bytes)
-        return TransferStats(plan.bytes, 0)
+        sources = execute(plan, packs, targets, settings, job.codecs, moved=on_bytes)
+        return TransferStats(plan.bytes, 0, sources=sources)
     rounds = exchange.job
     probe = None if exchange.forced else ExchangeProbe(PROBE_ROUNDS, partial(exchanging_beats_reading, rounds.left))
     planned = partial(_own_part, rounds, job.comm.rank, plan, _pack_numbers(manifest))

@@ -30,7 +30,8 @@ from holdfast.core.engine import read
 from holdfast.core.engine.arena import Arena
 from holdfast.core.engine.buffers import BufferPool, allocate_aligned
 from holdfast.core.engine.decoding.decode import Decoder
-from holdfast.core.engine.read import Placing, execute, read_through
+from holdfast.core.engine.placing import Placing
+from holdfast.core.engine.read import execute, read_through
 from holdfast.core.engine.staging import Staging
 from holdfast.core.engine.target import HostTarget
 from holdfast.core.engine.writing.write import PackWriter, WrittenPack

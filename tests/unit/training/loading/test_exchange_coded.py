@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast._face import wiring
+from holdfast.backends.stores.local import LocalStore
 from holdfast.base.clock import SystemClock
 from holdfast.base.geometry.box import Box
 from holdfast.base.geometry.chunking import chunk_count
 from holdfast.base.geometry.region import FlatRange, Region
+from holdfast.base.ports.packs import Packs, Stored
 from holdfast.base.types.plan import LoadPlan, WantedBoxes
 from holdfast.core.engine.exchange import ExchangeProbe, PlannedExchange, TransferStats, execute_exchange
 from holdfast.core.engine.target import HostTarget
@@ -48,7 +52,13 @@ SAVED: dict[str, Sequence[Region]] = {
     "flat": [FlatRange(0, 9001), FlatRange(9001, math.prod(SHAPE))],
 }
 STORED = {name: stored_training(SHAPE, regions, seed=20 + at) for at, (name, regions) in enumerate(SAVED.items())}
-DATA_BYTES = {name: sum(len(data) - PAGE_BYTES for data in stored.packs.values()) for name, stored in STORED.items()}
+
+
+def data_bytes(stored: CodedPieces) -> int:
+    return sum(len(data) - PAGE_BYTES for data in stored.packs.values())
+
+
+DATA_BYTES = {name: data_bytes(stored) for name, stored in STORED.items()}
 
 LAYOUTS: dict[str, list[Wanted]] = {
     "sharded in two": [[(fqn, box) for fqn in "wmv"] for box in rows(2)],
@@ -65,7 +75,7 @@ def plan_of(stored: CodedPieces, wanted: Wanted) -> LoadPlan:
 
 
 def exchanged(
-    stored: CodedPieces, layout: Sequence[Wanted], *, after_rounds: int | None = None
+    stored: CodedPieces, layout: Sequence[Wanted], *, after_rounds: int | None = None, packs: Packs | None = None
 ) -> list[TransferStats | BaseException]:
     """Load on as many ranks as the layout has, exchange forced; require every element to be what was saved."""
     numbers = {name: number for number, name in enumerate(sorted(stored.packs))}
@@ -84,7 +94,7 @@ def exchanged(
             PlannedExchange(lambda: agreed.plan_of(comm.rank, plans[comm.rank], numbers), agreed.round_count, probe),
             comm,
             SystemClock(),
-            stored.packs_in(stored.store),
+            packs or stored.packs_in(stored.store),
             targets,
             SETTINGS,
             wiring.codecs(),
@@ -159,6 +169,39 @@ def test_a_base_that_is_damaged_stops_all_ranks_and_is_named() -> None:
     errors = [outcome for outcome in outcomes if isinstance(outcome, CorruptError)]
     assert errors and f"{start}–{stop}" in str(errors[0]) and "w" in str(errors[0])
     assert all(isinstance(each, CorruptError) or each == TransferStats(0, 0, whole=False) for each in outcomes)
+
+
+@pytest.mark.parametrize("after_rounds", (None, 0, 1))
+def test_damaged_chunks_come_from_the_other_place_to_every_rank(
+    after_rounds: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stored = stored_training(SHAPE, rows(2), seed=78)
+    near, far = (LocalStore(tmp_path / each, settings=SETTINGS) for each in ("near", "far"))
+    (first, second) = sorted(stored.packs)
+    damaged = {near: [("w", 0), ("m", 3)], far: [("w", 1), ("m", 2), ("v", 0)]}
+    for store, chunks in damaged.items():
+        data = stored.packs[first].copy()
+        for fqn, number in chunks:
+            data[stored.pieces[fqn][0].stored_range(number)[0] + 30] ^= 4
+        store.put(ATTEMPT + first, bytes(data))
+    far.put(ATTEMPT + second, bytes(stored.packs[second]))
+    outcomes = exchanged(
+        stored,
+        LAYOUTS["replicated"][:2],
+        after_rounds=after_rounds,
+        packs=lambda name: Stored(near, ATTEMPT + name, (Stored(far, ATTEMPT + name),)),
+    )
+    read = read_bytes(outcomes)
+    sources = sum((Counter(each.sources) for each in outcomes if isinstance(each, TransferStats)), Counter())
+    assert sum(sources.values()) == read
+    elsewhere = sum(stored.pieces[fqn][0].stored_range(number)[1] for fqn, number in damaged[near])
+    elsewhere -= sum(stored.pieces[fqn][0].stored_range(number)[0] for fqn, number in damaged[near])
+    if after_rounds is None:
+        assert read == data_bytes(stored)
+        assert sources[far.url] == elsewhere + len(stored.packs[second]) - PAGE_BYTES
+    said = Counter(record.message.partition(": ")[0] for record in caplog.records)
+    assert set(said) == {f"{near.url}/{ATTEMPT}{name}" for name in stored.packs}
+    assert max(said.values()) <= 2, "one warning a pack and rank"
 
 
 def test_units_are_never_cut_by_cells() -> None:
