@@ -42,6 +42,7 @@ PARTS = {
     "preemptions": Part(("tests/distributed/jobs/test_preemption.py",)),
     "discarding": Part(("tests/crash/kills/test_discard_kill.py",)),
     "removing": Part(("tests/crash/kills/test_remove_kill.py", "tests/crash/writers/test_remove_beside.py")),
+    "draining": Part(("tests/crash/kills/test_drain_kill.py",)),
     "importing": Part(("tests/crash/kills/test_import_kill.py",)),
     "lives": Part(("tests/property/test_life_of_a_run.py",), 3600),
     "properties": Part(
@@ -122,7 +123,7 @@ def main(arguments: Sequence[str] | None = None, run: Run = _run) -> int:
 
 def _numbers(rounds: int, faults: int) -> dict[str, str]:
     """Return the variables by which the tests take every case, or so many."""
-    strides = ("COLLECT_STRIDE", "TAG_STRIDE", "GO_BACK_STRIDE", "SWEEP_STRIDE", "COMPRESSED_STRIDE")
+    strides = ("COLLECT_STRIDE", "TAG_STRIDE", "GO_BACK_STRIDE", "SWEEP_STRIDE", "COMPRESSED_STRIDE", "DRAIN_STRIDE")
     return dict.fromkeys(strides, "1") | {
         "POWER_CUTS_ON": "ext4,xfs",
         "JUDGE_EVERY": "1",

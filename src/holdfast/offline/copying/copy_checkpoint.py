@@ -11,11 +11,12 @@ from holdfast.base.types.manifest import FileRecord, Manifest
 from holdfast.core.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
 from holdfast.core.format.names import MANIFEST_FILE, is_file_url
 from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
-from holdfast.offline.copying.copied_files import CopiedFile, key_alone
-from holdfast.offline.copying.copy_run import CopyReport, shown_damages
+from holdfast.offline.copying.copy_run import CopyReport
 from holdfast.offline.copying.destination import CopyDestination
-from holdfast.offline.copying.file_copies import FileCopies
 from holdfast.stored.checkpoint.location import CheckpointLocation, manifest_bytes_at, manifest_in_place_of
+from holdfast.stored.copying.copied_files import CopiedFile, key_alone
+from holdfast.stored.copying.file_copies import FileCopies
+from holdfast.stored.copying.proof import shown_damages
 from holdfast.stored.repository.publish import get_or_none, publish
 from holdfast.stored.repository.reports import REPORTS_FOLDER
 

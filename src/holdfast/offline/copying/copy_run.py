@@ -5,7 +5,7 @@ A process that dies leaves the destination as `destination.py` says, and the nex
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -28,12 +28,13 @@ from holdfast.core.format.names import (
     superseded_in,
 )
 from holdfast.errors import CheckpointError, CorruptError, MissingError, first_three
-from holdfast.offline.copying.copied_files import CopiedFile, CopiedManifest, files_of_run, needed_files
 from holdfast.offline.copying.destination import CopyDestination
-from holdfast.offline.copying.file_copies import Copied, FileCopies, location_in_run
 from holdfast.settings import MIB
 from holdfast.stored.checkpoint.location import require_no_checkpoint
 from holdfast.stored.checkpoint.verify import Damage
+from holdfast.stored.copying.copied_files import CopiedFile, CopiedManifest, files_of_run, needed_files
+from holdfast.stored.copying.file_copies import Copied, FileCopies, location_in_run
+from holdfast.stored.copying.proof import shown_damages
 from holdfast.stored.repository.catalog import manifest_in, read_run_id, step_folders
 from holdfast.stored.repository.epochs import RELEASED
 from holdfast.stored.repository.latest import name_latest
@@ -262,17 +263,6 @@ class RunCopy:
             f"{self._report.url} is not complete. Repair them (holdfast repair {self._source.url}) and copy "
             "again, which continues; or leave those steps out (--skip-damaged, skip_damaged=True)"
         )
-
-
-def shown_damages(damages: Sequence[Damage]) -> str:
-    """Return the first damaged places for a message, and how many more there are."""
-    return first_three(map(_shown, damages))
-
-
-def _shown(damage: Damage) -> str:
-    place = "" if damage.start is None else f" bytes [{damage.start}, {damage.stop})"
-    tensor = "" if damage.fqn is None else f" of {damage.fqn}"
-    return f"{damage.file}{place}{tensor}: {damage.message}"
 
 
 def _unproven(source: Store, key: str, size: int) -> CopiedFile:

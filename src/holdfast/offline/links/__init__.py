@@ -1,5 +1,5 @@
 """The names of shared packs in a run: proving that two are equal, and replacing one by a link.
 
-Repair and copies use the proofs. Read `shared_packs.py` first.
+Repair uses it; `stored/copying/` has the proof of one pack. Read `shared_packs.py` first.
 It never decides which steps or packs stay.
 """

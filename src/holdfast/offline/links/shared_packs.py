@@ -12,8 +12,8 @@ from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import FileRecord, Manifest
 from holdfast.core.format.names import step_folder, step_of_pack
 from holdfast.errors import CheckpointError, MissingError
-from holdfast.offline.links.pack_proof import PackPieces, is_proven
 from holdfast.stored.checkpoint.location import CheckpointLocation
+from holdfast.stored.copying.pack_proof import PackPieces, is_proven
 from holdfast.stored.repository.catalog import manifest_in, read_index, read_manifest_bytes
 from holdfast.stored.repository.publish import pack_paths
 from holdfast.stored.repository.removal import link_keys

@@ -190,3 +190,24 @@ def _newest_per(policy: NewestPer, steps: Sequence[KeptFacts]) -> Reasons:
         period = facts.created[: _PERIOD_CHARACTERS[policy.period]] if _TIME.match(facts.created) else f"? {facts.step}"
         newest[period] = facts
     return {facts.name: (f"newest of {period}",) for period, facts in newest.items()}
+
+
+def waiting(
+    policy: KeepPolicy | None, due: Iterable[KeptFacts], at_root: Iterable[KeptFacts], newest: Timeline | None = None
+) -> list[KeptFacts]:
+    """Return the due steps that wait for the drain, in the order of the drain. The other due steps are skipped.
+
+    A step waits if the policy of the root would keep the step with all due steps in the root. A tagged step waits in
+    any case.
+
+    Args:
+        policy: What the root keeps; None for everything.
+        due: The steps that are due at the root, and only in the near tier.
+        at_root: The complete steps of the root.
+        newest: As for `kept`.
+    Raises:
+        InvalidError: As `kept`.
+    """
+    candidates = list(due)
+    stays = kept(policy, [*at_root, *candidates], newest)
+    return sorted((facts for facts in candidates if facts.name in stays or facts.tags), key=lambda facts: facts.age)

@@ -244,3 +244,41 @@ def test_the_chain_of_a_newest_timeline_without_steps_counts() -> None:
         5: (NEWEST_OF_FORMER,),
     }
     assert kept(LatestN(1), run, replace(second, ancestors=())).keys() == {5}
+
+
+def waiting(policy: KeepPolicy | None, due: list[KeptFacts], at_root: list[KeptFacts]) -> list[int]:
+    return [facts.step for facts in retention.waiting(policy, due, at_root)]
+
+
+@given(policy=policies, run=runs(), n=st.integers(1, 60), data=st.data())
+def test_what_waits_is_what_the_root_would_keep_of_all(
+    policy: KeepPolicy, run: list[KeptFacts], n: int, data: st.DataObject
+) -> None:
+    due = data.draw(st.lists(st.sampled_from(run), unique_by=lambda facts: facts.step))
+    at_root = [facts for facts in run if facts not in due]
+    waits = waiting(policy, due, at_root)
+    assert waits == sorted(waits)
+    skipped = {facts.step for facts in due} - set(waits)
+    assert skipped.isdisjoint(kept(policy, run))
+    assert not [facts for facts in due if facts.tags and facts.step in skipped]
+    if due and max(run, key=lambda facts: facts.step) in due:
+        assert waits[-1] == max(facts.step for facts in due), "the newest step of the run is never skipped"
+    # Drained in order, none of these waits for nothing: at the end the root keeps each, but for the tag alone.
+    left = [*at_root, *(facts for facts in due if facts.step in waits)]
+    assert {facts.step for facts in due if facts.step in waits and not facts.tags} <= set(kept(policy, left))
+    # What a rule of multiples keeps is skipped by no other rule.
+    of_multiples = waiting(AnyOf(policy, EveryNth(n)), due, at_root)
+    assert {facts.step for facts in due if facts.step % n == 0} <= set(of_multiples)
+
+
+def test_a_slow_root_skips_the_oldest_and_no_step_that_is_to_stay() -> None:
+    due = [KeptFacts(step, tags=("best",) if step == 20 else ()) for step in (50, 40, 30, 20, 10)]
+    at_root = [KeptFacts(5)]
+    assert waiting(LatestN(3), due, at_root) == [20, 30, 40, 50]
+    assert waiting(AnyOf(LatestN(1), EveryNth(30)), due, at_root) == [20, 30, 50]
+    assert waiting(None, due, at_root) == [10, 20, 30, 40, 50]
+    assert waiting(LatestN(3), [], at_root) == []
+    # Of two timelines, the older one first: its step leaves room for the step of the newer one.
+    newer = FIRST_TIMELINE.fork(2, "a" * 16, 20, "d" * 32)
+    both = [KeptFacts(30, timeline=newer, digest="new"), KeptFacts(30, digest="old")]
+    assert [facts.digest for facts in retention.waiting(None, both, at_root)] == ["old", "new"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from holdfast.base.geometry.chunking import DIGEST_BYTES, chunk_count
@@ -14,9 +14,9 @@ from holdfast.core.engine.decoding.chunk_reader import ChunkReader, refutation
 from holdfast.core.format.digest import digest_of, new_digest
 from holdfast.core.format.index.index import Index
 from holdfast.core.format.pack import HEADER_BYTES_MAX, pack_digest
-from holdfast.errors import CorruptError
-from holdfast.offline.links.pack_proof import PackPieces
+from holdfast.errors import CorruptError, first_three
 from holdfast.stored.checkpoint.verify import Damage
+from holdfast.stored.copying.pack_proof import PackPieces
 
 _LENGTH_BYTES = 8
 _DAMAGES_MAX = 1000
@@ -182,3 +182,14 @@ def damages_of_pack(stored: Stored, record: FileRecord, index: Index, packs: Pac
             if message and len(found) < _DAMAGES_MAX:
                 found.append(Damage(file, start, stop, piece.tensor.fqn, message))
     return found
+
+
+def shown_damages(damages: Sequence[Damage]) -> str:
+    """Return the first damaged places for a message, and how many more there are."""
+    return first_three(map(_shown, damages))
+
+
+def _shown(damage: Damage) -> str:
+    place = "" if damage.start is None else f" bytes [{damage.start}, {damage.stop})"
+    tensor = "" if damage.fqn is None else f" of {damage.fqn}"
+    return f"{damage.file}{place}{tensor}: {damage.message}"
