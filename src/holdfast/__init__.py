@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         Preempted,
         UnavailableError,
     )
+    from holdfast.policies import Tier
     from holdfast.settings import Differential, ObjectSettings, Preemption, Settings
 
 __version__ = "0.1.0"
@@ -59,6 +60,7 @@ __all__ = [
     "PerRank",
     "RngState",
     "Layout",
+    "Tier",
     "Sharded",
     "Store",
     "StoreEntry",
@@ -83,6 +85,7 @@ _MODULES = {"activations", "api", "data", "errors", "observers", "pieces", "poli
 _HOMES = (
     "holdfast.errors",
     "holdfast.settings",
+    "holdfast.policies",
     "holdfast.base.types.per_rank",
     "holdfast.base.geometry.sharded",
     "holdfast.base.layouts.layout",

@@ -37,6 +37,7 @@ from holdfast.training.saving.target import Collect, SaveTarget, path_save
 if TYPE_CHECKING:
     from holdfast._face.checkpoint_manager import CheckpointManager
     from holdfast._face.comparison import diff
+    from holdfast._face.drain_api import drain
     from holdfast._face.export_wiring import EXPORT_DTYPES
     from holdfast._face.offline_api import (
         collect,
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from holdfast.training.runs.listing import RunRecord, StepRecord
     from holdfast.training.runs.removal.garbage_collection import CollectReport
     from holdfast.training.runs.removal.named_steps import RemovedSteps
+    from holdfast.training.runs.tiers.offline_drain import DrainReport
     from holdfast.training.telemetry.trace import Trace
 
 __all__ = [
@@ -76,6 +78,7 @@ __all__ = [
     "CopyReport",
     "RemovedSteps",
     "Diff",
+    "DrainReport",
     "FlatRange",
     "FrameworkValue",
     "Forecast",
@@ -110,6 +113,7 @@ __all__ = [
     "collect",
     "copy_checkpoint",
     "copy_run",
+    "drain",
     "remove_steps",
     "end_idle_threads",
     "explain",
@@ -140,6 +144,8 @@ _HOMES = {
     "StepRecord": "holdfast.training.runs.listing",
     "StepRepair": "holdfast.offline.repair.repair",
     "diff": "holdfast._face.comparison",
+    "drain": "holdfast._face.drain_api",
+    "DrainReport": "holdfast._face.drain_api",
     "explain": "holdfast.base.layouts.explain",
     "read": "holdfast._face.whole_state",
     "shipped": "holdfast.base.layouts.layout",

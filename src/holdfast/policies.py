@@ -25,6 +25,7 @@ __all__ = [
     "Tagged",
     "AnyOf",
     "AllOf",
+    "Tier",
     "SavePolicy",
     "KeepPolicy",
 ]
@@ -192,6 +193,41 @@ class Policies:
 
     keep: KeepPolicy | None = None
     """Which steps are kept; None for all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """The near tier of a run: a fast folder before the root, seen by every rank.
+
+    Steps that are due at the root are saved near, and drained to the root behind training.
+
+    Example:
+        near = holdfast.Tier("/local/nvme/run-7", every=10, keep_last=2)
+        manager = holdfast.CheckpointManager("s3://bucket/run-7", every=100, near=near)
+    """
+
+    path: object
+    """The folder, as str or Path."""
+
+    every: int | SavePolicy
+    """When `maybe_save` saves near: every so many steps, or by a policy. Steps that are due at the root are saved near
+    too."""
+
+    keep_last: int | None = None
+    """Newest steps that stay near, beside those that wait for the drain; None for 2, and 1 in memory (tmpfs)."""
+
+    def __post_init__(self) -> None:
+        text = self.path.__fspath__() if hasattr(self.path, "__fspath__") else self.path
+        if not isinstance(text, str) or not text or "://" in text:
+            raise InvalidError(f"Tier({str(self.path)[:80]!r}): expected a folder that every rank sees, as str or Path")
+        object.__setattr__(self, "path", text)
+        if is_whole(self.every):
+            object.__setattr__(self, "every", EveryNSteps(self.every))
+        for rule in rules_of(self.every):
+            if not isinstance(rule, SAVE_RULES):
+                raise InvalidError(f"Tier(every={str(self.every)[:80]!r}): expected every=10, or a policy when to save")
+        if self.keep_last is not None:
+            LatestN(self.keep_last)
 
 
 SAVE_RULES = (EveryNSteps, EverySeconds, AtSteps, OnRequest)

@@ -12,7 +12,7 @@ from tests.house.source import ROOT
 
 BOUNDS = {
     "save": {"functions_before_first_byte": 388, "files_before_first_byte": 87, "functions": 630, "files": 118},
-    "load": {"functions_before_first_byte": 370, "files_before_first_byte": 98, "functions": 457, "files": 103},
+    "load": {"functions_before_first_byte": 372, "files_before_first_byte": 98, "functions": 459, "files": 104},
 }
 """Measured, plus 3 for the timing of threads. Goal of a save before the first byte: 280 functions in 60 files."""
 

@@ -25,8 +25,9 @@ TOP_FILES = {
 PARAMETERS_MAX = 8
 
 PARAMETERS = {
-    "_face/checkpoint_manager.py:CheckpointManager.__init__": 11,
+    "_face/checkpoint_manager.py:CheckpointManager.__init__": 12,
     "_face/checkpoint_manager.py:CheckpointManager.load": 13,
+    "_face/checkpoint_manager.py:CheckpointManager.save": 9,
     "_face/offline_api.py:export": 12,
     "api.py:load": 15,
     "backends/torch/data/batches.py:Batches.__init__": 9,

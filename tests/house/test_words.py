@@ -58,8 +58,6 @@ RETIRED = {
     "is_little": "is_small_transfer",
     # Runs and repository.
     "Distrust": "SuspectSteps",
-    "distrust": "suspect_steps",
-    "distrusted": "suspect",
     "Collector": "CheckpointGC",
     "Survey": "Inventory",
     "Doomed": "Unreferenced",

@@ -21,6 +21,7 @@ from holdfast._face.arguments import (
     selection_of,
 )
 from holdfast._face.passed_state import passed_state
+from holdfast._face.stored_steps import StoredSteps
 from holdfast.backends.stores.foreign import References
 from holdfast.base.interrupts import require_uninterrupted
 from holdfast.base.layouts.layout import Layouts, layouts_of
@@ -31,13 +32,12 @@ from holdfast.base.types.reports import LoadReport
 from holdfast.core.format.names import is_step, plain_step
 from holdfast.core.format.step_name import StepName, step_name
 from holdfast.errors import InvalidError
-from holdfast.policies import KeepPolicy, Policies, SavePolicy
+from holdfast.policies import KeepPolicy, Policies, SavePolicy, Tier
 from holdfast.settings import Differential, Preemption, Settings
 from holdfast.stored.checkpoint.location import CheckpointLocation, none_allowed, require_no_checkpoint
-from holdfast.stored.repository.tags import remove_tag
-from holdfast.stored.repository.timelines import committed_steps, run_timelines
+from holdfast.stored.repository.two_roots import TwoRoots
 from holdfast.training.coordination.job import Job
-from holdfast.training.coordination.save_schedule import Schedule, taking_requests
+from holdfast.training.coordination.save_schedule import taking_requests
 from holdfast.training.loading.load import Loaded, load, load_attempt
 from holdfast.training.loading.load_request import LoadRequest
 from holdfast.training.loading.named_step import StepQuery, finder_of
@@ -46,16 +46,18 @@ from holdfast.training.redo_log.log_load import load_with_log
 from holdfast.training.redo_log.redo_log import redo_log_of
 from holdfast.training.runs.discarding import Discarding
 from holdfast.training.runs.preemption import PreemptionHandler, least_write_bytes, preemption_handler_of
+from holdfast.training.runs.run_parts import RunParts, RunState
 from holdfast.training.runs.saves_in_flight import SavesInFlight, note_failed
-from holdfast.training.runs.step_request import RunParts, StepRequest, StepState
-from holdfast.training.runs.tags import tag_step
+from holdfast.training.runs.step_request import StepRequest, StepState
+from holdfast.training.runs.tiers.due import DueSteps
+from holdfast.training.runs.tiers.near import NearPlace, NearTier
 from holdfast.training.saving.handle import SaveHandle
 from holdfast.training.saving.misuse import refuse_call
 from holdfast.training.saving.save import begin_save
 from holdfast.training.telemetry.dispatcher import EventDispatcher
 
 
-class CheckpointManager:
+class CheckpointManager(StoredSteps):
     """Saves and loads the steps of one run under a root. A context manager; every rank of the group makes one.
 
     Construction is a collective: ranks agree on a nonce and count those that share memory. Saving runs no collective.
@@ -78,6 +80,7 @@ class CheckpointManager:
         keep_last: int | None = None,
         start_over: bool = False,
         differential: Differential | bool = False,
+        near: Tier | None = None,
         preemption: Preemption | bool = True,
         process_group: wiring.ProcessGroup = None,
         settings: Settings = wiring.DEFAULT_SETTINGS,
@@ -95,6 +98,8 @@ class CheckpointManager:
                 The steps stay stored, superseded. Otherwise such a save raises.
             differential: Whether each step leaves the gradients of its optimizers beside the checkpoints, so that a
                 killed run goes on at its last step. See `holdfast.Differential` and docs/differential.md.
+            near: A fast folder in which steps are saved first; those that are due by `save` are drained to the root
+                behind training. See `holdfast.Tier` and docs/tiers.md.
             preemption: Signals after which `maybe_save` saves and ends the process, from its first call until `close`.
                 True for SIGTERM and SIGINT, with a grace of 30 s; False for none. See `holdfast.Preemption`.
             process_group: None for the default group, False for this process alone, or a group.
@@ -111,7 +116,8 @@ class CheckpointManager:
         store = wiring.store_at(root, settings)
         job = wiring.saving_job(process_group, settings, store.url)
         handler = preemption_handler_of(job, wanted)
-        self._open(store, job, References(settings.allowed_roots), policies, observers, handler, options)
+        place = None if near is None else wiring.near_at(near, store, settings, options)
+        self._open(store, job, References(settings.allowed_roots), policies, observers, handler, options, place)
         self._position.starts_over = start_over
         self._follows_default_group = process_group is None
 
@@ -124,6 +130,7 @@ class CheckpointManager:
         policies: Policies = Policies(),  # noqa: B008 - frozen
         observers: Sequence[Observer] = (),
         preemption_handler: PreemptionHandler | None = None,
+        near: NearPlace | None = None,
     ) -> Self:
         """Return a manager over a store and a job that the caller made; the manager closes the job.
 
@@ -134,7 +141,7 @@ class CheckpointManager:
                 manager.save(1, state)
         """
         manager = cls.__new__(cls)
-        manager._open(store, job, references, policies, observers, preemption_handler)
+        manager._open(store, job, references, policies, observers, preemption_handler, near=near)
         return manager
 
     def _open(
@@ -146,16 +153,19 @@ class CheckpointManager:
         observers: Sequence[Observer],
         preemption_handler: PreemptionHandler | None,
         differential: Differential | None = None,
+        near: NearPlace | None = None,
     ) -> None:
         require_no_checkpoint(store)
         self._store, self._job, self._keep = store, job, policies.keep
         self._dispatcher = EventDispatcher(observers, job.clock)
-        self._schedule = None if policies.save is None else Schedule(job, policies.save)
+        self._due = DueSteps(job, store.url, policies.save, None if near is None else near.save)
         self._preemption = preemption_handler
-        home = CheckpointLocation(store, "", None, references=references, root=store)
-        self._parts = RunParts(job, home, policies.keep)
-        self._redo_log = redo_log_of(self._parts, self._schedule, differential, self._dispatcher)
-        self._position = self._parts.position
+        run = store if near is None else TwoRoots(near.store, store)
+        state = RunState(job, CheckpointLocation(run, "", None, references=references, root=run), policies.keep)
+        self._parts = RunParts(job, store, policies.keep, state)
+        self._near = None if near is None else NearTier(job, near, self._parts, policies.keep, state)
+        self._redo_log = redo_log_of(self._parts, self._due.root, differential, self._dispatcher)
+        self._run, self._position = run, self._parts.position
         self._saves = SavesInFlight(job.progress)
         self._closed = self._follows_default_group = False
         self.load_report: LoadReport | None = None
@@ -182,16 +192,12 @@ class CheckpointManager:
         Example:
             manager.maybe_save(400, state, metrics={"loss": 0.25})
         Raises:
-            InvalidError: The manager was made without `save` and `every`.
+            InvalidError: The manager was made without `save`, `every` and `near`.
             Preempted: A rank received a signal. All ranks stop at this step; `code` shows whether the step is saved. A
                 `SystemExit`, not an `Exception`.
         """
         self._require_not_closed()
-        if self._schedule is None:
-            raise InvalidError(
-                f"{self._store.url}: maybe_save does not know when to save; expected a manager made with every=100 or "
-                "save=…, as in CheckpointManager(root, every=100). To save at once, call save(step, state)"
-            )
+        self._due.require_policy()
         step = plain_step(step)
         passed = passed_state(step, state, "maybe_save(step, state)", (only, skip, grads), metrics, (tags, move_tags))
         if passed.misuse is not None and (self._job.comm.world_size == 1 or not is_step(step)):
@@ -202,15 +208,15 @@ class CheckpointManager:
         if self._preemption is not None and self._preemption.should_stop(step):
             self._preemption.save_and_exit(
                 step,
-                self._position.location_of(step),
+                self._saving_parts.location_of(step),
                 lambda: least_write_bytes(self._parts, passed),
                 lambda: self._begin_save(step, replace(passed, is_last=True)),
                 is_committed=self._position.is_loaded(step),
                 seal=None if self._redo_log is None else partial(self._redo_log.seal, step),
             )
-        is_due = self._schedule.is_due(step)
+        place = self._due.place_of(step)
         is_base_due = self._redo_log is not None and self._redo_log.is_base_due and step != self._position.loaded
-        return self._begin_save(step, passed) if is_due or is_base_due else None
+        return self._begin_save(step, replace(passed, near_only=place == "near")) if place or is_base_due else None
 
     @property
     def recoverable(self) -> int | None:
@@ -231,7 +237,7 @@ class CheckpointManager:
         Raises:
             InvalidError: The policy has no `OnRequest()`.
         """
-        taking_requests(self._schedule, f"{self._store.url}: request_save").request()
+        taking_requests(self._due.root, f"{self._store.url}: request_save").request()
 
     def save(
         self,
@@ -244,6 +250,7 @@ class CheckpointManager:
         only: Globs = None,
         skip: Globs = None,
         grads: bool = False,
+        near_only: bool = False,
     ) -> SaveHandle:
         """Begin to save a step; return once the state is staged, or at once if it is copied lazily. As `async_save`.
 
@@ -257,13 +264,17 @@ class CheckpointManager:
             tags: Tags that the step gets once it is committed; only the tags of rank 0 are set. A tag of another step
                 does not move. The log and `SaveReport.untagged` then have a warning; the step is saved.
             move_tags: Tags that the step gets too; a tag of another step moves to this step.
+            near_only: Whether the step stays in the near tier, for a loop without `maybe_save`. Otherwise, and if the
+                step has tags, the step is due at the root.
         """
         self._require_not_closed()
         step = plain_step(step)
         passed = passed_state(step, state, "save(step, state)", (only, skip, grads), metrics, (tags, move_tags))
+        if near_only and self._near is None:
+            raise InvalidError(f"{self._store.url}: near_only without a near tier; expected near=holdfast.Tier(…)")
         if self._redo_log is not None:
             self._redo_log.boundary(step, passed.state)
-        return self._begin_save(step, passed)
+        return self._begin_save(step, replace(passed, near_only=near_only and not (tags or move_tags)))
 
     def load(
         self,
@@ -320,61 +331,6 @@ class CheckpointManager:
             self.load_report = discarding.execute(loaded)
             return loaded.location.step
 
-    def steps(self) -> list[int]:
-        """Return the committed steps that a load may take, ascending, without superseded steps.
-
-        Example:
-            assert manager.steps() == [100, 200, 300]
-        """
-        return committed_steps(self._store)
-
-    @property
-    def latest(self) -> int | None:
-        """The newest committed step of the newest timeline, or None.
-
-        Example:
-            assert manager.latest == 300
-        """
-        chain = run_timelines(self._store).chain
-        return chain[-1].step if chain else None
-
-    def tag(self, step: int | str, name: str, *, move: bool = False) -> None:
-        """Tag a committed step; do nothing if the step has the tag already. Call this method on one rank.
-
-        A superseded step is named by number and digest, as `300@1f2e`. With `move`, the step gets the tag also if
-        another step has it: at any time, and after a crash, one of the two steps has the tag.
-
-        Example:
-            manager.tag(300, "best", move=True)
-        Raises:
-            InvalidError: The name is not a valid tag: a number, `latest`, or other characters.
-            MissingError: There is no such step.
-            ConflictError: Another step has the tag and `move` is False, or the step is being deleted.
-        """
-        tag_step(self._store, self._job.clock, step, name, move=bool(move))
-
-    def untag(self, name: str) -> None:
-        """Remove a tag; the step does not change. Call this method on one rank.
-
-        Example:
-            manager.untag("best")
-        Raises:
-            MissingError: There is no such tag.
-        """
-        remove_tag(self._store, name)
-
-    def kept(self) -> dict[int, tuple[str, ...]]:
-        """Return the steps that garbage collection would keep now, each with the reasons. Read-only.
-
-        Example:
-            for step, reasons in manager.kept().items():
-                print(step, ", ".join(reasons))
-        Raises:
-            InvalidError: `keep` ranks by a metric that no step has.
-            CorruptError: A tag cannot be read and may name a step that must stay.
-        """
-        return self._parts.kept(self._keep)
-
     def wait(self) -> None:
         """Wait for every save in flight.
 
@@ -424,8 +380,8 @@ class CheckpointManager:
             self._redo_log.forget()
         if position.has_gone_back and self._preemption is not None:
             self._preemption.forget_last()
-        if self._schedule is not None and loaded.location.step is not None:
-            self._schedule.note_loaded(loaded.location.step)
+        if loaded.location.step is not None:
+            self._due.note_loaded(loaded.location.step)
 
     def _load_with_log(self, request: LoadRequest, find: StepQuery | None, named: StepName) -> int | None:
         """Load the newest valid step or a given one, follow the redo log, and continue training from there."""
@@ -436,32 +392,33 @@ class CheckpointManager:
         if redone is None:
             return None
         self.load_report = redone
-        if self._schedule is not None and redone.step is not None:
-            self._schedule.note_loaded(redone.step)
+        if redone.step is not None:
+            self._due.note_loaded(redone.step)
         return redone.step
 
     def _begin_save(self, step: int, passed: StepState) -> SaveHandle:
         if passed.misuse is not None:
             return refuse_call(self._job, passed.misuse)
         self._position.leave(step)
-        if self._schedule is not None:
-            self._schedule.note_saved(step)
-        request = StepRequest(self._parts, self._position.location_of(step), passed)
+        self._due.note_saved(step, near_only=passed.near_only)
+        parts = self._saving_parts
+        request = StepRequest(parts, parts.location_of(step), passed)
         target, collect = request.target, request.collect
         if self._redo_log is not None:
             target, collect = self._redo_log.as_base(step, target, passed.state, passed.selection, collect)
         try:
             handle = begin_save(self._job, target, collect, self._dispatcher)
         except BaseException:
-            self._parts.pins.unpin(request.pin, is_committed=False)
+            parts.pins.unpin(request.pin, is_committed=False)
             raise
-        parts = self._parts
         ended = partial(note_failed, parts.run_facts, parts.pins, parts.collecting, request.pin, handle)
-        handle.committed.add_done_callback(ended)
+        handle.near.add_done_callback(ended)
         if self._redo_log is not None:
             self._redo_log.note_begun(step, handle.committed)
         self._position.lineage = request.lineage
         self._saves.add(handle)
+        if self._near is not None and not passed.near_only:
+            self._near.drain.watch(handle)
         if self._preemption is not None:
             self._preemption.note_save(step, handle)
         return handle
@@ -491,7 +448,13 @@ class CheckpointManager:
         # A failed save is not a reason to leave steps undeleted; Ctrl-C while saves end is a reason.
         may_wait = may_wait and (error is None or isinstance(error, Exception))
         preemption = self._preemption
-        self._parts.close(lambda: may_wait and not (preemption is not None and preemption.has_received_signal))
+        close_parts = self._parts.close if self._near is None else self._near.close
+        close_parts(lambda: may_wait and not (preemption is not None and preemption.has_received_signal))
+
+    @property
+    def _saving_parts(self) -> RunParts:
+        """The place into which steps are saved."""
+        return self._parts if self._near is None else self._near.parts
 
     def _require_not_closed(self) -> None:
         if self._closed:

@@ -85,7 +85,9 @@ def import_checkpoint(
         if not copy:
             wiring.require_files(wiring.store_at(src, settings), store)
         source = wiring.checkpoint_at(src, settings, from_step, layout)
-        return import_step(source, store, job, step, copied=copy, observer=observer)
+        return import_step(
+            source, store, wiring.run_of(store, settings, writes=True), job, step, copied=copy, observer=observer
+        )
 
 
 def export(
@@ -150,17 +152,23 @@ def export(
     return planned.run(ExportRequest(memory_bytes=memory_bytes, workers=workers), pool, observer)
 
 
-def list_steps(root: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> RunRecord:
+def list_steps(
+    root: wiring.Path, *, near: str | None = None, settings: Settings = wiring.DEFAULT_SETTINGS
+) -> RunRecord:
     """Return every step under the root of a run: committed, damaged and unfinished. Read-only, needs no torch.
 
     Example:
         for step in holdfast.api.list_steps("run-7").steps:
             print(step.step, step.tags, step.quarantined)
+    Args:
+        root: The folder of the run.
+        near: The near tier of the run; None for the folder that the root names, if this host has it.
+        settings: How to reach storage.
     Raises:
         MissingError: The path holds no run.
         InvalidError: The path is one checkpoint.
     """
-    return run_record(wiring.store_at(root, settings))
+    return run_record(wiring.run_of(wiring.store_at(root, settings), settings, near))
 
 
 def is_run(path: wiring.Path, *, settings: Settings = wiring.DEFAULT_SETTINGS) -> bool:
@@ -196,7 +204,7 @@ def tag(
         MissingError: There is no such step.
         ConflictError: Another step has the tag, and `move` is False; the tag did not change.
     """
-    store = wiring.store_at(root, settings)
+    store = wiring.run_of(wiring.store_at(root, settings), settings, writes=True)
     require_no_checkpoint(store)
     tag_step(store, SystemClock(), step, name, move=bool(move))
 
@@ -210,7 +218,7 @@ def untag(root: wiring.Path, name: str, *, settings: Settings = wiring.DEFAULT_S
         InvalidError: The name is not valid, or the path is one checkpoint.
         MissingError: There is no such tag.
     """
-    store = wiring.store_at(root, settings)
+    store = wiring.run_of(wiring.store_at(root, settings), settings, writes=True)
     require_no_checkpoint(store)
     remove_tag(store, name)
 
@@ -280,10 +288,13 @@ def repair(
     if number is None and unfinished:
         raise InvalidError("unfinished=True without a step; expected the step to accept, as in step=100")
     repair_class = SingleRepair if number is None and exists(store, MANIFEST_FILE) else Repair
-    return repair_class(
+    request = repair_class(
         store, References(settings.allowed_roots), SystemClock(), settings,
         codecs=wiring.codecs(), dry_run=bool(dry_run), unfinished=bool(unfinished), observer=observer,
-    ).run(number)  # fmt: skip
+    )  # fmt: skip
+    if not dry_run:
+        request.hold_at(wiring.run_of(store, settings, writes=True))
+    return request.run(number)
 
 
 def copy_run(
@@ -402,7 +413,9 @@ def collect(
     store = wiring.store_at(root, settings)
     if dry_run:
         return collection_planned(store, SystemClock(), keep)
-    return collected(store, SystemClock(), keep, grace, settings.lease_seconds)
+    return collected(
+        store, wiring.run_of(store, settings, writes=True), SystemClock(), keep, grace, settings.lease_seconds
+    )
 
 
 def remove_steps(
@@ -442,7 +455,8 @@ def remove_steps(
     named = list(steps) if isinstance(steps, Iterable) and not isinstance(steps, str) else [steps]
     if not named:
         raise InvalidError("steps=[]; expected one step at least, as in steps=[100]")
-    removal, store = StepRemoval(named, bool(tagged), bool(all_steps)), wiring.store_at(root, settings)
+    removal = StepRemoval(named, bool(tagged), bool(all_steps))
+    store = wiring.run_of(wiring.store_at(root, settings), settings, writes=True)
     if dry_run:
         return removal.planned(store, SystemClock())
     return removal.execute(store, SystemClock(), grace, settings.lease_seconds)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import weakref
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
 
 from holdfast._face.foreign_paths import foreign_at, foreign_in, names_object
+from holdfast._face.near_place import near_path, near_place
 from holdfast._face.own_store import is_store, require_store
 from holdfast.backends.alone import AloneComm
 from holdfast.backends.stores.foreign import References
@@ -25,15 +28,21 @@ from holdfast.base.ports.gradients import RecordingFramework
 from holdfast.base.ports.store import Store
 from holdfast.base.types.values import FrameworkValue
 from holdfast.core.format.names import MANIFEST_FILE, RUN_FILE, is_superseded_name, step_of_folder
-from holdfast.errors import InvalidError
-from holdfast.settings import Settings
+from holdfast.errors import CorruptError, InvalidError, MissingError
+from holdfast.policies import Tier
+from holdfast.settings import Differential, Settings
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
 from holdfast.stored.checkpoint.location import CheckpointLocation
-from holdfast.stored.repository.catalog import exists
+from holdfast.stored.repository.catalog import exists, read_run_id, require_root, root_of_near
+from holdfast.stored.repository.near_tier import read_near
+from holdfast.stored.repository.two_roots import TwoRoots
 from holdfast.training.coordination.absent_ranks import CallWatch
 from holdfast.training.coordination.job import Job
 from holdfast.training.loading.named_step import finder_of
 from holdfast.training.loading.resolve import location_named
+from holdfast.training.runs.tiers.near import NearPlace
+
+logger = logging.getLogger(__name__)
 
 Path = str | os.PathLike[str] | Store
 ProcessGroup = object
@@ -81,6 +90,58 @@ def store_at(path: object, settings: Settings) -> Store:
     return RetryingStore(
         FileSystemStore(text, settings=settings), settings, requests_in_flight_max=REQUESTS_IN_FLIGHT_MAX
     )
+
+
+def near_at(tier: Tier, root: Store, settings: Settings, differential: Differential | None) -> NearPlace:
+    """Return the near tier of a run, as the caller names it. Errors as `near_path`."""
+    path = near_path(tier, root, differential)
+    return near_place(tier, path, _local(path, settings))
+
+
+def run_of(root: Store, settings: Settings, near: str | None = None, *, writes: bool = False) -> Store:
+    """Return the run at a root: with the near tier, if the caller names one, or this host has the one of the record.
+
+    A caller that holds the writer lease without the near tier fences the steps that only the near tier has.
+
+    Raises:
+        InvalidError: The caller names another folder; or the root is a near tier itself, and the caller writes.
+    """
+    record = None
+    with suppress(CorruptError):
+        record = read_near(root)
+    if writes:
+        require_root(root)
+    path = near or ("" if record is None else record.url)
+    if not path:
+        return root
+    store = _local(os.path.realpath(os.path.expanduser(path)), settings)
+    if root_of_near(store) == root.url and read_run_id(store) == read_run_id(root):
+        return TwoRoots(store, root)
+    if near is not None:
+        raise InvalidError(
+            f"{near}: is not the near tier of {root.url}; expected the folder that CheckpointManager got as near"
+        )
+    logger.warning(
+        "%s: the near tier %s on host %s is not seen here; steps that the root lacks are not listed, and count no more "
+        "once this host has written to the run",
+        root.url,
+        path,
+        "" if record is None else record.host,
+    )
+    return root
+
+
+def two_roots(near: str, root: Path | None, settings: Settings) -> TwoRoots:
+    """Return the near tier at a folder, and the root: as the caller names it, or as the near tier does.
+
+    Raises:
+        MissingError: The folder is no near tier, and the caller names no root.
+    """
+    store = _local(os.path.realpath(os.path.expanduser(near)), settings)
+    root = root_of_near(store) if root is None else root
+    if not root:
+        raise MissingError(f"{near}: no near tier of a run; expected a folder whose holdfast.json names a root")
+    return TwoRoots(store, store_at(root, settings))
 
 
 def _local(path: str, settings: Settings) -> LocalStore:

@@ -10,6 +10,7 @@ import holdfast
 from holdfast.cli.commands.activations import activations
 from holdfast.cli.commands.cp import cp
 from holdfast.cli.commands.diff import diff
+from holdfast.cli.commands.drain import drain
 from holdfast.cli.commands.export import export
 from holdfast.cli.commands.gc import gc
 from holdfast.cli.commands.importing import import_
@@ -34,7 +35,23 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (ls, inspect, verify, export, diff, import_, layouts, tag, gc, rm, trace, repair, cp, activations):
+for command in (
+    ls,
+    inspect,
+    verify,
+    export,
+    diff,
+    import_,
+    layouts,
+    tag,
+    gc,
+    rm,
+    trace,
+    repair,
+    cp,
+    drain,
+    activations,
+):
     app.command(name=command.__name__.rstrip("_"))(command)
 # With the options of earlier versions, too.
 app.command(hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(relink)

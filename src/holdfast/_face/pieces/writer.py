@@ -205,7 +205,7 @@ class PieceWriter:
             own_vote = _done(attempt, lambda: attempt.write_part(whole))
             attempt.commit_vote.carry({each.rank: each.vote for each in written if each.vote is not None})
             over = Latch()
-            attempt.handle.committed.add_done_callback(lambda _: over.set())
+            attempt.handle.near.add_done_callback(lambda _: over.set())
             # On the commit thread, as every save: an interrupt of this thread must not end what is perhaps published.
             attempt.finish_in_background(
                 lambda: attempt.conclude(attempt.vote_and_commit(own_vote), lambda: report_of(share, result))
@@ -324,7 +324,7 @@ def _done(attempt: SaveAttempt, work: Callable[[], T]) -> T:
 def _end(attempt: SaveAttempt, error: BaseException) -> None:
     """End an attempt that is not committed, and remove the files of all ranks unless it may be. Never raises."""
     handle = attempt.handle
-    if not handle.committed.done():
+    if not handle.near.done():
         failure = typed(error, attempt.name) if isinstance(error, Exception) else _given_up(attempt.location.url)
         if attempt.commit_vote.abort(failure).kind is not OutcomeKind.ABORTED:
             return  # The commit thread publishes it.

@@ -163,6 +163,9 @@ class Manifest:
     log: str = ""
     """Id of the redo log of which this step is a base; empty if there is none."""
 
+    near_only: bool = False
+    """Whether the step was saved for the near tier alone. Nothing drains such a step to the root by itself."""
+
     digest: str = field(default="", compare=False)
     """xxh3-128 of the manifest's own bytes up to this field, in hex."""
 

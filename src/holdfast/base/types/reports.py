@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from holdfast.base.types.coding import KindCoding
@@ -21,6 +22,9 @@ class SkippedStep:
 
 
 Staged = Literal["lazy", "copy", "none"]
+
+Tier = Literal["near", "root"]
+"""A place of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,9 @@ class SaveReport:
 
     codings: tuple[KindCoding, ...] = ()
     """How this rank stored each kind of tensors, and why, the largest kinds first. Empty without `compression`."""
+
+    tier: Tier = "root"
+    """Where the step was saved: in the root, or in the near tier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +185,9 @@ class LoadReport:
 
     throttled: int = 0
     """Requests that the store refused or left unanswered because it had too much to do."""
+
+    sources: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that this rank read, by the URL of the root they came from."""
 
     base_step: int | None = None
     """The checkpoint from which the redo log was followed to `step`; None if `step` is the checkpoint itself."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from typing import Annotated
+
+import typer
 
 from holdfast import api
 from holdfast.cli.arguments import AsJson, Root
@@ -17,11 +20,17 @@ _COLUMNS = (">STEP", "CREATED", ">AGE", ">TENSORS", ">BYTES", ">RANKS", "ATTEMPT
 
 def ls(
     root: Root,
+    near: Annotated[
+        str | None,
+        typer.Option(
+            "--near", metavar="PATH", help="The near tier. Default: the one of the root, if this host has it."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """List the steps of a run, oldest first, with damaged and unfinished ones."""
     with ended_well():
-        print_result(api.list_steps(root), _show, _document, as_json=as_json)
+        print_result(api.list_steps(root, near=near), _show, _document, as_json=as_json)
 
 
 def _show(screen: Screen, run: api.RunRecord) -> None:
@@ -113,7 +122,12 @@ def _health(record: api.StepRecord) -> str:
     return "" if healthy is None else "healthy" if healthy else "unhealthy"
 
 
+def _place(record: api.StepRecord) -> str:
+    return f"draining {record.drained:.0%}" if record.drained else "+".join(record.places)
+
+
 _EXTRA: tuple[tuple[str, Callable[[api.StepRecord], str]], ...] = (
+    ("IN", _place),
     ("TIMELINE", _timeline),
     ("HEALTH", _health),
     ("METRICS", lambda record: "" if record.manifest is None else shown_metrics(record.manifest.metrics)),
@@ -203,5 +217,5 @@ def _step_document(record: api.StepRecord) -> dict[str, object]:
         "digest": manifest and manifest.digest,
         **health_document(record),
         "metrics": manifest and {name: json_number(value) for name, value in manifest.metrics.items()},
-        **attributes(record, "stands_alone", "tags", "leftovers", "holds_packs_of", "quarantined"),
+        **attributes(record, "stands_alone", "places", "tags", "leftovers", "holds_packs_of", "quarantined"),
     }

@@ -88,6 +88,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
             **({"newer_types": list(manifest.newer_types)} if manifest.newer_types else {}),
             # No minor version by itself: a reader that ignores the field loads the step without its log.
             **({"log": manifest.log} if manifest.log else {}),
+            **({"near_only": True} if manifest.near_only else {}),  # Likewise: the step is as readable as any.
             "state": values.encode(manifest.tree, ""),
         }
     )
@@ -140,6 +141,7 @@ class _ManifestDocument(_RunFieldsDocument, kw_only=True):
     optimizers: dict[Text, _OptimizerDocument] | None = None
     order: str = ""
     newer_types: tuple[Text, ...] = ()
+    near_only: bool = False
     state: object
 
 

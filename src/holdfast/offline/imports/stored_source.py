@@ -15,7 +15,7 @@ from holdfast.base.types.plan import Piece
 from holdfast.core.engine.buffers import allocate_aligned
 from holdfast.core.engine.decoding.chunk_reader import ChunkReader, chunk_of
 from holdfast.core.engine.decoding.read_ahead import ReadAhead
-from holdfast.core.engine.read import require_digest
+from holdfast.core.engine.placing import require_digest
 from holdfast.core.format.digest import new_digest
 from holdfast.errors import CorruptError, MissingError
 from holdfast.settings import MIB, PAGE_BYTES

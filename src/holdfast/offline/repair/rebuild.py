@@ -30,9 +30,9 @@ from holdfast.core.format.pack import pack_digest
 from holdfast.core.format.part import decode_part, is_sealed, require_part_of
 from holdfast.core.format.timeline import timeline_in_damaged
 from holdfast.errors import CheckpointError, first_three
-from holdfast.offline.links.pack_proof import PackPieces, digests_of, header_of
 from holdfast.settings import MIB, Settings
 from holdfast.stored.checkpoint.location import CheckpointLocation
+from holdfast.stored.copying.pack_proof import PackPieces, digests_of, header_of
 from holdfast.stored.repository.catalog import read_file
 from holdfast.stored.repository.timelines import RunTimelines
 from holdfast.training.coordination.commit_vote import Vote

@@ -83,15 +83,14 @@ class StepRepair:
     """The step; None for a checkpoint saved by path."""
 
     outcome: Literal["whole", "repaired", "damaged", "unfinished", "unreadable"]
-    """`whole`: undamaged before; `repaired`: undamaged now; `damaged`: some of it could not be rebuilt; `unfinished`:
-    no save of it was ever published, so it is no checkpoint; `unreadable`: it is of a newer format, and was left as it
-    is."""
+    """`whole`: undamaged before; `repaired`: undamaged now; `damaged`: a part could not be rebuilt; `unfinished`: no
+    save was ever published, so the step is no checkpoint; `unreadable`: of a newer format, and left alone."""
 
     done: tuple[str, ...]
     """What was rebuilt, and from what; in a dry run, what would be."""
 
     lost: tuple[str, ...]
-    """What could not be rebuilt, and what is lost with it; for `unfinished` and `unreadable` why."""
+    """The losses, a text for each; for `unfinished` and `unreadable` why."""
 
     lost_tensors: tuple[str, ...]
     """FQNs of tensors that lost bytes, ascending."""
@@ -105,7 +104,7 @@ class RepairReport:
     """The root of the run, or the one checkpoint."""
 
     steps: tuple[StepRepair, ...]
-    """Every step that was examined, ascending."""
+    """Examined steps, ascending."""
 
     @property
     def is_whole(self) -> bool:
@@ -141,9 +140,12 @@ class Repair:
             observer: Receives progress while a step is read back.
         """
         self._store, self._references, self._clock, self._settings = store, references, clock, settings
-        self._dry_run, self._unfinished, self._observer = dry_run, unfinished, observer
-        self._codecs = codecs
+        self._dry_run, self._unfinished, self._observer, self._codecs = dry_run, unfinished, observer, codecs
         self._writer_lease = WriterLease(store, clock, settings.lease_seconds)
+
+    def hold_at(self, run: Store) -> None:
+        """Hold the writer lease of near tier and root as one, if the run has both."""
+        self._writer_lease = WriterLease(run, self._clock, self._settings.lease_seconds)
 
     def run(self, step: int | None) -> RepairReport:
         """Repair one step, or every step with a suspicious manifest, index, file size or quarantine record.
@@ -167,8 +169,7 @@ class Repair:
             chosen = sorted({*chosen, *(manifest.step for manifest in damaged)})
         repaired = self._repair_found_step if step is None else self._repair_step
         try:
-            if not self._dry_run and has_unfinished(self._store):
-                self._hold()
+            if not self._dry_run and has_unfinished(self._store) and self._hold():
                 remove_unfinished(self._store)
             return RepairReport(
                 self._store.url,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
@@ -38,6 +38,7 @@ from holdfast.stored.repository.catalog import (
 )
 from holdfast.stored.repository.epochs import current_fence, fenced_error, is_valid, is_valid_manifest
 from holdfast.stored.repository.publish import get_or_none
+from holdfast.stored.repository.two_roots import TwoRoots
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,9 @@ class CheckpointLocation:
     root: Store | None = None
     """The root of its run, with the packs of other steps; None if it belongs to no run."""
 
+    others: tuple[Store, ...] = ()
+    """Other roots of the same run that hold the step: their packs are read where one here is missing or damaged."""
+
     moved_manifest: str | None = None
     """Key of the manifest, if a newer timeline saved the step again; None if the manifest is in the folder."""
 
@@ -122,6 +126,17 @@ class CheckpointLocation:
 
     chosen: bytes | None = None
     """The manifest, if it was read when the step was chosen, and counts: nobody needs to read it again."""
+
+    def at(self, places: Sequence[int]) -> CheckpointLocation:
+        """Return the location in the near tier (0), in the root (1), or in both, the first one first.
+
+        Args:
+            places: The numbers; empty if the run has one place.
+        """
+        if not isinstance(self.store, TwoRoots) or not places:
+            return self
+        first, *others = ((self.store.near, self.store.root)[number] for number in places)
+        return replace(self, store=first, others=tuple(others))
 
     @property
     def url(self) -> str:
@@ -164,7 +179,8 @@ class CheckpointLocation:
         if self.root is not None and root is None:
             root = self.root.for_operation(name, rank, world_size)
         foreign = None if self.foreign is None else self.foreign.for_operation(name, rank, world_size)
-        return replace(self, store=store, root=root, foreign=foreign)
+        others = tuple(other.for_operation(name, rank, world_size) for other in self.others)
+        return replace(self, store=store, root=root, foreign=foreign, others=others)
 
     def packs_of(self, manifest: Manifest) -> Packs:
         """Return a function that locates the packs of the checkpoint by name."""
@@ -181,10 +197,12 @@ class CheckpointLocation:
             if is_file_url(name):
                 return self.references(name)
             if step_of_pack(name) is None:
-                return Stored(self.store, attempt_folder + name)
+                key = attempt_folder + name
+                return Stored(self.store, key, tuple(Stored(other, key) for other in self.others))
             link = attempt_folder + link_name(name)
             if self.root is not None:
-                return Stored(LinkedPack(self.root, self.store, link), name)
+                others = tuple(Stored(LinkedPack(other, other, link), name) for other in self.others)
+                return Stored(LinkedPack(self.root, self.store, link), name, others)
             if link not in links and not exists(self.store, link):
                 raise InvalidError(
                     f"{self.url}: references {name}, a pack of another step of its run, and there is no run around it "

@@ -58,6 +58,14 @@ class WriterLease:
     """The right of this process to write to a root: taken by the first `hold()`, kept until it is released or lost."""
 
     def __init__(self, store: Store, clock: Clock, lease_seconds: float) -> None:
+        """Take nothing yet.
+
+        Args:
+            store: The root. With a near tier `TwoRoots`: the root decides who takes an epoch, and record and list go
+                to both places, so that a commit into the near tier asks that place alone.
+            clock: Measures every duration.
+            lease_seconds: Longest time without a heartbeat.
+        """
         self._store, self._clock, self._lease_seconds = store, clock, lease_seconds
         self._heartbeat: _Heartbeat | None = None
         self._claimed: _Heartbeat | None = None
@@ -100,15 +108,17 @@ class WriterLease:
         epochs.require_newest(self._store, heartbeat.epoch)
         return heartbeat.epoch
 
-    def require(self) -> None:
+    def require(self, store: Store) -> None:
         """Check that no other process took over; call it before anything is removed.
 
+        Args:
+            store: The place that is asked: the root, or the near tier alone.
         Raises:
             ConflictError: Another process took over; the message names it.
         """
         heartbeat = self._heartbeat
         assert heartbeat is not None, "only the holder calls it"
-        epochs.require_newest(self._store, heartbeat.epoch)
+        epochs.require_newest(store, heartbeat.epoch)
 
     def release(self) -> None:
         """Give the lease up, so that the next writer need not wait. Never raises, and takes no lock.

@@ -28,7 +28,7 @@ from holdfast.core.format.names import (
 from holdfast.core.format.part import decode_part, require_part_of
 from holdfast.core.format.sealed_json import decode_sealed, header, sealed, stated_digest
 from holdfast.core.format.values import values
-from holdfast.errors import CheckpointError, ConflictError, CorruptError, MissingError, first_three
+from holdfast.errors import CheckpointError, ConflictError, CorruptError, InvalidError, MissingError, first_three
 from holdfast.stored.repository.publish import get_or_none, publish
 from holdfast.stored.repository.run_readme import put_readme
 
@@ -83,6 +83,7 @@ def exists(store: Store, key: str) -> bool:
 
 class _RunDocument(msgspec.Struct):
     run_id: Annotated[str, msgspec.Meta(min_length=1)]
+    root: str = ""
 
 
 def read_run_id(store: Store) -> str | None:
@@ -92,8 +93,37 @@ def read_run_id(store: Store) -> str | None:
         CorruptError: `holdfast.json` is damaged.
         InvalidError: It is of another format version.
     """
+    document = _run_document(store)
+    return None if document is None else document.run_id
+
+
+def root_of_near(store: Store) -> str:
+    """Return the root that a near tier names; empty for any other place. Errors as `read_run_id`."""
+    document = _run_document(store)
+    return "" if document is None else document.root
+
+
+def require_root(store: Store) -> None:
+    """Refuse a near tier where a root is expected: the root decides who writes to the run.
+
+    Raises:
+        InvalidError: It is a near tier.
+    """
+    if document := _run_document(store):
+        _require_root(store, document)
+
+
+def _run_document(store: Store) -> _RunDocument | None:
     data = get_or_none(store, RUN_FILE, _RUN_BYTES_MAX)
-    return None if data is None else decode_sealed(data, "run", _RunDocument, f"{store.url}/{RUN_FILE}")[0].run_id
+    return None if data is None else decode_sealed(data, "run", _RunDocument, f"{store.url}/{RUN_FILE}")[0]
+
+
+def _require_root(store: Store, document: _RunDocument) -> None:
+    if document.root:
+        raise InvalidError(
+            f"{store.url}: is the near tier of {document.root}, which decides who writes to the run; expected the "
+            f"root. Nothing was touched. Name the root: {document.root}"
+        )
 
 
 def ensure_run(store: Store, run_id: str, created: str, *, may_be_copy: bool = True) -> str:
@@ -107,8 +137,11 @@ def ensure_run(store: Store, run_id: str, created: str, *, may_be_copy: bool = T
 
     Raises:
         ConflictError: The root is that of a copy which is not complete.
+        InvalidError: It is a near tier.
     """
-    if (existing := read_run_id(store)) is None:
+    if document := _run_document(store):
+        _require_root(store, document)
+    if (existing := None if document is None else document.run_id) is None:
         if may_be_copy and exists(store, COPY_CLAIM_FILE):
             raise ConflictError(
                 f"{store.url}: holds an unfinished copy of a run, so its newest steps may be missing; expected a whole "

@@ -72,6 +72,12 @@ def put_record(store: Store, record: TimelineRecord) -> None:
     publish(store, record.key, _encode(record))
 
 
+def ensure_record(store: Store, record: TimelineRecord) -> None:
+    """Put a record, unless the timeline has one."""
+    if record.key not in record_keys(store):
+        put_record(store, record)
+
+
 def timeline_records(store: Store, fence: Fence) -> list[TimelineRecord]:
     """Return the records that count.
 

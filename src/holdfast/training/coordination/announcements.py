@@ -42,8 +42,8 @@ logger = logging.getLogger(__name__)
 class Announcements:
     """The announcements of a run, on one rank: rank 0 stores them, every rank reads them."""
 
-    def __init__(self, job: Job) -> None:
-        self._job, self._key_value_store = job, job.key_value_store
+    def __init__(self, job: Job, name: str) -> None:
+        self._name, self._job, self._key_value_store = name, job, job.key_value_store
         # The training thread waits: not for as long as a collective of the training, in which rank 0 may wait for it.
         self._timeout_seconds = job.agreement_seconds
         self._generation = -1
@@ -64,7 +64,7 @@ class Announcements:
         self._look_below = 0
         self._announcer = None
         if self._job.comm.rank == 0:
-            key_of = partial(self._job.key, "schedule", self._generation)
+            key_of = partial(self._job.key, self._name, self._generation)
             self._announcer = Announcer(self._job, key_of, self._calls)
 
     def request(self, step: int) -> None:
@@ -185,12 +185,12 @@ class Announcements:
         """Ask rank 0 for a save, on another thread; a failure is logged."""
         try:
             # The count first: rank 0 finds requests by their numbers.
-            key = self._job.key("schedule", generation, "asks")
+            key = self._job.key(self._name, generation, "asks")
             number = self._key_value_store.add(key, 1, self._timeout_seconds)
-            key = self._job.key("schedule", generation, "ask", number)
+            key = self._job.key(self._name, generation, "ask", number)
             self._key_value_store.set(key, str(step).encode(), self._timeout_seconds)
         except (CheckpointError, TimeoutError) as error:
             logger.warning("step %d: the requested save cannot be announced: %s. Request it again", step, error)
 
     def _key(self, *parts: object) -> str:
-        return self._job.key("schedule", self._generation, *parts)
+        return self._job.key(self._name, self._generation, *parts)

@@ -52,6 +52,9 @@ class SaveContext:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Rank 0's metrics of the step."""
 
+    near_only: bool = False
+    """Whether the step is for the near tier alone."""
+
     loaded: Base | None = None
     """The committed step that every rank holds as it was loaded: nothing is written."""
 

@@ -55,9 +55,9 @@ def taking_requests(schedule: Schedule | None, name: str) -> Schedule:
 class Schedule:
     """Decides on one rank which steps of a run are saved."""
 
-    def __init__(self, job: Job, policy: SavePolicy) -> None:
+    def __init__(self, job: Job, policy: SavePolicy, name: str = "schedule") -> None:
         self._policy = policy
-        self._announcements = Announcements(job) if needs_announcements(policy) else None
+        self._announcements = Announcements(job, name) if needs_announcements(policy) else None
         self.takes_requests = any(isinstance(rule, OnRequest) for rule in rules_of(policy))
         """Whether a request has any effect."""
         # A plain flag, no lock: a signal handler may set it while this thread holds any lock.

@@ -406,8 +406,7 @@ def _raise_together(attempt: LoadAttempt, own: Exception | None) -> None:
 
 def _read_or_exchange(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLoad) -> TransferStats | Exception:
     """Fill this rank's tensors; return what moved, or the error, for `_restore` to share. From here values change."""
-    trace, plan = attempt.trace, agreed.planned.plan
-    wanted = agreed.planned.wanted
+    trace, plan, wanted = attempt.trace, agreed.planned.plan, agreed.planned.wanted
     try:
         if not is_small_transfer(plan.bytes):
             attempt.gc_pause.end()
@@ -476,6 +475,7 @@ def _finish(attempt: LoadAttempt, resolved: Resolved, agreed: AgreedLoad, stats:
         retries=counts.retries,
         retry_seconds=counts.seconds,
         throttled=counts.throttled,
+        sources=stats.sources,
     )
     # Nothing is written beside another system's checkpoint, which has no attempt.
     store = location.store if job.settings.reports and manifest.attempt else None

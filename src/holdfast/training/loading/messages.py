@@ -36,6 +36,9 @@ class ChosenStep:
     step: int | None = None
     """Its step; None for a checkpoint by path."""
 
+    places: tuple[int, ...] = ()
+    """Which of near tier (0) and root (1) hold it, in the order of reading; empty if the run has one place."""
+
     is_foreign: bool = False
     """Whether another system wrote it."""
 

@@ -106,7 +106,7 @@ def resolve(
     if chosen.folder is None:
         require_no_run_elsewhere(job, home.store)
         return None
-    location = replace(home, folder=chosen.folder, step=chosen.step)
+    location = replace(home, folder=chosen.folder, step=chosen.step).at(chosen.places)
     require_unchanged = _stays
     if sound is not None:
         _, manifest, index, require_unchanged = sound  # Rank 0 reuses its decoded objects.
@@ -120,7 +120,7 @@ def resolve(
 
 def _found(names: Sequence[str], home: CheckpointLocation, chosen: ChosenStep) -> dict[str, bytes]:
     """Return the files of these names that lie with a checkpoint."""
-    place = replace(home, folder=chosen.folder or "", step=chosen.step)
+    place = replace(home, folder=chosen.folder or "", step=chosen.step).at(chosen.places)
     return {name: data for name in names if (data := place.document(name)) is not None}
 
 
@@ -227,6 +227,7 @@ def _judge(candidate: Candidate, clock: Clock, begin: Callable[[Manifest], None]
     chosen = ChosenStep(
         folder=location.folder,
         step=location.step,
+        places=candidate.places,
         is_foreign=not isinstance(content, bytes),
         short_packs=short,
         passed_over=candidate.passed_over,

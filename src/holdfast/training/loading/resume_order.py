@@ -20,6 +20,7 @@ from holdfast.core.format.names import SUPERSEDED_FOLDER, manifest_key
 from holdfast.errors import CorruptError, InvalidError, MissingError
 from holdfast.stored.repository.catalog import exists, step_folders, steps_among
 from holdfast.stored.repository.epochs import current_fence
+from holdfast.stored.repository.near_tier import NEAR_FOLDER
 from holdfast.stored.repository.quarantine import QUARANTINE, identity_at, identity_of
 from holdfast.stored.repository.timelines import StoredManifest, counted, timelines_under
 
@@ -55,6 +56,8 @@ class ResumeOrder:
         """Whether a step is known to be committed, or to have been."""
         self.may_have_records = False
         """Whether the run may have records of damaged steps."""
+        self.has_near = False
+        """Whether the root names a near tier."""
         self._has_superseded = False
         """Whether there may be manifests outside the folders of steps."""
 
@@ -65,6 +68,7 @@ class ResumeOrder:
         self._untried, self._is_read = [StoredManifest(step, manifest_key(step)) for step in steps], False
         self._listed, self._absent = frozenset(steps), set()
         self.may_have_records = QUARANTINE.rstrip("/") in folders
+        self.has_near = NEAR_FOLDER.rstrip("/") in folders
         self._has_superseded = SUPERSEDED_FOLDER.rstrip("/") in folders
 
     def manifests(self) -> Iterator[TriedManifest]:

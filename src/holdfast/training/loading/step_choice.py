@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
 
 from holdfast.base.clock import Clock, utc_now_text
+from holdfast.base.ports.store import Store
 from holdfast.base.types.reports import SkippedStep
 from holdfast.core.format.digest import hex_digest_of
 from holdfast.core.format.manifest import MANIFEST_BYTES_MAX
+from holdfast.core.format.names import manifest_key
 from holdfast.errors import (
     CheckpointError,
     ConflictError,
@@ -28,8 +30,11 @@ from holdfast.errors import (
 )
 from holdfast.stored.checkpoint.location import CheckpointLocation, is_all_there, require_no_checkpoint
 from holdfast.stored.repository.catalog import require_run
-from holdfast.stored.repository.quarantine import identity_at, quarantine, quarantined
+from holdfast.stored.repository.near_tier import read_near
+from holdfast.stored.repository.publish import get_or_none
+from holdfast.stored.repository.quarantine import QuarantineRecord, identity_at, quarantine, quarantined
 from holdfast.stored.repository.timelines import RunTimelines, StoredManifest
+from holdfast.stored.repository.two_roots import TwoRoots
 from holdfast.training.coordination.job import raise_together
 from holdfast.training.loading.named_step import StepQuery, location_of, no_step
 from holdfast.training.loading.resume_order import ResumeOrder, StepsChanged
@@ -72,6 +77,10 @@ class Candidate:
     location: CheckpointLocation
     """Where the checkpoint is stored."""
 
+    places: tuple[int, ...] = ()
+    """Which of near tier (0) and root (1) hold the checkpoint, in the order of reading; empty if the run has one place.
+    """
+
     newer: tuple[int, ...] = ()
     """Newer steps that were not asked for, ascending."""
 
@@ -113,12 +122,13 @@ class StepChoice:
             may_be_empty: Whether the caller knows that the home is the root of a run, which may have no step yet.
         """
         self.home, self.discards = home, discards
-        self.falls_back = find is None and not (is_path and home.root is not None)
+        self._roots = home.store if isinstance(home.store, TwoRoots) else None
+        self.falls_back = self._roots is not None or (find is None and not (is_path and home.root is not None))
         """Whether a damaged checkpoint leads to another try; the same on every rank."""
         self._find, self._list_newer, self._is_path, self._may_be_empty = find, newer, is_path, may_be_empty
         self._judged: set[tuple[int, str]] = set()
         self._passed_over: list[SkippedStep] = []
-        self._to_quarantine: list[tuple[StoredManifest, str, StepDamage]] = []
+        self._to_quarantine: list[tuple[Candidate, str, StepDamage]] = []
 
     def candidates(
         self,
@@ -135,10 +145,8 @@ class StepChoice:
             MissingError: There is no such step.
             UnavailableError: A rank cannot see files that are there.
         """
-        if not self.falls_back:
-            damage = yield self._named()
-            if damage is not None:
-                raise damage.error
+        if self._find is not None or not self.falls_back:
+            yield from self._named()
         elif self._is_path:
             yield from self._at_path()
         else:
@@ -150,10 +158,12 @@ class StepChoice:
         Args:
             clock: For the time in quarantine records.
         """
-        for manifest, identity, damage in self._to_quarantine:
-            step, why, found = manifest.step, str(damage.error), utc_now_text(clock)
+        for candidate, identity, damage in self._to_quarantine:
+            location, why, found = candidate.location, str(damage.error), utc_now_text(clock)
+            step = location.step
+            assert step is not None, "a run holds steps"
             try:
-                quarantine(self.home.store, step, manifest.key, identity, why, found)
+                quarantine(location.store, step, location.manifest_key, identity, why, found)
             except (MissingError, ConflictError) as gone:
                 logger.info("step %d is not quarantined: %s", step, printable(str(gone)))
             except CheckpointError as error:
@@ -161,11 +171,39 @@ class StepChoice:
                 logger.warning("step %d could not be quarantined: %s", step, printable(str(error)))
         self._to_quarantine.clear()
 
-    def _named(self) -> Candidate:
-        if self._find is None:
-            return Candidate(self.home)  # The path of a step: no save overwrites a step.
-        stored, chosen = self._find(self.home.store)
-        return Candidate(location_of(self.home, chosen), self._list_newer(stored, chosen), discards=self.discards)
+    def _named(self) -> Candidates:
+        """Yield the step that the caller names, in each place that holds it."""
+        candidates = [Candidate(self.home)]  # The path of a step: no save overwrites a step.
+        if self._find is not None:
+            stored, chosen = self._find(self.home.store)
+            newer = self._list_newer(stored, chosen)
+            data = None if self._roots is None else get_or_none(self._roots, chosen.key, MANIFEST_BYTES_MAX)
+            placed = self._placed(chosen, data)
+            candidates = [replace(each, newer=newer, discards=self.discards) for each in placed]
+        first: StepDamage | None = None
+        for candidate in candidates:
+            damage = yield candidate
+            assert damage is not None, "another place is tried after damage alone"
+            first = first or damage
+        assert first is not None, "the step is somewhere"
+        raise first.error
+
+    def _placed(self, manifest: StoredManifest, data: bytes | None) -> list[Candidate]:
+        """Return the step in each place that holds it, the near tier first.
+
+        Args:
+            manifest: The manifest, as both places list it.
+            data: Its bytes; None if they were not read, or are too many.
+        """
+        location = replace(location_of(self.home, manifest), chosen=data)
+        held = [] if self._roots is None or data is None else self._roots.holding(manifest.key, data)
+        numbers = tuple(int(store is not self._roots.near) for store, _ in held) if self._roots is not None else ()
+        placed = []
+        for number, (_, key) in zip(numbers, held, strict=True):
+            moved = None if key == manifest_key(manifest.step) else key
+            places = (number, *(other for other in numbers if other != number))
+            placed.append(Candidate(replace(location, moved_manifest=moved).at(places), places))
+        return placed or [Candidate(location)]
 
     def _at_path(self) -> Candidates:
         """Yield the checkpoint at a path, with its manifest. Another job may overwrite the checkpoint meanwhile.
@@ -228,45 +266,54 @@ class StepChoice:
             StepsChanged: The steps must be listed again.
         """
         order.list()
-        records = quarantined(self.home.store) if order.may_have_records else {}
+        if order.has_near and self._roots is None and is_first_occurrence(f"near tier of {self.home.store.url}"):
+            _tell_of_near(self.home.store)
+        records = _Records() if order.may_have_records else None
         # The identity belongs to the judged bytes: a record must not name a manifest that a later save put there.
         for manifest, identity, data in order.manifests():
-            step, record = manifest.step, records.get(manifest.step, {}).get(identity)
-            if (step, identity) in self._judged:
+            if (manifest.step, identity) in self._judged:
                 continue
-            if record is None:
-                location = replace(location_of(self.home, manifest), chosen=data)
-                damage = yield Candidate(location, passed_over=tuple(self._passed_over), requires_whole=True)
-                assert damage is not None, "an older step is tried after damage alone"
-                self._judge(manifest, identity, damage)
-                continue
-            self._judged.add((step, identity))
-            self._passed_over.append(SkippedStep(step, f"quarantined: {record.why}"))
-            if is_first_occurrence(record.key):
-                logger.warning(
-                    "step %d is skipped: quarantined since %s: %s. `holdfast repair` checks it again",
-                    step,
-                    printable(record.found),
-                    printable(record.why),
-                )
+            whys: list[str] = []
+            for candidate in self._placed(manifest, data):
+                record = None if records is None else records.of(candidate.location, identity)
+                if record is None:
+                    passed_over = tuple(self._passed_over)
+                    damage = yield replace(candidate, passed_over=passed_over, requires_whole=True)
+                    assert damage is not None, "another place or an older step is tried after damage alone"
+                    self._judge(manifest, identity, candidate, damage)
+                    whys.append(str(damage.error))
+                    continue
+                whys.append(f"quarantined: {record.why}")
+                if is_first_occurrence(record.key):
+                    logger.warning(
+                        "step %d is skipped%s: quarantined since %s: %s. `holdfast repair` checks it again",
+                        manifest.step,
+                        self._where(candidate),
+                        printable(record.found),
+                        printable(record.why),
+                    )
+            self._judged.add((manifest.step, identity))
+            self._passed_over.append(SkippedStep(manifest.step, "; ".join(whys)))
 
-    def _judge(self, manifest: StoredManifest, identity: str, damage: StepDamage) -> None:
-        """Pass over a damaged step; raise `StepsChanged` if the step was deleted or replaced meanwhile."""
+    def _where(self, candidate: Candidate) -> str:
+        return f" in {candidate.location.store.url}" if candidate.places else ""
+
+    def _judge(self, manifest: StoredManifest, identity: str, candidate: Candidate, damage: StepDamage) -> None:
+        """Pass over a damaged copy; raise `StepsChanged` if the step was deleted or replaced meanwhile."""
         step, text = manifest.step, printable(str(damage.error))
         if isinstance(damage.error, MissingError) or not self._is_still(manifest.key, identity):
             logger.info("step %d was deleted or replaced while the load looked at it: %s", step, text)
             raise StepsChanged
-        if damage.is_absence and is_all_there(location_of(self.home, manifest)):
+        if damage.is_absence and is_all_there(candidate.location):
             ranks = f"rank{'s' * (len(damage.ranks) > 1)} {first_three(sorted(damage.ranks))}"
             raise UnavailableError(
                 f"step {step}: {damage.error}. Rank 0 looked again and sees every file of the step in its full size; "
                 f"expected that {ranks} can read them too. Check the mounts of that machine and "
                 "load again. Nothing was quarantined"
             )
-        logger.warning("step %d is damaged and skipped; older steps are tried: %s", step, text)
-        self._judged.add((step, identity))
-        self._passed_over.append(SkippedStep(step, str(damage.error)))
-        self._to_quarantine.append((manifest, identity, damage))
+        rest = "the other place is" if len(candidate.places) > 1 and candidate.places[0] == 0 else "older steps are"
+        logger.warning("step %d is damaged and skipped%s; %s tried: %s", step, self._where(candidate), rest, text)
+        self._to_quarantine.append((candidate, identity, damage))
 
     def _is_still(self, key: str, identity: str) -> bool:
         try:
@@ -292,6 +339,34 @@ class StepChoice:
             f"{url}: all {count} committed steps are damaged; expected one undamaged step. {shown}. Try `holdfast "
             "repair`, or load the undamaged part of one with step= and only="
         )
+
+
+def _tell_of_near(root: Store) -> None:
+    with suppress(CheckpointError):
+        if near := read_near(root):
+            logger.warning(
+                "%s: the run has a near tier, %s on host %s, where newer steps may lie; this load takes those of the "
+                "root. To go on from the newest: CheckpointManager(root, near=holdfast.Tier(…)). A save without near= "
+                "leaves the steps out that only the near tier has",
+                root.url,
+                near.url,
+                near.host,
+            )
+
+
+class _Records:
+    """The records of quarantine of each place, read when they are first asked for."""
+
+    def __init__(self) -> None:
+        self._by_url: dict[str, Mapping[int, Mapping[str, QuarantineRecord]]] = {}
+
+    def of(self, location: CheckpointLocation, identity: str) -> QuarantineRecord | None:
+        """Return the record of a manifest in the place of a location; None if there is none."""
+        store, step = location.store, location.step
+        assert step is not None, "a run holds steps"
+        if store.url not in self._by_url:
+            self._by_url[store.url] = quarantined(store)
+        return self._by_url[store.url].get(step, {}).get(identity)
 
 
 def raise_or_fall_back(

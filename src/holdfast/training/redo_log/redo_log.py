@@ -37,7 +37,7 @@ from holdfast.training.coordination.save_schedule import Schedule, taking_reques
 from holdfast.training.redo_log.log_memory import LogMemory
 from holdfast.training.redo_log.log_writer import LogWriter
 from holdfast.training.redo_log.segments import QueuedRecord
-from holdfast.training.runs.step_request import RunParts
+from holdfast.training.runs.run_parts import RunParts
 from holdfast.training.saving.target import SaveTarget
 from holdfast.training.telemetry.dispatcher import EventDispatcher
 

@@ -13,24 +13,23 @@ States of `RunFacts`, and who moves it on:
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from holdfast.base.clock import Clock, utc_now_text
+from holdfast.base.ports.store import Store
 from holdfast.base.types.timeline import FIRST_TIMELINE, Timeline
-from holdfast.core.format.manifest import MANIFEST_BYTES_MAX, run_fields_of_manifest
-from holdfast.errors import ConflictError, CorruptError, InvalidError, MissingError
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.leases.writer import WriterLease
-from holdfast.stored.publishing.manifest import clear_fenced
+from holdfast.stored.publishing.making_room import has_made_room, require_not_moved
 from holdfast.stored.repository.catalog import ensure_run
 from holdfast.stored.repository.epochs import declare_timelines
-from holdfast.stored.repository.quarantine import list_records, supersede
-from holdfast.stored.repository.timelines import displace, moved_at, run_timelines
+from holdfast.stored.repository.near_tier import ensure_near
+from holdfast.stored.repository.quarantine import list_records
+from holdfast.stored.repository.timeline_records import TimelineRecord, ensure_record
+from holdfast.stored.repository.timelines import run_timelines
+from holdfast.stored.repository.two_roots import TwoRoots
 from holdfast.training.coordination.save_context import Base, SaveContext
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +102,7 @@ def claim_step(
     timeline_of_save: Callable[[int], Timeline] | None = None,
     suspects_in: Callable[[Sequence[tuple[int, str]]], Iterable[int]] | None = None,
     *,
+    run: Store | None = None,
     why: str = "",
     may_be_copy: bool = True,
 ) -> SaveContext:
@@ -114,6 +114,7 @@ def claim_step(
         clock: The time, and randomness.
         timeline_of_save: Returns the timeline of the step, given the epoch; None for the newest one.
         suspects_in: Returns the suspect steps, given the names of the records of quarantine; None: nobody asks.
+        run: The near tier and the root as one, if the step goes into one of the two; None: the store of the step.
         why: Why a step that is there is not finished as it is; empty if that is no question.
         may_be_copy: Whether to look for an unfinished copy of a run at a root without a run.
     Raises:
@@ -121,15 +122,23 @@ def claim_step(
         InvalidError: The root holds steps, and the manager has loaded none of them.
     """
     store = location.store
-    run_id = ensure_run(store, clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}", may_be_copy=may_be_copy)
+    run = store if run is None else run
+    new_id, now = clock.random_bytes(8).hex(), f"{clock.unix_seconds():.0f}"
+    if isinstance(run, TwoRoots):
+        run_id = ensure_near(run, new_id, now)
+    else:
+        run_id = ensure_run(store, new_id, now, may_be_copy=may_be_copy)
     epoch = writer_lease.hold(run_id)
-    timeline = run_timelines(store).newest if timeline_of_save is None else timeline_of_save(epoch)
+    timeline = run_timelines(run).newest if timeline_of_save is None else timeline_of_save(epoch)
     if timeline.number > 1:
-        declare_timelines(store, epoch, timeline)
+        declare_timelines(run, epoch, timeline)
+        if isinstance(run, TwoRoots):
+            # The near tier may be lost before the root has a step that states the timeline.
+            ensure_record(run, TimelineRecord(timeline, epoch))
     is_free = is_unused(location)
     records = list_records(store) if suspects_in is not None or not is_free else []
     require_not_moved(location, timeline)
-    if not is_free and not _has_made_room(location, timeline, epoch, records):
+    if not is_free and not has_made_room(location, timeline, epoch, records):
         location.require_empty(why=why)
     return SaveContext(
         run_id=run_id,
@@ -138,48 +147,3 @@ def claim_step(
         timeline=timeline,
         suspect_steps=frozenset(suspects_in(records) if suspects_in is not None else ()),
     )
-
-
-def require_not_moved(location: CheckpointLocation, timeline: Timeline) -> None:
-    """Refuse a step whose manifest is under `superseded/` and in the chain: the chain would hold it twice.
-
-    Raises:
-        ConflictError: It is there.
-    """
-    assert location.step is not None, "a run saves steps"
-    for manifest in moved_at(location.store, location.step):
-        if manifest.timeline is not None and timeline.holds(manifest.timeline.id, location.step):
-            raise ConflictError(
-                f"{location.url}: a checkpoint of this timeline is already there; expected none. Its manifest is "
-                f"{manifest.key}. Nothing was touched. Save another step, or save to another root"
-            )
-
-
-def _has_made_room(
-    location: CheckpointLocation, timeline: Timeline, epoch: int, records: Sequence[tuple[int, str]]
-) -> bool:
-    """Move a manifest away that does not count, is quarantined or of another timeline; return whether it was one."""
-    assert location.step is not None, "a run saves steps"
-    if supersede(location.store, location.step, epoch, records=records):
-        logger.warning(
-            "step %d: its damaged manifest is moved to quarantine, and the step is saved anew", location.step
-        )
-    return clear_fenced(location, epoch) or _displaced(location, timeline, epoch)
-
-
-def _displaced(location: CheckpointLocation, timeline: Timeline, epoch: int) -> bool:
-    """Move a manifest of another timeline away from a step that is saved again; return whether the step is free."""
-    assert location.step is not None, "a run saves steps"
-    try:
-        data = location.store.get(location.manifest_key, MANIFEST_BYTES_MAX)
-        fields = run_fields_of_manifest(data, location.url)
-    except MissingError:
-        return True
-    except (CorruptError, InvalidError):
-        return False
-    if timeline.holds(fields.timeline.id, location.step):
-        return False
-    logger.info("step %d: a newer timeline saves it again; its manifest is moved to superseded/", location.step)
-    # The list of the epoch is one with timelines by now: after a crash, readers look for the moved manifest.
-    displace(location.store, location.step, fields.digest, epoch)
-    return True

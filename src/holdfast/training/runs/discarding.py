@@ -34,7 +34,7 @@ from holdfast.training.coordination.message_codec import decode_message, encode_
 from holdfast.training.loading.load import Loaded
 from holdfast.training.loading.named_step import FoundStep, StepQuery
 from holdfast.training.runs.position import move_damaged
-from holdfast.training.runs.step_request import RunParts
+from holdfast.training.runs.run_parts import RunParts
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Discarding:
         return self._find(store)
 
     def _take_lease(self) -> None:
-        job, store, lease = self._parts.job, self._parts.store, self._parts.writer_lease
+        job, store, lease = self._parts.job, self._parts.run_store, self._parts.writer_lease
         is_held, seconds = lease.epoch > 0, self._parts.job.agreement_seconds
         try:
             if (run_id := read_run_id(store)) is not None:
@@ -146,7 +146,7 @@ class Discarding:
             logger.warning(
                 "%s: step %s was loaded, but the newer steps stay, and a restart would resume from them: %s. The next "
                 "save begins a timeline at the loaded step",
-                self._parts.store.url,
+                self._parts.run_store.url,
                 loaded.location.step,
                 error,
             )
@@ -155,9 +155,9 @@ class Discarding:
     def _discard(self, loaded: Loaded) -> _Discarded:
         """Begin a timeline at the loaded step, unless nothing is newer; return what it discards and what stays."""
         parts, step = self._parts, loaded.location.step
-        store, position, epoch = parts.store, parts.position, parts.writer_lease.epoch
+        store, position, epoch = parts.run_store, parts.position, parts.writer_lease.epoch
         assert step is not None, "a step was asked for"
-        parts.writer_lease.require()
+        parts.writer_lease.require(store)
         stored = run_timelines(store)
         timeline = position.fork(stored)
         newer = [
@@ -181,7 +181,7 @@ class Discarding:
         parts.run_facts.forget()
         names = frozenset((manifest.step, str(manifest.digest)) for manifest in discarded)
         put_record(store, TimelineRecord(timeline, epoch, names))
-        parts.writer_lease.require()
+        parts.writer_lease.require(store)
         position.adopt(timeline)
         move_damaged(store, step, stored, epoch)
         name_latest(store, step, parts.job.is_first_occurrence)
@@ -196,7 +196,7 @@ class Discarding:
 
     def _why_left(self, newer: list[StoredManifest]) -> dict[StoredManifest, str]:
         """Return the newer steps that no collection may remove, each with the reason."""
-        store, left = self._parts.store, dict[StoredManifest, str]()
+        store, left = self._parts.run_store, dict[StoredManifest, str]()
         tags, records = read_tags(store), quarantined(store)
         for manifest in newer:
             tagged = tags.of(manifest.step, manifest.digest or "")
@@ -209,7 +209,7 @@ class Discarding:
         return left
 
     def _log(self, step: int, outcome: _Discarded) -> None:
-        url = self._parts.store.url
+        url = self._parts.run_store.url
         if outcome.discarded:
             logger.info(
                 "%s: step %d was loaded; newer steps are discarded, and removed after %g s: %s",

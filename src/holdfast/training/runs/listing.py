@@ -8,10 +8,18 @@ from dataclasses import dataclass, field, replace
 from holdfast.base.ports.store import Store
 from holdfast.base.types.epoch import Fence
 from holdfast.base.types.manifest import Manifest
-from holdfast.core.format.names import MANIFEST_FILE, is_attempt_folder, manifest_key, step_folder, step_of_pack
+from holdfast.base.types.reports import Tier
+from holdfast.core.format.names import (
+    MANIFEST_FILE,
+    is_attempt_folder,
+    manifest_key,
+    manifest_keys,
+    step_folder,
+    step_of_pack,
+)
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, MissingError
 from holdfast.stored.checkpoint.location import CheckpointLocation
-from holdfast.stored.repository.catalog import exists, read_manifest, read_run_id, require_run
+from holdfast.stored.repository.catalog import exists, manifest_digest, read_manifest, read_run_id, require_run
 from holdfast.stored.repository.epochs import current_fence
 from holdfast.stored.repository.logs import RunLog, newest_logs
 from holdfast.stored.repository.quarantine import QuarantineRecord, identity_at, quarantined
@@ -23,6 +31,7 @@ from holdfast.stored.repository.timelines import (
     moved_manifests,
     run_timelines,
 )
+from holdfast.stored.repository.two_roots import TwoRoots
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,12 @@ class StepRecord:
     stands_alone: bool | None = None
     """Whether the folder of the step holds every pack that it needs, written there or as a link; None if the manifest
     cannot be read."""
+
+    places: tuple[Tier, ...] = ()
+    """Where the step is, in a run with a near tier: near, in the root, or both; empty in any other run."""
+
+    drained: float = 0.0
+    """Share of the bytes that a drain has copied, of a step that is near alone."""
 
     holds_packs_of: tuple[int, ...] = ()
     """Steps that name packs in the folder, of an attempt that no manifest of this step names any more."""
@@ -138,9 +153,29 @@ def run_record(store: Store) -> RunRecord:
     if timelines is None:
         timelines = arranged(_stored(record) for record in records if record.committed)
     records = _with_superseded(_with_holders(records), timelines.superseded)
+    if isinstance(store, TwoRoots):
+        records = [_placed(store, record) for record in records]
     suspects = {each.manifest.digest for each in records if each.manifest and each.quarantined is not None}
     logs = newest_logs(store, timelines, suspects)
     return RunRecord(store.url, run_id, error, records, tuple(tags.whole.values()), tags.damaged, logs)
+
+
+def _placed(run: TwoRoots, record: StepRecord) -> StepRecord:
+    """Return a record with the places of its step."""
+    manifest = record.manifest
+    if manifest is None:
+        return record
+    keys = manifest_keys(record.step, manifest.digest)
+    both: tuple[tuple[Tier, Store], ...] = (("near", run.near), ("root", run.root))
+    places = tuple(
+        tier for tier, place in both if any(manifest_digest(place, record.step, key) == manifest.digest for key in keys)
+    )
+    drained = 0.0
+    if places == ("near",):
+        folder = f"{step_folder(record.step)}{manifest.attempt}/"
+        total = sum(file.bytes for file in manifest.files if step_of_pack(file.name) is None)
+        drained = sum(entry.bytes for entry in run.root.list(folder)) / max(total, 1)
+    return replace(record, places=places, drained=drained)
 
 
 def _stored(record: StepRecord) -> StoredManifest:

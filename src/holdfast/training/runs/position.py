@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import Parent
 from holdfast.base.types.timeline import FIRST_TIMELINE, Fork, Timeline
-from holdfast.core.format.names import step_folder
 from holdfast.errors import CheckpointError, InvalidError, first_three
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.repository.epochs import current_fence
@@ -89,19 +88,20 @@ class _LoadedStep:
 class RunPosition:
     """The position of this process in a run, on one rank."""
 
-    def __init__(self, job: Job, home: CheckpointLocation, pins: Pins) -> None:
+    def __init__(self, job: Job, home: CheckpointLocation) -> None:
         """Start before the first step.
 
         Args:
             job: The ranks.
-            home: The root of the run.
-            pins: Steps that garbage collection must leave alone.
+            home: The root of the run; with a near tier, both places as one.
         """
-        self._job, self.home, self._store, self._pins = job, home, home.store, pins
+        self._job, self.home, self._store = job, home, home.store
+        self.pins: list[Pins] = []
+        """Steps that the collection of each place must leave alone."""
         self.starts_over = False
         """Whether the first save begins a timeline without ancestors, whatever the root holds. A load ends this."""
         self.base: BaseStep | None = None
-        """The last committed step that this rank saved or loaded. Set by the commit thread, and by loads."""
+        """The step that this rank loaded last, unless a load failed since."""
         self.lineage = Lineage(None, None)
         """The checkpoint, or the save in flight, that the next save continues."""
         self.loaded: int | None = None
@@ -116,10 +116,6 @@ class RunPosition:
         self._last_number = 0
         self._deciding = threading.Lock()  # Taken on threads of DAEMON_POOL alone: no handler meets it.
         """Held while a save decides on the timeline."""
-
-    def location_of(self, step: int) -> CheckpointLocation:
-        """Return the location of a step."""
-        return replace(self.home, folder=step_folder(step), step=step)
 
     def choice(self, find: StepQuery | None, *, discards: bool) -> StepChoice:
         """Return the choice of the step of a load.
@@ -146,10 +142,11 @@ class RunPosition:
             return
         self.loaded, self._newer = step, loaded.newer
         self.loads += 1
-        self._origin = _LoadedStep(step, manifest.digest, manifest.timeline, self._pins.saves())
+        self._origin = _LoadedStep(step, manifest.digest, manifest.timeline, self._saves())
         self._timeline = None
         self.starts_over = False
-        self._pins.current = (step, manifest.digest)
+        for pins in self.pins:
+            pins.current = (step, manifest.digest)
         self.base = base_from_loaded(manifest, loaded.index, loaded.filled)
         self.lineage = Lineage(Parent(manifest.run_id, step, manifest.digest), None)
 
@@ -175,6 +172,11 @@ class RunPosition:
     def origin_step(self) -> int | None:
         """The step that was loaded last."""
         return None if self._origin is None else self._origin.step
+
+    @property
+    def origin(self) -> tuple[int, str] | None:
+        """The step that was loaded last, and the digest of its manifest."""
+        return None if self._origin is None else (self._origin.step, self._origin.digest)
 
     def is_loaded(self, step: int) -> bool:
         """Return whether a restart would resume from this step, because it was just loaded and is the newest."""
@@ -232,7 +234,7 @@ class RunPosition:
         newer = {
             each.step for each in stored.newer_than(chosen) if not is_skipped(self._store, each.step, each.key, records)
         }
-        return tuple(sorted(newer.union(other for other in self._pins.under_way() if other > chosen.step)))
+        return tuple(sorted(newer.union(pin.step for pin in self._saves() if pin.step > chosen.step)))
 
     def _decide(self, step: int, stored: RunTimelines, epoch: int) -> Timeline:
         origin = self._origin
@@ -274,12 +276,16 @@ class RunPosition:
         at_origin = stored.at(origin.step)
         if at_origin is None or at_origin.timeline is None or at_origin.timeline.id != origin.timeline.id:
             return False
-        in_flight = origin.in_flight & self._pins.saves()
+        in_flight = origin.in_flight & self._saves()
         return (
             not stored.newer_than(at_origin)
             and step >= origin.step
             and not any(other.step > origin.step for other in in_flight)
         )
+
+    def _saves(self) -> frozenset[StepPin]:
+        """Return the pins of the saves that are under way, or whose outcome is unknown."""
+        return frozenset().union(*(pins.saves() for pins in self.pins))
 
     def _new_number_and_id(self, stored: RunTimelines) -> tuple[int, str]:
         # A timeline of this process may have no committed step yet. Its number must not be used again.

@@ -41,7 +41,8 @@ from holdfast.training.coordination.exit.exit_agreement import AGREE_SECONDS_MIN
 from holdfast.training.coordination.exit.grace import expected_seconds, fits, usable_seconds
 from holdfast.training.coordination.exit.signals import Signals
 from holdfast.training.coordination.job import Job
-from holdfast.training.runs.step_request import RunParts, StepState
+from holdfast.training.runs.run_parts import RunParts
+from holdfast.training.runs.step_request import StepState
 from holdfast.training.saving.handle import SaveHandle
 
 logger = logging.getLogger(__name__)
@@ -254,16 +255,16 @@ class PreemptionHandler:
     def _unfinished(self) -> list[_StartedSave]:
         """Return the saves that have not ended; record the durations of those that have."""
         for save in self._unfinished_saves:
-            committed = save.handle.committed
+            committed = save.handle.near
             if committed.done() and committed.exception() is None:
                 self._durations.append(committed.result().committed_seconds)
-        return [save for save in self._unfinished_saves if not save.handle.committed.done()]
+        return [save for save in self._unfinished_saves if not save.handle.near.done()]
 
     def _await_saves(self) -> None:
         """Wait for unfinished saves, and abandon those that do not end in time. Never wait for a write that hangs."""
-        futures = [save.handle.committed for save in self._unfinished_saves]
+        futures = [save.handle.near for save in self._unfinished_saves]
         are_done(futures, self._job.seconds_left(self._deadline), self._job.clock)
-        late = [save for save in self._unfinished_saves if not save.handle.committed.done()]
+        late = [save for save in self._unfinished_saves if not save.handle.near.done()]
         for save in late:
             save.handle.abandon(
                 UnavailableError(f"the save of step {save.step} was abandoned: the job received a signal to end")
@@ -282,7 +283,7 @@ class PreemptionHandler:
 
     def _is_committed(self, handle: SaveHandle, location: CheckpointLocation) -> bool:
         if not handle.may_be_committed:
-            return handle.committed.done() and handle.failure is None
+            return handle.near.done() and handle.failure is None
         with suppress(CheckpointError, TimeoutError):
             # No rank knows the outcome, but storage does. A manifest of another attempt is not this save.
             look = DAEMON_POOL.submit(lambda: confirmed_manifest(location.store, location.folder))
@@ -335,7 +336,7 @@ def least_write_bytes(parts: RunParts, passed: StepState) -> int:
     Every rank counts as a holder of plain tensors. Too low an estimate costs little, because a late save is abandoned
     in time. Too high an estimate would lose a step that could have been saved.
     """
-    if passed.misuse is not None or (parts.position.base is not None and parts.job.settings.deduplicate):
+    if passed.misuse is not None or (parts.base is not None and parts.job.settings.deduplicate):
         return 0  # Every byte may be unchanged.
     shards = parts.job.framework.collect(passed.state, passed.selection).shards
     world_size = parts.job.comm.world_size

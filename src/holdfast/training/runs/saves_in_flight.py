@@ -70,25 +70,25 @@ class SavesInFlight:
                     # A lazy save is staged only after this thread has checked that the state did not change.
                     in_flight.settle(None)
         for handle in handles:
-            while not handle.committed.done() and self._progress.hung is None:
+            while not handle.near.done() and self._progress.hung is None:
                 with suppress(TimeoutError):
-                    handle.committed.exception(SLICE_SECONDS)
+                    handle.near.exception(SLICE_SECONDS)
 
     def _await(self, handle: SaveHandle, *, closing: bool) -> None:
         while True:
             try:
-                handle.wait(timeout=SLICE_SECONDS)
+                handle.wait("near", SLICE_SECONDS)
                 return
             except TimeoutError:
                 hung = self._progress.hung if closing else None
             if hung is not None:
                 handle.stop_waiting(UnavailableError(f"{handle.name}: the manager was closed while {hung}"))
-                if not handle.committed.done():
+                if not handle.near.done():
                     return  # A rank may be publishing it.
 
     def _forget_ended(self) -> None:
         """Forget all saves but those in flight, and failures that `wait` must raise: a run may save for months."""
-        ended = [known for known in list(self._handles) if known.committed.done()]
+        ended = [known for known in list(self._handles) if known.near.done()]
         failed = [known for known in ended if known.failure is not None and not known.was_awaited]
         forgotten = failed[_FAILURES_HALF:-_FAILURES_HALF]
         self._forgotten += len(forgotten)

@@ -10,31 +10,23 @@ from functools import partial
 
 from holdfast.base.clock import utc_now_text
 from holdfast.base.ports.framework import Collected, Selection
-from holdfast.base.ports.store import Store
 from holdfast.base.types.manifest import Manifest, Parent
 from holdfast.core.engine.background import is_done_soon, side_by_side
-from holdfast.core.engine.writing.write import PackWriter
 from holdfast.core.format.names import manifest_keys, step_of_pack
 from holdfast.errors import CheckpointError, CorruptError, InvalidError, first_three
-from holdfast.policies import KeepPolicy
 from holdfast.stored.checkpoint.location import CheckpointLocation
-from holdfast.stored.leases.writer import WriterLease
+from holdfast.stored.publishing.making_room import require_not_moved
 from holdfast.stored.repository.catalog import manifest_digest, read_run_id
 from holdfast.stored.repository.latest import name_latest
 from holdfast.stored.repository.removal import marks
-from holdfast.stored.repository.timeline_records import record_keys
 from holdfast.stored.repository.timelines import run_timelines
-from holdfast.training.coordination.job import Job
 from holdfast.training.coordination.save_context import SaveContext
-from holdfast.training.runs.claim_step import KnownRun, RunFacts, claim_step, is_unused, require_not_moved
+from holdfast.training.runs.claim_step import KnownRun, claim_step, is_unused
 from holdfast.training.runs.loaded_state import LoadedState
-from holdfast.training.runs.position import Lineage, RunPosition
-from holdfast.training.runs.removal.background_collection import Background
-from holdfast.training.runs.removal.chosen_steps import NOTHING_CHOSEN, ChosenNames
-from holdfast.training.runs.removal.garbage_collection import CheckpointGC
-from holdfast.training.runs.removal.pins import Pins, StepPin
-from holdfast.training.runs.step_metrics import WantedMetrics, checked_metrics
-from holdfast.training.runs.suspect_steps import SuspectSteps
+from holdfast.training.runs.position import Lineage
+from holdfast.training.runs.removal.pins import StepPin
+from holdfast.training.runs.run_parts import RunParts
+from holdfast.training.runs.step_metrics import checked_metrics
 from holdfast.training.runs.tags import checked_tags, tag_saved
 from holdfast.training.saving.deduplication import Deduplicator
 from holdfast.training.saving.target import SaveTarget
@@ -42,88 +34,10 @@ from holdfast.training.saving.target import SaveTarget
 logger = logging.getLogger(__name__)
 
 
-class RunParts:
-    """Resources that all saves of a run share, on one rank."""
-
-    def __init__(self, job: Job, home: CheckpointLocation, keep: KeepPolicy | None) -> None:
-        """Start before the first step.
-
-        Args:
-            job: The ranks.
-            home: The root of the run.
-            keep: The retention policy; None to collect only what a load discarded, and segments of the redo log.
-        """
-        store, settings = home.store, job.settings
-        self.job = job
-        self.store = store
-        """The root of the run."""
-        self.writer = PackWriter(store, settings, job.codecs)
-        """Writes packs below the root."""
-        self.writer_lease = WriterLease(store, job.clock, settings.lease_seconds)
-        """The right to write to the root."""
-        self.run_facts = RunFacts()
-        """Facts of the run that the next save need not read again."""
-        self.pins = Pins()
-        """Steps that garbage collection must leave alone."""
-        self.position = RunPosition(job, home, self.pins)
-        """The base step and the lineage of the next save."""
-        self.metrics = WantedMetrics(store, keep)
-        """Metrics that the retention policy ranks by."""
-        self.suspect_steps = SuspectSteps(store)
-        """Steps whose packs may be damaged."""
-        self.collecting: Background | None = None
-        """Garbage collection on rank 0; None on other ranks."""
-        if job.comm.rank == 0:
-            # Without a policy, only steps that a load discarded are removed.
-            choice = NOTHING_CHOSEN if keep is not None else ChosenNames(is_all=True)
-            collector = CheckpointGC(store, job.clock, keep, self.writer_lease, self.pins, choice)
-            may_collect = _always if keep is not None else partial(_has_unneeded, store, self.run_facts, self.pins)
-            self.collecting = Background(collector, settings.collect_grace_seconds, job.clock, may_collect)
-
-    def collect_soon(self) -> None:
-        """Request a collection on rank 0, if there is a policy, or if a load of this run has discarded steps."""
-        if self.collecting is not None:
-            self.collecting.want()
-
-    def kept(self, keep: KeepPolicy | None) -> dict[int, tuple[str, ...]]:
-        """Return the steps that stay under a policy, with the reasons. Errors as `CheckpointGC.survey`."""
-        if read_run_id(self.store) is None:
-            return {}
-        inventory = CheckpointGC(self.store, self.job.clock, keep, None, self.pins).survey()
-        return dict(sorted(inventory.reasons.items()))
-
-    def close(self, may_wait: Callable[[], bool]) -> None:
-        """End garbage collection, then release the writer lease.
-
-        Args:
-            may_wait: Whether to wait until the steps are removed that no policy keeps, or that a load discarded; called
-                repeatedly.
-        """
-        if self.collecting is None:
-            self.writer_lease.release()
-        else:
-            self.collecting.close(self.writer_lease.release, may_wait)
-
-
 _NOT_AS_LOADED = (
     "This step was loaded, but on some rank the state is not as loaded: the state changed after the load, or only part "
     "of the step was loaded or saved."
 )
-
-
-def _always() -> bool:
-    return True
-
-
-def _has_unneeded(store: Store, facts: RunFacts, pins: Pins) -> bool:
-    """Return whether a collection has to remove steps that loads have discarded, or segments of the redo log."""
-    if pins.log:
-        return True
-    if facts.has_one_timeline:
-        return False
-    with suppress(CheckpointError):  # The next commit looks again.
-        return bool(record_keys(store))
-    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +62,9 @@ class StepState:
     misuse: InvalidError | None = None
     """The error in the arguments on this rank; the other fields are then empty."""
 
+    near_only: bool = False
+    """Whether the step stays in the near tier."""
+
     is_last: bool = False
     """Whether the job ends after this save. Then metrics that the policy ranks by may be missing."""
 
@@ -165,12 +82,20 @@ class StepRequest:
         """
         assert location.step is not None, "a run saves steps"
         self._parts, self._passed = parts, passed
-        self._step, self._base, self._loads = location.step, parts.position.base, parts.position.loads
+        self._step, self._base, self._loads = location.step, parts.base, parts.position.loads
         suspects = parts.suspect_steps.steps
         deduplicator = Deduplicator(location, self._base, parts.writer, parts.job.settings, suspects)
         self.lineage = Lineage(None, parts.position.lineage)
         """The lineage that the next save continues: this save."""
-        self.target = SaveTarget(location, parts.writer, deduplicator, self, self.lineage.parent)
+        self.target = SaveTarget(
+            location,
+            parts.writer,
+            deduplicator,
+            self,
+            self.lineage.parent,
+            tier=parts.tier,
+            near_only=passed.near_only,
+        )
         """Where the step goes."""
         self.pin = StepPin(self._step)
         """The steps that garbage collection must not remove until this save ends."""
@@ -218,7 +143,7 @@ class StepRequest:
         context = None if known is None or known.loads != self._loads else self._claim_known(known)
         if context is None:
             context = self._claim_unknown()
-        return replace(context, metrics=self._metrics)
+        return replace(context, metrics=self._metrics, near_only=self._passed.near_only)
 
     def _claim_known(self, known: KnownRun) -> SaveContext | None:
         """Return the context of a step in a known run, after one look at storage; None if one look is not enough."""
@@ -273,6 +198,7 @@ class StepRequest:
             parts.job.clock,
             timeline,
             suspects_in,
+            run=parts.run_store,
             why=why,
             # Steps without a run are those of an unfinished copy. A new root costs no request for that.
             may_be_copy=parts.position.origin_step is not None or parts.position.starts_over,
@@ -305,7 +231,7 @@ class StepRequest:
 
     def _held(self) -> SaveContext | None:
         """Return the context of a save that writes nothing; None if the step is gone since the load."""
-        loaded, store = self._parts.position.loaded_state, self._parts.store
+        loaded, store = self._parts.position.loaded_state, self._parts.run_store
         assert loaded is not None, "every rank states that it holds the step"
         manifest, run_id = run_timelines(store).at(self._step), read_run_id(store)
         if run_id is None or manifest is None or manifest.digest != loaded.manifest.digest:
@@ -331,15 +257,19 @@ class StepRequest:
         Returns:
             Why the step did not get some tags, a text for each tag.
         """
-        if context.loaded is not None:
-            return self._tag_held(*context.loaded)
         parts = self._parts
+        if context.loaded is not None:
+            if parts.on_commit is not None:
+                parts.on_commit(*context.loaded, not self._passed.near_only)
+            return self._tag_held(*context.loaded)
         self.lineage.commit(Parent(context.run_id, self._step, manifest_digest))
         # A load meanwhile has moved this process to another step: training no longer continues from this save.
         is_current = self._loads == parts.position.loads
         base = self.target.deduplicator.committed(manifest_digest)
         if is_current:
-            parts.position.base = base
+            parts.note_base(base)
+        if parts.on_commit is not None:
+            parts.on_commit(self._step, manifest_digest, not self._passed.near_only)
         if parts.job.comm.rank != 0:
             return ()
         if is_current:
@@ -360,7 +290,7 @@ class StepRequest:
         name_latest(parts.store, self._step, parts.job.is_first_occurrence)
 
     def _tag(self, manifest_digest: str, untagged: list[str]) -> None:
-        untagged += tag_saved(self._parts.store, self._parts.job.clock, self._step, manifest_digest, self._tags)
+        untagged += tag_saved(self._parts.run_store, self._parts.job.clock, self._step, manifest_digest, self._tags)
 
     def _named_in_time(self, name: Callable[[list[str]], None]) -> tuple[str, ...]:
         """Give the step its names, unless storage hangs; return why the step did not get some tags.

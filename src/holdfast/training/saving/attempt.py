@@ -46,7 +46,7 @@ from holdfast.training.coordination.commit_vote import CommitVote, Vote
 from holdfast.training.coordination.job import Job
 from holdfast.training.coordination.save_context import SaveContext
 from holdfast.training.saving.commit import commit, delete_leftovers_in_time, outcome_on_storage
-from holdfast.training.saving.handle import SaveHandle, collect_error, typed
+from holdfast.training.saving.handle import Moment, SaveHandle, collect_error, typed
 from holdfast.training.saving.target import SaveTarget, claim_in_time
 from holdfast.training.saving.transfer import Transfer
 from holdfast.training.telemetry.dispatcher import EventDispatcher
@@ -109,11 +109,12 @@ class SaveAttempt:
         dispatcher = dispatcher or EventDispatcher((), job.clock)
         place = location.step, location.url
         self.trace = OperationTrace("save", *place, job.comm, job.clock, dispatcher, location.store)
-        self.handle = SaveHandle(self.name, awaited=awaited, history=job.history)
-        self.handle.committed.add_done_callback(self.trace.fail_with)
+        last: Moment = "near" if target.near_only else "committed"
+        self.handle = SaveHandle(self.name, awaited=awaited, history=job.history, last=last)
+        self.handle.near.add_done_callback(self.trace.fail_with)
         if target.on_end is not None:
             on_end = target.on_end
-            self.handle.committed.add_done_callback(lambda _: on_end())
+            self.handle.near.add_done_callback(lambda _: on_end())
         self.gc_pause = GcPause()
         """Keeps the cyclic garbage collector from walking a plan of many small values. Ended early when much data moves
         or this rank waits for others, and at the latest by the function that began it."""
@@ -261,7 +262,7 @@ class SaveAttempt:
         """Record the agreement: from now on a failure aborts the attempt on every rank."""
         self.agreement = agreement
         self.handle.attempt = agreement.attempt
-        self.job.begin_attempt(agreement.attempt, self.handle.committed)
+        self.job.begin_attempt(agreement.attempt, self.handle.near)
         self.commit_vote = CommitVote(self.job, agreement.sequence, agreement.attempt, self.name)
         self._progress = SaveProgress.AGREED
 
@@ -343,7 +344,7 @@ class SaveAttempt:
                     self._lose(error)
             except BaseException as error:
                 # Complete the handle even if ending the save failed: callers wait for the handle.
-                if not self.handle.committed.done():
+                if not self.handle.near.done():
                     self._fail_unknown(f"{type(error).__name__}: {text_of(error)}")
                 raise
 
@@ -457,7 +458,7 @@ class SaveAttempt:
                 )
         store = self.location.store if self.job.settings.reports else None
         self.trace.end(report, self.agreement.attempt, store, self.location.folder, self.job.node_reports)
-        self.handle.reach_committed(report)
+        (self.handle.reach_committed if self.target.tier == "root" else self.handle.reach_near)(report)
         try:
             self.job.delete_keys_before(self.agreement.sequence)
         except (CheckpointError, TimeoutError) as error:

@@ -1,4 +1,4 @@
-"""The handle of a save in progress: three moments to wait for, and the report or the failure."""
+"""The handle of a save in progress: the moments to wait for, and the report or the failure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from holdfast.training.coordination.job import SaveHistory
 
 logger = logging.getLogger(__name__)
 
-Moment = Literal["staged", "replicated", "committed"]
+Moment = Literal["staged", "near", "replicated", "committed"]
+_MOMENTS = ("staged", "near", "replicated", "committed")
 
 
 class InFlight(Protocol):
@@ -39,19 +40,23 @@ class InFlight(Protocol):
 class SaveHandle:
     """A save in progress.
 
-    `staged`: training may change the state. `replicated`: the checkpoint survives a lost node (without a peer tier,
-    the same as committed). `committed`: the checkpoint is durable and visible; the result is the `SaveReport`.
-    A failure ends every moment not yet reached.
+    `staged`: training may change the state. `near`: the checkpoint is visible in the place to which the save writes,
+    which is the near tier if there is one. `committed`: the checkpoint is durable and visible in the root; the result
+    is the `SaveReport`. `replicated`: the same as committed. A failure ends every moment not yet reached.
     """
 
-    def __init__(self, name: str, *, awaited: bool = False, history: SaveHistory | None = None) -> None:
+    def __init__(
+        self, name: str, *, awaited: bool = False, history: SaveHistory | None = None, last: Moment = "committed"
+    ) -> None:
         """Start with no moment reached.
 
         Args:
             name: Name of the save, for messages.
             awaited: Whether the caller waits for the commit in any case, so that a failure need not be logged.
             history: Counts the failures in a row; None: a history of this save alone.
+            last: The last moment that the save reaches: `near` if the step stays in the near tier.
         """
+        self._last = last
         self.name = name
         """Name of the save, for messages."""
         self._history = history or SaveHistory(SystemClock())
@@ -67,22 +72,26 @@ class SaveHandle:
         self.may_be_committed = False
         """Whether the save failed here although the checkpoint may exist, or appear later."""
         self.staged: Future[None] = UnlockedFuture()
+        self.near: Future[SaveReport] = UnlockedFuture()
         self.replicated: Future[None] = UnlockedFuture()
         self.committed: Future[SaveReport] = UnlockedFuture()
 
-    def wait(self, moment: Moment = "committed", timeout: float | None = None) -> SaveReport | None:
-        """Wait for a moment; return the report once committed, None for an earlier moment.
+    def wait(self, moment: Moment | None = None, timeout: float | None = None) -> SaveReport | None:
+        """Wait for a moment; return the report of a moment at which the step is visible, else None.
 
         Args:
-            moment: `staged`, `replicated` or `committed`.
+            moment: `staged`, `near`, `replicated` or `committed`; None for the last one that the save reaches.
             timeout: Seconds to wait at most; None for no limit.
         Raises:
             TimeoutError: The save did not reach the moment in time; the save goes on.
-            CheckpointError: The save failed.
-            InvalidError: `moment` is not one of the three names.
+            CheckpointError: The save failed, or the root does not get the step.
+            InvalidError: `moment` is not one of the names, or the save never reaches that moment.
         """
-        if moment not in ("staged", "replicated", "committed"):
-            raise InvalidError(f"moment={moment!r}; expected staged, replicated or committed")
+        moment = self._last if moment is None else moment
+        if moment not in _MOMENTS:
+            raise InvalidError(f"moment={moment!r}; expected staged, near, replicated or committed")
+        if _MOMENTS.index(moment) > _MOMENTS.index(self._last):
+            raise self._never(moment)
         self._waiting.append(None)
         future: Future[None] | Future[SaveReport] = getattr(self, moment)
         left = timeout
@@ -103,10 +112,16 @@ class SaveHandle:
             self.was_awaited |= future.done() and future.exception() is not None
         return result
 
+    def _never(self, moment: str) -> InvalidError:
+        return InvalidError(
+            f"{self.name}: moment={moment!r}, and the step stays in the near tier, since neither every=… nor save() "
+            "made the step due at the root; expected wait('near'). To have the root get the step, tag it"
+        )
+
     @property
     def failure(self) -> BaseException | None:
         """The error of a failed save; None during the save and after the commit."""
-        return self.committed.exception() if self.committed.done() else None
+        return self.near.exception() if self.near.done() else None
 
     def abandon(self, error: CheckpointError) -> None:
         """End the save on every rank with an error, unless the save has ended or a rank may be publishing."""
@@ -125,17 +140,32 @@ class SaveHandle:
         with suppress(InvalidStateError):
             self.staged.set_result(None)
 
-    def reach_committed(self, report: SaveReport) -> None:
-        """Mark the save as committed."""
+    def reach_near(self, report: SaveReport) -> None:
+        """Mark the step as visible where the save has written. The save has ended; the drain may follow."""
         self._history.note_committed()
         self.in_flight = None
         self.reach_staged()  # The training thread may be interrupted right before this call.
-        self.replicated.set_result(None)
-        self.committed.set_result(report)
+        self.near.set_result(report)
+        if self._last == "near":
+            self.end_undrained(self._never("committed"))
+
+    def reach_committed(self, report: SaveReport) -> None:
+        """Mark the step as visible in the root."""
+        if not self.near.done():
+            self.reach_near(report)
+        with suppress(InvalidStateError):  # The manager may have been closed meanwhile.
+            self.replicated.set_result(None)
+            self.committed.set_result(report)
+
+    def end_undrained(self, error: CheckpointError) -> None:
+        """Record why the root does not get a step that the near tier has."""
+        with suppress(InvalidStateError):
+            self.replicated.set_exception(error)
+            self.committed.set_exception(error)
 
     def fail(self, error: BaseException) -> None:
         """Mark the save as failed; log the error if no caller waits for the save."""
-        if self.committed.done():
+        if self.near.done():
             return  # The save was given up while a write hung, and the write has ended now.
         counted = self._history.note_failed()
         if not self._waiting:
@@ -150,7 +180,7 @@ class SaveHandle:
     def end_with(self, error: BaseException) -> None:
         """End each moment that was not reached, without a log line: the caller raises or has logged the error."""
         self.in_flight = None
-        for future in (self.staged, self.replicated, self.committed):
+        for future in (self.staged, self.near, self.replicated, self.committed):
             with suppress(InvalidStateError):
                 future.set_exception(error)
 

@@ -36,7 +36,7 @@ def begin_save(job: Job, target: SaveTarget, collect: Collect, dispatcher: Event
 def save_and_wait(job: Job, target: SaveTarget, collect: Collect) -> SaveReport:
     """Save a state, and return once it is committed; nothing is copied first. Errors as `save` and the handle."""
     attempt, over = SaveAttempt(job, target, awaited=True), Latch()
-    attempt.handle.committed.add_done_callback(lambda _: over.set())
+    attempt.handle.near.add_done_callback(lambda _: over.set())
     # Pause until the wait ends: by then the objects of the save are freed, and the collector never walks them.
     with attempt.gc_pause:
         report = save(attempt, collect).wait()
@@ -198,6 +198,7 @@ def _unwritten_report(attempt: SaveAttempt) -> SaveReport:
         tensors=0,
         planned=False,
         staging="none",
+        tier=attempt.target.tier,
         staged_seconds=attempt.trace.seconds,
         fence_seconds=0.0,
         waited_seconds=0.0,

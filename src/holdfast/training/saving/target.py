@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 from holdfast.base.clock import utc_now_text
 from holdfast.base.ports.framework import Collected, Selection
 from holdfast.base.types.manifest import Manifest, Parent
+from holdfast.base.types.reports import Tier
 from holdfast.core.engine.background import DAEMON_POOL, wait_in_slices
 from holdfast.core.engine.writing.write import PackWriter
 from holdfast.core.plan.plan_cache import SavePlan
@@ -94,6 +95,12 @@ class SaveTarget:
     log: str | None = None
     """Id of the redo log of which the checkpoint is a base; empty: the log begins here, and has the id of the attempt.
     None: there is no log. The same on every rank."""
+
+    tier: Tier = "root"
+    """The place of the location."""
+
+    near_only: bool = False
+    """Whether the step stays in the near tier, so that the root never has it by itself."""
 
     on_end: Callable[[], None] | None = None
     """Called on every rank once the save has ended there, in success or failure. Keeps neither state nor job."""

@@ -284,7 +284,7 @@ def test_a_storage_error_leaves_the_load_whole_and_is_a_warning(root: Path, capl
     faults = Faults(fail, names=("put_if_absent",), lasting=True)
     with manager_at(root) as manager:
         faulty = FaultyStore(store_of(root), faults)
-        manager._parts.store = faulty  # type: ignore[assignment]
+        manager._parts.run_store = faulty  # type: ignore[assignment]
         state = state_of(0)
         assert manager.load(state, 2, discard_newer=True) == 2 and state["step"] == 2
         report = manager.load_report

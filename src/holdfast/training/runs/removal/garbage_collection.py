@@ -234,7 +234,7 @@ class CheckpointGC:
                     to_delete = to_delete.confirmed_by(second.unreferenced)
                 # A step of another mark may stay for now, as after a removal that failed: it must not lose its packs.
                 to_delete = to_delete.without_files(second.packs_without(to_delete.manifests))
-                self._writer_lease.require()
+                self._writer_lease.require(self._store)
                 # Before the removal: it may fail half way. Then the steps that are gone are not missing.
                 self._removed_steps |= to_delete.steps.keys()
                 to_delete = removal.remove(self._store, to_delete, self._writer_lease.epoch)
@@ -464,15 +464,15 @@ def planned(store: Store, clock: Clock, keep: KeepPolicy | None, choice: ChosenN
 
 
 def collected(
-    store: Store, clock: Clock, keep: KeepPolicy | None, grace_seconds: float, lease_seconds: float
+    store: Store, run: Store, clock: Clock, keep: KeepPolicy | None, grace_seconds: float, lease_seconds: float
 ) -> CollectReport:
-    """Collect once, in a process that does not train.
+    """Collect once in a root, in a process that does not train. The lease is that of `run`: with the near tier, if any.
 
     Raises:
         MissingError: The root holds no run.
         CheckpointError: As `CheckpointGC.collect`; a job that writes there is `ConflictError`.
     """
-    with hold_writer_lease(store, clock, lease_seconds, require_run(store)) as writer_lease:
+    with hold_writer_lease(run, clock, lease_seconds, require_run(store)) as writer_lease:
 
         def wait(seconds: float) -> bool:
             clock.sleep(seconds)

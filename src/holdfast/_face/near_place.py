@@ -1,0 +1,78 @@
+"""Opens the near tier that a caller names, and refuses a folder that can be none."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from holdfast.base.ports.store import Store
+from holdfast.errors import InvalidError
+from holdfast.policies import Tier
+from holdfast.settings import Differential
+from holdfast.training.runs.tiers.near import NearPlace
+
+logger = logging.getLogger(__name__)
+
+_IN_MEMORY = ("tmpfs", "ramfs")
+
+
+def near_path(tier: object, root: Store, differential: Differential | None = None) -> str:
+    """Return the folder of a near tier.
+
+    Args:
+        tier: As the caller passed it.
+        root: The root of the run.
+        differential: The redo log that the caller wants; None for none.
+    Raises:
+        InvalidError: It is no `Tier`, is the root, lies in the root or around it, or belongs to another user; or the
+            run has a redo log.
+    """
+    if not isinstance(tier, Tier):
+        raise InvalidError(f"near={str(tier)[:80]!r}: expected holdfast.Tier('/local/folder', every=10)")
+    if differential is not None:
+        raise InvalidError(f"near={tier.path} with differential: a redo log needs one place; expected one of the two")
+    path = os.path.realpath(os.path.expanduser(str(tier.path)))
+    at_root = os.path.realpath(root.url) if root.url.startswith("/") else ""
+    if at_root and os.path.commonpath([path, at_root]) in (path, at_root):
+        raise InvalidError(
+            f"near={tier.path}: is the root {root.url}, lies in the root or holds the root; expected a folder of its "
+            "own. Nothing was touched. Choose another folder"
+        )
+    if os.path.isdir(path) and (owner := os.stat(path).st_uid) != os.geteuid():
+        raise InvalidError(
+            f"near={tier.path}: belongs to user {owner}, and this process is user {os.geteuid()}; expected a folder of "
+            "this user. Nothing was touched. Choose another folder"
+        )
+    if at_root and is_in_memory(at_root):
+        logger.warning(
+            "%s: the root is in memory, so a reboot loses the run; expected a disk or an object store. A folder in "
+            "memory is a near tier: near=holdfast.Tier(…)",
+            root.url,
+        )
+    return path
+
+
+def near_place(tier: Tier, path: str, store: Store) -> NearPlace:
+    """Return the near tier at a folder.
+
+    Args:
+        tier: What the caller said.
+        path: The folder.
+        store: The store of the folder.
+    """
+    is_memory = is_in_memory(path)
+    keep_last = tier.keep_last if tier.keep_last is not None else 1 if is_memory else 2
+    assert not isinstance(tier.every, int), "the tier has made a policy of a number"
+    return NearPlace(store, tier.every, keep_last, is_memory)
+
+
+def is_in_memory(path: str) -> bool:
+    """Return whether a folder, which need not exist yet, is on a file system in memory."""
+    try:
+        mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    except OSError:
+        return False
+    around = [(place, kind) for place, kind in mounts if os.path.commonpath([path, place]) == place]
+    # Of two mounts at one place the later one is seen.
+    return bool(around) and max(enumerate(around), key=lambda each: (len(each[1][0]), each[0]))[1][1] in _IN_MEMORY

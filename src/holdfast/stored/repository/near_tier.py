@@ -1,0 +1,98 @@
+"""The records that join a near tier and a root: both name the run, and each names the other place."""
+
+from __future__ import annotations
+
+import platform
+
+import msgspec
+
+from holdfast.base.ports.store import Store
+from holdfast.core.format.names import RUN_FILE
+from holdfast.core.format.sealed_json import Text, decode_sealed, header, sealed
+from holdfast.errors import InvalidError
+from holdfast.stored.repository.catalog import ensure_run, read_run_id, root_of_near
+from holdfast.stored.repository.publish import get_or_none, publish
+from holdfast.stored.repository.run_readme import put_readme
+from holdfast.stored.repository.two_roots import TwoRoots
+
+NEAR_FOLDER = "near/"
+"""Folder of the record in the root: the listing of the steps shows whether there is one."""
+
+NEAR_FILE = f"{NEAR_FOLDER}tier.json"
+"""Key of the record of the near tier, in the root."""
+
+_KIND = "near tier"
+_BYTES_MAX = 1 << 16
+
+
+class NearRecord(msgspec.Struct):
+    """The near tier of a run, as the root names it."""
+
+    url: Text
+    """Where the near tier is."""
+
+    host: Text
+    """The host of rank 0, for people: the folder may be on that host alone."""
+
+
+def read_near(root: Store) -> NearRecord | None:
+    """Return the record of the near tier of a run; None if the run has none.
+
+    Raises:
+        CorruptError: The record is damaged.
+    """
+    data = get_or_none(root, NEAR_FILE, _BYTES_MAX)
+    return None if data is None else decode_sealed(data, _KIND, NearRecord, f"{root.url}/{NEAR_FILE}")[0]
+
+
+def require_same_run(run: TwoRoots) -> None:
+    """Refuse a near tier of another run or root. Nothing is written.
+
+    Raises:
+        InvalidError: The near tier is of another run or of another root, or holds a run of which the root is empty.
+    """
+    near, root = run.near.url, run.root.url
+    at_near, at_root = read_run_id(run.near), read_run_id(run.root)
+    if at_near is None:
+        return
+    if at_root is None:
+        raise InvalidError(
+            f"{near}: holds run {at_near}, and the root {root} is empty; expected a root of this run. Nothing was "
+            f"touched. To give the root back: holdfast drain {near} --to {root}. To begin a run: choose another near "
+            "folder"
+        )
+    if at_near != at_root:
+        raise InvalidError(
+            f"{near}: is the near tier of run {at_near}, and {root} holds run {at_root}; expected one run. Nothing was "
+            "touched. Choose another near folder"
+        )
+    stated = root_of_near(run.near)
+    if stated != root:
+        raise InvalidError(
+            f"{near}: is the near tier of {stated or 'no root: it is one itself'}; expected that of {root}. Nothing "
+            "was touched. Choose another near folder; if the root has moved, drain it first: "
+            f"holdfast drain {near} --to {root} --remove"
+        )
+
+
+def ensure_near(run: TwoRoots, new_id: str, created: str) -> str:
+    """Begin the run at both places where there is none, and record each place in the other; return the id of the run.
+
+    Args:
+        run: Both places.
+        new_id: The id of a new run.
+        created: Wall-clock time, for people.
+    Raises:
+        InvalidError: As `require_same_run`.
+        ConflictError: The root is that of a copy which is not complete.
+    """
+    require_same_run(run)
+    run_id = ensure_run(run.root, new_id, created)
+    if read_run_id(run.near) is None:
+        document = {**header("run", minor=0), "run_id": run_id, "created": created, "root": run.root.url}
+        publish(run.near, RUN_FILE, sealed(document))
+        put_readme(run.near)
+    record = sealed({**header(_KIND, minor=0), "url": run.near.url, "host": platform.node()})
+    if get_or_none(run.root, NEAR_FILE, _BYTES_MAX) != record:
+        run.root.put(NEAR_FILE, record)
+    return run_id

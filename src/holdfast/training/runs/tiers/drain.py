@@ -1,0 +1,375 @@
+"""The drain: copies the due steps of the near tier to the root, behind training, on a thread of each rank.
+
+States of a due step, and who moves it on:
+
+    near      -> waiting   `note_commit`, on each rank; rank 0 also finds the steps that an earlier job left
+    waiting   -> copied    each rank copies its share of the files, in the order of steps; rank 0 copies the share of a
+                           rank that copies nothing for a while
+    copied    -> drained   rank 0 publishes the manifest in the root, under the epoch of the job
+    waiting   -> skipped   rank 0: the root's own policy would not keep the step
+    drained, skipped -> told   the other ranks learn of the end by a key of the key-value store
+
+There is no journal: files without a manifest are copied on by the next job, or by `holdfast drain`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from holdfast.base.interrupts import GUARD, start_thread
+from holdfast.base.types.manifest import Manifest
+from holdfast.base.types.removal import StepAndDigest
+from holdfast.core.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
+from holdfast.core.format.names import manifest_keys, step_of_pack
+from holdfast.core.plan.drain import share_of
+from holdfast.errors import CheckpointError, ConflictError, UnavailableError, first_three, shown_bytes
+from holdfast.policies import KeepPolicy
+from holdfast.stored.copying.step_drain import StepDrain
+from holdfast.stored.publishing.outcome import OutcomeKind
+from holdfast.stored.repository.latest import name_latest
+from holdfast.stored.repository.publish import get_or_none
+from holdfast.stored.repository.tags import read_tags
+from holdfast.stored.repository.timelines import run_timelines
+from holdfast.stored.repository.two_roots import TwoRoots
+from holdfast.training.coordination.job import Job
+from holdfast.training.runs.removal.pins import Pins, StepPin
+from holdfast.training.runs.removal.retention import KeptFacts, waiting
+from holdfast.training.runs.run_parts import RunParts
+from holdfast.training.saving.handle import SaveHandle
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.2
+"""How often rank 0 looks for the files of other ranks, and a close at the drain."""
+
+_TELL_SECONDS = 1.0
+"""How often another rank asks whether a step is in the root."""
+
+_SILENT_SECONDS = 30.0
+"""After this time without a new file, rank 0 copies the share of the others."""
+
+_RETRY_SECONDS = 5.0
+"""How long a failed drain waits before the next try."""
+
+_END_SECONDS = 5.0
+_SAID_AFTER_SECONDS = 1.0
+_TOLD_MAX = 64
+"""Steps whose end stays in the key-value store, for ranks that ask late."""
+
+
+@dataclass(slots=True)
+class _Due:
+    """A step that is due at the root."""
+
+    pins: list[tuple[Pins, StepPin]] = field(default_factory=list)
+    """What keeps its files in both places."""
+
+    is_copied: bool = False
+    """Whether this rank has copied its share."""
+
+
+class Drain:
+    """The drain of one near tier, on one rank."""
+
+    def __init__(self, job: Job, run: TwoRoots, near: RunParts, root: RunParts, keep: KeepPolicy | None) -> None:
+        """Start no thread yet.
+
+        Args:
+            job: The ranks.
+            run: Both places.
+            near, root: The parts of saves into each place.
+            keep: The retention policy of the root.
+        """
+        self._job, self._run, self._near, self._root, self._keep = job, run, near, root, keep
+        self._is_first = job.comm.rank == 0
+        self._due: dict[StepAndDigest, _Due] = {}
+        self._newest: StepAndDigest | None = None
+        self._handles: dict[str, SaveHandle] = {}
+        """Handles that wait for the root, by attempt."""
+        self._ends: dict[str, CheckpointError | None] = {}
+        """How the last drains ended, by attempt: a handle may be watched late."""
+        self._at_root: dict[StepAndDigest, KeptFacts] | None = None
+        self._told: list[str] = []
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()  # Set under GUARD: a signal handler may save while the training thread sets it.
+        self._is_stopped = False
+        self._copying: StepDrain | None = None
+
+    # ------------------------------------------------------------------------------------- from other threads
+
+    def note_commit(self, step: int, digest: str, is_due: bool) -> None:
+        """Take note of a step that is near. On the commit thread of each rank."""
+        if self._newest is None and self._is_first:
+            self._adopt_earlier()
+        self._newest = step, digest
+        if is_due:
+            self._add((step, digest))
+
+    def watch(self, handle: SaveHandle) -> None:
+        """End a handle once the root has its step, or does not get the step."""
+        with GUARD:
+            self._handles[handle.attempt] = handle
+        if handle.attempt in self._ends:
+            self._end_handle(handle.attempt, self._ends[handle.attempt])
+
+    def close(self, may_wait: Callable[[], bool]) -> bool:
+        """Drain the newest near step and those that wait, and end the thread; return whether the root has them all.
+
+        Args:
+            may_wait: Whether to wait; asked again and again.
+        """
+        if self._newest is not None and may_wait():
+            self._add(self._newest)
+        clock, is_said = self._job.clock, False
+        start = clock.monotonic_seconds()
+        while self._due and self._thread is not None and self._thread.is_alive() and may_wait():
+            self._thread.join(_POLL_SECONDS)
+            if not is_said and clock.monotonic_seconds() - start > _SAID_AFTER_SECONDS:
+                is_said = True
+                logger.warning(
+                    "%s: close waits until steps [%s] are in the root. Ctrl-C or close(wait=False) leaves them to the "
+                    "next job, or to holdfast drain",
+                    self._run.url,
+                    first_three(step for step, _ in self._due),
+                )
+        left = list(self._due)
+        self._is_stopped = True
+        self._wake_up()
+        if self._copying is not None:
+            self._copying.cancel()
+        if self._thread is not None:
+            self._thread.join(_END_SECONDS)
+        for name in left:
+            self._end(name, undrained(name[0], "the manager was closed"))
+        for attempt in list(self._handles):
+            self._end_handle(attempt, undrained(None, "the manager was closed"))
+        return not left
+
+    def _add(self, name: StepAndDigest) -> None:
+        if name in self._due:
+            return
+        due = _Due()
+        # Waits for a removal under way. From here on no collection takes the step near, or what a drain has copied.
+        for pins in (self._near.pins, self._root.pins):
+            self._pin(due, pins, name[0])
+        self._due[name] = due
+        self._wake_up()
+
+    def _pin(self, due: _Due, pins: Pins, step: int) -> None:
+        pin = StepPin(step)
+        pins.pin(pin, None)
+        due.pins.append((pins, pin))
+
+    def _adopt_earlier(self) -> None:
+        """Find the due steps that an earlier job left near. Whether the root has them, the thread looks."""
+        for stored in run_timelines(self._run.near).chain:
+            manifest = None if stored.digest is None else self._manifest((stored.step, stored.digest))
+            if manifest is not None and not manifest.near_only:
+                self._add((stored.step, manifest.digest))
+
+    def _wake_up(self) -> None:
+        with GUARD:
+            self._wake.set()
+            if self._thread is None and not self._is_stopped:
+                self._thread = threading.Thread(target=self._work, name="holdfast-drain", daemon=True)
+                start_thread(self._thread)
+
+    # ----------------------------------------------------------------------------------------- on the thread
+
+    def _work(self) -> None:
+        seconds: float | None = None
+        while not self._is_stopped:
+            self._wake.wait(seconds)
+            self._wake.clear()
+            seconds = None
+            try:
+                if self._is_first:
+                    self._drain_all()
+                else:
+                    self._copy_shares()
+                    seconds = _TELL_SECONDS if self._due else None
+            except ConflictError as over:
+                logger.warning("%s: the drain ends: %s", self._run.url, over)
+                for name in list(self._due):
+                    self._end(name, over)
+                return
+            except Exception as error:  # noqa: BLE001 - the next try may go well
+                if not self._is_stopped:
+                    self._job.warn_once(self._run.url, f"the drain failed, and is tried again: {error}")
+                seconds = _RETRY_SECONDS
+
+    def _drain_all(self) -> None:
+        """Drain what waits, in the order of steps. On rank 0."""
+        while not self._is_stopped and (manifest := self._next()) is not None:
+            start = self._job.clock.monotonic_seconds()
+            name = _name_of(manifest)
+            drain = self._drain_of(manifest)
+            for step in {step_of_pack(pack.name) for pack in manifest.packs}:
+                if step is not None:
+                    self._pin(self._due[name], self._root.pins, step)
+            copied_bytes = self._copy_share(drain, name)
+            self._copy_rest(drain)
+            outcome = drain.publish(self._near.writer_lease.epoch)
+            if outcome.error is not None:
+                raise outcome.error
+            if outcome.kind is not OutcomeKind.COMMITTED:
+                raise UnavailableError(
+                    f"step {manifest.step}: whether the root has the step is unknown: {outcome.reason}"
+                )
+            assert self._at_root is not None, "it was read to find the step"
+            self._at_root[name] = _facts(manifest, ())
+            name_latest(self._root.store, manifest.step, self._job.is_first_occurrence)
+            self._end(name, None)
+            logger.info(
+                "step %s is in the root: rank 0 drained %s in %.1f s",
+                manifest.step,
+                shown_bytes(copied_bytes),
+                self._job.clock.monotonic_seconds() - start,
+            )
+            self._root.collect_soon()
+            self._near.collect_soon()
+
+    def _next(self) -> Manifest | None:
+        """Return the first step that waits, and end those that the root has or would not keep."""
+        if self._at_root is None:
+            self._at_root = dict(_facts_in(self._run))
+        manifests: dict[StepAndDigest, Manifest] = {}
+        tags = read_tags(self._run)
+        for name in sorted(self._due):
+            manifest = self._manifest(name)
+            if name in self._at_root:
+                self._end(name, None)
+            elif manifest is None:
+                self._end(name, undrained(name[0], "the near tier has lost the step"))
+            else:
+                manifests[name] = manifest
+        due = [_facts(manifest, tags.of(*name)) for name, manifest in manifests.items()]
+        waits = waiting(self._keep, due, self._at_root.values())
+        for facts in (each for each in due if each not in waits):
+            why = "newer steps have come, and the root would not keep the step: the root is too slow for its steps"
+            logger.warning("step %d is not drained: %s", facts.step, why)
+            self._end(facts.name, undrained(facts.step, why))
+        return manifests[waits[0].name] if waits else None
+
+    def _copy_shares(self) -> None:
+        """Copy the shares of this rank, and end the steps of which rank 0 tells the end. Not on rank 0."""
+        for name, due in list(self._due.items()):
+            manifest = self._manifest(name)
+            told = None if manifest is None else self._told_of(manifest.attempt)
+            if manifest is None or told is not None:
+                self._end(name, undrained(name[0], told or "the near tier has lost the step") if told != "" else None)
+            elif not due.is_copied and not self._is_stopped:
+                self._copy_share(self._drain_of(manifest), name)
+
+    def _drain_of(self, manifest: Manifest) -> StepDrain:
+        comm = self._job.comm
+        root = self._run.root.for_operation(f"drain of step {manifest.step}", comm.rank, comm.world_size)
+        self._copying = StepDrain(self._run.near, root, manifest, self._job.clock, self._job.codecs)
+        return self._copying
+
+    def _copy_share(self, drain: StepDrain, name: StepAndDigest) -> int:
+        """Copy the share of this rank; return the bytes that were copied."""
+        comm = self._job.comm
+        share = share_of(((file.key, file.record.bytes) for file in drain.files), comm.world_size, comm.rank)
+        copied = drain.copy(file for file in drain.lacking() if file.key in share)
+        self._due[name].is_copied = True
+        return copied.bytes
+
+    def _copy_rest(self, drain: StepDrain) -> None:
+        """Wait until the other ranks have copied their shares; copy what no rank copies."""
+        clock, seen = self._job.clock, -1
+        since = clock.monotonic_seconds()
+        while (rest := drain.lacking()) and not self._is_stopped:
+            now = clock.monotonic_seconds()
+            if len(rest) != seen:
+                seen, since = len(rest), now
+            if self._job.comm.world_size == 1 or now - since > _SILENT_SECONDS:
+                drain.copy(rest)
+            else:
+                clock.sleep(_POLL_SECONDS)
+
+    def _manifest(self, name: StepAndDigest) -> Manifest | None:
+        """Return the manifest of a step that is near; None if it is not there any more."""
+        near = self._run.near
+        for key in manifest_keys(*name):
+            data = get_or_none(near, key, MANIFEST_BYTES_MAX)
+            with suppress(CheckpointError):
+                if data is not None and (manifest := decode_manifest(data, f"{near.url}/{key}")).digest == name[1]:
+                    return manifest
+        return None
+
+    # -------------------------------------------------------------------------------------- the end of a step
+
+    def _end(self, name: StepAndDigest, error: CheckpointError | None) -> None:
+        """Record the end of a step, and tell the handles of all ranks."""
+        due = self._due.pop(name, None)
+        for pins, pin in () if due is None else due.pins:
+            pins.unpin(pin, is_committed=True)
+        manifest = self._manifest(name)
+        if manifest is None:
+            return
+        attempt = manifest.attempt
+        if self._is_first and self._job.comm.world_size > 1:
+            self._tell(attempt, "" if error is None else str(error))
+        with GUARD:
+            self._ends[attempt] = error
+            while len(self._ends) > _TOLD_MAX:
+                del self._ends[next(iter(self._ends))]
+        self._end_handle(attempt, error)
+
+    def _end_handle(self, attempt: str, error: CheckpointError | None) -> None:
+        handle = self._handles.pop(attempt, None)
+        if handle is None or not handle.near.done() or handle.failure is not None:
+            return
+        if error is None:
+            handle.reach_committed(handle.near.result())
+        else:
+            handle.end_undrained(error)
+
+    def _tell(self, attempt: str, text: str) -> None:
+        job, key = self._job, self._job.key("drained", attempt)
+        with suppress(CheckpointError, TimeoutError):
+            job.key_value_store.set(key, text.encode(), job.seconds_left(job.deadline()))
+            self._told.append(key)
+            if len(self._told) > _TOLD_MAX:
+                job.key_value_store.delete([self._told.pop(0)])
+
+    def _told_of(self, attempt: str) -> str | None:
+        """Return what rank 0 tells of a step: an empty text once the root has it; None if nothing yet."""
+        job, key = self._job, self._job.key("drained", attempt)
+        if not job.key_value_store.present(key):
+            return None
+        (text,) = job.key_value_store.get_many([key], job.seconds_left(job.deadline()))
+        return text.decode()
+
+
+def undrained(step: int | None, why: str) -> UnavailableError:
+    """Return the error of a step that is near, and that the root does not get from this job."""
+    which = "the step" if step is None else f"step {step}"
+    return UnavailableError(
+        f"{which} is saved near, and not in the root: {why}. Expected a drain to its end. As long as the near tier "
+        "holds the step, a restart loads the step, and the next job or holdfast drain copies it"
+    )
+
+
+def _name_of(manifest: Manifest) -> StepAndDigest:
+    assert manifest.step is not None, "a run holds steps"
+    return manifest.step, manifest.digest
+
+
+def _facts(manifest: Manifest, tags: tuple[str, ...]) -> KeptFacts:
+    step, digest = _name_of(manifest)
+    return KeptFacts(step, manifest.created, manifest.metrics, tags, manifest.healthy, manifest.timeline, digest)
+
+
+def _facts_in(run: TwoRoots) -> Iterable[tuple[StepAndDigest, KeptFacts]]:
+    """Yield what the root has: each step that counts and can be read. Read once a job; the drain adds to it."""
+    tags, stored = read_tags(run.root), run_timelines(run.root)
+    for each in (*stored.chain, *stored.superseded):
+        with suppress(CheckpointError):
+            manifest = decode_manifest(run.root.get(each.key, MANIFEST_BYTES_MAX), f"{run.root.url}/{each.key}")
+            yield _name_of(manifest), _facts(manifest, tags.of(*_name_of(manifest)))

@@ -1,0 +1,118 @@
+"""The near tier of one manager: its place, its schedule, the parts of its saves, and its drain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from holdfast.base.ports.store import Store
+from holdfast.errors import CheckpointError, InvalidError, first_three
+from holdfast.policies import AnyOf, KeepPolicy, LatestN, SavePolicy, Tagged
+from holdfast.stored.repository.catalog import exists
+from holdfast.stored.repository.near_tier import require_same_run
+from holdfast.stored.repository.two_roots import TwoRoots
+from holdfast.training.coordination.job import Job, error_text, raise_together
+from holdfast.training.loading.statuses import gather_errors
+from holdfast.training.runs.run_parts import RunParts, RunState
+from holdfast.training.runs.tiers.drain import Drain
+
+_PROBE = "near-probe.json"
+
+
+@dataclass(frozen=True, slots=True)
+class NearPlace:
+    """Where steps are saved before the root, and which of them stay."""
+
+    store: Store
+    """The folder."""
+
+    save: SavePolicy
+    """When a step is saved near alone."""
+
+    keep_last: int
+    """Newest steps that stay."""
+
+    is_memory: bool = False
+    """Whether the folder is in memory, so that the end of the job empties it."""
+
+
+class NearTier:
+    """The near tier of one manager, on one rank."""
+
+    def __init__(self, job: Job, place: NearPlace, root: RunParts, keep: KeepPolicy | None, state: RunState) -> None:
+        """Start before the first step; a collective.
+
+        Args:
+            job: The ranks.
+            place: The near tier.
+            root: The parts of saves into the root.
+            keep: The retention policy of the root.
+            state: The state of the run.
+        Raises:
+            InvalidError: The near tier is of another run or root, or a rank does not see the folder.
+        """
+        run = state.home.store
+        assert isinstance(run, TwoRoots), "a near tier makes two places"
+        _require_seen(job, run)
+        self._place, self._job, self._root = place, job, root
+        self.parts = RunParts(job, place.store, AnyOf(LatestN(place.keep_last), Tagged()), state, tier="near")
+        """The parts of saves into the near tier."""
+        self.drain = Drain(job, run, self.parts, root, keep)
+        """Copies due steps to the root."""
+        self.parts.on_commit = self.drain.note_commit
+
+    def close(self, may_wait: Callable[[], bool]) -> None:
+        """Drain the newest step, empty a near tier in memory, and end the run in both places.
+
+        Args:
+            may_wait: Whether to wait for the drain, and for steps that are due for deletion; asked again and again.
+        """
+        job = self._job
+
+        def drains() -> bool:
+            # A preempted job uses the rest of its grace.
+            deadline = job.process_deadline
+            return may_wait() if deadline is None else job.clock.monotonic_seconds() < deadline
+
+        try:
+            is_whole = self.drain.close(drains)
+            if self.parts.collecting is not None:
+                self.parts.collecting.close(lambda: None, may_wait)  # The parts of the root release the lease.
+        finally:
+            self._root.close(may_wait)
+        if is_whole and self._place.is_memory and job.comm.rank == 0:
+            # After the lease, whose release writes near too.
+            with suppress(CheckpointError):
+                self._place.store.delete([entry.key for entry in self._place.store.list("")])
+
+
+def _require_seen(job: Job, run: TwoRoots) -> None:
+    """Refuse a folder that is of another run, or that a rank does not see; a collective."""
+    own: Exception | None = None
+    token = job.nonce.encode()
+    if job.comm.rank == 0:
+        try:
+            require_same_run(run)
+            run.near.put(_PROBE, token, durable=False)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for an answer, whatever the error is
+            own = error
+    _raise_on_all(job, own)
+    sees = False
+    with suppress(CheckpointError):
+        sees = exists(run.near, _PROBE) and run.near.get(_PROBE, 1024) == token
+    blind = [rank for rank, answer in enumerate(job.comm.all_gather(bytes([sees]))) if answer == b"\0"]
+    if job.comm.rank == 0:
+        with suppress(CheckpointError):
+            run.near.delete([_PROBE])
+    if blind:
+        raise InvalidError(
+            f"{run.near.url}: ranks [{first_three(blind)}] do not see the folder as rank 0 does; expected one folder "
+            "for all ranks, on one host or on a shared file system. Nothing was saved. Choose a folder that every rank "
+            "sees"
+        )
+
+
+def _raise_on_all(job: Job, own: Exception | None) -> None:
+    texts = gather_errors(job.comm, None if own is None else error_text(own))
+    raise_together(texts, job.comm.rank, own)

@@ -1,0 +1,158 @@
+"""Drains a near tier without a training job: after the last job of a run, or to give a lost root back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from holdfast.base.clock import Clock
+from holdfast.base.ports.codec import Codecs
+from holdfast.base.ports.observer import Observer
+from holdfast.base.ports.store import Store
+from holdfast.base.types.manifest import Manifest
+from holdfast.core.format.manifest import MANIFEST_BYTES_MAX, decode_manifest
+from holdfast.core.format.step_name import StepName
+from holdfast.errors import InvalidError, MissingError
+from holdfast.stored.copying.step_drain import StepDrain
+from holdfast.stored.leases.writer import hold_writer_lease
+from holdfast.stored.publishing.outcome import OutcomeKind
+from holdfast.stored.repository.catalog import ensure_run, read_run_id
+from holdfast.stored.repository.latest import name_latest
+from holdfast.stored.repository.tags import read_tags
+from holdfast.stored.repository.timelines import StoredManifest, run_timelines
+from holdfast.stored.repository.two_roots import TwoRoots
+from holdfast.training.loading.named_step import find_named
+from holdfast.training.runs.tiers.drain import undrained
+
+
+@dataclass(slots=True)
+class DrainReport:
+    """What a drain copied, or would copy."""
+
+    near: str
+    """The near tier."""
+
+    url: str
+    """The root."""
+
+    steps: tuple[int, ...] = ()
+    """Steps that the root got."""
+
+    left: tuple[int, ...] = ()
+    """Steps that only the near tier has: saved for the near tier alone, or not kept by the root."""
+
+    files: int = 0
+    """Files that were copied."""
+
+    bytes: int = 0
+    """Their bytes."""
+
+    removed: bool = False
+    """Whether the near tier was emptied."""
+
+
+@dataclass(frozen=True, slots=True)
+class NearDrain:
+    """A request to drain a near tier."""
+
+    run: TwoRoots
+    """The near tier and the root."""
+
+    clock: Clock
+    """Measures leases."""
+
+    codecs: Codecs
+    """Decodes coded chunks, which are proven by their raw bytes."""
+
+    step: StepName | None = None
+    """The step; None for those that are due at the root, and the newest one."""
+
+    observer: Observer | None = None
+    """Receives the progress of each step."""
+
+    def planned(self) -> DrainReport:
+        """Return what would be drained; changes nothing. Errors as `execute`."""
+        self._require_run()
+        report, chosen = self._chosen()
+        for manifest in chosen:
+            lacking = self._drain_of(manifest).lacking()
+            report.files += len(lacking)
+            report.bytes += sum(file.record.bytes for file in lacking)
+        return report
+
+    def execute(self, lease_seconds: float, *, remove: bool) -> DrainReport:
+        """Drain. After an interruption the same call goes on.
+
+        Args:
+            lease_seconds: Longest time without a heartbeat of the writer lease, which the drain holds.
+            remove: Whether to empty the near tier at the end.
+        Raises:
+            MissingError: The folder is no near tier, or has no such step.
+            InvalidError: Near tier and root are of different runs.
+            ConflictError: A job writes to the run; or the root has another manifest of a step.
+            CorruptError: A step is damaged near.
+            UnavailableError: Storage failed.
+        """
+        run_id, clock = self._require_run(), self.clock
+        ensure_run(self.run.root, run_id, f"{clock.unix_seconds():.0f}")
+        with hold_writer_lease(self.run, clock, lease_seconds, run_id) as lease:
+            report, chosen = self._chosen()
+            for manifest in chosen:
+                drain = self._drain_of(manifest)
+                copied = drain.copy(drain.lacking())
+                report.files, report.bytes = report.files + copied.files, report.bytes + copied.bytes
+                outcome = drain.publish(lease.epoch)
+                if outcome.kind is not OutcomeKind.COMMITTED:
+                    raise outcome.error or undrained(manifest.step, outcome.reason)
+            name_latest(self.run.root, None)
+        if remove:
+            # After the lease, whose release writes near too.
+            self.run.near.delete([entry.key for entry in self.run.near.list("")])
+            report.removed = True
+        return report
+
+    def _require_run(self) -> str:
+        near, root = self.run.near, self.run.root
+        at_near, at_root = read_run_id(near), read_run_id(root)
+        if at_near is None:
+            raise MissingError(f"{near.url}: no near tier of a run; expected a folder that holds holdfast.json")
+        if at_root not in (None, at_near):
+            raise InvalidError(
+                f"{near.url}: is of run {at_near}, and {root.url} holds run {at_root}; expected one run. Nothing was "
+                "touched. Name the root of this run with --to"
+            )
+        return at_near
+
+    def _chosen(self) -> tuple[DrainReport, list[Manifest]]:
+        """Return the steps that are drained, and an almost empty report."""
+        report, run = DrainReport(self.run.near.url, self.run.root.url), self.run
+        if self.step is not None:
+            manifest = self._lacking_at_root(find_named(run, self.step)[1])
+            chosen = [] if manifest is None else [manifest]
+        else:
+            tags, chain = read_tags(run), run_timelines(run).chain
+            found = {each: self._lacking_at_root(each) for each in chain}
+            near = [manifest for manifest in found.values() if manifest is not None]
+            # Drains go in the order of steps: an older due step that the root lacks was removed there, or skipped.
+            newest_there = max((number for number, each in enumerate(chain) if found[each] is None), default=-1)
+            newer = {each.digest for each in chain[newest_there + 1 :]}
+            chosen = [
+                each
+                for each in near
+                if (not each.near_only and each.digest in newer)
+                or each.digest == chain[-1].digest
+                or tags.of(each.step or 0, each.digest)
+            ]
+            report.left = tuple(each.step or 0 for each in near if each not in chosen)
+        report.steps = tuple(each.step or 0 for each in chosen)
+        return report, chosen
+
+    def _lacking_at_root(self, stored: StoredManifest) -> Manifest | None:
+        """Return the manifest of a step that the near tier alone has; None if the root has it too."""
+        data = self.run.get(stored.key, MANIFEST_BYTES_MAX)
+        if [store for store, _ in self.run.holding(stored.key, data)] != [self.run.near]:
+            return None
+        return decode_manifest(data, f"{self.run.near.url}/{stored.key}")
+
+    def _drain_of(self, manifest: Manifest) -> StepDrain:
+        root: Store = self.run.root.for_operation(f"drain of step {manifest.step}", 0, 1)
+        return StepDrain(self.run.near, root, manifest, self.clock, self.codecs, self.observer)
