@@ -36,7 +36,7 @@ def needed(guide: Path) -> dict[str, str]:
     return dict(re.findall(r"^## (.+)\n\n<!-- needs: (\w+) -->$", guide.read_text(), re.MULTILINE))
 
 
-WITH_CODE = (*GUIDES, DOCS / "data.md", DOCS / "layout-language.md")
+WITH_CODE = (*GUIDES, DOCS / "data.md", DOCS / "layout-language.md", DOCS / "tiers.md")
 """Pages whose code runs; a guide shows code in every section."""
 
 SECTIONS = {(guide, title): blocks for guide in WITH_CODE for title, blocks in sections(guide).items()}
