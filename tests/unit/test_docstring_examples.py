@@ -64,6 +64,8 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
             state["epoch"] = step
             run.save(step, state, metrics={"loss": loss, "accuracy": 1 - loss}).wait()
         run.tag(200, "best")
+    with holdfast.CheckpointManager("run-8", near=holdfast.Tier("nvme/run-8", every=10)) as run:
+        run.save(100, state).wait()
     with ExitStack() as ending:
         ending.callback(signal.signal, signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))
         settings = Settings(collect_grace_seconds=0)

@@ -20,6 +20,7 @@ from holdfast._face.arguments import (
     require_state,
     selection_of,
 )
+from holdfast._face.near_place import near_at
 from holdfast._face.passed_state import passed_state
 from holdfast._face.stored_steps import StoredSteps
 from holdfast.backends.stores.foreign import References
@@ -116,7 +117,7 @@ class CheckpointManager(StoredSteps):
         store = wiring.store_at(root, settings)
         job = wiring.saving_job(process_group, settings, store.url)
         handler = preemption_handler_of(job, wanted)
-        place = None if near is None else wiring.near_at(near, store, settings, options)
+        place = None if near is None else near_at(near, store, settings, options)
         self._open(store, job, References(settings.allowed_roots), policies, observers, handler, options, place)
         self._position.starts_over = start_over
         self._follows_default_group = process_group is None

@@ -26,7 +26,7 @@ def drain(
     For runs without a job; a job drains by itself. After an interruption the same call goes on.
 
     Example:
-        report = holdfast.api.drain("/local/nvme/run-7")
+        report = holdfast.api.drain("nvme/run-8")
         print(report.steps, report.bytes)
     Args:
         near: The folder of the near tier.

@@ -6,10 +6,11 @@ import logging
 import os
 from pathlib import Path
 
+from holdfast._face import wiring
 from holdfast.base.ports.store import Store
 from holdfast.errors import InvalidError
 from holdfast.policies import Tier
-from holdfast.settings import Differential
+from holdfast.settings import Differential, Settings
 from holdfast.training.runs.tiers.near import NearPlace
 
 logger = logging.getLogger(__name__)
@@ -17,12 +18,13 @@ logger = logging.getLogger(__name__)
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
-def near_path(tier: object, root: Store, differential: Differential | None = None) -> str:
-    """Return the folder of a near tier.
+def near_at(tier: object, root: Store, settings: Settings, differential: Differential | None = None) -> NearPlace:
+    """Return the near tier of a run.
 
     Args:
         tier: As the caller passed it.
         root: The root of the run.
+        settings: How to reach storage.
         differential: The redo log that the caller wants; None for none.
     Raises:
         InvalidError: It is no `Tier`, is the root, lies in the root or around it, or belongs to another user; or the
@@ -50,21 +52,10 @@ def near_path(tier: object, root: Store, differential: Differential | None = Non
             "memory is a near tier: near=holdfast.Tier(…)",
             root.url,
         )
-    return path
-
-
-def near_place(tier: Tier, path: str, store: Store) -> NearPlace:
-    """Return the near tier at a folder.
-
-    Args:
-        tier: What the caller said.
-        path: The folder.
-        store: The store of the folder.
-    """
     is_memory = is_in_memory(path)
     keep_last = tier.keep_last if tier.keep_last is not None else 1 if is_memory else 2
     assert not isinstance(tier.every, int), "the tier has made a policy of a number"
-    return NearPlace(store, tier.every, keep_last, is_memory)
+    return NearPlace(wiring.local_at(path, settings), tier.every, keep_last, is_memory)
 
 
 def is_in_memory(path: str) -> bool:

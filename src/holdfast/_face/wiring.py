@@ -13,7 +13,6 @@ from functools import cache
 from types import MappingProxyType
 
 from holdfast._face.foreign_paths import foreign_at, foreign_in, names_object
-from holdfast._face.near_place import near_path, near_place
 from holdfast._face.own_store import is_store, require_store
 from holdfast.backends.alone import AloneComm
 from holdfast.backends.stores.foreign import References
@@ -29,8 +28,7 @@ from holdfast.base.ports.store import Store
 from holdfast.base.types.values import FrameworkValue
 from holdfast.core.format.names import MANIFEST_FILE, RUN_FILE, is_superseded_name, step_of_folder
 from holdfast.errors import CorruptError, InvalidError, MissingError
-from holdfast.policies import Tier
-from holdfast.settings import Differential, Settings
+from holdfast.settings import Settings
 from holdfast.stored.checkpoint.checkpoint import Checkpoint
 from holdfast.stored.checkpoint.location import CheckpointLocation
 from holdfast.stored.repository.catalog import exists, read_run_id, require_root, root_of_near
@@ -40,7 +38,6 @@ from holdfast.training.coordination.absent_ranks import CallWatch
 from holdfast.training.coordination.job import Job
 from holdfast.training.loading.named_step import finder_of
 from holdfast.training.loading.resolve import location_named
-from holdfast.training.runs.tiers.near import NearPlace
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +67,9 @@ def store_at(path: object, settings: Settings) -> Store:
     scheme, separator, rest = text.partition("://")
     if not separator:
         # Many a config file says ~, and no shell expands it there.
-        return _local(os.path.expanduser(text), settings)
+        return local_at(os.path.expanduser(text), settings)
     if scheme == "file":
-        return _local(rest, settings)
+        return local_at(rest, settings)
     if scheme == "memory" and rest:
         return MemoryStore(rest)
     if scheme in SCHEMES:
@@ -92,12 +89,6 @@ def store_at(path: object, settings: Settings) -> Store:
     )
 
 
-def near_at(tier: Tier, root: Store, settings: Settings, differential: Differential | None) -> NearPlace:
-    """Return the near tier of a run, as the caller names it. Errors as `near_path`."""
-    path = near_path(tier, root, differential)
-    return near_place(tier, path, _local(path, settings))
-
-
 def run_of(root: Store, settings: Settings, near: str | None = None, *, writes: bool = False) -> Store:
     """Return the run at a root: with the near tier, if the caller names one, or this host has the one of the record.
 
@@ -114,7 +105,7 @@ def run_of(root: Store, settings: Settings, near: str | None = None, *, writes: 
     path = near or ("" if record is None else record.url)
     if not path:
         return root
-    store = _local(os.path.realpath(os.path.expanduser(path)), settings)
+    store = local_at(os.path.realpath(os.path.expanduser(path)), settings)
     if root_of_near(store) == root.url and read_run_id(store) == read_run_id(root):
         return TwoRoots(store, root)
     if near is not None:
@@ -137,14 +128,14 @@ def two_roots(near: str, root: Path | None, settings: Settings) -> TwoRoots:
     Raises:
         MissingError: The folder is no near tier, and the caller names no root.
     """
-    store = _local(os.path.realpath(os.path.expanduser(near)), settings)
+    store = local_at(os.path.realpath(os.path.expanduser(near)), settings)
     root = root_of_near(store) if root is None else root
     if not root:
         raise MissingError(f"{near}: no near tier of a run; expected a folder whose holdfast.json names a root")
     return TwoRoots(store, store_at(root, settings))
 
 
-def _local(path: str, settings: Settings) -> LocalStore:
+def local_at(path: str, settings: Settings) -> LocalStore:
     return LocalStore(path, settings=settings, mode_from=(RUN_FILE, MANIFEST_FILE))
 
 
@@ -173,7 +164,7 @@ def parent_of(store: Store, settings: Settings) -> tuple[Store, str] | None:
     """Return the store of the folder above a store, and the name of the store in it; None if it has none above."""
     if isinstance(store, LocalStore):
         parent, name = os.path.split(os.path.realpath(store.url))
-        return _local(parent, settings), name
+        return local_at(parent, settings), name
     scheme, _, rest = store.url.partition("://")
     above, slash, name = rest.rpartition("/")
     if not is_named_by_url(store) or not slash or not above:
