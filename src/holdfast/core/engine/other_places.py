@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 from holdfast.base.ports.packs import Stored
 from holdfast.base.ports.ranges import view_for_range
@@ -41,20 +42,21 @@ def read_elsewhere(run: ReadRun, placing: Placing, buffer: memoryview, error: Ch
 def _fill(view: memoryview, part: ReadRun, bases: Mapping[int, memoryview], placing: Placing) -> None:
     """Read every chunk of one pack from the first place that has it whole."""
     stored = placing.packs(part.pack)
-    errors: dict[int, list[CheckpointError]] = {chunk.offset: [] for chunk in part.chunks}
+    found: list[dict[int, CheckpointError]] = []
     left: Sequence[ChunkRead] = part.chunks
     for place in (stored, *stored.others):
-        found = _read(left, place, view, part, bases, placing) if left else {}
-        for chunk in left:
-            if chunk.offset in found:
-                errors[chunk.offset].append(found[chunk.offset])
-            elif place is not stored:
-                placing.note_elsewhere(part.pack, stored, place, chunk.stored_bytes, errors[chunk.offset][0])
-        left = [chunk for chunk in left if chunk.offset in found]
-    if left:
-        named = errors[left[0].offset]
-        kind = UnavailableError if any(isinstance(error, UnavailableError) for error in named) else CorruptError
-        raise kind("; and ".join(map(str, named))) from named[0]
+        found.append(_read(left, place, view, part, bases, placing))
+        count = sum(chunk.stored_bytes for chunk in left if chunk.offset not in found[-1])
+        if count and place is not stored:
+            placing.note_elsewhere(part.pack, stored, place, count, next(iter(found[0].values())))
+        left = [chunk for chunk in left if chunk.offset in found[-1]]
+        if not left:
+            return
+    named = [errors[left[0].offset] for errors in found]
+    kind = UnavailableError if any(isinstance(error, UnavailableError) for error in named) else CorruptError
+    # A chunk that is absent here and damaged there is damaged: a load must not wait for its file to appear.
+    cause = max(named, key=lambda error: not isinstance(error.__cause__, MissingError))
+    raise kind("; and ".join(map(str, named))) from cause
 
 
 def _read(
@@ -66,9 +68,9 @@ def _read(
     placing: Placing,
 ) -> dict[int, CheckpointError]:
     """Read chunks from one place; return the errors of those that are not whole there, by offset."""
-    all_of_it = len(chunks) == len(part.chunks)
     ranges = [(chunk.offset, chunk.offset + chunk.stored_bytes) for chunk in chunks]
-    ranges = [(part.start, part.stop)] if all_of_it else ranges
+    if len(chunks) == len(part.chunks):
+        ranges = [(part.start, part.stop)]  # With one read, however many chunks it has.
     try:
         with pack_expected(part, place):
             buffers = [view[start - part.start : stop - part.start] for start, stop in ranges]
@@ -77,8 +79,8 @@ def _read(
         is_short = isinstance(error, CorruptError) and not isinstance(error.__cause__, MissingError)
         if not is_short or len(chunks) == 1:
             return {chunk.offset: error for chunk in chunks}
-        each = [_read([chunk], place, view, part, bases, placing) for chunk in chunks]
-        return {offset: error for found in each for offset, error in found.items()}
+        each = (_read([chunk], place, view, part, bases, placing) for chunk in chunks)
+        return dict(chain.from_iterable(errors.items() for errors in each))
     errors: dict[int, CheckpointError] = {}
     for chunk in chunks:
         try:

@@ -46,24 +46,19 @@ class Placing:
     def note_elsewhere(self, pack: str, stored: Stored, place: Stored, count: int, why: CheckpointError) -> None:
         """Count bytes that were read from another place of a pack; warn once a pack."""
         with self._lock:
-            self._elsewhere.update({place.files.url: count})
-            self._elsewhere.subtract({stored.files.url: count})
+            self._elsewhere.update({place.files.url: count, stored.files.url: -count})
             is_first = pack not in self._warned
             self._warned.add(pack)
         if is_first:
             logger.warning("%s: is not whole, and is read from %s where needed: %s", stored.url, place.url, why)
 
-    def sources(self, runs: Iterable[ReadRun]) -> Counter[str]:
+    def sources(self, runs: Iterable[ReadRun]) -> dict[str, int]:
         """Return the bytes that this rank read for runs, by URL of the root."""
         counts = self._elsewhere.copy()
         for run in runs:
             for part in (run, *run.bases):
                 counts[self.packs(part.pack).files.url] += part.stop - part.start
-        return +counts
-
-    def url_of(self, pack: str) -> str:
-        """Return the place of a pack, for messages."""
-        return self.packs(pack).url
+        return dict(+counts)
 
 
 @contextmanager
@@ -91,7 +86,7 @@ def verify_and_place_all(run: ReadRun, data: Sequence[memoryview], placing: Plac
     """
     own, targets = data[0], placing.targets
     assert len(own) >= run.stop - run.start, "all of a run has been read"
-    where = placing.url_of(run.pack) + sender
+    where = placing.packs(run.pack).url + sender
     coded = _CodedChunks(run, data[1:], placing, sender)
     tiny: list[tuple[Target, Box, tuple[int, int]]] = []
     for chunk in run.chunks:
@@ -130,7 +125,7 @@ class _CodedChunks:
         if base is not None and base is not self._base:
             self._base, base_stored = next(self._bases)
             assert self._base is base, "bases come in the order in which they are needed"
-            base_where = placing.url_of(base.piece.pack) + self._sender
+            base_where = placing.packs(base.piece.pack).url + self._sender
             try:
                 self._raw_base = placing.decoder.raw_base(base, base_stored, base_where)
                 verify_and_place(base, self._raw_base, base_where, placing.targets)

@@ -369,7 +369,7 @@ def _read_again(run: ReadRun, placing: Placing, buffer: memoryview, *, in_target
     logger.warning(
         "%s: bytes %d–%d were wrong when they were read first, and right when they were read again: memory or network "
         "of this machine changes bytes%s",
-        placing.url_of(run.pack),
+        placing.packs(run.pack).url,
         run.start,
         run.stop,
         ", or tensors of the state share memory" if in_target else "",
